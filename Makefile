@@ -1,0 +1,30 @@
+PYTHON ?= python3
+BIN := .venv/bin
+# Flower must not phone home, nor install the app's dependencies (torch!) a second time.
+export FLWR_TELEMETRY_ENABLED := 0
+export FLWR_DISABLE_UPDATE_CHECK := 1
+export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
+
+.PHONY: demo test check bench clean
+
+demo: $(BIN)/.installed          ## three ways to learn, one picture and an epsilon
+	$(BIN)/python simulations/demo.py
+
+test: check                      ## all checks and tests
+	$(BIN)/pytest
+
+check: $(BIN)/.installed         ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(BIN)/.installed         ## speeds, as ratios within one run
+	$(BIN)/python simulations/benchmark.py
+
+$(BIN)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[simulation,data,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

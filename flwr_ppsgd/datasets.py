@@ -1,0 +1,109 @@
+"""One user's data, given a data set and a user."""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.models import AdditiveLinear, Matrix, as_matrix
+
+
+def generator(*labels: object) -> np.random.Generator:
+    """A generator for data, decided by its labels alone. Never for cohorts or noise: those are secret."""
+    return np.random.Generator(np.random.PCG64(int.from_bytes(hashlib.sha256(repr(labels).encode()).digest()[:16])))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shuffle(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
+    return generator("epoch", seed, user, epoch).permutation(length)
+
+
+class Minibatches:
+    """A user's own rows, shuffled anew for each epoch: fresh samples first, then further epochs.
+
+    Visit v takes rows (v−1)·m … v·m−1 of the endless sequence of epochs, so every row is used and every minibatch has
+    the same size m_i = min(size, rows). Which rows they are is decided by (seed, user, visit) alone.
+    """
+
+    def __init__(self, x: Tensor | Matrix, y: Tensor | Matrix, size: int, *, seed: int, user: int) -> None:
+        if not len(x) or len(x) != len(y) or size < 1:
+            raise ValueError(
+                f"a user needs at least one row and as many x as y, got {len(x)} and {len(y)}, size {size}"
+            )
+        self._x, self._y = as_matrix(x), as_matrix(y)
+        self._size = min(size, len(x))
+        self._seed, self._user = seed, user
+        self.num_examples = len(x)
+
+    def __call__(self, visit: int) -> tuple[Matrix, Matrix]:
+        rows = self.rows(visit)
+        return self._x[rows], self._y[rows]
+
+    def rows(self, visit: int) -> NDArray[np.intp]:
+        length, start = self.num_examples, (visit - 1) * self._size
+        epoch, offset = divmod(start, length)
+        here = _shuffle(self._seed, self._user, epoch, length)[offset : offset + self._size]
+        if len(here) == self._size:
+            return here
+        return np.concatenate([here, _shuffle(self._seed, self._user, epoch + 1, length)[: self._size - len(here)]])
+
+
+@dataclass(frozen=True, eq=False)
+class Synthetic:
+    """The paper's synthetic regression (Section 6): θ_i* = θ_0 plus a little in the last 5 coordinates.
+
+    θ_0 ~ N(0, 10² I), the differences ~ N(0, .01²), x ~ N(0, diag(1/k)), label noise .01.
+    """
+
+    optima: NDArray[np.float64]  # θ_i*, one row a user
+    seed: int
+    label_noise: float = 0.01
+
+    @classmethod
+    def draw(cls, users: int, features: int, seed: int) -> "Synthetic":
+        truth = generator("synthetic", seed)
+        optima = np.tile(truth.normal(0, 10, features), (users, 1))
+        optima[:, -5:] += truth.normal(0, 0.01, optima[:, -5:].shape)
+        return cls(optima, seed)
+
+    @property
+    def variances(self) -> Vector:
+        """The diagonal of Σ: 1, 1/2, …, 1/d."""
+        return 1 / np.arange(1, self.optima.shape[1] + 1)
+
+    def batch(self, user: int, visit: int, size: int) -> tuple[Matrix, Matrix]:
+        """Fresh samples, decided by (seed, user, visit) alone."""
+        source = generator("sample", self.seed, user, visit)
+        x = source.normal(size=(size, self.optima.shape[1])) * np.sqrt(self.variances)
+        y = x @ self.optima[user] + source.normal(0, self.label_noise, size)
+        return x, y[:, None]
+
+    def excess_risk(self, user: int, parameters: Vector) -> float:
+        """‖w + θ_i − θ_i*‖²_Σ, twice f_i − f_i* of the ½-squared loss."""
+        return float(np.dot(self.variances, (parameters - self.optima[user]) ** 2))
+
+
+class FreshSamples:
+    """An endless stream of one user's samples of the synthetic problem."""
+
+    def __init__(self, problem: Synthetic, user: int, size: int) -> None:
+        self._problem, self._user, self._size = problem, user, size
+        self.num_examples = size
+
+    def __call__(self, visit: int) -> tuple[Matrix, Matrix]:
+        return self._problem.batch(self._user, visit, self._size)
+
+
+class SyntheticLearner(AdditiveLinear):
+    """An additive linear learner that is measured against the truth behind its data."""
+
+    def __init__(self, problem: Synthetic, user: int, batch_size: int) -> None:
+        super().__init__(FreshSamples(problem, user, batch_size), problem.optima.shape[1])
+        self._problem, self._user = problem, user
+
+    def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
+        return {"excess_risk": self._problem.excess_risk(self._user, w + theta)}

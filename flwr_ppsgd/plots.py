@@ -1,0 +1,41 @@
+"""Rows in, figures out. Nothing here trains."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour blindness
+STYLES = ("-", "--", "-.", ":")
+MEASURE_NAMES = {"excess_risk": "excess risk (mean over users)", "accuracy": "accuracy", "loss": "loss"}
+
+
+def learning_curves(
+    curves: Mapping[str, Sequence[Mapping[str, float]]], measure: str, path: Path, title: str, footnote: str
+) -> None:
+    """A measure against rounds, one curve for each label, and ε of the noisiest-charged curve on a second axis."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.8), layout="constrained")
+    for index, (label, rows) in enumerate(curves.items()):
+        colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
+        axes.plot([r["round"] for r in rows], [r[measure] for r in rows], style, color=colour, label=label, lw=2)
+    axes.set(xlabel="round", ylabel=MEASURE_NAMES.get(measure, measure), title=title)
+    if measure in ("excess_risk", "loss"):
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both", lw=0.5)
+    axes.legend()
+    _epsilon_axis(axes, max(curves.values(), key=lambda rows: rows[-1]["epsilon"]))
+    figure.supxlabel(footnote, fontsize=8, color="0.3", wrap=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:
+    """ε along the top, at rounds of which it is known."""
+    top = axes.secondary_xaxis("top")
+    shown = [rows[i] for i in sorted({round(k * (len(rows) - 1) / 6) for k in range(7)})]
+    top.set_xticks([row["round"] for row in shown], [f"{row['epsilon']:.2g}" for row in shown])
+    top.set_xlabel("ε spent so far (zero-out neighbours)")

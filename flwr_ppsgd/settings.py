@@ -1,0 +1,109 @@
+"""Flat settings, as Flower's users write them: ``clip-norm = 10.0``. One line each, no nesting.
+
+Whoever reads settings (a run config, an experiment file, ``--set``) gets the same keys, defaults and errors.
+"""
+
+import difflib
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Self, get_args, get_origin, get_type_hints
+
+from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, Steps
+from flwr_ppsgd.privacy import calibrate_noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What makes up a training: population, release, steps, budget.
+
+    Give ``rate`` (Poisson cohorts) or ``cohort-size`` (fixed size); ``noise-multiplier``, or ``epsilon``, which
+    calibrates it for the planned ``rounds``. There is no default for noise, δ or a seed.
+    """
+
+    population: int
+    rate: float | None = None
+    cohort_size: int | None = None
+    clip_norm: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    total_batch: int | None = None
+    step: float
+    alpha_q: float
+    delta: float
+    rounds: int
+    max_epsilon: float | None = None
+    evaluate_every: int = 0
+    min_online: float = 0.5
+    insecure_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _exactly_one(self, "rate", "cohort_size")
+        _exactly_one(self, "noise_multiplier", "epsilon")
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {self.rounds!r}")
+
+    @classmethod
+    def read(cls, flat: Mapping[str, Any], where: str) -> Self:
+        """From ``{"clip-norm": 10.0, …}``; an unknown key or a value of the wrong type is refused, naming ``where``."""
+        hints = get_type_hints(cls)
+        values = {_known(key, cls, where): value for key, value in flat.items()}
+        missing = [key_of(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
+        if missing:
+            raise ValueError(f"{where}: {missing[0]!r} is missing: add it, as in {missing[0]} = …")
+        try:
+            return cls(**{name: _typed(key_of(name), value, hints[name]) for name, value in values.items()})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def to_flat(self) -> dict[str, Any]:
+        return {key_of(f.name): value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def cohort(self) -> Cohort:
+        if self.cohort_size is not None:
+            return FixedSize(self.population, self.cohort_size)
+        assert self.rate is not None
+        return Poisson(self.population, self.rate)
+
+    def release(self) -> Release:
+        """The release, with its noise calibrated for the planned rounds where ``epsilon`` is given."""
+        noise, cohort = self.noise_multiplier, self.cohort()
+        if noise is None:
+            assert self.epsilon is not None
+            noise = calibrate_noise(epsilon=self.epsilon, delta=self.delta, cohort=cohort, rounds=self.rounds)
+        return Release(cohort, self.clip_norm, noise, self.total_batch)
+
+    def steps(self) -> Steps:
+        return Steps.from_ratio(self.step, self.alpha_q)
+
+
+def key_of(name: str) -> str:
+    """The flat key of a field."""
+    return name.replace("_", "-")
+
+
+def _exactly_one(settings: Settings, first: str, second: str) -> None:
+    given = [key_of(name) for name in (first, second) if getattr(settings, name) is not None]
+    if len(given) != 1:
+        found = "both are set" if given else "neither is set"
+        raise ValueError(f"give either {key_of(first)} or {key_of(second)}: {found}")
+
+
+def _known(key: str, cls: type[Settings], where: str) -> str:
+    names = [f.name for f in fields(cls)]
+    name = key.replace("-", "_")
+    if name in names:
+        return name
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    raise ValueError(f"{where}: unknown key {key!r}: did you mean {key_of(nearest)!r}?")
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as the field's type: whole numbers may stand for floats, nothing else is converted."""
+    allowed = get_args(hint) if get_origin(hint) in (types.UnionType,) else (hint,)
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if any(type(value) is kind for kind in allowed):
+        return value
+    wanted = " or ".join(kind.__name__ for kind in allowed if kind is not types.NoneType)
+    raise ValueError(f"{key} must be of type {wanted}, got {value!r}")

@@ -1,0 +1,121 @@
+"""The guarantee in words and as data: what a privacy officer can paste into a report."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from flwr_ppsgd.algorithm import Cohort, FixedSize
+from flwr_ppsgd.curator import Curator
+from flwr_ppsgd.noise import residual_delta
+from flwr_ppsgd.privacy import Ledger, release_to_dict
+
+OUTSIDE = (
+    "the server itself, which is trusted: it sees each clipped gradient",
+    "metrics, logs and timings that leave the server or a node by any other way than the published parameters",
+    "the choice of settings (step, alpha, rounds, clip norm) by looking at results of several runs",
+    "a user who is behind more than one node: one node is taken to be one user",
+)
+
+
+def charged(curator: Curator) -> Ledger:
+    """The ledger for which ε is stated: what was released, and the planned rounds that were not run."""
+    missing = max(0, curator.planned_rounds - curator.ledger.rounds) if curator.steps.publishes else 0
+    return replace(curator.ledger.record(curator.release, missing), insecure_rounds=curator.ledger.insecure_rounds)
+
+
+def as_data(curator: Curator, *, evaluated: bool, size: int = 0) -> dict[str, Any]:
+    """Everything in the statement, for ``privacy.json``. Infinite ε is the string "infinite": valid JSON."""
+    ledger = charged(curator)
+    return {
+        "guarantee": "none" if _voided(ledger) else "user-level joint differential privacy",
+        "unit": "one node, taken to be one user",
+        "delta": ledger.delta,
+        "epsilon": _json_number(ledger.epsilon()),
+        "epsilon_replace_one": _json_number(ledger.epsilon("replace-one")),
+        "epsilon_rdp": _json_number(ledger.epsilon(method="rdp")),
+        "paper_epsilon_not_a_guarantee": _json_number(ledger.paper_epsilon()),
+        "delta_added_by_finite_precision": residual_delta(size, ledger.rounds),
+        "rounds_charged": curator.ledger.rounds,
+        "rounds_stated": ledger.rounds,
+        "denominator": curator.release.denominator,
+        "release": release_to_dict(curator.release),
+        "insecure_rounds": ledger.insecure_rounds,
+        "evaluation_on_client_data": evaluated,
+        "outside_the_guarantee": list(OUTSIDE),
+        "ledger": curator.ledger.to_json(),
+        "statement": in_words(curator, evaluated=evaluated),
+    }
+
+
+def in_words(curator: Curator, *, evaluated: bool) -> str:
+    """The statement to print. It holds the promise, its terms, and what it does not cover."""
+    ledger = charged(curator)
+    lines = [_promise(curator, ledger), *_terms(curator, ledger)]
+    if evaluated:
+        lines.append("Evaluation on the users' own data was on. Its results are outside the guarantee.")
+    lines.append("Outside the guarantee: " + "; ".join(OUTSIDE) + ".")
+    return "\n".join(lines)
+
+
+def short(curator: Curator) -> str:
+    """One sentence: what was guaranteed to whom."""
+    return _promise(curator, charged(curator))
+
+
+def _promise(curator: Curator, ledger: Ledger) -> str:
+    if not curator.steps.publishes and not ledger.rounds:
+        return "Nothing was published about anybody (local learning, alpha = 0): epsilon is 0 for every user."
+    if ledger.insecure_rounds:
+        return (
+            f"NO GUARANTEE: {ledger.insecure_rounds} of {ledger.rounds} rounds drew their coins from a known seed "
+            f"(insecure_seed). With secret coins the same rounds would have cost epsilon = {ledger.epsilon():.3g} at "
+            f"delta = {ledger.delta:g}."
+        )
+    if math.isinf(ledger.epsilon()):
+        return "NO GUARANTEE: nothing hides a user's contribution (noise multiplier 0), epsilon is infinite."
+    return (
+        f"To each of the {curator.release.cohort.population} enrolled users: everybody else together, even pooling "
+        f"their data and personal models, learns no more about your data than ({ledger.epsilon():.3g}, "
+        f"{ledger.delta:g})-joint differential privacy allows."
+    )
+
+
+def _terms(curator: Curator, ledger: Ledger) -> list[str]:
+    if not ledger.rounds:
+        return []
+    release = curator.release
+    stopped = " (planned; stopped earlier)" if ledger.rounds > curator.ledger.rounds else ""
+    rdp = f"{ledger.epsilon(method='rdp'):.4g}"
+    terms = [
+        f"Epsilon at delta = {ledger.delta:g} over {ledger.rounds} rounds{stopped}: {ledger.epsilon():.4g} if a user "
+        f"contributes nothing instead (zero-out neighbours; RDP bound {rdp}), {ledger.epsilon('replace-one'):.4g} if a "
+        f"user's data are exchanged for any other (replace-one neighbours, the paper's definition).",
+        f"Mechanism: sum of one vector per user, clipped by the server to norm C = {release.clip_norm:g}, plus "
+        f"Gaussian noise of standard deviation z*C with z = {release.noise_multiplier:g}, divided by the fixed number "
+        f"D = {release.denominator:g}; a client that fails counts as zero. {_sampling(release.cohort)}",
+    ]
+    if isinstance(release.cohort, FixedSize):
+        terms.append(f"The paper would print epsilon = {ledger.paper_epsilon():.4g} here: not a guarantee.")
+    return terms
+
+
+def _sampling(cohort: Cohort) -> str:
+    if isinstance(cohort, FixedSize):
+        return (
+            f"Sampling: exactly {cohort.size} of {cohort.population} users a round; no amplification by sampling is "
+            "claimed, since no theorem covers it with clients that keep state."
+        )
+    if not cohort.amplifies:
+        return f"Sampling: none, all {cohort.population} users take part in every round."
+    return (
+        f"Sampling: each of {cohort.population} enrolled users by an independent secret coin with probability "
+        f"{cohort.rate:g}; who took part must stay secret."
+    )
+
+
+def _voided(ledger: Ledger) -> bool:
+    return ledger.insecure_rounds > 0 or math.isinf(ledger.epsilon())
+
+
+def _json_number(value: float) -> float | str:
+    return "infinite" if math.isinf(value) else value

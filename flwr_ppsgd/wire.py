@@ -1,0 +1,177 @@
+"""Everything that travels: the names of the records, the Order, and w as named arrays.
+
+Layer names and shapes exist only here; everywhere else a model is one flat vector. What an array *declares* about
+itself is not trusted, only what its bytes hold.
+"""
+
+import functools
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord
+from numpy.typing import NDArray
+
+from flwr_ppsgd.algorithm import Reduction, Vector
+
+ARRAYS = "arrays"  # w, under the name that Flower's stock strategies use
+CONFIG = "config"
+METRICS = "metrics"
+ORDER = "ppsgd-order"
+GRADIENT = "gradient"
+NUM_EXAMPLES = "num-examples"
+LONGEST_HEADER = 4096  # bytes; numpy writes 128 for any array of parameters
+NUMPY = "numpy.ndarray"  # Flower's name for its serialisation of numpy arrays
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the server asks of a client in one round.
+
+    round: counted from 1 over the whole training, restarts included.
+    step: s_θ.
+    clip_norm: C.
+    reduction: whether gradients over a minibatch are averaged (Algorithm 3) or summed (Algorithm 2).
+    publishes: whether a gradient is wanted; at α = 0 none is sent.
+    visit: how many rounds this user has taken part in, this one included. Counted by the client, never sent.
+    """
+
+    round: int
+    step: float
+    clip_norm: float
+    reduction: Reduction
+    publishes: bool
+    visit: int = 0
+
+    def to_record(self) -> ConfigRecord:
+        fields = asdict(self)
+        del fields["visit"]
+        return ConfigRecord(fields)
+
+    @classmethod
+    def from_record(cls, record: ConfigRecord) -> Self:
+        return cls(**record)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and dtypes of the arrays that make up w, in order."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype[Any], ...]
+
+    @classmethod
+    def of(cls, record: ArrayRecord) -> Self:
+        headers = {name: _header(name, array) for name, array in record.items()}
+        for name, header in headers.items():
+            if header.dtype.kind != "f":
+                raise ValueError(
+                    f"array {name!r} of the shared parameters has dtype {header.dtype}: only real floats can take "
+                    "noise; keep counters and other buffers out of the record, or personal"
+                )
+        if not headers:
+            raise ValueError("the shared parameters are an empty ArrayRecord: pass the initial w as initial_arrays")
+        return cls(tuple(headers), tuple(h.shape for h in headers.values()), tuple(h.dtype for h in headers.values()))
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def flatten(self, record: ArrayRecord) -> Vector:
+        """The arrays as one float64 vector; ValueError where names, shapes or dtypes are not those of w."""
+        if set(record) != set(self.names):
+            raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
+        parts = [_decode(name, record[name], shape) for name, shape in zip(self.names, self.shapes, strict=True)]
+        with np.errstate(all="ignore"):
+            flat = [part.reshape(-1).astype(np.float64, copy=False) for part in parts]
+        return flat[0] if len(flat) == 1 else np.concatenate(flat)
+
+    def unflatten(self, vector: Vector) -> ArrayRecord:
+        """The vector as named arrays in w's shapes and dtypes."""
+        if vector.shape != (self.size,):
+            raise ValueError(f"a vector of shape {vector.shape} where w has {self.size} parameters")
+        record, start = ArrayRecord(), 0
+        for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True):
+            end = start + math.prod(shape)
+            record[name] = _encode(vector[start:end], shape, dtype)
+            start = end
+        return record
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The head of a serialised numpy array; the numbers begin at byte ``end``."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    fortran: bool
+    end: int
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_header(head: bytes) -> _Header:
+    stream = io.BytesIO(head)
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(stream)
+    return _Header(dtype, shape, fortran, stream.tell())
+
+
+def _header(name: str, array: Array) -> _Header:
+    """Magic and version take 8 bytes, then the header's own length in 2 (version 1) or 4, then the header."""
+    if array.stype != NUMPY:
+        raise ValueError(f"array {name!r} is serialised as {array.stype!r} where {NUMPY!r} was expected")
+    first = array.data[:12]
+    length = (
+        10 + int.from_bytes(first[8:10], "little")
+        if first[6:7] == b"\x01"
+        else 12 + int.from_bytes(first[8:], "little")
+    )
+    if length > LONGEST_HEADER:
+        raise ValueError(f"array {name!r} has no readable header")
+    try:
+        return _parse_header(array.data[:length])
+    except Exception as error:  # numpy's parser raises many kinds on hostile bytes
+        raise ValueError(f"array {name!r} has no readable header: {error}") from None
+
+
+def _decode(name: str, array: Array, shape: tuple[int, ...]) -> NDArray[np.floating[Any]]:
+    """The numbers in ``array``, a view of its bytes; ValueError unless they are real floats of this very shape."""
+    header = _header(name, array)
+    if header.shape != shape or header.dtype.kind != "f":
+        raise ValueError(f"array {name!r} holds {header.dtype}{header.shape} where floats{shape} were expected")
+    if len(array.data) - header.end != math.prod(shape) * header.dtype.itemsize:
+        raise ValueError(f"array {name!r} holds {len(array.data) - header.end} bytes, not what its header says")
+    values = np.frombuffer(array.data, header.dtype, offset=header.end)
+    return values.reshape(shape, order="F" if header.fortran else "C")
+
+
+@functools.lru_cache(maxsize=256)
+def _make_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": dtype.str, "fortran_order": False, "shape": shape})
+    return stream.getvalue()
+
+
+def _encode(values: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    with np.errstate(all="ignore"):
+        numbers = np.ascontiguousarray(values, dtype=dtype)
+    return Array(str(dtype), shape, NUMPY, b"".join([_make_header(dtype, shape), numbers.data]))
+
+
+def vector_record(vectors: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Flat vectors as a record, for a node's own state."""
+    record = ArrayRecord()
+    for name, vector in vectors.items():
+        record[name] = _encode(vector, vector.shape, vector.dtype)
+    return record
+
+
+def decode_vector(array: Array) -> NDArray[Any]:
+    """A vector in a record that ``vector_record`` made."""
+    header = _header("vector", array)
+    return np.frombuffer(array.data, header.dtype, offset=header.end)
