@@ -214,7 +214,8 @@ class Steps:
 
 def length(g: Vector) -> float:
     """‖g‖₂, safe from overflow and underflow of the squares."""
-    plain = math.sqrt(np.dot(g, g))
+    with np.errstate(over="ignore", invalid="ignore"):
+        plain = math.sqrt(np.dot(g, g))
     if 1e-140 < plain < 1e140 or not g.size:
         return plain
     largest = float(np.max(np.abs(g)))

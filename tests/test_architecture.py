@@ -1,0 +1,66 @@
+"""The shape of the package: import arrows, what is exported, what an import costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flwr_ppsgd
+
+PACKAGE = Path(flwr_ppsgd.__file__).parent
+ORDER = [
+    "algorithm", "noise", "privacy", "theory", "curator", "statement", "settings", "wire", "personal", "enrolment",
+    "replies", "strategy", "client", "legacy", "audit", "models", "datasets", "simulation", "plots", "report", "cli",
+]  # fmt: skip
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Names below ``flwr_ppsgd`` that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module == "flwr_ppsgd":
+            names = [f"flwr_ppsgd.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("flwr_ppsgd.")}
+    return found
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if module_of(p) in ORDER], ids=lambda p: p.stem)
+def test_a_module_imports_only_what_stands_above_it(path: Path) -> None:
+    own = module_of(path)
+    for name in imports(path) - {own, "experiments"}:
+        assert ORDER.index(name) < ORDER.index(own), f"{own} must not import {name}"
+
+
+def test_every_module_has_its_place() -> None:
+    assert {module_of(path) for path in MODULES} - {"__init__", "experiments"} <= set(ORDER)
+
+
+def test_all_is_exactly_what_is_exported() -> None:
+    submodules = {path.stem if path.stem != "__init__" else path.parent.name for path in MODULES}
+    public = {name for name in vars(flwr_ppsgd) if not name.startswith("_")} - submodules
+    assert public == set(flwr_ppsgd.__all__)
+
+
+def test_importing_the_package_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, flwr_ppsgd; print(sorted({'torch', 'ray', 'matplotlib', 'pandas'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_the_core_knows_neither_flower_nor_torch() -> None:
+    for name in ("algorithm", "noise", "privacy"):
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+        roots = {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+        assert not roots & {"flwr", "torch", "ray"}

@@ -1,0 +1,138 @@
+"""The coins and the grid: distribution, exactness, secrecy."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_ppsgd import Poisson, Release
+from flwr_ppsgd.noise import BLOCK, Coins, GridSum, residual_delta
+
+RELEASE = Release(Poisson(100, 0.5), clip_norm=3.0, noise_multiplier=2.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_normals_have_the_moments_of_a_normal(seed: int) -> None:
+    """Mean, variance, skewness and kurtosis, each within 5 standard errors of its own estimate."""
+    d = 200_001
+    n = Coins.insecure(seed).normals(d)
+    assert n.shape == (d,)
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(np.mean(n**power) - mean) < 5 * math.sqrt(variance / d)
+
+
+def test_normals_are_independent_within_a_pair_and_between_blocks() -> None:
+    n = Coins.insecure(1).normals(4 * BLOCK).reshape(4, BLOCK)
+    halves = n.reshape(8, BLOCK // 2)
+    for a in range(8):
+        for b in range(a):
+            assert abs(np.mean(halves[a] * halves[b])) < 5 / math.sqrt(BLOCK // 2)
+            assert abs(np.mean(halves[a] ** 2 * halves[b] ** 2) - 1) < 5 * math.sqrt(8 / (BLOCK // 2))
+
+
+def test_the_tail_has_the_mass_it_should() -> None:
+    d = 2_000_000
+    n = np.abs(Coins.insecure(2).normals(d))
+    for at in (3.0, 4.0, 4.5):
+        expected = d * math.erfc(at / math.sqrt(2))
+        assert abs(np.sum(n > at) - expected) < 5 * math.sqrt(expected)
+
+
+class Scripted(Coins):
+    """Coins whose words are given."""
+
+    def __init__(self, *words: int) -> None:
+        self._words = np.array(words, dtype=np.uint64)
+
+    def words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        assert count == len(self._words)
+        return self._words
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "radius"),
+    [
+        (0, 0, math.sqrt(2 * 129 * math.log(2))),  # u = 2⁻¹²⁹, the farthest of all
+        (0, 2**40, math.sqrt(2 * 88 * math.log(2))),  # u = 2⁻⁸⁸: far beyond a 64-bit uniform
+        (2**63, 0, math.sqrt(2 * math.log(2))),  # u = ½
+        (2**64 - 1, 2**64 - 1 - 2**40, math.sqrt(2 * 2.0**-88)),  # u = 1 − 2⁻⁸⁸: as fine next to zero
+    ],
+)
+def test_the_radius_is_precise_at_both_ends(high: int, low: int, radius: float) -> None:
+    assert Scripted(high, low, 0).normals(2)[0] == pytest.approx(radius, rel=1e-9)
+
+
+def test_secret_coins_differ_and_insecure_coins_repeat() -> None:
+    assert not np.array_equal(Coins.secret().words(4), Coins.secret().words(4))
+    np.testing.assert_array_equal(Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "noise", 1).words(4))
+    assert not np.array_equal(Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "noise", 2).words(4))
+    assert not np.array_equal(Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "cohort", 1).words(4))
+
+
+def test_uniforms_lie_in_the_unit_interval_and_are_even() -> None:
+    u = Coins.insecure(3).uniforms(100_000)
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 100_000)
+    counts = np.histogram(u, bins=20, range=(0, 1))[0]
+    assert np.all(np.abs(counts - 5000) < 5 * math.sqrt(5000 * 0.95))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(-1e308, 1e308), min_size=1, max_size=30), st.floats(1e-50, 1e50))
+def test_no_contribution_exceeds_the_clip_norm_in_exact_integers(values: list[float], clip_norm: float) -> None:
+    release = Release(Poisson(100, 0.5), clip_norm, noise_multiplier=0.0)
+    total = GridSum(len(values), release)
+    total.add(np.array(values))
+    multiples = [int(k) for k in total._multiples]
+    assert all(k == m for k, m in zip(multiples, total._multiples, strict=True))
+    assert sum(k * k for k in multiples) <= (2**release.grid_bits) ** 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations(range(6)), st.integers(0, 100))
+def test_the_sum_does_not_depend_on_the_order_of_replies(order: list[int], seed: int) -> None:
+    gradients = np.random.default_rng(seed).normal(size=(6, 50))
+    straight, shuffled = GridSum(50, RELEASE), GridSum(50, RELEASE)
+    for i in range(6):
+        straight.add(gradients[i])
+        shuffled.add(gradients[order[i]])
+    np.testing.assert_array_equal(straight._multiples, shuffled._multiples)
+
+
+def test_what_is_released_is_a_whole_multiple_of_the_grid() -> None:
+    total = GridSum(1000, RELEASE)
+    for i in range(5):
+        total.add(np.random.default_rng(i).normal(size=1000))
+    released = total.noisy(Coins.insecure(0))
+    grid = Fraction(RELEASE.grid)
+    assert grid == Fraction(3, 2**32)
+    nearest = [round(Fraction(value) / grid) for value in released]
+    assert all(float(k * grid) == value for k, value in zip(nearest, released, strict=True))
+
+
+def test_truncation_moves_toward_zero_by_less_than_one_step_of_the_grid() -> None:
+    g = np.random.default_rng(0).normal(size=500) / 100
+    total = GridSum(500, RELEASE)
+    total.add(g)
+    kept = total.noisy(Coins.insecure(0)) if RELEASE.noise_multiplier == 0 else total._multiples * RELEASE.grid
+    assert np.all(np.abs(kept) <= np.abs(g))
+    assert np.all(np.abs(g - kept) < RELEASE.grid)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_on_the_sum_has_the_std_of_algorithm_1(seed: int) -> None:
+    """The last line: std z·C on the sum. 1 % too much or too little fails."""
+    d = 500_000
+    noise = GridSum(d, RELEASE).noisy(Coins.insecure(seed)) / RELEASE.noise_std
+    assert abs(noise.mean()) < 5 / math.sqrt(d)
+    assert abs(noise.var() - 1) < 5 * math.sqrt(2 / d)
+    assert abs(np.mean(noise**4) - 3) < 5 * math.sqrt(96 / d)
+
+
+def test_the_residual_is_negligible_for_the_largest_runs() -> None:
+    """A billion coordinates, a million rounds."""
+    assert residual_delta(10**9, 10**6) < 1e-22
