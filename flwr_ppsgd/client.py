@@ -1,16 +1,20 @@
 """The Message-API client: w comes in, a clipped gradient goes out, θ stays."""
 
 import math
-from collections.abc import Callable
+import pickle
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 
 from flwr_ppsgd.algorithm import Vector, client_step, length
 from flwr_ppsgd.personal import Personal, keep, recall
-from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, Order
+from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, Order
 
 
 class Learner(Protocol):
@@ -42,17 +46,29 @@ class Learner(Protocol):
         ...
 
 
-def client_app(learner_for: Callable[[Context], Learner]) -> ClientApp:
-    """A ClientApp that serves PPSGD.
+def client_app(
+    learner_for: Callable[[Context], Learner],
+    *,
+    local_step: float | None = None,
+    local_steps: int = 1,
+    mods: list[Mod] | None = None,
+) -> ClientApp:
+    """A ClientApp that serves PPSGD, and with ``local_step`` any stock strategy too.
 
     learner_for: builds the learner of the node in whose context it is called. Make it a module-level function: Flower
         pickles the app with every message, and everything the function closes over goes along.
+    local_step, local_steps: how a message without an Order, as stock strategies send it, is answered: so many steps
+        of that size on w, θ left alone, then the parameters and ``num-examples``.
+    mods: Flower client mods, applied to training and evaluation alike.
     """
-    app = ClientApp()
+    app = _App(learner_for, mods)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return _train(message, context, learner_for(context))
+        learner = learner_for(context)
+        if ORDER in message.content:
+            return _train(message, context, learner)
+        return _train_locally(message, context, learner, local_step, local_steps)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
@@ -61,43 +77,114 @@ def client_app(learner_for: Callable[[Context], Learner]) -> ClientApp:
     return app
 
 
+class _App(ClientApp):
+    """A ClientApp that says what is wrong where it cannot be sent to Flower's workers."""
+
+    def __init__(self, learner_for: Callable[[Context], Learner], mods: list[Mod] | None) -> None:
+        super().__init__(mods=mods)
+        self._learner_for = learner_for
+
+    def __getstate__(self) -> dict[str, object]:
+        pickler = sys.modules.get("ray.cloudpickle", pickle)
+        try:
+            pickler.dumps(self._learner_for)
+        except Exception as error:
+            raise TypeError(
+                f"learner_for={self._learner_for!r} cannot be pickled for Flower's workers ({error}): make it a "
+                "module-level function that opens files, locks and caches when it is called"
+            ) from None
+        return self.__dict__
+
+
 def _train(message: Message, context: Context, learner: Learner) -> Message:
     """One visit. The reply holds the clipped gradient and nothing else; θ is written last."""
     layout, w = _shared(message)
-    order = Order.from_record(cast(ConfigRecord, message.content[ORDER]))
-    personal = _personal(context, learner)
+    order = Order.from_flat(cast(ConfigRecord, message.content[ORDER]))
+    personal = personal_of(context, learner)
     sent, theta = visit(learner, w, personal.theta, replace(order, visit=personal.visit + 1))
     content = RecordDict({GRADIENT: layout.unflatten(sent)} if order.publishes else {})
-    keep(context, personal.stepped(theta, order.round))
+    keep(context, personal.stepped(theta, order.round, order.average))
     return Message(content, reply_to=message)
+
+
+def _train_locally(message: Message, context: Context, learner: Learner, step: float | None, steps: int) -> Message:
+    """The answer to a stock strategy, with the proximal term of FedProx where it asks for one."""
+    layout, w = _shared(message)
+    config = cast(Mapping[str, Any], message.content.get(CONFIG, {}))
+    proximal = float(config.get("proximal-mu", 0.0))
+    personal = personal_of(context, learner)
+    trained, after = local_training(learner, w, personal, step=step, steps=steps, proximal=proximal)
+    metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
+    reply = Message(RecordDict({ARRAYS: layout.unflatten(trained), METRICS: metrics}), reply_to=message)
+    keep(context, after)
+    return reply
 
 
 def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
     _, w = _shared(message)
-    measures = learner.evaluate(w, _personal(context, learner).theta)
-    metrics = MetricRecord({**measures, NUM_EXAMPLES: learner.num_examples})
+    order = message.content.get(ORDER)
+    theta = theta_to_evaluate(personal_of(context, learner), cast(ConfigRecord, order) if order else None)
+    metrics = MetricRecord({**learner.evaluate(w, theta), NUM_EXAMPLES: learner.num_examples})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
 
 def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
     """(what is sent, the new θ); ValueError where the learner's gradients do not fit, and θ stays as it was."""
     g_w, g_theta = learner.gradients(w, theta, order)
-    for name, gradient, at in (("g_w", g_w, w), ("g_θ", g_theta, theta)):
-        if gradient.shape != at.shape:
-            raise ValueError(
-                f"{type(learner).__name__}.gradients returned {name} of shape {gradient.shape} where the parameters "
-                f"have {at.shape}: return one flat vector for each block"
-            )
-        if not math.isfinite(length(gradient)):
-            raise ValueError(f"{type(learner).__name__}.gradients returned a {name} that is not finite: lower the step")
-    return client_step(theta, g_w, g_theta, order.clip_norm, order.step)
+    _check(learner, "g_w", g_w, w)
+    _check(learner, "g_θ", g_theta, theta)
+    with np.errstate(all="ignore"):
+        sent, stepped = client_step(theta, g_w, g_theta, order.clip_norm, order.step)
+    _check(learner, "a step of θ", stepped, theta)
+    return sent, stepped
+
+
+def local_training(
+    learner: Learner, w: Vector, personal: Personal, *, step: float | None, steps: int, proximal: float
+) -> tuple[Vector, Personal]:
+    """w after ``steps`` steps of ``step`` on f_i(·, θ) + (μ/2)‖· − w‖²; θ is left alone, each step is one visit."""
+    if step is None:
+        raise ValueError(
+            "a message without an Order: this client serves PPSGD only; for a stock strategy pass local_step to "
+            "client_app or PPSGDClient"
+        )
+    trained = w
+    for _ in range(steps):
+        order = Order(0, 0.0, math.inf, "mean", True, visit=personal.visit + 1)
+        gradient, _ = learner.gradients(trained, personal.theta, order)
+        _check(learner, "g_w", gradient, w)
+        trained = trained - step * (gradient + proximal * (trained - w))
+        personal = personal.stepped(personal.theta, personal.round)
+    return trained, personal
+
+
+def theta_to_evaluate(personal: Personal, flat_order: Mapping[str, Any] | None) -> Vector:
+    """θ as it is, or its average iterate where the server asks for that."""
+    order = Order.from_flat(flat_order) if flat_order else None
+    return personal.average(order.round) if order and order.average else personal.theta
+
+
+def personal_of(context: Context, learner: Learner) -> Personal:
+    return recall(context) or Personal(learner.initial_theta(), run=context.run_id)
+
+
+def _check(learner: Learner, name: str, vector: Vector, at: Vector) -> None:
+    """The form that the algorithm needs, or one line that says what the learner did."""
+    if vector.shape != at.shape:
+        raise ValueError(
+            f"{type(learner).__name__}.gradients returned {name} of shape {vector.shape} where the parameters have "
+            f"{at.shape}: return one flat vector for each block"
+        )
+    if not math.isfinite(length(vector)):
+        raise ValueError(f"{type(learner).__name__}.gradients returned {name} that is not finite: lower the step")
 
 
 def _shared(message: Message) -> tuple[Layout, Vector]:
-    record = cast(ArrayRecord, message.content[ARRAYS])
+    record = message.content.get(ARRAYS)
+    if not isinstance(record, ArrayRecord):
+        raise ValueError(
+            f"no ArrayRecord {ARRAYS!r} in a message that holds {sorted(message.content)}: let the strategy use "
+            f"arrayrecord_key={ARRAYS!r}"
+        )
     layout = Layout.of(record)
     return layout, layout.flatten(record)
-
-
-def _personal(context: Context, learner: Learner) -> Personal:
-    return recall(context) or Personal(learner.initial_theta(), run=context.run_id)

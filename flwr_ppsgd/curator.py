@@ -22,6 +22,7 @@ class Curator:
 
     delta: δ at which the guarantee is stated.
     max_epsilon: the budget under zero-out neighbours; None is no budget.
+    average: keep the average iterate (1/n)·Σ_{t<n} w_t, for which the paper's convergence theorems hold.
     insecure_seed: makes cohorts and noise repeatable, for simulation and tests. It voids the guarantee, and the ledger
         and every report say so.
     """
@@ -30,9 +31,11 @@ class Curator:
         self,
         release: Release,
         steps: Steps,
+        *,
         delta: float,
         max_epsilon: float | None = None,
         insecure_seed: int | None = None,
+        average: bool = False,
     ) -> None:
         self.release = release
         self.steps = steps
@@ -40,6 +43,9 @@ class Curator:
         self.insecure_seed = insecure_seed
         self.ledger = Ledger(delta)
         self.planned_rounds = 0
+        self.average = average
+        self._iterates: Vector | None = None  # Σ_{t<n} w_t
+        self._stood = 0  # n
         if max_epsilon is not None and not max_epsilon > 0:
             raise ValueError(f"max_epsilon must be positive, got {max_epsilon!r}: leave it out for no budget")
 
@@ -88,10 +94,17 @@ class Curator:
 
     def publish(self, round_: int, w: Vector, total: GridSum) -> Vector:
         """w − s_w·g·k/D. Charged before the new w exists; at α = 0 nothing is released and nothing is charged."""
+        if self.average:
+            self._iterates = w.copy() if self._iterates is None else self._iterates + w
+            self._stood += 1
         if not self.steps.publishes:
             return w
         self._charge()
         return descend(w, total.noisy(self._coins(round_, "noise")), self.release, self.steps.shared)
+
+    def averaged(self, w: Vector) -> Vector:
+        """The average iterate so far, where it is kept; ``w``, the last one, otherwise and before the first round."""
+        return w if self._iterates is None else self._iterates / self._stood
 
     def _charge(self) -> None:
         self.ledger = self.ledger.record(self.release, insecure=self.insecure_seed is not None)

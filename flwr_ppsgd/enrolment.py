@@ -3,20 +3,20 @@
 import logging
 import math
 import time
-from collections.abc import Iterable
-
-from flwr.serverapp import Grid
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
+Node = TypeVar("Node", int, str)
 
 
-class Enrolment:
+class Enrolment(Generic[Node]):
     """The fixed list of nodes that form the population; coins are flipped over it, never over who is online."""
 
-    def __init__(self, population: int, enrolled: Iterable[int] | None, min_online: float) -> None:
-        self.known = list(dict.fromkeys(enrolled)) if enrolled is not None else []
+    def __init__(self, population: int, enrolled: Iterable[Node] | None, min_online: float) -> None:
+        self.known: list[Node] = list(dict.fromkeys(enrolled)) if enrolled is not None else []
         self._population = population
         self._open = enrolled is None
         self._min_online = min_online
@@ -29,23 +29,23 @@ class Enrolment:
                 "denominator and the guarantee rest on that number, make them equal"
             )
 
-    def refresh(self, grid: Grid) -> set[int]:
+    def refresh(self, look: Callable[[], Iterable[Node]]) -> set[Node]:
         """Who is online now. The first call waits for ``min_online`` of the population and fixes who belongs to it."""
-        online = set(grid.get_node_ids()) if self._begun else self._await(grid)
+        online = set(look()) if self._begun else self._await(look)
         if self._open and len(self.known) < self._population:
             fresh = sorted(online.difference(self.known))
             self.known += fresh[: self._population - len(self.known)]
         self._begun = True
         return online
 
-    def nodes(self, places: Iterable[int]) -> list[int]:
+    def nodes(self, places: Iterable[int]) -> list[Node]:
         """The nodes at these places of the population; a place that nobody has taken yet is nobody."""
         return [self.known[place] for place in places if place < len(self.known)]
 
-    def _await(self, grid: Grid) -> set[int]:
+    def _await(self, look: Callable[[], Iterable[Node]]) -> set[Node]:
         wanted, seen = math.ceil(self._min_online * self._population), -1
         while True:
-            online = set(grid.get_node_ids())
+            online = set(look())
             belonging = online if self._open else online.intersection(self.known)
             if self._open and len(online) > self._population:
                 raise ValueError(

@@ -10,7 +10,9 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, Steps
-from flwr_ppsgd.privacy import calibrate_noise
+from flwr_ppsgd.privacy import Ledger, calibrate_noise
+
+PREFIXED: tuple[str, ...] = ()  # run-config keys of this package that are not settings of a training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +37,19 @@ class Settings:
     max_epsilon: float | None = None
     evaluate_every: int = 0
     min_online: float = 0.5
+    replies: str = "gradient"
+    average: bool = False
     insecure_seed: int | None = None
 
     def __post_init__(self) -> None:
+        """Whatever a constructor would refuse is refused here, before any work."""
         _exactly_one(self, "rate", "cohort_size")
         _exactly_one(self, "noise_multiplier", "epsilon")
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds!r}")
+        Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0, self.total_batch)
+        Ledger(self.delta)
+        self.steps()
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
@@ -55,6 +63,16 @@ class Settings:
             return cls(**{name: _typed(key_of(name), value, hints[name]) for name, value in values.items()})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+
+    @classmethod
+    def from_run_config(cls, run_config: Mapping[str, Any]) -> Self:
+        """From a Flower run config, which holds other keys too; one that begins with ``ppsgd-`` must be known."""
+        own = {key_of(f.name) for f in fields(cls)}
+        for key in run_config:
+            if key.startswith("ppsgd-") and key not in PREFIXED:
+                nearest = difflib.get_close_matches(key, [*PREFIXED, *own], n=1, cutoff=0.0)[0]
+                raise ValueError(f"run config: unknown key {key!r}: did you mean {nearest!r}?")
+        return cls.read({key: value for key, value in run_config.items() if key in own}, where="run config")
 
     def to_flat(self) -> dict[str, Any]:
         return {key_of(f.name): value for f in fields(self) if (value := getattr(self, f.name)) is not None}

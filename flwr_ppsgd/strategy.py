@@ -1,32 +1,44 @@
 """PPSGD as a Flower strategy (Message API): translate, call the curator, translate back."""
 
+import fnmatch
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Self, TypeAlias
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, Metadata, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd import statement
-from flwr_ppsgd.algorithm import Release, Steps
+from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.curator import Curator
 from flwr_ppsgd.enrolment import Enrolment
 from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.replies import OpenRound, gradient, nothing, weighted_mean
-from flwr_ppsgd.wire import ARRAYS, CONFIG, ORDER, Layout, Order
+from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured
+from flwr_ppsgd.settings import Settings
+from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, Order
 
 log = logging.getLogger("flwr.ppsgd")
+
+ReplyKind: TypeAlias = Literal["gradient", "parameters"]
+STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchNorm's buffers in a state_dict
 
 
 class PPSGD(Strategy):
     """Personalized-Private-SGD: clip, sum, divide by a public number, add noise, step w.
 
     release, steps: what is published in a round, and how far w and θ move.
-    delta, max_epsilon, insecure_seed: see ``Curator``.
+    delta, max_epsilon, insecure_seed, average: see ``Curator``. With ``average`` the result's arrays are the average
+        iterate.
     evaluate_every: ask all enrolled nodes to evaluate every so many rounds; 0 is never. The results are outside the
         guarantee.
     enrolled: node ids of the population. Default: the first ``population`` nodes seen.
     min_online: share of the population to wait for before the first round. Whoever is offline later counts as zero.
+    replies: "gradient" for clients made by ``client_app``; "parameters" for any client that returns trained
+        parameters w_i, whose w − w_i is then clipped as the gradient. Whole-number arrays and BatchNorm's running
+        statistics are not part of w there: they travel to the clients and keep their initial values.
     """
 
     def __init__(
@@ -39,14 +51,40 @@ class PPSGD(Strategy):
         evaluate_every: int = 0,
         enrolled: Iterable[int] | None = None,
         min_online: float = 0.5,
+        replies: ReplyKind = "gradient",
+        average: bool = False,
         insecure_seed: int | None = None,
     ) -> None:
-        self._curator = Curator(release, steps, delta, max_epsilon, insecure_seed)
-        self._enrolment = Enrolment(release.cohort.population, enrolled, min_online)
         if evaluate_every < 0:
             raise ValueError(f"evaluate_every must not be negative, got {evaluate_every!r}: 0 is never")
+        if replies not in ("gradient", "parameters"):
+            raise ValueError(f"replies must be 'gradient' or 'parameters', got {replies!r}")
+        self._curator = Curator(
+            release, steps, delta=delta, max_epsilon=max_epsilon, insecure_seed=insecure_seed, average=average
+        )
+        self._enrolment = Enrolment[int](release.cohort.population, enrolled, min_online)
         self.evaluate_every = evaluate_every
+        self.replies = replies
         self._round: OpenRound | None = None
+        self._asked: list[Metadata] = []
+        self._arrays = ArrayRecord()
+
+    @classmethod
+    def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
+        """From the flat keys of a Flower run config (see ``Settings``); ``more`` are arguments as of ``PPSGD``."""
+        settings = Settings.from_run_config(run_config)
+        arguments: dict[str, Any] = {
+            "release": settings.release(),
+            "steps": settings.steps(),
+            "delta": settings.delta,
+            "max_epsilon": settings.max_epsilon,
+            "evaluate_every": settings.evaluate_every,
+            "min_online": settings.min_online,
+            "replies": settings.replies,
+            "average": settings.average,
+            "insecure_seed": settings.insecure_seed,
+        }
+        return cls(**{**arguments, **more})
 
     @property
     def release(self) -> Release:
@@ -72,7 +110,7 @@ class PPSGD(Strategy):
 
     def privacy_data(self) -> dict[str, object]:
         """The guarantee as data, ready for JSON."""
-        size = self._round.layout.size if self._round else 0
+        size = self._layout(self._arrays).size if self._arrays else 0
         return statement.as_data(self._curator, evaluated=self.evaluate_every > 0, size=size)
 
     def summary(self) -> None:
@@ -110,6 +148,7 @@ class PPSGD(Strategy):
             if on_round:
                 on_round(round_, result)
         log.info("%s", self.privacy_statement())
+        result.arrays = self.averaged(result.arrays)
         return result
 
     def _run_round(self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord) -> None:
@@ -130,37 +169,37 @@ class PPSGD(Strategy):
     ) -> list[Message]:
         """Budget, then the cohort from the enrolled population, then w and an Order to each of its members online."""
         self._curator.check_budget(server_round)
-        online = self._enrolment.refresh(grid)
+        online = self._enrolment.refresh(grid.get_node_ids)
         drawn = self._enrolment.nodes(self._curator.draw(server_round))
-        layout = Layout.of(arrays)
-        order = Order(
-            round=server_round,
-            step=self.steps.personal,
-            clip_norm=self.release.clip_norm,
-            reduction=self.release.reduction,
-            publishes=self.steps.publishes,
-        )
-        content = RecordDict({ARRAYS: arrays, CONFIG: config, ORDER: order.to_record()})
+        layout = self._layout(arrays)
+        content = self._content(server_round, arrays, config)
         messages = [Message(content, node, MessageType.TRAIN) for node in drawn if node in online]
-        self._round = OpenRound(server_round, arrays, layout, messages)
+        self._arrays = arrays
+        self._asked = [message.metadata for message in messages]  # a grid fills in the ids when it sends them
+        nodes = [metadata.dst_node_id for metadata in self._asked]
+        self._round = OpenRound(self._curator, server_round, layout.flatten(arrays), nodes)
         return messages
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, MetricRecord]:
-        """One noisy step. Whatever the replies are, it is taken and charged: an empty cohort still releases noise."""
+        """One noisy step; each reply is a vector or zero."""
         opened = self._round
-        if opened is None or opened.number != server_round or opened.closed:
-            raise ValueError(
-                f"aggregate_train({server_round}) without configure_train({server_round}) before it: no cohort was "
-                "drawn for that round and nothing was released; call the two in turn"
-            )
-        opened.closed = True
-        total = self._curator.open_sum(opened.layout.size if self.steps.publishes else 0)
-        for vector in opened.usable(replies, gradient if self.steps.publishes else nothing):
-            total.add(vector)
-        opened.report()
-        w = self._curator.publish(server_round, opened.w, total)
-        arrays = opened.layout.unflatten(w) if self.steps.publishes else opened.arrays
+        if opened is None:
+            raise not_configured(server_round)
+        layout = self._layout(self._arrays)
+        read = self._reader(layout)
+        by_message = {metadata.message_id: metadata.dst_node_id for metadata in self._asked if metadata.message_id}
+        for reply in getattr(replies, "once", replies.__iter__)():  # InProcessGrid forgets each reply once it is read
+            opened.take(_answered_node(reply, by_message), lambda reply=reply: read(reply))  # type: ignore[misc]
+        w = opened.close(server_round)
+        arrays = layout.unflatten(w, like=self._arrays) if self.steps.publishes else self._arrays
         return arrays, MetricRecord({"epsilon": self.ledger.quick_epsilon()})
+
+    def averaged(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The average iterate, where ``average`` is on; ``arrays`` otherwise."""
+        if not self._curator.average:
+            return arrays
+        layout = self._layout(arrays)
+        return layout.unflatten(self._curator.averaged(layout.flatten(arrays)), like=arrays)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -168,11 +207,99 @@ class PPSGD(Strategy):
         """Ask every enrolled node online, in the rounds that ``evaluate_every`` names; round 0 is before training."""
         if not self.evaluate_every or server_round % self.evaluate_every:
             return []
-        online = self._enrolment.refresh(grid)
-        content = RecordDict({ARRAYS: arrays, CONFIG: config})
+        online = self._enrolment.refresh(grid.get_node_ids)
+        content = self._content(server_round, self.averaged(arrays), config)
         return [Message(content, node, MessageType.EVALUATE) for node in self._enrolment.known if node in online]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean over users, weighted by their number of examples. Outside the guarantee."""
         log.debug("Round %d: metrics from client data are outside the guarantee", server_round)
         return weighted_mean(reply.content for reply in replies if reply.has_content())
+
+    def _content(self, round_: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
+        """What a client gets. One that returns parameters gets what Flower's stock strategies send."""
+        if self.replies == "parameters":
+            return RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, "server-round": round_})})
+        order = Order(
+            round=round_,
+            step=self.steps.personal,
+            clip_norm=self.release.clip_norm,
+            reduction=self.release.reduction,
+            publishes=self.steps.publishes,
+            average=self._curator.average,
+        )
+        return RecordDict({ARRAYS: arrays, CONFIG: config, ORDER: ConfigRecord(order.to_flat())})
+
+    def _layout(self, arrays: ArrayRecord) -> Layout:
+        return Layout.of(arrays, is_buffer) if self.replies == "parameters" else Layout.of(arrays)
+
+    def _reader(self, layout: Layout) -> Callable[[Message], Vector]:
+        """From a reply to the vector that is clipped and summed."""
+        if not self.steps.publishes:
+            return _nothing
+        if self.replies == "gradient":
+            return lambda reply: _vector(reply, GRADIENT, layout)
+        w = layout.flatten(self._arrays)
+        return lambda reply: w - _vector(reply, ARRAYS, layout)
+
+
+def is_buffer(name: str, dtype: np.dtype[Any]) -> bool:
+    """Whether an array of a state_dict is a counter or a running statistic, rather than a parameter."""
+    return dtype.kind != "f" or any(fnmatch.fnmatchcase(name, pattern) for pattern in STATISTICS)
+
+
+def _nothing(reply: Message) -> Vector:
+    """At α = 0 a client has nothing to say; it may still fail."""
+    _check_error(reply)
+    return np.zeros(0)
+
+
+def _vector(reply: Message, name: str, layout: Layout) -> Vector:
+    """The named record of a reply, and nothing else of it."""
+    _check_error(reply)
+    record = reply.content.get(name)
+    if not isinstance(record, ArrayRecord):
+        hint = (
+            " (a client that returns parameters needs PPSGD(replies='parameters'))" if ARRAYS in reply.content else ""
+        )
+        raise UnusableError(f"without {name}", f"no ArrayRecord {name!r} among {sorted(reply.content)}{hint}")
+    try:
+        return layout.flatten(record)
+    except ValueError as error:
+        raise UnusableError("of wrong keys, shape or dtype", str(error)) from None
+
+
+def _check_error(reply: Message) -> None:
+    if reply.has_error():
+        raise UnusableError("client error", f"error {reply.error.code}: {reply.error.reason}")
+
+
+def _answered_node(reply: Message, by_message: dict[str, int]) -> int | None:
+    """The asked node that a reply answers for: by the message it replies to where there is one, else by its source."""
+    answered = reply.metadata.reply_to_message_id
+    if answered and by_message:
+        return by_message.get(answered)
+    return reply.metadata.src_node_id
+
+
+def weighted_mean(contents: Iterable[RecordDict]) -> MetricRecord | None:
+    """Σ n_i·m_i / Σ n_i for each metric, over the replies in which it is a finite number; None where there are none."""
+    records = (content.get(METRICS) for content in contents)
+    return mean_of(_finite(record) for record in records if isinstance(record, MetricRecord))
+
+
+def mean_of(measures: Iterable[dict[str, float]]) -> MetricRecord | None:
+    """The means, each user weighted by ``num-examples``."""
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for numbers in measures:
+        weight = max(0.0, numbers.pop(NUM_EXAMPLES, 1.0))
+        for name, value in numbers.items():
+            sums[name] = sums.get(name, 0.0) + weight * value
+            weights[name] = weights.get(name, 0.0) + weight
+    means = {name: total / weights[name] for name, total in sums.items() if weights[name] > 0}
+    return MetricRecord({**means}) if means else None
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(v) for name, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}

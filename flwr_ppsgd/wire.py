@@ -7,12 +7,12 @@ itself is not trusted, only what its bytes hold.
 import functools
 import io
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self, cast
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
@@ -36,6 +36,7 @@ class Order:
     clip_norm: C.
     reduction: whether gradients over a minibatch are averaged (Algorithm 3) or summed (Algorithm 2).
     publishes: whether a gradient is wanted; at α = 0 none is sent.
+    average: whether the average iterate of θ is kept, and used in evaluation.
     visit: how many rounds this user has taken part in, this one included. Counted by the client, never sent.
     """
 
@@ -44,38 +45,47 @@ class Order:
     clip_norm: float
     reduction: Reduction
     publishes: bool
+    average: bool = False
     visit: int = 0
 
-    def to_record(self) -> ConfigRecord:
-        fields = asdict(self)
-        del fields["visit"]
-        return ConfigRecord(fields)
+    def to_flat(self) -> dict[str, Any]:
+        flat = asdict(self)
+        del flat["visit"]
+        return flat
 
     @classmethod
-    def from_record(cls, record: ConfigRecord) -> Self:
-        return cls(**record)  # type: ignore[arg-type]
+    def from_flat(cls, flat: Mapping[str, Any]) -> Self:
+        return cls(**{name: flat[name] for name in _SENT})
+
+
+_SENT = tuple(field.name for field in fields(Order) if field.name != "visit")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and dtypes of the arrays that make up w, in order."""
+    """Names, shapes and dtypes of the arrays that make up w, in order; ``held`` names travel along and never change."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype[Any], ...]
+    held: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, record: ArrayRecord) -> Self:
+    def of(cls, record: ArrayRecord, hold: Callable[[str, np.dtype[Any]], bool] = lambda *_: False) -> Self:
+        """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
         headers = {name: _header(name, array) for name, array in record.items()}
-        for name, header in headers.items():
+        held = frozenset(name for name, header in headers.items() if hold(name, header.dtype))
+        moving = {name: header for name, header in headers.items() if name not in held}
+        for name, header in moving.items():
             if header.dtype.kind != "f":
                 raise ValueError(
                     f"array {name!r} of the shared parameters has dtype {header.dtype}: only real floats can take "
                     "noise; keep counters and other buffers out of the record, or personal"
                 )
-        if not headers:
+        if not moving:
             raise ValueError("the shared parameters are an empty ArrayRecord: pass the initial w as initial_arrays")
-        return cls(tuple(headers), tuple(h.shape for h in headers.values()), tuple(h.dtype for h in headers.values()))
+        shapes, dtypes = (h.shape for h in moving.values()), (h.dtype for h in moving.values())
+        return cls(tuple(moving), tuple(shapes), tuple(dtypes), held)
 
     @property
     def size(self) -> int:
@@ -83,23 +93,34 @@ class Layout:
 
     def flatten(self, record: ArrayRecord) -> Vector:
         """The arrays as one float64 vector; ValueError where names, shapes or dtypes are not those of w."""
-        if set(record) != set(self.names):
+        if set(record) - self.held != set(self.names):
             raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
         parts = [_decode(name, record[name], shape) for name, shape in zip(self.names, self.shapes, strict=True)]
         with np.errstate(all="ignore"):
             flat = [part.reshape(-1).astype(np.float64, copy=False) for part in parts]
         return flat[0] if len(flat) == 1 else np.concatenate(flat)
 
-    def unflatten(self, vector: Vector) -> ArrayRecord:
-        """The vector as named arrays in w's shapes and dtypes."""
+    def unflatten(self, vector: Vector, like: ArrayRecord | None = None) -> ArrayRecord:
+        """The vector as named arrays in w's shapes and dtypes, with the held arrays of ``like`` in their places."""
         if vector.shape != (self.size,):
             raise ValueError(f"a vector of shape {vector.shape} where w has {self.size} parameters")
-        record, start = ArrayRecord(), 0
+        arrays, start = {}, 0
         for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True):
             end = start + math.prod(shape)
-            record[name] = _encode(vector[start:end], shape, dtype)
+            arrays[name] = _encode(vector[start:end], shape, dtype)
             start = end
+        record = ArrayRecord()
+        for name in like if like is not None and self.held else arrays:
+            record[name] = arrays[name] if name in arrays else cast(ArrayRecord, like)[name]
         return record
+
+
+def record_of(tensors: Sequence[bytes]) -> ArrayRecord:
+    """The legacy API's list of serialised arrays as a record with the keys 0, 1, 2, …"""
+    record = ArrayRecord()
+    for place, data in enumerate(tensors):
+        record[str(place)] = Array("", (), NUMPY, data)
+    return record
 
 
 @dataclass(frozen=True)
@@ -151,16 +172,19 @@ def _decode(name: str, array: Array, shape: tuple[int, ...]) -> NDArray[np.float
 
 
 @functools.lru_cache(maxsize=256)
-def _make_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+def _describe(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, bytes]:
+    """Flower's name for the dtype and numpy's header."""
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": dtype.str, "fortran_order": False, "shape": shape})
-    return stream.getvalue()
+    return str(dtype), stream.getvalue()
 
 
 def _encode(values: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    with np.errstate(all="ignore"):
-        numbers = np.ascontiguousarray(values, dtype=dtype)
-    return Array(str(dtype), shape, NUMPY, b"".join([_make_header(dtype, shape), numbers.data]))
+    name, header = _describe(dtype, shape)
+    if values.dtype != dtype:
+        with np.errstate(all="ignore"):
+            values = values.astype(dtype)
+    return Array(name, shape, NUMPY, b"".join([header, np.ascontiguousarray(values).data]))
 
 
 def vector_record(vectors: Mapping[str, NDArray[Any]]) -> ArrayRecord:

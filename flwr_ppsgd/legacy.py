@@ -1,0 +1,233 @@
+"""Flower's legacy API: the same curator behind ``flwr.server.strategy.Strategy``, the same visit in a NumPyClient."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flwr.app import Context
+from flwr.client import NumPyClient
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, NDArrays, Parameters, Scalar
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+
+from flwr_ppsgd import statement
+from flwr_ppsgd.algorithm import Release, Steps, Vector
+from flwr_ppsgd.client import Learner, local_training, personal_of, theta_to_evaluate, visit
+from flwr_ppsgd.curator import Curator
+from flwr_ppsgd.enrolment import Enrolment
+from flwr_ppsgd.personal import keep
+from flwr_ppsgd.privacy import Ledger
+from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured
+from flwr_ppsgd.strategy import mean_of
+from flwr_ppsgd.wire import NUM_EXAMPLES, Layout, Order, record_of
+
+log = logging.getLogger("flwr.ppsgd")
+
+NPY = "numpy.ndarray"
+
+
+class _Asked(list[Any]):
+    """A list that is always true: Flower's legacy loop skips a round whose list is empty, but this round still
+    releases."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class PPSGDStrategy(Strategy):
+    """PPSGD for ``ServerApp(server_fn=…)``. The arguments are those of ``PPSGD``.
+
+    initial_parameters: w before the first round; required, so that no client is asked for it.
+
+    The legacy loop cannot end early: give ``ServerConfig(num_rounds=strategy.affordable_rounds)``, or it ends with
+    Flower's ``PrivacyBudgetExhausted``.
+    """
+
+    def __init__(
+        self,
+        *,
+        release: Release,
+        steps: Steps,
+        delta: float,
+        initial_parameters: Parameters,
+        max_epsilon: float | None = None,
+        evaluate_every: int = 0,
+        enrolled: Iterable[str] | None = None,
+        min_online: float = 0.5,
+        average: bool = False,
+        insecure_seed: int | None = None,
+    ) -> None:
+        if not isinstance(initial_parameters, Parameters):
+            raise ValueError(
+                f"initial_parameters must be flwr.common.Parameters, got {type(initial_parameters).__name__}: pass "
+                "ndarrays_to_parameters([...]) with the initial w"
+            )
+        self._curator = Curator(
+            release, steps, delta=delta, max_epsilon=max_epsilon, insecure_seed=insecure_seed, average=average
+        )
+        self._enrolment = Enrolment[str](release.cohort.population, enrolled, min_online)
+        self._initial = initial_parameters
+        self._layout = Layout.of(record_of(initial_parameters.tensors))
+        self.evaluate_every = evaluate_every
+        self._round: OpenRound | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._curator.ledger
+
+    @property
+    def affordable_rounds(self) -> int | None:
+        """How many rounds the budget pays for; None where there is no limit."""
+        return self._curator.affordable_rounds
+
+    def privacy_statement(self) -> str:
+        return statement.in_words(self._curator, evaluated=self.evaluate_every > 0)
+
+    def averaged(self, parameters: Parameters) -> Parameters:
+        """The average iterate, where ``average`` is on; ``parameters`` otherwise."""
+        return self._parameters(self._curator.averaged(self._flatten(parameters.tensors)))
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:  # noqa: ARG002
+        return self._initial
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Budget, then the cohort from the enrolled population, then w and an Order to each of its members online."""
+        self._curator.check_budget(server_round)
+        online = self._enrolment.refresh(lambda: _clients(client_manager))
+        drawn = self._enrolment.nodes(self._curator.draw(server_round))
+        asked = [cid for cid in drawn if cid in online]
+        self._round = OpenRound(self._curator, server_round, self._flatten(parameters.tensors), asked)
+        clients, instructions = _clients(client_manager), FitIns(parameters, self._order(server_round))
+        return _Asked((clients[cid], instructions) for cid in asked if cid in clients)
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+    ) -> tuple[Parameters, dict[str, Scalar]]:
+        """One noisy step; each result is a vector or zero."""
+        opened = self._round
+        if opened is None:
+            raise not_configured(server_round)
+        for client, result in results:
+            opened.take(client.cid, lambda result=result: self._vector(result))  # type: ignore[misc]
+        for failure in failures:
+            error = failure if isinstance(failure, BaseException) else failure[1].status.message
+            opened.pass_over(UnusableError("client error", str(error)))
+        w = opened.close(server_round)
+        return self._parameters(w), {"epsilon": self.ledger.quick_epsilon()}
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        if not self.evaluate_every or server_round % self.evaluate_every:
+            return []
+        self._enrolment.refresh(lambda: _clients(client_manager))
+        clients = _clients(client_manager)
+        instructions = EvaluateIns(self.averaged(parameters), self._order(server_round))
+        return [(clients[cid], instructions) for cid in self._enrolment.known if cid in clients]
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,  # noqa: ARG002
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],  # noqa: ARG002
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Means over users, weighted by their number of examples. Outside the guarantee."""
+        measures = (
+            {"loss": float(r.loss), NUM_EXAMPLES: float(r.num_examples), **_numbers(r.metrics)} for _, r in results
+        )
+        means: dict[str, Any] = dict(mean_of(measures) or {})
+        return means.pop("loss", None), means
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> None:
+        """No central evaluation."""
+
+    def _order(self, round_: int) -> dict[str, Scalar]:
+        release, steps = self._curator.release, self._curator.steps
+        order = Order(
+            round_, steps.personal, release.clip_norm, release.reduction, steps.publishes, self._curator.average
+        )
+        return order.to_flat()
+
+    def _vector(self, result: FitRes) -> Vector:
+        if not self._curator.steps.publishes:
+            return np.zeros(0)
+        try:
+            return self._flatten(result.parameters.tensors)
+        except ValueError as error:
+            raise UnusableError("of wrong keys, shape or dtype", str(error)) from None
+
+    def _flatten(self, tensors: Sequence[bytes]) -> Vector:
+        return self._layout.flatten(record_of(tensors))
+
+    def _parameters(self, w: Vector) -> Parameters:
+        return Parameters([array.data for array in self._layout.unflatten(w).values()], NPY)
+
+
+class PPSGDClient(NumPyClient):
+    """A NumPyClient that keeps θ in ``context.state`` and sends a clipped gradient of w.
+
+    local_step, local_steps: as of ``client_app``, for stock strategies.
+    """
+
+    def __init__(
+        self, learner: Learner, context: Context, *, local_step: float | None = None, local_steps: int = 1
+    ) -> None:
+        self._learner = learner
+        self._context = context
+        self._local_step = local_step
+        self._local_steps = local_steps
+
+    def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
+        """One visit. What goes back is the clipped gradient; 1 stands for the number of examples, which stays here."""
+        w, personal = _flat(parameters), personal_of(self._context, self._learner)
+        if "publishes" not in config:
+            return self._fit_locally(parameters, config)
+        order = Order.from_flat(config)
+        sent, theta = visit(self._learner, w, personal.theta, replace(order, visit=personal.visit + 1))
+        reply = _like(sent, parameters) if order.publishes else []
+        keep(self._context, personal.stepped(theta, order.round, order.average))
+        return reply, 1, {}
+
+    def evaluate(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[float, int, dict[str, Scalar]]:
+        theta = theta_to_evaluate(personal_of(self._context, self._learner), config if "publishes" in config else None)
+        measures: dict[str, Scalar] = {**self._learner.evaluate(_flat(parameters), theta)}
+        return float(measures.get("loss", 0.0)), self._learner.num_examples, measures
+
+    def _fit_locally(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
+        trained, after = local_training(
+            self._learner,
+            _flat(parameters),
+            personal_of(self._context, self._learner),
+            step=self._local_step,
+            steps=self._local_steps,
+            proximal=float(config.get("proximal_mu", 0.0)),
+        )
+        keep(self._context, after)
+        return _like(trained, parameters), self._learner.num_examples, {}
+
+
+def _clients(client_manager: ClientManager) -> dict[str, ClientProxy]:
+    client_manager.num_available()  # looks again who is there
+    return client_manager.all()
+
+
+def _flat(arrays: NDArrays) -> Vector:
+    return np.concatenate([array.reshape(-1).astype(np.float64) for array in arrays])
+
+
+def _like(vector: Vector, arrays: NDArrays) -> NDArrays:
+    ends = np.cumsum([array.size for array in arrays])
+    parts = np.split(vector, ends[:-1])
+    return [part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _numbers(metrics: dict[str, Scalar]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

@@ -1,0 +1,80 @@
+"""A round from asking to publishing: each reply is a vector or zero, never an exception."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+
+from flwr_ppsgd.algorithm import Vector, length
+from flwr_ppsgd.curator import Curator
+
+log = logging.getLogger("flwr.ppsgd")
+
+
+class UnusableError(ValueError):
+    """A reply that counts as zero, with the reason under which it is counted."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class OpenRound:
+    """Who was asked, what has been summed, what counted as zero and why."""
+
+    def __init__(self, curator: Curator, number: int, w: Vector, asked: Iterable[Hashable]) -> None:
+        self._curator = curator
+        self._number = number
+        self._w = w
+        self._waiting = set(asked)  # for a valid reply
+        self._silent = set(self._waiting)
+        self._total = curator.open_sum(len(w) if curator.steps.publishes else 0)
+        self._used = 0
+        self._zeros: Counter[str] = Counter()
+        self._first = ""
+        self._closed = False
+
+    def take(self, node: Hashable, read: Callable[[], Vector]) -> None:
+        """Add the first valid reply of an asked node. Everything else is zero: counted and passed over."""
+        self._silent.discard(node)
+        try:
+            if node not in self._waiting:
+                raise UnusableError("not asked for", "a reply of a node that was not asked, or has answered")
+            vector = read()
+            if not math.isfinite(length(vector)):
+                raise UnusableError("not finite", "a vector that holds NaN or infinity")
+        except Exception as error:  # a reply is never a reason to stop a round
+            self.pass_over(error, node)
+            return
+        self._waiting.discard(node)
+        self._used += 1
+        self._total.add(vector)
+
+    def pass_over(self, error: BaseException, node: Hashable = "unknown") -> None:
+        """Count a reply as zero."""
+        self._zeros[error.reason if isinstance(error, UnusableError) else "malformed"] += 1
+        self._first = self._first or f"; the first: {str(error)[:300]}"
+        log.debug("Round %d: a reply of node %s counts as zero: %s", self._number, node, error)
+
+    def close(self, number: int) -> Vector:
+        """The new w. Whatever came back, the step is taken and charged: an empty cohort still releases noise."""
+        if self._closed or number != self._number:
+            raise not_configured(number)
+        self._closed = True
+        self._report()
+        return self._curator.publish(self._number, self._w, self._total)
+
+    def _report(self) -> None:
+        """Zeros by reason, for the server's own log: who took part and how many must not leave it."""
+        self._zeros["missing"] += len(self._silent)
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self._zeros.items()) if count)
+        if counts:
+            level = logging.INFO if self._used else logging.WARNING  # nobody could be used: somebody should look
+            log.log(level, "Round %d (server-private): counted as zero: %s%s", self._number, counts, self._first)
+
+
+def not_configured(number: int) -> ValueError:
+    return ValueError(
+        f"round {number} was aggregated without being configured before: no cohort was drawn for it and nothing was "
+        "released; configure and aggregate each round in turn"
+    )
