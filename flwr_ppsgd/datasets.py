@@ -3,13 +3,13 @@
 import functools
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.models import AdditiveLinear, Matrix, as_matrix
+from flwr_ppsgd.models import AdditiveLinear, Matrix, Rows, as_array
 
 
 def generator(*labels: object) -> np.random.Generator:
@@ -29,17 +29,17 @@ class Minibatches:
     the same size m_i = min(size, rows). Which rows they are is decided by (seed, user, visit) alone.
     """
 
-    def __init__(self, x: Tensor | Matrix, y: Tensor | Matrix, size: int, *, seed: int, user: int) -> None:
+    def __init__(self, x: Rows, y: Rows, size: int, *, seed: int, user: int) -> None:
         if not len(x) or len(x) != len(y) or size < 1:
             raise ValueError(
                 f"a user needs at least one row and as many x as y, got {len(x)} and {len(y)}, size {size}"
             )
-        self._x, self._y = as_matrix(x), as_matrix(y)
+        self._x, self._y = as_array(x), as_array(y)
         self._size = min(size, len(x))
         self._seed, self._user = seed, user
         self.num_examples = len(x)
 
-    def __call__(self, visit: int) -> tuple[Matrix, Matrix]:
+    def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
         rows = self.rows(visit)
         return self._x[rows], self._y[rows]
 

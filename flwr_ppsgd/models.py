@@ -1,23 +1,34 @@
 """Models as learners: f_i(w, θ_i) together with one user's data."""
 
+import copy
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+import torch
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.wire import Order
+from flwr_ppsgd.algorithm import Reduction, Vector
+from flwr_ppsgd.wire import Layout, Order
 
 Loss: TypeAlias = Literal["squared", "softmax"]
 Matrix: TypeAlias = NDArray[np.float64]
+Rows: TypeAlias = Tensor | NDArray[Any]
+LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
-def as_matrix(values: Tensor | NDArray[Any]) -> Matrix:
-    """A torch tensor (or array) as a float64 matrix with one row a sample; without a copy where it is one already."""
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    matrix = array.astype(np.float64, copy=False)
-    return matrix.reshape(len(matrix), -1)
+def as_array(values: Rows) -> NDArray[Any]:
+    """A torch tensor or an array as an array, without a copy where there need be none."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def as_matrix(values: Rows) -> Matrix:
+    """One float64 row a sample; without a copy where it is that already."""
+    array = as_array(values).astype(np.float64, copy=False)
+    return array.reshape(len(array), -1)
 
 
 class Batches(Protocol):
@@ -25,8 +36,8 @@ class Batches(Protocol):
 
     num_examples: int
 
-    def __call__(self, visit: int) -> tuple[Matrix, Matrix]:
-        """(x, y) of the given visit, counted from 1: x of shape (m, d), y of shape (m, K)."""
+    def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(x, y) of the given visit, counted from 1; one row a sample."""
         ...
 
 
@@ -43,7 +54,7 @@ class AdditiveLinear:
         num_features: int,
         num_outputs: int = 1,
         loss: Loss = "squared",
-        test: tuple[Tensor | Matrix, Tensor | Matrix] | None = None,
+        test: tuple[Rows, Rows] | None = None,
     ) -> None:
         if loss not in ("squared", "softmax"):
             raise ValueError(f"loss must be squared or softmax, got {loss!r}")
@@ -60,7 +71,7 @@ class AdditiveLinear:
 
     def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
         """g_w = g_θ = Xᵀ(prediction − y), summed or averaged over the minibatch: w and θ enter only as w + θ."""
-        x, y = self._batches(order.visit)
+        x, y = (as_matrix(rows) for rows in self._batches(order.visit))
         residual = self._predict(x, w + theta) - y
         total = (x.T @ residual).reshape(-1)
         gradient = total if order.reduction == "sum" else total / len(x)
@@ -89,3 +100,167 @@ class AdditiveLinear:
         if self._loss == "squared":
             return float(0.5 * ((prediction - y) ** 2).sum(axis=1).mean())
         return float(-(y * np.log(np.maximum(prediction, 1e-300))).sum(axis=1).mean())
+
+
+class SplitModel:
+    """Any ``nn.Module`` with named parameters of two kinds: those that match a pattern are personal, the rest shared.
+
+    personal: patterns as of fnmatch, ``"head.*"``.
+    loss: "softmax" (cross-entropy, targets are class numbers), "squared" (½ of the squared error, summed over
+        outputs), or a function (prediction, y) → one loss a sample.
+
+    Parameters with ``requires_grad=False`` are frozen: they are part of neither block and stay as they are in the
+    module. Buffers stay as they are too. BatchNorm that tracks running statistics is refused: those would be neither
+    shared nor personal. Dropout is on in training, with the client's own coins, and off in evaluation.
+    """
+
+    def __init__(self, module: nn.Module, personal: Sequence[str], loss: Loss | LossFunction = "softmax") -> None:
+        _refuse_running_statistics(module)
+        moving = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        self._personal = [name for name in moving if any(fnmatch.fnmatchcase(name, p) for p in personal)]
+        self._shared = [name for name in moving if name not in self._personal]
+        for block, found in (("personal", self._personal), ("shared", self._shared)):
+            if not found:
+                raise ValueError(
+                    f"personal={list(personal)} leaves no {block} parameter among {sorted(moving)}: name some of them, "
+                    "not none and not all"
+                )
+        self._module = module
+        self._parameters = dict(module.named_parameters())
+        self._dtype = next(iter(moving.values())).dtype
+        self._loss = LOSSES[loss] if isinstance(loss, str) else loss
+        self._counts_hits = loss == "softmax"
+
+    def initial_arrays(self) -> ArrayRecord:
+        """w as the module has it: the ``initial_arrays`` of a strategy."""
+        return ArrayRecord({name: self._parameters[name].detach() for name in self._shared})
+
+    def initial_theta(self) -> Vector:
+        """θ as the module has it."""
+        return _flat(self._parameters[name] for name in self._personal)
+
+    def learner(self, batches: Batches, test: tuple[Rows, Rows] | None = None) -> "SplitLearner":
+        """This model together with one user's data."""
+        return SplitLearner(self, batches, test)
+
+    def module_with(self, w: ArrayRecord | Vector, theta: Vector | None = None) -> nn.Module:
+        """A copy of the module that holds w, and θ where it is given: for saving, or for prediction on a client."""
+        module, flat = copy.deepcopy(self._module), self._flat_shared(w)
+        values = self._tensors(flat, self.initial_theta() if theta is None else theta)
+        module.load_state_dict(values, strict=False)
+        return module
+
+    def gradients(
+        self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
+    ) -> tuple[Vector, Vector]:
+        """(∇_w, ∇_θ) of the loss over ``rows``, by torch.func."""
+        self._module.train()
+        gradients = torch.func.grad(self._objective)(self._tensors(w, theta), *self._batch(rows), reduction)
+        return _flat(gradients[name] for name in self._shared), _flat(gradients[name] for name in self._personal)
+
+    def evaluate(self, w: Vector, theta: Vector, rows: tuple[Rows, Rows]) -> dict[str, float]:
+        """Mean loss, and accuracy for classes."""
+        self._module.eval()
+        x, y = self._batch(rows)
+        with torch.no_grad():
+            prediction = torch.func.functional_call(self._module, self._tensors(w, theta), (x,))
+            measures = {"loss": float(self._loss(prediction, y).mean())}
+        if self._counts_hits:
+            measures["accuracy"] = float((prediction.argmax(dim=1) == y).double().mean())
+        return measures
+
+    def _objective(self, values: dict[str, Tensor], x: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
+        losses = self._loss(torch.func.functional_call(self._module, values, (x,)), y)
+        return losses.mean() if reduction == "mean" else losses.sum()
+
+    def _batch(self, rows: tuple[Rows, Rows]) -> tuple[Tensor, Tensor]:
+        x, y = (torch.as_tensor(part) for part in rows)
+        return x.to(self._dtype), y.to(self._dtype) if y.is_floating_point() else y
+
+    def _tensors(self, w: Vector, theta: Vector) -> dict[str, Tensor]:
+        return {**self._split(w, self._shared, "w"), **self._split(theta, self._personal, "θ")}
+
+    def _split(self, vector: Vector, names: list[str], block: str) -> dict[str, Tensor]:
+        sizes = [self._parameters[name].numel() for name in names]
+        if len(vector) != sum(sizes):
+            raise ValueError(f"{block} has {len(vector)} parameters where the module's {names} have {sum(sizes)}")
+        parts = torch.split(torch.tensor(vector, dtype=self._dtype), sizes)
+        return {name: part.reshape(self._parameters[name].shape) for name, part in zip(names, parts, strict=True)}
+
+    def _flat_shared(self, w: ArrayRecord | Vector) -> Vector:
+        return Layout.of(w).flatten(ArrayRecord({n: w[n] for n in self._shared})) if isinstance(w, ArrayRecord) else w
+
+
+class AdditiveHead(SplitModel):
+    """(w + θ_i)ᵀΦ_W(x): any network as the shared representation Φ_W, under an additive head.
+
+    The network's parameters and the head w are shared (and clipped together), θ_i is a head of the same size.
+    head: the initial w, a num_features × num_outputs tensor; zero unless given.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_features: int,
+        num_outputs: int,
+        loss: Loss | LossFunction = "softmax",
+        head: Tensor | None = None,
+    ) -> None:
+        start = torch.zeros(num_features, num_outputs) if head is None else head
+        if start.shape != (num_features, num_outputs):
+            raise ValueError(f"head has shape {tuple(start.shape)} where ({num_features}, {num_outputs}) was expected")
+        super().__init__(_Additive(network, start), personal=["personal"], loss=loss)
+
+
+class _Additive(nn.Module):
+    def __init__(self, network: nn.Module, head: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        dtype = next((p.dtype for p in network.parameters()), torch.get_default_dtype())
+        self.head = nn.Parameter(head.to(dtype))
+        self.personal = nn.Parameter(torch.zeros_like(self.head))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = self.network(x)
+        return features.flatten(1) @ (self.head + self.personal)
+
+
+class SplitLearner:
+    """A ``SplitModel`` together with one user's data."""
+
+    def __init__(self, model: SplitModel, batches: Batches, test: tuple[Rows, Rows] | None = None) -> None:
+        self._model, self._batches, self._test = model, batches, test
+        self.num_examples = batches.num_examples
+
+    def initial_theta(self) -> Vector:
+        return self._model.initial_theta()
+
+    def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
+        return self._model.gradients(w, theta, self._batches(order.visit), order.reduction)
+
+    def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
+        return {} if self._test is None else self._model.evaluate(w, theta, self._test)
+
+
+def _flat(tensors: Iterable[Tensor]) -> Vector:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double().numpy()
+
+
+def _refuse_running_statistics(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if getattr(part, "track_running_stats", False):
+            raise ValueError(
+                f"{type(part).__name__} {name!r} tracks running statistics, which are neither shared nor personal "
+                "parameters: use GroupNorm or LayerNorm, or track_running_stats=False"
+            )
+
+
+def _cross_entropy(prediction: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(prediction, y, reduction="none")
+
+
+def _half_square(prediction: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * ((prediction - y.reshape(prediction.shape)) ** 2).flatten(1).sum(dim=1)
+
+
+LOSSES: Mapping[str, LossFunction] = {"softmax": _cross_entropy, "squared": _half_square}

@@ -12,7 +12,7 @@ import flwr_ppsgd
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 ORDER = [
     "algorithm", "noise", "privacy", "theory", "curator", "statement", "settings", "wire", "personal", "enrolment",
-    "replies", "strategy", "client", "legacy", "audit", "models", "datasets", "simulation", "plots", "report", "cli",
+    "rounds", "strategy", "client", "legacy", "audit", "models", "datasets", "simulation", "plots", "report", "cli",
 ]  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

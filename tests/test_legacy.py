@@ -69,7 +69,7 @@ def run_legacy(server_strategy: Any, rounds: int, grid: InProcessGrid) -> Any:
     return app(grid, grid.context(grid.get_node_ids()[0]))
 
 
-def recording(ppsgd: PPSGDStrategy) -> list[Parameters]:
+def recording(ppsgd: Any) -> list[Parameters]:
     """Every w that the strategy publishes, in order."""
     published: list[Parameters] = []
     aggregate = ppsgd.aggregate_fit
@@ -79,7 +79,7 @@ def recording(ppsgd: PPSGDStrategy) -> list[Parameters]:
         published.append(parameters)
         return parameters, metrics
 
-    ppsgd.aggregate_fit = record  # type: ignore[method-assign]
+    ppsgd.aggregate_fit = record
     return published
 
 
@@ -118,7 +118,7 @@ HOSTILE: dict[str, Callable[[], FitRes]] = {
     "NaN": lambda: result(None, math.nan * ONE),
     "infinity": lambda: result(None, math.inf * ONE),
     "another shape": lambda: result(None, np.zeros((2, 3))),
-    "whole numbers": lambda: result(None, np.ones(SIZE, dtype=np.int64)),  # type: ignore[arg-type]
+    "whole numbers": lambda: result(None, np.ones(SIZE, dtype=np.int64)),
     "no parameters at all": lambda: FitRes(Status(Code.OK, ""), None, 1, {}),  # type: ignore[arg-type]
 }
 

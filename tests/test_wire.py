@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -64,7 +64,7 @@ def test_a_vector_of_another_length_is_refused() -> None:
 
 def test_an_order_survives_the_wire_without_its_visit() -> None:
     order = Order(round=7, step=0.25, clip_norm=3.0, reduction="sum", publishes=True, visit=9)
-    assert Order.from_record(order.to_record()) == Order(7, 0.25, 3.0, "sum", True)
+    assert Order.from_flat(ConfigRecord(order.to_flat())) == Order(7, 0.25, 3.0, "sum", True)
 
 
 def test_vectors_of_a_nodes_own_state() -> None:

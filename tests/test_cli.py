@@ -1,0 +1,220 @@
+"""The ``ppsgd`` command: what it writes, what it prints, and how it refuses."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from flwr_ppsgd import cli
+from flwr_ppsgd.simulation.experiment import Experiment
+
+FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png"}
+TOML = """
+population = 4
+features = 6
+rate = 1.0
+clip-norm = 10.0
+noise-multiplier = 10.0
+delta = 1e-4
+step = 0.5
+alpha-q = 0.3
+rounds = 2
+evaluate-every = 1
+"""
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str  # rich breaks lines at the width of the terminal: here they are one
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def ppsgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """The command's own entry point, run in an empty directory with ``small.toml`` in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(TOML)
+    level = logging.getLogger("flwr").level
+
+    def call(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["ppsgd", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return Ended(int(exit_.value.code or 0), " ".join(captured.out.split()), captured.err)
+
+    yield call
+    logging.getLogger("flwr").setLevel(level)
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_the_installed_command_shows_its_version() -> None:
+    command = Path(sys.executable).with_name("ppsgd")
+    shown = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout == f"flwr_ppsgd {version('flwr-ppsgd')}\n"
+
+
+def test_run_writes_a_directory_and_states_the_guarantee(ppsgd: Command) -> None:
+    ended = ppsgd("run", "small.toml", "--out", "out")
+    assert (ended.status, ended.err) == (0, "")
+    assert {path.name for path in Path("out").iterdir()} == FILES
+    statement = json.loads(Path("out/privacy.json").read_text())["statement"]
+    assert " ".join(statement.split()) in ended.out
+    assert "Evaluation on the users' own data was on. Its results are outside the guarantee." in ended.out
+
+
+def test_set_and_rounds_change_the_settings(ppsgd: Command) -> None:
+    """``inf`` is a number, a bare word a string, and --rounds wins over the file."""
+    settings = ("--set", "alpha-q=inf", "--set", "clip-norm = 1.5", "--set", "data=synthetic")
+    assert ppsgd("run", "small.toml", *settings, "--rounds", "3", "--out", "out").status == 0
+    used = Experiment.load(Path("out/config.toml"))
+    assert (used.alpha_q, used.clip_norm, used.data, used.rounds) == (float("inf"), 1.5, "synthetic", 3)
+    assert len(Path("out/metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_without_out_every_run_gets_a_directory_of_its_own(ppsgd: Command) -> None:
+    for _ in range(2):
+        assert ppsgd("run", "small.toml").status == 0
+    assert {path.name for path in Path("runs").iterdir()} == {"small", "small-2"}
+
+
+def test_without_a_file_the_synthetic_problem_is_run(ppsgd: Command) -> None:
+    assert ppsgd("run", "--rounds", "1", "--set", "population=3").status == 0
+    assert Experiment.load(Path("runs/synthetic/config.toml")).features == 100
+
+
+def test_only_files_that_exist_are_said_to_be_written(ppsgd: Command) -> None:
+    """Without evaluation there are no measures to draw."""
+    ended = ppsgd("run", "small.toml", "--set", "evaluate-every=0", "--out", "out")
+    assert (ended.status, Path("out/learning.png").exists()) == (0, False)
+    assert "learning.png" not in ended.out
+
+
+def test_without_noise_the_statement_says_no_guarantee_in_valid_json(ppsgd: Command) -> None:
+    ended = ppsgd("run", "small.toml", "--set", "noise-multiplier=0", "--out", "out")
+    assert ended.status == 0
+    assert "NO GUARANTEE: nothing hides a user's contribution" in ended.out
+    privacy = json.loads(Path("out/privacy.json").read_text(), parse_constant=refuse_constant)
+    assert (privacy["guarantee"], privacy["epsilon"]) == ("none", "infinite")
+    for line in Path("out/metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse_constant)
+
+
+def test_with_an_insecure_seed_the_statement_says_no_guarantee(ppsgd: Command) -> None:
+    ended = ppsgd("run", "small.toml", "--set", "insecure-seed=1", "--out", "out")
+    assert "NO GUARANTEE: 2 of 2 rounds drew their coins from a known seed" in ended.out
+    assert json.loads(Path("out/privacy.json").read_text())["guarantee"] == "none"
+
+
+def test_local_learning_states_that_nothing_was_published(ppsgd: Command) -> None:
+    assert "Nothing was published about anybody" in ppsgd("run", "small.toml", "--set", "alpha-q=0").out
+
+
+def test_an_interrupted_run_is_written_and_ends_with_130(ppsgd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> object:
+        def on_round(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        return on_round
+
+    monkeypatch.setattr(cli, "progress_hook", interrupt)
+    assert ppsgd("run", "small.toml", "--out", "out").status == 130
+    assert Path("out/privacy.json").exists()
+
+
+BAD_SETTINGS = [  # setting, the value as it is named, the rule or remedy
+    ("alpha-q=nan", "nan", "0 is local learning, inf is global learning"),
+    ("alpha-q=-1", "-1.0", "0 is local learning, inf is global learning"),
+    ("alpha-q=much", "'much'", "of type float"),
+    ("rate=0", "0.0", "the chance to be drawn in a round"),
+    ("rate=1.5", "1.5", "the chance to be drawn in a round"),
+    ("rate=nan", "nan", "the chance to be drawn in a round"),
+    ("clip-norm=0", "0.0", "set the clip norm"),
+    ("clip-norm=inf", "inf", "set the clip norm"),
+    ("clip-norm=nan", "nan", "set the clip norm"),
+    ("delta=0", "0.0", "well below 1/population"),
+    ("delta=1", "1.0", "well below 1/population"),
+    ("delta=nan", "nan", "well below 1/population"),
+    ("noise-multiplier=-1", "-1.0", "not negative"),
+    ("noise-multiplier=nan", "nan", "finite"),
+    ("noise-multiplier=1e12", "1000000000000.0", "keep population + 14·z below 2^32"),
+    ("population=0", "0", "set population"),
+    ("step=nan", "nan", "set the step size"),
+    ("rounds=0", "0", "at least 1"),
+    ("max-epsilon=0", "0.0", "leave it out for no budget"),
+    ("max-epsilon=inf", "inf", "leave it out for no budget"),
+    ("evaluate-every=-1", "-1", "0 is never"),
+    ("min-online=2", "2.0", "a share of the population"),
+    ("cohort-size=2", "cohort-size", "both are set"),
+    ("clipnorm=1", "'clipnorm'", "did you mean 'clip-norm'?"),
+    ("clip-norm", "clip-norm", "write it as KEY=VALUE"),
+]
+
+
+def check_refusal(ended: Ended, value: str, remedy: str) -> None:
+    """Exit status 2, one line that names the value and what to change."""
+    assert ended.status == 2
+    assert ended.err.startswith("ppsgd: ")
+    assert ended.err.endswith("\n")
+    assert len(ended.err.splitlines()) == 1
+    assert value in ended.err
+    assert remedy in ended.err
+
+
+@pytest.mark.parametrize(("setting", "value", "remedy"), BAD_SETTINGS, ids=[setting for setting, _, _ in BAD_SETTINGS])
+def test_a_bad_setting_is_one_line_and_nothing_is_written(
+    ppsgd: Command, setting: str, value: str, remedy: str
+) -> None:
+    check_refusal(ppsgd("run", "small.toml", "--set", setting, "--out", "out"), value, remedy)
+    assert [path.name for path in Path().iterdir()] == ["small.toml"]
+
+
+BAD_FILES = [  # name, contents or None for no file, what is named, the rule or remedy
+    ("missing.toml", None, "missing.toml", "No such file"),
+    ("broken.toml", "population = \n", "broken.toml", "line 1"),
+    ("table.toml", "[release]\nclip-norm = 1.0\n", "'release'", "did you mean"),
+    ("cohort.toml", TOML.replace("rate = 1.0", "cohort-size = 5"), "5", "draw fewer or enrol more users"),
+    ("neither.toml", TOML.replace("rate = 1.0", ""), "rate or cohort-size", "neither is set"),
+    ("without-delta.toml", TOML.replace("delta = 1e-4", ""), "'delta' is missing", "add it"),
+    ("without-noise.toml", TOML.replace("noise-multiplier = 10.0", ""), "noise-multiplier", "neither is set"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "value", "remedy"), BAD_FILES, ids=[name for name, *_ in BAD_FILES])
+def test_a_bad_file_is_one_line_and_nothing_is_written(
+    ppsgd: Command, name: str, text: str | None, value: str, remedy: str
+) -> None:
+    if text is not None:
+        Path(name).write_text(text)
+    check_refusal(ppsgd("run", name, "--out", "out"), value, remedy)
+    assert {path.name for path in Path().iterdir()} <= {"small.toml", name}
+
+
+def test_a_directory_that_holds_something_is_refused(ppsgd: Command) -> None:
+    Path("out").mkdir()
+    Path("out/precious").write_text("data")
+    check_refusal(ppsgd("run", "small.toml", "--out", "out"), "out", "choose another directory with --out")
+    assert [path.name for path in Path("out").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("out", ["small.toml", "small.toml/below"])
+def test_a_place_that_cannot_become_a_directory_is_refused(ppsgd: Command, out: str) -> None:
+    check_refusal(ppsgd("run", "small.toml", "--out", out), out, "--out")
+    assert Path("small.toml").read_text() == TOML
+
+
+def test_rounds_zero_is_refused_on_the_command_line_too(ppsgd: Command) -> None:
+    check_refusal(ppsgd("run", "small.toml", "--rounds", "0", "--out", "out"), "0", "at least 1")
+    assert not Path("out").exists()

@@ -1,0 +1,148 @@
+"""Flat settings: the same keys, defaults and errors for whoever reads them."""
+
+import math
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+import pytest
+
+from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, Steps
+from flwr_ppsgd.settings import Settings, key_of
+
+FLAT: dict[str, Any] = {
+    "population": 20,
+    "rate": 1.0,
+    "clip-norm": 2.0,
+    "noise-multiplier": 3.0,
+    "step": 0.5,
+    "alpha-q": 0.3,
+    "delta": 1e-5,
+    "rounds": 10,
+}
+
+
+def read(changes: dict[str, Any] | None = None, without: tuple[str, ...] = ()) -> Settings:
+    flat = {**FLAT, **(changes or {})}
+    return Settings.read({key: value for key, value in flat.items() if key not in without}, where="here.toml")
+
+
+def test_flat_keys_become_the_values_of_the_core() -> None:
+    settings = read()
+    assert settings.release() == Release(Poisson(20, 1.0), clip_norm=2.0, noise_multiplier=3.0)
+    assert settings.steps() == Steps.from_ratio(0.5, 0.3)
+    assert (settings.delta, settings.rounds, settings.max_epsilon) == (1e-5, 10, None)
+
+
+def test_cohort_size_gives_fixed_cohorts_and_total_batch_algorithm_2() -> None:
+    settings = read({"cohort-size": 5, "total-batch": 200}, without=("rate",))
+    assert settings.release() == Release(FixedSize(20, 5), 2.0, 3.0, total_batch=200)
+
+
+def test_infinite_alpha_is_global_learning() -> None:
+    assert read({"alpha-q": math.inf}).steps() == Steps(shared=0.5, personal=0.0)
+
+
+def test_what_is_written_reads_back() -> None:
+    settings = read({"max-epsilon": 4.0, "insecure-seed": 1})
+    assert Settings.read(settings.to_flat(), where="again") == settings
+
+
+def test_unset_values_are_not_written() -> None:
+    """TOML and Flower's run config have no null."""
+    flat = read().to_flat()
+    assert flat.items() >= FLAT.items()
+    assert not flat.keys() & {"cohort-size", "epsilon", "total-batch", "max-epsilon", "insecure-seed"}
+    assert None not in flat.values()
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("clipnorm", "clip-norm"), ("noise", "noise-multiplier"), ("alpha", "alpha-q"), ("round", "rounds")],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(key: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"here.toml: unknown key '{key}': did you mean '{nearest}'"):
+        read({key: 1})
+
+
+@pytest.mark.parametrize("key", sorted(FLAT.keys() - {"rate", "noise-multiplier"}))
+def test_a_missing_key_is_named(key: str) -> None:
+    """In particular δ: a guarantee has no default."""
+    with pytest.raises(ValueError, match=f"here.toml: '{key}' is missing"):
+        read(without=(key,))
+
+
+def test_privacy_has_no_defaults() -> None:
+    """Neither noise nor δ nor a seed is ever made up."""
+    defaults = {field.name: field.default for field in fields(Settings)}
+    assert defaults["delta"] is MISSING
+    assert [defaults[name] for name in ("noise_multiplier", "epsilon", "insecure_seed")] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("population", 20.0, "int"),
+        ("population", True, "int"),
+        ("rounds", "10", "int"),
+        ("clip-norm", "2", "float"),
+        ("clip-norm", [2.0], "float"),
+        ("rate", False, "float"),
+        ("insecure-seed", 1.5, "int"),
+        ("max-epsilon", "none", "float"),
+    ],
+)
+def test_a_wrong_type_is_refused_and_never_converted(key: str, value: object, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"here.toml: {key} must be of type {wanted}, got ") as refusal:
+        read({key: value})
+    assert str(refusal.value).endswith(f"got {value!r}")
+
+
+def test_a_whole_number_may_stand_for_a_float() -> None:
+    settings = read({"clip-norm": 2, "rate": 1})
+    assert (type(settings.clip_norm), type(settings.rate)) == (float, float)
+    assert settings == read()
+
+
+def test_a_whole_number_beyond_every_float_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"here.toml: clip-norm"):
+        read({"clip-norm": 10**400})
+
+
+@pytest.mark.parametrize(("one", "other"), [("rate", "cohort-size"), ("noise-multiplier", "epsilon")])
+def test_exactly_one_of_two_ways_must_be_given(one: str, other: str) -> None:
+    with pytest.raises(ValueError, match=f"here.toml: give either {one} or {other}: neither is set"):
+        read(without=(one,))
+    with pytest.raises(ValueError, match=f"here.toml: give either {one} or {other}: both are set"):
+        read({other: 1})
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_fewer_than_one_round_is_refused(rounds: int) -> None:
+    with pytest.raises(ValueError, match=f"here.toml: rounds must be at least 1, got {rounds}"):
+        read({"rounds": rounds})
+
+
+@pytest.mark.parametrize("cohort", [{"rate": 1.0}, {"rate": 0.2}, {"cohort-size": 5}])
+def test_epsilon_calibrates_the_noise_for_the_planned_rounds(cohort: dict[str, Any]) -> None:
+    """ε after ``rounds`` rounds is at most ``epsilon``, and a thousandth less noise would be too little."""
+    settings = read({**cohort, "epsilon": 2.0}, without=("noise-multiplier", *({"rate"} - cohort.keys())))
+    release = settings.release()
+    less = replace(release, noise_multiplier=release.noise_multiplier * 0.999)
+    assert Ledger(1e-5).record(release, 10).epsilon() <= 2.0 < Ledger(1e-5).record(less, 10).epsilon()
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, math.nan])
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_calibration_names_delta_where_delta_is_wrong(delta: float, rate: float) -> None:
+    with pytest.raises(ValueError, match=rf"delta must be in \(0, 1\), got {delta}"):
+        read({"delta": delta, "rate": rate, "epsilon": 1.0}, without=("noise-multiplier",)).release()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.inf, math.nan])
+def test_an_epsilon_that_no_noise_gives_is_refused(epsilon: float) -> None:
+    with pytest.raises(ValueError, match=f"epsilon must be positive and finite, got {epsilon}"):
+        read({"epsilon": epsilon}, without=("noise-multiplier",)).release()
+
+
+def test_keys_are_the_fields_with_hyphens() -> None:
+    assert [key_of(name) for name in ("clip_norm", "alpha_q", "step")] == ["clip-norm", "alpha-q", "step"]
