@@ -1,11 +1,13 @@
 """The ``ppsgd`` command. Parses, calls, prints."""
 
+import enum
+import json
 import logging
 import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from flwr.serverapp.strategy import Result
@@ -14,8 +16,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flwr_ppsgd.privacy import Ledger
 
+if TYPE_CHECKING:
+    from flwr_ppsgd.simulation.experiment import Experiment
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Personalized-Private-SGD for Flower.")
 console = Console()
+
+
+class Engine(enum.StrEnum):
+    """Where clients run."""
+
+    process = "process"
+    flower = "flower"
 
 
 def _show_version(wanted: bool) -> None:
@@ -43,6 +55,7 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    engine: Annotated[Engine, typer.Option(help="In this process, or through `flwr run` (Ray).")] = Engine.process,
     out: Annotated[Path | None, typer.Option(help="Output directory; default: a new one under runs/.")] = None,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
@@ -52,15 +65,36 @@ def run(
     chosen = experiments.Experiment.load(experiment, overrides)
     out = out or experiments.free_directory(experiment.stem if experiment else chosen.data)
     experiments.check_free(out)
-    with progress_bar() as progress:
-        outcome = experiments.run(chosen, progress_hook(progress, "training", chosen.rounds))
-    experiments.save(outcome, out, draw)
-    console.print(outcome.strategy.privacy_statement(), highlight=False, markup=False)
-    console.print(
-        f"Written: {out}/ (config.toml, metrics.jsonl, privacy.json, model.npz, learning.png)", highlight=False
-    )
-    if outcome.stopped:
+    if engine is Engine.flower:
+        from flwr_ppsgd.simulation import flower
+
+        flower.run(chosen, out)
+        stopped = False
+    else:
+        stopped = _run_here(chosen, out)
+    _report(out)
+    if stopped:
         raise typer.Exit(130)
+
+
+def _run_here(experiment: "Experiment", out: Path) -> bool:
+    from flwr_ppsgd.plots import draw_run
+    from flwr_ppsgd.simulation import experiment as experiments
+
+    with progress_bar() as progress:
+        outcome = experiments.run(experiment, progress_hook(progress, "training", experiment.rounds))
+    experiments.save(outcome, out, draw_run)
+    return outcome.stopped
+
+
+def _report(out: Path) -> None:
+    """The statement, and what was written where. A run that could not afford a single round did not do its work."""
+    privacy = json.loads((out / "privacy.json").read_text(encoding="utf-8"))
+    console.print(privacy["statement"], highlight=False, markup=False)
+    names = ", ".join(sorted(path.name for path in out.iterdir()))
+    console.print(f"Written: {out}/ ({names})", highlight=False, markup=False, soft_wrap=True)
+    if not privacy["rounds_trained"]:
+        raise RuntimeError("the budget max-epsilon pays for no round at all: raise it, or noise-multiplier")
 
 
 def progress_bar() -> Progress:
@@ -83,18 +117,6 @@ def progress_hook(progress: Progress, label: str, rounds: int) -> Any:
     return show
 
 
-def draw(outcome: Any, directory: Path) -> None:
-    """The picture of one run."""
-    from flwr_ppsgd.plots import learning_curves
-
-    if not outcome.rows:
-        return
-    measure = next(name for name in outcome.rows[0] if name not in ("round", "epsilon"))
-    alpha = f"αQ = {outcome.experiment.alpha_q:g}"
-    footnote = "Measured on the users' own data: outside the guarantee."
-    learning_curves({alpha: outcome.rows}, measure, directory / "learning.png", "Personalized-Private-SGD", footnote)
-
-
 def _overrides(settings: list[str]) -> dict[str, Any]:
     """``--set clip-norm=1.5`` as TOML values; a bare word is a string, ``inf`` is a number."""
     values: dict[str, Any] = {}
@@ -103,19 +125,20 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set {setting}: write it as KEY=VALUE")
         try:
-            values[key.strip()] = tomllib.loads(f"value = {value}")["value"]
+            parsed = tomllib.loads(f"value = {value}")
         except tomllib.TOMLDecodeError:
-            values[key.strip()] = value
+            parsed = {}
+        values[key.strip()] = parsed["value"] if list(parsed) == ["value"] else value
     return values
 
 
 def main() -> None:
-    """Bad input is one line on the error stream and exit status 2."""
+    """Bad settings are one line on the error stream and exit status 2; work that could not be done is exit status 1."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"ppsgd: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
 
 
 if __name__ == "__main__":

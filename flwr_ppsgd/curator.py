@@ -43,6 +43,7 @@ class Curator:
         self.insecure_seed = insecure_seed
         self.ledger = Ledger(delta)
         self.planned_rounds = 0
+        self.rounds_published = 0
         self.average = average
         self._iterates: Vector | None = None  # Σ_{t<n} w_t
         self._stood = 0  # n
@@ -97,6 +98,7 @@ class Curator:
         if self.average:
             self._iterates = w.copy() if self._iterates is None else self._iterates + w
             self._stood += 1
+        self.rounds_published += 1
         if not self.steps.publishes:
             return w
         self._charge()

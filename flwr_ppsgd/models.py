@@ -82,24 +82,29 @@ class AdditiveLinear:
         if self._test is None:
             return {}
         x, y = self._test
-        prediction = self._predict(x, w + theta)
-        measures = {"loss": self._mean_loss(prediction, y)}
+        scores = self._scores(x, w + theta)
+        measures = {"loss": self._mean_loss(scores, y)}
         if self._shape[1] > 1:
-            measures["accuracy"] = float(np.mean(prediction.argmax(axis=1) == y.argmax(axis=1)))
+            measures["accuracy"] = float(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
         return measures
 
-    def _predict(self, x: Matrix, parameters: Vector) -> Matrix:
-        scores = x @ parameters.reshape(self._shape)
-        if self._loss == "squared":
-            return scores
-        odds = np.exp(scores - scores.max(axis=1, keepdims=True))
-        chances: Matrix = odds / odds.sum(axis=1, keepdims=True)
-        return chances
+    def _scores(self, x: Matrix, parameters: Vector) -> Matrix:
+        return x @ parameters.reshape(self._shape)
 
-    def _mean_loss(self, prediction: Matrix, y: Matrix) -> float:
+    def _predict(self, x: Matrix, parameters: Vector) -> Matrix:
+        scores = self._scores(x, parameters)
+        return scores if self._loss == "squared" else np.exp(_log_softmax(scores))
+
+    def _mean_loss(self, scores: Matrix, y: Matrix) -> float:
         if self._loss == "squared":
-            return float(0.5 * ((prediction - y) ** 2).sum(axis=1).mean())
-        return float(-(y * np.log(np.maximum(prediction, 1e-300))).sum(axis=1).mean())
+            return float(0.5 * ((scores - y) ** 2).sum(axis=1).mean())
+        return float(-(y * _log_softmax(scores)).sum(axis=1).mean())
+
+
+def _log_softmax(scores: Matrix) -> Matrix:
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    logs: Matrix = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return logs
 
 
 class SplitModel:

@@ -8,6 +8,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogFormatter
+
+from flwr_ppsgd.simulation.experiment import Outcome
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour blindness
 STYLES = ("-", "--", "-.", ":")
@@ -25,12 +28,24 @@ def learning_curves(
     axes.set(xlabel="round", ylabel=MEASURE_NAMES.get(measure, measure), title=title)
     if measure in ("excess_risk", "loss"):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))
+        axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.legend()
     _epsilon_axis(axes, max(curves.values(), key=lambda rows: rows[-1]["epsilon"]))
     figure.supxlabel(footnote, fontsize=8, color="0.3", wrap=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def draw_run(outcome: Outcome, directory: Path) -> None:
+    """The picture of one run, where anything was measured."""
+    if not outcome.rows:
+        return
+    measure = next(name for name in outcome.rows[0] if name not in ("round", "epsilon"))
+    alpha = f"αQ = {outcome.experiment.alpha_q:g}"
+    footnote = "Measured on the users' own data: outside the guarantee."
+    learning_curves({alpha: outcome.rows}, measure, directory / "learning.png", "Personalized-Private-SGD", footnote)
 
 
 def _epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:

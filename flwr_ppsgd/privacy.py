@@ -183,6 +183,7 @@ def calibrate_noise(
     method: Method = "pld",
 ) -> float:
     """The smallest noise multiplier z whose ε after ``rounds`` rounds is at most ``epsilon``."""
+    nothing = Ledger(delta)
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be positive and finite, got {epsilon!r}: name the ε that you can afford")
     if rounds < 1:
@@ -192,7 +193,7 @@ def calibrate_noise(
 
     def affordable(z: float) -> bool:
         release = Release(cohort, clip_norm=1.0, noise_multiplier=z)
-        return Ledger(delta).record(release, rounds).epsilon(relation, method) <= epsilon
+        return nothing.record(release, rounds).epsilon(relation, method) <= epsilon
 
     if method == "pld" and not cohort.amplifies:  # closed form, up to its last digits
         exact = float(dp_accounting.get_sigma_gaussian(epsilon, delta)) * math.sqrt(rounds) * _sensitivity(relation)

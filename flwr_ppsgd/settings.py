@@ -4,6 +4,7 @@ Whoever reads settings (a run config, an experiment file, ``--set``) gets the sa
 """
 
 import difflib
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -46,7 +47,7 @@ class Settings:
         _exactly_one(self, "rate", "cohort_size")
         _exactly_one(self, "noise_multiplier", "epsilon")
         if self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds!r}")
+            raise ValueError(f"rounds must be at least 1, got {self.rounds!r}: plan at least one round")
         Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0, self.total_batch)
         Ledger(self.delta)
         self.steps()
@@ -55,14 +56,19 @@ class Settings:
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
         """From ``{"clip-norm": 10.0, …}``; an unknown key or a value of the wrong type is refused, naming ``where``."""
         hints = get_type_hints(cls)
-        values = {_known(key, cls, where): value for key, value in flat.items()}
+        values: dict[str, Any] = {}
+        for key, value in flat.items():
+            name = _known(key, cls, where)
+            if name in values:
+                raise ValueError(f"{where}: {key_of(name)!r} is there twice: keep one")
+            values[name] = value
         missing = [key_of(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             raise ValueError(f"{where}: {missing[0]!r} is missing: add it, as in {missing[0]} = …")
         try:
             return cls(**{name: _typed(key_of(name), value, hints[name]) for name, value in values.items()})
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{where}: {_in_keys(str(error), cls)}") from None
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Self:
@@ -95,9 +101,27 @@ class Settings:
         return Steps.from_ratio(self.step, self.alpha_q)
 
 
+ALTERNATIVES = (("rate", "cohort-size"), ("noise-multiplier", "epsilon"))
+
+
+def override(flat: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``flat`` with ``changes``; a change to one of two alternatives takes the other one out."""
+    given = {key.replace("_", "-") for key in changes}
+    gone = {other for pair in ALTERNATIVES for key, other in (pair, pair[::-1]) if key in given and other not in given}
+    kept = {key: value for key, value in flat.items() if key.replace("_", "-") not in gone | given}
+    return {**kept, **changes}
+
+
 def key_of(name: str) -> str:
     """The flat key of a field."""
     return name.replace("_", "-")
+
+
+def _in_keys(message: str, cls: type[Settings]) -> str:
+    """A constructor's message in the words of the file: ``clip-norm`` for ``clip_norm``."""
+    for field in fields(cls):
+        message = message.replace(field.name, key_of(field.name))
+    return message
 
 
 def _exactly_one(settings: Settings, first: str, second: str) -> None:
@@ -120,7 +144,7 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     """``value`` as the field's type: whole numbers may stand for floats, nothing else is converted."""
     allowed = get_args(hint) if get_origin(hint) in (types.UnionType,) else (hint,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return math.inf if abs(value) > 10**300 else float(value)
     if any(type(value) is kind for kind in allowed):
         return value
     wanted = " or ".join(kind.__name__ for kind in allowed if kind is not types.NoneType)

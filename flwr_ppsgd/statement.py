@@ -24,17 +24,18 @@ def charged(curator: Curator) -> Ledger:
 
 
 def as_data(curator: Curator, *, evaluated: bool, size: int = 0) -> dict[str, Any]:
-    """Everything in the statement, for ``privacy.json``. Infinite ε is the string "infinite": valid JSON."""
+    """Everything in the statement, for ``privacy.json``."""
     ledger = charged(curator)
     return {
         "guarantee": "none" if _voided(ledger) else "user-level joint differential privacy",
         "unit": "one node, taken to be one user",
         "delta": ledger.delta,
-        "epsilon": _json_number(ledger.epsilon()),
-        "epsilon_replace_one": _json_number(ledger.epsilon("replace-one")),
-        "epsilon_rdp": _json_number(ledger.epsilon(method="rdp")),
-        "paper_epsilon_not_a_guarantee": _json_number(ledger.paper_epsilon()),
+        "epsilon": json_number(ledger.epsilon()),
+        "epsilon_replace_one": json_number(ledger.epsilon("replace-one")),
+        "epsilon_rdp": json_number(ledger.epsilon(method="rdp")),
+        "paper_epsilon_not_a_guarantee": json_number(ledger.paper_epsilon()),
         "delta_added_by_finite_precision": residual_delta(size, ledger.rounds),
+        "rounds_trained": curator.rounds_published,
         "rounds_charged": curator.ledger.rounds,
         "rounds_stated": ledger.rounds,
         "denominator": curator.release.denominator,
@@ -117,5 +118,6 @@ def _voided(ledger: Ledger) -> bool:
     return ledger.insecure_rounds > 0 or math.isinf(ledger.epsilon())
 
 
-def _json_number(value: float) -> float | str:
-    return "infinite" if math.isinf(value) else value
+def json_number(value: float) -> float | str:
+    """JSON has no infinity: it is the word "infinite"."""
+    return value if math.isfinite(value) else "infinite" if value > 0 else str(value)

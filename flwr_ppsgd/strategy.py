@@ -65,6 +65,7 @@ class PPSGD(Strategy):
         self._enrolment = Enrolment[int](release.cohort.population, enrolled, min_online)
         self.evaluate_every = evaluate_every
         self.replies = replies
+        self._last_round = -1
         self._round: OpenRound | None = None
         self._asked: list[Metadata] = []
         self._arrays = ArrayRecord()
@@ -134,7 +135,7 @@ class PPSGD(Strategy):
         ``evaluate_fn`` is called with the absolute round and w, ``on_round`` with the round and the result so far; both
         before the first round and after each.
         """
-        rounds = self._curator.plan(num_rounds)
+        rounds = self._last_round = self._curator.plan(num_rounds)
         log.info("Starting PPSGD for %d rounds:", rounds)
         self.summary()
         result = Result(arrays=initial_arrays)
@@ -204,8 +205,9 @@ class PPSGD(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Ask every enrolled node online, in the rounds that ``evaluate_every`` names; round 0 is before training."""
-        if not self.evaluate_every or server_round % self.evaluate_every:
+        """Ask every enrolled node online, in every so many rounds and in the last; round 0 is before training."""
+        due = self.evaluate_every and (server_round % self.evaluate_every == 0 or server_round == self._last_round)
+        if not due:
             return []
         online = self._enrolment.refresh(grid.get_node_ids)
         content = self._content(server_round, self.averaged(arrays), config)

@@ -4,7 +4,6 @@ import functools
 import importlib.resources
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -12,18 +11,20 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import tomli_w
 from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd.client import Learner, client_app
 from flwr_ppsgd.datasets import Synthetic, SyntheticLearner
 from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.settings import Settings
+from flwr_ppsgd.settings import Settings, override
 from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.statement import json_number
 from flwr_ppsgd.strategy import PPSGD
 
 log = logging.getLogger("flwr.ppsgd")
@@ -46,10 +47,12 @@ class Experiment(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.data != "synthetic":
-            raise ValueError(f"data must be 'synthetic', got {self.data!r}")
+            raise ValueError(f"data must be 'synthetic', got {self.data!r}: no other data set is known")
         for name, least in (("features", 5), ("batch_size", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}: raise it"
+                )
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
@@ -59,7 +62,7 @@ class Experiment(Settings):
             flat = tomllib.loads(source.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"{source}: cannot be read: {error}") from None
-        return cls.read({**flat, **(overrides or {})}, where=str(path or source.name))
+        return cls.read(override(flat, overrides or {}), where=str(path or source.name))
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class Outcome:
     w: ArrayRecord
     rows: list[dict[str, float]]
     stopped: bool = False
+
+
+Watch: TypeAlias = Callable[[int, Result, Ledger], None]
 
 
 @functools.lru_cache(maxsize=4)
@@ -85,18 +91,15 @@ def synthetic_learner(context: Context) -> Learner:
     return SyntheticLearner(problem, int(context.node_config["partition-id"]), int(config["batch-size"]))
 
 
-def run(experiment: Experiment, on_round: Callable[[int, Result, Ledger], None] | None = None) -> Outcome:
-    """Train in this process. Ctrl-C ends the run early; ε is then still that of the planned rounds."""
-    strategy = PPSGD(
-        release=experiment.release(),
-        steps=experiment.steps(),
-        delta=experiment.delta,
-        max_epsilon=experiment.max_epsilon,
-        evaluate_every=experiment.evaluate_every,
-        min_online=experiment.min_online,
-        insecure_seed=experiment.insecure_seed,
-    )
+def run(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+    """Train in this process."""
     grid = InProcessGrid(client_app(synthetic_learner), experiment.population, experiment.to_flat())
+    return run_on(grid, experiment, on_round)
+
+
+def run_on(grid: Grid, experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+    """Train on any grid. Ctrl-C ends the run early; ε is then still that of the planned rounds."""
+    strategy = PPSGD.from_config(experiment.to_flat())
     latest = Result(arrays=ArrayRecord([np.zeros(experiment.features)]))
     ledgers: dict[int, Ledger] = {}
 
@@ -111,6 +114,8 @@ def run(experiment: Experiment, on_round: Callable[[int, Result, Ledger], None] 
         strategy.start(grid, latest.arrays, num_rounds=experiment.rounds, on_round=remember)
     except KeyboardInterrupt:
         stopped = True
+    if not all(np.isfinite(array).all() for array in latest.arrays.to_numpy_ndarrays()):
+        raise RuntimeError(f"training diverged: w is not finite; lower step (now {experiment.step:g})")
     rows = [
         {"round": round_, "epsilon": ledgers[round_].epsilon(), **_numbers(metrics)}
         for round_, metrics in latest.evaluate_metrics_clientapp.items()
@@ -132,14 +137,18 @@ def free_directory(name: str) -> Path:
 
 
 def check_free(out: Path) -> None:
-    """Refuse, before any work, a place where something would be overwritten."""
+    """Refuse, before any work, a place where something would be overwritten or nothing can be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already holds something: choose another directory with --out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written ({error.strerror}): choose another directory with --out") from None
 
 
 def save(outcome: Outcome, out: Path, draw: Callable[[Outcome, Path], None]) -> None:
-    """Write the output directory in one move: it appears complete or not at all."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    """Write the output directory in one move: a new one appears complete or not at all."""
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         flat = outcome.experiment.to_flat() | {"noise-multiplier": outcome.strategy.release.noise_multiplier}
@@ -151,14 +160,15 @@ def save(outcome: Outcome, out: Path, draw: Callable[[Outcome, Path], None]) -> 
         (temporary / "privacy.json").write_text(privacy + "\n", encoding="utf-8")
         np.savez(temporary / "model.npz", **{f"w{i}": a for i, a in enumerate(outcome.w.to_numpy_ndarrays())})  # type: ignore[arg-type]
         draw(outcome, temporary)
-        temporary.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        os.replace(temporary, out)
+        if out.exists():  # an empty directory of the user's, perhaps the one they stand in
+            for path in temporary.iterdir():
+                os.replace(path, out / path.name)
+        else:
+            temporary.chmod(0o755)
+            os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _valid(row: dict[str, float]) -> dict[str, float | str]:
-    """JSON has no infinity."""
-    return {name: value if math.isfinite(value) else str(value) for name, value in row.items()}
+    return {name: json_number(value) for name, value in row.items()}

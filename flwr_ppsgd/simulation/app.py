@@ -1,0 +1,22 @@
+"""The experiments as a Flower app: everything comes from the run config, as ``flwr run`` hands it over."""
+
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from flwr_ppsgd.client import client_app
+from flwr_ppsgd.plots import draw_run
+from flwr_ppsgd.simulation.experiment import Experiment, run_on, save, synthetic_learner
+
+client = client_app(synthetic_learner)
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Train on the nodes that Flower provides and write the output directory that ``out`` names, if it does."""
+    experiment = Experiment.from_run_config(context.run_config)
+    outcome = run_on(grid, experiment)
+    if out := str(context.run_config.get("out", "")):
+        save(outcome, Path(out), draw_run)

@@ -1,0 +1,1 @@
+"""The Flower app at the root of the repository, the demonstration and the benchmark."""
