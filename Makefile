@@ -5,10 +5,13 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo swap test check bench clean
 
 demo: $(BIN)/.installed          ## three ways to learn, one picture and an epsilon
 	$(BIN)/python simulations/demo.py
+
+swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrapper and PPSGD, one picture
+	$(BIN)/python simulations/swap.py
 
 test: check                      ## all checks and tests
 	$(BIN)/pytest

@@ -223,9 +223,14 @@ def length(g: Vector) -> float:
 
 
 def clip_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
-    """The factor, at most 1, that brings ‖g‖ below ``limit``, less a ``margin`` for the rounding of the product."""
+    """The factor, at most 1, that brings ‖g‖ below ``limit``, less a ``margin`` for the rounding of the product.
+
+    A vector 10²⁸⁰ times too long becomes zero: a factor that small has too few digits left to keep the promise.
+    """
     within, actual = limit * (1 - margin), length(g)
-    return 1.0 if actual <= within else within / actual
+    if actual <= within:
+        return 1.0
+    return within / actual if within / actual > 1e-280 else 0.0
 
 
 def clip(g: Vector, norm: float) -> Vector:

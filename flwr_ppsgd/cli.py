@@ -72,9 +72,11 @@ def run(
         stopped = False
     else:
         stopped = _run_here(chosen, out)
-    _report(out)
+    trained = _report(out)
     if stopped:
         raise typer.Exit(130)
+    if not trained:
+        raise RuntimeError("the budget max-epsilon pays for no round at all: raise it, or noise-multiplier")
 
 
 def _run_here(experiment: "Experiment", out: Path) -> bool:
@@ -87,14 +89,13 @@ def _run_here(experiment: "Experiment", out: Path) -> bool:
     return outcome.stopped
 
 
-def _report(out: Path) -> None:
-    """The statement, and what was written where. A run that could not afford a single round did not do its work."""
+def _report(out: Path) -> int:
+    """Print the statement and what was written where; the number of rounds that were trained."""
     privacy = json.loads((out / "privacy.json").read_text(encoding="utf-8"))
     console.print(privacy["statement"], highlight=False, markup=False)
     names = ", ".join(sorted(path.name for path in out.iterdir()))
     console.print(f"Written: {out}/ ({names})", highlight=False, markup=False, soft_wrap=True)
-    if not privacy["rounds_trained"]:
-        raise RuntimeError("the budget max-epsilon pays for no round at all: raise it, or noise-multiplier")
+    return int(privacy["rounds_trained"])
 
 
 def progress_bar() -> Progress:

@@ -157,7 +157,6 @@ BAD_SETTINGS = [  # setting, the value as it is named, the rule or remedy
     ("max-epsilon=inf", "inf", "leave it out for no budget"),
     ("evaluate-every=-1", "-1", "0 is never"),
     ("min-online=2", "2.0", "a share of the population"),
-    ("cohort-size=2", "cohort-size", "both are set"),
     ("clipnorm=1", "'clipnorm'", "did you mean 'clip-norm'?"),
     ("clip-norm", "clip-norm", "write it as KEY=VALUE"),
 ]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, Steps
-from flwr_ppsgd.settings import Settings, key_of
+from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps
+from flwr_ppsgd.settings import Settings, key_of, override
 
 FLAT: dict[str, Any] = {
     "population": 20,
@@ -146,3 +146,44 @@ def test_an_epsilon_that_no_noise_gives_is_refused(epsilon: float) -> None:
 
 def test_keys_are_the_fields_with_hyphens() -> None:
     assert [key_of(name) for name in ("clip_norm", "alpha_q", "step")] == ["clip-norm", "alpha-q", "step"]
+
+
+def test_a_change_to_one_of_two_alternatives_takes_the_other_one_out() -> None:
+    flat = {"rate": 1.0, "noise-multiplier": 3.0, "step": 0.1}
+    assert override(flat, {"epsilon": 2.0}) == {"rate": 1.0, "step": 0.1, "epsilon": 2.0}
+    assert override(flat, {"cohort_size": 2}) == {"noise-multiplier": 3.0, "step": 0.1, "cohort_size": 2}
+    assert override(flat, {"rate": 0.5, "cohort-size": 2})["rate"] == 0.5
+
+
+RUN_CONFIG: dict[str, object] = {
+    "population": 50, "rate": 0.1, "clip-norm": 2.0, "noise-multiplier": 3.0, "step": 0.1, "alpha-q": 0.5,
+    "delta": 1e-5, "rounds": 20, "lr": 0.01, "local-epochs": 3,
+}  # fmt: skip
+
+
+def test_a_strategy_from_a_run_config_that_holds_other_keys_too() -> None:
+    ppsgd = PPSGD.from_config({**RUN_CONFIG, "max-epsilon": 4.0, "evaluate-every": 5})
+    assert ppsgd.release == Release(Poisson(50, 0.1), 2.0, 3.0)
+    assert ppsgd.steps == Steps.from_ratio(0.1, 0.5)
+    assert (ppsgd.ledger.delta, ppsgd.evaluate_every) == (1e-5, 5)
+
+
+def test_epsilon_in_a_run_config_calibrates_the_noise_for_the_planned_rounds() -> None:
+    config = {key: value for key, value in RUN_CONFIG.items() if key != "noise-multiplier"}
+    release = PPSGD.from_config({**config, "epsilon": 2.0}).release
+    assert Ledger(1e-5).record(release, 20).epsilon() == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"ppsgd-rat": 1}, "unknown key 'ppsgd-rat'"),
+        ({"rate": 7.0}, "rate must be in"),
+        ({"epsilon": 1.0}, "give either noise-multiplier or epsilon: both are set"),
+        ({"replies": "weights"}, "'gradient' or 'parameters'"),
+        ({"alpha-q": -1.0}, "alpha-q must be in"),
+    ],
+)
+def test_run_configs_get_the_errors_of_the_constructors(change: dict[str, object], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        PPSGD.from_config({**RUN_CONFIG, **change})

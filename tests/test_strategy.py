@@ -381,7 +381,7 @@ def test_an_enrolled_list_names_the_population() -> None:
 def test_evaluation_on_client_data_is_off_unless_asked_for_and_then_said() -> None:
     quiet, loud = strategy(), strategy(evaluate_every=2)
     assert not quiet.start(grid(), w0(), num_rounds=2).evaluate_metrics_clientapp
-    assert list(loud.start(grid(), w0(), num_rounds=3).evaluate_metrics_clientapp) == [0, 2]
+    assert list(loud.start(grid(), w0(), num_rounds=3).evaluate_metrics_clientapp) == [0, 2, 3]
     assert "Evaluation on the users' own data" not in quiet.privacy_statement()
     assert "Evaluation on the users' own data was on" in loud.privacy_statement()
 

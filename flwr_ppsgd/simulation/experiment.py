@@ -149,6 +149,7 @@ def check_free(out: Path) -> None:
 
 def save(outcome: Outcome, out: Path, draw: Callable[[Outcome, Path], None]) -> None:
     """Write the output directory in one move: a new one appears complete or not at all."""
+    check_free(out)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         flat = outcome.experiment.to_flat() | {"noise-multiplier": outcome.strategy.release.noise_multiplier}

@@ -18,7 +18,7 @@ import tomli_w
 from flwr_ppsgd.simulation.experiment import Experiment
 
 START_SECONDS = 60.0
-MODULE = """from flwr_ppsgd.simulation import app
+MODULE = """from flwr_ppsgd import app
 
 server = app.server
 client = app.client
