@@ -39,14 +39,18 @@ class Poisson:
 
     population: N, the number of enrolled users; public. An enrolled user who is offline still counts.
     rate: q in (0, 1]. 1 is everyone, every round: Algorithm 1.
+    cap: B, the most users a round may have. A larger draw loses users at random, which adds to δ (``Ledger``).
     """
 
     population: int
     rate: float
+    cap: int | None = None
 
     def __post_init__(self) -> None:
         _require_count("population", self.population)
         _require(0 < self.rate <= 1, "rate must be in (0, 1]", self.rate, "it is the chance to be drawn in a round")
+        if self.cap is not None:
+            _require_count("cap", self.cap)
 
     @property
     def amplifies(self) -> bool:
@@ -54,8 +58,14 @@ class Poisson:
         return self.rate < 1
 
     def members(self, uniforms: Vector) -> NDArray[np.intp]:
-        """{i : u_i < q}, from one uniform in [0, 1) for each enrolled user."""
-        return np.flatnonzero(uniforms < self.rate)
+        """{i : u_i < q}, from one uniform in [0, 1) for each enrolled user; of more than B, those with the smallest.
+
+        Given that they are below q, the uniforms order the drawn users at random: whom the cap drops is chance.
+        """
+        drawn = np.flatnonzero(uniforms < self.rate)
+        if self.cap is None or len(drawn) <= self.cap:
+            return drawn
+        return np.sort(drawn[np.argsort(uniforms[drawn], kind="stable")[: self.cap]])
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ class Learner(Protocol):
         """Measures of (w, θ) on this user's data. They are outside the guarantee once they leave the node."""
         ...
 
+    # Optional, for private training metrics: measures of (w, θ) on the minibatch of ``order.visit``.
+    # def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]
+
 
 def client_app(
     learner_for: Callable[[Context], Learner],
@@ -103,6 +106,8 @@ def _train(message: Message, context: Context, learner: Learner) -> Message:
     personal = personal_of(context, learner)
     sent, theta = visit(learner, w, personal.theta, replace(order, visit=personal.visit + 1))
     content = RecordDict({GRADIENT: layout.unflatten(sent)} if order.publishes else {})
+    if order.publishes and order.metrics:
+        content[METRICS] = MetricRecord(_measures(learner, w, personal.theta, order, personal.visit + 1))
     keep(context, personal.stepped(theta, order.round, order.average))
     return Message(content, reply_to=message)
 
@@ -126,6 +131,18 @@ def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
     theta = theta_to_evaluate(personal_of(context, learner), cast(ConfigRecord, order) if order else None)
     metrics = MetricRecord({**learner.evaluate(w, theta), NUM_EXAMPLES: learner.num_examples})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
+
+
+def _measures(learner: Learner, w: Vector, theta: Vector, order: Order, visit: int) -> dict[str, Any]:
+    """The training measures that the server releases privately; only those it names leave the node."""
+    measure = getattr(learner, "training_measures", None)
+    if measure is None:
+        raise ValueError(
+            f"the server asks for {', '.join(order.metrics)} and {type(learner).__name__} has no "
+            "training_measures(w, theta, order): add it, or leave out metrics"
+        )
+    given = measure(w, theta, replace(order, visit=visit))
+    return {name: float(given[name]) for name in order.metrics if name in given}
 
 
 def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:

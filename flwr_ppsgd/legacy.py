@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,10 @@ class PPSGDStrategy(Strategy):
 
     initial_parameters: w before the first round; required, so that no client is asked for it.
 
-    The legacy loop cannot end early: give ``ServerConfig(num_rounds=strategy.affordable_rounds)``, or it ends with
-    Flower's ``PrivacyBudgetExhausted``.
+    The legacy loop always counts from 1 and cannot end early. Give it
+    ``ServerConfig(num_rounds=strategy.remaining_rounds(total))``: what is left of the total after the rounds found in
+    ``checkpoint_dir``, and within the budget. Without that, an exhausted budget ends the run with Flower's
+    ``PrivacyBudgetExhausted``.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class PPSGDStrategy(Strategy):
         enrolled: Iterable[str] | None = None,
         min_online: float = 0.5,
         average: bool = False,
+        checkpoint_dir: Path | str | None = None,
+        checkpoint_every: int = 1,
         insecure_seed: int | None = None,
     ) -> None:
         if not isinstance(initial_parameters, Parameters):
@@ -66,11 +71,21 @@ class PPSGDStrategy(Strategy):
                 "ndarrays_to_parameters([...]) with the initial w"
             )
         self._curator = Curator(
-            release, steps, delta=delta, max_epsilon=max_epsilon, insecure_seed=insecure_seed, average=average
+            release,
+            steps,
+            delta=delta,
+            max_epsilon=max_epsilon,
+            insecure_seed=insecure_seed,
+            average=average,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
         )
         self._enrolment = Enrolment[str](release.cohort.population, enrolled, min_online)
-        self._initial = initial_parameters
         self._layout = Layout.of(record_of(initial_parameters.tensors))
+        self._first = self._curator.rounds_done
+        found = self._curator.resumed
+        self._initial = initial_parameters if found is None else Parameters(list(found.arrays.values()), NPY)
+        self._flatten(self._initial.tensors)  # a checkpoint of another model is refused here
         self.evaluate_every = evaluate_every
         self._round: OpenRound | None = None
 
@@ -83,7 +98,16 @@ class PPSGDStrategy(Strategy):
         """How many rounds the budget pays for; None where there is no limit."""
         return self._curator.affordable_rounds
 
+    def remaining_rounds(self, total: int) -> int:
+        """How many of ``total`` rounds are left to run: not yet done, and within the budget."""
+        return max(0, self._curator.plan(total) - self._first)
+
+    def close(self) -> None:
+        """Give up the lock on ``checkpoint_dir``."""
+        self._curator.close()
+
     def privacy_statement(self) -> str:
+        """The guarantee in words."""
         return statement.in_words(self._curator, evaluated=self.evaluate_every > 0)
 
     def averaged(self, parameters: Parameters) -> Parameters:
@@ -97,12 +121,13 @@ class PPSGDStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Budget, then the cohort from the enrolled population, then w and an Order to each of its members online."""
-        self._curator.check_budget(server_round)
+        round_ = self._first + server_round  # the legacy loop counts from 1, also after a restart
+        self._curator.check_budget(round_)
         online = self._enrolment.refresh(lambda: _clients(client_manager))
-        drawn = self._enrolment.nodes(self._curator.draw(server_round))
+        drawn = self._enrolment.nodes(self._curator.draw(round_))
         asked = [cid for cid in drawn if cid in online]
-        self._round = OpenRound(self._curator, server_round, self._flatten(parameters.tensors), asked)
-        clients, instructions = _clients(client_manager), FitIns(parameters, self._order(server_round))
+        self._round = OpenRound(self._curator, round_, self._flatten(parameters.tensors), asked)
+        clients, instructions = _clients(client_manager), FitIns(parameters, self._order(round_))
         return _Asked((clients[cid], instructions) for cid in asked if cid in clients)
 
     def aggregate_fit(
@@ -120,8 +145,10 @@ class PPSGDStrategy(Strategy):
         for failure in failures:
             error = failure if isinstance(failure, BaseException) else failure[1].status.message
             opened.pass_over(UnusableError("client error", str(error)))
-        w = opened.close(server_round)
-        return self._parameters(w), {"epsilon": self.ledger.quick_epsilon()}
+        w, _ = opened.close(self._first + server_round)
+        parameters = self._parameters(w)
+        self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
+        return parameters, {"epsilon": self.ledger.quick_epsilon()}
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -130,7 +157,7 @@ class PPSGDStrategy(Strategy):
             return []
         self._enrolment.refresh(lambda: _clients(client_manager))
         clients = _clients(client_manager)
-        instructions = EvaluateIns(self.averaged(parameters), self._order(server_round))
+        instructions = EvaluateIns(self.averaged(parameters), self._order(self._first + server_round))
         return [(clients[cid], instructions) for cid in self._enrolment.known if cid in clients]
 
     def aggregate_evaluate(

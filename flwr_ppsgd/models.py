@@ -77,6 +77,11 @@ class AdditiveLinear:
         gradient = total if order.reduction == "sum" else total / len(x)
         return gradient, gradient
 
+    def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
+        """Mean loss on the minibatch."""
+        x, y = (as_matrix(rows) for rows in self._batches(order.visit))
+        return {"loss": self._mean_loss(self._scores(x, w + theta), y)}
+
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         """Mean loss on the test part, and accuracy where there are classes to tell apart."""
         if self._test is None:
@@ -242,6 +247,10 @@ class SplitLearner:
 
     def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
         return self._model.gradients(w, theta, self._batches(order.visit), order.reduction)
+
+    def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
+        """Loss, and accuracy for classes, on the minibatch."""
+        return self._model.evaluate(w, theta, self._batches(order.visit))
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         return {} if self._test is None else self._model.evaluate(w, theta, self._test)

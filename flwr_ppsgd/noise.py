@@ -11,6 +11,7 @@ float64 operations, about 2⁻⁵⁰, as if z were wrong in its fifteenth digit.
 """
 
 import hashlib
+import math
 import secrets
 
 import numpy as np
@@ -73,18 +74,29 @@ def _box_muller(coins: Coins, out: Vector) -> None:
 
 
 class GridSum:
-    """Σ_i clip(g_i, C) in whole multiples of ``release.grid``: exact, and the same in any order of the replies."""
+    """Σ_i clip(g_i, C) in whole multiples of ``release.grid``: exact, and the same in any order of the replies.
 
-    def __init__(self, size: int, release: Release) -> None:
+    apart: (count, share) where the last ``count`` coordinates are clipped by themselves, to C·√share, and the rest to
+        C·√(1−share); together they still stay within C.
+    """
+
+    def __init__(self, size: int, release: Release, apart: tuple[int, float] = (0, 0.0)) -> None:
         self._release = release
         self._multiples = np.zeros(size)  # whole numbers, each below 2^53
+        self._main = size - apart[0]
+        self._limits = release.clip_norm * math.sqrt(1 - apart[1]), release.clip_norm * math.sqrt(apart[1])
 
-    def add(self, gradient: Vector) -> None:
+    def add(self, vector: Vector) -> None:
         """Clip, truncate toward zero onto the grid, and add."""
-        scale = clip_scale(gradient, self._release.clip_norm, GRID_CLIP_MARGIN) / self._release.grid
-        for start in range(0, len(gradient), BLOCK):
-            block = gradient[start : start + BLOCK] * scale
-            self._multiples[start : start + BLOCK] += np.trunc(block, out=block)
+        self._add_part(vector[: self._main], 0, self._limits[0])
+        if len(vector) > self._main:
+            self._add_part(vector[self._main :], self._main, self._limits[1])
+
+    def _add_part(self, part: Vector, offset: int, limit: float) -> None:
+        scale = clip_scale(part, limit, GRID_CLIP_MARGIN) / self._release.grid
+        for start in range(0, len(part), BLOCK):
+            block = part[start : start + BLOCK] * scale
+            self._multiples[offset + start : offset + start + len(block)] += np.trunc(block, out=block)
 
     def noisy(self, coins: Coins) -> Vector:
         """g·k with k = Σ + rint(z·C·n/g) a vector of whole numbers: what the world gets to see, before D."""

@@ -19,6 +19,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, pld, rdp
 from numpy.typing import NDArray
+from scipy.stats import binom
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release
 
@@ -83,6 +84,14 @@ class Ledger:
         if any(release.cohort.amplifies for release, _ in self.releases):
             return _pld_epsilon(self, relation)
         return _gaussian_epsilon(1 / math.sqrt(self._squared_shift(relation)), self.delta)
+
+    def delta_added(self, relation: Relation = "zero-out") -> float:
+        """What caps on Poisson cohorts add to δ: (1 + e^ε)·Σ_t P[Bin(N, q) > B].
+
+        Up to the rounds in which a cap bites, the capped mechanism is the plain one.
+        """
+        bites = sum(times * _cap_bites(release.cohort) for release, times in self.releases)
+        return float(bites * (1 + math.exp(min(self.epsilon(relation), 700.0)))) if bites else 0.0
 
     def quick_epsilon(self) -> float:
         """An upper bound on ``epsilon()`` in well under a millisecond, for use in every round: RDP where users are
@@ -240,6 +249,13 @@ _NEIGHBOURS = {
 def _sensitivity(relation: Relation) -> float:
     """How far one user moves the sum, in units of C. dp-accounting's RDP leaves this to the caller."""
     return 1.0 if relation == "zero-out" else 2.0
+
+
+def _cap_bites(cohort: Cohort) -> float:
+    """P[Bin(N, q) > B]."""
+    if isinstance(cohort, FixedSize) or cohort.cap is None:
+        return 0.0
+    return float(binom.sf(cohort.cap, cohort.population, cohort.rate))
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

@@ -28,7 +28,7 @@ class OpenRound:
         self._w = w
         self._waiting = set(asked)  # for a valid reply
         self._silent = set(self._waiting)
-        self._total = curator.open_sum(len(w) if curator.steps.publishes else 0)
+        self._total = curator.open_sum(len(w))
         self._used = 0
         self._zeros: Counter[str] = Counter()
         self._first = ""
@@ -56,8 +56,11 @@ class OpenRound:
         self._first = self._first or f"; the first: {str(error)[:300]}"
         log.debug("Round %d: a reply of node %s counts as zero: %s", self._number, node, error)
 
-    def close(self, number: int) -> Vector:
-        """The new w. Whatever came back, the step is taken and charged: an empty cohort still releases noise."""
+    def close(self, number: int) -> tuple[Vector, dict[str, float]]:
+        """The new w and the private measures.
+
+        Whatever came back, the step is taken and charged: an empty cohort still releases noise.
+        """
         if self._closed or number != self._number:
             raise not_configured(number)
         self._closed = True

@@ -27,6 +27,7 @@ class Settings:
     population: int
     rate: float | None = None
     cohort_size: int | None = None
+    cap: int | None = None
     clip_norm: float
     noise_multiplier: float | None = None
     epsilon: float | None = None
@@ -40,6 +41,8 @@ class Settings:
     min_online: float = 0.5
     replies: str = "gradient"
     average: bool = False
+    checkpoint_dir: str = ""
+    checkpoint_every: int = 1
     insecure_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,10 +87,12 @@ class Settings:
         return {key_of(f.name): value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     def cohort(self) -> Cohort:
+        if self.cohort_size is not None and self.cap is not None:
+            raise ValueError("cap is for Poisson cohorts: leave it out where cohort_size fixes the number of users")
         if self.cohort_size is not None:
             return FixedSize(self.population, self.cohort_size)
         assert self.rate is not None
-        return Poisson(self.population, self.rate)
+        return Poisson(self.population, self.rate, self.cap)
 
     def release(self) -> Release:
         """The release, with its noise calibrated for the planned rounds where ``epsilon`` is given."""

@@ -19,7 +19,7 @@ OUTSIDE = (
 
 def charged(curator: Curator) -> Ledger:
     """The ledger for which ε is stated: what was released, and the planned rounds that were not run."""
-    missing = max(0, curator.planned_rounds - curator.ledger.rounds) if curator.steps.publishes else 0
+    missing = max(0, curator.planned_rounds - curator.rounds_done) if curator.steps.publishes else 0
     return replace(curator.ledger.record(curator.release, missing), insecure_rounds=curator.ledger.insecure_rounds)
 
 
@@ -34,8 +34,9 @@ def as_data(curator: Curator, *, evaluated: bool, size: int = 0) -> dict[str, An
         "epsilon_replace_one": json_number(ledger.epsilon("replace-one")),
         "epsilon_rdp": json_number(ledger.epsilon(method="rdp")),
         "paper_epsilon_not_a_guarantee": json_number(ledger.paper_epsilon()),
+        "delta_added_by_cap": ledger.delta_added(),
         "delta_added_by_finite_precision": residual_delta(size, ledger.rounds),
-        "rounds_trained": curator.rounds_published,
+        "rounds_trained": curator.rounds_done,
         "rounds_charged": curator.ledger.rounds,
         "rounds_stated": ledger.rounds,
         "denominator": curator.release.denominator,
@@ -95,6 +96,16 @@ def _terms(curator: Curator, ledger: Ledger) -> list[str]:
         f"Gaussian noise of standard deviation z*C with z = {release.noise_multiplier:g}, divided by the fixed number "
         f"D = {release.denominator:g}; a client that fails counts as zero. {_sampling(release.cohort)}",
     ]
+    if added := ledger.delta_added():
+        terms.append(
+            f"The cap of {release.cohort.cap} users a round adds {added:.2g} to delta, which makes "  # type: ignore[union-attr]
+            f"{ledger.delta + added:.4g} in all."
+        )
+    if curator.metrics is not None:
+        terms.append(
+            f"Training measures ({', '.join(curator.metrics.bounds)}) are inside the guarantee: they have "
+            f"{curator.metrics.share:g} of the squared clip norm, the gradient the rest."
+        )
     if isinstance(release.cohort, FixedSize):
         terms.append(f"The paper would print epsilon = {ledger.paper_epsilon():.4g} here: not a guarantee.")
     return terms

@@ -4,6 +4,7 @@ import fnmatch
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
@@ -13,12 +14,12 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd import statement
 from flwr_ppsgd.algorithm import Release, Steps, Vector
-from flwr_ppsgd.curator import Curator
+from flwr_ppsgd.curator import Curator, PrivateMetrics
 from flwr_ppsgd.enrolment import Enrolment
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured
 from flwr_ppsgd.settings import Settings
-from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, Order
+from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, Order, record_from
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -30,8 +31,8 @@ class PPSGD(Strategy):
     """Personalized-Private-SGD: clip, sum, divide by a public number, add noise, step w.
 
     release, steps: what is published in a round, and how far w and θ move.
-    delta, max_epsilon, insecure_seed, average: see ``Curator``. With ``average`` the result's arrays are the average
-        iterate.
+    delta, max_epsilon, insecure_seed, average, checkpoint_dir, checkpoint_every, metrics: see ``Curator``. With
+        ``average`` the result's arrays are the average iterate.
     evaluate_every: ask all enrolled nodes to evaluate every so many rounds; 0 is never. The results are outside the
         guarantee.
     enrolled: node ids of the population. Default: the first ``population`` nodes seen.
@@ -53,14 +54,27 @@ class PPSGD(Strategy):
         min_online: float = 0.5,
         replies: ReplyKind = "gradient",
         average: bool = False,
+        checkpoint_dir: Path | str | None = None,
+        checkpoint_every: int = 1,
+        metrics: PrivateMetrics | None = None,
         insecure_seed: int | None = None,
     ) -> None:
         if evaluate_every < 0:
             raise ValueError(f"evaluate_every must not be negative, got {evaluate_every!r}: 0 is never")
         if replies not in ("gradient", "parameters"):
             raise ValueError(f"replies must be 'gradient' or 'parameters', got {replies!r}")
+        if metrics is not None and replies != "gradient":
+            raise ValueError("private metrics need clients that know of them: use replies='gradient'")
         self._curator = Curator(
-            release, steps, delta=delta, max_epsilon=max_epsilon, insecure_seed=insecure_seed, average=average
+            release,
+            steps,
+            delta=delta,
+            max_epsilon=max_epsilon,
+            insecure_seed=insecure_seed,
+            average=average,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            metrics=metrics,
         )
         self._enrolment = Enrolment[int](release.cohort.population, enrolled, min_online)
         self.evaluate_every = evaluate_every
@@ -83,6 +97,8 @@ class PPSGD(Strategy):
             "min_online": settings.min_online,
             "replies": settings.replies,
             "average": settings.average,
+            "checkpoint_dir": settings.checkpoint_dir or None,
+            "checkpoint_every": settings.checkpoint_every,
             "insecure_seed": settings.insecure_seed,
         }
         return cls(**{**arguments, **more})
@@ -132,15 +148,17 @@ class PPSGD(Strategy):
     ) -> Result:
         """Train for ``num_rounds`` rounds, or as many as the budget pays for.
 
-        ``evaluate_fn`` is called with the absolute round and w, ``on_round`` with the round and the result so far; both
-        before the first round and after each.
+        ``num_rounds`` is the total: a training found in ``checkpoint_dir`` goes on from where it was. ``evaluate_fn``
+        is called with the absolute round and w, ``on_round`` with the round and the result so far; both before the
+        first round and after each.
         """
         rounds = self._last_round = self._curator.plan(num_rounds)
         log.info("Starting PPSGD for %d rounds:", rounds)
         self.summary()
-        result = Result(arrays=initial_arrays)
-        for round_ in range(rounds + 1):
-            if round_:
+        first = self._curator.rounds_done
+        result = Result(arrays=self._resumed_arrays(initial_arrays))
+        for round_ in range(first, max(first, rounds) + 1):
+            if round_ > first:
                 self._run_round(round_, result, grid, timeout, train_config or ConfigRecord())
             self._run_evaluation(round_, result, grid, timeout, evaluate_config or ConfigRecord())
             central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
@@ -191,9 +209,32 @@ class PPSGD(Strategy):
         by_message = {metadata.message_id: metadata.dst_node_id for metadata in self._asked if metadata.message_id}
         for reply in getattr(replies, "once", replies.__iter__)():  # InProcessGrid forgets each reply once it is read
             opened.take(_answered_node(reply, by_message), lambda reply=reply: read(reply))  # type: ignore[misc]
-        w = opened.close(server_round)
+        w, measures = opened.close(server_round)
         arrays = layout.unflatten(w, like=self._arrays) if self.steps.publishes else self._arrays
-        return arrays, MetricRecord({"epsilon": self.ledger.quick_epsilon()})
+        self._curator.save({name: array.data for name, array in arrays.items()})
+        return arrays, MetricRecord({"epsilon": self.ledger.quick_epsilon(), **measures})
+
+    @property
+    def rounds_done(self) -> int:
+        """The last round that was published, restarts included."""
+        return self._curator.rounds_done
+
+    def close(self) -> None:
+        """Give up the lock on ``checkpoint_dir``, so that another strategy of this process can go on there."""
+        self._curator.close()
+
+    def _resumed_arrays(self, initial: ArrayRecord) -> ArrayRecord:
+        """w of the checkpoint where there is one, if it has the form of ``initial``."""
+        found = self._curator.resumed
+        if found is None:
+            return initial
+        arrays = record_from(found.arrays)
+        if self._layout(arrays) != self._layout(initial):
+            raise ValueError(
+                f"the checkpoint's w has the arrays {list(arrays)} and initial_arrays has {list(initial)}, or other "
+                "shapes: continue with the same model, or start anew in another checkpoint_dir"
+            )
+        return arrays
 
     def averaged(self, arrays: ArrayRecord) -> ArrayRecord:
         """The average iterate, where ``average`` is on; ``arrays`` otherwise."""
@@ -229,6 +270,7 @@ class PPSGD(Strategy):
             reduction=self.release.reduction,
             publishes=self.steps.publishes,
             average=self._curator.average,
+            metrics=tuple(self._curator.metrics.bounds) if self._curator.metrics else (),
         )
         return RecordDict({ARRAYS: arrays, CONFIG: config, ORDER: ConfigRecord(order.to_flat())})
 
@@ -240,7 +282,10 @@ class PPSGD(Strategy):
         if not self.steps.publishes:
             return _nothing
         if self.replies == "gradient":
-            return lambda reply: _vector(reply, GRADIENT, layout)
+            measures = self._curator.metrics
+            return lambda reply: _with_measures(
+                _vector(reply, GRADIENT, layout), reply, measures, self.release.clip_norm
+            )
         w = layout.flatten(self._arrays)
         return lambda reply: w - _vector(reply, ARRAYS, layout)
 
@@ -269,6 +314,16 @@ def _vector(reply: Message, name: str, layout: Layout) -> Vector:
         return layout.flatten(record)
     except ValueError as error:
         raise UnusableError("of wrong keys, shape or dtype", str(error)) from None
+
+
+def _with_measures(g: Vector, reply: Message, metrics: PrivateMetrics | None, clip_norm: float) -> Vector:
+    """The gradient, followed by the measures in units of their bounds, scaled so that a full one is C·√ρ."""
+    if metrics is None:
+        return g
+    record = reply.content.get(METRICS)
+    given = _finite(record) if isinstance(record, MetricRecord) else {}
+    scale = clip_norm * math.sqrt(metrics.share)
+    return np.append(g, [scale * given.get(name, 0.0) / bound for name, bound in metrics.bounds.items()])
 
 
 def _check_error(reply: Message) -> None:

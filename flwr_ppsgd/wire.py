@@ -37,6 +37,7 @@ class Order:
     reduction: whether gradients over a minibatch are averaged (Algorithm 3) or summed (Algorithm 2).
     publishes: whether a gradient is wanted; at α = 0 none is sent.
     average: whether the average iterate of θ is kept, and used in evaluation.
+    metrics: names of training measures to send along, where they are released with the gradient's noise.
     visit: how many rounds this user has taken part in, this one included. Counted by the client, never sent.
     """
 
@@ -46,16 +47,18 @@ class Order:
     reduction: Reduction
     publishes: bool
     average: bool = False
+    metrics: tuple[str, ...] = ()
     visit: int = 0
 
     def to_flat(self) -> dict[str, Any]:
         flat = asdict(self)
         del flat["visit"]
-        return flat
+        return {**flat, "metrics": ",".join(self.metrics)}
 
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any]) -> Self:
-        return cls(**{name: flat[name] for name in _SENT})
+        names = tuple(filter(None, flat["metrics"].split(",")))
+        return cls(**{**{name: flat[name] for name in _SENT}, "metrics": names})
 
 
 _SENT = tuple(field.name for field in fields(Order) if field.name != "visit")
@@ -115,12 +118,18 @@ class Layout:
         return record
 
 
+def record_from(serialised: Mapping[str, bytes]) -> ArrayRecord:
+    """Named arrays from their bytes, as Flower would have them."""
+    record = ArrayRecord()
+    for name, data in serialised.items():
+        header = _header(name, Array("", (), NUMPY, data))
+        record[name] = Array(str(header.dtype), header.shape, NUMPY, data)
+    return record
+
+
 def record_of(tensors: Sequence[bytes]) -> ArrayRecord:
     """The legacy API's list of serialised arrays as a record with the keys 0, 1, 2, …"""
-    record = ArrayRecord()
-    for place, data in enumerate(tensors):
-        record[str(place)] = Array("", (), NUMPY, data)
-    return record
+    return record_from({str(place): data for place, data in enumerate(tensors)})
 
 
 @dataclass(frozen=True)
