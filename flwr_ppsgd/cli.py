@@ -98,6 +98,31 @@ def _report(out: Path) -> int:
     return int(privacy["rounds_trained"])
 
 
+@app.command()
+def audit(
+    experiment: Annotated[Path | None, typer.Argument(help="An experiment TOML; default: synthetic.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the picture goes; default: none is drawn.")] = None,
+) -> None:
+    """Measure, with canaries on a strategy of their own, the noise that these settings really give."""
+    from flwr_ppsgd.audit import audit as measure
+    from flwr_ppsgd.simulation.experiment import Experiment
+    from flwr_ppsgd.strategy import PPSGD
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
+    chosen = Experiment.load(experiment, _overrides(settings or []))
+    flat = {key: value for key, value in chosen.to_flat().items() if key not in ("max-epsilon", "checkpoint-dir")}
+    found = measure(lambda: PPSGD.from_config(flat), chosen.rounds)
+    console.print(found.in_words(), highlight=False, markup=False)
+    if out is not None:
+        from flwr_ppsgd.plots import audit_picture
+
+        audit_picture(found, out)
+        console.print(f"Picture: {out}", highlight=False, soft_wrap=True)
+    if found.verdict != "conforms":
+        raise RuntimeError(f"the audit's verdict is {found.verdict}")
+
+
 def progress_bar() -> Progress:
     return Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} rounds"),

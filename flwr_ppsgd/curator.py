@@ -83,13 +83,13 @@ class Curator:
         self.insecure_seed = insecure_seed
         self.average = average
         self.metrics = metrics
-        self.planned_rounds = 0
         self._iterates: Vector | None = None  # Σ_{t<n} w_t
         self._directory = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._every = checkpoint_every
         self._journal = None if self._directory is None else Journal(self._directory, release, delta)
         self.resumed = None if self._directory is None else checkpoint.load(self._directory)
         self.ledger = Ledger(delta) if self._journal is None else self._journal.ledger
+        self.planned_rounds = 0 if self._journal is None else self._journal.planned
         self.rounds_done = 0
         if self.resumed:
             self._resume(self.resumed)
@@ -128,6 +128,8 @@ class Curator:
             )  # fmt: skip
             rounds = limit
         self.planned_rounds = max(self.planned_rounds, rounds)
+        if self._journal is not None:
+            self._journal.plan(rounds)
         return rounds
 
     def check_budget(self, round_: int) -> None:

@@ -1,8 +1,8 @@
 """The ledger on disk: append-only, synced before anything is released, under a lock, never rolled back.
 
-One line for the settings, then one for each release. Every line ends in a checksum over itself and the line before,
-so that a line changed, moved or lost inside the file shows. A damaged journal is refused, never repaired: what it can
-no longer tell may have been released.
+One line for the settings, then one for each release and for each longer plan. Every line ends in a checksum over
+itself and the line before, so that a line changed, moved or lost inside the file shows. A damaged journal is refused,
+never repaired: what it can no longer tell may have been released.
 """
 
 import fcntl
@@ -32,6 +32,7 @@ class Journal:
         try:
             self._lock()
             self._check = 0
+            self.planned = 0
             settings = {"format": FORMAT, "delta": delta, "release": release_to_dict(release)}
             lines = list(self._lines())
             if not lines:
@@ -41,6 +42,12 @@ class Journal:
         except BaseException:
             self.close()
             raise
+
+    def plan(self, rounds: int) -> None:
+        """Write down how many rounds are planned, if that is more than before: ε is stated for them."""
+        if rounds > self.planned:
+            self._append({"planned": rounds})
+            self.planned = rounds
 
     def charge(self, round_: int, insecure: bool) -> None:
         """Write one release down. When this returns, it is on the disk; only then may anything be released."""
@@ -86,7 +93,10 @@ class Journal:
         if lines:
             self._compare(lines[0], settings)
         for entry in lines[1:]:
-            ledger = ledger.record(release, insecure=bool(entry["insecure"]))
+            if "planned" in entry:
+                self.planned = max(self.planned, int(entry["planned"]))
+            else:
+                ledger = ledger.record(release, insecure=bool(entry["insecure"]))
         return ledger
 
     def _compare(self, kept: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -1,15 +1,18 @@
 """Rows in, figures out. Nothing here trains."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogFormatter
 
+from flwr_ppsgd.audit import LIMIT, Audit
 from flwr_ppsgd.simulation.experiment import Outcome
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour blindness
@@ -46,6 +49,34 @@ def draw_run(outcome: Outcome, directory: Path) -> None:
     alpha = f"αQ = {outcome.experiment.alpha_q:g}"
     footnote = "Measured on the users' own data: outside the guarantee."
     learning_curves({alpha: outcome.rows}, measure, directory / "learning.png", "Personalized-Private-SGD", footnote)
+
+
+def audit_picture(found: Audit, path: Path) -> None:
+    """What was released against what it should be: the noise's distribution, and each estimate in standard errors."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
+    left.hist(found.residuals, bins=np.linspace(-5, 5, 81).tolist(), density=True, color=COLOURS[5], label="released")
+    x = np.linspace(-5, 5, 401)
+    left.plot(x, np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi), color=COLOURS[1], lw=2, label="normal density")
+    left.set(xlabel="noise / its standard deviation", ylabel="density", yscale="log", ylim=(1e-5, 1))
+    left.legend()
+    estimates = {
+        "noise multiplier": found.noise_multiplier,
+        "gain": found.gain,
+        "empty rounds": found.empty_rounds,
+        "between rounds": found.between_rounds,
+        "between coordinates": found.between_coordinates,
+    }
+    off = [(e.value - e.expected) / e.error if e.error else 0.0 for e in estimates.values()]
+    right.axvspan(-LIMIT, LIMIT, color="0.9")
+    right.errorbar(off, list(estimates), xerr=1.0, fmt="o", color=COLOURS[0], capsize=3)
+    right.set(
+        xlabel="measured − expected, in standard errors", xlim=(-max(8, *map(abs, off)) - 2, max(8, *map(abs, off)) + 2)
+    )
+    right.invert_yaxis()
+    z = found.noise_multiplier
+    figure.suptitle(f"Audit: {found.verdict}. Noise multiplier {z.value:.4g} ± {z.error:.2g}, charged {z.expected:g}")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def _epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:

@@ -171,3 +171,14 @@ def test_no_reachable_sum_leaves_the_whole_numbers_of_float64(population: int, z
 
 def test_ordinary_releases_use_the_finest_grid() -> None:
     assert Release(Poisson(10**5, 0.01), 1.0, noise_multiplier=2.0**15).grid_bits == 32
+
+
+def test_a_cap_keeps_a_random_part_of_a_large_draw() -> None:
+    """Each of 40 users is as likely to be kept as any other; never more than 5 at once."""
+    cohort, source = Poisson(40, 0.5, cap=5), np.random.default_rng(0)
+    draws = [cohort.members(source.random(40)) for _ in range(4000)]
+    assert max(len(draw) for draw in draws) == 5
+    shares = np.bincount(np.concatenate(draws), minlength=40) / 4000
+    assert np.all(np.abs(shares - 5 / 40) < 5 * math.sqrt(5 / 40 * 35 / 40 / 4000))
+    with pytest.raises(ValueError, match="cap must be"):
+        Poisson(10, 0.5, cap=0)

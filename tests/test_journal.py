@@ -184,6 +184,21 @@ def test_checkpoints_every_few_rounds_and_a_journal_in_each(tmp_path: Path) -> N
     assert (again.rounds_done, again.ledger.rounds) == (8, 10)
 
 
+def test_a_stop_by_looking_still_states_the_first_plan_after_a_restart(tmp_path: Path) -> None:
+    first = training(tmp_path)
+
+    def stop(round_: int, _: object) -> None:
+        if round_ == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.start(grid(), w0(), num_rounds=40, on_round=stop)
+    first.close()
+    second, _ = run(tmp_path, 5)
+    assert second.ledger.rounds == 5
+    assert second.privacy_data()["rounds_stated"] == 40
+
+
 def test_a_full_disk_stops_before_anything_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ppsgd = training(tmp_path)
     ppsgd.start(grid(), w0(), num_rounds=2)
@@ -207,7 +222,7 @@ def test_the_charge_is_on_disk_before_noise_is_added(tmp_path: Path, monkeypatch
     original = GridSum.noisy
     monkeypatch.setattr(GridSum, "noisy", noisy)
     run(tmp_path, 3)
-    assert lines == [2, 3, 4], "the settings, then one line for each round"
+    assert lines == [3, 4, 5], "the settings, the plan, then one line for each round"
 
 
 CHILD = """

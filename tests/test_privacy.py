@@ -221,3 +221,18 @@ def test_unknown_relations_and_methods_are_refused() -> None:
 def test_a_charge_is_never_taken_back() -> None:
     with pytest.raises(ValueError, match="never taken back"):
         spent(POISSON, 3).record(POISSON, -1)
+
+
+def test_a_cap_drops_users_at_random_and_its_price_is_added_to_delta() -> None:
+    """P[Bin(1000, .01) > 15] = .0488; over 10 rounds (1 + e^ε)·10·.0488 is added."""
+    cohort = Poisson(1000, 0.01, cap=15)
+    ledger = spent(Release(cohort, 1.0, 2.0), 10)
+    tail = 1 - sum(math.comb(1000, k) * 0.01**k * 0.99 ** (1000 - k) for k in range(16))
+    assert ledger.delta_added() == pytest.approx((1 + math.exp(ledger.epsilon())) * 10 * tail, rel=1e-9)
+    assert ledger.epsilon() == spent(Release(Poisson(1000, 0.01), 1.0, 2.0), 10).epsilon()
+    assert spent(POISSON, 10).delta_added() == spent(FIXED, 10).delta_added() == 0.0
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_a_generous_cap_costs_next_to_nothing() -> None:
+    assert 0 < spent(Release(Poisson(1000, 0.01, cap=60), 1.0, 1.0), 1000).delta_added() < 1e-20
