@@ -19,6 +19,7 @@ from flwr_ppsgd import PPSGD, Poisson, Release, Steps
 from flwr_ppsgd.checkpoint import Checkpoint, load, save
 from flwr_ppsgd.journal import NAME, Journal
 from flwr_ppsgd.legacy import PPSGDStrategy
+from flwr_ppsgd.noise import GridSum
 from tests.test_legacy import legacy, manager
 from tests.toy import SIZE, flat, grid, release, strategy, w0
 
@@ -217,12 +218,31 @@ def test_the_charge_is_on_disk_before_noise_is_added(tmp_path: Path, monkeypatch
         lines.append(len((tmp_path / NAME).read_text().splitlines()))
         return original(self, coins)
 
-    from flwr_ppsgd.noise import GridSum
-
     original = GridSum.noisy
     monkeypatch.setattr(GridSum, "noisy", noisy)
     run(tmp_path, 3)
     assert lines == [3, 4, 5], "the settings, the plan, then one line for each round"
+
+
+def test_the_journal_is_synced_before_noise_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A charge in the page cache alone would be lost with the machine, and the release would not."""
+    events: list[str] = []
+    ppsgd = training(tmp_path)
+    journal, fsync, noisy = ppsgd._curator._journal, os.fsync, GridSum.noisy
+    assert journal is not None
+
+    def synced(descriptor: int) -> None:
+        events.append("journal" if descriptor == journal._file else "other")
+        fsync(descriptor)
+
+    def released(self: Any, coins: Any) -> Any:
+        events.append("release")
+        return noisy(self, coins)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(GridSum, "noisy", released)
+    ppsgd.start(grid(), w0(), num_rounds=2)
+    assert [event for event in events if event != "other"] == ["journal", *["journal", "release"] * 2]
 
 
 CHILD = """

@@ -92,6 +92,15 @@ def test_no_contribution_exceeds_the_clip_norm_in_exact_integers(values: list[fl
     assert sum(k * k for k in multiples) <= (2**release.grid_bits) ** 2
 
 
+def test_ten_million_coordinates_stay_within_the_clip_norm_in_exact_integers() -> None:
+    total = GridSum(10**7, RELEASE)
+    total.add(np.random.default_rng(0).normal(size=10**7))
+    multiples = total._multiples.astype(np.int64)
+    np.testing.assert_array_equal(multiples, total._multiples)
+    squares = sum(int(np.dot(part, part)) for part in np.array_split(multiples, 1000))
+    assert (1 - 1e-6) * 2**64 < squares <= 2**64
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.permutations(range(6)), st.integers(0, 100))
 def test_the_sum_does_not_depend_on_the_order_of_replies(order: list[int], seed: int) -> None:

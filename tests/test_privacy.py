@@ -103,6 +103,10 @@ def test_mixed_releases_compose() -> None:
     assert mixed.epsilon() == pytest.approx(accountant.get_epsilon(1e-4), rel=0.01)
 
 
+def test_fixed_size_rounds_gain_nothing_from_being_mixed_with_poisson_rounds() -> None:
+    assert spent(FIXED, 100).record(POISSON, 1).epsilon() > spent(FIXED, 100).epsilon() * (1 - 1e-3)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0.001, 1.0), st.floats(0.5, 50.0), st.integers(1, 5000))
 def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise(q: float, z: float, rounds: int) -> None:

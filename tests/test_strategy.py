@@ -69,6 +69,7 @@ HOSTILE: dict[str, RecordDict] = {
     "too short": record(_0=Array(np.ones(SIZE - 1))),
     "another shape": record(_0=Array(np.ones((2, 3)))),
     "a scalar": record(_0=Array(np.array(1.0))),
+    "ten million numbers": record(_0=Array(np.ones(12_345_678, dtype=np.float32))),
     "another key": record(weight=Array(np.ones(SIZE))),
     "one key more": record(_0=Array(np.ones(SIZE)), _1=Array(np.ones(SIZE))),
     "whole numbers": record(_0=Array(np.ones(SIZE, dtype=np.int64))),
