@@ -4,8 +4,8 @@ import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -53,7 +53,7 @@ def client_app(
     learner_for: Callable[[Context], Learner],
     *,
     local_step: float | None = None,
-    local_steps: int = 1,
+    local_steps: int | None = None,
     mods: list[Mod] | None = None,
 ) -> ClientApp:
     """A ClientApp that serves PPSGD, and with ``local_step`` any stock strategy too.
@@ -61,7 +61,8 @@ def client_app(
     learner_for: builds the learner of the node in whose context it is called. Make it a module-level function: Flower
         pickles the app with every message, and everything the function closes over goes along.
     local_step, local_steps: how a message without an Order, as stock strategies send it, is answered: so many steps
-        of that size on w, θ left alone, then the parameters and ``num-examples``.
+        (default 1) of that size on w, θ left alone, then the parameters and ``num-examples``. Where they are not given,
+        the run config's ``local-step`` and ``local-steps`` are taken.
     mods: Flower client mods, applied to training and evaluation alike.
     """
     app = _App(learner_for, mods)
@@ -71,13 +72,28 @@ def client_app(
         learner = learner_for(context)
         if ORDER in message.content:
             return _train(message, context, learner)
-        return _train_locally(message, context, learner, local_step, local_steps)
+        return _train_locally(message, context, learner, LocalSteps.of(context, local_step, local_steps))
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
         return _evaluate(message, context, learner_for(context))
 
     return app
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """So many steps of this size on w, in answer to a stock strategy; None where the client was not told."""
+
+    size: float | None
+    count: int
+
+    @classmethod
+    def of(cls, context: Context, size: float | None, count: int | None) -> Self:
+        config = context.run_config
+        size = config.get("local-step") if size is None else size  # type: ignore[assignment]
+        count = int(config.get("local-steps", 1)) if count is None else count
+        return cls(None if size is None else float(size), count)
 
 
 class _App(ClientApp):
@@ -112,13 +128,13 @@ def _train(message: Message, context: Context, learner: Learner) -> Message:
     return Message(content, reply_to=message)
 
 
-def _train_locally(message: Message, context: Context, learner: Learner, step: float | None, steps: int) -> Message:
+def _train_locally(message: Message, context: Context, learner: Learner, local: LocalSteps) -> Message:
     """The answer to a stock strategy, with the proximal term of FedProx where it asks for one."""
     layout, w = _shared(message)
     config = cast(Mapping[str, Any], message.content.get(CONFIG, {}))
     proximal = float(config.get("proximal-mu", 0.0))
     personal = personal_of(context, learner)
-    trained, after = local_training(learner, w, personal, step=step, steps=steps, proximal=proximal)
+    trained, after = local_training(learner, w, personal, local=local, proximal=proximal)
     metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
     reply = Message(RecordDict({ARRAYS: layout.unflatten(trained), METRICS: metrics}), reply_to=message)
     keep(context, after)
@@ -157,20 +173,20 @@ def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vec
 
 
 def local_training(
-    learner: Learner, w: Vector, personal: Personal, *, step: float | None, steps: int, proximal: float
+    learner: Learner, w: Vector, personal: Personal, *, local: LocalSteps, proximal: float
 ) -> tuple[Vector, Personal]:
-    """w after ``steps`` steps of ``step`` on f_i(·, θ) + (μ/2)‖· − w‖²; θ is left alone, each step is one visit."""
-    if step is None:
+    """w after local steps on f_i(·, θ) + (μ/2)‖· − w‖²; θ is left alone, each step is one visit."""
+    if local.size is None:
         raise ValueError(
             "a message without an Order: this client serves PPSGD only; for a stock strategy pass local_step to "
-            "client_app or PPSGDClient"
+            "client_app or PPSGDClient, or set local-step in the run config"
         )
     trained = w
-    for _ in range(steps):
+    for _ in range(local.count):
         order = Order(0, 0.0, math.inf, "mean", True, visit=personal.visit + 1)
         gradient, _ = learner.gradients(trained, personal.theta, order)
         _check(learner, "g_w", gradient, w)
-        trained = trained - step * (gradient + proximal * (trained - w))
+        trained = trained - local.size * (gradient + proximal * (trained - w))
         personal = personal.stepped(personal.theta, personal.round)
     return trained, personal
 

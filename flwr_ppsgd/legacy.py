@@ -1,10 +1,10 @@
 """Flower's legacy API: the same curator behind ``flwr.server.strategy.Strategy``, the same visit in a NumPyClient."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from flwr.app import Context
@@ -16,12 +16,13 @@ from flwr.server.strategy import Strategy
 
 from flwr_ppsgd import statement
 from flwr_ppsgd.algorithm import Release, Steps, Vector
-from flwr_ppsgd.client import Learner, local_training, personal_of, theta_to_evaluate, visit
+from flwr_ppsgd.client import Learner, LocalSteps, local_training, personal_of, theta_to_evaluate, visit
 from flwr_ppsgd.curator import Curator
 from flwr_ppsgd.enrolment import Enrolment
 from flwr_ppsgd.personal import keep
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured
+from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.strategy import mean_of
 from flwr_ppsgd.wire import NUM_EXAMPLES, Layout, Order, record_of
 
@@ -89,8 +90,19 @@ class PPSGDStrategy(Strategy):
         self.evaluate_every = evaluate_every
         self._round: OpenRound | None = None
 
+    @classmethod
+    def from_config(cls, run_config: Mapping[str, Any], *, initial_parameters: Parameters, **more: Any) -> Self:
+        """From the flat keys of a Flower run config, as ``PPSGD.from_config``."""
+        settings = Settings.from_run_config(run_config)
+        if settings.replies != "gradient":
+            raise ValueError(
+                f"replies={settings.replies!r} is for the Message API: this one takes gradients"
+            )
+        return cls(initial_parameters=initial_parameters, **{**settings.arguments(), **more})
+
     @property
     def ledger(self) -> Ledger:
+        """What was released so far."""
         return self._curator.ledger
 
     @property
@@ -205,7 +217,7 @@ class PPSGDClient(NumPyClient):
     """
 
     def __init__(
-        self, learner: Learner, context: Context, *, local_step: float | None = None, local_steps: int = 1
+        self, learner: Learner, context: Context, *, local_step: float | None = None, local_steps: int | None = None
     ) -> None:
         self._learner = learner
         self._context = context
@@ -233,8 +245,7 @@ class PPSGDClient(NumPyClient):
             self._learner,
             _flat(parameters),
             personal_of(self._context, self._learner),
-            step=self._local_step,
-            steps=self._local_steps,
+            local=LocalSteps.of(self._context, self._local_step, self._local_steps),
             proximal=float(config.get("proximal_mu", 0.0)),
         )
         keep(self._context, after)

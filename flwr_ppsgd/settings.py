@@ -105,6 +105,21 @@ class Settings:
     def steps(self) -> Steps:
         return Steps.from_ratio(self.step, self.alpha_q)
 
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that the strategies of both APIs have in common."""
+        return {
+            "release": self.release(),
+            "steps": self.steps(),
+            "delta": self.delta,
+            "max_epsilon": self.max_epsilon,
+            "evaluate_every": self.evaluate_every,
+            "min_online": self.min_online,
+            "average": self.average,
+            "checkpoint_dir": self.checkpoint_dir or None,
+            "checkpoint_every": self.checkpoint_every,
+            "insecure_seed": self.insecure_seed,
+        }
+
 
 ALTERNATIVES = (("rate", "cohort-size"), ("noise-multiplier", "epsilon"))
 

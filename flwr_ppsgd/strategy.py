@@ -88,20 +88,7 @@ class PPSGD(Strategy):
     def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
         """From the flat keys of a Flower run config (see ``Settings``); ``more`` are arguments as of ``PPSGD``."""
         settings = Settings.from_run_config(run_config)
-        arguments: dict[str, Any] = {
-            "release": settings.release(),
-            "steps": settings.steps(),
-            "delta": settings.delta,
-            "max_epsilon": settings.max_epsilon,
-            "evaluate_every": settings.evaluate_every,
-            "min_online": settings.min_online,
-            "replies": settings.replies,
-            "average": settings.average,
-            "checkpoint_dir": settings.checkpoint_dir or None,
-            "checkpoint_every": settings.checkpoint_every,
-            "insecure_seed": settings.insecure_seed,
-        }
-        return cls(**{**arguments, **more})
+        return cls(**{**settings.arguments(), "replies": settings.replies, **more})
 
     @property
     def release(self) -> Release:

@@ -197,3 +197,15 @@ def test_evaluation_is_averaged_over_users() -> None:
     ppsgd = legacy(evaluate_every=1)
     run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
     assert "Evaluation on the users' own data was on" in ppsgd.privacy_statement()
+
+
+def test_a_legacy_strategy_from_a_run_config() -> None:
+    config = {
+        "population": 5, "rate": 1.0, "clip-norm": 1.0, "noise-multiplier": 2.0, "step": 0.5, "alpha-q": 0.5,
+        "delta": 1e-5, "rounds": 9, "lr": 0.1,
+    }  # fmt: skip
+    initial = ndarrays_to_parameters([np.zeros(SIZE)])
+    ppsgd = PPSGDStrategy.from_config(config, initial_parameters=initial)
+    assert ppsgd.ledger.delta == 1e-5
+    with pytest.raises(ValueError, match="Message API"):
+        PPSGDStrategy.from_config({**config, "replies": "parameters"}, initial_parameters=initial)

@@ -226,3 +226,9 @@ def test_a_learner_for_that_cannot_be_pickled_is_named_when_it_is_sent() -> None
     app = client_app(unpicklable())
     with pytest.raises(TypeError, match=r"learner_for=<function unpicklable.*module-level function"):
         pickle.dumps(app)
+
+
+def test_local_steps_can_come_from_the_run_config() -> None:
+    on = InProcessGrid(client_app(toy_learner), 5, {"local-step": 0.5, "local-steps": 2})
+    result = FedAvg().start(on, w0(), num_rounds=1)
+    np.testing.assert_allclose(flat(result.arrays), 0.75 * np.mean([target(i) for i in range(5)], axis=0))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -121,7 +122,9 @@ def _check_finished(directory: Path, environment: dict[str, str]) -> None:
 
 
 def _program(name: str) -> str:
-    return str(Path(sys.executable).parent / name)
+    """Beside this Python, where an installation puts it, or else wherever it is found."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name) or str(beside)
 
 
 def _free_ports(count: int) -> list[int]:
