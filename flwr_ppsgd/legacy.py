@@ -95,9 +95,7 @@ class PPSGDStrategy(Strategy):
         """From the flat keys of a Flower run config, as ``PPSGD.from_config``."""
         settings = Settings.from_run_config(run_config)
         if settings.replies != "gradient":
-            raise ValueError(
-                f"replies={settings.replies!r} is for the Message API: this one takes gradients"
-            )
+            raise ValueError(f"replies={settings.replies!r} is for the Message API: this one takes gradients")
         return cls(initial_parameters=initial_parameters, **{**settings.arguments(), **more})
 
     @property

@@ -9,7 +9,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -74,23 +74,11 @@ class Layout:
     held: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, record: ArrayRecord, hold: Callable[[str, np.dtype[Any]], bool] = lambda *_: False) -> Self:
+    def of(cls, record: ArrayRecord, hold: "Hold | None" = None) -> "Layout":
         """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
-        headers = {name: _header(name, array) for name, array in record.items()}
-        held = frozenset(name for name, header in headers.items() if hold(name, header.dtype))
-        moving = {name: header for name, header in headers.items() if name not in held}
-        for name, header in moving.items():
-            if header.dtype.kind != "f":
-                raise ValueError(
-                    f"array {name!r} of the shared parameters has dtype {header.dtype}: only real floats can take "
-                    "noise; keep counters and other buffers out of the record, or personal"
-                )
-        if not moving:
-            raise ValueError("the shared parameters are an empty ArrayRecord: pass the initial w as initial_arrays")
-        shapes, dtypes = (h.shape for h in moving.values()), (h.dtype for h in moving.values())
-        return cls(tuple(moving), tuple(shapes), tuple(dtypes), held)
+        return _layout(tuple((name, _header(name, array)) for name, array in record.items()), hold)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes)
 
@@ -116,6 +104,25 @@ class Layout:
         for name in like if like is not None and self.held else arrays:
             record[name] = arrays[name] if name in arrays else cast(ArrayRecord, like)[name]
         return record
+
+
+Hold: TypeAlias = Callable[[str, np.dtype[Any]], bool]
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(headers: "tuple[tuple[str, _Header], ...]", hold: Hold | None) -> Layout:
+    held = frozenset(name for name, header in headers if hold is not None and hold(name, header.dtype))
+    moving = {name: header for name, header in headers if name not in held}
+    for name, header in moving.items():
+        if header.dtype.kind != "f":
+            raise ValueError(
+                f"array {name!r} of the shared parameters has dtype {header.dtype}: only real floats can take noise; "
+                "keep counters and other buffers out of the record, or personal"
+            )
+    if not moving:
+        raise ValueError("the shared parameters are an empty ArrayRecord: pass the initial w as initial_arrays")
+    shapes, dtypes = (h.shape for h in moving.values()), (h.dtype for h in moving.values())
+    return Layout(tuple(moving), tuple(shapes), tuple(dtypes), held)
 
 
 def record_from(serialised: Mapping[str, bytes]) -> ArrayRecord:
