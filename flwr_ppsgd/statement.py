@@ -1,5 +1,6 @@
 """The guarantee in words and as data: what a privacy officer can paste into a report."""
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -44,7 +45,7 @@ def as_data(curator: Curator, *, evaluated: bool, size: int = 0) -> dict[str, An
         "insecure_rounds": ledger.insecure_rounds,
         "evaluation_on_client_data": evaluated,
         "outside_the_guarantee": list(OUTSIDE),
-        "ledger": curator.ledger.to_json(),
+        "ledger": json.loads(curator.ledger.to_json()),
         "statement": in_words(curator, evaluated=evaluated),
     }
 

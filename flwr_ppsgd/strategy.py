@@ -83,6 +83,8 @@ class PPSGD(Strategy):
         self._round: OpenRound | None = None
         self._asked: list[Metadata] = []
         self._arrays = ArrayRecord()
+        found = self._curator.resumed
+        self._latest = None if found is None else record_from(found.arrays)
 
     @classmethod
     def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
@@ -135,15 +137,18 @@ class PPSGD(Strategy):
     ) -> Result:
         """Train for ``num_rounds`` rounds, or as many as the budget pays for.
 
-        ``num_rounds`` is the total: a training found in ``checkpoint_dir`` goes on from where it was. ``evaluate_fn``
-        is called with the absolute round and w, ``on_round`` with the round and the result so far; both before the
-        first round and after each.
+        ``num_rounds`` is the total: one strategy is one training, and a second call, or one that finds a training in
+        ``checkpoint_dir``, goes on from where it was, whatever ``initial_arrays`` holds. ``evaluate_fn`` is called
+        with the absolute round and w, ``on_round`` with the round and the result so far; both before the first round
+        and after each.
         """
         rounds = self._last_round = self._curator.plan(num_rounds)
+        first = self._curator.rounds_done
+        if 0 < num_rounds <= first:
+            log.warning("All %d rounds are done already: num_rounds is the total, give more to go on", first)
         log.info("Starting PPSGD for %d rounds:", rounds)
         self.summary()
-        first = self._curator.rounds_done
-        result = Result(arrays=self._resumed_arrays(initial_arrays))
+        result = Result(arrays=self._beginning(initial_arrays))
         for round_ in range(first, max(first, rounds) + 1):
             if round_ > first:
                 self._run_round(round_, result, grid, timeout, train_config or ConfigRecord())
@@ -199,6 +204,7 @@ class PPSGD(Strategy):
         w, measures = opened.close(server_round)
         arrays = layout.unflatten(w, like=self._arrays) if self.steps.publishes else self._arrays
         self._curator.save({name: array.data for name, array in arrays.items()})
+        self._latest = arrays
         return arrays, MetricRecord({"epsilon": self.ledger.quick_epsilon(), **measures})
 
     @property
@@ -210,18 +216,16 @@ class PPSGD(Strategy):
         """Give up the lock on ``checkpoint_dir``, so that another strategy of this process can go on there."""
         self._curator.close()
 
-    def _resumed_arrays(self, initial: ArrayRecord) -> ArrayRecord:
-        """w of the checkpoint where there is one, if it has the form of ``initial``."""
-        found = self._curator.resumed
-        if found is None:
+    def _beginning(self, initial: ArrayRecord) -> ArrayRecord:
+        """The w to go on from: that of the last round where there was one, if it has the form of ``initial``."""
+        if self._latest is None:
             return initial
-        arrays = record_from(found.arrays)
-        if self._layout(arrays) != self._layout(initial):
+        if self._layout(self._latest) != self._layout(initial):
             raise ValueError(
-                f"the checkpoint's w has the arrays {list(arrays)} and initial_arrays has {list(initial)}, or other "
-                "shapes: continue with the same model, or start anew in another checkpoint_dir"
+                f"the training so far has the arrays {list(self._latest)} and initial_arrays has {list(initial)}, or "
+                "other shapes: continue with the same model, or start anew in another checkpoint_dir"
             )
-        return arrays
+        return self._latest
 
     def averaged(self, arrays: ArrayRecord) -> ArrayRecord:
         """The average iterate, where ``average`` is on; ``arrays`` otherwise."""

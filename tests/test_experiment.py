@@ -184,7 +184,7 @@ def test_the_output_directory_is_complete(outcome: Outcome, tmp_path: Path) -> N
     assert Experiment.load(out / "config.toml") == outcome.experiment
     assert [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] == outcome.rows
     privacy = json.loads((out / "privacy.json").read_text())
-    assert Ledger.from_json(privacy["ledger"]) == outcome.strategy.ledger
+    assert Ledger.from_json(json.dumps(privacy["ledger"])) == outcome.strategy.ledger
     assert privacy["statement"] == outcome.strategy.privacy_statement()
     with np.load(out / "model.npz") as model:
         assert model["w0"].tolist() == w(outcome)

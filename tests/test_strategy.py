@@ -297,6 +297,19 @@ def test_whoever_drives_the_rounds_gets_an_exception_before_anything_is_sent() -
     assert "noise_multiplier (now 10)" in str(error.value)
 
 
+def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:
+    """A second call goes on with the same w; one that asks for no more rounds than were done says so."""
+    ppsgd, nodes = strategy(release=release(z=1.0), insecure_seed=2), grid()
+    ppsgd.start(nodes, w0(), num_rounds=2)
+    continued = ppsgd.start(nodes, w0(), num_rounds=4)
+    straight = strategy(release=release(z=1.0), insecure_seed=2).start(grid(), w0(), num_rounds=4)
+    np.testing.assert_array_equal(flat(continued.arrays), flat(straight.arrays))
+    again = ppsgd.start(nodes, w0(), num_rounds=4)
+    np.testing.assert_array_equal(flat(again.arrays), flat(straight.arrays))
+    assert "All 4 rounds are done already" in caplog.text
+    assert ppsgd.ledger.rounds == 4
+
+
 def test_zero_rounds_return_the_initial_w() -> None:
     np.testing.assert_array_equal(flat(strategy().start(grid(), w0(ONE), num_rounds=0).arrays), ONE)
 
