@@ -20,6 +20,7 @@ FLOAT_INTEGER_BITS = 53  # float64 holds every integer up to 2^53
 FINEST_GRID_BITS = 32
 COARSEST_GRID_BITS = 20
 LARGEST_NORMAL = 14.0  # the sampler in `noise` cannot exceed sqrt(2·129·ln 2) = 13.37 standard deviations
+LEAST_NOISE = 1e-6  # a smaller z protects nobody, and no accountant can tell it from 0
 CLIP_MARGIN = 2.0**-40  # relative; the rounding of a norm and of a product stays far below it
 
 
@@ -30,7 +31,7 @@ def _require(holds: bool, rule: str, value: object, remedy: str) -> None:
 
 def _require_count(name: str, value: int) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and value >= 1, f"{name} must be a whole number of at least 1", value, f"set {name}")
+    _require(whole and 1 <= value <= 2**50, f"{name} must be a whole number from 1 to 2^50", value, f"set {name}")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Poisson:
 
     population: N, the number of enrolled users; public. An enrolled user who is offline still counts.
     rate: q in (0, 1]. 1 is everyone, every round: Algorithm 1.
-    cap: B, the most users a round may have. A larger draw loses users at random, which adds to δ (``Ledger``).
+    cap: B, the most users a round may have. A larger draw loses users at random, which δ must pay for (``Ledger``).
     """
 
     population: int
@@ -125,7 +126,10 @@ class Release:
             1e-100 <= c <= 1e100, "clip_norm must be positive and finite (1e-100 to 1e100)", c, "set the clip norm C"
         )
         _require(
-            0 <= z < math.inf, "noise_multiplier must be finite and not negative", z, "z=0 adds no noise: ε is infinite"
+            z == 0 or LEAST_NOISE <= z < math.inf,
+            f"noise_multiplier must be finite and at least {LEAST_NOISE:g}, or 0",
+            z,
+            "0 adds no noise: ε is infinite",
         )
         if self.total_batch is not None:
             _require_count("total_batch", self.total_batch)

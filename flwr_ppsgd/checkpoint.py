@@ -19,10 +19,12 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """After ``round`` rounds: w as named serialised arrays, and Σ_{t<n} w_t where the average iterate is kept."""
+    """After ``round`` rounds and ``charged`` charges: w as named serialised arrays, and Σ_{t<n} w_t where the average
+    iterate is kept."""
 
     round: int
     arrays: dict[str, bytes]
+    charged: int
     iterates: Vector | None = None
 
     def to_bytes(self) -> bytes:
@@ -33,6 +35,7 @@ class Checkpoint:
         head = {
             "format": FORMAT,
             "round": self.round,
+            "charged": self.charged,
             "arrays": {name: len(data) for name, data in self.arrays.items()},
             "iterates": 0 if self.iterates is None else self.iterates.nbytes,
         }
@@ -53,7 +56,7 @@ class Checkpoint:
         for name, size in head["arrays"].items():
             arrays[name], start = data[start : start + size], start + size
         iterates = np.frombuffer(data[start:]) if head["iterates"] else None
-        return cls(head["round"], arrays, iterates)
+        return cls(head["round"], arrays, head["charged"], iterates)
 
 
 def save(directory: Path, checkpoint: Checkpoint) -> None:

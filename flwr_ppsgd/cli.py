@@ -19,7 +19,12 @@ from flwr_ppsgd.privacy import Ledger
 if TYPE_CHECKING:
     from flwr_ppsgd.simulation.experiment import Experiment
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Personalized-Private-SGD for Flower.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,  # they can hold w or data
+    help="Personalized-Private-SGD for Flower.",
+)
 console = Console()
 
 
@@ -154,8 +159,16 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
             parsed = tomllib.loads(f"value = {value}")
         except tomllib.TOMLDecodeError:
             parsed = {}
-        values[key.strip()] = parsed["value"] if list(parsed) == ["value"] else value
+        values[key.strip()] = parsed["value"] if list(parsed) == ["value"] else _plain(value)
     return values
+
+
+def _plain(text: str) -> float | str:
+    """``.2`` is a number to a person, though not to TOML."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def main() -> None:

@@ -158,7 +158,11 @@ def _measures(learner: Learner, w: Vector, theta: Vector, order: Order, visit: i
             "training_measures(w, theta, order): add it, or leave out metrics"
         )
     given = measure(w, theta, replace(order, visit=visit))
-    return {name: float(given[name]) for name in order.metrics if name in given}
+    if missing := set(order.metrics).difference(given):
+        raise ValueError(
+            f"{type(learner).__name__} has no measure {sorted(missing)}, only {sorted(given)}: ask for those"
+        )
+    return {name: float(given[name]) for name in order.metrics}
 
 
 def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:

@@ -19,7 +19,9 @@ from flwr_ppsgd.algorithm import Release, Steps, Vector, descend
 from flwr_ppsgd.checkpoint import Checkpoint
 from flwr_ppsgd.journal import Journal
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.privacy import Ledger, affordable_rounds
+from flwr_ppsgd.privacy import MOST_ROUNDS, Ledger, affordable_rounds
+
+STANDARD_ERROR = "-standard-error"
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
 
@@ -29,7 +31,8 @@ class PrivateMetrics:
     """Training measures inside the guarantee: their share of the clip norm is taken from the gradient's.
 
     bounds: the largest value of each measure that counts in full, by name; public. Larger ones are clipped.
-    share: ρ. The gradient is clipped to C·√(1−ρ), the measures (each in units of its bound) together to C·√ρ.
+    share: ρ. The gradient is clipped to C·√(1−ρ), the k measures together to C·√ρ, each in units of √k times its bound,
+        so that all of them at their bounds still count in full.
     """
 
     bounds: Mapping[str, float]
@@ -41,8 +44,15 @@ class PrivateMetrics:
         for name, bound in self.bounds.items():
             if not 0 < bound < math.inf:
                 raise ValueError(f"the bound of {name!r} must be positive and finite, got {bound!r}")
+            if "," in name or name == "epsilon" or name.endswith(STANDARD_ERROR):
+                raise ValueError(f"{name!r} cannot name a measure: leave out commas, 'epsilon' and {STANDARD_ERROR!r}")
         if not self.bounds:
             raise ValueError("bounds names no measure: give at least one, as in {'loss': 10.0}")
+
+    @property
+    def units(self) -> dict[str, float]:
+        """√k·b of each measure: what is worth C·√ρ in the sum."""
+        return {name: math.sqrt(len(self.bounds)) * bound for name, bound in self.bounds.items()}
 
 
 class Curator:
@@ -86,30 +96,50 @@ class Curator:
         self._iterates: Vector | None = None  # Σ_{t<n} w_t
         self._directory = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._every = checkpoint_every
-        self._journal = None if self._directory is None else Journal(self._directory, release, delta)
-        self.resumed = None if self._directory is None else checkpoint.load(self._directory)
-        self.ledger = Ledger(delta) if self._journal is None else self._journal.ledger
-        self.planned_rounds = 0 if self._journal is None else self._journal.planned
+        self.ledger = Ledger(delta)
+        self.planned_charges = 0
+        self.evaluated = False
         self.rounds_done = 0
-        if self.resumed:
-            self._resume(self.resumed)
+        self._last_round = 0  # of the plan
+        self._covered = 0  # so many charges are known to be within the budget
+        self._journal = None if self._directory is None else Journal(self._directory, release, delta)
+        self.resumed: Checkpoint | None = None
+        if self._journal is not None:
+            self._resume(self._journal)
 
-    def _resume(self, found: Checkpoint) -> None:
-        self.rounds_done = found.round
-        self._iterates = found.iterates
-        if self.steps.publishes and self.ledger.rounds < found.round:
-            raise ValueError(
-                f"the journal in {self._directory} shows {self.ledger.rounds} rounds but w has had {found.round}: "
-                "charges were lost, so the training is not continued; restore the journal from a backup"
-            )
+    def _resume(self, journal: Journal) -> None:
+        try:
+            assert self._directory is not None
+            found = self.resumed = checkpoint.load(self._directory)
+            self.ledger, self.planned_charges, self.evaluated = journal.ledger, journal.planned, journal.evaluated
+            if found is None:
+                return
+            self.rounds_done, self._iterates = found.round, found.iterates
+            if self.ledger.rounds < found.charged:
+                raise ValueError(
+                    f"the journal in {self._directory} shows {self.ledger.rounds} rounds but w has had "
+                    f"{found.charged}: charges were lost, so the training is not continued; restore the journal from "
+                    "a backup"
+                )
+        except BaseException:
+            journal.close()
+            raise
         log.info("Continuing after round %d; %d rounds are charged", found.round, self.ledger.rounds)
 
     @functools.cached_property
     def affordable_rounds(self) -> int | None:
         """How many rounds the budget pays for, over the whole training; None where there is no limit."""
-        if self.max_epsilon is None or not self.steps.publishes:
-            return None
-        return affordable_rounds(max_epsilon=self.max_epsilon, delta=self.ledger.delta, release=self.release)
+        return None if self._unlimited else self._affordable()
+
+    @property
+    def _unlimited(self) -> bool:
+        return self.max_epsilon is None or not self.steps.publishes
+
+    def _affordable(self, at_most: int = MOST_ROUNDS) -> int:
+        assert self.max_epsilon is not None
+        return affordable_rounds(
+            max_epsilon=self.max_epsilon, delta=self.ledger.delta, release=self.release, at_most=at_most
+        )
 
     def plan(self, rounds: int) -> int:
         """Fix the number of rounds before the first one: as many as wanted, or as the budget pays for.
@@ -117,25 +147,29 @@ class Curator:
         ε is stated for the planned rounds even if someone stops the run earlier: a stop chosen by looking at results
         is itself a function of the data.
         """
-        limit = self.affordable_rounds
-        if limit is not None:
-            limit = self.rounds_done + max(0, limit - self.ledger.rounds)  # a round charged twice counts twice
-        if limit is not None and limit < rounds:
+        ahead = max(0, rounds - self.rounds_done)
+        self._covered = self._covered if self._unlimited else self._affordable(self.ledger.rounds + ahead)
+        limit = rounds if self._unlimited else self.rounds_done + max(0, self._covered - self.ledger.rounds)
+        if limit < rounds:
             log.warning(
                 "The budget max_epsilon=%g pays for %d of %d rounds: the run ends there. For all of them raise "
                 "noise_multiplier (now %g), sample fewer users, or raise max_epsilon.",
                 self.max_epsilon, limit, rounds, self.release.noise_multiplier,
             )  # fmt: skip
             rounds = limit
-        self.planned_rounds = max(self.planned_rounds, rounds)
+        self._last_round = rounds
+        charges = self.ledger.rounds + max(0, rounds - self.rounds_done)  # a round charged twice counts twice
+        self.planned_charges = max(self.planned_charges, charges) if self.steps.publishes else self.planned_charges
         if self._journal is not None:
-            self._journal.plan(rounds)
+            self._journal.plan(self.planned_charges)
         return rounds
 
     def check_budget(self, round_: int) -> None:
         """Raise before anything is sent in a round that the budget does not pay for."""
-        limit = self.affordable_rounds
-        if limit is None or self.ledger.rounds < limit:
+        if self._unlimited or self.ledger.rounds < self._covered:
+            return
+        self._covered = self._affordable(2 * self.ledger.rounds + 1)  # far enough ahead not to ask again soon
+        if self.ledger.rounds < self._covered:
             return
         spent, after = self.ledger.epsilon(), self.ledger.record(self.release).epsilon()
         raise PrivacyBudgetExhausted(
@@ -143,6 +177,20 @@ class Curator:
             f"max_epsilon={self.max_epsilon:g} ({spent:.4g} already spent). Run fewer rounds, sample fewer users, or "
             f"raise noise_multiplier (now {self.release.noise_multiplier:g})."
         )
+
+    def epsilon_so_far(self) -> float:
+        """An upper bound, cheap enough for every round, that never exceeds what is stated for the planned ones."""
+        quick = self.ledger.quick_epsilon()
+        if not self.planned_charges > 0:
+            return quick
+        planned = self.ledger.record(self.release, max(0, self.planned_charges - self.ledger.rounds))
+        return min(quick, planned.epsilon())
+
+    def note_evaluation(self) -> None:
+        """From now on every statement says that there was evaluation on client data, restarts included."""
+        if not self.evaluated and self._journal is not None:
+            self._journal.note_evaluation()
+        self.evaluated = True
 
     def draw(self, round_: int) -> NDArray[intp]:
         """Who takes part, as places in the enrolled population; independent of data and of who is online."""
@@ -171,9 +219,10 @@ class Curator:
 
     def save(self, arrays: Mapping[str, bytes]) -> None:
         """Write w of the round just published, where it is due."""
-        due = self.rounds_done % self._every == 0 or self.rounds_done == self.planned_rounds
+        due = self.rounds_done % self._every == 0 or self.rounds_done == self._last_round
         if self._directory is not None and due:
-            checkpoint.save(self._directory, Checkpoint(self.rounds_done, dict(arrays), self._iterates))
+            found = Checkpoint(self.rounds_done, dict(arrays), self.ledger.rounds, self._iterates)
+            checkpoint.save(self._directory, found)
 
     def averaged(self, w: Vector) -> Vector:
         """The average iterate so far, where it is kept; ``w``, the last one, otherwise and before the first round."""
@@ -185,14 +234,14 @@ class Curator:
             self._journal.close()
 
     def _measures(self, noisy: Vector) -> dict[str, float]:
-        """Each measure's mean over the cohort, and the standard error that the noise gives it: b·z/(√ρ·D)."""
+        """Each measure's mean over qN users, and the standard error that the noise gives it: √k·b·z/(√ρ·qN)."""
         if self.metrics is None:
             return {}
-        release, root = self.release, math.sqrt(self.metrics.share)
+        users, root = self.release.cohort.rate * self.release.cohort.population, math.sqrt(self.metrics.share)
         measures = {}
-        for (name, bound), value in zip(self.metrics.bounds.items(), noisy, strict=True):
-            measures[name] = float(value) * bound / (release.clip_norm * root) / release.denominator
-            measures[f"{name}-standard-error"] = bound * release.noise_multiplier / root / release.denominator
+        for (name, unit), value in zip(self.metrics.units.items(), noisy, strict=True):
+            measures[name] = float(value) * unit / (self.release.clip_norm * root) / users
+            measures[name + STANDARD_ERROR] = unit * self.release.noise_multiplier / root / users
         return measures
 
     def _charge(self, round_: int) -> None:

@@ -18,9 +18,10 @@ class Enrolment(Generic[Node]):
     def __init__(self, population: int, enrolled: Iterable[Node] | None, min_online: float) -> None:
         self.known: list[Node] = list(dict.fromkeys(enrolled)) if enrolled is not None else []
         self._population = population
-        self._open = enrolled is None
+        self.open = enrolled is None
         self._min_online = min_online
         self._begun = False
+        self._warned = False
         if not 0 <= min_online <= 1:
             raise ValueError(f"min_online must be in [0, 1], got {min_online!r}: it is a share of the population")
         if enrolled is not None and len(self.known) != population:
@@ -32,9 +33,12 @@ class Enrolment(Generic[Node]):
     def refresh(self, look: Callable[[], Iterable[Node]]) -> set[Node]:
         """Who is online now. The first call waits for ``min_online`` of the population and fixes who belongs to it."""
         online = set(look()) if self._begun else self._await(look)
-        if self._open and len(self.known) < self._population:
+        if self.open and len(self.known) < self._population:
             fresh = sorted(online.difference(self.known))
             self.known += fresh[: self._population - len(self.known)]
+        if self.open and not self._warned and not online.issubset(self.known):
+            self._warned = True
+            log.warning("More nodes than population=%d have come: only the first ones take part", self._population)
         self._begun = True
         return online
 
@@ -46,8 +50,8 @@ class Enrolment(Generic[Node]):
         wanted, seen = math.ceil(self._min_online * self._population), -1
         while True:
             online = set(look())
-            belonging = online if self._open else online.intersection(self.known)
-            if self._open and len(online) > self._population:
+            belonging = online if self.open else online.intersection(self.known)
+            if self.open and len(online) > self._population:
                 raise ValueError(
                     f"{len(online)} nodes are online but the cohort's population is {self._population}: set "
                     f"population={len(online)}, or name the population with enrolled=[…]"

@@ -1,8 +1,8 @@
 """The ledger on disk: append-only, synced before anything is released, under a lock, never rolled back.
 
-One line for the settings, then one for each release and for each longer plan. Every line ends in a checksum over
-itself and the line before, so that a line changed, moved or lost inside the file shows. A damaged journal is refused,
-never repaired: what it can no longer tell may have been released.
+One line for the settings, then one for each release, for each longer plan and for evaluation. Every line ends in a
+checksum over itself and the line before, so that a line changed, moved or lost inside the file shows. A damaged journal
+is refused, never repaired: what it can no longer tell may have been released.
 """
 
 import fcntl
@@ -33,6 +33,7 @@ class Journal:
             self._lock()
             self._check = 0
             self.planned = 0
+            self.evaluated = False
             settings = {"format": FORMAT, "delta": delta, "release": release_to_dict(release)}
             lines = list(self._lines())
             if not lines:
@@ -43,11 +44,15 @@ class Journal:
             self.close()
             raise
 
-    def plan(self, rounds: int) -> None:
-        """Write down how many rounds are planned, if that is more than before: ε is stated for them."""
-        if rounds > self.planned:
-            self._append({"planned": rounds})
-            self.planned = rounds
+    def plan(self, charges: int) -> None:
+        """Write down how many charges are planned in all, if that is more than before: ε is stated for them."""
+        if charges > self.planned:
+            self._append({"planned": charges})
+            self.planned = charges
+
+    def note_evaluation(self) -> None:
+        """Write down that there is evaluation on client data."""
+        self._append({"evaluation": True})
 
     def charge(self, round_: int, insecure: bool) -> None:
         """Write one release down. When this returns, it is on the disk; only then may anything be released."""
@@ -72,9 +77,13 @@ class Journal:
         text = json.dumps(entry, allow_nan=False)
         self._check = zlib.crc32(text.encode(), self._check)
         line = f"{text}\t{self._check:08x}\n".encode()
-        if os.write(self._file, line) != len(line):
-            raise OSError(f"{self._path}: the disk took only part of a line; nothing was released")
-        os.fsync(self._file)
+        try:
+            if os.write(self._file, line) != len(line):
+                raise OSError(f"{self._path}: the disk took only part of a line; nothing was released")
+            os.fsync(self._file)
+        except OSError:
+            self.close()  # what is on the disk is unknown now: nothing more may be released on its word
+            raise
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """The entries, each checked against its own sum and the one before."""
@@ -95,6 +104,8 @@ class Journal:
         for entry in lines[1:]:
             if "planned" in entry:
                 self.planned = max(self.planned, int(entry["planned"]))
+            elif "evaluation" in entry:
+                self.evaluated = True
             else:
                 ledger = ledger.record(release, insecure=bool(entry["insecure"]))
         return ledger

@@ -40,7 +40,7 @@ class _Asked(list[Any]):
 
 
 class PPSGDStrategy(Strategy):
-    """PPSGD for ``ServerApp(server_fn=…)``. The arguments are those of ``PPSGD``.
+    """PPSGD for ``ServerApp(server_fn=…)``. The arguments are those of ``PPSGD``, without ``replies`` and ``metrics``.
 
     initial_parameters: w before the first round; required, so that no client is asked for it.
 
@@ -87,7 +87,10 @@ class PPSGDStrategy(Strategy):
         found = self._curator.resumed
         self._initial = initial_parameters if found is None else Parameters(list(found.arrays.values()), NPY)
         self._flatten(self._initial.tensors)  # a checkpoint of another model is refused here
+        if evaluate_every < 0:
+            raise ValueError(f"evaluate_every must not be negative, got {evaluate_every!r}: 0 is never")
         self.evaluate_every = evaluate_every
+        self._warned = False
         self._round: OpenRound | None = None
 
     @classmethod
@@ -118,7 +121,7 @@ class PPSGDStrategy(Strategy):
 
     def privacy_statement(self) -> str:
         """The guarantee in words."""
-        return statement.in_words(self._curator, evaluated=self.evaluate_every > 0)
+        return statement.in_words(self._curator)
 
     def averaged(self, parameters: Parameters) -> Parameters:
         """The average iterate, where ``average`` is on; ``parameters`` otherwise."""
@@ -158,13 +161,14 @@ class PPSGDStrategy(Strategy):
         w, _ = opened.close(self._first + server_round)
         parameters = self._parameters(w)
         self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
-        return parameters, {"epsilon": self.ledger.quick_epsilon()}
+        return parameters, {"epsilon": self._curator.epsilon_so_far()}
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         if not self.evaluate_every or server_round % self.evaluate_every:
             return []
+        self._curator.note_evaluation()
         self._enrolment.refresh(lambda: _clients(client_manager))
         clients = _clients(client_manager)
         instructions = EvaluateIns(self.averaged(parameters), self._order(self._first + server_round))
@@ -196,6 +200,12 @@ class PPSGDStrategy(Strategy):
     def _vector(self, result: FitRes) -> Vector:
         if not self._curator.steps.publishes:
             return np.zeros(0)
+        if (result.num_examples != 1 or result.metrics) and not self._warned:
+            self._warned = True
+            log.warning(
+                "A client reports its number of examples or metrics, as stock clients do and PPSGDClient does not: its "
+                "parameters are taken for a gradient. Use PPSGDClient, or the Message API's PPSGD(replies='parameters')"
+            )
         try:
             return self._flatten(result.parameters.tensors)
         except ValueError as error:

@@ -163,10 +163,13 @@ class SplitModel:
     def gradients(
         self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
     ) -> tuple[Vector, Vector]:
-        """(∇_w, ∇_θ) of the loss over ``rows``, by torch.func."""
+        """(∇_w, ∇_θ) of the loss over ``rows``."""
         self._module.train()
-        gradients = torch.func.grad(self._objective)(self._tensors(w, theta), *self._batch(rows), reduction)
-        return _flat(gradients[name] for name in self._shared), _flat(gradients[name] for name in self._personal)
+        values = {name: tensor.requires_grad_() for name, tensor in self._tensors(w, theta).items()}
+        loss = self._objective(values, *self._batch(rows), reduction)
+        gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
+        shared = len(self._shared)
+        return _flat(gradients[:shared]), _flat(gradients[shared:])
 
     def evaluate(self, w: Vector, theta: Vector, rows: tuple[Rows, Rows]) -> dict[str, float]:
         """Mean loss, and accuracy for classes."""

@@ -5,9 +5,9 @@ every contribution is truncated onto the grid g = C·2⁻³², whole multiples o
 rounded to whole multiples too. For x on the grid, x + g·rint(n/g) = g·rint((x+n)/g): a rounding of the ideal output,
 which needs no accounting of its own.
 
-What finite precision leaves: a normal is never larger than 13.37 standard deviations, which adds at most 2⁻¹²⁷ to δ
-for each coordinate and round (:func:`residual_delta`); below that, each normal carries the relative error of a few
-float64 operations, about 2⁻⁵⁰, as if z were wrong in its fifteenth digit.
+What finite precision leaves: a normal is never larger than 13.37 standard deviations, which adds at most
+(1 + e^ε)·2⁻¹²⁷ to δ for each coordinate and round (:func:`residual_delta`); below that, each normal carries the
+relative error of a few float64 operations, about 2⁻⁵⁰, as if z were wrong in its fifteenth digit.
 """
 
 import hashlib
@@ -108,6 +108,6 @@ class GridSum:
         return self._release.grid * (self._multiples + np.rint(noise, out=noise))
 
 
-def residual_delta(size: int, rounds: int) -> float:
+def residual_delta(size: int, rounds: int, epsilon: float) -> float:
     """At most how much the truncated tail of the sampler adds to δ, for ``size`` coordinates and ``rounds`` rounds."""
-    return size * rounds * 2.0**-127
+    return size * rounds * 2.0**-127 * (1 + math.exp(min(epsilon, 600.0)))

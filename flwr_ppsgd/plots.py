@@ -59,13 +59,7 @@ def audit_picture(found: Audit, path: Path) -> None:
     left.plot(x, np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi), color=COLOURS[1], lw=2, label="normal density")
     left.set(xlabel="noise / its standard deviation", ylabel="density", yscale="log", ylim=(1e-5, 1))
     left.legend()
-    estimates = {
-        "noise multiplier": found.noise_multiplier,
-        "gain": found.gain,
-        "empty rounds": found.empty_rounds,
-        "between rounds": found.between_rounds,
-        "between coordinates": found.between_coordinates,
-    }
+    estimates = found.estimates
     off = [(e.value - e.expected) / e.error if e.error else 0.0 for e in estimates.values()]
     right.axvspan(-LIMIT, LIMIT, color="0.9")
     right.errorbar(off, list(estimates), xerr=1.0, fmt="o", color=COLOURS[0], capsize=3)

@@ -19,6 +19,7 @@ import dp_accounting
 import numpy as np
 from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, pld, rdp
 from numpy.typing import NDArray
+from scipy.special import log_ndtr, ndtr
 from scipy.stats import binom
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release
@@ -28,6 +29,9 @@ Method: TypeAlias = Literal["pld", "rdp"]
 
 LEDGER_FORMAT = "flwr_ppsgd ledger 1"
 MOST_ROUNDS = 2**40
+MOST_BY_PLD = 10**6
+LEAST_CALIBRATED = 1e-3
+MOST_NOISE = 1e6
 NOISE_TOLERANCE = 1e-4  # relative; a calibrated z is at most this much above the smallest that suffices
 PAPER_ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(12, 64)])
 
@@ -51,8 +55,8 @@ class Ledger:
 
     def record(self, release: Release, times: int = 1, insecure: bool = False) -> Self:
         """The ledger after ``times`` more rounds of ``release``."""
-        if times < 0:
-            raise ValueError(f"times must not be negative, got {times!r}: a charge is never taken back")
+        if not isinstance(times, int) or times < 0:
+            raise ValueError(f"times must be a whole number, not negative, got {times!r}: a charge is never taken back")
         before = self.releases
         if times and before and before[-1][0] == release:
             before, times_in_a_row = before[:-1], before[-1][1] + times
@@ -71,7 +75,8 @@ class Ledger:
 
         ``pld`` is the tighter bound. Where no release gains from sampling (rate 1, or ``FixedSize``), the composition
         is one Gaussian and the value is its exact ε. Elsewhere it is within 1 % of the limit of fine discretisation,
-        unless z is so small that this would take many seconds; it is an upper bound always.
+        unless z is so small that this would take many seconds; it is an upper bound always. Where δ is too small for
+        its tails (below about 1e-15), the RDP bound stands in, if there is one.
         """
         _check_choice("relation", relation, Relation)
         _check_choice("method", method, Method)
@@ -79,19 +84,44 @@ class Ledger:
             return 0.0
         if any(release.noise_multiplier == 0 for release, _ in self.releases):
             return math.inf
+        return self._capped_epsilon(relation, method) if self._cap_bites() else self._plain_epsilon(relation, method)
+
+    def _plain_epsilon(self, relation: Relation, method: Method) -> float:
+        """ε where no cap can bite."""
         if method == "rdp":
             return self._rdp_epsilon(relation)
         if any(release.cohort.amplifies for release, _ in self.releases):
             return _pld_epsilon(self, relation)
         return _gaussian_epsilon(1 / math.sqrt(self._squared_shift(relation)), self.delta)
 
-    def delta_added(self, relation: Relation = "zero-out") -> float:
-        """What caps on Poisson cohorts add to δ: (1 + e^ε)·Σ_t P[Bin(N, q) > B].
+    def _capped_epsilon(self, relation: Relation, method: Method) -> float:
+        """The ε of a smaller δ', such that δ' and what the caps take are at most δ; infinite where none is left.
 
-        Up to the rounds in which a cap bites, the capped mechanism is the plain one.
+        Half of δ is tried first. What is left over is then given back, which lowers ε and with it what the caps take.
         """
-        bites = sum(times * _cap_bites(release.cohort) for release, times in self.releases)
-        return float(bites * (1 + math.exp(min(self.epsilon(relation), 700.0)))) if bites else 0.0
+        epsilon, spare = math.inf, self.delta / 2
+        for _ in range(3):
+            epsilon = replace(self, delta=spare)._plain_epsilon(relation, method)
+            taken = self._taken_by_caps(epsilon)
+            if not taken <= self.delta - spare:
+                return math.inf
+            spare = (self.delta - taken) * (1 - 1e-9)
+        return epsilon
+
+    def delta_added(self, relation: Relation = "zero-out") -> float:
+        """The part of δ that caps on Poisson cohorts take: (1 + e^ε)·Σ_t P[Bin(N, q) > B].
+
+        Up to the rounds in which a cap bites, the capped mechanism is the plain one. ``epsilon`` has paid for it: δ is
+        the total.
+        """
+        return self._taken_by_caps(self.epsilon(relation)) if self._cap_bites() else 0.0
+
+    def _taken_by_caps(self, epsilon: float) -> float:
+        return self._cap_bites() * (1 + math.exp(epsilon)) if epsilon < 600 else math.inf
+
+    def _cap_bites(self) -> float:
+        """Σ_t P[Bin(N, q) > B]: how many rounds are expected to lose users."""
+        return sum(times * _cap_bites(release.cohort) for release, times in self.releases)
 
     def quick_epsilon(self) -> float:
         """An upper bound on ``epsilon()`` in well under a millisecond, for use in every round: RDP where users are
@@ -165,7 +195,7 @@ class Ledger:
             if not isinstance(insecure, int) or not 0 <= insecure <= ledger.rounds:
                 raise ValueError(f"insecure_rounds is {insecure!r}, expected 0 to {ledger.rounds}")
             return replace(ledger, insecure_rounds=insecure)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"not a ledger that can be trusted ({type(error).__name__}: {error}): restore the file from a backup, "
                 "a damaged ledger is never repaired"
@@ -204,15 +234,22 @@ def calibrate_noise(
         release = Release(cohort, clip_norm=1.0, noise_multiplier=z)
         return nothing.record(release, rounds).epsilon(relation, method) <= epsilon
 
-    if method == "pld" and not cohort.amplifies:  # closed form, up to its last digits
+    if method == "pld" and not cohort.amplifies and _cap_bites(cohort) == 0:  # closed form, up to its last digits
         exact = float(dp_accounting.get_sigma_gaussian(epsilon, delta)) * math.sqrt(rounds) * _sensitivity(relation)
         return exact if affordable(exact) else exact * (1 + 1e-9)
     high = 1.0
     while not affordable(high):
         high *= 2
+        if high > MOST_NOISE:
+            raise ValueError(
+                f"no noise_multiplier up to {MOST_NOISE:g} gives epsilon={epsilon:g} at delta={delta:g} over {rounds} "
+                "rounds: raise epsilon or delta, run fewer rounds, or raise the cap if there is one"
+            )
     low = high / 2
-    while affordable(low):
+    while low > LEAST_CALIBRATED and affordable(low):
         low, high = low / 2, low
+    if low <= LEAST_CALIBRATED:
+        return high
     while high > low * (1 + NOISE_TOLERANCE):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if affordable(middle) else (middle, high)
@@ -220,23 +257,42 @@ def calibrate_noise(
 
 
 def affordable_rounds(
-    *, max_epsilon: float, delta: float, release: Release, relation: Relation = "zero-out", method: Method = "pld"
+    *,
+    max_epsilon: float,
+    delta: float,
+    release: Release,
+    relation: Relation = "zero-out",
+    method: Method = "pld",
+    at_most: int = MOST_ROUNDS,
 ) -> int:
-    """The largest number of rounds of ``release`` whose ε is at most ``max_epsilon``; 0 where one is too many."""
+    """The largest number of rounds of ``release``, up to ``at_most``, whose ε is at most ``max_epsilon``; 0 where one
+    is too many. Beyond a million sampled rounds the quicker RDP decides, which allows somewhat fewer."""
     if not 0 < max_epsilon < math.inf:
         raise ValueError(f"max_epsilon must be positive and finite, got {max_epsilon!r}: leave it out for no budget")
+    nothing = Ledger(delta)
 
-    def affordable(rounds: int) -> bool:
-        return Ledger(delta).record(release, rounds).epsilon(relation, method) <= max_epsilon
+    def cost(rounds: int, by: Method = method) -> float:
+        return nothing.record(release, rounds).epsilon(relation, by)
 
-    if not affordable(1):
+    if at_most < 1 or cost(1) > max_epsilon:
         return 0
-    low, high = 1, 2
-    while high < MOST_ROUNDS and affordable(high):
-        low, high = high, high * 2
+    quick = release.cohort.amplifies and relation == "zero-out" and method == "pld"
+    low = max(1, _last(lambda rounds: cost(rounds, "rdp") <= max_epsilon, at_most)) if quick else 1
+    if low > MOST_BY_PLD:
+        return low
+    return _last(lambda rounds: cost(rounds) <= max_epsilon, at_most, low)
+
+
+def _last(holds: Callable[[int], bool], at_most: int, known: int = 0) -> int:
+    """The largest number up to ``at_most`` with a property that, once lost, stays lost; ``known`` has it."""
+    if at_most < MOST_ROUNDS and holds(at_most):
+        return at_most
+    low, high = known, min(at_most, max(known + 1, known * 5 // 4))
+    while high < at_most and holds(high):
+        low, high = high, min(at_most, high * 2)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if affordable(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 
 
@@ -271,17 +327,22 @@ def _event(release: Release) -> dp_accounting.DpEvent:
 @functools.lru_cache(maxsize=256)
 def _pld_epsilon(ledger: Ledger, relation: Relation) -> float:
     """By PLD, at a discretisation chosen from the events and a first, rough ε; once more if that was far off."""
-    rough = ledger.quick_epsilon()
+    rough = ledger._plain_epsilon("zero-out", "rdp")
+    if rough == 0 and relation == "zero-out":
+        return 0.0
     epsilon = _pld_epsilon_near(rough, ledger, relation)
+    if math.isinf(epsilon) and relation == "zero-out":
+        return rough
     return _pld_epsilon_near(epsilon, ledger, relation) if 0 < epsilon < rough / 3 else epsilon
 
 
 def _pld_epsilon_near(rough: float, ledger: Ledger, relation: Relation) -> float:
     interval = min(_interval(release, ledger.rounds, rough) for release, _ in ledger.releases)
     accountant = pld.PLDAccountant(_NEIGHBOURS[relation], interval)
-    for release, times in ledger.releases:
-        accountant.compose(_event(release), times)
-    return float(accountant.get_epsilon(ledger.delta))
+    with _quiet("absl"):
+        for release, times in ledger.releases:
+            accountant.compose(_event(release), times)
+        return float(accountant.get_epsilon(ledger.delta))
 
 
 def _interval(release: Release, rounds: int, epsilon: float) -> float:
@@ -299,7 +360,22 @@ def _interval(release: Release, rounds: int, epsilon: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _gaussian_epsilon(sigma: float, delta: float) -> float:
-    return float(dp_accounting.get_epsilon_gaussian(sigma, delta))
+    """ε with Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) = δ for μ = 1/σ (Balle and Wang 2018), from above, by bisection."""
+    mu = 1 / sigma
+
+    def exceeds(epsilon: float) -> bool:
+        gone = log_ndtr(-mu / 2 - epsilon / mu) + epsilon
+        return float(ndtr(mu / 2 - epsilon / mu)) - math.exp(min(gone, 0.0)) > delta
+
+    low, high = 0.0, 1.0
+    if not exceeds(low):
+        return 0.0
+    while exceeds(high):
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if exceeds(middle) else (low, middle)
+    return high
 
 
 @functools.cache
@@ -336,11 +412,16 @@ def _log_moment(rate: float, z: float, order: float) -> float:
 
 @contextmanager
 def _quiet(logger_name: str) -> Iterator[None]:
-    """dp-accounting warns once for each order that it leaves out; the bound over the others still holds."""
-    logger = logging.getLogger(logger_name)
+    """dp-accounting warns once for each order that it leaves out; the bound over the others still holds.
+
+    Without a handler on the root logger, absl would install one that prints everything, DEBUG and other packages' too.
+    """
+    logger, nobody = logging.getLogger(logger_name), logging.NullHandler()
     level = logger.level
     logger.setLevel(logging.ERROR)
+    logging.root.addHandler(nobody)
     try:
         yield
     finally:
+        logging.root.removeHandler(nobody)
         logger.setLevel(level)

@@ -53,7 +53,7 @@ class OpenRound:
     def pass_over(self, error: BaseException, node: Hashable = "unknown") -> None:
         """Count a reply as zero."""
         self._zeros[error.reason if isinstance(error, UnusableError) else "malformed"] += 1
-        self._first = self._first or f"; the first: {str(error)[:300]}"
+        self._first = self._first or f"; the first: {' '.join(str(error).split())[:300]}"
         log.debug("Round %d: a reply of node %s counts as zero: %s", self._number, node, error)
 
     def close(self, number: int) -> tuple[Vector, dict[str, float]]:

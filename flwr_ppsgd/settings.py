@@ -21,7 +21,8 @@ class Settings:
     """What makes up a training: population, release, steps, budget.
 
     Give ``rate`` (Poisson cohorts) or ``cohort-size`` (fixed size); ``noise-multiplier``, or ``epsilon``, which
-    calibrates it for the planned ``rounds``. There is no default for noise, δ or a seed.
+    calibrates it for the planned ``rounds`` and is the budget too, unless ``max-epsilon`` is given. There is no default
+    for noise, δ or a seed.
     """
 
     population: int
@@ -51,6 +52,19 @@ class Settings:
         _exactly_one(self, "noise_multiplier", "epsilon")
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds!r}: plan at least one round")
+        for name in ("epsilon", "max_epsilon"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value!r}: leave it out for no budget")
+        if self.evaluate_every < 0 or self.checkpoint_every < 1:
+            raise ValueError(
+                f"evaluate_every must be 0 (0 is never) or more and checkpoint_every at least 1, got "
+                f"{self.evaluate_every!r} and {self.checkpoint_every!r}"
+            )
+        if not 0 <= self.min_online <= 1:
+            raise ValueError(f"min_online must be in [0, 1], got {self.min_online!r}: it is a share of the population")
+        if self.replies not in ("gradient", "parameters"):
+            raise ValueError(f"replies must be 'gradient' or 'parameters', got {self.replies!r}")
         Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0, self.total_batch)
         Ledger(self.delta)
         self.steps()
@@ -77,6 +91,7 @@ class Settings:
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Self:
         """From a Flower run config, which holds other keys too; one that begins with ``ppsgd-`` must be known."""
         own = {key_of(f.name) for f in fields(cls)}
+        run_config = {key.replace("_", "-"): value for key, value in run_config.items()}
         for key in run_config:
             if key.startswith("ppsgd-") and key not in PREFIXED:
                 nearest = difflib.get_close_matches(key, [*PREFIXED, *own], n=1, cutoff=0.0)[0]
@@ -111,7 +126,7 @@ class Settings:
             "release": self.release(),
             "steps": self.steps(),
             "delta": self.delta,
-            "max_epsilon": self.max_epsilon,
+            "max_epsilon": self.epsilon if self.max_epsilon is None else self.max_epsilon,
             "evaluate_every": self.evaluate_every,
             "min_online": self.min_online,
             "average": self.average,

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize
@@ -15,16 +14,17 @@ OUTSIDE = (
     "metrics, logs and timings that leave the server or a node by any other way than the published parameters",
     "the choice of settings (step, alpha, rounds, clip norm) by looking at results of several runs",
     "a user who is behind more than one node: one node is taken to be one user",
+    "other trainings on the same users: their epsilons add up",
 )
 
 
 def charged(curator: Curator) -> Ledger:
     """The ledger for which ε is stated: what was released, and the planned rounds that were not run."""
-    missing = max(0, curator.planned_rounds - curator.rounds_done) if curator.steps.publishes else 0
-    return replace(curator.ledger.record(curator.release, missing), insecure_rounds=curator.ledger.insecure_rounds)
+    missing = max(0, curator.planned_charges - curator.ledger.rounds)
+    return curator.ledger.record(curator.release, missing, insecure=curator.insecure_seed is not None)
 
 
-def as_data(curator: Curator, *, evaluated: bool, size: int = 0) -> dict[str, Any]:
+def as_data(curator: Curator, *, size: int = 0) -> dict[str, Any]:
     """Everything in the statement, for ``privacy.json``."""
     ledger = charged(curator)
     return {
@@ -35,26 +35,27 @@ def as_data(curator: Curator, *, evaluated: bool, size: int = 0) -> dict[str, An
         "epsilon_replace_one": json_number(ledger.epsilon("replace-one")),
         "epsilon_rdp": json_number(ledger.epsilon(method="rdp")),
         "paper_epsilon_not_a_guarantee": json_number(ledger.paper_epsilon()),
-        "delta_added_by_cap": ledger.delta_added(),
-        "delta_added_by_finite_precision": residual_delta(size, ledger.rounds),
+        "delta_taken_by_cap": json_number(ledger.delta_added()),
+        "delta_taken_by_cap_replace_one": json_number(ledger.delta_added("replace-one")),
+        "delta_added_by_finite_precision": residual_delta(size, ledger.rounds, ledger.epsilon("replace-one")),
         "rounds_trained": curator.rounds_done,
         "rounds_charged": curator.ledger.rounds,
         "rounds_stated": ledger.rounds,
         "denominator": curator.release.denominator,
         "release": release_to_dict(curator.release),
         "insecure_rounds": ledger.insecure_rounds,
-        "evaluation_on_client_data": evaluated,
+        "evaluation_on_client_data": curator.evaluated,
         "outside_the_guarantee": list(OUTSIDE),
         "ledger": json.loads(curator.ledger.to_json()),
-        "statement": in_words(curator, evaluated=evaluated),
+        "statement": in_words(curator),
     }
 
 
-def in_words(curator: Curator, *, evaluated: bool) -> str:
+def in_words(curator: Curator) -> str:
     """The statement to print. It holds the promise, its terms, and what it does not cover."""
     ledger = charged(curator)
     lines = [_promise(curator, ledger), *_terms(curator, ledger)]
-    if evaluated:
+    if curator.evaluated:
         lines.append("Evaluation on the users' own data was on. Its results are outside the guarantee.")
     lines.append("Outside the guarantee: " + "; ".join(OUTSIDE) + ".")
     return "\n".join(lines)
@@ -71,14 +72,17 @@ def _promise(curator: Curator, ledger: Ledger) -> str:
     if ledger.insecure_rounds:
         return (
             f"NO GUARANTEE: {ledger.insecure_rounds} of {ledger.rounds} rounds drew their coins from a known seed "
-            f"(insecure_seed). With secret coins the same rounds would have cost epsilon = {ledger.epsilon():.3g} at "
+            f"(insecure_seed). With secret coins the same rounds would have cost epsilon = {_up(ledger.epsilon())} at "
             f"delta = {ledger.delta:g}."
         )
     if math.isinf(ledger.epsilon()):
-        return "NO GUARANTEE: nothing hides a user's contribution (noise multiplier 0), epsilon is infinite."
+        return (
+            "NO GUARANTEE: epsilon is infinite. Either nothing hides a user's contribution (noise multiplier 0), or a "
+            "cap on the cohort needs more than the whole delta: raise it."
+        )
     return (
         f"To each of the {curator.release.cohort.population} enrolled users: everybody else together, even pooling "
-        f"their data and personal models, learns no more about your data than ({ledger.epsilon():.3g}, "
+        f"their data and personal models, learns no more about your data than ({_up(ledger.epsilon())}, "
         f"{ledger.delta:g})-joint differential privacy allows."
     )
 
@@ -88,19 +92,19 @@ def _terms(curator: Curator, ledger: Ledger) -> list[str]:
         return []
     release = curator.release
     stopped = " (planned; stopped earlier)" if ledger.rounds > curator.ledger.rounds else ""
-    rdp = f"{ledger.epsilon(method='rdp'):.4g}"
+    rdp = _up(ledger.epsilon(method="rdp"))
     terms = [
-        f"Epsilon at delta = {ledger.delta:g} over {ledger.rounds} rounds{stopped}: {ledger.epsilon():.4g} if a user "
-        f"contributes nothing instead (zero-out neighbours; RDP bound {rdp}), {ledger.epsilon('replace-one'):.4g} if a "
-        f"user's data are exchanged for any other (replace-one neighbours, the paper's definition).",
+        f"Epsilon at delta = {ledger.delta:g} over {ledger.rounds} rounds{stopped}: {_up(ledger.epsilon())} if a user "
+        f"contributes nothing instead (zero-out neighbours; RDP bound {rdp}), {_up(ledger.epsilon('replace-one'))} if "
+        f"a user's data are exchanged for any other (replace-one neighbours, the paper's definition).",
         f"Mechanism: sum of one vector per user, clipped by the server to norm C = {release.clip_norm:g}, plus "
         f"Gaussian noise of standard deviation z*C with z = {release.noise_multiplier:g}, divided by the fixed number "
         f"D = {release.denominator:g}; a client that fails counts as zero. {_sampling(release.cohort)}",
     ]
-    if added := ledger.delta_added():
+    if taken := ledger.delta_added():
         terms.append(
-            f"The cap of {release.cohort.cap} users a round adds {added:.2g} to delta, which makes "  # type: ignore[union-attr]
-            f"{ledger.delta + added:.4g} in all."
+            f"Delta is the total: the cap on the users of a round takes {taken:.2g} of it for zero-out and "
+            f"{ledger.delta_added('replace-one'):.2g} for replace-one neighbours."
         )
     if curator.metrics is not None:
         terms.append(
@@ -128,6 +132,14 @@ def _sampling(cohort: Cohort) -> str:
 
 def _voided(ledger: Ledger) -> bool:
     return ledger.insecure_rounds > 0 or math.isinf(ledger.epsilon())
+
+
+def _up(value: float) -> str:
+    """Four digits, rounded up: a promise is never printed smaller than it is."""
+    if not 0 < value < math.inf:
+        return f"{value:g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.4g}"
 
 
 def json_number(value: float) -> float | str:

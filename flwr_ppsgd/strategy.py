@@ -110,14 +110,24 @@ class PPSGD(Strategy):
         """How many rounds the budget pays for; None where there is no limit."""
         return self._curator.affordable_rounds
 
+    @property
+    def metrics_share(self) -> float:
+        """ρ, the share of the squared clip norm that private measures take; 0 without any."""
+        return self._curator.metrics.share if self._curator.metrics else 0.0
+
+    @property
+    def enrols_whoever_comes(self) -> bool:
+        """Whether the population is the first nodes seen, rather than a list that was given."""
+        return self._enrolment.open
+
     def privacy_statement(self) -> str:
         """The guarantee in words."""
-        return statement.in_words(self._curator, evaluated=self.evaluate_every > 0)
+        return statement.in_words(self._curator)
 
     def privacy_data(self) -> dict[str, object]:
         """The guarantee as data, ready for JSON."""
         size = self._layout(self._arrays).size if self._arrays else 0
-        return statement.as_data(self._curator, evaluated=self.evaluate_every > 0, size=size)
+        return statement.as_data(self._curator, size=size)
 
     def summary(self) -> None:
         """Log the settings that make up the promise."""
@@ -165,7 +175,9 @@ class PPSGD(Strategy):
     def _run_round(self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord) -> None:
         messages = self.configure_train(round_, result.arrays, config, grid)
         replies = grid.send_and_receive(messages, timeout=timeout)
-        result.arrays, result.train_metrics_clientapp[round_] = self.aggregate_train(round_, replies)
+        result.arrays, metrics = self.aggregate_train(round_, replies)
+        result.train_metrics_clientapp[round_] = metrics
+        log.info("[ROUND %d/%d] epsilon so far at most %.4g", round_, self._last_round, metrics["epsilon"])
 
     def _run_evaluation(self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord) -> None:
         messages = list(self.configure_evaluate(round_, result.arrays, config, grid))
@@ -205,7 +217,7 @@ class PPSGD(Strategy):
         arrays = layout.unflatten(w, like=self._arrays) if self.steps.publishes else self._arrays
         self._curator.save({name: array.data for name, array in arrays.items()})
         self._latest = arrays
-        return arrays, MetricRecord({"epsilon": self.ledger.quick_epsilon(), **measures})
+        return arrays, MetricRecord({"epsilon": self._curator.epsilon_so_far(), **measures})
 
     @property
     def rounds_done(self) -> int:
@@ -241,6 +253,7 @@ class PPSGD(Strategy):
         due = self.evaluate_every and (server_round % self.evaluate_every == 0 or server_round == self._last_round)
         if not due:
             return []
+        self._curator.note_evaluation()
         online = self._enrolment.refresh(grid.get_node_ids)
         content = self._content(server_round, self.averaged(arrays), config)
         return [Message(content, node, MessageType.EVALUATE) for node in self._enrolment.known if node in online]
@@ -248,7 +261,14 @@ class PPSGD(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean over users, weighted by their number of examples. Outside the guarantee."""
         log.debug("Round %d: metrics from client data are outside the guarantee", server_round)
-        return weighted_mean(reply.content for reply in replies if reply.has_content())
+        answered = list(replies)
+        failed = [reply for reply in answered if reply.has_error()]
+        if failed:
+            log.warning(
+                "Round %d (server-private): %d of %d evaluations failed; the first: %s",
+                server_round, len(failed), len(answered), " ".join(str(failed[0].error.reason).split())[:300],
+            )  # fmt: skip
+        return weighted_mean(reply.content for reply in answered if reply.has_content())
 
     def _content(self, round_: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """What a client gets. One that returns parameters gets what Flower's stock strategies send."""
@@ -308,13 +328,13 @@ def _vector(reply: Message, name: str, layout: Layout) -> Vector:
 
 
 def _with_measures(g: Vector, reply: Message, metrics: PrivateMetrics | None, clip_norm: float) -> Vector:
-    """The gradient, followed by the measures in units of their bounds, scaled so that a full one is C·√ρ."""
+    """The gradient, followed by the measures in their units, scaled so that one unit is C·√ρ."""
     if metrics is None:
         return g
     record = reply.content.get(METRICS)
     given = _finite(record) if isinstance(record, MetricRecord) else {}
     scale = clip_norm * math.sqrt(metrics.share)
-    return np.append(g, [scale * given.get(name, 0.0) / bound for name, bound in metrics.bounds.items()])
+    return np.append(g, [scale * given.get(name, 0.0) / unit for name, unit in metrics.units.items()])
 
 
 def _check_error(reply: Message) -> None:
@@ -323,11 +343,15 @@ def _check_error(reply: Message) -> None:
 
 
 def _answered_node(reply: Message, by_message: dict[str, int]) -> int | None:
-    """The asked node that a reply answers for: by the message it replies to where there is one, else by its source."""
-    answered = reply.metadata.reply_to_message_id
-    if answered and by_message:
-        return by_message.get(answered)
-    return reply.metadata.src_node_id
+    """The asked node that a reply answers for: by the message it replies to where there is one, else by its source.
+
+    What one node says in another's name counts for nobody. Errors may come from Flower itself, as node 1.
+    """
+    answered, source = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
+    if not (answered and by_message):
+        return source
+    asked = by_message.get(answered)
+    return asked if asked == source or reply.has_error() else None
 
 
 def weighted_mean(contents: Iterable[RecordDict]) -> MetricRecord | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from flwr_ppsgd import PPSGD, FixedSize, Poisson, Release, Steps
 from flwr_ppsgd.audit import Audit, Estimate, audit
-from flwr_ppsgd.curator import Curator
+from flwr_ppsgd.curator import Curator, PrivateMetrics
 from flwr_ppsgd.noise import Coins, GridSum
 from flwr_ppsgd.rounds import OpenRound
 
@@ -98,6 +99,30 @@ def uncharged_rounds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Curator, "_charge", lambda self, round_: None if round_ % 3 == 0 else charge(self, round_))
 
 
+def charged_for_more_noise(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: Any, round_: int) -> None:  # noqa: ARG001
+        self.ledger = self.ledger.record(replace(self.release, noise_multiplier=10 * self.release.noise_multiplier))
+
+    patch.setattr(Curator, "_charge", wrong)
+
+
+def shaped_noise(shape: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        normals = Coins.normals
+        patch.setattr(Coins, "normals", lambda self, count: shape(normals(self, count)))
+
+    return apply
+
+
+def one_silent_coordinate(n: Any) -> Any:
+    n[7] = 0.0
+    return n
+
+
+def reused_every_second_round(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Curator, "_coins", lambda self, round_, purpose: Coins.insecure(round_ % 2, purpose))  # noqa: ARG005
+
+
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "noise / 1.1": (scaled_noise(1 / 1.1), "noise multiplier"),
     "noise / 4": (scaled_noise(1 / 4), "noise multiplier"),
@@ -106,7 +131,14 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "reused noise": (reused_noise, "between rounds"),
     "one scalar for all coordinates": (one_scalar_for_all, "between coordinates"),
     "no noise on an empty round": (nothing_on_empty_rounds, "empty rounds"),
-    "uncharged rounds": (uncharged_rounds, "rounds were charged"),
+    "uncharged rounds": (uncharged_rounds, "the ledger holds"),
+    "charged for more noise": (charged_for_more_noise, "the ledger holds"),
+    "coin flips": (shaped_noise(np.sign), "kurtosis"),
+    "uniform noise": (shaped_noise(lambda n: math.sqrt(12) * ((n * 1e6) % 1 - 0.5)), "kurtosis"),
+    "the second half repeats the first": (shaped_noise(lambda n: np.tile(n[: len(n) // 2], 2)), "two halves"),
+    "antithetic halves": (shaped_noise(lambda n: np.append(n[: len(n) // 2], -n[: len(n) // 2])), "two halves"),
+    "one silent coordinate": (shaped_noise(one_silent_coordinate), "so little noise"),
+    "noise reused every second round": (reused_every_second_round, "two rounds apart"),
 }
 
 
@@ -126,10 +158,20 @@ def test_there_is_nothing_to_audit_without_a_release_or_noise() -> None:
         audit(lambda: PPSGD(release=HUNDRED, steps=Steps(0.0, 0.1), delta=1e-5), planned_rounds=5)
 
 
+def test_other_ways_to_reply_are_audited_too() -> None:
+    """Clients that return parameters, and private measures that take a share of the clip norm."""
+    settings: dict[str, Any] = {"release": HUNDRED, "steps": Steps(0.3, 0.1), "delta": 1e-5, "insecure_seed": 3}
+    for more in ({"replies": "parameters"}, {"metrics": PrivateMetrics({"loss": 1.0}, share=0.3)}):
+        found = audit(lambda more=more: PPSGD(**settings, **more), planned_rounds=5, size=SIZE)  # type: ignore[misc]
+        assert found.verdict == "conforms", found.in_words()
+    with pytest.raises(ValueError, match="without enrolled"):
+        audit(lambda: PPSGD(**settings, enrolled=range(1, 101)), planned_rounds=5)
+
+
 def test_standard_errors_are_honest() -> None:
     """Over 30 audits the estimates scatter as their standard errors say: χ² of 30 within 5 standard deviations."""
     found = [audit(make(seed=seed), planned_rounds=5, size=1000, seed=seed) for seed in range(30)]
-    for name in ("noise_multiplier", "gain", "between_rounds", "between_coordinates", "empty_rounds"):
-        estimates: list[Estimate] = [getattr(a, name) for a in found]
+    for name in found[0].estimates:
+        estimates: list[Estimate] = [a.estimates[name] for a in found]
         squares = [((e.value - e.expected) / e.error) ** 2 for e in estimates]
         assert abs(np.sum(squares) - 30) < 5 * math.sqrt(60)

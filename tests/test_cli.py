@@ -105,7 +105,7 @@ def test_only_files_that_exist_are_said_to_be_written(ppsgd: Command) -> None:
 def test_without_noise_the_statement_says_no_guarantee_in_valid_json(ppsgd: Command) -> None:
     ended = ppsgd("run", "small.toml", "--set", "noise-multiplier=0", "--out", "out")
     assert ended.status == 0
-    assert "NO GUARANTEE: nothing hides a user's contribution" in ended.out
+    assert "NO GUARANTEE: epsilon is infinite" in ended.out
     privacy = json.loads(Path("out/privacy.json").read_text(), parse_constant=refuse_constant)
     assert (privacy["guarantee"], privacy["epsilon"]) == ("none", "infinite")
     for line in Path("out/metrics.jsonl").read_text().splitlines():
@@ -147,7 +147,7 @@ BAD_SETTINGS = [  # setting, the value as it is named, the rule or remedy
     ("delta=0", "0.0", "well below 1/population"),
     ("delta=1", "1.0", "well below 1/population"),
     ("delta=nan", "nan", "well below 1/population"),
-    ("noise-multiplier=-1", "-1.0", "not negative"),
+    ("noise-multiplier=-1", "-1.0", "0 adds no noise"),
     ("noise-multiplier=nan", "nan", "finite"),
     ("noise-multiplier=1e12", "1000000000000.0", "keep population + 14·z below 2^32"),
     ("population=0", "0", "set population"),

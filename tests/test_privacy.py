@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import dp_accounting
 import pytest
@@ -227,16 +229,68 @@ def test_a_charge_is_never_taken_back() -> None:
         spent(POISSON, 3).record(POISSON, -1)
 
 
-def test_a_cap_drops_users_at_random_and_its_price_is_added_to_delta() -> None:
-    """P[Bin(1000, .01) > 15] = .0488; over 10 rounds (1 + e^ε)·10·.0488 is added."""
-    cohort = Poisson(1000, 0.01, cap=15)
-    ledger = spent(Release(cohort, 1.0, 2.0), 10)
-    tail = 1 - sum(math.comb(1000, k) * 0.01**k * 0.99 ** (1000 - k) for k in range(16))
-    assert ledger.delta_added() == pytest.approx((1 + math.exp(ledger.epsilon())) * 10 * tail, rel=1e-9)
-    assert ledger.epsilon() == spent(Release(Poisson(1000, 0.01), 1.0, 2.0), 10).epsilon()
+def test_delta_is_the_total_that_a_cap_has_been_paid_from() -> None:
+    """δ' + (1 + e^ε)·T·P[Bin(1000, .01) > 35] = δ, where ε is that of the plain mechanism at δ'."""
+    capped = spent(Release(Poisson(1000, 0.01, cap=35), 1.0, 1.0), 1000, delta=1e-5)
+    plain = Release(Poisson(1000, 0.01), 1.0, 1.0)
+    tail = sum(math.comb(1000, k) * 0.01**k * 0.99 ** (1000 - k) for k in range(36, 120))
+    for relation in ("zero-out", "replace-one"):
+        epsilon = capped.epsilon(relation)
+        taken = (1 + math.exp(epsilon)) * 1000 * tail
+        assert capped.delta_added(relation) == pytest.approx(taken, rel=1e-6)
+        rest = spent(plain, 1000, delta=1e-5 - taken)
+        assert epsilon == pytest.approx(rest.epsilon(relation), rel=1e-4)
+        assert epsilon > spent(plain, 1000, delta=1e-5).epsilon(relation)
+    assert Ledger.from_json(capped.to_json()) == capped
     assert spent(POISSON, 10).delta_added() == spent(FIXED, 10).delta_added() == 0.0
-    assert Ledger.from_json(ledger.to_json()) == ledger
 
 
-def test_a_generous_cap_costs_next_to_nothing() -> None:
-    assert 0 < spent(Release(Poisson(1000, 0.01, cap=60), 1.0, 1.0), 1000).delta_added() < 1e-20
+def test_a_cap_that_delta_cannot_pay_for_leaves_no_guarantee() -> None:
+    tight = Release(Poisson(1000, 0.01, cap=12), 1.0, 1.0)
+    assert math.isinf(spent(tight, 100).epsilon())
+    assert affordable_rounds(max_epsilon=5.0, delta=1e-4, release=tight) == 0
+    with pytest.raises(ValueError, match="raise the cap"):
+        calibrate_noise(epsilon=1.0, delta=1e-5, cohort=tight.cohort, rounds=100)
+
+
+def test_calibration_and_budget_pay_for_the_cap() -> None:
+    cohort = Poisson(1000, 0.01, cap=35)
+    z = calibrate_noise(epsilon=1.0, delta=1e-5, cohort=cohort, rounds=1000, method="rdp")
+    assert z > calibrate_noise(epsilon=1.0, delta=1e-5, cohort=Poisson(1000, 0.01), rounds=1000, method="rdp")
+    ledger = spent(Release(cohort, 1.0, z), 1000, delta=1e-5)
+    assert ledger.epsilon(method="rdp") <= 1.0
+
+
+def test_extremes_are_answered_or_refused_at_once() -> None:
+    """A δ below PLD's tails, an ε of zero at any noise, a z too small to tell from none, a million rounds and more."""
+    assert 0 < spent(POISSON, 100, delta=1e-16).epsilon() < math.inf
+    assert calibrate_noise(epsilon=1.0, delta=1e-3, cohort=Poisson(1000, 1e-4), rounds=5) < 0.01
+    with pytest.raises(ValueError, match="at least 1e-06, or 0"):
+        Release(Poisson(10, 0.5), 1.0, 1e-160)
+    rare = Release(Poisson(1000, 1e-3), 1.0, 5.0)
+    assert affordable_rounds(max_epsilon=2.0, delta=1e-5, release=rare) > 10**6
+    assert affordable_rounds(max_epsilon=2.0, delta=1e-5, release=rare, at_most=50) == 50
+    with pytest.raises(ValueError, match="whole number"):
+        calibrate_noise(epsilon=1.0, delta=1e-5, cohort=Poisson(10, 0.5), rounds=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="never repaired"):
+        Ledger.from_json("[" * 100_000)
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 0.1, 1.0, 10.0, 1000.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-12])
+def test_the_epsilon_of_a_gaussian_agrees_with_dp_accounting(sigma: float, delta: float) -> None:
+    release = Release(Poisson(10, 1.0), 1.0, sigma)
+    assert spent(release, 1, delta).epsilon() == pytest.approx(
+        dp_accounting.get_epsilon_gaussian(sigma, delta), rel=1e-6, abs=1e-9
+    )
+
+
+def test_pricing_leaves_the_root_logger_alone() -> None:
+    """absl would put a handler there that prints every package's DEBUG lines."""
+    code = (
+        "import logging; from flwr_ppsgd import Ledger, Poisson, Release;"
+        "Ledger(1e-5).record(Release(Poisson(10, 0.5), 1.0, 10.0), 9).epsilon(method='rdp');"
+        "print(logging.root.handlers)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

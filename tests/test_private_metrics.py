@@ -113,6 +113,25 @@ def test_a_learner_without_measures_is_told() -> None:
     assert "Toy has no training_measures" in str(reply.error.reason)
 
 
+def test_several_measures_at_their_bounds_count_in_full_whatever_the_algorithm() -> None:
+    """Two measures at their bounds; under Algorithm 2 the gradient's D is qM but a mean is over qN users."""
+    two = PrivateMetrics({"loss": 4.0, "error": 1.0}, share=0.25)
+    ppsgd = strategy(metrics=two, release=Release(Poisson(5, 1.0), 1.0, 0.0, total_batch=70))
+    replies = []
+    for message in opened(ppsgd, grid()):
+        reply = answer(message, np.zeros(SIZE))
+        reply.content[METRICS] = MetricRecord({"loss": 4.0, "error": 1.0})
+        replies.append(reply)
+    _, metrics = ppsgd.aggregate_train(1, replies)
+    assert [metrics["loss"], metrics["error"]] == pytest.approx([4.0, 1.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["epsilon", "a,b", "loss-standard-error"])
+def test_names_that_would_be_misread_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a measure"):
+        PrivateMetrics({name: 1.0})
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, math.nan])
 def test_a_share_outside_the_unit_interval_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="share must be in"):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps, client_step, server_step
 from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.statement import _up
 from flwr_ppsgd.wire import GRADIENT, ORDER
 from tests.toy import SIZE, answer, flat, grid, make_replies, opened, release, strategy, target, w0
 
@@ -156,6 +157,16 @@ def test_replies_without_message_ids_are_known_by_their_source() -> None:
     messages = ppsgd.configure_train(1, w0(), ConfigRecord(), on)
     arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda _: ONE))
     np.testing.assert_allclose(flat(arrays), -0.1, rtol=1e-8)
+
+
+def test_a_node_cannot_answer_in_anothers_name() -> None:
+    ppsgd, on = strategy(), grid()
+    messages = opened(ppsgd, on)
+    replies = make_replies(messages, lambda _: ONE)
+    for reply in replies:
+        reply.metadata.__dict__["_src_node_id"] = messages[0].metadata.dst_node_id
+    arrays, _ = ppsgd.aggregate_train(1, replies)
+    np.testing.assert_allclose(flat(arrays), -0.1 / 5, rtol=1e-8)
 
 
 def test_an_error_from_a_dead_supernode_is_mapped_by_the_message_it_answers() -> None:
@@ -413,6 +424,18 @@ def test_an_insecure_seed_repeats_the_run_and_voids_every_report() -> None:
     assert first.privacy_data()["guarantee"] == "none"
 
 
+def test_a_seeded_run_that_was_stopped_at_once_promises_nothing() -> None:
+    ppsgd = strategy(release=release(z=3.0), insecure_seed=1)
+    ppsgd._curator.plan(10)
+    assert ppsgd.privacy_data()["guarantee"] == "none"
+
+
+def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
+    assert [_up(x) for x in (1.95161, 1.2340000001, 12345.6, 0.00012341, 2.0, 0.0, math.inf)] == [
+        "1.952", "1.235", "1.235e+04", "0.0001235", "2", "0", "inf",
+    ]  # fmt: skip
+
+
 def test_a_run_stopped_by_looking_states_the_planned_rounds() -> None:
     ppsgd = strategy(release=release(z=20.0))
 
@@ -435,7 +458,7 @@ def test_the_statement_holds_what_a_privacy_officer_needs(cohort: Poisson | Fixe
     text = ppsgd.privacy_statement()
     for fact in ("zero-out", "replace-one", "delta = 0.0001", "z = 3", "C = 1", "Sampling", "trusted", "one user"):
         assert fact in text
-    assert f"{ppsgd.ledger.epsilon():.4g}" in text
+    assert _up(ppsgd.ledger.epsilon()) in text
     assert ("not a guarantee" in text) == isinstance(cohort, FixedSize)
 
 

@@ -3,13 +3,14 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,22 @@ def _superlink(environment: dict[str, str]) -> Iterator[None]:
     control = "127.0.0.1:" + environment["FLWR_LOCAL_CONTROL_API_PORT"]
     address = ["--host", "127.0.0.1", "--port", port, "--control-api-address", control]
     command = [_program("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess", *address]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet, start_new_session=True)
     try:
         _await_health(port, process)
         yield
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the SuperLink and whatever it has started: a run that was interrupted must not train on."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=15)
 
 
 def _await_health(port: str, process: subprocess.Popen[bytes]) -> None:
