@@ -72,7 +72,7 @@ class AdditiveLinear:
     def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
         """g_w = g_θ = Xᵀ(prediction − y), summed or averaged over the minibatch: w and θ enter only as w + θ."""
         x, y = (as_matrix(rows) for rows in self._batches(order.visit))
-        residual = self._predict(x, w + theta) - y
+        residual = predict(self._scores(x, w + theta), self._loss) - y
         total = (x.T @ residual).reshape(-1)
         gradient = total if order.reduction == "sum" else total / len(x)
         return gradient, gradient
@@ -83,7 +83,7 @@ class AdditiveLinear:
             return {}
         x, y = self._test
         scores = self._scores(x, w + theta)
-        measures = {"loss": self._mean_loss(scores, y)}
+        measures = {"loss": float(mean_losses(scores, y, self._loss))}
         if self._shape[1] > 1:
             measures["accuracy"] = float(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
         return measures
@@ -91,19 +91,22 @@ class AdditiveLinear:
     def _scores(self, x: Matrix, parameters: Vector) -> Matrix:
         return x @ parameters.reshape(self._shape)
 
-    def _predict(self, x: Matrix, parameters: Vector) -> Matrix:
-        scores = self._scores(x, parameters)
-        return scores if self._loss == "squared" else np.exp(_log_softmax(scores))
 
-    def _mean_loss(self, scores: Matrix, y: Matrix) -> float:
-        if self._loss == "squared":
-            return float(0.5 * ((scores - y) ** 2).sum(axis=1).mean())
-        return float(-(y * _log_softmax(scores)).sum(axis=1).mean())
+def predict(scores: Matrix, loss: Loss) -> Matrix:
+    """What is compared with the targets, outputs along the last axis; scores − y, or softmax(scores) − y, is ∂ℓ."""
+    return scores if loss == "squared" else np.exp(_log_softmax(scores))
+
+
+def mean_losses(scores: Matrix, y: Matrix, loss: Loss) -> Vector:
+    """Mean over the first axis (samples) of ℓ, outputs along the last one."""
+    if loss == "squared":
+        return np.asarray(0.5 * ((scores - y) ** 2).sum(axis=-1).mean(axis=0))
+    return np.asarray(-(y * _log_softmax(scores)).sum(axis=-1).mean(axis=0))
 
 
 def _log_softmax(scores: Matrix) -> Matrix:
-    shifted = scores - scores.max(axis=1, keepdims=True)
-    logs: Matrix = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    logs: Matrix = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return logs
 
 
