@@ -21,7 +21,7 @@ from flwr_ppsgd.algorithm import Release, Steps, Vector, clip_scales
 from flwr_ppsgd.models import predict
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population
-from flwr_ppsgd.simulation.thetas import Columns, Kind, cheapest, kept_columns, subtract_product, thetas
+from flwr_ppsgd.simulation.thetas import Columns, Kind, cheapest, costs, kept_columns, subtract_product, thetas
 
 ROWS_AT_ONCE = 128  # at least so many samples go into one product
 NUMBERS_AT_ONCE = 1 << 18  # beyond that, so many that a part of the cohort stays in the cache
@@ -261,15 +261,21 @@ def train(engine: CohortEngine, rounds: int, every: int, on_round: Callable[[int
     A setting whose measures leave for infinity is reported as diverged and stopped, the others go on.
     """
     first: dict[int, float] = {}
+    due = set(reported_rounds(rounds, every))
     for round_ in range(rounds + 1):
         if round_ and engine.places:
             engine.advance()
         if on_round:
             on_round(round_)
-        if every and engine.places and (round_ % every == 0 or round_ == rounds):
+        if engine.places and round_ in due:
             report = _report(round_, engine.measures(), first)
             engine.drop(set(report.diverged))
             yield report
+
+
+def reported_rounds(rounds: int, every: int) -> list[int]:
+    """Before the first round, after every so many and after the last; none where ``every`` is 0."""
+    return sorted({*range(0, rounds + 1, every), rounds}) if every else []
 
 
 def _report(round_: int, measures: dict[int, dict[str, float]], first: dict[int, float]) -> Report:
@@ -283,6 +289,14 @@ def _report(round_: int, measures: dict[int, dict[str, float]], first: dict[int,
 def _error(row: Mapping[str, float]) -> float:
     """The measure that grows as training fails."""
     return next((row[name] for name in ("excess_risk", "loss") if name in row), 0.0)
+
+
+def bytes_for(population: Population, settings: int, *, rounds: int, rate: float, average: bool) -> int:
+    """About how much memory so many settings side by side take, the data not included."""
+    columns = settings * population.outputs
+    way = costs(population, columns, rate * len(population) * rounds)[cheapest(population, columns, rate * len(population) * rounds)]
+    working = 8 * max(ROWS_AT_ONCE, population.batch_size) + 3 * population.features
+    return 8 * (way.fixed + columns * ((1 + average) * (way.numbers + population.features) + working))
 
 
 def _inner(left: NDArray[Any], right: NDArray[Any]) -> Vector:

@@ -24,6 +24,7 @@ from flwr_ppsgd.datasets import Synthetic, SyntheticLearner
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.settings import Settings, override
 from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation.population import Fresh, Population
 from flwr_ppsgd.statement import json_number
 from flwr_ppsgd.strategy import PPSGD
 
@@ -37,17 +38,21 @@ class Experiment(Settings):
     """Settings of a training together with the data it runs on.
 
     data: which data set. features, data_seed: of the synthetic problem. batch_size: samples a user draws in a round.
+    precision: of the cohort engine, float64 or float32.
     """
 
     data: str = "synthetic"
     features: int = 100
     data_seed: int = 0
     batch_size: int = 10
+    precision: str = "float64"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.data != "synthetic":
             raise ValueError(f"data must be 'synthetic', got {self.data!r}: no other data set is known")
+        if self.precision not in ("float64", "float32"):
+            raise ValueError(f"precision must be 'float64' or 'float32', got {self.precision!r}")
         for name, least in (("features", 5), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(
@@ -57,12 +62,17 @@ class Experiment(Settings):
     @classmethod
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """From a TOML file (default: the one that ships with the package), changed by ``overrides``."""
-        source = SHIPPED / "synthetic.toml" if path is None else path
-        try:
-            flat = tomllib.loads(source.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"{source}: cannot be read: {error}") from None
-        return cls.read(override(flat, overrides or {}), where=str(path or source.name))
+        flat, where = read_toml(path, "synthetic.toml")
+        return cls.read(override(flat, overrides or {}), where=where)
+
+
+def read_toml(path: Path | None, shipped: str) -> tuple[dict[str, Any], str]:
+    """The flat settings in a file, or in one that ships with the package, and how to name it in an error."""
+    source = SHIPPED / shipped if path is None else path
+    try:
+        return tomllib.loads(source.read_text(encoding="utf-8")), str(path or shipped)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{source}: cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,12 @@ Watch: TypeAlias = Callable[[int, Result, Ledger], None]
 @functools.lru_cache(maxsize=4)
 def _problem(users: int, features: int, seed: int) -> Synthetic:
     return Synthetic.draw(users, features, seed)
+
+
+def population_of(experiment: Experiment) -> Population:
+    """Everyone's data, for the cohort engine."""
+    problem = _problem(experiment.population, experiment.features, experiment.data_seed)
+    return Fresh(problem, experiment.batch_size)
 
 
 def synthetic_learner(context: Context) -> Learner:

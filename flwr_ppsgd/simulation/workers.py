@@ -1,0 +1,209 @@
+"""Blocks of a sweep on the cores of this machine, or on a Ray cluster. The same rows either way.
+
+Every worker is a fresh process with one thread, so that products are summed in the same order wherever they run.
+"""
+
+import importlib
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from flwr_ppsgd.simulation.cohort import reported_rounds
+from flwr_ppsgd.simulation.store import opened
+from flwr_ppsgd.simulation.sweep import Epsilons, Plan, Point, Row, Sweep, plan, run_block, with_epsilon
+
+Block: TypeAlias = Sequence[Point]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+QUIET_SECONDS = 0.2  # between two words of a worker about its progress
+
+
+class Progress(Protocol):
+    def __call__(self, block: int, round_: int, best: float) -> None:
+        """A block has come to this round; ``best`` is its best measure so far, NaN before the first."""
+        ...
+
+
+class Idle(Protocol):
+    def __call__(self) -> bool:
+        """Do some work while waiting; whether there is more."""
+        ...
+
+
+def on_this_machine(
+    flat: Mapping[str, Any], blocks: Sequence[Block], jobs: int, progress: Progress, idle: Idle
+) -> Iterator[list[Row]]:
+    """The rows of each block, as blocks finish."""
+    waiting = list(enumerate(blocks))[::-1]
+    busy: dict[Connection, tuple[int, Any]] = {}
+    with _one_thread():
+        try:
+            while waiting or busy:
+                while waiting and len(busy) < jobs:
+                    number, block = waiting.pop()
+                    connection, process = _start(flat, block)
+                    busy[connection] = (number, process)
+                more = idle()
+                for connection in wait(list(busy), timeout=0 if more else None):
+                    assert isinstance(connection, Connection)
+                    rows = _hear(connection, busy, progress)
+                    if rows is not None:
+                        yield rows
+        finally:
+            for connection, (_, process) in busy.items():
+                process.terminate()
+                process.join()
+                connection.close()
+
+
+def _hear(connection: Connection, busy: dict[Connection, tuple[int, Any]], progress: Progress) -> list[Row] | None:
+    """One message of a worker: its progress, or in the end its rows."""
+    number, process = busy[connection]
+    try:
+        kind, content = connection.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"the worker of block {number} ended with status {process.exitcode}: if it ran out of memory, begin anew "
+            "with a lower --memory"
+        ) from None
+    if kind == "progress":
+        progress(number, *content)
+        return None
+    del busy[connection]
+    connection.close()
+    process.join()
+    if kind == "error":
+        raise RuntimeError(f"block {number} failed: {content}")
+    rows: list[Row] = content
+    return rows
+
+
+def _start(flat: Mapping[str, Any], block: Block) -> tuple[Connection, Any]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, dict(flat), tuple(block)), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _work(connection: Connection, flat: Mapping[str, Any], block: Block) -> None:
+    """In the worker. Ctrl-C is for the parent to handle; a parent that has died breaks the pipe, which ends this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    last = 0.0
+
+    def tell(round_: int, best: float) -> None:
+        nonlocal last
+        if time.monotonic() > last + QUIET_SECONDS:
+            last = time.monotonic()
+            connection.send(("progress", (round_, best)))
+
+    message: tuple[str, object]
+    try:
+        message = ("rows", run_block(flat, block, tell))
+    except BrokenPipeError:
+        return
+    except Exception as error:
+        message = ("error", f"{type(error).__name__}: {error}")
+    connection.send(message)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Processes started meanwhile compute with one thread each."""
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def on_ray(
+    address: str, flat: Mapping[str, Any], blocks: Sequence[Block], progress: Progress, idle: Idle
+) -> Iterator[list[Row]]:
+    """The same on an existing Ray cluster, one core a block; ``local`` starts one on this machine."""
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError:
+        raise ValueError("--ray needs Ray: install flwr-ppsgd[simulation]") from None
+    try:
+        ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": ONE_THREAD}, logging_level="error")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ValueError(f"--ray {address}: no Ray cluster there ({str(error).splitlines()[0]}): give its address") from None
+    try:
+        remote: Callable[..., Any] = ray.remote(num_cpus=1)(run_block).remote
+        busy = {remote(dict(flat), tuple(block)): number for number, block in enumerate(blocks)}
+        while busy:
+            more = idle()
+            done, _ = ray.wait(list(busy), timeout=0 if more else None)
+            for reference in done:
+                rows: list[Row] = ray.get(reference)
+                progress(busy.pop(reference), max(row["round"] for row in rows), float("nan"))
+                yield rows
+    finally:
+        ray.shutdown()
+
+
+class Watch(Protocol):
+    """Who is told how a sweep goes."""
+
+    def begin(self, chosen: Plan, missing: Sequence[Block]) -> None: ...
+
+    def show(self, block: int, round_: int, best: float) -> None: ...
+
+
+def run_sweep(
+    sweep: Sweep, out: Path, watch: Watch, *, memory: int | None = None, jobs: int | None = None, ray: str | None = None
+) -> int:
+    """Run what is missing in ``out``; the number of settings that were. Ctrl-C loses only the blocks under way."""
+    proposed = plan(sweep, memory or free_memory() // 2, jobs or os.cpu_count() or 1)
+    with opened(out, sweep) as store:
+        chosen = store.plan(proposed)
+        missing = store.missing(chosen.blocks)
+        watch.begin(chosen, missing)
+        epsilons = Epsilons(sweep.base)
+        flat, idle = sweep.base.to_flat(), _pricing(sweep, missing, epsilons)
+        if ray:
+            finished = on_ray(ray, flat, missing, watch.show, idle)
+        else:
+            finished = on_this_machine(flat, missing, chosen.jobs, watch.show, idle)
+        with closing(finished):
+            for rows in finished:
+                store.append(with_epsilon(rows, epsilons))
+    return sum(map(len, missing))
+
+
+def _pricing(sweep: Sweep, blocks: Sequence[Block], epsilons: Epsilons) -> Idle:
+    """Works out one more ε at each call, while blocks are under way."""
+    noises = {point.noise_multiplier: point for block in blocks for point in block}
+    pending = itertools.product(noises.values(), reported_rounds(sweep.base.rounds, sweep.base.evaluate_every))
+
+    def price_one() -> bool:
+        for point, round_ in pending:
+            epsilons(point, round_)
+            return True
+        return False
+
+    return price_one
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or the control group this process is in, can still give."""
+    limits = []
+    for path, word in (("/proc/meminfo", "MemAvailable:"), ("/sys/fs/cgroup/memory.max", "")):
+        try:
+            lines = [line.removeprefix(word).split() for line in Path(path).read_text().splitlines() if word in line]
+            limits.append(int(lines[0][0]) * (1024 if word else 1))
+        except (OSError, ValueError, IndexError):  # not this system, or no limit
+            continue
+    return min(limits, default=4 << 30)
