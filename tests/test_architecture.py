@@ -12,7 +12,7 @@ import flwr_ppsgd
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 ORDER = [
     "algorithm", "noise", "privacy", "theory", "curator", "statement", "settings", "wire", "personal", "enrolment",
-    "rounds", "strategy", "client", "legacy", "audit", "models", "datasets", "simulation", "plots", "report",
+    "rounds", "strategy", "client", "legacy", "audit", "models", "datasets", "simulation", "plots", "figures", "report",
     "app", "cli",
 ]  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))

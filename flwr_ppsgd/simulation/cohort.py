@@ -27,7 +27,6 @@ ROWS_AT_ONCE = 128  # at least so many samples go into one product
 NUMBERS_AT_ONCE = 1 << 18  # beyond that, so many that a part of the cohort stays in the cache
 DIVERGED = 1e10  # a measure so many times its first value has left for infinity
 CANCELLED = 1e-6  # below this share of its bound, a squared norm from a Gram block has lost too many digits
-NO_GUARANTEE = "simulation noise"
 
 
 @dataclass(frozen=True)
