@@ -61,7 +61,9 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
-    engine: Annotated[Engine, typer.Option(help="Clients in this process, whole cohorts at once, or `flwr run`.")] = Engine.process,
+    engine: Annotated[
+        Engine, typer.Option(help="Clients in this process, whole cohorts at once, or `flwr run`.")
+    ] = Engine.process,
     out: Annotated[Path | None, typer.Option(help="Output directory; default: a new one under runs/.")] = None,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
@@ -96,7 +98,7 @@ def _run_here(experiment: "Experiment", out: Path, train: Callable[..., "Outcome
 
 
 @app.command()
-def sweep(
+def sweep(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
         Path | None, typer.Argument(help="An experiment TOML in which some settings are lists; default: a small one.")
     ] = None,

@@ -143,6 +143,10 @@ class SplitModel:
         """w as the module has it: the ``initial_arrays`` of a strategy."""
         return ArrayRecord({name: self._parameters[name].detach() for name in self._shared})
 
+    def initial_w(self) -> Vector:
+        """The same as one flat vector."""
+        return _flat(self._parameters[name] for name in self._shared)
+
     def initial_theta(self) -> Vector:
         """θ as the module has it."""
         return _flat(self._parameters[name] for name in self._personal)
@@ -166,6 +170,26 @@ class SplitModel:
         gradients = torch.func.grad(self._objective)(self._tensors(w, theta), *self._batch(rows), reduction)
         return _flat(gradients[name] for name in self._shared), _flat(gradients[name] for name in self._personal)
 
+    def cohort_gradients(
+        self, w: Vector, thetas: Matrix, rows: tuple[Rows, Rows], reduction: Reduction
+    ) -> tuple[Matrix, Matrix]:
+        """The same for many users at once, who share w and have minibatches of equal size; one row a user.
+
+        thetas: users × parameters. rows: x and y as users × m × …
+        """
+        self._module.train()
+        users = len(thetas)
+        shared, personal = self._split(w, self._shared, "w"), self._split(thetas, self._personal, "θ")
+
+        def objective(shared: dict[str, Tensor], personal: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return self._objective({**shared, **personal}, x, y, reduction)
+
+        by_user = torch.func.vmap(
+            torch.func.grad(objective, argnums=(0, 1)), in_dims=(None, 0, 0, 0), randomness="different"
+        )
+        g_w, g_theta = by_user(shared, personal, *self._batch(rows))
+        return _by_row(g_w, self._shared, users), _by_row(g_theta, self._personal, users)
+
     def evaluate(self, w: Vector, theta: Vector, rows: tuple[Rows, Rows]) -> dict[str, float]:
         """Mean loss, and accuracy for classes."""
         self._module.eval()
@@ -188,12 +212,14 @@ class SplitModel:
     def _tensors(self, w: Vector, theta: Vector) -> dict[str, Tensor]:
         return {**self._split(w, self._shared, "w"), **self._split(theta, self._personal, "θ")}
 
-    def _split(self, vector: Vector, names: list[str], block: str) -> dict[str, Tensor]:
+    def _split(self, vectors: Vector | Matrix, names: list[str], block: str) -> dict[str, Tensor]:
+        """Named parameters from one flat vector, or from a row for each user."""
         sizes = [self._parameters[name].numel() for name in names]
-        if len(vector) != sum(sizes):
-            raise ValueError(f"{block} has {len(vector)} parameters where the module's {names} have {sum(sizes)}")
-        parts = torch.split(torch.tensor(vector, dtype=self._dtype), sizes)
-        return {name: part.reshape(self._parameters[name].shape) for name, part in zip(names, parts, strict=True)}
+        *users, found = vectors.shape
+        if found != sum(sizes):
+            raise ValueError(f"{block} has {found} parameters where the module's {names} have {sum(sizes)}")
+        parts = zip(names, torch.split(torch.tensor(vectors, dtype=self._dtype), sizes, dim=-1), strict=True)
+        return {name: part.reshape(*users, *self._parameters[name].shape) for name, part in parts}
 
     def _flat_shared(self, w: ArrayRecord | Vector) -> Vector:
         return Layout.of(w).flatten(ArrayRecord({n: w[n] for n in self._shared})) if isinstance(w, ArrayRecord) else w
@@ -252,6 +278,10 @@ class SplitLearner:
 
 def _flat(tensors: Iterable[Tensor]) -> Vector:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double().numpy()
+
+
+def _by_row(gradients: dict[str, Tensor], names: list[str], users: int) -> Matrix:
+    return torch.cat([gradients[name].detach().reshape(users, -1) for name in names], dim=1).double().numpy()
 
 
 def _refuse_running_statistics(module: nn.Module) -> None:

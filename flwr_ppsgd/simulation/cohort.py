@@ -1,6 +1,6 @@
 """Whole cohorts, and many settings side by side, as a few matrix products: the cohort engine for linear models.
 
-Nothing of a user's own of size d×K is formed. ‖XᵀR‖² = ⟨R Rᵀ, X Xᵀ⟩, so the norms to clip come from m×m Gram blocks, and
+Nothing of a user's own of size d×K is formed. ‖XᵀR‖² = ⟨R Rᵀ, X Xᵀ⟩, so norms to clip come from m×m Gram blocks, and
 Σ_i clip(X_iᵀR_i) is one product Xᵀ(cR) over the stacked cohort. Settings are columns, so that one product serves all.
 They share cohorts, minibatches and standard normals (common random numbers): w_s = V_s − (s_w·z·C/D)_s·Σ_t n_t, and
 Σ_t n_t is the same for all.
@@ -11,7 +11,7 @@ float64. It sums in floating point, so what it adds is *simulation noise*: ε is
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -64,7 +64,7 @@ class CohortEngine:
         kind: Kind | None = None,
     ) -> None:
         self.cohort, self.reduction = settings[0].release.cohort, settings[0].release.reduction
-        _check_alike(population, settings)
+        check_alike(len(population), settings)
         self.population, self.dtype = population, np.dtype(dtype)
         self.places = sorted(range(len(settings)), key=lambda place: _block(settings[place].steps))
         self._set(dict(enumerate(settings)))
@@ -121,7 +121,7 @@ class CohortEngine:
         """Subtract s_w·Σ_i clip(g_i, C)/D from ``target`` and move θ_i, for the users of one batch."""
         residual = self._residual(batch)
         share = 1.0 / batch.counts if self.reduction == "mean" else np.ones(len(batch.counts))
-        users, m, _, outputs = residual.shape
+        users, m = residual.shape[:2]
         if self._clip.size:
             shared = residual[:, :, self._local :]
             scales = clip_scales(self._lengths(batch, shared, share), self._clip)
@@ -245,6 +245,16 @@ class CohortEngine:
         self._set(before)
 
 
+class Engine(Protocol):
+    """Many settings of one cohort, for any kind of model."""
+
+    @property
+    def places(self) -> list[int]: ...
+    def advance(self) -> None: ...
+    def measures(self) -> dict[int, dict[str, float]]: ...
+    def drop(self, gone: set[int]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Report:
     """The measures after a round, by the place of the setting; ``diverged`` were stopped here."""
@@ -254,7 +264,7 @@ class Report:
     diverged: frozenset[int] = frozenset()
 
 
-def train(engine: CohortEngine, rounds: int, every: int, on_round: Callable[[int], None] | None = None) -> Iterator[Report]:
+def train(engine: Engine, rounds: int, every: int, on_round: Callable[[int], None] | None = None) -> Iterator[Report]:
     """Run the rounds; report before the first one, after every so many and after the last. ``every=0``: never.
 
     A setting whose measures leave for infinity is reported as diverged and stopped, the others go on.
@@ -268,7 +278,8 @@ def train(engine: CohortEngine, rounds: int, every: int, on_round: Callable[[int
             on_round(round_)
         if engine.places and round_ in due:
             report = _report(round_, engine.measures(), first)
-            engine.drop(set(report.diverged))
+            if report.diverged:
+                engine.drop(set(report.diverged))
             yield report
 
 
@@ -292,15 +303,15 @@ def _error(row: Mapping[str, float]) -> float:
 
 def bytes_for(population: Population, settings: int, *, rounds: int, rate: float, average: bool) -> int:
     """About how much memory so many settings side by side take, the data not included."""
-    columns = settings * population.outputs
-    way = costs(population, columns, rate * len(population) * rounds)[cheapest(population, columns, rate * len(population) * rounds)]
+    columns, visits = settings * population.outputs, rate * len(population) * rounds
+    way = costs(population, columns, visits)[cheapest(population, columns, visits)]
     working = 8 * max(ROWS_AT_ONCE, population.batch_size) + 3 * population.features
     return 8 * (way.fixed + columns * ((1 + average) * (way.numbers + population.features) + working))
 
 
 def _inner(left: NDArray[Any], right: NDArray[Any]) -> Vector:
     """Σ over samples and outputs: users × settings."""
-    return np.einsum("umsk,umsk->us", left, right)
+    return np.asarray(np.einsum("umsk,umsk->us", left, right))
 
 
 def _columns(settings: Sequence[int], outputs: int) -> Indices:
@@ -312,7 +323,7 @@ def _block(steps: Steps) -> int:
     return 0 if not steps.publishes else 2 if steps.personal == 0 else 1
 
 
-def _check_alike(population: Population, settings: Sequence[Setting]) -> None:
+def check_alike(users: int, settings: Sequence[Setting]) -> None:
     """Settings side by side share cohorts and minibatches."""
     first = settings[0].release
     for setting in settings:
@@ -321,8 +332,8 @@ def _check_alike(population: Population, settings: Sequence[Setting]) -> None:
                 f"settings side by side share the cohort and total_batch, got {first} and {setting.release}: run those "
                 "with other cohorts separately"
             )
-    if first.cohort.population != len(population):
+    if first.cohort.population != users:
         raise ValueError(
-            f"the cohort is drawn from population={first.cohort.population} users but the data hold "
-            f"{len(population)}: set population={len(population)}"
+            f"the cohort is drawn from population={first.cohort.population} users but the data hold {users}: set "
+            f"population={users}"
         )

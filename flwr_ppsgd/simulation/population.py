@@ -40,7 +40,8 @@ class Batch:
 
     def dense(self) -> NDArray[Any]:
         """x as users × m × d."""
-        return self.x.toarray().reshape(*self.y.shape[:2], -1) if isinstance(self.x, sparse.csr_array) else self.x
+        dense = self.x.toarray() if isinstance(self.x, sparse.csr_array) else self.x
+        return np.asarray(dense).reshape(*self.y.shape[:2], -1)
 
     def gram(self) -> NDArray[Any]:
         """X_i X_iᵀ of each user: users × m × m."""
@@ -48,7 +49,7 @@ class Batch:
             m = self.y.shape[1]
             parts = (self.x[start : start + m] for start in range(0, self.x.shape[0], m))
             return np.stack([(part @ part.T).toarray() for part in parts])
-        return np.matmul(self.x, self.x.transpose(0, 2, 1))
+        return np.asarray(np.matmul(self.x, self.x.transpose(0, 2, 1)))
 
 
 class Fitted(Protocol):

@@ -99,8 +99,8 @@ class Store:
         """The plan this directory was begun with, or ``proposed`` from now on: blocks decide the last digits."""
         path = self._out / PLAN
         if not path.exists():
-            blocks = [[point.key() for point in block] for block in proposed.blocks]
-            replace_text(path, json.dumps({"bytes": proposed.bytes, "blocks": blocks}) + "\n")
+            keys = [[point.key() for point in block] for block in proposed.blocks]
+            replace_text(path, json.dumps({"bytes": proposed.bytes, "blocks": keys}) + "\n")
             return proposed
         kept = json.loads(path.read_text(encoding="utf-8"))
         blocks = tuple(tuple(Point.of(key) for key in block) for block in kept["blocks"])

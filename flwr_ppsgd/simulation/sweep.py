@@ -45,8 +45,9 @@ class Point:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
         """The setting that a row is about."""
-        values = {name: row[name.replace("_", "-")] for name in cls.__dataclass_fields__}
-        return cls(**{name: math.inf if value == "infinite" else value for name, value in values.items()})
+        values: dict[str, Any] = {name: row[name.replace("_", "-")] for name in cls.__dataclass_fields__}
+        infinite = {name: math.inf for name, value in values.items() if value == "infinite"}
+        return cls(**{**values, **infinite})
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ class Sweep:
     def _checked(self) -> Self:
         count = math.prod(len(values) for values in self.grid.values())
         if count > MOST_SETTINGS:
-            raise ValueError(f"{self.where}: a grid of {count} settings is more than {MOST_SETTINGS}: shorten its lists")
+            raise ValueError(
+                f"{self.where}: a grid of {count} settings is more than {MOST_SETTINGS}: shorten its lists"
+            )
         needs = {
             "insecure-seed": self.base.insecure_seed is not None,
             "noise-multiplier": self.base.noise_multiplier is not None,
@@ -85,7 +88,9 @@ class Sweep:
             if not given:
                 raise ValueError(f"{self.where}: {key!r} is missing: a sweep needs it, as in {key} = 1")
         if self.base.max_epsilon is not None:
-            raise ValueError(f"{self.where}: 'max-epsilon' has no meaning in a sweep, which shows every ε: leave it out")
+            raise ValueError(
+                f"{self.where}: 'max-epsilon' has no meaning in a sweep, which shows every ε: leave it out"
+            )
         return self
 
     def points(self) -> list[Point]:
@@ -235,4 +240,3 @@ def with_epsilon(rows: Sequence[Row], epsilons: Epsilons) -> list[Row]:
 def is_last(row: Mapping[str, Any], rounds: int) -> bool:
     """Whether a row is the last one of its setting."""
     return row["round"] == rounds or bool(row.get("diverged"))
-

@@ -1,8 +1,8 @@
 """Where the cohort engine keeps every θ_i of every setting, and which of two ways is the cheaper.
 
 ``Direct`` keeps θ_i itself, d × columns a user. ``Span`` uses that with finitely many samples θ_i stays in the span of
-the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i, n_i × columns, and the Gram matrix X_i X_iᵀ, so that a step of θ_i
-is a write of m rows and nothing of size d is touched. Both give the same numbers, to rounding.
+the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i, n_i × columns, and the Gram matrix X_i X_iᵀ, so that a step of
+θ_i is a write of m rows and nothing of size d is touched. Both give the same numbers, to rounding.
 """
 
 import functools
@@ -82,9 +82,9 @@ class Direct:
 
     def theta(self, user: int, average_over: int = 0) -> Columns:
         if not average_over:
-            return self._theta[user]
+            return np.asarray(self._theta[user])
         assert self._stood is not None
-        return self._stood[user] / average_over
+        return np.asarray(self._stood[user] / average_over)
 
     def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
         return np.asarray(x @ self.theta(user, average_over))

@@ -9,17 +9,18 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 from flwr_ppsgd.simulation.cohort import reported_rounds
 from flwr_ppsgd.simulation.store import opened
 from flwr_ppsgd.simulation.sweep import Epsilons, Plan, Point, Row, Sweep, plan, run_block, with_epsilon
 
 Block: TypeAlias = Sequence[Point]
+Link: TypeAlias = "Connection[Any, Any]"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 QUIET_SECONDS = 0.2  # between two words of a worker about its progress
 
@@ -38,10 +39,10 @@ class Idle(Protocol):
 
 def on_this_machine(
     flat: Mapping[str, Any], blocks: Sequence[Block], jobs: int, progress: Progress, idle: Idle
-) -> Iterator[list[Row]]:
+) -> Generator[list[Row]]:
     """The rows of each block, as blocks finish."""
     waiting = list(enumerate(blocks))[::-1]
-    busy: dict[Connection, tuple[int, Any]] = {}
+    busy: dict[Link, tuple[int, Any]] = {}
     with _one_thread():
         try:
             while waiting or busy:
@@ -50,9 +51,8 @@ def on_this_machine(
                     connection, process = _start(flat, block)
                     busy[connection] = (number, process)
                 more = idle()
-                for connection in wait(list(busy), timeout=0 if more else None):
-                    assert isinstance(connection, Connection)
-                    rows = _hear(connection, busy, progress)
+                for ready in wait(list(busy), timeout=0 if more else None):
+                    rows = _hear(cast(Link, ready), busy, progress)
                     if rows is not None:
                         yield rows
         finally:
@@ -62,7 +62,7 @@ def on_this_machine(
                 connection.close()
 
 
-def _hear(connection: Connection, busy: dict[Connection, tuple[int, Any]], progress: Progress) -> list[Row] | None:
+def _hear(connection: Link, busy: dict[Link, tuple[int, Any]], progress: Progress) -> list[Row] | None:
     """One message of a worker: its progress, or in the end its rows."""
     number, process = busy[connection]
     try:
@@ -85,7 +85,7 @@ def _hear(connection: Connection, busy: dict[Connection, tuple[int, Any]], progr
     return rows
 
 
-def _start(flat: Mapping[str, Any], block: Block) -> tuple[Connection, Any]:
+def _start(flat: Mapping[str, Any], block: Block) -> tuple[Link, Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs, dict(flat), tuple(block)), daemon=True)
@@ -94,7 +94,7 @@ def _start(flat: Mapping[str, Any], block: Block) -> tuple[Connection, Any]:
     return ours, process
 
 
-def _work(connection: Connection, flat: Mapping[str, Any], block: Block) -> None:
+def _work(connection: Link, flat: Mapping[str, Any], block: Block) -> None:
     """In the worker. Ctrl-C is for the parent to handle; a parent that has died breaks the pipe, which ends this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -130,7 +130,7 @@ def _one_thread() -> Iterator[None]:
 
 def on_ray(
     address: str, flat: Mapping[str, Any], blocks: Sequence[Block], progress: Progress, idle: Idle
-) -> Iterator[list[Row]]:
+) -> Generator[list[Row]]:
     """The same on an existing Ray cluster, one core a block; ``local`` starts one on this machine."""
     try:
         ray: Any = importlib.import_module("ray")
@@ -139,7 +139,9 @@ def on_ray(
     try:
         ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": ONE_THREAD}, logging_level="error")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--ray {address}: no Ray cluster there ({str(error).splitlines()[0]}): give its address") from None
+        raise ValueError(
+            f"--ray {address}: no Ray cluster there ({str(error).splitlines()[0]}): give its address"
+        ) from None
     try:
         remote: Callable[..., Any] = ray.remote(num_cpus=1)(run_block).remote
         busy = {remote(dict(flat), tuple(block)): number for number, block in enumerate(blocks)}
