@@ -112,9 +112,7 @@ class CohortEngine:
 
     def _parts(self, users: Indices) -> list[Indices]:
         """The cohort in parts small enough for the cache and large enough for a matrix product."""
-        m, columns = self.population.batch_size, len(self.settings) * self.population.outputs
-        per_user = m * columns + (self.population.features * columns if self.kind == "direct" else 0)
-        size = max(ROWS_AT_ONCE // m, NUMBERS_AT_ONCE // max(1, per_user), 1)
+        size = users_at_once(self.population, len(self.settings) * self.population.outputs, self.kind)
         return [users[start : start + size] for start in range(0, len(users), size)]
 
     def _step(self, batch: Batch, target: Columns) -> None:
@@ -304,9 +302,18 @@ def _error(row: Mapping[str, float]) -> float:
 def bytes_for(population: Population, settings: int, *, rounds: int, rate: float, average: bool) -> int:
     """About how much memory so many settings side by side take, the data not included."""
     columns, visits = settings * population.outputs, rate * len(population) * rounds
-    way = costs(population, columns, visits)[cheapest(population, columns, visits)]
-    working = 8 * max(ROWS_AT_ONCE, population.batch_size) + 3 * population.features
-    return 8 * (way.fixed + columns * ((1 + average) * (way.numbers + population.features) + working))
+    kind = cheapest(population, columns, visits)
+    way, d = costs(population, columns, visits)[kind], population.features
+    rows = min(users_at_once(population, columns, kind), len(population)) * population.batch_size
+    working = 6 * rows * columns + 3 * rows * d + 3 * d * columns
+    return 8 * (way.fixed + columns * (1 + average) * (way.numbers + d) + working)
+
+
+def users_at_once(population: Population, columns: int, kind: Kind) -> int:
+    """How many users go into one product: few enough for the cache, enough for a matrix product."""
+    m = population.batch_size
+    per_user = m * columns + (population.features * columns if kind == "direct" else 0)
+    return max(ROWS_AT_ONCE // m, NUMBERS_AT_ONCE // max(1, per_user), 1)
 
 
 def _inner(left: NDArray[Any], right: NDArray[Any]) -> Vector:
