@@ -310,10 +310,11 @@ def bytes_for(population: Population, settings: int, *, rounds: int, rate: float
 
 
 def users_at_once(population: Population, columns: int, kind: Kind) -> int:
-    """How many users go into one product: few enough for the cache, enough for a matrix product."""
-    m = population.batch_size
-    per_user = m * columns + (population.features * columns if kind == "direct" else 0)
-    return max(ROWS_AT_ONCE // m, NUMBERS_AT_ONCE // max(1, per_user), 1)
+    """How many users go into one product: few enough for the cache, enough for a matrix product, and as many as can
+    make do without a second array of the size of V."""
+    m, d = population.batch_size, population.features
+    per_user = m * columns + (d * columns if kind == "direct" else 0)
+    return max(d // m, ROWS_AT_ONCE // m, NUMBERS_AT_ONCE // max(1, per_user), 1)
 
 
 def _inner(left: NDArray[Any], right: NDArray[Any]) -> Vector:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.settings import override
+from flwr_ppsgd.settings import field_of, override
 from flwr_ppsgd.simulation.cohort import CohortEngine, Report, Setting, bytes_for, train
 from flwr_ppsgd.simulation.experiment import Experiment, population_of, read_toml
 from flwr_ppsgd.statement import json_number
@@ -109,6 +109,7 @@ class Sweep:
 
 
 def _check_list(key: str, values: list[Any], where: str) -> None:
+    field_of(key, Experiment, where)
     if key not in GRID:
         raise ValueError(f"{where}: {key!r} cannot be a list: only {', '.join(GRID)} can")
     if not values:

@@ -6,6 +6,7 @@ the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i, n_i × columns, and 
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -218,7 +219,7 @@ def _gemm(dtype: np.dtype[Any]) -> Any:
 
 def kept_columns(array: Columns, columns: Indices) -> Columns:
     """``array[..., columns]`` in the memory of ``array``: columns are increasing, so nothing is overwritten unread."""
-    flat, rows = array.reshape(-1), array.reshape(-1, array.shape[-1])
+    flat, rows = array.reshape(-1), array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
     step = max(1, (1 << 20) // max(1, array.shape[-1]))
     for start in range(0, len(rows), step):
         block = rows[start : start + step, columns]

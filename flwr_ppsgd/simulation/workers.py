@@ -42,59 +42,66 @@ def on_this_machine(
 ) -> Generator[list[Row]]:
     """The rows of each block, as blocks finish."""
     waiting = list(enumerate(blocks))[::-1]
-    busy: dict[Link, tuple[int, Any]] = {}
+    processes: dict[Link, Any] = {}
+    busy: dict[Link, int] = {}
     with _one_thread():
         try:
             while waiting or busy:
-                while waiting and len(busy) < jobs:
-                    number, block = waiting.pop()
-                    connection, process = _start(flat, block)
-                    busy[connection] = (number, process)
+                if waiting and len(processes) < min(jobs, len(blocks)):
+                    link, processes[link] = _start(flat)
+                    _give(link, waiting, busy)
+                    continue
                 more = idle()
                 for ready in wait(list(busy), timeout=0 if more else None):
-                    rows = _hear(cast(Link, ready), busy, progress)
+                    link = cast(Link, ready)
+                    rows = _hear(link, busy[link], processes[link], progress)
                     if rows is not None:
+                        del busy[link]
+                        _give(link, waiting, busy)
                         yield rows
         finally:
-            for connection, (_, process) in busy.items():
+            for link, process in processes.items():
                 process.terminate()
                 process.join()
-                connection.close()
+                link.close()
 
 
-def _hear(connection: Link, busy: dict[Link, tuple[int, Any]], progress: Progress) -> list[Row] | None:
+def _give(link: Link, waiting: list[tuple[int, Block]], busy: dict[Link, int]) -> None:
+    """The next block, where there is one."""
+    if waiting:
+        busy[link], block = waiting.pop()
+        link.send(tuple(block))
+
+
+def _hear(link: Link, block: int, process: Any, progress: Progress) -> list[Row] | None:
     """One message of a worker: its progress, or in the end its rows."""
-    number, process = busy[connection]
     try:
-        kind, content = connection.recv()
-    except EOFError:
+        kind, content = link.recv()
+    except (EOFError, ConnectionResetError):
         process.join()
         raise RuntimeError(
-            f"the worker of block {number} ended with status {process.exitcode}: if it ran out of memory, begin anew "
+            f"the worker of block {block} ended with status {process.exitcode}: if it ran out of memory, begin anew "
             "with a lower --memory"
         ) from None
-    if kind == "progress":
-        progress(number, *content)
-        return None
-    del busy[connection]
-    connection.close()
-    process.join()
     if kind == "error":
-        raise RuntimeError(f"block {number} failed: {content}")
+        raise RuntimeError(f"block {block} failed: {content}")
+    if kind == "progress":
+        progress(block, *content)
+        return None
     rows: list[Row] = content
     return rows
 
 
-def _start(flat: Mapping[str, Any], block: Block) -> tuple[Link, Any]:
+def _start(flat: Mapping[str, Any]) -> tuple[Link, Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, dict(flat), tuple(block)), daemon=True)
+    process = context.Process(target=_work, args=(theirs, dict(flat)), daemon=True)
     process.start()
     theirs.close()
     return ours, process
 
 
-def _work(connection: Link, flat: Mapping[str, Any], block: Block) -> None:
+def _work(link: Link, flat: Mapping[str, Any]) -> None:
     """In the worker. Ctrl-C is for the parent to handle; a parent that has died breaks the pipe, which ends this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -104,16 +111,15 @@ def _work(connection: Link, flat: Mapping[str, Any], block: Block) -> None:
         nonlocal last
         if time.monotonic() > last + QUIET_SECONDS:
             last = time.monotonic()
-            connection.send(("progress", (round_, best)))
+            link.send(("progress", (round_, best)))
 
-    message: tuple[str, object]
     try:
-        message = ("rows", run_block(flat, block, tell))
-    except BrokenPipeError:
+        while True:
+            link.send(("rows", run_block(flat, link.recv(), tell)))
+    except (EOFError, ConnectionError):
         return
     except Exception as error:
-        message = ("error", f"{type(error).__name__}: {error}")
-    connection.send(message)
+        link.send(("error", f"{type(error).__name__}: {error}"))
 
 
 @contextmanager
