@@ -117,13 +117,15 @@ def sweep(  # noqa: PLR0917 - typer's own way
     grid = Sweep.load(experiment, _overrides(settings or []))
     out = out or Path("runs") / (experiment.stem if experiment else "sweep")
     limit = _bytes(memory)
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with progress_bar("setting-rounds") as progress:
             run_sweep(grid, out, SweepBar(progress, grid.base.rounds), memory=limit, jobs=jobs, ray=ray)
     except KeyboardInterrupt:
         console.print(f"Interrupted. Finished blocks are in {out}/: the same command goes on from there.")
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     console.print(f"Rows: {out}/rows.jsonl   Figures: ppsgd plot {out}", highlight=False, soft_wrap=True)
     console.print(CAVEAT, highlight=False)
 

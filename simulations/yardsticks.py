@@ -73,7 +73,7 @@ def from_table(table: Table) -> Draw:
     return draw
 
 
-def table(users: int, samples: int, features: int, outputs: int) -> Table:
+def random_table(users: int, samples: int, features: int, outputs: int) -> Table:
     """Random rows, one class each."""
     source = np.random.default_rng(2)
     x = source.normal(size=(users * samples, features)).astype(np.float32)
@@ -109,10 +109,11 @@ def autograd_loop(module: nn.Module, draws: Iterator[Any], setting: Setting, per
             thetas[user] = thetas[user] - steps.personal * g_theta
             norm = torch.sqrt(sum((g**2).sum() for g in gradients)).item()  # type: ignore[arg-type, union-attr]
             for sum_, gradient in zip(total, gradients, strict=True):
-                sum_ += gradient / max(1.0, norm / release.clip_norm)
+                sum_.add_(gradient / max(1.0, norm / release.clip_norm))
         with torch.no_grad():
             for value, sum_ in zip(parameters.values(), total, strict=True):
-                value -= steps.shared * (sum_ + release.noise_std * torch.randn_like(sum_)) / release.denominator
+                noisy = sum_ + release.noise_std * torch.randn_like(sum_)
+                value.sub_(steps.shared * noisy / release.denominator)
         yield norm
 
 

@@ -319,7 +319,8 @@ def test_a_diverging_setting_is_reported_once_and_the_others_go_on() -> None:
     assert reports[-1].measures[2]["loss"] == pytest.approx(alone[-1].measures[0]["loss"], rel=1e-9)
 
 
-def test_dropping_keeps_every_other_setting(average: bool = True) -> None:
+@pytest.mark.parametrize("average", [False, True])
+def test_dropping_keeps_every_other_setting(average: bool) -> None:
     engine, whole = (CohortEngine(table(), grid_of(), seed=SEED, average=average) for _ in range(2))
     for round_ in range(ROUNDS):
         if round_ == 7:

@@ -64,7 +64,11 @@ def load(directory: Path, **changes: Any) -> Sweep:
 
 
 def in_this_process(
-    flat: dict[str, Any], blocks: Sequence[Sequence[Point]], jobs: int, progress: Any, idle: Any
+    flat: dict[str, Any],
+    blocks: Sequence[Sequence[Point]],
+    jobs: int,  # noqa: ARG001
+    progress: Any,
+    idle: Any,
 ) -> Iterator[list[Row]]:
     """The workers without processes, which take seconds to start."""
     for number, block in enumerate(blocks):
@@ -143,7 +147,8 @@ def test_a_setting_that_can_never_fit_is_refused(small: Sweep) -> None:
         plan(small, 1000, 1)
 
 
-def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("quick")
+def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path) -> None:
     """Each setting of the sweep as a run of its own, with its own ε."""
     run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
     rows = read_rows(tmp_path / "out")
@@ -161,7 +166,8 @@ def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path, quick: None
             assert own[row["round"]]["epsilon"] == (row["epsilon"] if row["epsilon"] < math.inf else "infinite")
 
 
-def test_diverged_settings_end_there_and_keep_no_infinity(small: Sweep, tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("quick")
+def test_diverged_settings_end_there_and_keep_no_infinity(small: Sweep, tmp_path: Path) -> None:
     run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
     diverged = [row for row in read_rows(tmp_path / "out") if row.get("diverged")]
     assert {row["step"] for row in diverged} == {1e8}
@@ -183,7 +189,8 @@ def test_epsilon_is_priced_once_for_all_settings_of_a_noise_level(
     assert epsilons(small.points()[0], 6) == 0.0
 
 
-def test_a_finished_sweep_has_nothing_left_to_do(small: Sweep, tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_finished_sweep_has_nothing_left_to_do(small: Sweep, tmp_path: Path) -> None:
     assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 30
     before = (tmp_path / "out" / store.ROWS).read_bytes()
     assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 0
@@ -191,9 +198,8 @@ def test_a_finished_sweep_has_nothing_left_to_do(small: Sweep, tmp_path: Path, q
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(
-    small: Sweep, tmp_path: Path, quick: None, seed: int
-) -> None:
+@pytest.mark.usefixtures("quick")
+def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(small: Sweep, tmp_path: Path, seed: int) -> None:
     """What a kill can leave behind: whole rows and a torn one, of any block."""
     run_sweep(small, tmp_path / "whole", Silent(), memory=60_000)
     run_sweep(small, tmp_path / "cut", Silent(), memory=60_000)
@@ -204,7 +210,8 @@ def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(
     assert sorted_bytes(tmp_path / "cut") == sorted_bytes(tmp_path / "whole")
 
 
-def test_blocks_of_a_directory_stay_as_they_were(small: Sweep, tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("quick")
+def test_blocks_of_a_directory_stay_as_they_were(small: Sweep, tmp_path: Path) -> None:
     """Another limit or number of jobs does not regroup settings; one that is too low is refused."""
     first, again = Silent(), Silent()
     run_sweep(small, tmp_path / "out", first, memory=60_000)
@@ -218,7 +225,8 @@ def test_blocks_of_a_directory_stay_as_they_were(small: Sweep, tmp_path: Path, q
         run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
 
 
-def test_a_directory_of_another_experiment_is_refused(small: Sweep, tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_directory_of_another_experiment_is_refused(small: Sweep, tmp_path: Path) -> None:
     run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     with pytest.raises(ValueError, match=r"out holds the results of another experiment: its rounds is 6, here it is 7"):
@@ -234,14 +242,16 @@ def test_a_directory_that_holds_something_else_is_refused(small: Sweep, tmp_path
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
 
 
-def test_a_second_sweep_in_one_directory_is_refused(small: Sweep, tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_second_sweep_in_one_directory_is_refused(small: Sweep, tmp_path: Path) -> None:
     """The lock goes with the process: nothing has to be cleaned up after a kill."""
     with opened(tmp_path / "out", small), pytest.raises(ValueError, match="another sweep is writing here"):
         run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
     assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 30
 
 
-def test_a_damaged_row_is_named(small: Sweep, tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_damaged_row_is_named(small: Sweep, tmp_path: Path) -> None:
     run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
     path = tmp_path / "out" / store.ROWS
     path.write_bytes(b"{}\n" + path.read_bytes())
@@ -264,7 +274,8 @@ def test_processes_and_ray_give_the_rows_of_this_process(tmp_path: Path, monkeyp
     assert sorted_bytes(tmp_path / "ray") == sorted_bytes(tmp_path / "here")
 
 
-def test_an_address_without_a_cluster_is_refused(small: Sweep, tmp_path: Path) -> None:
+def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
+    load(tmp_path)
     pytest.importorskip("ray", reason="--ray needs the simulation extra")
     command = [sys.executable, "-W", "ignore", "-m", "flwr_ppsgd.cli", "sweep", tmp_path / "grid.toml"]
     more = ["--out", tmp_path / "out", "--ray", "no-such-scheme://x"]
