@@ -107,7 +107,7 @@ def autograd_loop(module: nn.Module, draws: Iterator[Any], setting: Setting, per
             loss = nn.functional.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y))
             *gradients, g_theta = torch.autograd.grad(loss, [*parameters.values(), own])
             thetas[user] = thetas[user] - steps.personal * g_theta
-            norm = torch.sqrt(sum((g**2).sum() for g in gradients)).item()  # type: ignore[arg-type, union-attr]
+            norm = torch.sqrt(sum((g**2).sum() for g in gradients)).item()  # type: ignore[arg-type]
             for sum_, gradient in zip(total, gradients, strict=True):
                 sum_.add_(gradient / max(1.0, norm / release.clip_norm))
         with torch.no_grad():

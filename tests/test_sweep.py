@@ -37,6 +37,7 @@ FLAT: dict[str, Any] = {
     "evaluate-every": 3,
 }
 GIGABYTE = 10**9
+COMMAND = [sys.executable, "-W", "ignore", "-m", "flwr_ppsgd.cli", "sweep"]
 
 
 class Silent:
@@ -180,8 +181,12 @@ def test_epsilon_is_priced_once_for_all_settings_of_a_noise_level(
     small: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Ledger] = []
-    real = Ledger.epsilon
-    monkeypatch.setattr(Ledger, "epsilon", lambda self: asked.append(self) or real(self))
+
+    def counted(self: Ledger) -> float:
+        asked.append(self)
+        return 1.0
+
+    monkeypatch.setattr(Ledger, "epsilon", counted)
     epsilons = Epsilons(small.base)
     for point in small.points():
         epsilons(point, 3)
@@ -267,9 +272,8 @@ def test_processes_and_ray_give_the_rows_of_this_process(tmp_path: Path, monkeyp
     run_sweep(small, tmp_path / "here", Silent(), memory=GIGABYTE, jobs=2)
     assert sorted_bytes(tmp_path / "processes") == sorted_bytes(tmp_path / "here")
     pytest.importorskip("ray", reason="--ray needs the simulation extra")
-    command = [sys.executable, "-W", "ignore", "-m", "flwr_ppsgd.cli", "sweep", tmp_path / "grid.toml"]
-    more = ["--out", tmp_path / "ray", "--jobs", "2", "--ray", "local"]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=240, check=False)
+    command = [*COMMAND, str(tmp_path / "grid.toml"), "--out", str(tmp_path / "ray"), "--jobs", "2", "--ray", "local"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted_bytes(tmp_path / "ray") == sorted_bytes(tmp_path / "here")
 
@@ -277,9 +281,8 @@ def test_processes_and_ray_give_the_rows_of_this_process(tmp_path: Path, monkeyp
 def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
     load(tmp_path)
     pytest.importorskip("ray", reason="--ray needs the simulation extra")
-    command = [sys.executable, "-W", "ignore", "-m", "flwr_ppsgd.cli", "sweep", tmp_path / "grid.toml"]
-    more = ["--out", tmp_path / "out", "--ray", "no-such-scheme://x"]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=120, check=False)
+    command = [*COMMAND, str(tmp_path / "grid.toml"), "--out", str(tmp_path / "out"), "--ray", "no-such-scheme://x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("ppsgd: --ray no-such-scheme://x")
     assert len(done.stderr.splitlines()) == 1
@@ -292,7 +295,7 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(
     """Killed for real once some blocks are done, and resumed; no worker is left behind."""
     sweep = load(tmp_path, rounds=60, evaluate_every=20, insecure_seed=[1, 2, 3, 4], population=200)
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "flwr_ppsgd.cli", "sweep", tmp_path / "grid.toml", "--out", out, "--jobs", "1"]
+    command = [*COMMAND, str(tmp_path / "grid.toml"), "--out", str(out), "--jobs", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (out / store.ROWS).exists() and time.monotonic() < deadline and process.poll() is None:

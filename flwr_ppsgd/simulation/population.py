@@ -75,7 +75,6 @@ class Population(Protocol):
     outputs: int
     batch_size: int
     loss: Loss
-    sizes: Indices | None  # n_i; None where samples are always fresh
 
     def __len__(self) -> int: ...
 
@@ -175,7 +174,6 @@ class Fresh:
     """The synthetic problem: every minibatch is new, and the excess risk has a closed form."""
 
     outputs = 1
-    sizes: Indices | None = None
     loss: Loss = "squared"
 
     def __init__(self, problem: Synthetic, batch_size: int) -> None:

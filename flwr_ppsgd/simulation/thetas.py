@@ -185,7 +185,7 @@ def costs(population: Population, columns: int, visits: float) -> dict[Kind, Cos
     ways: dict[Kind, Cost] = {"direct": Cost(2.0 * visits * m * d * columns, users * d, 0)}
     if isinstance(population, Table):
         n, squares = int(population.offsets[-1]), int((population.sizes.astype(float) ** 2).sum())
-        stored = d * (population.x.nnz / population.x.shape[0] / d if sparse.issparse(population.x) else 1.0)
+        stored = population.x.nnz / n if isinstance(population.x, sparse.csr_array) else d
         used = min(1.0, visits / users)  # Gram matrices of users who never take part are never made
         work = visits * m * (n / users + 1) * columns + used * squares * stored
         ways["span"] = Cost(work, n, squares)
