@@ -142,7 +142,7 @@ def figure_2(every: Sequence[Mean], measure: str, path: Path) -> bool:
             axes.plot([m.epsilon for m in points], [m.value for m in points], label=name_of(a), lw=1.5, ms=5, **look)
     front = [m for z in levels if (m := best([mean for (a, n), (mean,) in curves.items() if n in (z, None)], measure))]
     at = [next(curves[a, z][0].epsilon for a in alphas(curves) if (a, z) in curves) for z in levels]
-    axes.plot(at, [m.value for m in front], color="0.55", lw=7, alpha=0.55, zorder=0, label="best over αQ")
+    axes.plot(at, [m.value for m in front], "o-", color="0.55", lw=7, ms=13, alpha=0.55, zorder=0, label="best over αQ")
     axes.set(xlabel="ε at the end of training (zero-out neighbours)", ylabel=MEASURE_NAMES.get(measure, measure))
     axes.set_xscale("log")
     if measure != "accuracy":

@@ -36,11 +36,18 @@ def learning_curves(
     plt.close(figure)
 
 
+class _Plain(LogFormatter):
+    """0.1 for 1e-01, at the same ticks."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def log_scale(axes: Axes) -> None:
     """A logarithmic ordinate with plain numbers."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))
-    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    axes.yaxis.set_major_formatter(_Plain(labelOnlyBase=False))
+    axes.yaxis.set_minor_formatter(_Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
 
 
 def draw_run(outcome: Outcome, directory: Path) -> None:

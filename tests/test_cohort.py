@@ -30,11 +30,11 @@ from tests.toy import flat
 
 SIZES = np.array([3, 25, 10, 11, 4, 17, 30, 10, 1, 12, 20, 9])  # so that m_i is 1, 3, 4, 9 or 10
 OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])
-USERS, FEATURES, CLASSES, BATCH, SEED, ROUNDS = len(SIZES), 7, 3, 10, 3, 15
+USERS, FEATURES, CLASSES, BATCH, SEED, ROUNDS = len(SIZES), 7, 3, 10, 3, 10
 SOURCE = np.random.default_rng(0)
 X = SOURCE.normal(size=(OFFSETS[-1], FEATURES)) * (SOURCE.random((OFFSETS[-1], FEATURES)) < 0.6)
 Y = np.eye(CLASSES)[SOURCE.integers(CLASSES, size=OFFSETS[-1])]
-COHORT = Poisson(USERS, 0.3)  # of 15 cohorts some are empty, some hold one user
+COHORT = Poisson(USERS, 0.3)  # cohorts of 1 to 6 users
 KINDS: list[Kind] = ["direct", "span"]
 EXACT = 1e-9  # relative
 
@@ -81,6 +81,14 @@ def close(ours: Vector, theirs: Vector, rel: float = EXACT) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=rel * max(float(np.abs(theirs).max()), 1e-12))
 
 
+def check_all(
+    engine: CohortEngine | NetworkEngine, place: int, w: Vector, thetas: list[Vector], rel: float = EXACT
+) -> None:
+    """w, and everyone's θ."""
+    close(engine.w(place), w, rel)
+    close(np.array([engine.theta(place, user) for user in range(len(thetas))]), np.array(thetas), rel)
+
+
 @pytest.mark.parametrize("sparse_x", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("loss", "total"), [("squared", None), ("softmax", None), ("squared", 100)])
@@ -94,10 +102,7 @@ def test_every_setting_is_that_of_the_algorithm_round_by_round(
     for _ in range(ROUNDS):
         engine.advance()
         for place, reference in enumerate(references):
-            w, thetas = next(reference)
-            close(engine.w(place), w)
-            for user, theta in enumerate(thetas):
-                close(engine.theta(place, user), theta)
+            check_all(engine, place, *next(reference))
 
 
 @pytest.mark.parametrize("cohort", [FixedSize(USERS, 4), Poisson(USERS, 1.0)], ids=["fixed size", "everyone"])
@@ -170,7 +175,7 @@ def through_flower(
 def test_the_in_process_grid_gives_the_same_round_by_round(
     kind: Kind, average: bool, grid_off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the grid on, each sum is off by its clip margin (1e-9·C a user) and its spacing, over 15 rounds."""
+    """With the grid on, each sum is off by its clip margin (1e-9·C a user) and its spacing, over 10 rounds."""
     if grid_off:
         monkeypatch.setattr(Curator, "open_sum", lambda self, size: PlainSum(size, self.release))
     settings = [setting for setting in grid_of() if setting.release.noise_multiplier == 1.0]
@@ -182,9 +187,7 @@ def test_the_in_process_grid_gives_the_same_round_by_round(
         for place, setting in enumerate(settings):
             w, thetas = flower[place][round_]
             rel = EXACT if grid_off else 1e-6 if setting.release.clip_norm < 1e3 else 1e-4
-            close(engine.w(place), w, rel)
-            for user, theta in enumerate(thetas):
-                close(engine.theta(place, user), theta, rel)
+            check_all(engine, place, w, thetas, rel)
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["last iterate", "average iterate"])
@@ -211,10 +214,7 @@ def test_networks_by_vmap_are_those_of_the_in_process_grid(
     for round_ in range(6):
         engine.advance()
         for place in range(len(settings)):
-            w, thetas = flower[place][round_]
-            close(engine.w(place), w)
-            for user, theta in enumerate(thetas):
-                close(engine.theta(place, user), theta)
+            check_all(engine, place, *flower[place][round_])
     check_network_measures(engine, model, tests, sizes)
 
 

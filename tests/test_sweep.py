@@ -187,11 +187,18 @@ def test_epsilon_is_priced_once_for_all_settings_of_a_noise_level(
         return 1.0
 
     monkeypatch.setattr(Ledger, "epsilon", counted)
+    monkeypatch.setattr(Ledger, "quick_epsilon", lambda _: 2.0)
     epsilons = Epsilons(small.base)
     for point in small.points():
         epsilons(point, 3)
     assert len(asked) == 2
     assert epsilons(small.points()[0], 6) == 0.0
+
+
+def test_epsilon_at_tiny_noise_is_finite_and_silent(tmp_path: Path) -> None:
+    """PLD overflows at (z = .1, q = .017, 300 rounds); RDP is a bound, too."""
+    sweep = load(tmp_path, noise_multiplier=0.1, rate=10 / 580, rounds=300)
+    assert 0 < Epsilons(sweep.base)(sweep.points()[-1], 300) < math.inf
 
 
 @pytest.mark.usefixtures("quick")

@@ -105,13 +105,11 @@ class Span:
         self._stood: Columns | None = np.zeros(shape, dtype) if average else None
         self._grams: dict[int, NDArray[Any]] = {}
         self._crosses: dict[int, NDArray[Any]] = {}
+        self._latest: Batch | None = None
+        self._products: list[tuple[slice, Indices, NDArray[Any]]] = []
 
     def _own(self, user: int) -> slice:
         return slice(int(self._table.offsets[user]), int(self._table.offsets[user + 1]))
-
-    def _rows(self, batch: Batch, place: int) -> Indices:
-        assert batch.rows is not None
-        return batch.rows[place, : batch.counts[place]]
 
     def _gram(self, user: int) -> NDArray[Any]:
         """X_i X_iᵀ, kept."""
@@ -119,27 +117,38 @@ class Span:
             self._grams[user] = _product(self._table.own(user), self._table.own(user), self._a.dtype)
         return self._grams[user]
 
+    def _against_own(self, batch: Batch) -> list[tuple[slice, Indices, NDArray[Any]]]:
+        """Of each user: where their rows are, which of them are in the batch, and the products of those with all."""
+        if self._latest is not batch:
+            assert batch.rows is not None
+            found = []
+            for user, rows, count in zip(batch.users.tolist(), batch.rows, batch.counts.tolist(), strict=True):
+                own = self._own(user)
+                drawn = rows[:count] - own.start
+                found.append((own, drawn, self._gram(user)[drawn]))
+            self._latest, self._products = batch, found
+        return self._products
+
     def scores(self, batch: Batch) -> Columns:
         out = np.zeros((*batch.y.shape[:2], self._a.shape[1]), self._a.dtype)
-        for place, user in enumerate(batch.users.tolist()):
-            rows, own = self._rows(batch, place), self._own(user)
-            np.matmul(self._gram(user)[rows - own.start], self._a[own], out=out[place, : len(rows)])
+        for place, (own, drawn, products) in enumerate(self._against_own(batch)):
+            np.matmul(products, self._a[own], out=out[place, : len(drawn)])
         return np.negative(out, out=out)
 
     def gram(self, batch: Batch) -> NDArray[Any]:
         blocks = np.zeros((*batch.y.shape[:2], batch.y.shape[1]), self._a.dtype)
-        for place, user in enumerate(batch.users.tolist()):
-            rows = self._rows(batch, place) - self._own(user).start
-            blocks[place, : len(rows), : len(rows)] = self._gram(user)[rows[:, None], rows]
+        for place, (_, drawn, products) in enumerate(self._against_own(batch)):
+            blocks[place, : len(drawn), : len(drawn)] = products[:, drawn]
         return blocks
 
     def step(self, batch: Batch, residual: Columns) -> None:
-        for place in range(len(batch.users)):
-            rows = self._rows(batch, place)
-            if len(set(rows.tolist())) == len(rows):
-                self._a[rows] += residual[place, : len(rows)]
-            else:  # the end of one epoch and the start of the next can hold the same row
-                np.add.at(self._a, rows, residual[place, : len(rows)])
+        assert batch.rows is not None
+        present = np.arange(batch.rows.shape[1]) < batch.counts[:, None]
+        rows, moved = batch.rows[present], residual[present]
+        if len(np.unique(rows)) == len(rows):
+            self._a[rows] += moved
+        else:  # the end of one epoch and the start of the next can hold the same row
+            np.add.at(self._a, rows, moved)
 
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
