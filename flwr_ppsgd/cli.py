@@ -3,7 +3,6 @@
 import enum
 import json
 import logging
-import math
 import re
 import signal
 import sys
@@ -22,7 +21,7 @@ from flwr_ppsgd.privacy import Ledger
 
 if TYPE_CHECKING:
     from flwr_ppsgd.simulation.experiment import Experiment, Outcome
-    from flwr_ppsgd.simulation.sweep import Plan, Point
+    from flwr_ppsgd.simulation.sweep import Best, Plan, Point
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Personalized-Private-SGD for Flower.")
 console = Console()
@@ -168,7 +167,7 @@ class SweepBar:
         self._progress, self._rounds = progress, rounds
         self._sizes: list[int] = []
         self._done: dict[int, int] = {}
-        self._best: dict[int, float] = {}
+        self._best: dict[int, Best] = {}
 
     def begin(self, chosen: "Plan", missing: "Sequence[Sequence[Point]]") -> None:
         self._progress.console.print(str(chosen), highlight=False, soft_wrap=True)
@@ -178,11 +177,14 @@ class SweepBar:
         total = self._start + sum(self._sizes) * self._rounds
         self._task = self._progress.add_task("sweep", total=total, completed=self._start, state="")
 
-    def show(self, block: int, round_: int, best: float) -> None:
+    def show(self, block: int, round_: int, best: "Best | None") -> None:
+        from flwr_ppsgd.simulation.sweep import best_among
+
         self._done[block] = self._sizes[block] * round_
-        if not math.isnan(best):
-            self._best[block] = best
-        shown = f"best so far {min(self._best.values()):.4g}" if self._best else ""
+        leading = best_among([*self._best.values(), *([best] if best else [])])
+        if leading:
+            self._best[block] = leading
+        shown = "best so far: {} {:.4g}".format(*leading) if leading else ""
         self._progress.update(self._task, completed=self._start + sum(self._done.values()), state=shown)
 
 

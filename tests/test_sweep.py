@@ -20,7 +20,7 @@ from flwr_ppsgd import Ledger
 from flwr_ppsgd.simulation import store, workers
 from flwr_ppsgd.simulation.experiment import population_of, run_as_cohort
 from flwr_ppsgd.simulation.store import opened, read_rows
-from flwr_ppsgd.simulation.sweep import Epsilons, Plan, Point, Row, Sweep, plan, run_block
+from flwr_ppsgd.simulation.sweep import Best, Epsilons, Plan, Point, Row, Sweep, best_among, plan, run_block
 from flwr_ppsgd.simulation.workers import run_sweep
 
 FLAT: dict[str, Any] = {
@@ -50,7 +50,7 @@ class Silent:
     def begin(self, chosen: Plan, missing: Sequence[Sequence[Point]]) -> None:
         self.plan, self.missing = chosen, missing
 
-    def show(self, block: int, round_: int, best: float) -> None: ...
+    def show(self, block: int, round_: int, best: Best | None) -> None: ...
 
 
 @pytest.fixture
@@ -341,3 +341,9 @@ def test_the_shipped_sweep_is_the_full_size_problem() -> None:
     sweep = Sweep.load(None)
     assert (sweep.base.population, sweep.base.features, len(sweep.points())) == (1000, 100, 42)
     assert len(population_of(sweep.base)) == 1000
+
+
+def test_the_best_so_far_is_the_highest_accuracy_or_the_lowest_risk() -> None:
+    assert best_among([("accuracy", 0.3), ("accuracy", 0.9)]) == ("accuracy", 0.9)
+    assert best_among([("excess_risk", 0.3), ("excess_risk", 0.9)]) == ("excess_risk", 0.3)
+    assert best_among([]) is None

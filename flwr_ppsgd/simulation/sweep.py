@@ -27,6 +27,7 @@ DIGITS = 10  # of a measure in a row
 CAVEAT = "ε is per setting, as if it alone had been run; choosing among settings is not covered. Simulation noise."
 
 Row: TypeAlias = dict[str, Any]
+Best: TypeAlias = tuple[str, float]  # a measure and its value
 
 
 @dataclass(frozen=True, order=True)
@@ -173,16 +174,17 @@ def setting_of(base: Experiment, point: Point) -> Setting:
 
 
 def run_block(
-    flat: Mapping[str, Any], points: Sequence[Point], on_report: Callable[[int, float], None] | None = None
+    flat: Mapping[str, Any], points: Sequence[Point], on_report: Callable[[int, Best | None], None] | None = None
 ) -> list[Row]:
-    """The rows of one block, without ε. ``on_report`` hears the round and the best measure so far."""
+    """The rows of one block, without ε. ``on_report`` hears the round and the best measure at its last report."""
     base = Experiment.read(flat, where="sweep")
     settings = [setting_of(base, point) for point in points]
     engine = CohortEngine(
         population_of(base), settings, seed=points[0].seed, rounds=base.rounds, average=base.average,
         dtype=base.precision,
     )  # fmt: skip
-    keys, rows, best = [point.key() for point in points], [], math.nan
+    keys, rows = [point.key() for point in points], []
+    best: Best | None = None
 
     def tell(round_: int) -> None:
         if on_report:
@@ -208,14 +210,17 @@ def measure_of(row: Mapping[str, Any]) -> str:
     return next(name for name in ("accuracy", "excess_risk", "loss") if name in row)
 
 
-def best_of(report: Report) -> float:
+def best_of(report: Report) -> Best | None:
     """The best measure among the settings of a report that still go on."""
-    rows = [row for place, row in report.measures.items() if place not in report.diverged]
-    if not rows or not rows[0]:
-        return math.nan
-    name = measure_of(rows[0])
-    values = [row[name] for row in rows]
-    return max(values) if name == "accuracy" else min(values)
+    rows = [row for place, row in report.measures.items() if place not in report.diverged and row]
+    return best_among([(measure_of(row), row[measure_of(row)]) for row in rows])
+
+
+def best_among(found: Sequence[Best]) -> Best | None:
+    """The highest accuracy, or the lowest risk or loss."""
+    if not found:
+        return None
+    return max(found) if found[0][0] == "accuracy" else min(found)
 
 
 class Epsilons:

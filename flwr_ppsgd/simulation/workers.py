@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from flwr_ppsgd.simulation.cohort import reported_rounds
 from flwr_ppsgd.simulation.store import opened
-from flwr_ppsgd.simulation.sweep import Epsilons, Plan, Point, Row, Sweep, plan, run_block, with_epsilon
+from flwr_ppsgd.simulation.sweep import Best, Epsilons, Plan, Point, Row, Sweep, plan, run_block, with_epsilon
 
 Block: TypeAlias = Sequence[Point]
 Link: TypeAlias = "Connection[Any, Any]"
@@ -26,8 +26,8 @@ QUIET_SECONDS = 0.2  # between two words of a worker about its progress
 
 
 class Progress(Protocol):
-    def __call__(self, block: int, round_: int, best: float) -> None:
-        """A block has come to this round; ``best`` is its best measure so far, NaN before the first."""
+    def __call__(self, block: int, round_: int, best: Best | None) -> None:
+        """A block has come to this round; ``best`` is its best measure there, None before the first."""
         ...
 
 
@@ -107,7 +107,7 @@ def _work(link: Link, flat: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     last = 0.0
 
-    def tell(round_: int, best: float) -> None:
+    def tell(round_: int, best: Best | None) -> None:
         nonlocal last
         if time.monotonic() > last + QUIET_SECONDS:
             last = time.monotonic()
@@ -156,7 +156,7 @@ def on_ray(
             done, _ = ray.wait(list(busy), timeout=0 if more else None)
             for reference in done:
                 rows: list[Row] = ray.get(reference)
-                progress(busy.pop(reference), max(row["round"] for row in rows), float("nan"))
+                progress(busy.pop(reference), max(row["round"] for row in rows), None)
                 yield rows
     finally:
         ray.shutdown()
@@ -167,7 +167,7 @@ class Watch(Protocol):
 
     def begin(self, chosen: Plan, missing: Sequence[Block]) -> None: ...
 
-    def show(self, block: int, round_: int, best: float) -> None: ...
+    def show(self, block: int, round_: int, best: Best | None) -> None: ...
 
 
 def run_sweep(
