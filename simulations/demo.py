@@ -1,6 +1,6 @@
 """Figure 1a of the paper at one noise level, on its full-size synthetic problem: who learns best, and for which ε?
 
-A sweep of 42 settings side by side. Takes well under a minute.
+A sweep of 36 settings side by side. Takes well under a minute.
 """
 
 import logging

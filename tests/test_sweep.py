@@ -339,7 +339,7 @@ def test_memory_that_is_free_is_known() -> None:
 
 def test_the_shipped_sweep_is_the_full_size_problem() -> None:
     sweep = Sweep.load(None)
-    assert (sweep.base.population, sweep.base.features, len(sweep.points())) == (1000, 100, 42)
+    assert (sweep.base.population, sweep.base.features, len(sweep.points())) == (1000, 100, 36)
     assert len(population_of(sweep.base)) == 1000
 
 
