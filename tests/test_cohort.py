@@ -208,10 +208,10 @@ def test_networks_by_vmap_are_those_of_the_in_process_grid(
     engine = NetworkEngine(model, batches, settings, seed=SEED, average=average, tests=tests)
     w0 = model.initial_w()
     flower = [
-        list(through_flower(lambda i: model.learner(batches[i]), setting, w0, average, rounds=6))
+        list(through_flower(lambda i: model.learner(batches[i]), setting, w0, average, rounds=4))
         for setting in settings
     ]
-    for round_ in range(6):
+    for round_ in range(4):
         engine.advance()
         for place in range(len(settings)):
             check_all(engine, place, *flower[place][round_])
