@@ -7,7 +7,7 @@ export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
 .PHONY: demo swap test check bench clean
 
-demo: $(BIN)/.installed          ## three ways to learn, one picture and an epsilon
+demo: $(BIN)/.installed          ## Figure 1a at one noise level: a sweep on the full-size synthetic problem
 	$(BIN)/python simulations/demo.py
 
 swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrapper and PPSGD, one picture

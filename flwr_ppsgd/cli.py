@@ -3,8 +3,11 @@
 import enum
 import json
 import logging
+import re
+import signal
 import sys
 import tomllib
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from flwr_ppsgd.privacy import Ledger
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.simulation.experiment import Experiment
+    from flwr_ppsgd.simulation.experiment import Experiment, Outcome
+    from flwr_ppsgd.simulation.sweep import Best, Plan, Point
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +36,7 @@ class Engine(enum.StrEnum):
     """Where clients run."""
 
     process = "process"
+    cohort = "cohort"
     flower = "flower"
 
 
@@ -60,7 +65,9 @@ def run(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
-    engine: Annotated[Engine, typer.Option(help="In this process, or through `flwr run` (Ray).")] = Engine.process,
+    engine: Annotated[
+        Engine, typer.Option(help="Clients in this process, whole cohorts at once, or `flwr run`.")
+    ] = Engine.process,
     out: Annotated[Path | None, typer.Option(help="Output directory; default: a new one under runs/.")] = None,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
@@ -76,7 +83,7 @@ def run(
         flower.run(chosen, out)
         stopped = False
     else:
-        stopped = _run_here(chosen, out)
+        stopped = _run_here(chosen, out, experiments.run_as_cohort if engine is Engine.cohort else experiments.run)
     trained = _report(out)
     if stopped:
         raise typer.Exit(130)
@@ -84,14 +91,106 @@ def run(
         raise RuntimeError("the budget max-epsilon pays for no round at all: raise it, or noise-multiplier")
 
 
-def _run_here(experiment: "Experiment", out: Path) -> bool:
+def _run_here(experiment: "Experiment", out: Path, train: Callable[..., "Outcome"]) -> bool:
     from flwr_ppsgd.plots import draw_run
     from flwr_ppsgd.simulation import experiment as experiments
 
     with progress_bar() as progress:
-        outcome = experiments.run(experiment, progress_hook(progress, "training", experiment.rounds))
+        outcome = train(experiment, progress_hook(progress, "training", experiment.rounds))
     experiments.save(outcome, out, draw_run)
     return outcome.stopped
+
+
+@app.command()
+def sweep(  # noqa: PLR0917 - typer's own way
+    experiment: Annotated[
+        Path | None, typer.Argument(help="An experiment TOML in which some settings are lists; default: a small one.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the rows; the same one again resumes.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or give a list.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Blocks at a time; default: the cores.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Limit, as in 8GB; default: half of what is free.")] = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Spread the blocks over a Ray cluster.")] = None,
+) -> None:
+    """Train a whole grid of settings side by side; interrupted, the same command goes on from there."""
+    from flwr_ppsgd.simulation.sweep import CAVEAT, Sweep
+    from flwr_ppsgd.simulation.workers import run_sweep
+
+    grid = Sweep.load(experiment, _overrides(settings or []))
+    out = out or Path("runs") / (experiment.stem if experiment else "sweep")
+    limit = _bytes(memory)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with progress_bar("setting-rounds") as progress:
+            run_sweep(grid, out, SweepBar(progress, grid.base.rounds), memory=limit, jobs=jobs, ray=ray)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. Finished blocks are in {out}/: the same command goes on from there.")
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    console.print(f"Rows: {out}/rows.jsonl   Figures: ppsgd plot {out}", highlight=False, soft_wrap=True)
+    console.print(CAVEAT, highlight=False)
+
+
+@app.command()
+def plot(directory: Annotated[Path, typer.Argument(help="The directory of a sweep.")]) -> None:
+    """Draw Figure 1 (a panel for each noise level) and Figure 2, and tell the best setting for each ε."""
+    from flwr_ppsgd.figures import draw_sweep
+    from flwr_ppsgd.simulation.store import read_config, read_rows
+
+    read_config(directory)
+    rows = read_rows(directory)
+    if not rows:
+        raise ValueError(f"{directory}: no setting is finished yet: run ppsgd sweep --out {directory}")
+    table, written = draw_sweep(rows, directory)
+    console.print(table, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"Written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _bytes(size: str | None) -> int | None:
+    """``8GB``, ``500MB`` or a number of bytes."""
+    if size is None:
+        return None
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    found = re.fullmatch(r"([0-9.]+)\s*([KMGT]?B?)", size.strip().upper())
+    try:
+        return int(float(found[1]) * units[found[2]]) if found else int(size)
+    except (ValueError, KeyError):
+        raise ValueError(f"--memory {size}: write it as 8GB or 500MB") from None
+
+
+class SweepBar:
+    """Settings × rounds, time left and the best measure so far."""
+
+    def __init__(self, progress: Progress, rounds: int) -> None:
+        self._progress, self._rounds = progress, rounds
+        self._sizes: list[int] = []
+        self._done: dict[int, int] = {}
+        self._best: dict[int, Best] = {}
+
+    def begin(self, chosen: "Plan", missing: "Sequence[Sequence[Point]]") -> None:
+        self._progress.console.print(str(chosen), highlight=False, soft_wrap=True)
+        self._sizes = [len(block) for block in missing]
+        finished = sum(map(len, chosen.blocks)) - sum(self._sizes)
+        self._start = finished * self._rounds
+        total = self._start + sum(self._sizes) * self._rounds
+        self._task = self._progress.add_task("sweep", total=total, completed=self._start, state="")
+
+    def show(self, block: int, round_: int, best: "Best | None") -> None:
+        from flwr_ppsgd.simulation.sweep import best_among
+
+        self._done[block] = self._sizes[block] * round_
+        leading = best_among([*self._best.values(), *([best] if best else [])])
+        if leading:
+            self._best[block] = leading
+        shown = "best so far: {} {:.4g}".format(*leading) if leading else ""
+        self._progress.update(self._task, completed=self._start + sum(self._done.values()), state=shown)
 
 
 def _report(out: Path) -> int:
@@ -128,9 +227,9 @@ def audit(
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
 
 
-def progress_bar() -> Progress:
+def progress_bar(unit: str = "rounds") -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} rounds"),
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} " + unit),
         TextColumn("{task.fields[state]}"), TimeRemainingColumn(), console=console,
     )  # fmt: skip
 

@@ -14,7 +14,16 @@ from flwr_ppsgd.models import AdditiveLinear, Matrix, Rows, as_array
 
 def generator(*labels: object) -> np.random.Generator:
     """A generator for data, decided by its labels alone. Never for cohorts or noise: those are secret."""
-    return np.random.Generator(np.random.PCG64(int.from_bytes(hashlib.sha256(repr(labels).encode()).digest()[:16])))
+    source = np.random.Generator(np.random.PCG64(0))
+    reseed(source, *labels)
+    return source
+
+
+def reseed(source: np.random.Generator, *labels: object) -> None:
+    """Begin the stream of these labels: the state of PCG64 is their hash. Much faster than a new generator."""
+    digest = hashlib.sha256(repr(labels).encode()).digest()
+    state = {"state": int.from_bytes(digest[:16]), "inc": int.from_bytes(digest[16:]) | 1}
+    source.bit_generator.state = {"bit_generator": "PCG64", "state": state, "has_uint32": 0, "uinteger": 0}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -44,12 +53,17 @@ class Minibatches:
         return self._x[rows], self._y[rows]
 
     def rows(self, visit: int) -> NDArray[np.intp]:
-        length, start = self.num_examples, (visit - 1) * self._size
-        epoch, offset = divmod(start, length)
-        here = _shuffle(self._seed, self._user, epoch, length)[offset : offset + self._size]
-        if len(here) == self._size:
-            return here
-        return np.concatenate([here, _shuffle(self._seed, self._user, epoch + 1, length)[: self._size - len(here)]])
+        return minibatch_rows(self._seed, self._user, visit, self.num_examples, self._size)
+
+
+def minibatch_rows(seed: int, user: int, visit: int, length: int, size: int) -> NDArray[np.intp]:
+    """Rows (v−1)·m … v·m−1 of the endless sequence of shuffled epochs, with m = min(size, length)."""
+    size = min(size, length)
+    epoch, offset = divmod((visit - 1) * size, length)
+    here = _shuffle(seed, user, epoch, length)[offset : offset + size]
+    if len(here) == size:
+        return here
+    return np.concatenate([here, _shuffle(seed, user, epoch + 1, length)[: size - len(here)]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +91,20 @@ class Synthetic:
 
     def batch(self, user: int, visit: int, size: int) -> tuple[Matrix, Matrix]:
         """Fresh samples, decided by (seed, user, visit) alone."""
-        source = generator("sample", self.seed, user, visit)
-        x = source.normal(size=(size, self.optima.shape[1])) * np.sqrt(self.variances)
-        y = x @ self.optima[user] + source.normal(0, self.label_noise, size)
-        return x, y[:, None]
+        x, y = self.batches(np.array([user]), np.array([visit]), size)
+        return x[0], y[0]
+
+    def batches(self, users: NDArray[np.intp], visits: NDArray[np.intp], size: int) -> tuple[Matrix, Matrix]:
+        """The same for many users at once: users × size × d, and users × size × 1."""
+        features, source = self.optima.shape[1], generator()
+        drawn = np.empty((len(users), size * (features + 1)))
+        for row, user, visit in zip(drawn, users.tolist(), visits.tolist(), strict=True):
+            reseed(source, "sample", self.seed, user, visit)
+            source.standard_normal(out=row)
+        x = drawn[:, : size * features].reshape(-1, size, features) * np.sqrt(self.variances)
+        y = np.matmul(x, self.optima[users][:, :, None])
+        y += self.label_noise * drawn[:, size * features :, None]
+        return x, y
 
     def excess_risk(self, user: int, parameters: Vector) -> float:
         """‖w + θ_i − θ_i*‖²_Σ, twice f_i − f_i* of the ½-squared loss."""

@@ -72,7 +72,7 @@ class AdditiveLinear:
     def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
         """g_w = g_θ = Xᵀ(prediction − y), summed or averaged over the minibatch: w and θ enter only as w + θ."""
         x, y = (as_matrix(rows) for rows in self._batches(order.visit))
-        residual = self._predict(x, w + theta) - y
+        residual = predict(self._scores(x, w + theta), self._loss) - y
         total = (x.T @ residual).reshape(-1)
         gradient = total if order.reduction == "sum" else total / len(x)
         return gradient, gradient
@@ -80,7 +80,7 @@ class AdditiveLinear:
     def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
         """Mean loss on the minibatch."""
         x, y = (as_matrix(rows) for rows in self._batches(order.visit))
-        return {"loss": self._mean_loss(self._scores(x, w + theta), y)}
+        return {"loss": float(mean_losses(self._scores(x, w + theta), y, self._loss))}
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         """Mean loss on the test part, and accuracy where there are classes to tell apart."""
@@ -88,7 +88,7 @@ class AdditiveLinear:
             return {}
         x, y = self._test
         scores = self._scores(x, w + theta)
-        measures = {"loss": self._mean_loss(scores, y)}
+        measures = {"loss": float(mean_losses(scores, y, self._loss))}
         if self._shape[1] > 1:
             measures["accuracy"] = float(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
         return measures
@@ -96,19 +96,22 @@ class AdditiveLinear:
     def _scores(self, x: Matrix, parameters: Vector) -> Matrix:
         return x @ parameters.reshape(self._shape)
 
-    def _predict(self, x: Matrix, parameters: Vector) -> Matrix:
-        scores = self._scores(x, parameters)
-        return scores if self._loss == "squared" else np.exp(_log_softmax(scores))
 
-    def _mean_loss(self, scores: Matrix, y: Matrix) -> float:
-        if self._loss == "squared":
-            return float(0.5 * ((scores - y) ** 2).sum(axis=1).mean())
-        return float(-(y * _log_softmax(scores)).sum(axis=1).mean())
+def predict(scores: Matrix, loss: Loss) -> Matrix:
+    """What is compared with the targets, outputs along the last axis; scores − y, or softmax(scores) − y, is ∂ℓ."""
+    return scores if loss == "squared" else np.exp(_log_softmax(scores))
+
+
+def mean_losses(scores: Matrix, y: Matrix, loss: Loss) -> Vector:
+    """Mean over the first axis (samples) of ℓ, outputs along the last one."""
+    if loss == "squared":
+        return np.asarray(0.5 * ((scores - y) ** 2).sum(axis=-1).mean(axis=0))
+    return np.asarray(-(y * _log_softmax(scores)).sum(axis=-1).mean(axis=0))
 
 
 def _log_softmax(scores: Matrix) -> Matrix:
-    shifted = scores - scores.max(axis=1, keepdims=True)
-    logs: Matrix = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    logs: Matrix = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return logs
 
 
@@ -145,6 +148,10 @@ class SplitModel:
         """w as the module has it: the ``initial_arrays`` of a strategy."""
         return ArrayRecord({name: self._parameters[name].detach() for name in self._shared})
 
+    def initial_w(self) -> Vector:
+        """The same as one flat vector."""
+        return _flat(self._parameters[name] for name in self._shared)
+
     def initial_theta(self) -> Vector:
         """θ as the module has it."""
         return _flat(self._parameters[name] for name in self._personal)
@@ -171,6 +178,26 @@ class SplitModel:
         shared = len(self._shared)
         return _flat(gradients[:shared]), _flat(gradients[shared:])
 
+    def cohort_gradients(
+        self, w: Vector, thetas: Matrix, rows: tuple[Rows, Rows], reduction: Reduction
+    ) -> tuple[Matrix, Matrix]:
+        """The same for many users at once, who share w and have minibatches of equal size; one row a user.
+
+        thetas: users × parameters. rows: x and y as users × m × …
+        """
+        self._module.train()
+        users = len(thetas)
+        shared, personal = self._split(w, self._shared, "w"), self._split(thetas, self._personal, "θ")
+
+        def objective(shared: dict[str, Tensor], personal: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return self._objective({**shared, **personal}, x, y, reduction)
+
+        by_user = torch.func.vmap(
+            torch.func.grad(objective, argnums=(0, 1)), in_dims=(None, 0, 0, 0), randomness="different"
+        )
+        g_w, g_theta = by_user(shared, personal, *self._batch(rows))
+        return _by_row(g_w, self._shared, users), _by_row(g_theta, self._personal, users)
+
     def evaluate(self, w: Vector, theta: Vector, rows: tuple[Rows, Rows]) -> dict[str, float]:
         """Mean loss, and accuracy for classes."""
         self._module.eval()
@@ -193,12 +220,14 @@ class SplitModel:
     def _tensors(self, w: Vector, theta: Vector) -> dict[str, Tensor]:
         return {**self._split(w, self._shared, "w"), **self._split(theta, self._personal, "θ")}
 
-    def _split(self, vector: Vector, names: list[str], block: str) -> dict[str, Tensor]:
+    def _split(self, vectors: Vector | Matrix, names: list[str], block: str) -> dict[str, Tensor]:
+        """Named parameters from one flat vector, or from a row for each user."""
         sizes = [self._parameters[name].numel() for name in names]
-        if len(vector) != sum(sizes):
-            raise ValueError(f"{block} has {len(vector)} parameters where the module's {names} have {sum(sizes)}")
-        parts = torch.split(torch.tensor(vector, dtype=self._dtype), sizes)
-        return {name: part.reshape(self._parameters[name].shape) for name, part in zip(names, parts, strict=True)}
+        *users, found = vectors.shape
+        if found != sum(sizes):
+            raise ValueError(f"{block} has {found} parameters where the module's {names} have {sum(sizes)}")
+        parts = zip(names, torch.split(torch.tensor(vectors, dtype=self._dtype), sizes, dim=-1), strict=True)
+        return {name: part.reshape(*users, *self._parameters[name].shape) for name, part in parts}
 
     def _flat_shared(self, w: ArrayRecord | Vector) -> Vector:
         return Layout.of(w).flatten(ArrayRecord({n: w[n] for n in self._shared})) if isinstance(w, ArrayRecord) else w
@@ -261,6 +290,10 @@ class SplitLearner:
 
 def _flat(tensors: Iterable[Tensor]) -> Vector:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).double().numpy()
+
+
+def _by_row(gradients: dict[str, Tensor], names: list[str], users: int) -> Matrix:
+    return torch.cat([gradients[name].detach().reshape(users, -1) for name in names], dim=1).double().numpy()
 
 
 def _refuse_running_statistics(module: nn.Module) -> None:

@@ -30,15 +30,27 @@ def learning_curves(
         axes.plot([r["round"] for r in rows], [r[measure] for r in rows], style, color=colour, label=label, lw=2)
     axes.set(xlabel="round", ylabel=MEASURE_NAMES.get(measure, measure), title=title)
     if measure in ("excess_risk", "loss"):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))
-        axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+        log_scale(axes)
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.legend()
-    _epsilon_axis(axes, max(curves.values(), key=lambda rows: rows[-1]["epsilon"]))
+    epsilon_axis(axes, max(curves.values(), key=lambda rows: rows[-1]["epsilon"]))
     figure.supxlabel(footnote, fontsize=8, color="0.3", wrap=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+class _Plain(LogFormatter):
+    """0.1 for 1e-01, at the same ticks."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def log_scale(axes: Axes) -> None:
+    """A logarithmic ordinate with plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_Plain(labelOnlyBase=False))
+    axes.yaxis.set_minor_formatter(_Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
 
 
 def draw_run(outcome: Outcome, directory: Path) -> None:
@@ -73,7 +85,7 @@ def audit_picture(found: Audit, path: Path) -> None:
     plt.close(figure)
 
 
-def _epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:
+def epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:
     """ε along the top, at rounds of which it is known."""
     top = axes.secondary_xaxis("top")
     shown = [rows[i] for i in sorted({round(k * (len(rows) - 1) / 6) for k in range(7)})]

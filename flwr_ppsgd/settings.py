@@ -75,7 +75,7 @@ class Settings:
         hints = get_type_hints(cls)
         values: dict[str, Any] = {}
         for key, value in flat.items():
-            name = _known(key, cls, where)
+            name = field_of(key, cls, where)
             if name in values:
                 raise ValueError(f"{where}: {key_of(name)!r} is there twice: keep one")
             values[name] = value
@@ -166,7 +166,8 @@ def _exactly_one(settings: Settings, first: str, second: str) -> None:
         raise ValueError(f"give either {key_of(first)} or {key_of(second)}: {found}")
 
 
-def _known(key: str, cls: type[Settings], where: str) -> str:
+def field_of(key: str, cls: type[Settings], where: str) -> str:
+    """The field that a flat key names; ValueError with the nearest one where there is none."""
     names = [f.name for f in fields(cls)]
     name = key.replace("-", "_")
     if name in names:

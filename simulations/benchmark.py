@@ -7,25 +7,50 @@ import os
 
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")  # read when numpy is imported
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a file, too
+
 import functools
 import itertools
 import logging
+import subprocess
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from numpy.typing import DTypeLike
 
 from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps, client_app, clip
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.datasets import Minibatches, generator
-from flwr_ppsgd.models import AdditiveLinear, Matrix
+from flwr_ppsgd.datasets import Minibatches, Synthetic, generator
+from flwr_ppsgd.models import AdditiveHead, AdditiveLinear, Matrix
 from flwr_ppsgd.noise import Coins, GridSum
 from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.cohort import CohortEngine, Engine, Setting
+from flwr_ppsgd.simulation.networks import NetworkEngine
+from flwr_ppsgd.simulation.population import Fresh, Table
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES
+from simulations.yardsticks import (
+    STEPS,
+    autograd_loop,
+    bags_of_words,
+    from_table,
+    plain_loop,
+    random_table,
+    settings,
+    small_cnn,
+    take,
+    whole_cohort_loop,
+)
 
 USERS, FEATURES, CLASSES = 1000, 784, 10
 SAMPLES, BATCH = 100, 10
@@ -50,6 +75,12 @@ def main() -> None:
     few, many = peak_bytes(replies=5), peak_bytes(replies=50)
     show("e. peak memory of aggregate_train, 50 replies of 10^6, in models", many / (8 * LARGE), at_most=10)
     show("e. the same, 50 replies / 5 replies", many / few, at_most=1.1)
+    print("\nThe cohort engine in setting-rounds per CPU second, over those of a plain loop, one setting at a time:")
+    for name, comparison, least in COHORTS:
+        show_against_loop(name, comparison(), least)
+    print("\nFor orientation, rounds per second of wall time, 784×10, minibatch 10, 10 of 100 nodes:")
+    print(f"{'Message API on InProcessGrid':66s} {message_api_rounds(InProcessGrid):9.3g}")
+    print(f"{'Message API on the Ray engine of Flower (start-up left out)':66s} {ray_rounds():9.3g}", flush=True)
 
 
 def show(name: str, value: float, *, at_least: float = 0.0, at_most: float = float("inf")) -> None:
@@ -57,6 +88,25 @@ def show(name: str, value: float, *, at_least: float = 0.0, at_most: float = flo
     target = f"≥ {at_least:g}" if at_least else f"≤ {at_most:g}"
     verdict = "ok" if at_least <= value <= at_most else "MISSED"
     print(f"{name:66s} {value:9.3g}   {target:6s} {verdict}", flush=True)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rounds of a plain loop with one setting, and rounds of the engine with all of them."""
+
+    loop: Callable[[], object]
+    engine: Callable[[], object]
+    settings: int
+    repetitions: int
+    rounds: int = 1
+
+
+def show_against_loop(name: str, compared: Comparison, least: float) -> None:
+    """The ratio, and both speeds. What only the first rounds pay (fresh memory, Gram matrices) is left out for both."""
+    compared.loop(), compared.engine()
+    pairs = [(seconds(compared.loop), seconds(compared.engine)) for _ in range(compared.repetitions)]
+    loop, engine = (min(times) / compared.rounds for times in zip(*pairs, strict=True))
+    show(f"{name}, {1000 * loop:.3g} → {1000 * engine:.3g} ms", loop * compared.settings / engine, at_least=least)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -106,7 +156,7 @@ def rounds_per_second(rounds: int = 100, repetitions: int = 8) -> float:
     return rounds / min(seconds(lambda: [next(turns) for _ in range(rounds)]) for _ in range(repetitions))
 
 
-def train(server: PPSGD, grid: InProcessGrid, arrays: ArrayRecord) -> Iterator[int]:
+def train(server: PPSGD, grid: Grid, arrays: ArrayRecord) -> Iterator[int]:
     """Rounds without end, one at each step of the iterator."""
     round_ = 0
     while True:
@@ -213,6 +263,118 @@ def peak_bytes(replies: int) -> int:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return peak
+
+
+def one_setting() -> Comparison:
+    """ε after every round, on both sides."""
+    release = Release(Poisson(USERS, rate=0.01), clip_norm=10.0, noise_multiplier=1.0)
+    setting, table = Setting(release, Steps(0.001, 0.001)), linear_table()
+    loop = plain_loop(from_table(table), (FEATURES, CLASSES), setting)
+    engine = warmed(CohortEngine(table, [setting], seed=1, rounds=20_000), rounds=500)
+    ledgers = (Ledger(1e-4).record(release, times) for times in itertools.count(1))
+
+    def rounds() -> None:
+        for ledger in itertools.islice(ledgers, 50):
+            engine.advance()
+            ledger.quick_epsilon()
+
+    return Comparison(lambda: take(50, loop), rounds, settings=1, repetitions=12, rounds=50)
+
+
+def linear_sweep() -> Comparison:
+    release = Release(Poisson(USERS, rate=0.01), clip_norm=10.0, noise_multiplier=1.0)
+    table, grid = linear_table(), settings(release, (1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01))
+    loop = plain_loop(from_table(table), (FEATURES, CLASSES), grid[20])
+    engine = warmed(CohortEngine(table, grid, seed=1, rounds=10_000))
+    return Comparison(lambda: take(20, loop), lambda: several(engine, 20), len(grid), repetitions=8, rounds=20)
+
+
+def synthetic_sweep() -> Comparison:
+    problem = Synthetic.draw(USERS, 100, seed=1)
+    grid = settings(Release(Poisson(USERS, rate=1.0), clip_norm=10.0, noise_multiplier=10.0), STEPS)
+    loop, engine = whole_cohort_loop(problem, BATCH, grid[50]), CohortEngine(Fresh(problem, BATCH), grid, seed=1)
+    return Comparison(lambda: take(5, loop), lambda: several(engine, 5), len(grid), repetitions=6, rounds=5)
+
+
+def words_sweep() -> Comparison:
+    release = Release(Poisson(500, rate=0.02), clip_norm=0.01, noise_multiplier=1.0)
+    table, grid = bags_of_words(500, SAMPLES, 5000, 80), settings(release, (2.0, 5.0, 10.0, 20.0))
+    loop = plain_loop(from_table(table), (5000, 80), grid[10])
+    take(100, loop)
+    engine = warmed(CohortEngine(table, grid, seed=1, rounds=2000))
+    return Comparison(lambda: take(5, loop), lambda: several(engine, 5), len(grid), repetitions=6, rounds=5)
+
+
+def network() -> Comparison:
+    """One setting: what is compared is vmap over users against a loop over users."""
+    torch.set_num_threads(1)
+    setting = Setting(Release(Poisson(50, rate=0.2), clip_norm=0.1, noise_multiplier=1.0), Steps(0.1, 0.1))
+    source = generator("images")
+    x, y = source.normal(size=(SAMPLES, 1, 28, 28)).astype(np.float32), source.integers(10, size=SAMPLES)
+    batches = [Minibatches(x, y, BATCH, seed=1, user=user) for user in range(50)]
+    draws = (batches[0](visit) for visit in itertools.count(1))
+    model = AdditiveHead(small_cnn(), num_features=32, num_outputs=10)
+    loop = autograd_loop(model.module_with(model.initial_w()), draws, setting, personal="personal")
+    engine = NetworkEngine(model, batches, [setting], seed=1)
+    return Comparison(lambda: take(10, loop), lambda: several(engine, 10), settings=1, repetitions=8, rounds=10)
+
+
+@functools.cache
+def linear_table() -> Table:
+    return random_table(USERS, SAMPLES, FEATURES, CLASSES)
+
+
+def warmed(engine: CohortEngine, rounds: int = 100) -> CohortEngine:
+    """After so many rounds that most users have taken part."""
+    several(engine, rounds)
+    return engine
+
+
+def several(engine: Engine, rounds: int) -> None:
+    for _ in range(rounds):
+        engine.advance()
+
+
+COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (
+    ("f. one setting, 784×10, Q=10, ε every round", one_setting, 1),
+    ("f. 63 settings, the same", linear_sweep, 10),
+    ("f. 99 settings, synthetic, N=1000, d=100, Q=N", synthetic_sweep, 15),
+    ("f. 36 settings, sparse 5000×80, N=500, Q=10", words_sweep, 100),
+    ("f. CNN with additive head, Q=10", network, 2),
+)
+NODES = 100
+
+
+def message_api_rounds(make_grid: Callable[[ClientApp, int], Grid], rounds: int = 50) -> float:
+    """Rounds per second of wall time."""
+    grid, server = make_grid(client_app(linear_learner), NODES), strategy(Poisson(NODES, rate=0.1))
+    turns = train(server, grid, ArrayRecord([np.zeros((FEATURES, CLASSES))]))
+    next(turns)
+    start = time.monotonic()
+    for _ in range(rounds):
+        next(turns)
+    return rounds / (time.monotonic() - start)
+
+
+def ray_rounds(rounds: int = 20) -> float:
+    """The same ClientApp on Flower's own simulation engine, in a process of its own."""
+    code = (
+        "import logging, time, warnings; warnings.simplefilter('ignore'); logging.disable(logging.ERROR)\n"
+        "from flwr.serverapp import ServerApp\n"
+        "from flwr.simulation import run_simulation\n"
+        "from simulations import benchmark as b\n"
+        "server = ServerApp()\n"
+        "@server.main()\n"
+        "def main(grid, context):\n"
+        f"    print('rounds', b.message_api_rounds(lambda app, nodes: grid, {rounds}), flush=True)\n"
+        "client = b.client_app(b.linear_learner)\n"
+        "run_simulation(server, client, b.NODES, backend_config={'client_resources': {'num_cpus': 1}})\n"
+    )
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("rounds ")]
+    return float(found[0]) if found else float("nan")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ PACKAGE = Path(flwr_ppsgd.__file__).parent
 ORDER = [
     "algorithm", "noise", "privacy", "theory", "checkpoint", "journal", "curator", "statement", "settings", "wire",
     "personal", "enrolment", "rounds", "strategy", "client", "legacy", "models", "datasets", "simulation", "audit",
-    "plots", "report", "app", "cli",
+    "plots", "figures", "report", "app", "cli",
 ]  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

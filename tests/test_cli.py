@@ -217,3 +217,50 @@ def test_a_place_that_cannot_become_a_directory_is_refused(ppsgd: Command, out: 
 def test_rounds_zero_is_refused_on_the_command_line_too(ppsgd: Command) -> None:
     check_refusal(ppsgd("run", "small.toml", "--rounds", "0", "--out", "out"), "0", "at least 1")
     assert not Path("out").exists()
+
+
+SWEEP = TOML.replace("step = 0.5", "step = [0.1, 0.5]").replace("alpha-q = 0.3", "alpha-q = [0.0, 0.3]")
+
+
+def test_the_cohort_engine_says_simulation_noise(ppsgd: Command) -> None:
+    ended = ppsgd("run", "small.toml", "--engine", "cohort", "--out", "out")
+    assert (ended.status, ended.err) == (0, "")
+    assert "NO GUARANTEE: simulation noise" in ended.out
+    assert {path.name for path in Path("out").iterdir()} == FILES
+
+
+def test_a_sweep_is_run_resumed_and_drawn(ppsgd: Command) -> None:
+    Path("grid.toml").write_text(SWEEP)
+    first = ppsgd("sweep", "grid.toml", "--set", "insecure-seed=1", "--jobs", "1", "--memory", "1GB", "--out", "out")
+    assert (first.status, first.err) == (0, "")
+    assert "4 settings in 1 blocks" in first.out
+    assert "choosing among settings is not covered" in first.out
+    rows = Path("out/rows.jsonl").read_bytes()
+    assert ppsgd("sweep", "grid.toml", "--set", "insecure-seed=1", "--out", "out").status == 0
+    assert Path("out/rows.jsonl").read_bytes() == rows
+    drawn = ppsgd("plot", "out")
+    assert drawn.status == 0
+    assert "Best setting for each noise level" in drawn.out
+    assert {"figure-1.png", "figure-2.png", "best.csv"} <= {path.name for path in Path("out").iterdir()}
+
+
+BAD_SWEEPS = [  # arguments, what is named, the rule or remedy
+    (("--set", "step=[]"), "'step' is an empty list", "at least one value"),
+    (("--set", "stepp=[1.0]"), "'stepp'", "did you mean 'step'?"),
+    (("--memory", "lots"), "--memory lots", "8GB or 500MB"),
+    (("--memory", "1KB"), "a single setting needs", "raise --memory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "value", "remedy"), BAD_SWEEPS, ids=[" ".join(a) for a, *_ in BAD_SWEEPS])
+def test_a_bad_sweep_is_one_line_and_nothing_is_written(
+    ppsgd: Command, arguments: tuple[str, ...], value: str, remedy: str
+) -> None:
+    Path("grid.toml").write_text(SWEEP)
+    check_refusal(ppsgd("sweep", "grid.toml", "--set", "insecure-seed=1", *arguments, "--out", "out"), value, remedy)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_plot_of_what_is_no_sweep_is_refused(ppsgd: Command, name: str) -> None:
+    check_refusal(ppsgd("plot", name), "config.toml", "give the --out directory of a sweep")

@@ -1,0 +1,242 @@
+"""Where the cohort engine keeps every θ_i of every setting, and which of two ways is the cheaper.
+
+``Direct`` keeps θ_i itself, d × columns a user. ``Span`` uses that with finitely many samples θ_i stays in the span of
+the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i, n_i × columns, and the Gram matrix X_i X_iᵀ, so that a step of
+θ_i is a write of m rows and nothing of size d is touched. Both give the same numbers, to rounding.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.linalg import get_blas_funcs
+
+from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population, Table
+
+Kind: TypeAlias = Literal["direct", "span"]
+Columns: TypeAlias = NDArray[Any]
+
+
+class Thetas(Protocol):
+    """θ of every user for the settings that have one; one column for each (setting, output)."""
+
+    def scores(self, batch: Batch) -> Columns:
+        """X_i θ_i: users × m × columns."""
+        ...
+
+    def gram(self, batch: Batch) -> NDArray[Any]:
+        """X_i X_iᵀ of the minibatches: users × m × m."""
+        ...
+
+    def step(self, batch: Batch, residual: Columns) -> None:
+        """θ_i ← θ_i − X_iᵀ residual_i; every user at most once in a batch."""
+        ...
+
+    def stand(self, users: Indices, rounds: Indices) -> None:
+        """Count the present θ_i of some users for so many more rounds, for their average iterate."""
+        ...
+
+    def theta(self, user: int, average_over: int = 0) -> Columns:
+        """θ_i, or where a number of rounds is given the sum of what stood divided by it: d × columns."""
+        ...
+
+    def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
+        """x θ_i for the user's test rows, the same ones in every call."""
+        ...
+
+    def keep(self, columns: Indices) -> None:
+        """Forget all other columns."""
+        ...
+
+
+class Direct:
+    """θ_i itself: users × d × columns."""
+
+    def __init__(self, population: Population, columns: int, dtype: np.dtype[Any], average: bool) -> None:
+        shape = (len(population), population.features, columns)
+        self._theta: Columns = np.zeros(shape, dtype)
+        self._stood: Columns | None = np.zeros(shape, dtype) if average else None
+
+    def scores(self, batch: Batch) -> Columns:
+        x = batch.dense()
+        out = np.empty((*x.shape[:2], self._theta.shape[2]), self._theta.dtype)
+        for place, user in enumerate(batch.users.tolist()):
+            np.matmul(x[place], self._theta[user], out=out[place])
+        return out
+
+    def gram(self, batch: Batch) -> NDArray[Any]:
+        return batch.gram()
+
+    def step(self, batch: Batch, residual: Columns) -> None:
+        x = batch.dense()
+        for place, user in enumerate(batch.users.tolist()):
+            subtract_product(self._theta[user], x[place], residual[place])
+
+    def stand(self, users: Indices, rounds: Indices) -> None:
+        assert self._stood is not None
+        for user, count in zip(users.tolist(), rounds.tolist(), strict=True):
+            self._stood[user] += count * self._theta[user]
+
+    def theta(self, user: int, average_over: int = 0) -> Columns:
+        if not average_over:
+            return np.asarray(self._theta[user])
+        assert self._stood is not None
+        return np.asarray(self._stood[user] / average_over)
+
+    def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
+        return np.asarray(x @ self.theta(user, average_over))
+
+    def keep(self, columns: Indices) -> None:
+        self._theta = kept_columns(self._theta, columns)
+        self._stood = None if self._stood is None else kept_columns(self._stood, columns)
+
+
+class Span:
+    """A_i with θ_i = −X_iᵀA_i: all rows × columns. Gram matrices are worked out when a user first needs them."""
+
+    def __init__(self, table: Table, columns: int, dtype: np.dtype[Any], average: bool) -> None:
+        self._table = table
+        shape = (int(table.offsets[-1]), columns)
+        self._a: Columns = np.zeros(shape, dtype)
+        self._stood: Columns | None = np.zeros(shape, dtype) if average else None
+        self._grams: dict[int, NDArray[Any]] = {}
+        self._crosses: dict[int, NDArray[Any]] = {}
+        self._latest: Batch | None = None
+        self._products: list[tuple[slice, Indices, NDArray[Any]]] = []
+
+    def _own(self, user: int) -> slice:
+        return slice(int(self._table.offsets[user]), int(self._table.offsets[user + 1]))
+
+    def _gram(self, user: int) -> NDArray[Any]:
+        """X_i X_iᵀ, kept."""
+        if user not in self._grams:
+            self._grams[user] = _product(self._table.own(user), self._table.own(user), self._a.dtype)
+        return self._grams[user]
+
+    def _against_own(self, batch: Batch) -> list[tuple[slice, Indices, NDArray[Any]]]:
+        """Of each user: where their rows are, which of them are in the batch, and the products of those with all."""
+        if self._latest is not batch:
+            assert batch.rows is not None
+            found = []
+            for user, rows, count in zip(batch.users.tolist(), batch.rows, batch.counts.tolist(), strict=True):
+                own = self._own(user)
+                drawn = rows[:count] - own.start
+                found.append((own, drawn, self._gram(user)[drawn]))
+            self._latest, self._products = batch, found
+        return self._products
+
+    def scores(self, batch: Batch) -> Columns:
+        out = np.zeros((*batch.y.shape[:2], self._a.shape[1]), self._a.dtype)
+        for place, (own, drawn, products) in enumerate(self._against_own(batch)):
+            np.matmul(products, self._a[own], out=out[place, : len(drawn)])
+        return np.negative(out, out=out)
+
+    def gram(self, batch: Batch) -> NDArray[Any]:
+        blocks = np.zeros((*batch.y.shape[:2], batch.y.shape[1]), self._a.dtype)
+        for place, (_, drawn, products) in enumerate(self._against_own(batch)):
+            blocks[place, : len(drawn), : len(drawn)] = products[:, drawn]
+        return blocks
+
+    def step(self, batch: Batch, residual: Columns) -> None:
+        assert batch.rows is not None
+        present = np.arange(batch.rows.shape[1]) < batch.counts[:, None]
+        rows, moved = batch.rows[present], residual[present]
+        if len(np.unique(rows)) == len(rows):
+            self._a[rows] += moved
+        else:  # the end of one epoch and the start of the next can hold the same row
+            np.add.at(self._a, rows, moved)
+
+    def stand(self, users: Indices, rounds: Indices) -> None:
+        assert self._stood is not None
+        for user, count in zip(users.tolist(), rounds.tolist(), strict=True):
+            self._stood[self._own(user)] += count * self._a[self._own(user)]
+
+    def _coefficients(self, user: int, average_over: int) -> Columns:
+        if not average_over:
+            return self._a[self._own(user)]
+        assert self._stood is not None
+        return self._stood[self._own(user)] / average_over
+
+    def theta(self, user: int, average_over: int = 0) -> Columns:
+        own = self._table.own(user).astype(self._a.dtype)
+        return np.asarray(-(own.T @ self._coefficients(user, average_over)))
+
+    def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
+        if user not in self._crosses:
+            self._crosses[user] = _product(x, self._table.own(user), self._a.dtype)
+        return -(self._crosses[user] @ self._coefficients(user, average_over))
+
+    def keep(self, columns: Indices) -> None:
+        self._a = kept_columns(self._a, columns)
+        self._stood = None if self._stood is None else kept_columns(self._stood, columns)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one way to keep θ takes.
+
+    work: multiplications over the whole training. numbers: floating-point numbers kept for each column. fixed: kept
+    whatever the number of columns.
+    """
+
+    work: float
+    numbers: int
+    fixed: int
+
+
+def costs(population: Population, columns: int, visits: float) -> dict[Kind, Cost]:
+    """Of every way that can be used, for so many columns and so many visits of all users together."""
+    users, m, d = len(population), population.batch_size, population.features
+    ways: dict[Kind, Cost] = {"direct": Cost(2.0 * visits * m * d * columns, users * d, 0)}
+    if isinstance(population, Table):
+        n, squares = int(population.offsets[-1]), int((population.sizes.astype(float) ** 2).sum())
+        stored = population.x.nnz / n if isinstance(population.x, sparse.csr_array) else d
+        used = min(1.0, visits / users)  # Gram matrices of users who never take part are never made
+        work = visits * m * (n / users + 1) * columns + used * squares * stored
+        ways["span"] = Cost(work, n, squares)
+    return ways
+
+
+def cheapest(population: Population, columns: int, visits: float) -> Kind:
+    """The way with the least work. Results do not depend on it."""
+    ways = costs(population, columns, visits)
+    return min(ways, key=lambda kind: ways[kind].work)
+
+
+def thetas(kind: Kind, population: Population, columns: int, dtype: np.dtype[Any], average: bool) -> Thetas:
+    if kind == "direct":
+        return Direct(population, columns, dtype, average)
+    if not isinstance(population, Table):
+        raise ValueError("the span of a user's rows needs finitely many of them: keep θ itself where samples are fresh")
+    return Span(population, columns, dtype, average)
+
+
+def subtract_product(target: Columns, x: NDArray[Any], residual: Columns) -> None:
+    """target −= xᵀ residual, in one pass over ``target``, which is contiguous."""
+    if target.size and x.size:
+        _gemm(target.dtype)(-1.0, residual.T, x.T, 1.0, target.T, trans_b=True, overwrite_c=True)
+
+
+@functools.cache
+def _gemm(dtype: np.dtype[Any]) -> Any:
+    return get_blas_funcs("gemm", dtype=dtype)
+
+
+def kept_columns(array: Columns, columns: Indices) -> Columns:
+    """``array[..., columns]`` in the memory of ``array``: columns are increasing, so nothing is overwritten unread."""
+    flat, rows = array.reshape(-1), array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+    step = max(1, (1 << 20) // max(1, array.shape[-1]))
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step, columns]
+        flat[start * len(columns) : start * len(columns) + block.size] = block.reshape(-1)
+    return flat[: len(rows) * len(columns)].reshape(*array.shape[:-1], len(columns))
+
+
+def _product(left: Features, right: Features, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """left rightᵀ, dense."""
+    product = left.astype(dtype) @ right.astype(dtype).T
+    return product.toarray() if sparse.issparse(product) else np.asarray(product)
