@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from flwr_ppsgd.data.files import read, write_npz
@@ -17,7 +18,7 @@ def cached(make: Callable[[], PerUser], source: Path | str, options: object, cac
     path = cache_file(source, options, cache_dir)
     if path.is_file():
         try:
-            return read(path)
+            return replace(read(path), source=str(source))
         except ValueError:
             path.unlink()
     data = make()

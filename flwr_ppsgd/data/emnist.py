@@ -1,7 +1,10 @@
 """Federated EMNIST: handwriting by writer, from the hub of flwr-datasets or from TensorFlow Federated's file."""
 
+import contextlib
+import importlib
+import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,19 +35,23 @@ def femnist(
     """
     split = split or Split(fraction=0.1)
     place: Path | str = Path(source) if Path(source).is_dir() else str(source)
-    missing = f"put the parquet files of {HUB} into a folder and give that folder in place of {str(source)!r}"
+    options = ("femnist", digits, split)
+    missing = (
+        f"put its parquet files into a folder and give that folder in place of the name, or an earlier cache at "
+        f"{cache_file(place, options, cache_dir)}"
+    )
     if place != HUB and isinstance(place, str) and (isinstance(source, Path) or source.count("/") != 1):
-        raise ValueError(f"{source}: there is no such folder: {missing}")
+        raise ValueError(f"{source}: there is no such folder: put the parquet files of {HUB} there")
 
     def make() -> PerUser:
-        rows = _hub_rows(place, digits, missing, cache_file(place, None, cache_dir))
+        rows = _hub_rows(place, digits, cache_dir, missing)
         images = np.stack([_image(row["image"], place) for row in rows])
         writers = np.array([str(row["writer_id"]) for row in rows], dtype=object)
         characters = np.array([int(row["character"]) for row in rows])
         raw = Raw(str(source), writers, images, characters, split=split, user_name="writer_id", target_name="character")
         return replace(raw.assemble("classification", DIGITS if digits else CHARACTERS), std=255.0)
 
-    return cached(make, place, ("femnist", digits, split), cache_dir)
+    return cached(make, place, options, cache_dir)
 
 
 def tff_emnist(
@@ -77,22 +84,20 @@ def tff_emnist(
     return cached(make, path, ("emnist", users, digits), cache_dir)
 
 
-def _hub_rows(source: Path | str, digits: bool, missing: str, expected: Path) -> Any:
+def _hub_rows(source: Path | str, digits: bool, cache_dir: str | Path | None, missing: str) -> Any:
     """The rows of the one split; writers are the natural partition, so grouping by them later is that partition."""
     package = need_module("flwr_datasets", f"{source}: federated EMNIST")
+    partitioner = importlib.import_module("flwr_datasets.partitioner").NaturalIdPartitioner("writer_id")
+    kept = {} if cache_dir is None else {"cache_dir": str(cache_dir)}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet("huggingface_hub"):
             warnings.simplefilter("ignore")  # "not tested" for any data set but the best known ones
-            partitioner = __import__("flwr_datasets.partitioner", fromlist=["_"]).NaturalIdPartitioner("writer_id")
             federated = package.FederatedDataset(
-                dataset=str(source), partitioners={"train": partitioner}, shuffle=False
+                dataset=str(source), partitioners={"train": partitioner}, shuffle=False, **kept
             )
             rows = federated.load_split("train")
     except Exception as error:  # the hub's own errors have no common class
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{source}: cannot be loaded and there is no cache at {expected} ({reason}): {missing}"
-        ) from None
+        raise ValueError(f"{source}: cannot be loaded ({' '.join(str(error).split())[:200]}): {missing}") from None
     for name in ("image", "writer_id", "character"):
         if name not in rows.column_names:
             raise ValueError(f"{source}: there is no column {name!r} among {', '.join(rows.column_names)}: {missing}")
@@ -100,6 +105,18 @@ def _hub_rows(source: Path | str, digits: bool, missing: str, expected: Path) ->
     if not len(wanted):
         raise ValueError(f"{source}: column 'character' has no digit: use digits=False")
     return rows.select(wanted)
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Without a logger's warnings, such as one for each attempt to reach the hub."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _image(image: Any, source: Path | str) -> NDArray[np.uint8]:
