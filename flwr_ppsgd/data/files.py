@@ -1,6 +1,7 @@
 """Own data: .npz, .csv and .parquet files with a user column."""
 
 import difflib
+import math
 import os
 import tempfile
 import zipfile
@@ -171,7 +172,7 @@ def _read_npz(path: Path, columns: Columns, split: Split | None, task: Task | No
 def _npz_features(arrays: Arrays, path: Path) -> Table:
     if "x" in arrays:
         x = arrays["x"]
-        return x.reshape(len(x), -1) if x.ndim else x.reshape(1, 1)
+        return x.reshape(len(x), math.prod(x.shape[1:])) if x.ndim else x.reshape(1, 1)
     if "indptr" not in arrays:
         _need(arrays, "x", path, "array")
     counted = "counts" in arrays
@@ -325,9 +326,7 @@ def _times(column: Any, raw: Raw) -> NDArray[Any]:
 
 def _arrays(path: Path) -> Arrays:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if isinstance(file, np.ndarray):
-                raise ValueError("it holds one array without a name")
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return dict(file)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read as npz ({error}): save it again with numpy.savez") from None

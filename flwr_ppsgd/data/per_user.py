@@ -76,9 +76,9 @@ class PerUser:
 
     def matrix(self, rows: Indices) -> Matrix:
         """What a model sees of these rows: dense, float64."""
-        taken = self.x[rows]
-        dense = self._scaled(taken.toarray() if self.is_sparse else taken, np.float64)
-        return np.asarray(dense, dtype=np.float64)
+        seen = self._scaled(self.x[rows], np.float64)
+        dense: Matrix = seen.toarray() if self.is_sparse else seen
+        return dense
 
     def targets(self, rows: Indices, shift: float = 0.0) -> Matrix:
         """rows × K: one-hot or multi-hot minus ``shift`` (.1 in the paper's linear experiments), or real numbers."""
@@ -159,9 +159,11 @@ class PerUser:
 
     def _scaled(self, x: Table, dtype: DTypeLike) -> Table:
         if self.is_sparse:
-            scaled = sparse.csr_array(x * (1 / np.asarray(self.std)))
-            ones = [sparse.csr_array(np.ones((x.shape[0], 1)))] if self.bias else []
-            return sparse.csr_array(sparse.hstack([scaled, *ones])).astype(dtype)
+            if np.any(self.std != 1.0):
+                x = sparse.csr_array(x * (1 / np.asarray(self.std)))
+            if self.bias:
+                x = sparse.csr_array(sparse.hstack([x, np.ones((x.shape[0], 1))]))
+            return x.astype(dtype)
         dense = np.empty((len(x), self.features), dtype=dtype)
         inner = dense[:, : x.shape[1]]
         np.subtract(x, self.mean, out=inner, casting="unsafe")
