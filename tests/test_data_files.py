@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_a_csv_with_names_of_its_own_and_dates(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.matrix(data.rows(0, test=True)), [[100.0]])
     np.testing.assert_array_equal(data.matrix(data.rows(1, test=True)), [[600.0]])
     np.testing.assert_array_equal(data.targets(data.rows(0, test=False)), [[3.5], [5.0]])
-    assert "left out, not numeric: 'genre'" in data.describe()
+    assert "left out, not numeric: 'genre' ('a' in line 2)" in data.describe()
     assert "test part: the last 33% of each user's rows" in data.describe()
     dated = RATINGS.replace(",3,", ",2024-03-01,").replace(",1,", ",2023-12-31,").replace(",2,", ",2024-01-05,")
     same(data, read(csv(tmp_path, dated), columns, split=Split(1 / 3)))
@@ -98,7 +99,7 @@ def test_parquet_gives_what_csv_gives(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     columns = Columns(user="reader", target="stars", time="day")
     pandas.read_csv(csv(tmp_path, RATINGS)).to_parquet(path)
-    same(read(csv(tmp_path, RATINGS), columns), read(path, columns))
+    same(replace(read(csv(tmp_path, RATINGS), columns), notes=()), replace(read(path, columns), notes=()))
 
 
 def test_a_test_column_and_named_features(tmp_path: Path) -> None:
@@ -164,6 +165,22 @@ def test_the_task_is_detected(y: Any, task: str) -> None:
     assert detect(np.array(y)) == task
 
 
+def test_whole_numbers_stored_as_reals_raise_a_doubt(tmp_path: Path) -> None:
+    path = npz(tmp_path, y=np.arange(12) % 2 * 1.0)
+    assert "regression, though all values are whole numbers: they may be classes" in read(path).describe()
+    assert read(path, task="classification").outputs == 2
+
+
+@pytest.mark.parametrize("column", ["user", "y"])
+@pytest.mark.parametrize("dtype", ["Int64", "string", "Float64"])
+def test_gaps_of_every_kind_of_column_are_found(tmp_path: Path, column: str, dtype: str) -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.DataFrame({"user": [1, 1, 2, 2], "a": [0.5, 1, 2, 3], "y": [0, 1, 0, 1]})
+    frame[column] = pandas.array(["1", "0", None, "1"] if dtype == "string" else [1, 0, None, 1], dtype=dtype)
+    frame.to_parquet(path := tmp_path / "gaps.parquet")
+    refused(path, f"column {column!r}", "in row 2")
+
+
 def test_the_task_can_be_given(tmp_path: Path) -> None:
     data = read(npz(tmp_path, y=np.arange(12) % 5 + 1), task="regression")
     assert (data.task, data.outputs) == ("regression", 1)
@@ -191,7 +208,7 @@ def test_bags_of_words_are_means_of_one_hots(tmp_path: Path) -> None:
     data = read(path)
     assert data.is_sparse
     assert (data.task, data.outputs, data.features) == ("multi-label", 3, 5)
-    np.testing.assert_allclose(data.matrix(np.array([1, 2])), [[0.5, 0, 0, 0.25, 0.25], [0] * 5])
+    np.testing.assert_allclose(data.matrix(np.array([1, 2])), [[0.5, 0, 0, 0.25, 0.25], [0.0] * 5])
     np.testing.assert_array_equal(data.targets(np.array([1, 2]), shift=0.1) + 0.1, [[1, 0, 1], [0, 0, 0]])
 
 
@@ -300,12 +317,13 @@ def test_a_bad_csv_is_refused_in_one_line(tmp_path: Path, text: str, parts: tupl
 
 def test_bad_columns_are_refused(tmp_path: Path) -> None:
     path = csv(tmp_path, RATINGS)
-    named = {"user": "reader", "target": "stars"}
-    refused(path, "feature column 'genre' is not numeric ('a' in row 0)", columns=Columns(**named, features=("genre",)))
+    named: dict[str, Any] = {"user": "reader", "target": "stars"}
+    refused(path, "feature column 'genre' is not numeric, 'a' in line 2", columns=Columns(**named, features=("genre",)))
     refused(path, "'genre' is not a time ('a') in line 2", columns=Columns(**named, time="genre"))
     refused(path, "no column 'page'", "'pages'", columns=Columns(**named, time="page"))
     refused(path, "no column 'held'", columns=Columns(**named, test="held"))
     refused(path, "both given", columns=Columns(**named, test="day"), split=Split())
+    refused(npz(tmp_path), "feature columns are for .csv and .parquet", columns=Columns(features=("x",)))
     with pytest.raises(ValueError, match="not both"):
         Columns(test="a", time="b")
     with pytest.raises(ValueError, match="between 0 and 1"):

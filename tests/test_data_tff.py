@@ -154,7 +154,7 @@ def stackoverflow_rows() -> list[Row]:
     ]
 
 
-def counts(folder: Path) -> dict[str, Path]:
+def counts(folder: Path) -> dict[str, Any]:
     """Public counts, one file as lines and one as JSON; the third most frequent is one too many."""
     (words := folder / "words.txt").write_text("a 9\nsort 20\nlist 20\nrare 1\n", encoding="utf-8")
     (tags := folder / "tags.json").write_text(json.dumps({"list": 5, "python": 7, "c": 1}), encoding="utf-8")

@@ -88,12 +88,15 @@ def public_statistics(path: str | Path, data: PerUser) -> tuple[Vector, Vector]:
         arrays = _arrays(path)
         mean, std = (_need(arrays, key, path, "array") for key in ("mean", "std"))
         return np.asarray(mean, dtype=np.float64), np.asarray(std, dtype=np.float64)
-    frame = _frame(path).set_index(_known("feature", _frame(path).columns, path, "column"))
-    for name in data.feature_names:
-        _known(name, frame.index, path, "feature")
     if not data.feature_names:
         raise ValueError(f"{path}: the features of {data.source} have no names: give an .npz with mean and std")
-    mean, std = (frame[_known(key, frame.columns, path, "column")] for key in ("mean", "std"))
+    frame = _frame(path)
+    for key in ("feature", "mean", "std"):
+        _known(key, frame.columns, path, "column")
+    frame = frame.set_index("feature")
+    for name in data.feature_names:
+        _known(name, frame.index, path, "feature")
+    mean, std = frame["mean"], frame["std"]
     names = list(data.feature_names)
     return mean.loc[names].to_numpy(np.float64), std.loc[names].to_numpy(np.float64)
 
@@ -144,6 +147,8 @@ def need_module(name: str, for_what: str) -> ModuleType:
 
 
 def _read_npz(path: Path, columns: Columns, split: Split | None, task: Task | None) -> PerUser:
+    if columns.features is not None:
+        raise ValueError(f"{path}: feature columns are for .csv and .parquet files: an .npz has all of them in 'x'")
     arrays = _arrays(path)
     y, target_names = _npz_targets(arrays, columns, path)
     names = arrays.get("feature_names", arrays.get("vocab", np.array([], dtype=str)))
@@ -244,8 +249,8 @@ def _read_frame(path: Path, columns: Columns, split: Split | None, task: Task | 
         target_name=columns.target,
         feature_names=tuple(features),
         target_names=tuple(targets) if len(targets) > 1 else (),
-        row_word="line" if path.suffix.lower() == ".csv" else "row",
-        first_row=2 if path.suffix.lower() == ".csv" else 0,
+        row_word=_counting(path)[0],
+        first_row=_counting(path)[1],
         notes=notes,
     )
     found = {str(name): _plain(frame[name]) for name in frame.columns if name in {"test", columns.test}}
@@ -277,36 +282,49 @@ def _feature_columns(frame: Any, columns: Columns, special: set[Any], path: Path
     if columns.features is not None:
         for name in columns.features:
             if _known(name, frame.columns, path, "column") not in numeric:
-                row, value = _first_word(frame[name])
-                raise ValueError(f"{path}: feature column {name!r} is not numeric ({value!r} in row {row}): encode it")
+                where = _first_word(frame[name], path)
+                raise ValueError(f"{path}: feature column {name!r} is not numeric, {where}: encode it as numbers")
         return list(columns.features), ()
-    others = [str(name) for name in frame.columns if name not in special and name not in numeric]
-    notes = (f"left out, not numeric: {', '.join(map(repr, others))}",) if others else ()
-    return [name for name in numeric if name not in special], notes
+    others = [name for name in frame.columns if name not in special and name not in numeric]
+    listed = ", ".join(f"{name!r} ({_first_word(frame[name], path)})" for name in others)
+    return [name for name in numeric if name not in special], (f"left out, not numeric: {listed}",) if others else ()
 
 
-def _first_word(column: Any) -> tuple[int, Any]:
-    """The first value that is not a number."""
+def _counting(path: Path) -> tuple[str, int]:
+    """How messages count rows: a .csv has a header, and is looked at by lines."""
+    return ("line", 2) if path.suffix.lower() == ".csv" else ("row", 0)
+
+
+def _first_word(column: Any, path: Path) -> str:
+    """The first value that is not a number, and where it is."""
+    word, first = _counting(path)
     for row, value in enumerate(column.tolist()):
         try:
             float(value)
         except (TypeError, ValueError):
-            return row, value
-    return 0, column.iloc[0]
+            return f"{str(value)[:30]!r} in {word} {row + first}"
+    return f"type {column.dtype}"
 
 
 def _labels(column: Any) -> NDArray[Any]:
     """Users' labels; as numbers where all of them are whole numbers as one writes them."""
-    values = column.tolist()
-    if all(isinstance(value, str) and value.isdecimal() and str(int(value)) == value for value in values):
-        return np.array([int(value) for value in values], dtype=np.int64)
-    return np.array(values, dtype=object) if column.dtype.kind not in "iuf" else column.to_numpy()
+    values = _plain(column)
+    texts = values.tolist()
+    if all(isinstance(text, str) and text.isdecimal() and str(int(text)) == text for text in texts):
+        return np.array([int(text) for text in texts])
+    return values
 
 
 def _plain(column: Any) -> NDArray[Any]:
-    """Numbers as numbers, all else as objects."""
+    """Numbers as numbers, with gaps as NaN; all else as objects, with gaps as None."""
     values: NDArray[Any] = column.to_numpy()
-    return values if values.dtype.kind in "biufO" else values.astype(object)
+    if values.dtype.kind in "biuf":
+        return values
+    kinds = [column.dtype.kind] if column.ndim == 1 else [dtype.kind for dtype in column.dtypes]
+    if all(kind in "biuf" for kind in kinds):
+        return column.to_numpy(np.float64, na_value=np.nan)  # type: ignore[no-any-return]
+    plain: NDArray[Any] = column.astype(object).where(column.notna(), None).to_numpy()
+    return plain
 
 
 def _times(column: Any, raw: Raw) -> NDArray[Any]:

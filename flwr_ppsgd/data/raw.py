@@ -168,7 +168,7 @@ class Raw:
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
         kind = task or detect(y)
-        note = () if task else (f"detected from {name!r}: {kind} (give the task to change it)",)
+        note = () if task else (f"detected from {name!r}: {kind}{_doubt(y, kind)} (give the task to change it)",)
         if kind == "regression":
             return y, kind, 1 if y.ndim == 1 else y.shape[1], names, note
         if kind == "multi-label":
@@ -258,6 +258,12 @@ def detect(y: NDArray[Any]) -> Task:
     values = np.unique(y)
     filled = values[0] == 0 and values[-1] == len(values) - 1
     return "classification" if len(values) <= (64 if filled else 20) else "regression"
+
+
+def _doubt(y: NDArray[Any], kind: Task) -> str:
+    if kind != "regression" or y.ndim > 1 or y.dtype.kind != "f" or (y != np.rint(y)).any():
+        return ""
+    return ", though all values are whole numbers: they may be classes"
 
 
 def _is_missing(value: object) -> bool:
