@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_ppsgd.data import femnist, stackoverflow_tags, tff_emnist
+from flwr_ppsgd.data import Columns, femnist, load, stackoverflow_tags, tff_emnist
 from flwr_ppsgd.data import tff as tff_module
 from flwr_ppsgd.data.tff import parse_example
 from tests import tff_files
@@ -97,29 +97,29 @@ def test_the_cache_is_next_to_the_source_unless_told(tmp_path: Path) -> None:
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".npz", ".sqlite"]
 
 
-def refused(path: Path, *parts: str, load: Any = tff_emnist) -> None:
+def refused(path: Path, *parts: str, by: Any = tff_emnist) -> None:
     with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
-        load(path)
+        by(path)
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("load", [tff_emnist, stackoverflow_tags])
-def test_broken_files_are_refused_in_one_line(tmp_path: Path, load: Any) -> None:
-    refused(tmp_path / "absent.sqlite", "no such file", ".sqlite.lzma there", load=load)
+@pytest.mark.parametrize("by", [tff_emnist, stackoverflow_tags])
+def test_broken_files_are_refused_in_one_line(tmp_path: Path, by: Any) -> None:
+    refused(tmp_path / "absent.sqlite", "no such file", ".sqlite.lzma there", by=by)
     whole = tff_files.write(tmp_path / "e.sqlite", emnist_rows()).read_bytes()
     for length in (0, 50, 5000, len(whole) - 1000):
         (tmp_path / "cut.sqlite").write_bytes(whole[:length])
-        refused(tmp_path / "cut.sqlite", "not a complete SQLite file", "download it again", load=load)
+        refused(tmp_path / "cut.sqlite", "not a complete SQLite file", "download it again", by=by)
     (tmp_path / "scrambled.sqlite").write_bytes(whole[:100] + b"\xff" * (len(whole) - 100))
-    refused(tmp_path / "scrambled.sqlite", "not a complete SQLite file", load=load)
+    refused(tmp_path / "scrambled.sqlite", "not a complete SQLite file", by=by)
     packed = tff_files.write(tmp_path / "p.sqlite.lzma", emnist_rows()).read_bytes()
     for content in (packed[: len(packed) // 2], b"no lzma"):
         (tmp_path / "cut.sqlite.lzma").unlink(missing_ok=True)
         (tmp_path / "cut.sqlite").unlink(missing_ok=True)
         (tmp_path / "cut.sqlite.lzma").write_bytes(content)
-        refused(tmp_path / "cut.sqlite.lzma", "not a complete SQLite file", load=load)
+        refused(tmp_path / "cut.sqlite.lzma", "not a complete SQLite file", by=by)
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
@@ -127,7 +127,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     rows = [("train", "a", example({"tokens": [b"x"]})), ("test", "a", example({"tokens": [b"x"]}))]
     path = tff_files.write(tmp_path / "so.sqlite", rows)
     refused(path, "no split 'digits_only_train' among test, train")
-    refused(path, "example 0 of 'a' has no 'title'", load=stackoverflow_tags)
+    refused(path, "example 0 of 'a' has no 'title'", by=stackoverflow_tags)
     wrong = [(f"digits_only_{part}", "a", example({"pixels": [0.5] * 10, "label": [1]})) for part in ("train", "test")]
     refused(tff_files.write(tmp_path / "short.sqlite", wrong), "example 0 of client 'a' has no 784 'pixels'")
     damaged = [("digits_only_train", "a", b"\x0a\x05ab"), ("digits_only_test", "a", b"")]
@@ -199,6 +199,29 @@ def test_bad_count_files_are_refused(tmp_path: Path) -> None:
         stackoverflow_tags(path, word_counts=words)
     with pytest.raises(ValueError, match=r"absent: cannot be read as text"):
         stackoverflow_tags(path, tag_counts=tmp_path / "absent")
+
+
+def test_a_data_set_is_known_by_its_name(tmp_path: Path) -> None:
+    emnist = tff_files.write(tmp_path / "emnist_all.sqlite", emnist_rows())
+    assert load(emnist).outputs == 10
+    questions = tff_files.write(tmp_path / "stackoverflow.sqlite.lzma", stackoverflow_rows())
+    assert "counted in users' training documents" in load(questions).describe()
+    (tmp_path / "stackoverflow.word_count").write_text("a 9\nsort 20\n", encoding="utf-8")
+    (tmp_path / "stackoverflow.tag_count").write_text("c 9\n", encoding="utf-8")
+    data = load(questions)
+    assert (data.feature_names, data.target_names) == (("sort", "a"), ("c",))
+    assert load(questions, min_train=2).users == ("u1",)
+    (other := tmp_path / "other.sqlite").write_bytes(emnist.read_bytes())
+    refused(other, "emnist or stackoverflow in its name", by=load)
+    refused(emnist, "leave them out", by=lambda path: load(path, Columns()))
+    refused(tmp_path / "absent.csv", "no such file", by=load)
+
+
+def test_a_cache_that_cannot_be_written_is_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tff_files.write(tmp_path / "emnist.sqlite", emnist_rows())
+    (tmp_path / "file").touch()
+    assert len(tff_emnist(path, cache_dir=tmp_path / "file" / "below")) == 2
+    assert "could not be kept" in caplog.text
 
 
 def hub_folder(folder: Path, **changes: Any) -> Path:

@@ -3,6 +3,7 @@
 from flwr_ppsgd.data.emnist import femnist, tff_emnist
 from flwr_ppsgd.data.files import Columns, public_statistics, read, write_npz
 from flwr_ppsgd.data.learners import linear_learner, network_learner
+from flwr_ppsgd.data.load import load
 from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.data.raw import Split
 from flwr_ppsgd.data.stackoverflow import stackoverflow_tags
@@ -13,6 +14,7 @@ __all__ = [
     "Split",
     "femnist",
     "linear_learner",
+    "load",
     "network_learner",
     "public_statistics",
     "read",

@@ -1,6 +1,7 @@
 """What took long to read is kept as an .npz, which ``read`` takes too."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from flwr_ppsgd.data.files import read, write_npz
 from flwr_ppsgd.data.per_user import PerUser
+
+log = logging.getLogger("flwr.ppsgd")
 
 
 def cached(make: Callable[[], PerUser], source: Path | str, options: object, cache_dir: str | Path | None) -> PerUser:
@@ -22,22 +25,25 @@ def cached(make: Callable[[], PerUser], source: Path | str, options: object, cac
         except ValueError:
             path.unlink()
     data = make()
-    write_npz(data, path)
+    try:
+        write_npz(data, path)
+    except OSError as error:
+        log.warning("%s: what was read could not be kept for the next time: %s", path, error)
     return data
 
 
 def cache_file(source: Path | str, options: object, cache_dir: str | Path | None) -> Path:
-    """In ``cache_dir``; else next to the source; else, where one may not write there, in the user's cache directory."""
     stem = Path(source).name if isinstance(source, Path) else source.replace("/", "-")
     key = hashlib.sha256(repr((stem, _stamp(source), options)).encode()).hexdigest()[:12]
-    return _folder(source, cache_dir) / f"{stem}.{key}.npz"
+    return cache_folder(source, cache_dir) / f"{stem}.{key}.npz"
 
 
 def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flwr-ppsgd"
 
 
-def _folder(source: Path | str, cache_dir: str | Path | None) -> Path:
+def cache_folder(source: Path | str, cache_dir: str | Path | None) -> Path:
+    """``cache_dir``; else next to the source; else, where one may not write there, in the user's cache directory."""
     if cache_dir is not None:
         return Path(cache_dir)
     if isinstance(source, Path) and os.access(source.parent, os.W_OK):

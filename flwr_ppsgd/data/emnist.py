@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.data.cache import cache_file, cached
+from flwr_ppsgd.data.cache import cache_file, cache_folder, cached
 from flwr_ppsgd.data.files import need_module
 from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.data.raw import Raw, Split
@@ -67,7 +67,7 @@ def tff_emnist(
 
     def make() -> PerUser:
         pixels, labels, writers, test = [], [], [], []
-        with Clients.open(path, None if cache_dir is None else Path(cache_dir)) as clients:
+        with Clients.open(path, cache_folder(path, cache_dir)) as clients:
             for client in clients.ids(f"{kind}_train")[:users]:
                 for part in ("train", "test"):
                     x, y = _drawn(clients.examples(f"{kind}_{part}", client), path, client)

@@ -1,6 +1,7 @@
 """Own data: .npz, .csv and .parquet files with a user column."""
 
 import difflib
+import json
 import math
 import os
 import tempfile
@@ -21,6 +22,7 @@ from flwr_ppsgd.data.per_user import PerUser, Table, Task
 from flwr_ppsgd.data.raw import Raw, Split
 
 Arrays = dict[str, NDArray[Any]]
+ABOUT = ("users", "task", "outputs", "feature_names", "target_names", "notes")  # in a written file, as JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +106,12 @@ def public_statistics(path: str | Path, data: PerUser) -> tuple[Vector, Vector]:
 def write_npz(data: PerUser, path: str | Path) -> None:
     """A file that ``read`` gives back as it was; there is never a half-written one."""
     path = Path(path)
+    about = {name: getattr(data, name) for name in ABOUT}
+    about |= {"mean": np.asarray(data.mean).tolist(), "std": np.asarray(data.std).tolist(), "bias": data.bias}
     arrays: dict[str, Any] = {
         "user": np.repeat(np.arange(len(data), dtype=np.int32), np.diff(data.offsets)),
-        "users": np.array(data.users),
         "test": data.test,
-        "task": np.array(data.task),
-        "outputs": np.array(data.outputs),
-        "public_mean": np.asarray(data.mean),
-        "public_std": np.asarray(data.std),
-        "bias": np.array(data.bias),
-        "feature_names": np.array(data.feature_names, dtype=str),
-        "target_names": np.array(data.target_names, dtype=str),
-        "notes": np.array(data.notes, dtype=str),
+        "per_user": np.array(json.dumps(about)),
     }
     if data.is_sparse:
         arrays |= {key: getattr(data.x, key) for key in ("indptr", "indices", "data", "shape")}
@@ -150,28 +146,30 @@ def _read_npz(path: Path, columns: Columns, split: Split | None, task: Task | No
     if columns.features is not None:
         raise ValueError(f"{path}: feature columns are for .csv and .parquet files: an .npz has all of them in 'x'")
     arrays = _arrays(path)
-    y, target_names = _npz_targets(arrays, columns, path)
-    names = arrays.get("feature_names", arrays.get("vocab", np.array([], dtype=str)))
+    about: dict[str, Any] = json.loads(str(arrays["per_user"])) if "per_user" in arrays else {}
     raw = Raw(
         source=str(path),
         user=_need(arrays, columns.user, path, "array"),
         x=_npz_features(arrays, path),
-        y=y,
+        y=_npz_targets(arrays, about.get("outputs"), columns, path),
         user_name=columns.user,
         target_name=columns.target,
-        feature_names=tuple(names.tolist()),
-        target_names=target_names,
-        labels=tuple(arrays["users"].tolist()) if "users" in arrays else (),
-        notes=tuple(arrays["notes"].tolist()) if "notes" in arrays else (),
+        feature_names=_names(about.get("feature_names", arrays.get("vocab", ()))),
+        target_names=_names(about.get("target_names", arrays.get("tag_names", ()))),
+        labels=tuple(about.get("users", ())),
+        notes=tuple(about.get("notes", ())),
     )
     raw = _with_test_part(raw, arrays, columns, split, path)
-    stored: Any = str(arrays["task"]) if "task" in arrays else None
-    data = raw.assemble(task or stored, int(arrays["outputs"]) if "outputs" in arrays else None)
-    if "public_std" in arrays:
-        data = replace(data, mean=arrays["public_mean"], std=arrays["public_std"], bias=bool(arrays["bias"]))
-    elif not data.is_sparse and data.x.dtype == np.uint8:
-        data = replace(data, std=255.0, notes=(*data.notes, "x is bytes: a model sees x/255"))
+    data = raw.assemble(task or about.get("task"), about.get("outputs"))
+    if about:
+        return replace(data, mean=np.array(about["mean"]), std=np.array(about["std"]), bias=about["bias"])
+    if not data.is_sparse and data.x.dtype == np.uint8:
+        return replace(data, std=255.0, notes=(*data.notes, "x is bytes: a model sees x/255"))
     return data
+
+
+def _names(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(str(value) for value in values)
 
 
 def _npz_features(arrays: Arrays, path: Path) -> Table:
@@ -188,12 +186,11 @@ def _npz_features(arrays: Arrays, path: Path) -> Table:
     return mean_of_one_hots(table, arrays.get("length")) if counted else table
 
 
-def _npz_targets(arrays: Arrays, columns: Columns, path: Path) -> tuple[Table, tuple[str, ...]]:
-    names = arrays.get("tag_names", arrays.get("target_names", np.array([], dtype=str)))
+def _npz_targets(arrays: Arrays, outputs: int | None, columns: Columns, path: Path) -> Table:
     if columns.target in arrays or "tag_indptr" not in arrays:
-        return _need(arrays, columns.target, path, "array"), tuple(names.tolist())
-    width = int(arrays["outputs"]) if "outputs" in arrays else len(names) or None
-    return _csr(path, arrays, ("tag_indptr", "tag_indices"), None, width), tuple(names.tolist())
+        return _need(arrays, columns.target, path, "array")
+    width = outputs or len(arrays.get("tag_names", ())) or None
+    return _csr(path, arrays, ("tag_indptr", "tag_indices"), None, width)
 
 
 def _csr(path: Path, arrays: Arrays, keys: tuple[str, str], data: str | None, width: int | None) -> sparse.csr_array:

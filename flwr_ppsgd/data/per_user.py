@@ -81,7 +81,7 @@ class PerUser:
         return dense
 
     def targets(self, rows: Indices, shift: float = 0.0) -> Matrix:
-        """rows × K: one-hot or multi-hot minus ``shift`` (.1 in the paper's linear experiments), or real numbers."""
+        """rows × K: one-hot or multi-hot minus ``shift`` (.1 in the paper's linear experiments); real numbers as is."""
         taken = self.y[rows]
         if self.task == "regression":
             return np.asarray(taken, dtype=np.float64).reshape(len(rows), -1)

@@ -202,10 +202,11 @@ class Raw:
             raise self.refuse(f"column {self.target_name!r} does not hold class numbers", "use the task regression")
         least = int(y.min())
         if least != 0:
+            remedy = f"subtract {least}" if least > 0 else "number them 0, 1, 2, …"
             other = ", or use the task regression if they are amounts" if detected else ""
             raise self.refuse(
                 f"class numbers in column {self.target_name!r} must start at 0 and the least is {least},",
-                f"subtract {least}{other}",
+                f"{remedy}{other}",
                 int(np.argmin(y)),
             )
         return y.astype(np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.data.cache import cached
+from flwr_ppsgd.data.cache import cache_folder, cached
 from flwr_ppsgd.data.files import mean_of_one_hots
 from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.data.raw import Raw
@@ -49,7 +49,7 @@ def stackoverflow_tags(
     labels = None if tag_counts is None else _most_frequent(_read_counts(Path(tag_counts)), tags)
 
     def make() -> PerUser:
-        with Clients.open(path, None if cache_dir is None else Path(cache_dir)) as clients:
+        with Clients.open(path, cache_folder(path, cache_dir)) as clients:
             documents, notes = _documents(clients, path, users, max_train)
         trained = [document for document in documents if not document.test]
         counted = [name for name, given in (("vocabulary", vocabulary), ("tags", labels)) if given is None]

@@ -102,10 +102,10 @@ class Clients:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, path: Path, unpacked_in: Path | None = None) -> Iterator["Clients"]:
-        """path: .sqlite, or .sqlite.lzma, which is unpacked once into a directory (its own unless given)."""
+    def open(cls, path: Path, unpacked_in: Path) -> Iterator["Clients"]:
+        """path: .sqlite, or .sqlite.lzma, which is unpacked once into a directory."""
         if path.suffix == ".lzma":
-            path = _unpacked(path, unpacked_in or path.parent)
+            path = _unpacked(path, unpacked_in)
         _refuse_truncated(path)
         try:
             connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
@@ -141,7 +141,7 @@ class Clients:
 
 def _unpacked(path: Path, folder: Path) -> Path:
     target = folder / path.stem
-    if target.is_file():
+    if target.is_file() and target.stat().st_mtime_ns >= path.stat().st_mtime_ns:
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.stem}.", delete=False) as file:
