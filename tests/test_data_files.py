@@ -11,7 +11,7 @@ import pytest
 from scipy import sparse
 
 from flwr_ppsgd.data import Columns, PerUser, Split, public_statistics, read, write_npz
-from flwr_ppsgd.data.files import mean_of_one_hots
+from flwr_ppsgd.data.npz import mean_of_one_hots
 from flwr_ppsgd.data.raw import detect
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -267,10 +267,12 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "labels from 1": ({"y": np.arange(12) % 3 + 1}, ("start at 0 and the least is 1, in row 0", "subtract 1", "task")),
     "NaN feature": ({"x": np.where(np.arange(24) == 13, np.nan, 1.0).reshape(12, 2)}, ("feature 1", "in row 6")),
     "infinite target": ({"y": np.where(np.arange(12) == 3, np.inf, 0.5)}, ("'y' is not a finite number in row 3",)),
-    "lengths": ({"y": np.arange(11) % 2}, ("'y' has 11 rows and 'user' has 12",)),
+    "lengths": ({"y": np.arange(11) % 2}, ("'y' has shape (11,) and 'user' has 12 rows",)),
     "test-only user": ({"test": np.tile([False, True, False], 4)}, ("user 0 has test rows only", "in row 1")),
     "test values": ({"test": np.arange(12)}, ("'test' is neither 0 nor 1 in row 2",)),
     "empty": ({"user": [], "x": np.empty((0, 2)), "y": [], "test": []}, ("there are no rows",)),
+    "one number": ({"user": 3}, ("'user' must have one value a row, got shape ()",)),
+    "one target": ({"y": 3}, ("'y' has shape () and 'user' has 12",)),
     "words": ({"x": np.full((12, 2), "a")}, ("features must be real numbers",)),
 }
 
@@ -288,7 +290,7 @@ def test_a_bad_npz_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
         ({"indices": [1, 0, 3, 9, 2]}, ("'indices' has column 9 in row 1 and there are 5 columns",)),
         ({"counts": None}, ("no array 'data'",)),
         ({"tag_indices": None}, ("no array 'tag_indices'",)),
-        ({"user": [0, 0, 1]}, ("'x' has 4 rows and 'user' has 3",)),
+        ({"user": [0, 0, 1]}, ("'x' has shape (4, 5) and 'user' has 3 rows",)),
     ],
 )
 def test_bad_csr_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from flwr_ppsgd.data.files import read, write_npz
+from flwr_ppsgd.data.files import read
+from flwr_ppsgd.data.npz import write_npz
 from flwr_ppsgd.data.per_user import PerUser
 
 log = logging.getLogger("flwr.ppsgd")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.data.cache import cache_file, cache_folder, cached
-from flwr_ppsgd.data.files import need_module
+from flwr_ppsgd.data.frames import need_module
 from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.data.raw import Raw, Split
 from flwr_ppsgd.data.tff import Clients
@@ -46,8 +46,8 @@ def femnist(
     def make() -> PerUser:
         rows = _hub_rows(place, digits, cache_dir, missing)
         images = np.stack([_image(row["image"], place) for row in rows])
-        writers = np.array([str(row["writer_id"]) for row in rows], dtype=object)
-        characters = np.array([int(row["character"]) for row in rows])
+        writers = np.array([str(writer) for writer in rows["writer_id"]], dtype=object)
+        characters = np.asarray(rows["character"], dtype=np.int64)
         raw = Raw(str(source), writers, images, characters, split=split, user_name="writer_id", target_name="character")
         return replace(raw.assemble("classification", DIGITS if digits else CHARACTERS), std=255.0)
 

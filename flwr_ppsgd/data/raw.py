@@ -101,12 +101,16 @@ class Raw:
         )
 
     def _check_lengths(self) -> None:
+        if self.user.ndim != 1:
+            raise self.refuse(
+                f"{self.user_name!r} must have one value a row, got shape {self.user.shape}", "give one column"
+            )
         rows = len(self.user)
         named = {"x": self.x, self.target_name: self.y, self.test_name: self.test, self.time_name: self.time}
         for name, column in named.items():
-            if column is not None and column.shape[0] != rows:
+            if column is not None and column.shape[:1] != (rows,):
                 raise self.refuse(
-                    f"{name!r} has {column.shape[0]} rows and {self.user_name!r} has {rows}",
+                    f"{name!r} has shape {column.shape} and {self.user_name!r} has {rows} rows",
                     "they must be the same rows",
                 )
         if not rows:
@@ -121,10 +125,6 @@ class Raw:
                 f"column {self.user_name!r} is empty", "every row needs its user", int(np.flatnonzero(missing)[0])
             )
         user = self.user
-        if user.ndim != 1:
-            raise self.refuse(
-                f"{self.user_name!r} must have one value a row, got shape {user.shape}", "give one column"
-            )
         if user.dtype.kind == "f" and (user == np.rint(user)).all():
             user = user.astype(np.int64)
         if user.dtype.kind == "O":

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.data.cache import cache_folder, cached
-from flwr_ppsgd.data.files import mean_of_one_hots
+from flwr_ppsgd.data.npz import mean_of_one_hots
 from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.data.raw import Raw
 from flwr_ppsgd.data.tff import Clients
