@@ -142,7 +142,7 @@ class SplitModel:
         self._parameters = dict(module.named_parameters())
         self._dtype = next(iter(moving.values())).dtype
         self._loss = LOSSES[loss] if isinstance(loss, str) else loss
-        self._counts_hits = loss == "softmax"
+        self._counts_hits = loss != "squared"
 
     def initial_arrays(self) -> ArrayRecord:
         """w as the module has it: the ``initial_arrays`` of a strategy."""
@@ -199,13 +199,13 @@ class SplitModel:
         return _by_row(g_w, self._shared, users), _by_row(g_theta, self._personal, users)
 
     def evaluate(self, w: Vector, theta: Vector, rows: tuple[Rows, Rows]) -> dict[str, float]:
-        """Mean loss, and accuracy for classes."""
+        """Mean loss, and accuracy where y holds class numbers."""
         self._module.eval()
         x, y = self._batch(rows)
         with torch.no_grad():
             prediction = torch.func.functional_call(self._module, self._tensors(w, theta), (x,))
             measures = {"loss": float(self._loss(prediction, y).mean())}
-        if self._counts_hits:
+        if self._counts_hits and y.ndim == 1 and not y.is_floating_point():
             measures["accuracy"] = float((prediction.argmax(dim=1) == y).double().mean())
         return measures
 
