@@ -189,8 +189,8 @@ def theorem_b_4(
     L_α = L·max(α + α/(qN), 1/(qN)) (the statement drops the q) and σ² = (α σ̄²_w + α σ̃²_w + σ̄²_θ)/(qN) + α d_w σ_ζ² with
     σ̃²_w = (1/N) Σ (1−q)‖∇_w f_i(z*)‖² (the statement has q(1−q); see ``theorem_5_2``).
 
-    variance_w, variance_theta: (1/N) Σ σ_i²/m_i, of a user's minibatch *mean*. squared_gradient: (1/N) Σ ‖∇_w f_i(z*)‖²,
-    0 in the additive model. noise_std: σ_ζ = zC/(qN); C = G clips nothing.
+    variance_w, variance_theta: (1/N) Σ σ_i²/m_i, of a minibatch *mean*. squared_gradient: (1/N) Σ ‖∇_w f_i(z*)‖², 0 in
+    the additive model. noise_std: σ_ζ = zC/(qN); C = G clips nothing.
     """
     _check(
         population=population, rounds=rounds, dimension=dimension, smoothness=smoothness, noise_std=noise_std, rate=rate
@@ -349,8 +349,8 @@ def estimate_constants(users: Sequence[tuple[ArrayLike, ArrayLike]], ridge: floa
     fewest = min(len(x) for x, _ in rows)
     if ridge == 0 and fewest <= features:
         raise ValueError(
-            f"a user has {fewest} rows for {features} features, which fit any data exactly: leave small users out, or set "
-            "ridge"
+            f"a user has {fewest} rows for {features} features, which fit any data exactly: leave small users out, or "
+            "set ridge"
         )
     common = np.linalg.lstsq(np.vstack([x for x, _ in rows]), np.vstack([y for _, y in rows]), rcond=None)[0]
     optima = [common + _ridge_fit(x, y - x @ common, ridge) for x, y in rows]
@@ -367,10 +367,11 @@ def estimate_constants(users: Sequence[tuple[ArrayLike, ArrayLike]], ridge: floa
 def _sample_gradients(
     x: NDArray[np.float64], y: NDArray[np.float64], optimum: NDArray[np.float64], ridge: float
 ) -> NDArray[np.float64]:
-    """x rᵀ for each row, residuals of a least-squares fit enlarged by √(n/(n − features)), what the fit took from them."""
+    """x rᵀ for each row, residuals enlarged by √(n/(n − features)), what a least-squares fit takes from them."""
     freedom = 1.0 if ridge else len(x) / (len(x) - x.shape[1])
     residuals = math.sqrt(freedom) * (x @ optimum - y)
-    return np.einsum("ni,nj->nij", x, residuals).reshape(len(x), -1)
+    gradients: NDArray[np.float64] = np.einsum("ni,nj->nij", x, residuals).reshape(len(x), -1)
+    return gradients
 
 
 def _ridge_fit(x: NDArray[np.float64], y: NDArray[np.float64], ridge: float) -> NDArray[np.float64]:
