@@ -7,6 +7,7 @@ public and unchanged. ``replace-one``, the paper's definition: a user's data are
 """
 
 import functools
+import itertools
 import json
 import logging
 import math
@@ -200,23 +201,56 @@ def calibrate_noise(
             f"rounds must be at least 1, got {rounds!r}: noise is calibrated for a planned number of rounds"
         )
 
-    def affordable(z: float) -> bool:
+    def cost(z: float) -> float:
         release = Release(cohort, clip_norm=1.0, noise_multiplier=z)
-        return nothing.record(release, rounds).epsilon(relation, method) <= epsilon
+        return nothing.record(release, rounds).epsilon(relation, method)
 
     if method == "pld" and not cohort.amplifies:  # closed form, up to its last digits
         exact = float(dp_accounting.get_sigma_gaussian(epsilon, delta)) * math.sqrt(rounds) * _sensitivity(relation)
-        return exact if affordable(exact) else exact * (1 + 1e-9)
-    high = 1.0
-    while not affordable(high):
-        high *= 2
-    low = high / 2
-    while affordable(low):
-        low, high = low / 2, low
-    while high > low * (1 + NOISE_TOLERANCE):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if affordable(middle) else (middle, high)
-    return high
+        return exact if cost(exact) <= epsilon else exact * (1 + 1e-9)
+    guess = 1.0
+    if method == "pld":  # RDP is cheap, and a few percent above
+        guess = calibrate_noise(epsilon=epsilon, delta=delta, cohort=cohort, rounds=rounds, method="rdp")
+    return _smallest(cost, epsilon, guess)
+
+
+def _smallest(cost: Callable[[float], float], budget: float, guess: float) -> float:
+    """The smallest z with cost(z) ≤ budget, up to ``NOISE_TOLERANCE``, for a cost that falls with z.
+
+    log ε is nearly straight in log z, so the line through two known points all but hits it. Aiming a little past it,
+    towards the farther end, brings that end close; every third step halves the bracket whatever the line says.
+    """
+    low, high = _bracket(cost, budget, guess)
+    past = 1 + NOISE_TOLERANCE / 3
+    for step in itertools.count(1):
+        (z_low, above), (z_high, below) = low, high
+        if z_high <= z_low * (1 + NOISE_TOLERANCE):
+            return z_high
+        z = math.sqrt(z_low * z_high)
+        if step % 3 and 0 < below < above < math.inf:
+            hit = z_low * (z_high / z_low) ** (math.log(above / budget) / math.log(above / below))
+            z = min(hit * past, z) if hit < z else max(hit / past, z)
+        epsilon = cost(z)
+        low, high = (low, (z, epsilon)) if epsilon <= budget else ((z, epsilon), high)
+    raise AssertionError("unreachable")
+
+
+def _bracket(
+    cost: Callable[[float], float], budget: float, guess: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(z, ε) too small and large enough, by strides from ``guess`` that go a little past where the line would hit."""
+    here, slope = (guess, cost(guess)), 1.5
+    enough = here[1] <= budget
+    while True:
+        far = abs(math.log(here[1] / budget)) if 0 < here[1] < math.inf else math.inf
+        stride = min(max(1.005 * math.exp(min(far / slope, 2.0)), 1.01), 4.0)
+        z = here[0] / stride if enough else here[0] * stride
+        there = (z, cost(z))
+        if (there[1] <= budget) is not enough:
+            return (there, here) if enough else (here, there)
+        if 0 < min(here[1], there[1]) < max(here[1], there[1]) < math.inf:
+            slope = max(0.1, abs(math.log(there[1] / here[1])) / math.log(stride))
+        here = there
 
 
 def affordable_rounds(
