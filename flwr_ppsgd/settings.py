@@ -69,7 +69,7 @@ class Settings:
         if missing:
             raise ValueError(f"{where}: {missing[0]!r} is missing: add it, as in {missing[0]} = …")
         try:
-            return cls(**{name: _typed(key_of(name), value, hints[name]) for name, value in values.items()})
+            return cls(**{name: typed(key_of(name), value, hints[name]) for name, value in values.items()})
         except ValueError as error:
             raise ValueError(f"{where}: {_in_keys(str(error), cls)}") from None
 
@@ -160,7 +160,7 @@ def _known(key: str, cls: type[Settings], where: str) -> str:
     raise ValueError(f"{where}: unknown key {key!r}: did you mean {key_of(nearest)!r}?")
 
 
-def _typed(key: str, value: Any, hint: Any) -> Any:
+def typed(key: str, value: Any, hint: Any) -> Any:
     """``value`` as the field's type: whole numbers may stand for floats, nothing else is converted."""
     allowed = get_args(hint) if get_origin(hint) in (types.UnionType,) else (hint,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):

@@ -11,9 +11,9 @@ import flwr_ppsgd
 
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 ORDER = [
-    "algorithm", "noise", "privacy", "theory", "checkpoint", "journal", "curator", "statement", "settings", "wire",
-    "personal", "enrolment", "rounds", "strategy", "client", "legacy", "models", "datasets", "simulation", "audit",
-    "plots", "report", "app", "cli",
+    "algorithm", "noise", "privacy", "theory", "checkpoint", "journal", "curator", "statement", "settings", "plan",
+    "wire", "personal", "enrolment", "rounds", "strategy", "client", "legacy", "models", "datasets", "simulation",
+    "audit", "plots", "report", "app", "cli",
 ]  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
