@@ -149,7 +149,8 @@ class Plan:
     """The answers. Lengths are in the units of ``clip_norm``; noise is that of the average that moves w.
 
     rounds_half_noise, rounds_twice_noise: by RDP, so at least so many. constant: the c that would make Theorem 5.1's
-    formula exact here. threshold_*: of Lemma 4.6; samples is n*. critical_gradient_std: σ up to which local is favoured.
+    formula exact here. threshold_*: of Lemma 4.6; samples is n*. critical_gradient_std: the σ up to which local
+    is favoured.
     bounds: (αQ, bound on f − f*), the chosen one included; bound_bias, bound_deviation: the two terms of that one.
     assumptions: what the advice rests on.
     """
@@ -340,13 +341,15 @@ def _privacy_lines(question: Question, plan: Plan) -> list[str]:
     rows = [
         ("plan", f"{cohort.population} users, {drawn} a round, {plan.rounds} rounds, d = {question.dimension}"),
         ("noise multiplier z", f"{z:.4g} by PLD; for the same ε RDP would have needed {rdp:.4g}"),
-        (f"ε at δ = {question.delta:g}", f"{plan.epsilon:.4g} zero-out: a user contributes nothing (RDP {plan.epsilon_rdp:.4g})"),
+        (f"ε at δ = {question.delta:g}", f"{plan.epsilon:.4g} zero-out: a user contributes nothing "
+         f"(RDP {plan.epsilon_rdp:.4g})"),
         ("", f"{plan.epsilon_replace_one:.4g} replace-one: a user's data exchanged, the paper's definition"),
         ("rounds affordable", f"{plan.affordable_rounds}; with half the noise {plan.rounds_half_noise} or more, "
          f"with twice {plan.rounds_twice_noise} or more (RDP)"),
         ("noise on the mean", f"σ_ζ = zC/D = {plan.noise_std:.3g} per coordinate of w, for C = {question.clip_norm:g}"),
         ("signal to noise", f"{plan.signal_to_noise:.3g} per coordinate and round: C/√d, all users agreeing, over σ_ζ"),
-        ("fixed-size cohorts", f"need z = {fixed:.4g}, Poisson {poisson:.4g}: {fixed / poisson:.3g} times the noise for the same ε"),
+        ("fixed-size cohorts", f"need z = {fixed:.4g}, Poisson {poisson:.4g}: {fixed / poisson:.3g} times the noise "
+         "for the same ε"),
         ("paper's formula", f"Theorem 5.1 gives this σ_ζ for c = {plan.constant:.3g}; it asks for ε < c₁q²T, where "
          f"q²T = {cohort.rate**2 * plan.rounds:.3g}"),
     ]  # fmt: skip
@@ -360,13 +363,13 @@ def _advice_lines(question: Question, plan: Plan) -> list[str]:
     better = "local learning (small α)" if plan.favours == "local" else "global learning (large α)"
     step, critical = max(plan.step_shared, plan.step_personal), plan.critical_gradient_std
     lines = [
-        f"threshold n* of Lemma 4.6: {plan.threshold_samples:.4g} samples a user; you use {plan.samples_used:.4g}, {side} "
-        f"it: the variance favours {better}.",
+        f"threshold n* of Lemma 4.6: {plan.threshold_samples:.4g} samples a user; you use {plan.samples_used:.4g}, "
+        f"{side} it: the variance favours {better}.",
         f"with this noise it favours local up to σ = {critical:.3g}, global beyond"
         + ("; σ cannot exceed C, so local in any case." if critical >= question.clip_norm else "."),
         f"the bound (Theorem B.4) would start with αQ = {plan.alpha_q:.3g} and step = {step:.3g} "
         f"(s_w = {plan.step_shared:.3g}, s_θ = {plan.step_personal:.3g});",
-        f"it is {plan.bound_bias:.3g} (bias: too few rounds) + {plan.bound_deviation:.3g} (variance: samples and noise).",
+        f"it is {plan.bound_bias:.3g} (bias, from too few rounds) + {plan.bound_deviation:.3g} (samples and noise).",
         "bound on f − f* by αQ:  " + "  ".join(f"{a:.3g}: {b:.3g}" for a, b in plan.bounds),
     ]
     if plan.alpha_q == 0:

@@ -1,6 +1,7 @@
 """The paper's theorems against numbers worked out by hand, against enumeration, and against a simulation."""
 
 import itertools
+import logging
 import math
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ import pytest
 
 from flwr_ppsgd import FixedSize, Poisson, Steps
 from flwr_ppsgd.datasets import Synthetic
+from flwr_ppsgd.settings import Settings
+from flwr_ppsgd.simulation.experiment import Experiment
 from flwr_ppsgd.theory import (
     Minimiser,
     Theorem,
@@ -366,6 +369,59 @@ def test_a_theorem_refuses_numbers_without_meaning(wrong: dict[str, float]) -> N
     }  # fmt: skip
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
         theorem_b_4(**{**given, **wrong})  # type: ignore[arg-type]
+
+
+SMALL = {
+    "population": 10, "features": 6, "rate": 0.5, "clip-norm": 10.0, "noise-multiplier": 1.0, "delta": 1e-4,
+    "step": 0.5, "rounds": 20,
+}  # fmt: skip
+
+
+def test_alpha_q_by_theory_becomes_the_number_of_the_smallest_bound(caplog: pytest.LogCaptureFixture) -> None:
+    """In an experiment, when it is read: what is run and written holds a number. The log says what it rests on."""
+    logger = logging.getLogger("flwr.ppsgd")
+    logger.addHandler(caplog.handler)
+    try:
+        found = Experiment.read({**SMALL, "alpha-q": "theory"}, where="here.toml")
+    finally:
+        logger.removeHandler(caplog.handler)
+    problem = Synthetic.draw(10, 6, seed=0)
+    constants, release = problem.constants(), found.release()
+    theorem = theorem_b_4(
+        population=10, rate=0.5, rounds=20, dimension=6, smoothness=constants.smoothness,
+        variance_w=constants.variance_w / 10, variance_theta=constants.variance_theta / 10,
+        noise_std=release.noise_std / 5,
+    )  # fmt: skip
+    best = theorem.bound(found.alpha_q / 5, constants.minimiser)
+    assert all(best.total <= theorem.bound(a / 5, constants.minimiser).total for a in ALPHA_QS)
+    assert found.to_flat()["alpha-q"] == found.alpha_q
+    assert "alpha-q = 'theory'" in caplog.text
+    assert "It assumes a convex additive model" in caplog.text
+
+
+def test_much_noise_makes_the_theory_choose_less_of_w() -> None:
+    quiet, loud = (
+        Experiment.read({**SMALL, "alpha-q": "theory", "noise-multiplier": z}, where="here").alpha_q for z in (0.1, 1e5)
+    )
+    assert loud < quiet
+
+
+def test_alpha_q_by_theory_needs_an_experiment() -> None:
+    """A run config says nothing about the problem; no other word is understood."""
+    plain = {key: value for key, value in SMALL.items() if key != "features"}
+    with pytest.raises(ValueError, match="here: alpha-q 'theory' is known to experiments only"):
+        Settings.read({**plain, "alpha-q": "theory"}, where="here")
+    with pytest.raises(ValueError, match="here: alpha-q must be of type float, got 'teory'"):
+        Experiment.read({**SMALL, "alpha-q": "teory"}, where="here")
+
+
+def test_the_synthetic_problems_constants_are_those_of_its_data() -> None:
+    problem = replace(Synthetic.draw(4, 6, seed=3), label_noise=2.0)
+    constants = problem.constants()
+    estimated = estimate_constants([problem.batch(user, 1, 2000) for user in range(4)])
+    assert constants.variance_theta == pytest.approx(estimated.variance_theta, rel=0.1)
+    assert constants.minimiser.shared == pytest.approx(estimated.minimiser.shared, rel=0.05)
+    assert constants.smoothness < estimated.smoothness < 4 * constants.smoothness
 
 
 def test_gradient_variances_by_hand() -> None:
