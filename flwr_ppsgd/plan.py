@@ -241,13 +241,13 @@ def _rounds_by_rdp(release: Release, factor: float, epsilon: float, delta: float
 
 
 def _curve(ledger: Ledger, release: Release, rounds: int) -> tuple[tuple[int, float], ...]:
-    """ε at up to 48 rounds: exact without sampling; else PLD at T, T/4 and T/16 and, between these, RDP times the ratio
-    of the two, interpolated. Below T/16 RDP alone would overstate it, so the ratio stays."""
+    """ε at up to 48 rounds: exact without sampling; else PLD at T and T/8 and, between these, RDP times the ratio of
+    the two, interpolated. Below T/8 the ratio stays."""
     marks = sorted({max(1, math.ceil(rounds * k / CHART_SIZE[0])) for k in range(1, CHART_SIZE[0] + 1)})
     nothing = Ledger(ledger.delta)
     if not release.cohort.amplifies:
         return tuple((t, nothing.record(release, t).epsilon()) for t in marks)
-    knots = sorted({max(1, rounds // 16), max(1, rounds // 4), rounds})
+    knots = sorted({max(1, rounds // 8), rounds})
     by_rdp = {t: nothing.record(release, t).epsilon(method="rdp") for t in {*marks, *knots}}
     ratios = [nothing.record(release, t).epsilon() / by_rdp[t] for t in knots]
     return tuple((t, float(by_rdp[t] * np.interp(math.log(t), np.log(knots), ratios))) for t in marks)
@@ -338,9 +338,14 @@ def _privacy_lines(question: Question, plan: Plan) -> list[str]:
     drawn = f"exactly {cohort.size}" if isinstance(cohort, FixedSize) else f"each with chance {cohort.rate:g}"
     z, rdp = plan.noise_multiplier, plan.noise_multiplier_rdp
     poisson, fixed = plan.noise_multiplier_poisson, plan.noise_multiplier_fixed_size
+    needed = fixed if isinstance(cohort, FixedSize) else poisson
+    noise = f"{z:.4g} by PLD; RDP would have needed {rdp:.4g}"
+    if question.noise_multiplier is not None:
+        target = question.epsilon or plan.epsilon
+        noise = f"{z:.4g}, as given; for ε = {target:.4g} it takes {needed:.4g} by PLD, {rdp:.4g} by RDP"
     rows = [
         ("plan", f"{cohort.population} users, {drawn} a round, {plan.rounds} rounds, d = {question.dimension}"),
-        ("noise multiplier z", f"{z:.4g} by PLD; for the same ε RDP would have needed {rdp:.4g}"),
+        ("noise multiplier z", noise),
         (f"ε at δ = {question.delta:g}", f"{plan.epsilon:.4g} zero-out: a user contributes nothing "
          f"(RDP {plan.epsilon_rdp:.4g})"),
         ("", f"{plan.epsilon_replace_one:.4g} replace-one: a user's data exchanged, the paper's definition"),

@@ -7,7 +7,6 @@ public and unchanged. ``replace-one``, the paper's definition: a user's data are
 """
 
 import functools
-import itertools
 import json
 import logging
 import math
@@ -217,22 +216,32 @@ def calibrate_noise(
 def _smallest(cost: Callable[[float], float], budget: float, guess: float) -> float:
     """The smallest z with cost(z) ≤ budget, up to ``NOISE_TOLERANCE``, for a cost that falls with z.
 
-    log ε is nearly straight in log z, so the line through two known points all but hits it. Aiming a little past it,
-    towards the farther end, brings that end close; every third step halves the bracket whatever the line says.
+    log ε is nearly straight in log z, so the line through the two points next to the budget all but hits it. Aiming a
+    little past it, towards the farther end of the bracket, closes that in two steps. Should a step fail to, halve it.
     """
     low, high = _bracket(cost, budget, guess)
-    past = 1 + NOISE_TOLERANCE / 3
-    for step in itertools.count(1):
-        (z_low, above), (z_high, below) = low, high
-        if z_high <= z_low * (1 + NOISE_TOLERANCE):
-            return z_high
-        z = math.sqrt(z_low * z_high)
-        if step % 3 and 0 < below < above < math.inf:
-            hit = z_low * (z_high / z_low) ** (math.log(above / budget) / math.log(above / below))
-            z = min(hit * past, z) if hit < z else max(hit / past, z)
-        epsilon = cost(z)
-        low, high = (low, (z, epsilon)) if epsilon <= budget else ((z, epsilon), high)
-    raise AssertionError("unreachable")
+    known, past, halve = [low, high], 1 + NOISE_TOLERANCE / 3, False
+    while high[0] > low[0] * (1 + NOISE_TOLERANCE):
+        width, middle = high[0] / low[0], math.sqrt(low[0] * high[0])
+        z = middle if halve else _secant(known, budget) or middle
+        if not low[0] < z < high[0]:
+            z = middle
+        elif z != middle:
+            z = min(z * past, middle) if z < middle else max(z / past, middle)
+        known.append((z, cost(z)))
+        low, high = (low, known[-1]) if known[-1][1] <= budget else (known[-1], high)
+        halve = len(known) > 6 and not halve and high[0] / low[0] > math.sqrt(width)
+    return high[0]
+
+
+def _secant(known: list[tuple[float, float]], budget: float) -> float | None:
+    """Where the line through the two known (z, ε) next to the budget, both in logarithms, meets it."""
+    usable = [(z, epsilon) for z, epsilon in known if 0 < epsilon < math.inf]
+    (z1, e1), (z2, e2) = (sorted(usable, key=lambda p: abs(math.log(p[1] / budget))) + [(1.0, 1.0)] * 2)[:2]
+    if len(usable) < 2 or e1 == e2:
+        return None
+    exponent = math.log(budget / e1) / math.log(e2 / e1) * math.log(z2 / z1)
+    return z1 * math.exp(exponent) if abs(exponent) < 50 else None
 
 
 def _bracket(
@@ -260,18 +269,38 @@ def affordable_rounds(
     if not 0 < max_epsilon < math.inf:
         raise ValueError(f"max_epsilon must be positive and finite, got {max_epsilon!r}: leave it out for no budget")
 
-    def affordable(rounds: int) -> bool:
-        return Ledger(delta).record(release, rounds).epsilon(relation, method) <= max_epsilon
+    def cost(rounds: int) -> float:
+        return Ledger(delta).record(release, rounds).epsilon(relation, method)
 
-    if not affordable(1):
+    low, high = (0, 0.0), (1, cost(1))
+    if high[1] > max_epsilon:
         return 0
-    low, high = 1, 2
-    while high < MOST_ROUNDS and affordable(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if affordable(middle) else (low, middle)
-    return low
+    if method == "pld" and relation == "zero-out" and release.cohort.amplifies:  # RDP is cheap, and pays for fewer
+        fewer = affordable_rounds(max_epsilon=max_epsilon, delta=delta, release=release, method="rdp")
+        high = (fewer, cost(fewer)) if fewer > 1 else high
+    ahead = max(1, high[0] // 16)
+    while high[1] <= max_epsilon:
+        if high[0] >= MOST_ROUNDS:
+            return high[0]
+        low, high, ahead = high, (high[0] + ahead, cost(high[0] + ahead)), ahead * 2
+    return _largest(cost, max_epsilon, low, high)
+
+
+def _largest(cost: Callable[[int], float], budget: float, low: tuple[int, float], high: tuple[int, float]) -> int:
+    """The largest number of rounds with cost ≤ budget between ``low``, which is affordable, and ``high``, which is not.
+
+    log ε is nearly straight in log rounds: the line through both ends is tried first, halving in every third step.
+    """
+    step = 0
+    while high[0] - low[0] > 1:
+        (few, below), (many, above), step = low, high, step + 1
+        middle = (few + many) // 2
+        if step % 3 and few and 0 < below < above < math.inf:
+            share = math.log(budget / below) / math.log(above / below)
+            middle = min(max(int(few * (many / few) ** share) + step % 3 - 1, few + 1), many - 1)
+        epsilon = cost(middle)
+        low, high = ((middle, epsilon), high) if epsilon <= budget else (low, (middle, epsilon))
+    return low[0]
 
 
 _NEIGHBOURS = {
@@ -306,12 +335,17 @@ def _event(release: Release) -> dp_accounting.DpEvent:
 def _pld_epsilon(ledger: Ledger, relation: Relation) -> float:
     """By PLD, at a discretisation chosen from the events and a first, rough ε; once more if that was far off."""
     rough = ledger.quick_epsilon()
-    epsilon = _pld_epsilon_near(rough, ledger, relation)
-    return _pld_epsilon_near(epsilon, ledger, relation) if 0 < epsilon < rough / 3 else epsilon
+    interval = _finest(ledger, rough)
+    epsilon = _pld_epsilon_at(interval, ledger, relation)
+    finer = _finest(ledger, epsilon) if 0 < epsilon < rough / 3 else interval
+    return _pld_epsilon_at(finer, ledger, relation) if finer < interval else epsilon
 
 
-def _pld_epsilon_near(rough: float, ledger: Ledger, relation: Relation) -> float:
-    interval = min(_interval(release, ledger.rounds, rough) for release, _ in ledger.releases)
+def _finest(ledger: Ledger, epsilon: float) -> float:
+    return min(_interval(release, ledger.rounds, epsilon) for release, _ in ledger.releases)
+
+
+def _pld_epsilon_at(interval: float, ledger: Ledger, relation: Relation) -> float:
     accountant = pld.PLDAccountant(_NEIGHBOURS[relation], interval)
     for release, times in ledger.releases:
         accountant.compose(_event(release), times)

@@ -113,7 +113,8 @@ def test_the_threshold_without_sampling_is_lemma_4_6_with_the_accountants_consta
     """q = 1, m = 1: n* by the noise in use is the lemma's, with the c for which Theorem 4.1 gives that noise."""
     plan = plan_for(rate=1.0, batch_size=1, gradient_std=0.5, clip_norm=2.0)
     lemma = threshold_samples(
-        population=200, sigma=0.5, dimension=40, gradient_bound=2.0, epsilon=plan.epsilon, delta=1e-5, constant=plan.constant
+        population=200, sigma=0.5, dimension=40, gradient_bound=2.0, epsilon=plan.epsilon, delta=1e-5,
+        constant=plan.constant,
     )  # fmt: skip
     assert plan.threshold_samples == pytest.approx(lemma)
 
