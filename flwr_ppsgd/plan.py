@@ -152,7 +152,7 @@ class Plan:
     formula exact here. threshold_*: of Lemma 4.6; samples is n*. critical_gradient_std: the σ up to which local
     is favoured.
     bounds: (αQ, bound on f − f*), the chosen one included; bound_bias, bound_deviation: the two terms of that one.
-    assumptions: what the advice rests on.
+    untrained: L·(‖v‖² + spread²)/4, the most that f(0) − f* can be. assumptions: what the advice rests on.
     """
 
     rounds: int
@@ -179,6 +179,7 @@ class Plan:
     alpha_q: float
     step_shared: float
     step_personal: float
+    untrained: float
     bound_bias: float
     bound_deviation: float
     bounds: tuple[tuple[float, float], ...]
@@ -284,6 +285,7 @@ def _advise(question: Question, release: Release, rounds: int, epsilon: float) -
         "alpha_q": best_alpha_q,
         "step_shared": best.steps.shared,
         "step_personal": best.steps.personal,
+        "untrained": smoothness * (distance**2 + question.spread**2) / 4,
         "bound_bias": best.bias,
         "bound_deviation": best.deviation,
         "bounds": tuple(sorted({**{a: b.total for a, b in shown.items()}, best_alpha_q: best.total}.items())),
@@ -367,8 +369,11 @@ def _advice_lines(question: Question, plan: Plan) -> list[str]:
     side = "above" if plan.favours == "local" else "below"
     better = "local learning (small α)" if plan.favours == "local" else "global learning (large α)"
     step, critical = max(plan.step_shared, plan.step_personal), plan.critical_gradient_std
+    threshold = f"{plan.threshold_samples:.4g} samples a user"
+    if plan.threshold_samples * plan.rounds < plan.samples_used:
+        threshold = "less than one round"
     lines = [
-        f"threshold n* of Lemma 4.6: {plan.threshold_samples:.4g} samples a user; you use {plan.samples_used:.4g}, "
+        f"threshold n* of Lemma 4.6: {threshold}; you use {plan.samples_used:.4g} samples, "
         f"{side} it: the variance favours {better}.",
         f"with this noise it favours local up to σ = {critical:.3g}, global beyond"
         + ("; σ cannot exceed C, so local in any case." if critical >= question.clip_norm else "."),
@@ -377,6 +382,8 @@ def _advice_lines(question: Question, plan: Plan) -> list[str]:
         f"it is {plan.bound_bias:.3g} (bias, from too few rounds) + {plan.bound_deviation:.3g} (samples and noise).",
         "bound on f − f* by αQ:  " + "  ".join(f"{a:.3g}: {b:.3g}" for a, b in plan.bounds),
     ]
+    if plan.bound_bias + plan.bound_deviation >= plan.untrained:
+        lines.append(f"caution: not training at all costs at most {plan.untrained:.3g}; take the bound as a direction.")
     if plan.alpha_q == 0:
         lines.append("αQ = 0 releases nothing: ε is then 0, whatever was planned.")
     return [*lines, "assuming that", *(f"  - {line}" for line in plan.assumptions)]

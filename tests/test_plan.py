@@ -144,6 +144,16 @@ def test_the_advice_is_the_smallest_bound_of_theorem_b_4(plan: Any) -> None:
     )
 
 
+def test_a_bound_above_the_untrained_risk_is_said_to_say_little() -> None:
+    """f(0) − f* ≤ L‖v‖²/4: by smoothness, from the split w = θ = v/2. L = 2, ‖v‖ = 1 gives ½."""
+    question = Question.read(FLAT)
+    vague = make(question)
+    assert vague.untrained == 0.5
+    assert "caution: not training at all costs at most 0.5" in in_words(question, vague)
+    sharp = Question.read({**FLAT, "rate": 1.0, "rounds": 10000, "gradient-std": 0.01})
+    assert "caution: not training" not in in_words(sharp, make(sharp))
+
+
 def test_what_is_given_is_not_assumed(plan: Any) -> None:
     given = plan_for(gradient_std=0.5, smoothness=1.0, distance=3.0, spread=0.1)
     assert len(plan.assumptions) == 6
