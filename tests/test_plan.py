@@ -146,7 +146,7 @@ def test_the_advice_is_the_smallest_bound_of_theorem_b_4(plan: Any) -> None:
 
 def test_a_bound_above_the_untrained_risk_is_said_to_say_little() -> None:
     """f(0) − f* ≤ L‖v‖²/4: by smoothness, from the split w = θ = v/2. L = 2, ‖v‖ = 1 gives ½."""
-    question = Question.read(FLAT)
+    question = Question.read({**FLAT, "dimension": 10**6, "rate": 0.05})
     vague = make(question)
     assert vague.untrained == 0.5
     assert "caution: not training at all costs at most 0.5" in in_words(question, vague)
