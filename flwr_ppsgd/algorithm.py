@@ -213,6 +213,22 @@ class Steps:
             return cls(shared=alpha_q * step, personal=step)
         return cls(shared=step, personal=step / alpha_q)
 
+    @classmethod
+    def from_theory(
+        cls, *, alpha: float, denominator: float, rounds: int, smoothness: float, deviation: float, norm: float
+    ) -> Self:
+        """s_w = αη, s_θ = η/D with η = min(1/(4L_α), ‖z*‖_α/(√n σ_tot))   (Theorems 4.5, 5.2 and B.4).
+
+        smoothness: L_α. deviation: σ_tot. norm: ‖z*‖_α. ``theory.Theorem.steps`` works them out, and has α = ∞ too.
+        """
+        _require(0 < smoothness < math.inf, "smoothness must be positive and finite", smoothness, "give L_α")
+        _require(deviation >= 0, "deviation must not be negative", deviation, "give σ_tot")
+        _require(norm >= 0, "norm must not be negative", norm, "give ‖z*‖_α")
+        _require_count("rounds", rounds)
+        noise = math.sqrt(rounds) * deviation
+        eta = min(1 / (4 * smoothness), norm / noise if noise > 0 else math.inf)
+        return cls.from_paper(eta, alpha, denominator)
+
     @property
     def alpha_q(self) -> float:
         """a = s_w / s_θ = αD."""

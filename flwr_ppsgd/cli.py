@@ -227,6 +227,41 @@ def audit(
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
 
 
+@app.command()
+def plan(
+    experiment: Annotated[Path | None, typer.Argument(help="An experiment TOML to take numbers from.")] = None,
+    *,
+    population: Annotated[int | None, typer.Option(help="Enrolled users, N.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Chance to take part in a round, q.")] = None,
+    cohort_size: Annotated[int | None, typer.Option(help="Exactly so many users a round, instead of a rate.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds, T.")] = None,
+    passes: Annotated[float | None, typer.Option(help="Passes over each user's samples, instead of rounds.")] = None,
+    samples_per_user: Annotated[float | None, typer.Option(help="Samples a user has, for --passes.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples a user draws in a round, m.")] = None,
+    dimension: Annotated[int | None, typer.Option(help="Shared parameters, d.")] = None,
+    delta: Annotated[float | None, typer.Option(help="δ, well below 1/population.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="The ε that all rounds together may cost.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="z, instead of an ε or to compare.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="C; default 1, the unit of length.")] = None,
+    gradient_std: Annotated[float | None, typer.Option(help="σ of a sample's gradient at the optimum.")] = None,
+    smoothness: Annotated[float | None, typer.Option(help="L; 2R² for the squared loss.")] = None,
+    distance: Annotated[float | None, typer.Option(help="Length of the users' common optimum, ‖v‖.")] = None,
+    spread: Annotated[float | None, typer.Option(help="How far users' optima lie from it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Before training: noise for an ε, rounds, signal to noise, and which α the theory would start with."""
+    from flwr_ppsgd import plan as planning
+
+    given = {key: value for key, value in locals().items() if key not in ("experiment", "as_json", "planning")}
+    flat = planning.gather(experiment, given)
+    if sys.stdin.isatty() and not as_json:
+        flat = planning.ask(flat, typer.prompt)
+    question = planning.Question.read(flat)
+    made = planning.make(question)
+    text = json.dumps(made.as_data(), ensure_ascii=False, indent=2) if as_json else planning.in_words(question, made)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def progress_bar(unit: str = "rounds") -> Progress:
     return Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} " + unit),

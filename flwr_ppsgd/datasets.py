@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.models import AdditiveLinear, Matrix, Rows, as_array
+from flwr_ppsgd.theory import Constants, Minimiser, squared_loss_smoothness
 
 
 def generator(*labels: object) -> np.random.Generator:
@@ -105,6 +107,23 @@ class Synthetic:
         y = np.matmul(x, self.optima[users][:, :, None])
         y += self.label_noise * drawn[:, size * features :, None]
         return x, y
+
+    def constants(self) -> Constants:
+        """What the paper's bounds ask about it. The truth behind the data is known here, and nobody's.
+
+        σ² = τ²·tr Σ (Section 4). Gaussian features have no largest norm: L = 2R² with R² three standard deviations
+        above the mean of ‖x‖², and G the gradient at the start of a sample with ‖x‖ = R along θ_0.
+        """
+        trace, spread = self.variances.sum(), math.sqrt(2 * (self.variances**2).sum())
+        squared_radius, minimiser = trace + 3 * spread, Minimiser.additive(self.optima)
+        return Constants(
+            smoothness=squared_loss_smoothness(math.sqrt(squared_radius)),
+            variance_w=self.label_noise**2 * trace,
+            variance_theta=self.label_noise**2 * trace,
+            gradient_bound=squared_radius * math.sqrt(minimiser.shared),
+            minimiser=minimiser,
+            dimension=self.optima.shape[1],
+        )
 
     def excess_risk(self, user: int, parameters: Vector) -> float:
         """‖w + θ_i − θ_i*‖²_Σ, twice f_i − f_i* of the ½-squared loss."""

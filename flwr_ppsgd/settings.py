@@ -7,7 +7,7 @@ import difflib
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, Steps
@@ -22,7 +22,7 @@ class Settings:
 
     Give ``rate`` (Poisson cohorts) or ``cohort-size`` (fixed size); ``noise-multiplier``, or ``epsilon``, which
     calibrates it for the planned ``rounds`` and is the budget too, unless ``max-epsilon`` is given. There is no default
-    for noise, δ or a seed.
+    for noise, δ or a seed. ``alpha-q = "theory"`` becomes a number when an experiment is read.
     """
 
     population: int
@@ -82,8 +82,12 @@ class Settings:
         missing = [key_of(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             raise ValueError(f"{where}: {missing[0]!r} is missing: add it, as in {missing[0]} = …")
+        by_theory = values.get("alpha_q") == "theory"
+        if by_theory:
+            values["alpha_q"] = 0.0  # until everything else is known
         try:
-            return cls(**{name: _typed(key_of(name), value, hints[name]) for name, value in values.items()})
+            settings = cls(**{name: typed(key_of(name), value, hints[name]) for name, value in values.items()})
+            return replace(settings, alpha_q=settings.theory_alpha_q()) if by_theory else settings
         except ValueError as error:
             raise ValueError(f"{where}: {_in_keys(str(error), cls)}") from None
 
@@ -119,6 +123,12 @@ class Settings:
 
     def steps(self) -> Steps:
         return Steps.from_ratio(self.step, self.alpha_q)
+
+    def theory_alpha_q(self) -> float:
+        """What ``alpha-q = "theory"`` stands for. The bound asks about the problem, of which settings know nothing."""
+        raise ValueError(
+            "alpha_q 'theory' is known to experiments only: let `ppsgd plan` work it out and write the number here"
+        )
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that the strategies of both APIs have in common."""
@@ -176,7 +186,7 @@ def field_of(key: str, cls: type[Settings], where: str) -> str:
     raise ValueError(f"{where}: unknown key {key!r}: did you mean {key_of(nearest)!r}?")
 
 
-def _typed(key: str, value: Any, hint: Any) -> Any:
+def typed(key: str, value: Any, hint: Any) -> Any:
     """``value`` as the field's type: whole numbers may stand for floats, nothing else is converted."""
     allowed = get_args(hint) if get_origin(hint) in (types.UnionType,) else (hint,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):

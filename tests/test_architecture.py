@@ -11,7 +11,8 @@ import flwr_ppsgd
 
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 ORDER = [
-    "algorithm", "noise", "privacy", "theory", "checkpoint", "journal", "curator", "statement", "settings", "wire",
+    "algorithm", "noise", "privacy", "theory", "checkpoint", "journal", "curator", "statement", "settings", "plan",
+    "wire",
     "personal", "enrolment", "rounds", "strategy", "client", "legacy", "models", "cnn", "datasets", "data",
     "simulation", "audit", "plots", "figures", "report", "app", "cli",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.datasets import Minibatches
-from flwr_ppsgd.models import AdditiveLinear, Loss, SplitLearner, SplitModel
+from flwr_ppsgd.models import AdditiveLinear, Loss, SplitLearner, SplitModel, mean_losses
 
 
 class LinearBatches:
@@ -56,7 +56,7 @@ class LinearLearner(AdditiveLinear):
         if not len(rows):
             return {}
         scores, y = self._scores(self._data.matrix(rows), w + theta), self._data.targets(rows)
-        measures = {"loss": self._mean_loss(scores, y - self._shift)}
+        measures = {"loss": float(mean_losses(scores, y - self._shift, self._loss))}
         if self._data.task == "regression":
             return {**measures, "rmse": float(np.sqrt(np.mean((scores - y) ** 2)))}
         hits = np.take_along_axis(y, scores.argmax(axis=1)[:, None], axis=1)

@@ -31,11 +31,16 @@ from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.simulation.population import Fresh, Population
 from flwr_ppsgd.statement import json_number
 from flwr_ppsgd.strategy import PPSGD
+from flwr_ppsgd.theory import Bound, Constants, theorem_b_4
 
 log = logging.getLogger("flwr.ppsgd")
 
 SIMULATION_NOISE = "simulation noise: summed in floating point, for experiments only"
 NO_GUARANTEE = "NO GUARANTEE: simulation noise (the cohort engine sums in floating point)."
+THEORY_ASSUMES = (
+    "a convex additive model, samples that are fresh in every round, a clip norm that clips nothing, features within "
+    "three standard deviations, and the average over rounds as the result"
+)
 SHIPPED = importlib.resources.files("flwr_ppsgd.experiments")
 
 
@@ -69,6 +74,18 @@ class Experiment(Settings):
                     f"{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}: raise it"
                 )
 
+    def theory_alpha_q(self) -> float:
+        """The αQ with the smallest bound of Theorem B.4: a starting point, logged with what it assumes."""
+        problem = Synthetic.draw(self.population, self.features, self.data_seed)
+        chosen = theory_choice(self.release(), self.rounds, self.batch_size, problem.constants())
+        alpha_q = chosen.steps.alpha_q
+        log.warning(
+            "alpha-q = 'theory': %.3g, where the bound on f - f* is smallest (%.3g; it would take step = %.3g, yours "
+            "is %g). It assumes %s.",
+            alpha_q, chosen.total, max(chosen.steps.shared, chosen.steps.personal), self.step, THEORY_ASSUMES,
+        )  # fmt: skip
+        return alpha_q
+
     @classmethod
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """From a TOML file (default: the one that ships with the package), changed by ``overrides``."""
@@ -94,6 +111,15 @@ class Accounted(Protocol):
     def ledger(self) -> Ledger: ...
     def privacy_statement(self) -> str: ...
     def privacy_data(self) -> dict[str, object]: ...
+
+
+def theory_choice(release: Release, rounds: int, batch_size: int, constants: Constants) -> Bound:
+    """The smallest bound of Theorem B.4 over αQ, for means over ``batch_size`` samples."""
+    return theorem_b_4(
+        population=release.cohort.population, rate=release.cohort.rate, rounds=rounds, dimension=constants.dimension,
+        smoothness=constants.smoothness, variance_w=constants.variance_w / batch_size,
+        variance_theta=constants.variance_theta / batch_size, noise_std=release.noise_std / release.denominator,
+    ).best(constants.minimiser)  # fmt: skip
 
 
 @dataclass(frozen=True)
