@@ -21,14 +21,22 @@ def main() -> None:
     out.parent.mkdir(exist_ok=True)
     with progress_bar("setting-rounds") as progress:
         run_sweep(sweep, out, SweepBar(progress, sweep.base.rounds))
-    show(out)
+    show(sweep, out)
 
 
-def show(out: Path) -> None:
-    """The table, and where the picture is."""
-    table, written = draw_sweep(read_rows(out), out)
+def show(sweep: Sweep, out: Path) -> None:
+    """The table, what each curve would promise to whom, and where the picture is."""
+    rows = read_rows(out)
+    table, written = draw_sweep(rows, out)
     console.print(table, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"Picture: {written[0]}", highlight=False)
+    epsilon, base = max(row["epsilon"] for row in rows), sweep.base
+    console.print(
+        f"Every curve is a release of its own, simulated here. In a deployment each would promise to each of the "
+        f"{base.population} users: everybody else together learns no more about your data than ({epsilon:.4g}, "
+        f"{base.delta:g})-joint differential privacy allows; local learning releases nothing, its epsilon is 0.",
+        highlight=False,
+    )
+    console.print(f"Picture: {written[0]}   epsilon = {epsilon:.4g}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
