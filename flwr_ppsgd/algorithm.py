@@ -252,22 +252,24 @@ def length(g: Vector) -> float:
     return largest * math.sqrt(np.dot(g / largest, g / largest)) if 0 < largest < math.inf else largest
 
 
-def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
-    """The factors, at most 1, that bring vectors of these lengths below their limits, less a ``margin`` for the
-    rounding of the product.
+def clip_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
+    """The factor, at most 1, that brings ‖g‖ below ``limit``, less a ``margin`` for the rounding of the product.
 
     A vector 10²⁸⁰ times too long becomes zero: a factor that small has too few digits left to keep the promise.
     """
+    within, actual = limit * (1 - margin), length(g)
+    if actual <= within:
+        return 1.0
+    return within / actual if within / actual > 1e-280 else 0.0
+
+
+def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
+    """``clip_scale`` of many vectors at once, from their lengths."""
     within = limits * (1 - margin)
     with np.errstate(all="ignore"):
         scales: Vector = within / lengths
     scales = np.where(scales <= 1e-280, 0.0, scales)
     return np.where(lengths <= within, 1.0, scales)
-
-
-def clip_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
-    """The factor that clips one vector to ``limit``."""
-    return float(clip_scales(np.float64(length(g)), limit, margin))  # type: ignore[arg-type]
 
 
 def clip(g: Vector, norm: float) -> Vector:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flwr_ppsgd import FixedSize, Poisson, Release, Steps, client_step, clip, server_step
-from flwr_ppsgd.algorithm import length
+from flwr_ppsgd.algorithm import clip_scale, clip_scales, length
 
 EVERYONE = Release(Poisson(4, 1.0), clip_norm=5.0, noise_multiplier=0.0)
 
@@ -182,3 +182,9 @@ def test_a_cap_keeps_a_random_part_of_a_large_draw() -> None:
     assert np.all(np.abs(shares - 5 / 40) < 5 * math.sqrt(5 / 40 * 35 / 40 / 4000))
     with pytest.raises(ValueError, match="cap must be"):
         Poisson(10, 0.5, cap=0)
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=20), st.floats(1e-90, 1e90))
+def test_many_vectors_are_scaled_as_each_of_them(lengths: list[float], norm: float) -> None:
+    scales = [clip_scale(np.array([length]), norm) for length in lengths]
+    np.testing.assert_array_equal(clip_scales(np.array(lengths), norm), scales)
