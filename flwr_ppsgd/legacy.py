@@ -24,11 +24,9 @@ from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured
 from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.strategy import mean_of
-from flwr_ppsgd.wire import NUM_EXAMPLES, Layout, Order, record_of
+from flwr_ppsgd.wire import NUM_EXAMPLES, NUMPY, Layout, Order, record_of
 
 log = logging.getLogger("flwr.ppsgd")
-
-NPY = "numpy.ndarray"
 
 
 class _Asked(list[Any]):
@@ -85,7 +83,7 @@ class PPSGDStrategy(Strategy):
         self._layout = Layout.of(record_of(initial_parameters.tensors))
         self._first = self._curator.rounds_done
         found = self._curator.resumed
-        self._initial = initial_parameters if found is None else Parameters(list(found.arrays.values()), NPY)
+        self._initial = initial_parameters if found is None else Parameters(list(found.arrays.values()), NUMPY)
         self._flatten(self._initial.tensors)  # a checkpoint of another model is refused here
         if evaluate_every < 0:
             raise ValueError(f"evaluate_every must not be negative, got {evaluate_every!r}: 0 is never")
@@ -215,7 +213,7 @@ class PPSGDStrategy(Strategy):
         return self._layout.flatten(record_of(tensors))
 
     def _parameters(self, w: Vector) -> Parameters:
-        return Parameters([array.data for array in self._layout.unflatten(w).values()], NPY)
+        return Parameters([array.data for array in self._layout.unflatten(w).values()], NUMPY)
 
 
 class PPSGDClient(NumPyClient):

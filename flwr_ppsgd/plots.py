@@ -75,8 +75,10 @@ def audit_picture(found: Audit, path: Path) -> None:
     off = [(e.value - e.expected) / e.error if e.error else 0.0 for e in estimates.values()]
     right.axvspan(-LIMIT, LIMIT, color="0.9")
     right.errorbar(off, list(estimates), xerr=1.0, fmt="o", color=COLOURS[0], capsize=3)
+    reach = max(8.0, *map(abs, off)) + 2
     right.set(
-        xlabel="measured − expected, in standard errors", xlim=(-max(8, *map(abs, off)) - 2, max(8, *map(abs, off)) + 2)
+        xlabel=f"measured − expected, in standard errors (grey: within {LIMIT:g})",
+        xlim=(-reach, reach),
     )
     right.invert_yaxis()
     z = found.noise_multiplier

@@ -61,11 +61,6 @@ def in_words(curator: Curator) -> str:
     return "\n".join(lines)
 
 
-def short(curator: Curator) -> str:
-    """One sentence: what was guaranteed to whom."""
-    return _promise(curator, charged(curator))
-
-
 def _promise(curator: Curator, ledger: Ledger) -> str:
     if not curator.steps.publishes and not ledger.rounds:
         return "Nothing was published about anybody (local learning, alpha = 0): epsilon is 0 for every user."
