@@ -77,7 +77,7 @@ def audit_picture(found: Audit, path: Path) -> None:
     right.errorbar(off, list(estimates), xerr=1.0, fmt="o", color=COLOURS[0], capsize=3)
     reach = max(8.0, *map(abs, off)) + 2
     right.set(
-        xlabel=f"measured − expected, in standard errors (grey: within {LIMIT:g})",
+        xlabel=f"off by so many standard errors (grey: {LIMIT:g})",
         xlim=(-reach, reach),
     )
     right.invert_yaxis()
