@@ -138,43 +138,43 @@ class SplitModel:
                     f"personal={list(personal)} leaves no {block} parameter among {sorted(moving)}: name some of them, "
                     "not none and not all"
                 )
-        self._module = module
-        self._parameters = dict(module.named_parameters())
+        self._module = copy.deepcopy(module).train()  # w and θ of one user after the other are written into it
+        self._parameters = dict(self._module.named_parameters())
+        self._start = {name: value.detach().clone() for name, value in moving.items()}
         self._dtype = next(iter(moving.values())).dtype
         self._loss = LOSSES[loss] if isinstance(loss, str) else loss
         self._counts_hits = loss != "squared"
 
     def initial_arrays(self) -> ArrayRecord:
         """w as the module has it: the ``initial_arrays`` of a strategy."""
-        return ArrayRecord({name: self._parameters[name].detach() for name in self._shared})
+        return ArrayRecord({name: self._start[name] for name in self._shared})
 
     def initial_w(self) -> Vector:
         """The same as one flat vector."""
-        return _flat(self._parameters[name] for name in self._shared)
+        return _flat(self._start[name] for name in self._shared)
 
     def initial_theta(self) -> Vector:
         """θ as the module has it."""
-        return _flat(self._parameters[name] for name in self._personal)
+        return _flat(self._start[name] for name in self._personal)
 
     def learner(self, batches: Batches, test: tuple[Rows, Rows] | None = None) -> "SplitLearner":
         """This model together with one user's data."""
         return SplitLearner(self, batches, test)
 
     def module_with(self, w: ArrayRecord | Vector, theta: Vector | None = None) -> nn.Module:
-        """A copy of the module that holds w, and θ where it is given: for saving, or for prediction on a client."""
-        module, flat = copy.deepcopy(self._module), self._flat_shared(w)
-        values = self._tensors(flat, self.initial_theta() if theta is None else theta)
-        module.load_state_dict(values, strict=False)
-        return module
+        """A copy of the module that holds w, and θ where it is given, in evaluation mode: for saving, or for prediction
+        on a client."""
+        self._hold(self._flat_shared(w), self.initial_theta() if theta is None else theta)
+        return copy.deepcopy(self._module)
 
     def gradients(
         self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
     ) -> tuple[Vector, Vector]:
         """(∇_w, ∇_θ) of the loss over ``rows``."""
-        self._module.train()
-        values = {name: tensor.requires_grad_() for name, tensor in self._tensors(w, theta).items()}
-        loss = self._objective(values, *self._batch(rows), reduction)
-        gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
+        held = self._hold(w, theta, training=True)
+        x, y = self._batch(rows)
+        loss = _reduced(self._loss(self._module(x), y), reduction)
+        gradients = torch.autograd.grad(loss, held, materialize_grads=True)
         shared = len(self._shared)
         return _flat(gradients[:shared]), _flat(gradients[shared:])
 
@@ -190,7 +190,8 @@ class SplitModel:
         shared, personal = self._split(w, self._shared, "w"), self._split(thetas, self._personal, "θ")
 
         def objective(shared: dict[str, Tensor], personal: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return self._objective({**shared, **personal}, x, y, reduction)
+            prediction = torch.func.functional_call(self._module, {**shared, **personal}, (x,))
+            return _reduced(self._loss(prediction, y), reduction)
 
         by_user = torch.func.vmap(
             torch.func.grad(objective, argnums=(0, 1)), in_dims=(None, 0, 0, 0), randomness="different"
@@ -200,25 +201,29 @@ class SplitModel:
 
     def evaluate(self, w: Vector, theta: Vector, rows: tuple[Rows, Rows]) -> dict[str, float]:
         """Mean loss, and accuracy where y holds class numbers."""
-        self._module.eval()
+        self._hold(w, theta)
         x, y = self._batch(rows)
         with torch.no_grad():
-            prediction = torch.func.functional_call(self._module, self._tensors(w, theta), (x,))
+            prediction = self._module(x)
             measures = {"loss": float(self._loss(prediction, y).mean())}
         if self._counts_hits and y.ndim == 1 and not y.is_floating_point():
             measures["accuracy"] = float((prediction.argmax(dim=1) == y).double().mean())
         return measures
 
-    def _objective(self, values: dict[str, Tensor], x: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
-        losses = self._loss(torch.func.functional_call(self._module, values, (x,)), y)
-        return losses.mean() if reduction == "mean" else losses.sum()
-
     def _batch(self, rows: tuple[Rows, Rows]) -> tuple[Tensor, Tensor]:
         x, y = (torch.as_tensor(part) for part in rows)
         return x.to(self._dtype), y.to(self._dtype) if y.is_floating_point() else y
 
-    def _tensors(self, w: Vector, theta: Vector) -> dict[str, Tensor]:
-        return {**self._split(w, self._shared, "w"), **self._split(theta, self._personal, "θ")}
+    def _hold(self, w: Vector, theta: Vector, training: bool = False) -> list[Tensor]:
+        """Write w and θ into the module; returns its parameters, the shared ones first."""
+        values = {**self._split(w, self._shared, "w"), **self._split(theta, self._personal, "θ")}
+        held: list[Tensor] = [self._parameters[name] for name in values]
+        with torch.no_grad():
+            for parameter, value in zip(held, values.values(), strict=True):
+                parameter.copy_(value)
+        if self._module.training != training:
+            self._module.train(training)
+        return held
 
     def _split(self, vectors: Vector | Matrix, names: list[str], block: str) -> dict[str, Tensor]:
         """Named parameters from one flat vector, or from a row for each user."""
@@ -286,6 +291,10 @@ class SplitLearner:
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         return {} if self._test is None else self._model.evaluate(w, theta, self._test)
+
+
+def _reduced(losses: Tensor, reduction: Reduction) -> Tensor:
+    return losses.mean() if reduction == "mean" else losses.sum()
 
 
 def _flat(tensors: Iterable[Tensor]) -> Vector:

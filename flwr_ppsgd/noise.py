@@ -59,18 +59,30 @@ class Coins:
 def _box_muller(coins: Coins, out: Vector) -> None:
     """Fill ``out`` (of even length) with √(−2 ln u)·(cos 2πv, sin 2πv).
 
-    u comes from 128 bits. Where its first bit is 1 the bits are flipped and u = 1 − t, so that t in (0, ½] has 53
-    significant bits at both ends: the far tail is as fine as the centre.
+    Half of the time u = t, else u = 1 − t, where t in (0, ½] has 53 significant bits however small it is: the far tail
+    is as fine as the centre. A second word of 64 bits is drawn only for a t so small that the first has too few.
     """
     half = len(out) // 2
-    high, low, angle = coins.words(3 * half).reshape(3, half)
-    flipped = (high >> np.uint64(63)).astype(bool)
-    mask = np.where(flipped, ~np.uint64(0), np.uint64(0))
-    t = (high ^ mask) * 2.0**-64 + ((low ^ mask) + 0.5) * 2.0**-128
-    radius = np.sqrt(-2.0 * np.where(flipped, np.log1p(-t), np.log(t)))
-    turn = (angle >> np.uint64(11)) * (2.0**-53 * 2.0 * np.pi)
+    high, angle = coins.words(2 * half).view(np.int64).reshape(2, half)
+    sign = high >> 63  # 0, or −1 where u = 1 − t
+    bits = high ^ sign
+    t = bits * 2.0**-64
+    short = np.flatnonzero(bits < 1 << 54)
+    t[short] += (coins.words(len(short)) + 0.5) * 2.0**-128
+    radius = np.sqrt(-2.0 * _log_of_either(t, -sign.astype(np.float64)))
+    turn = (angle.view(np.uint64) >> np.uint64(11)).view(np.int64) * (2.0**-53 * 2.0 * np.pi)
     np.multiply(radius, np.cos(turn), out=out[:half])
     np.multiply(radius, np.sin(turn), out=out[half:])
+
+
+def _log_of_either(t: Vector, flip: Vector) -> Vector:
+    """ln t where ``flip`` is 0, ln(1 − t) where it is 1, both to a few units in the last place.
+
+    For u = 1 − t as rounded, ln(1 − t) = ln u·t/(1 − u) to that precision, since 1 − u is exact.
+    """
+    u = np.minimum(np.abs(flip - t), 1 - 2.0**-53)
+    logs: Vector = np.log(u) * (t / np.abs(flip - u))
+    return logs
 
 
 class GridSum:

@@ -6,6 +6,7 @@ itself is not trusted, only what its bytes hold.
 
 import functools
 import io
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -82,6 +83,12 @@ class Layout:
     def size(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes)
 
+    @functools.cached_property
+    def _parts(self) -> list[slice]:
+        """Where each array is in the vector."""
+        ends = itertools.accumulate((math.prod(shape) for shape in self.shapes), initial=0)
+        return list(itertools.starmap(slice, itertools.pairwise(ends)))
+
     def flatten(self, record: ArrayRecord) -> Vector:
         """The arrays as one float64 vector; ValueError where names, shapes or dtypes are not those of w."""
         if set(record) - self.held != set(self.names):
@@ -95,11 +102,11 @@ class Layout:
         """The vector as named arrays in w's shapes and dtypes, with the held arrays of ``like`` in their places."""
         if vector.shape != (self.size,):
             raise ValueError(f"a vector of shape {vector.shape} where w has {self.size} parameters")
-        arrays, start = {}, 0
-        for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True):
-            end = start + math.prod(shape)
-            arrays[name] = _encode(vector[start:end], shape, dtype)
-            start = end
+        with np.errstate(all="ignore"):  # a number too large for float32 becomes infinity
+            arrays = {
+                name: _encode(vector[part], shape, dtype)
+                for name, part, shape, dtype in zip(self.names, self._parts, self.shapes, self.dtypes, strict=True)
+            }
         record = ArrayRecord()
         for name in like if like is not None and self.held else arrays:
             record[name] = arrays[name] if name in arrays else cast(ArrayRecord, like)[name]
@@ -197,10 +204,7 @@ def _describe(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, bytes]
 
 def _encode(values: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     name, header = _describe(dtype, shape)
-    if values.dtype != dtype:
-        with np.errstate(all="ignore"):
-            values = values.astype(dtype)
-    return Array(name, shape, NUMPY, b"".join([header, np.ascontiguousarray(values).data]))
+    return Array(name, shape, NUMPY, b"".join([header, np.ascontiguousarray(values, dtype).data]))
 
 
 def vector_record(vectors: Mapping[str, NDArray[Any]]) -> ArrayRecord:

@@ -32,7 +32,7 @@ from numpy.typing import DTypeLike
 from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps, client_app, clip
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.datasets import Minibatches, Synthetic, generator
-from flwr_ppsgd.models import AdditiveHead, AdditiveLinear, Matrix
+from flwr_ppsgd.models import AdditiveHead, AdditiveLinear, Matrix, SplitLearner
 from flwr_ppsgd.noise import Coins, GridSum
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.simulation.cohort import CohortEngine, Engine, Setting
@@ -75,6 +75,7 @@ def main() -> None:
     few, many = peak_bytes(replies=5), peak_bytes(replies=50)
     show("e. peak memory of aggregate_train, 50 replies of 10^6, in models", many / (8 * LARGE), at_most=10)
     show("e. the same, 50 replies / 5 replies", many / few, at_most=1.1)
+    show("g. AdditiveHead on a small CNN / a loop of autograd calls, 10 users", head_ratio(), at_most=1.3)
     print("\nThe cohort engine in setting-rounds per CPU second, over those of a plain loop, one setting at a time:")
     for name, comparison, least in COHORTS:
         show_against_loop(name, comparison(), least)
@@ -307,16 +308,45 @@ def words_sweep() -> Comparison:
 
 def network() -> Comparison:
     """One setting: what is compared is vmap over users against a loop over users."""
-    torch.set_num_threads(1)
     setting = Setting(Release(Poisson(50, rate=0.2), clip_norm=0.1, noise_multiplier=1.0), Steps(0.1, 0.1))
+    engine = NetworkEngine(head(), [images(user) for user in range(50)], [setting], seed=1)
+    loop = head_loop(setting)
+    return Comparison(lambda: take(10, loop), lambda: several(engine, 10), settings=1, repetitions=8, rounds=10)
+
+
+def head_ratio(rounds: int = 5, repetitions: int = 30) -> float:
+    """Rounds of the Message API on ``InProcessGrid``, everyone in every round, against Algorithm 3 as a loop."""
+    server = strategy(Poisson(REPLIES, rate=1.0))
+    turns = train(server, InProcessGrid(client_app(head_learner), REPLIES), head().initial_arrays())
+    loop = head_loop(Setting(server.release, server.steps))
+    return ratio(lambda: [next(turns) for _ in range(rounds)], lambda: take(rounds, loop), repetitions)
+
+
+def head_loop(setting: Setting) -> Iterator[float]:
+    draws = (images(0)(visit) for visit in itertools.count(1))
+    return autograd_loop(head().module_with(head().initial_w()).train(), draws, setting, personal="personal")
+
+
+@functools.cache
+def head() -> AdditiveHead:
+    torch.set_num_threads(1)
+    return AdditiveHead(small_cnn(), num_features=32, num_outputs=10)
+
+
+@functools.cache
+def images(user: int) -> Minibatches:
     source = generator("images")
     x, y = source.normal(size=(SAMPLES, 1, 28, 28)).astype(np.float32), source.integers(10, size=SAMPLES)
-    batches = [Minibatches(x, y, BATCH, seed=1, user=user) for user in range(50)]
-    draws = (batches[0](visit) for visit in itertools.count(1))
-    model = AdditiveHead(small_cnn(), num_features=32, num_outputs=10)
-    loop = autograd_loop(model.module_with(model.initial_w()), draws, setting, personal="personal")
-    engine = NetworkEngine(model, batches, [setting], seed=1)
-    return Comparison(lambda: take(10, loop), lambda: several(engine, 10), settings=1, repetitions=8, rounds=10)
+    return Minibatches(x, y, BATCH, seed=1, user=user)
+
+
+@functools.cache
+def head_learner_of(user: int) -> SplitLearner:
+    return head().learner(images(user))
+
+
+def head_learner(context: Context) -> SplitLearner:
+    return head_learner_of(int(context.node_config["partition-id"]))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The coins and the grid: distribution, exactness, secrecy."""
 
+import decimal
 import math
 from fractions import Fraction
 
@@ -45,24 +46,39 @@ class Scripted(Coins):
     """Coins whose words are given."""
 
     def __init__(self, *words: int) -> None:
-        self._words = np.array(words, dtype=np.uint64)
+        self._words = list(words)
 
     def words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        assert count == len(self._words)
-        return self._words
+        taken, self._words = self._words[:count], self._words[count:]
+        assert len(taken) == count
+        return np.array(taken, dtype=np.uint64)
+
+
+def exact_radius(numerator: int, bits: int) -> float:
+    """√(−2 ln u) for u = numerator/2^bits, by 60 decimal digits."""
+    with decimal.localcontext(decimal.Context(prec=60)):
+        u = decimal.Decimal(numerator) / decimal.Decimal(2**bits)
+        return float((-2 * u.ln()).sqrt())
 
 
 @pytest.mark.parametrize(
-    ("high", "low", "radius"),
+    ("high", "low", "u"),
     [
-        (0, 0, math.sqrt(2 * 129 * math.log(2))),  # u = 2⁻¹²⁹, the farthest of all
-        (0, 2**40, math.sqrt(2 * 88 * math.log(2))),  # u = 2⁻⁸⁸: far beyond a 64-bit uniform
-        (2**63, 0, math.sqrt(2 * math.log(2))),  # u = ½
-        (2**64 - 1, 2**64 - 1 - 2**40, math.sqrt(2 * 2.0**-88)),  # u = 1 − 2⁻⁸⁸: as fine next to zero
+        (0, 0, (1, 129)),  # the farthest of all
+        (0, 2**40, (2**41 + 1, 129)),  # about 2⁻⁸⁸: far beyond a 64-bit uniform
+        (2**54 - 1, 5, ((2**54 - 1) * 2**65 + 11, 129)),  # the last t that takes a second word
+        (2**54, None, (2**54, 64)),
+        (2**61 + 2**30, None, (2**61 + 2**30, 64)),
+        (2**63 - 1, None, (2**63 - 1, 64)),  # u = ½, from below
+        (2**63, None, (2**63 + 1, 64)),  # and from above
+        (2**64 - 2**58 - 1, None, (2**64 - 2**58, 64)),
+        (2**64 - 2**11, 7, (2**129 - (2**11 - 1) * 2**65 - 15, 129)),  # 1 − 2⁻⁵³
+        (2**64 - 1, 2**40, (2**129 - 2**41 - 1, 129)),  # 1 − 2⁻⁸⁸: as fine next to zero
     ],
 )
-def test_the_radius_is_precise_at_both_ends(high: int, low: int, radius: float) -> None:
-    assert Scripted(high, low, 0).normals(2)[0] == pytest.approx(radius, rel=1e-9)
+def test_the_radius_is_precise_at_both_ends(high: int, low: int | None, u: tuple[int, int]) -> None:
+    coins = Scripted(high, 0) if low is None else Scripted(high, 0, low)
+    assert coins.normals(2)[0] == pytest.approx(exact_radius(*u), rel=1e-15)
 
 
 def test_secret_coins_differ_and_insecure_coins_repeat() -> None:

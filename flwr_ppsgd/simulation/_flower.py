@@ -4,10 +4,9 @@ Outside a task that Flower started, a ``Message`` cannot be made until the task'
 give a message its id. Flower offers no public way to do either.
 """
 
-import copy
 from importlib.metadata import version
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 
 try:
     from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
@@ -54,5 +53,11 @@ def copy_content(content: RecordDict) -> RecordDict:
         records[name] = record.copy()
         if isinstance(record, ArrayRecord):
             arrays = records[name].__dict__["_data"]
-            arrays.update({key: copy.copy(array) for key, array in arrays.items()})
+            arrays.update({key: _copy_array(array) for key, array in arrays.items()})
+    return fresh
+
+
+def _copy_array(array: Array) -> Array:
+    fresh = object.__new__(Array)
+    fresh.__dict__.update(array.__dict__)
     return fresh
