@@ -138,7 +138,8 @@ class SplitModel:
                     f"personal={list(personal)} leaves no {block} parameter among {sorted(moving)}: name some of them, "
                     "not none and not all"
                 )
-        self._module = copy.deepcopy(module).train()  # w and θ of one user after the other are written into it
+        # w and θ of one user after the other are written into a copy; kernels with channels last are twice as fast
+        self._module = copy.deepcopy(module).train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parameters = dict(self._module.named_parameters())
         self._start = {name: value.detach().clone() for name, value in moving.items()}
         self._dtype = next(iter(moving.values())).dtype
@@ -165,7 +166,7 @@ class SplitModel:
         """A copy of the module that holds w, and θ where it is given, in evaluation mode: for saving, or for prediction
         on a client."""
         self._hold(self._flat_shared(w), self.initial_theta() if theta is None else theta)
-        return copy.deepcopy(self._module)
+        return copy.deepcopy(self._module).to(memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
 
     def gradients(
         self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
@@ -187,7 +188,8 @@ class SplitModel:
         """
         self._module.train()
         users = len(thetas)
-        shared, personal = self._split(w, self._shared, "w"), self._split(thetas, self._personal, "θ")
+        shared = {name: _channels_last(part) for name, part in self._split(w, self._shared, "w").items()}
+        personal = self._split(thetas, self._personal, "θ")
 
         def objective(shared: dict[str, Tensor], personal: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             prediction = torch.func.functional_call(self._module, {**shared, **personal}, (x,))
@@ -291,6 +293,10 @@ class SplitLearner:
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         return {} if self._test is None else self._model.evaluate(w, theta, self._test)
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def _reduced(losses: Tensor, reduction: Reduction) -> Tensor:

@@ -66,7 +66,7 @@ def _box_muller(coins: Coins, out: Vector) -> None:
     high, angle = coins.words(2 * half).view(np.int64).reshape(2, half)
     sign = high >> 63  # 0, or −1 where u = 1 − t
     bits = high ^ sign
-    t = bits * 2.0**-64
+    t = bits.astype(np.float64) * 2.0**-64
     short = np.flatnonzero(bits < 1 << 54)
     t[short] += (coins.words(len(short)) + 0.5) * 2.0**-128
     radius = np.sqrt(-2.0 * _log_of_either(t, -sign.astype(np.float64)))

@@ -112,6 +112,7 @@ class Table:
         self.features, self.outputs = int(self.x.shape[1]), int(self.y.shape[1])
         self.batch_size, self.seed, self.loss = batch_size, seed, loss
         self._test = test
+        self._buffers: dict[np.dtype[Any], NDArray[Any]] = {}
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -121,27 +122,38 @@ class Table:
         return self.x[self.offsets[user] : self.offsets[user + 1]]
 
     def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any]) -> Batch:
-        counts = np.minimum(self.batch_size, self.sizes[users])
+        """x stands in memory that the next batch will use again."""
+        sizes, starts = self.sizes[users], self.offsets[users]
+        counts = np.minimum(self.batch_size, sizes)
         longest = int(counts.max(initial=0))
         rows = np.zeros((len(users), longest), dtype=np.intp)
-        for place, (user, visit) in enumerate(zip(users.tolist(), visits.tolist(), strict=True)):
-            own = minibatch_rows(self.seed, user, visit, int(self.sizes[user]), self.batch_size)
-            rows[place, : len(own)] = self.offsets[user] + own
-        missing = np.arange(longest) >= counts[:, None]
-        return Batch(users, self._padded(rows, missing, dtype), self._targets(rows, missing, dtype), counts, rows)
+        drawn = zip(rows, users.tolist(), visits.tolist(), sizes.tolist(), starts.tolist(), strict=True)
+        for row, user, visit, size, start in drawn:
+            own = minibatch_rows(self.seed, user, visit, size, self.batch_size)
+            row[: len(own)] = own
+            row += start
+        x, y = self._taken(rows.reshape(-1), dtype), self.y[rows].astype(dtype)
+        if counts.min(initial=longest) < longest:
+            missing = np.arange(longest) >= counts[:, None]
+            x, y[missing] = _without(x, missing.reshape(-1)), 0.0
+        return Batch(users, x if sparse.issparse(x) else x.reshape(*rows.shape, -1), y, counts, rows)
 
-    def _padded(self, rows: Indices, missing: NDArray[np.bool_], dtype: np.dtype[Any]) -> Features:
-        taken = self.x[rows.reshape(-1)].astype(dtype)
-        if isinstance(taken, sparse.csr_array):
-            return sparse.csr_array(sparse.diags_array(~missing.reshape(-1) * 1.0) @ taken) if missing.any() else taken
-        shaped: NDArray[Any] = taken.reshape(*rows.shape, -1)
-        shaped[missing] = 0.0
-        return shaped
+    def _taken(self, rows: Indices, dtype: np.dtype[Any]) -> Features:
+        """Rows of x in this dtype. Fresh memory for each batch would cost more than the copy."""
+        if isinstance(self.x, sparse.csr_array):
+            return self.x[rows].astype(dtype)
+        taken = np.take(self.x, rows, axis=0, out=self._scratch(len(rows), self.x.dtype), mode="clip")
+        if taken.dtype == dtype:
+            return taken
+        converted = self._scratch(len(rows), dtype)
+        np.copyto(converted, taken, casting="unsafe")
+        return converted
 
-    def _targets(self, rows: Indices, missing: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[Any]:
-        taken = self.y[rows].astype(dtype)
-        taken[missing] = 0.0
-        return taken
+    def _scratch(self, rows: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        kept = self._buffers.get(dtype)
+        if kept is None or len(kept) < rows:
+            self._buffers[dtype] = kept = np.empty((rows, self.features), dtype)
+        return kept[:rows]
 
     def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
         """Mean loss, and accuracy where there are classes to tell apart, on the users' test rows."""
@@ -160,6 +172,14 @@ class Table:
                 sums[name] = sums.get(name, 0.0) + self.sizes[user] * value
         total = self.sizes[measured].sum()
         return {name: value / total for name, value in sums.items()}
+
+
+def _without(x: Features, missing: NDArray[np.bool_]) -> Features:
+    """x with these rows set to zero."""
+    if isinstance(x, sparse.csr_array):
+        return sparse.csr_array(sparse.diags_array(~missing * 1.0) @ x)
+    x[missing] = 0.0
+    return x
 
 
 def _measures(scores: NDArray[Any], y: Matrix, loss: Loss) -> dict[str, Vector]:
