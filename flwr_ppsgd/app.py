@@ -7,9 +7,9 @@ from flwr.serverapp import Grid, ServerApp
 
 from flwr_ppsgd.client import client_app
 from flwr_ppsgd.plots import draw_run
-from flwr_ppsgd.simulation.experiment import Experiment, run_on, save, synthetic_learner
+from flwr_ppsgd.simulation.experiment import Experiment, learner_for, run_on, save
 
-client = client_app(synthetic_learner)
+client = client_app(learner_for)
 server = ServerApp()
 
 

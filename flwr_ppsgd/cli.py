@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +40,45 @@ class Engine(enum.StrEnum):
     flower = "flower"
 
 
+def _show_list(wanted: bool) -> None:
+    if wanted:
+        from flwr_ppsgd.simulation.experiment import presets
+
+        for name, what in presets().items():
+            console.print(f"{name:24} {what}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit
+
+
+Listed = Annotated[
+    bool, typer.Option("--list", callback=_show_list, is_eager=True, help="Show the experiments that ship with this.")
+]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="FILE", help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist."),
+]
+User = Annotated[str | None, typer.Option("--user", metavar="COLUMN", help="Whose row it is; default: user.")]
+Target = Annotated[str | None, typer.Option("--target", metavar="COLUMN", help="What to predict; default: y.")]
+Features = Annotated[str | None, typer.Option("--features", metavar="A,B,…", help="Default: all other numbers.")]
+Test = Annotated[str | None, typer.Option("--test", metavar="COLUMN", help="1 for test rows; default: test.")]
+Time = Annotated[str | None, typer.Option("--time", metavar="COLUMN", help="Each user's last rows are for testing.")]
+Fraction = Annotated[float | None, typer.Option("--test-fraction", help="Of each user's rows; default 0.2.")]
+Task = Annotated[str | None, typer.Option("--task", help="classification, regression, multi-label; or detected.")]
+DATA_KEYS = {
+    "data": "data", "user": "user-column", "target": "target-column", "features": "feature-columns",
+    "test": "test-column", "time": "time-column", "test_fraction": "test-fraction", "task": "task",
+}  # fmt: skip
+
+
+def _about_data(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that stand for a command's options about data."""
+    return {key: given[name] for name, key in DATA_KEYS.items() if given[name] is not None}
+
+
+def _describe(experiment: "Experiment") -> None:
+    if text := experiment.describe():
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         console.print(f"flwr_ppsgd {version('flwr-ppsgd')}")
@@ -57,10 +96,11 @@ def ppsgd(
 
 
 @app.command()
-def run(
+def run(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
-        Path | None, typer.Argument(help="An experiment TOML; default: the synthetic problem.")
+        Path | None, typer.Argument(help="An experiment TOML, or a name of --list; default: the synthetic problem.")
     ] = None,
+    data: Data = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
     ] = None,
@@ -69,14 +109,23 @@ def run(
         Engine, typer.Option(help="Clients in this process, whole cohorts at once, or `flwr run`.")
     ] = Engine.process,
     out: Annotated[Path | None, typer.Option(help="Output directory; default: a new one under runs/.")] = None,
+    user: User = None,
+    target: Target = None,
+    features: Features = None,
+    test: Test = None,
+    time: Time = None,
+    test_fraction: Fraction = None,
+    task: Task = None,
+    _: Listed = False,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
+    overrides = _about_data(locals()) | _overrides(settings or []) | ({} if rounds is None else {"rounds": rounds})
     from flwr_ppsgd.simulation import experiment as experiments
 
-    overrides = {**_overrides(settings or []), **({} if rounds is None else {"rounds": rounds})}
     chosen = experiments.Experiment.load(experiment, overrides)
-    out = out or experiments.free_directory(experiment.stem if experiment else chosen.data)
+    out = out or experiments.free_directory(experiment.stem if experiment else Path(chosen.data).stem)
     experiments.check_free(out)
+    _describe(chosen)
     if engine is Engine.flower:
         from flwr_ppsgd.simulation import flower
 
@@ -104,8 +153,9 @@ def _run_here(experiment: "Experiment", out: Path, train: Callable[..., "Outcome
 @app.command()
 def sweep(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
-        Path | None, typer.Argument(help="An experiment TOML in which some settings are lists; default: a small one.")
+        Path | None, typer.Argument(help="An experiment TOML in which some settings are lists, or a name of --list.")
     ] = None,
+    data: Data = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the rows; the same one again resumes.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or give a list.")
@@ -113,14 +163,23 @@ def sweep(  # noqa: PLR0917 - typer's own way
     jobs: Annotated[int | None, typer.Option(min=1, help="Blocks at a time; default: the cores.")] = None,
     memory: Annotated[str | None, typer.Option(help="Limit, as in 8GB; default: half of what is free.")] = None,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Spread the blocks over a Ray cluster.")] = None,
+    user: User = None,
+    target: Target = None,
+    features: Features = None,
+    test: Test = None,
+    time: Time = None,
+    test_fraction: Fraction = None,
+    task: Task = None,
+    _: Listed = False,
 ) -> None:
     """Train a whole grid of settings side by side; interrupted, the same command goes on from there."""
+    overrides = _about_data(locals()) | _overrides(settings or [])
     from flwr_ppsgd.simulation.sweep import CAVEAT, Sweep
     from flwr_ppsgd.simulation.workers import run_sweep
 
-    grid = Sweep.load(experiment, _overrides(settings or []))
-    out = out or Path("runs") / (experiment.stem if experiment else "sweep")
-    limit = _bytes(memory)
+    grid, limit = Sweep.load(experiment, overrides), _bytes(memory)
+    out = out or Path("runs") / (experiment.stem if experiment else Path(data).stem if data else "sweep")
+    _describe(grid.base)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with progress_bar("setting-rounds") as progress:
@@ -276,7 +335,7 @@ def progress_hook(progress: Progress, label: str, rounds: int) -> Any:
     def show(round_: int, result: Result, ledger: Ledger) -> None:
         evaluated = result.evaluate_metrics_clientapp
         measures = dict(evaluated[max(evaluated)]) if evaluated else {}
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in measures.items())
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in list(measures.items())[:2])
         progress.update(task, completed=round_, state=f"ε ≤ {ledger.quick_epsilon():.3g}  {shown}")
 
     return show
@@ -289,6 +348,7 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--set {setting}: write it as KEY=VALUE")
+        value = re.sub(r"(?<![\w.])\.(?=\d)", "0.", value)  # .2 is a number to a person, though not to TOML
         try:
             parsed = tomllib.loads(f"value = {value}")
         except tomllib.TOMLDecodeError:
@@ -298,7 +358,6 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
 
 
 def _plain(text: str) -> float | str:
-    """``.2`` is a number to a person, though not to TOML."""
     try:
         return float(text)
     except ValueError:

@@ -2,31 +2,43 @@
 
 import csv
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from flwr_ppsgd.plots import COLOURS, MEASURE_NAMES, STYLES, epsilon_axis, log_scale
-from flwr_ppsgd.simulation.sweep import CAVEAT, Point, Row, measure_of
+from flwr_ppsgd.simulation.baselines import BASELINES, FEDAVG, FINE_TUNED, PPSGD
+from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER, badness, measure_of
+from flwr_ppsgd.simulation.sweep import CAVEAT, Point, Row
 
 Key: TypeAlias = tuple[float, float | None]  # (αQ, z); z is None at α = 0
+Baselines: TypeAlias = dict[str, dict[float | None, list["Mean"]]]
+BASELINE_STYLES: dict[str, dict[str, Any]] = {
+    FINE_TUNED: {"color": "0.45", "ls": ":", "marker": "x"},
+    FEDAVG: {"color": "0.45", "ls": "-.", "marker": "+"},
+}
+BASELINE_NAMES = {FINE_TUNED: "global, then fine-tuned", FEDAVG: "FedAvg, local steps"}
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A setting at one round: the mean of its measure over seeds."""
+    """A setting at one round: the mean of its measure over seeds. error: its standard error, None with one seed."""
 
     point: Point
     round: int
     epsilon: float
     value: float
     seeds: int
+    error: float | None = None
 
 
 def means(rows: Iterable[Row], measure: str) -> list[Mean]:
@@ -34,12 +46,16 @@ def means(rows: Iterable[Row], measure: str) -> list[Mean]:
     found: dict[tuple[Point, int], list[Row]] = defaultdict(list)
     for row in rows:
         found[replace(Point.of(row), seed=0), row["round"]].append(row)
-    most = {point: max(len(group) for (other, _), group in found.items() if other == point) for point, _ in found}
+    most: dict[Point, int] = defaultdict(int)
+    for (point, _), group in found.items():
+        most[point] = max(most[point], len(group))
     result = []
     for (point, round_), group in found.items():
         values = [row[measure] for row in group if measure in row and not row.get("diverged")]
         if len(values) == most[point]:
-            result.append(Mean(point, round_, number(group[0]["epsilon"]), sum(values) / len(values), len(values)))
+            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+            spent = number(group[0]["epsilon"])
+            result.append(Mean(point, round_, spent, statistics.fmean(values), len(values), error))
     return result
 
 
@@ -53,15 +69,15 @@ def best(candidates: Iterable[Mean], measure: str) -> Mean | None:
     ordered = sorted(candidates, key=lambda mean: mean.point)
     if not ordered:
         return None
-    sign = -1 if measure == "accuracy" else 1
-    return min(ordered, key=lambda mean: sign * mean.value)
+    return min(ordered, key=lambda mean: badness(measure, mean.value))
 
 
-def best_curves(every: Sequence[Mean], measure: str) -> dict[Key, list[Mean]]:
+def best_curves(every: Sequence[Mean], measure: str, method: str = PPSGD) -> dict[Key, list[Mean]]:
     """For each (αQ, z), step and clip norm chosen anew at each reported round."""
     groups: dict[Key, dict[int, list[Mean]]] = defaultdict(lambda: defaultdict(list))
     for mean in every:
-        groups[mean.point.alpha_q, mean.point.noise_multiplier][mean.round].append(mean)
+        if mean.point.method == method:
+            groups[mean.point.alpha_q, mean.point.noise_multiplier][mean.round].append(mean)
     curves = {}
     for key, by_round in groups.items():
         chosen = [best(by_round[round_], measure) for round_ in sorted(by_round)]
@@ -75,6 +91,12 @@ def noises(curves: Mapping[Key, object]) -> list[float]:
 
 def alphas(curves: Mapping[Key, object]) -> list[float]:
     return sorted({a for a, _ in curves})
+
+
+def baselines_of(every: Sequence[Mean], measure: str) -> Baselines:
+    """The curves of each baseline that was run, by noise level."""
+    found = {method: best_curves(every, measure, method) for method in BASELINES}
+    return {method: {z: curve for (_, z), curve in curves.items()} for method, curves in found.items() if curves}
 
 
 def name_of(a: float) -> str:
@@ -96,7 +118,7 @@ def styles(values: Sequence[float]) -> dict[float, dict[str, Any]]:
     return {a: drawn[a] for a in values}
 
 
-def figure_1(curves: Mapping[Key, Sequence[Mean]], measure: str, path: Path) -> None:
+def figure_1(curves: Mapping[Key, Sequence[Mean]], baselines: Baselines, measure: str, path: Path) -> None:
     """A panel for each noise level, a curve for each αQ with its best step at each round; ε along the top."""
     levels = noises(curves) or [0.0]
     wide = min(3, len(levels))
@@ -105,6 +127,9 @@ def figure_1(curves: Mapping[Key, Sequence[Mean]], measure: str, path: Path) -> 
     figure, panels = plt.subplots(tall, wide, figsize=size, layout="constrained", squeeze=False, sharey=True)
     for panel, z in zip(panels.flat, levels, strict=False):
         _panel(panel, {a: curves.get((a, z if a else None), ()) for a in alphas(curves)}, measure, z)
+        for method, own in baselines.items():
+            later = [mean for mean in own.get(z, ()) if mean.round > 0]
+            _line(panel, [mean.round for mean in later], later, BASELINE_NAMES[method], BASELINE_STYLES[method])
     for panel in panels.flat[len(levels) :]:
         panel.set_visible(False)
     for panel in panels[:, 0]:
@@ -115,15 +140,18 @@ def figure_1(curves: Mapping[Key, Sequence[Mean]], measure: str, path: Path) -> 
 def _panel(panel: Axes, curves: Mapping[float, Sequence[Mean]], measure: str, z: float) -> None:
     for a, look in styles(sorted(curves)).items():
         shown = [mean for mean in curves[a] if mean.round > 0]
-        rounds, values = [mean.round for mean in shown], [mean.value for mean in shown]
-        every = max(1, len(shown) // 8)
-        panel.plot(rounds, values, label=name_of(a), lw=1.8, ms=4.5, markevery=every, **look)
+        _line(panel, [mean.round for mean in shown], shown, name_of(a), look)
     panel.set(xlabel="round", title=f"noise multiplier z = {z:g}")
     priced = max(curves.values(), key=lambda means_: means_[-1].epsilon if means_ else -1.0)
     epsilon_axis(panel, [{"round": mean.round, "epsilon": mean.epsilon} for mean in priced])
-    if measure != "accuracy":
+    if measure not in HIGHER_IS_BETTER:
         log_scale(panel)
     panel.grid(alpha=0.3, which="both", lw=0.5)
+
+
+def _line(axes: Axes, x: Sequence[float], means_: Sequence[Mean], label: str, look: Mapping[str, Any]) -> None:
+    look = {"markevery": max(1, len(means_) // 8), **look}
+    axes.plot(x, [mean.value for mean in means_], label=label, lw=1.8, ms=5, **look)
 
 
 def figure_2(every: Sequence[Mean], measure: str, path: Path) -> bool:
@@ -139,13 +167,16 @@ def figure_2(every: Sequence[Mean], measure: str, path: Path) -> bool:
             axes.axhline(curves[0.0, None][0].value, label=name_of(0), lw=1.8, **{**look, "marker": ""})
         else:
             points = [curves[a, z][0] for z in levels if (a, z) in curves]
-            axes.plot([m.epsilon for m in points], [m.value for m in points], label=name_of(a), lw=1.5, ms=5, **look)
+            _line(axes, [mean.epsilon for mean in points], points, name_of(a), {**look, "markevery": 1})
+    for method, own in baselines_of(ends, measure).items():
+        points = [own[z][0] for z in levels if z in own]
+        _line(axes, [mean.epsilon for mean in points], points, BASELINE_NAMES[method], BASELINE_STYLES[method])
     front = [m for z in levels if (m := best([mean for (a, n), (mean,) in curves.items() if n in (z, None)], measure))]
     at = [next(curves[a, z][0].epsilon for a in alphas(curves) if (a, z) in curves) for z in levels]
     axes.plot(at, [m.value for m in front], "o-", color="0.55", lw=7, ms=13, alpha=0.55, zorder=0, label="best over αQ")
     axes.set(xlabel="ε at the end of training (zero-out neighbours)", ylabel=MEASURE_NAMES.get(measure, measure))
     axes.set_xscale("log")
-    if measure != "accuracy":
+    if measure not in HIGHER_IS_BETTER:
         log_scale(axes)
     axes.grid(alpha=0.3, which="both", lw=0.5)
     _finish(figure, axes, path, "At the end of training, best step of each")
@@ -167,13 +198,83 @@ def _finish(figure: Figure, named: Axes, path: Path, title: str) -> None:
     plt.close(figure)
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Each user's measure at one noise level, mean over seeds: local, global, and the best of 0 < α < ∞."""
+
+    noise_multiplier: float
+    epsilon: float
+    measure: str
+    users: dict[str, NDArray[np.float64]]
+
+    def share(self, compare: Callable[[Any, Any], Any]) -> float:
+        """Of users for whom personalization compares so with local and with global learning both."""
+        own, local, common = (
+            badness(self.measure, 1.0) * self.users[name] for name in ("personalized", "local", "global")
+        )
+        return float(np.mean(compare(own, np.minimum(local, common))))
+
+    def words(self) -> str:
+        better, not_worse = self.share(np.less), self.share(np.less_equal)
+        return (
+            f"At epsilon = {self.epsilon:.3g} personalization is better than both local and global learning for "
+            f"{better:.0%} of users, and at least as good for {not_worse:.0%}."
+        )
+
+
+def spreads(rows: Sequence[Row], every: Sequence[Mean], measure: str) -> list[Spread]:
+    """For each noise level at which users were told apart and all three ways were run."""
+    curves, lists = best_curves(ending(every), measure), _by_user(rows)
+    found = []
+    for z in noises(curves):
+        between = best([m for (a, n), (m,) in curves.items() if n == z and 0 < a < math.inf], measure)
+        chosen = {"local": curves.get((0.0, None)), "global": curves.get((math.inf, z))}
+        means_ = {"personalized": between, **{name: curve[0] if curve else None for name, curve in chosen.items()}}
+        users = {name: lists[mean.point] for name, mean in means_.items() if mean and mean.point in lists}
+        if between and len(users) == len(means_):
+            found.append(Spread(z, between.epsilon, measure, users))
+    return found
+
+
+def _by_user(rows: Sequence[Row]) -> dict[Point, NDArray[np.float64]]:
+    """Each user's measure at the end of training, mean over seeds."""
+    found: dict[Point, list[list[float]]] = defaultdict(list)
+    for row in rows:
+        if "by_user" in row:
+            found[replace(Point.of(row), seed=0)].append(row["by_user"])
+    return {point: np.mean(lists, axis=0) for point, lists in found.items() if len({len(own) for own in lists}) == 1}
+
+
+def figure_users(spread: Sequence[Spread], measure: str, path: Path) -> None:
+    """How users fare: each way's users in order, from the worst off to the best off."""
+    shown = [spread[i] for i in sorted({round(k * (len(spread) - 1) / 5) for k in range(6)})]
+    wide = min(3, len(shown))
+    tall = math.ceil(len(shown) / wide)
+    size = (7.2, 5.2) if wide == 1 else (4.6 * wide, 4.0 * tall + 0.8)
+    figure, panels = plt.subplots(tall, wide, figsize=size, layout="constrained", squeeze=False, sharey=True)
+    looks = {"local": ("black", "-"), "global": ("black", "--"), "personalized": (COLOURS[0], "-")}
+    for panel, own in zip(panels.flat, shown, strict=False):
+        for name, (colour, style) in looks.items():
+            values = np.sort(badness(measure, 1.0) * own.users[name])[::-1] * badness(measure, 1.0)
+            panel.plot(np.linspace(0, 100, len(values)), values, style, color=colour, lw=1.8, label=name)
+        panel.set(xlabel="% of users", title=f"ε = {own.epsilon:.3g}: better than both for {own.share(np.less):.0%}")
+        panel.grid(alpha=0.3, lw=0.5)
+    for panel in panels.flat[len(shown) :]:
+        panel.set_visible(False)
+    for panel in panels[:, 0]:
+        panel.set_ylabel(f"{MEASURE_NAMES.get(measure, measure).split(' (')[0]} of a user")
+    _finish(figure, panels.flat[0], path, "Users from the worst off to the best off, at the end of training")
+
+
+ERROR = "standard error"
 COLUMNS = ("noise-multiplier", "epsilon", "alpha-q", "step", "clip-norm")
 
 
 def best_table(every: Sequence[Mean], measure: str) -> list[dict[str, Any]]:
-    """The best setting for each noise level at the end of training, local learning among them, and both ends."""
-    curves = best_curves(ending(every), measure)
-    table = []
+    """The best setting for each noise level at the end of training, local learning among them; and beside it both
+    ends, the best of 0 < α < ∞ and the baselines. The standard error is over seeds."""
+    curves, baselines = best_curves(ending(every), measure), baselines_of(ending(every), measure)
+    table: list[dict[str, Any]] = []
     for z in noises(curves):
         here = {a: means_[0] for (a, n), means_ in curves.items() if n in (z, None)}
         chosen = best(here.values(), measure)
@@ -181,8 +282,12 @@ def best_table(every: Sequence[Mean], measure: str) -> list[dict[str, Any]]:
         point = chosen.point
         spent = max(mean.epsilon for mean in here.values())
         row = {"noise-multiplier": z, "epsilon": spent, "alpha-q": point.alpha_q, "step": point.step}
-        ends = {name: here[a].value if a in here else None for name, a in (("local", 0.0), ("global", math.inf))}
-        table.append({**row, "clip-norm": point.clip_norm, measure: chosen.value, **ends})
+        error = {} if chosen.error is None else {ERROR: chosen.error}
+        between = best([mean for a, mean in here.items() if 0 < a < math.inf], measure)
+        others = {"local": here.get(0.0), "global": here.get(math.inf), "personalized": between}
+        others |= {method: own[z][0] for method, own in baselines.items() if z in own}
+        values = {name: mean.value if mean else None for name, mean in others.items()}
+        table.append({**row, "clip-norm": point.clip_norm, measure: chosen.value, **error, **values})
     return table
 
 
@@ -217,8 +322,13 @@ def draw_sweep(rows: Sequence[Row], directory: Path) -> tuple[str, list[Path]]:
         raise ValueError(f"{directory}: every setting diverged at once: use smaller steps")
     table = best_table(every, measure)
     written = [directory / "figure-1.png", directory / "best.csv"]
-    figure_1(best_curves(every, measure), measure, written[0])
+    figure_1(best_curves(every, measure), baselines_of(every, measure), measure, written[0])
     write_csv(table, written[1])
     if figure_2(every, measure, directory / "figure-2.png"):
         written.append(directory / "figure-2.png")
-    return printed(table), written
+    text, spread = printed(table), spreads(rows, every, measure)
+    if spread:
+        written.append(directory / "users.png")
+        figure_users(spread, measure, written[-1])
+        text += "\n" + "\n".join(own.words() for own in spread)
+    return text, written

@@ -14,10 +14,17 @@ from matplotlib.ticker import LogFormatter
 
 from flwr_ppsgd.audit import LIMIT, Audit
 from flwr_ppsgd.simulation.experiment import Outcome
+from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER, measure_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour blindness
 STYLES = ("-", "--", "-.", ":")
-MEASURE_NAMES = {"excess_risk": "excess risk (mean over users)", "accuracy": "accuracy", "loss": "loss"}
+MEASURE_NAMES = {
+    "excess_risk": "excess risk (mean over users)",
+    "accuracy": "accuracy",
+    "precision_at_1": "precision@1",
+    "rmse": "RMSE (mean over users)",
+    "loss": "loss",
+}
 
 
 def learning_curves(
@@ -29,7 +36,7 @@ def learning_curves(
         colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
         axes.plot([r["round"] for r in rows], [r[measure] for r in rows], style, color=colour, label=label, lw=2)
     axes.set(xlabel="round", ylabel=MEASURE_NAMES.get(measure, measure), title=title)
-    if measure in ("excess_risk", "loss"):
+    if measure not in HIGHER_IS_BETTER:
         log_scale(axes)
     axes.grid(alpha=0.3, which="both", lw=0.5)
     axes.legend()
@@ -57,7 +64,7 @@ def draw_run(outcome: Outcome, directory: Path) -> None:
     """The picture of one run, where anything was measured."""
     if not outcome.rows:
         return
-    measure = next(name for name in outcome.rows[0] if name not in ("round", "epsilon"))
+    measure = measure_of(outcome.rows[0])
     alpha = f"αQ = {outcome.experiment.alpha_q:g}"
     footnote = "Measured on the users' own data: outside the guarantee."
     learning_curves({alpha: outcome.rows}, measure, directory / "learning.png", "Personalized-Private-SGD", footnote)

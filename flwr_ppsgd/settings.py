@@ -146,7 +146,10 @@ class Settings:
         }
 
 
-ALTERNATIVES = (("rate", "cohort-size"), ("noise-multiplier", "epsilon"))
+ALTERNATIVES = (
+    ("rate", "cohort-size"), ("rate", "cohort-mean"), ("cohort-size", "cohort-mean"), ("noise-multiplier", "epsilon"),
+    ("rounds", "passes"), ("evaluate-every", "evaluations"),
+)  # fmt: skip
 
 
 def override(flat: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flwr_ppsgd import PPSGD, Ledger, client_app
 from flwr_ppsgd.cli import console
 from flwr_ppsgd.plots import learning_curves
 from flwr_ppsgd.simulation import InProcessGrid
-from flwr_ppsgd.simulation.experiment import Experiment, synthetic_learner
+from flwr_ppsgd.simulation.experiment import Experiment, learner_for
 
 ROUNDS = 60
 PICTURE = Path("runs") / "swap.png"
@@ -34,7 +34,7 @@ def strategies(experiment: Experiment) -> dict[str, Strategy]:
 
 def curve(strategy: Strategy, experiment: Experiment) -> list[dict[str, float]]:
     """Excess risk after each round, as the clients report it."""
-    app = client_app(synthetic_learner, local_step=experiment.step)
+    app = client_app(learner_for, local_step=experiment.step)
     grid = InProcessGrid(app, experiment.population, experiment.to_flat())
     result = strategy.start(grid, ArrayRecord([zeros(experiment.features)]), num_rounds=ROUNDS)
     return [

@@ -238,8 +238,9 @@ def test_measures_are_the_means_over_users_that_the_strategy_reports() -> None:
         engine.advance()
     for place in (0, 8, 23):
         users = [linear_learner(i, "softmax").evaluate(engine.w(place), engine.theta(place, i)) for i in range(USERS)]
-        for name, value in engine.measures()[place].items():
-            assert value == pytest.approx(np.average([user[name] for user in users], weights=SIZES))
+        for name in users[0]:
+            expected = np.average([user[name] for user in users], weights=SIZES)
+            assert engine.measures()[place][name] == pytest.approx(expected)
 
 
 def test_the_ends_of_alpha_freeze_one_block() -> None:

@@ -131,7 +131,7 @@ def test_a_user_without_test_rows_measures_nothing() -> None:
     [
         ("regression", {"loss": "softmax"}, "softmax is for classification and this is regression"),
         ("multi-label", {"loss": "softmax"}, "use loss='squared'"),
-        ("regression", {"shift": 0.1}, "a shift of targets"),
+        ("classification", {"shift": 1.0}, "must be in \\[0, 1\\), got 1.0"),
         ("classification", {"loss": "softmax", "shift": 0.1}, "a shift of targets"),
         ("classification", {"user": 3}, "no user number 3: they go from 0 to 2"),
     ],

@@ -80,7 +80,7 @@ def test_a_nested_table_is_an_unknown_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
-    [("features", 4, "at least 5, got 4"), ("batch-size", 0, "at least 1, got 0"), ("data", "mnist", "got 'mnist'")],
+    [("features", 4, "at least 5, got 4"), ("batch-size", 0, "at least 1, got 0"), ("precision", "half", "got 'half'")],
 )
 def test_data_that_does_not_exist_is_refused(key: str, value: object, rule: str) -> None:
     with pytest.raises(ValueError, match=f"synthetic.toml: {key} must be .*{rule}"):

@@ -15,7 +15,7 @@ from flwr_ppsgd import Order, client_step, server_step
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.simulation import InProcessGrid, flower
-from flwr_ppsgd.simulation.experiment import Experiment, run, synthetic_learner
+from flwr_ppsgd.simulation.experiment import Experiment, learner_for, run
 from tests.test_legacy import recording, run_legacy
 from tests.toy import Floats, flat
 
@@ -29,7 +29,7 @@ def by_the_pure_core() -> Floats:
     """server_step and client_step over the same data and the same noise, in plain floating point."""
     release, steps = EXPERIMENT.release(), EXPERIMENT.steps()
     grid = InProcessGrid(ClientApp(), 6, EXPERIMENT.to_flat())
-    learners = [synthetic_learner(grid.context(node)) for node in grid.get_node_ids()]
+    learners = [learner_for(grid.context(node)) for node in grid.get_node_ids()]
     w, thetas = np.zeros(EXPERIMENT.features), [learner.initial_theta() for learner in learners]
     for t in range(1, EXPERIMENT.rounds + 1):
         sent = []
@@ -45,7 +45,7 @@ def by_the_pure_core() -> Floats:
 
 
 def legacy_client(context: Context) -> Client:
-    return PPSGDClient(synthetic_learner(context), context).to_client()
+    return PPSGDClient(learner_for(context), context).to_client()
 
 
 def by_the_legacy_api() -> Floats:

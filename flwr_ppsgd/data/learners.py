@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.data.per_user import PerUser
+from flwr_ppsgd.data.per_user import PerUser, Task
 from flwr_ppsgd.datasets import Minibatches
-from flwr_ppsgd.models import AdditiveLinear, Loss, SplitLearner, SplitModel, mean_losses
+from flwr_ppsgd.models import AdditiveLinear, Loss, Matrix, SplitLearner, SplitModel, mean_losses
 
 
 class LinearBatches:
@@ -40,7 +40,7 @@ class NetworkBatches(LinearBatches):
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
         rows, _ = self._rows(visit)
-        return self._data.matrix(rows), _network_targets(self._data, rows)
+        return self._data.matrix(rows), network_targets(self._data, rows)
 
 
 class LinearLearner(AdditiveLinear):
@@ -55,13 +55,9 @@ class LinearLearner(AdditiveLinear):
         rows = self._data.rows(self._user, test=True)
         if not len(rows):
             return {}
-        scores, y = self._scores(self._data.matrix(rows), w + theta), self._data.targets(rows)
-        measures = {"loss": float(mean_losses(scores, y - self._shift, self._loss))}
-        if self._data.task == "regression":
-            return {**measures, "rmse": float(np.sqrt(np.mean((scores - y) ** 2)))}
-        hits = np.take_along_axis(y, scores.argmax(axis=1)[:, None], axis=1)
-        name = "accuracy" if self._data.task == "classification" else "precision_at_1"
-        return {**measures, name: float(hits.mean())}
+        scores, y = self._scores(self._data.matrix(rows), w + theta), self._data.targets(rows, self._shift)
+        measures = user_measures(scores[:, None, :], y, self._loss, self._data.task)
+        return {name: float(values[0]) for name, values in measures.items()}
 
 
 def linear_learner(
@@ -69,24 +65,42 @@ def linear_learner(
 ) -> LinearLearner:
     """(w + θ_i)ᵀx, one output a class, with the user's own minibatches and test part.
 
-    shift: targets are one-hot minus this; .1 in the paper's linear experiments.
+    shift: what is subtracted from targets: .1 in the paper's linear experiments; a *public* centre for amounts, such
+    as 3 for ratings from 1 to 5.
     """
-    if loss == "softmax" and data.task != "classification":
-        raise ValueError(f"{data.source}: softmax is for classification and this is {data.task}: use loss='squared'")
-    if shift and (loss == "softmax" or data.task == "regression"):
-        raise ValueError(
-            f"{data.source}: a shift of targets is for the squared loss on classes or labels, got {shift}: use 0"
-        )
+    check_loss(data, loss, shift)
     batches = LinearBatches(data, user, batch_size, seed=seed, shift=shift)
     return LinearLearner(data, user, batches, loss, shift)
+
+
+def check_loss(data: PerUser, loss: Loss, shift: float) -> None:
+    """Refuse a loss that does not go with the task."""
+    if loss == "softmax" and data.task != "classification":
+        raise ValueError(f"{data.source}: softmax is for classification and this is {data.task}: use loss='squared'")
+    if shift and loss == "softmax":
+        raise ValueError(f"{data.source}: a shift of targets is for the squared loss, got {shift}: use 0")
+    if data.task != "regression" and not 0 <= shift < 1:
+        raise ValueError(f"{data.source}: a shift of classes or labels must be in [0, 1), got {shift}: use 0 or 0.1")
+
+
+def user_measures(scores: NDArray[Any], y: Matrix, loss: Loss, task: Task) -> dict[str, Vector]:
+    """One user's mean loss, and accuracy, precision@1 (the first label is a right one) or RMSE, of many models.
+
+    scores: rows × models × K. y: rows × K; labels that are right are above 0, with their shift.
+    """
+    measures = {"loss": mean_losses(scores, y[:, None, :], loss)}
+    if task == "regression":
+        return {**measures, "rmse": np.sqrt(np.mean((scores - y[:, None, :]) ** 2, axis=(0, 2)))}
+    right = np.take_along_axis(y, scores.argmax(axis=2), axis=1) > 0
+    return {**measures, "accuracy" if task == "classification" else "precision_at_1": right.mean(axis=0)}
 
 
 def network_learner(model: SplitModel, data: PerUser, user: int, *, batch_size: int, seed: int) -> SplitLearner:
     """A network, such as ``cnn.paper_cnn()``, together with one user's data."""
     batches = NetworkBatches(data, user, batch_size, seed=seed, shift=0.0)
     rows = data.rows(user, test=True)
-    return model.learner(batches, (data.matrix(rows), _network_targets(data, rows)) if len(rows) else None)
+    return model.learner(batches, (data.matrix(rows), network_targets(data, rows)) if len(rows) else None)
 
 
-def _network_targets(data: PerUser, rows: NDArray[np.intp]) -> NDArray[Any]:
+def network_targets(data: PerUser, rows: NDArray[np.intp]) -> NDArray[Any]:
     return data.y[rows] if data.task == "classification" else data.targets(rows)

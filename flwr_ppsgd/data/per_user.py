@@ -81,10 +81,10 @@ class PerUser:
         return dense
 
     def targets(self, rows: Indices, shift: float = 0.0) -> Matrix:
-        """rows × K: one-hot or multi-hot minus ``shift`` (.1 in the paper's linear experiments); real numbers as is."""
+        """rows × K minus ``shift``: one-hot or multi-hot (shift .1 in the paper's linear experiments); real numbers."""
         taken = self.y[rows]
         if self.task == "regression":
-            return np.asarray(taken, dtype=np.float64).reshape(len(rows), -1)
+            return np.asarray(taken, dtype=np.float64).reshape(len(rows), -1) - shift
         hot = taken.toarray() if self.task == "multi-label" else np.eye(self.outputs)[taken]
         return np.asarray(hot, dtype=np.float64) - shift
 

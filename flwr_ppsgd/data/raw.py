@@ -199,11 +199,11 @@ class Raw:
 
     def _classes(self, y: NDArray[Any], detected: bool) -> NDArray[np.int64]:
         if y.ndim > 1 or (y != np.rint(y)).any():
-            raise self.refuse(f"column {self.target_name!r} does not hold class numbers", "use the task regression")
+            raise self.refuse(f"column {self.target_name!r} does not hold class numbers", "use --task regression")
         least = int(y.min())
         if least != 0:
             remedy = f"subtract {least}" if least > 0 else "number them 0, 1, 2, …"
-            other = ", or use the task regression if they are amounts" if detected else ""
+            other = ", or use --task regression if they are amounts" if detected else ""
             raise self.refuse(
                 f"class numbers in column {self.target_name!r} must start at 0 and the least is {least},",
                 f"{remedy}{other}",

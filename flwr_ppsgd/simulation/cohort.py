@@ -20,6 +20,7 @@ from scipy import sparse
 from flwr_ppsgd.algorithm import Release, Steps, Vector, clip_scales
 from flwr_ppsgd.models import predict
 from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.simulation.measures import measure_of
 from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population
 from flwr_ppsgd.simulation.thetas import Columns, Kind, cheapest, costs, kept_columns, subtract_product, thetas
 
@@ -240,6 +241,13 @@ class CohortEngine:
         rows = ({name: float(values[at]) for name, values in found.items()} for at in range(len(self.settings)))
         return dict(zip(self.places, rows, strict=True))
 
+    def by_user(self) -> dict[int, Vector]:
+        """The main measure of each user who is measured, for every setting that is still trained."""
+        self._settle()
+        with np.errstate(all="ignore"):
+            found = self.population.by_user(self, len(self.settings))
+        return {place: found[measure_of(found)][:, at] for at, place in enumerate(self.places)} if found else {}
+
     def drop(self, gone: set[int]) -> None:
         """Stop training the settings at these places."""
         outputs = self.population.outputs
@@ -260,7 +268,9 @@ class Engine(Protocol):
     @property
     def places(self) -> list[int]: ...
     def advance(self) -> None: ...
+    def w(self, place: int) -> Vector: ...
     def measures(self) -> dict[int, dict[str, float]]: ...
+    def by_user(self) -> dict[int, Vector]: ...
     def drop(self, gone: set[int]) -> None: ...
 
 
@@ -303,6 +313,11 @@ def _report(round_: int, measures: dict[int, dict[str, float]], first: dict[int,
         first.setdefault(place, error)
     gone = frozenset(place for place, error in errors.items() if not error <= DIVERGED * max(first[place], 1e-300))
     return Report(round_, measures, gone)
+
+
+def left_for_infinity(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
+    """Whether what is measured has grown beyond all bounds."""
+    return not _error(last) <= DIVERGED * max(_error(first), 1e-300)
 
 
 def _error(row: Mapping[str, float]) -> float:

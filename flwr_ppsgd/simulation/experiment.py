@@ -1,14 +1,16 @@
 """An experiment: settings and data in, a trained w, rows of measures and a privacy statement out."""
 
+import difflib
 import functools
 import importlib.resources
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias
@@ -20,18 +22,22 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd import statement
-from flwr_ppsgd.algorithm import Release
+from flwr_ppsgd.algorithm import Release, Vector
 from flwr_ppsgd.client import Learner, client_app
 from flwr_ppsgd.curator import Curator
 from flwr_ppsgd.datasets import Synthetic, SyntheticLearner
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.settings import Settings, override
-from flwr_ppsgd.simulation.cohort import CohortEngine, Setting, train
+from flwr_ppsgd.simulation import tables
+from flwr_ppsgd.simulation.baselines import BASELINES, FINE_TUNED
+from flwr_ppsgd.simulation.cohort import CohortEngine, Engine, Setting, left_for_infinity, train
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.simulation.population import Fresh, Population
+from flwr_ppsgd.simulation.problem import ROUNDS_ARE_PUBLIC, SYNTHETIC, Problem, resolved
 from flwr_ppsgd.statement import json_number
 from flwr_ppsgd.strategy import PPSGD
 from flwr_ppsgd.theory import Bound, Constants, theorem_b_4
+from flwr_ppsgd.wire import Layout
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -41,41 +47,81 @@ THEORY_ASSUMES = (
     "a convex additive model, samples that are fresh in every round, a clip norm that clips nothing, features within "
     "three standard deviations, and the average over rounds as the result"
 )
+OWN_DATA, OWN_DATA_SWEEP = "own-data.toml", "own-data-sweep.toml"
 SHIPPED = importlib.resources.files("flwr_ppsgd.experiments")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment(Settings):
-    """Settings of a training together with the data it runs on.
+class Experiment(Settings, Problem):
+    """Settings of a training together with the data and the model it is about.
 
-    data: which data set. features, data_seed: of the synthetic problem. batch_size: samples a user draws in a round.
+    passes: over everyone's samples, in place of ``rounds``. cohort_mean: users of a round on average, in place of
+    ``rate``. evaluations: so many, in place of ``evaluate_every``. Each stands beside what it comes to.
     precision: of the cohort engine, float64 or float32.
+    baselines: of a sweep, "fine-tuned" (θ trained on top of the final w of global learning, ``fine_tune_passes`` over
+    the user's own samples, with the best of ``fine_tune_steps``) and "fedavg" (``local_steps`` a round); by commas.
     """
 
-    data: str = "synthetic"
-    features: int = 100
-    data_seed: int = 0
-    batch_size: int = 10
+    passes: float | None = None
+    cohort_mean: float | None = None
+    evaluations: float | None = None
     precision: str = "float64"
+    baselines: str = ""
+    fine_tune_passes: float = 5.0
+    fine_tune_steps: str = ""
+    local_steps: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data != "synthetic":
-            raise ValueError(f"data must be 'synthetic', got {self.data!r}: no other data set is known")
+        self.check()
         if self.replies != "gradient":
             raise ValueError(
                 f"replies must be 'gradient' here, got {self.replies!r}: the experiments' clients send those"
             )
         if self.precision not in ("float64", "float32"):
             raise ValueError(f"precision must be 'float64' or 'float32', got {self.precision!r}")
-        for name, least in (("features", 5), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}: raise it"
-                )
+
+        self._check_baselines()
+
+    def methods(self) -> list[str]:
+        """The baselines, as a list."""
+        return [name.strip() for name in self.baselines.split(",") if name.strip()]
+
+    def _check_baselines(self) -> None:
+        for name in self.methods():
+            if name not in BASELINES:
+                raise ValueError(f"baselines must be of {', '.join(BASELINES)}, got {name!r}")
+            if self.model == "cnn" or (self.data == SYNTHETIC and name == FINE_TUNED):
+                raise ValueError(f"the baseline {name} is for linear models on data of one's own: leave it out here")
+        if not 0 < self.fine_tune_passes < math.inf or self.local_steps < 1:
+            raise ValueError(
+                f"fine_tune_passes must be positive and local_steps at least 1, got {self.fine_tune_passes} and "
+                f"{self.local_steps}"
+            )
+
+    @classmethod
+    def read(cls, flat: Mapping[str, Any], where: str) -> Self:
+        """As of ``Settings``, with what follows from the data filled in."""
+        for key, value in flat.items():
+            if isinstance(value, list):
+                raise ValueError(f"{where}: {key} is a list: that is for ppsgd sweep, give one value here")
+        return super().read(resolved(flat, where), where)
+
+    def describe(self) -> str:
+        """What the data are, and what was taken from them, in lines to print."""
+        if self.data == SYNTHETIC:
+            return ""
+        data = self.problem().per_user()
+        lines = [data.describe(self.batch_size)]
+        if self.passes is not None:
+            known = ROUNDS_ARE_PUBLIC.format(int(data.train_sizes.sum()))
+            lines.append(f"{self.passes:g} passes are {self.rounds:,} rounds: {known}")
+        return "\n".join(lines)
 
     def theory_alpha_q(self) -> float:
         """The αQ with the smallest bound of Theorem B.4: a starting point, logged with what it assumes."""
+        if self.data != SYNTHETIC:
+            raise ValueError("alpha_q 'theory' is for the synthetic problem, whose constants are known: give a number")
         problem = Synthetic.draw(self.population, self.features, self.data_seed)
         chosen = theory_choice(self.release(), self.rounds, self.batch_size, problem.constants())
         alpha_q = chosen.steps.alpha_q
@@ -89,17 +135,33 @@ class Experiment(Settings):
     @classmethod
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """From a TOML file (default: the one that ships with the package), changed by ``overrides``."""
-        flat, where = read_toml(path, "synthetic.toml")
-        return cls.read(override(flat, overrides or {}), where=where)
+        overrides = overrides or {}
+        flat, where = read_toml(path, OWN_DATA if "data" in overrides else "synthetic.toml")
+        return cls.read(override(flat, overrides), where=where)
 
 
 def read_toml(path: Path | None, shipped: str) -> tuple[dict[str, Any], str]:
     """The flat settings in a file, or in one that ships with the package, and how to name it in an error."""
     source = SHIPPED / shipped if path is None else path
+    if path is not None and not path.suffix and not path.exists():
+        source = SHIPPED / f"{known_preset(str(path))}.toml"
     try:
-        return tomllib.loads(source.read_text(encoding="utf-8")), str(path or shipped)
+        return tomllib.loads(source.read_text(encoding="utf-8")), source.name if path is None else str(path)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{source}: cannot be read: {error}") from None
+
+
+def presets() -> dict[str, str]:
+    """The experiments that ship with the package: name → what it is, the first line of the file."""
+    files = sorted((f for f in SHIPPED.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8").splitlines()[0][2:] for file in files}
+
+
+def known_preset(name: str) -> str:
+    if name in presets():
+        return name
+    nearest = difflib.get_close_matches(name, presets(), n=1, cutoff=0.0)[0]
+    raise ValueError(f"{name}: there is no such file and no experiment of that name: did you mean {nearest!r}? --list")
 
 
 class Accounted(Protocol):
@@ -142,28 +204,50 @@ def _problem(users: int, features: int, seed: int) -> Synthetic:
 
 
 def population_of(experiment: Experiment) -> Population:
-    """Everyone's data, for the cohort engine."""
+    """Everyone's data, for the cohort engine of linear models."""
+    if experiment.data != SYNTHETIC:
+        return tables.table(experiment.problem(), experiment.precision)
     problem = _problem(experiment.population, experiment.features, experiment.data_seed)
     return Fresh(problem, experiment.batch_size)
 
 
-def synthetic_learner(context: Context) -> Learner:
-    """The learner of one node of the synthetic problem; its settings travel in the run config."""
-    config = context.run_config
-    problem = _problem(int(config["population"]), int(config["features"]), int(config["data-seed"]))
-    return SyntheticLearner(problem, int(context.node_config["partition-id"]), int(config["batch-size"]))
+def engine_of(experiment: Experiment, settings: Sequence[Setting], seed: int | None, rounds: int) -> Engine:
+    """The cohort engine for the experiment's model."""
+    if experiment.model == "cnn":
+        return tables.network_engine(experiment.problem(), settings, seed=seed, average=experiment.average)
+    return CohortEngine(
+        population_of(experiment), settings, seed=seed, rounds=rounds, average=experiment.average,
+        dtype=experiment.precision,
+    )  # fmt: skip
+
+
+def learner_for(context: Context) -> Learner:
+    """The learner of one node; its settings travel in the run config."""
+    config, user = context.run_config, int(context.node_config["partition-id"])
+    problem = Problem.of(config)
+    if problem.data != SYNTHETIC:
+        return tables.learner(problem, user)
+    truth = _problem(int(config["population"]), problem.features, problem.data_seed)
+    return SyntheticLearner(truth, user, problem.batch_size)
+
+
+def initial_arrays(experiment: Experiment) -> ArrayRecord:
+    """w before the first round."""
+    if experiment.data == SYNTHETIC:
+        return ArrayRecord([np.zeros(experiment.features)])
+    return tables.initial_arrays(experiment.problem())
 
 
 def run(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
     """Train in this process."""
-    grid = InProcessGrid(client_app(synthetic_learner), experiment.population, experiment.to_flat())
+    grid = InProcessGrid(client_app(learner_for), experiment.population, experiment.to_flat())
     return run_on(grid, experiment, on_round)
 
 
 def run_on(grid: Grid, experiment: Experiment, on_round: Watch | None = None) -> Outcome:
     """Train on any grid. Ctrl-C ends the run early; ε is then still that of the planned rounds."""
     strategy = PPSGD.from_config(experiment.to_flat())
-    latest = Result(arrays=ArrayRecord([np.zeros(experiment.features)]))
+    latest = Result(arrays=initial_arrays(experiment))
     ledgers: dict[int, Ledger] = {}
 
     def remember(round_: int, result: Result) -> None:
@@ -184,6 +268,8 @@ def run_on(grid: Grid, experiment: Experiment, on_round: Watch | None = None) ->
         for round_, metrics in latest.evaluate_metrics_clientapp.items()
         if round_ in ledgers
     ]
+    if rows and left_for_infinity(rows[0], rows[-1]):
+        raise _diverged(experiment)
     w = strategy.averaged(latest.arrays) if stopped else latest.arrays
     return Outcome(experiment, strategy, w, rows, stopped)
 
@@ -193,10 +279,7 @@ def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outc
     simulated = Simulated(experiment)
     setting = Setting(simulated.release, experiment.steps())
     rounds = simulated.curator.plan(experiment.rounds)
-    engine = CohortEngine(
-        population_of(experiment), [setting], seed=experiment.insecure_seed, rounds=rounds, average=experiment.average,
-        dtype=experiment.precision,
-    )  # fmt: skip
+    engine = engine_of(experiment, [setting], experiment.insecure_seed, rounds)
     latest, rows, stopped = Result(), [], False
 
     def show(round_: int) -> None:
@@ -219,11 +302,15 @@ def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outc
     w = engine.w(0)
     if not np.isfinite(w).all():
         raise _diverged(experiment)
-    return Outcome(experiment, simulated, ArrayRecord([w]), rows, stopped)
+    return Outcome(experiment, simulated, _like(initial_arrays(experiment), w), rows, stopped)
+
+
+def _like(arrays: ArrayRecord, w: Vector) -> ArrayRecord:
+    return Layout.of(arrays).unflatten(w, like=arrays)
 
 
 def _diverged(experiment: Experiment) -> RuntimeError:
-    return RuntimeError(f"training diverged: w is not finite; lower step (now {experiment.step:g})")
+    return RuntimeError(f"training diverged: parameters left for infinity; lower step (now {experiment.step:g})")
 
 
 class Simulated:

@@ -8,6 +8,7 @@ import numpy as np
 from flwr_ppsgd.algorithm import Vector, clip_scales, descend
 from flwr_ppsgd.models import Batches, Matrix, Rows, SplitModel
 from flwr_ppsgd.simulation.cohort import Setting, check_alike, coins_of
+from flwr_ppsgd.simulation.measures import measure_of, summary
 from flwr_ppsgd.simulation.population import Indices
 
 Groups: TypeAlias = list[tuple[Indices, tuple[Rows, Rows]]]
@@ -116,14 +117,25 @@ class NetworkEngine:
         return np.asarray(training.thetas_sum[user] / self.round)
 
     def measures(self) -> dict[int, dict[str, float]]:
-        """Of every setting: means over users, weighted by their number of examples."""
-        weights = np.array([batches.num_examples for batches in self._batches], dtype=float)
-        found = {}
-        for place in self.places:
-            users = [self._model.evaluate(self.w(place), self.theta(place, i), t) for i, t in enumerate(self._tests)]
-            names = users[0] if users else {}
-            found[place] = {name: float(np.average([user[name] for user in users], weights=weights)) for name in names}
-        return found
+        """Of every setting: means over users, weighted by their number of examples, and the spread over users."""
+        weights = np.array([self._batches[user].num_examples for user in self._measured], dtype=float)
+        found = {place: summary(self._by_user(place), weights) for place in self.places}
+        return {place: {name: float(value) for name, value in row.items()} for place, row in found.items()}
+
+    @property
+    def _measured(self) -> list[int]:
+        return [user for user, (x, _) in enumerate(self._tests) if len(x)]
+
+    def _by_user(self, place: int) -> dict[str, Vector]:
+        """Each measure of the users who have anything to measure on."""
+        w = self.w(place)
+        users = [self._model.evaluate(w, self.theta(place, user), self._tests[user]) for user in self._measured]
+        return {name: np.array([user[name] for user in users]) for name in (users[0] if users else {})}
+
+    def by_user(self) -> dict[int, Vector]:
+        """The main measure of each user who is measured, for every setting."""
+        found = {place: self._by_user(place) for place in self.places}
+        return {place: row[measure_of(row)] for place, row in found.items() if row}
 
     def drop(self, gone: set[int]) -> None:
         """Stop training the settings at these places."""

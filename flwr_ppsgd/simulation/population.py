@@ -4,6 +4,7 @@ The rows a user draws are those of ``datasets``: decided by (seed, user, visit) 
 setting of a sweep, sees the same ones.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -12,11 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.data.learners import user_measures
+from flwr_ppsgd.data.per_user import Task
 from flwr_ppsgd.datasets import Synthetic, minibatch_rows
 from flwr_ppsgd.models import Loss, Matrix, mean_losses
+from flwr_ppsgd.simulation.measures import summary
 
 Features: TypeAlias = NDArray[Any] | sparse.csr_array
 Indices: TypeAlias = NDArray[np.intp]
+
+TEST_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +90,17 @@ class Population(Protocol):
         """Each measure of every setting: a mean over users, weighted by their number of examples."""
         ...
 
+    def by_user(self, fitted: Fitted, settings: int) -> dict[str, NDArray[Any]]:
+        """Each measure, users who are measured × settings; nothing where users are not told apart."""
+        ...
+
 
 class Table:
     """Rows of finitely many samples, sorted by user.
 
     x: rows × d, an array or a sparse matrix. y: rows × K, real targets or one-hot rows. users: N + 1 offsets, user i
-    has the rows users[i] … users[i+1]−1. test: the same three of the rows on which users measure.
+    has the rows users[i] … users[i+1]−1. test: the same three of the rows on which users measure. task: decides what
+    they measure; where it is not given, classes if there is more than one output.
     """
 
     def __init__(
@@ -102,6 +113,7 @@ class Table:
         seed: int,
         loss: Loss = "squared",
         test: tuple[Features, NDArray[Any], ArrayLike] | None = None,
+        task: Task | None = None,
     ) -> None:
         self.x = sparse.csr_array(x) if sparse.issparse(x) else x
         self.y = y.reshape(len(y), -1)
@@ -111,7 +123,8 @@ class Table:
             raise ValueError(f"every user needs at least one row, and the offsets of users must end at {len(self.y)}")
         self.features, self.outputs = int(self.x.shape[1]), int(self.y.shape[1])
         self.batch_size, self.seed, self.loss = batch_size, seed, loss
-        self._test = test
+        self._test = None if test is None else (test[0], test[1], np.asarray(test[2], dtype=np.intp))
+        self.task = task
         self._buffers: dict[np.dtype[Any], NDArray[Any]] = {}
 
     def __len__(self) -> int:
@@ -123,15 +136,14 @@ class Table:
 
     def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any]) -> Batch:
         """x stands in memory that the next batch will use again."""
-        sizes, starts = self.sizes[users], self.offsets[users]
+        sizes = self.sizes[users]
         counts = np.minimum(self.batch_size, sizes)
         longest = int(counts.max(initial=0))
         rows = np.zeros((len(users), longest), dtype=np.intp)
-        drawn = zip(rows, users.tolist(), visits.tolist(), sizes.tolist(), starts.tolist(), strict=True)
-        for row, user, visit, size, start in drawn:
+        for row, user, visit, size in zip(rows, users.tolist(), visits.tolist(), sizes.tolist(), strict=True):
             own = minibatch_rows(self.seed, user, visit, size, self.batch_size)
             row[: len(own)] = own
-            row += start
+        rows += self.offsets[users][:, None]
         x, y = self._taken(rows.reshape(-1), dtype), self.y[rows].astype(dtype)
         if counts.min(initial=longest) < longest:
             missing = np.arange(longest) >= counts[:, None]
@@ -156,22 +168,47 @@ class Table:
         return kept[:rows]
 
     def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
-        """Mean loss, and accuracy where there are classes to tell apart, on the users' test rows."""
-        if self._test is None:
-            return {}
-        x, y, offsets = self._test[0], self._test[1], np.asarray(self._test[2], dtype=np.intp)
+        """On the users' test rows: means over users, weighted by their training samples, and the spread over users."""
+        return summary(self.by_user(fitted, settings), self.sizes[self.measured].astype(np.float64))
+
+    @property
+    def measured(self) -> Indices:
+        """The users who have test rows."""
+        return np.flatnonzero(np.diff(self._test[2])) if self._test else np.zeros(0, dtype=np.intp)
+
+    def by_user(self, fitted: Fitted, settings: int) -> dict[str, NDArray[Any]]:
+        """Each measure, users who are measured × settings."""
+        found: dict[str, list[Vector]] = {}
         w = fitted.shared()
-        sums: dict[str, Vector] = {}
-        measured = [user for user in range(len(self)) if offsets[user] < offsets[user + 1]]
-        for user in measured:
-            own = slice(int(offsets[user]), int(offsets[user + 1]))
-            rows = x[own].astype(w.dtype)
-            scores = rows @ w
+        for user, rows, scores in self._test_scores(w):
             fitted.add_personal_scores(user, rows, scores)
-            for name, value in _measures(scores.reshape(len(scores), settings, -1), y[own], self.loss).items():
-                sums[name] = sums.get(name, 0.0) + self.sizes[user] * value
-        total = self.sizes[measured].sum()
-        return {name: value / total for name, value in sums.items()}
+            for name, values in self.user_measures(scores.reshape(len(scores), settings, -1), user).items():
+                found.setdefault(name, []).append(values)
+        return {name: np.array(values) for name, values in found.items()}
+
+    def _test_scores(self, w: NDArray[Any]) -> Iterator[tuple[int, Features, NDArray[Any]]]:
+        """(user, x, x w) of each user who is measured; several users share one product, which reads w once."""
+        groups = 1 + (int(self._test[2][-1]) if self._test else 0) // TEST_ROWS_AT_ONCE
+        for users in np.array_split(self.measured, groups):
+            if len(users):
+                own = [self.test_rows(user)[0] for user in users.tolist()]
+                rows = sparse.vstack(own, format="csr") if sparse.issparse(own[0]) else np.concatenate(own)
+                scores = np.split(np.asarray(rows @ w), np.cumsum([x.shape[0] for x in own])[:-1])
+                yield from zip(users.tolist(), own, scores, strict=True)
+
+    def test_rows(self, user: int) -> tuple[Features, Matrix]:
+        """(x, y) of one user's test part."""
+        assert self._test is not None
+        x, y, offsets = self._test
+        own = slice(int(offsets[user]), int(offsets[user + 1]))
+        return x[own], y[own]
+
+    def user_measures(self, scores: NDArray[Any], user: int) -> dict[str, Vector]:
+        """What one user measures on the test part: scores are rows × settings × K."""
+        y = self.test_rows(user)[1]
+        if self.task is not None or y.shape[1] > 1:
+            return user_measures(scores, y, self.loss, self.task or "classification")
+        return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
 
 
 def _without(x: Features, missing: NDArray[np.bool_]) -> Features:
@@ -180,14 +217,6 @@ def _without(x: Features, missing: NDArray[np.bool_]) -> Features:
         return sparse.csr_array(sparse.diags_array(~missing * 1.0) @ x)
     x[missing] = 0.0
     return x
-
-
-def _measures(scores: NDArray[Any], y: Matrix, loss: Loss) -> dict[str, Vector]:
-    """Of one user: scores are rows × settings × K."""
-    measures = {"loss": mean_losses(scores, y[:, None, :], loss)}
-    if y.shape[1] > 1:
-        measures["accuracy"] = (scores.argmax(axis=2) == y.argmax(axis=1)[:, None]).mean(axis=0)
-    return measures
 
 
 class Fresh:
@@ -218,3 +247,7 @@ class Fresh:
             distance *= distance
             squares += distance
         return {"excess_risk": self.problem.variances @ squares / len(self)}
+
+    def by_user(self, fitted: Fitted, settings: int) -> dict[str, NDArray[Any]]:  # noqa: ARG002
+        """Users differ by chance alone here."""
+        return {}

@@ -14,15 +14,22 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
+from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.settings import field_of, override
-from flwr_ppsgd.simulation.cohort import CohortEngine, Report, Setting, bytes_for, train
-from flwr_ppsgd.simulation.experiment import Experiment, population_of, read_toml
+from flwr_ppsgd.simulation.baselines import FEDAVG, FINE_TUNED, PPSGD, LocalStepsEngine, fine_tune
+from flwr_ppsgd.simulation.cohort import Engine, Report, Setting, bytes_for, train
+from flwr_ppsgd.simulation.experiment import OWN_DATA_SWEEP, Experiment, engine_of, population_of, read_toml
+from flwr_ppsgd.simulation.measures import badness, measure_of
+from flwr_ppsgd.simulation.population import Table
+from flwr_ppsgd.simulation.tables import network_bytes
 from flwr_ppsgd.statement import json_number
 
 GRID = ("step", "alpha-q", "noise-multiplier", "clip-norm", "insecure-seed")
 MOST_SETTINGS = 100_000
 MOST_COLUMNS = 4096  # side by side; more gain nothing and would be lost together when interrupted
+MOST_NETWORKS = 16
+USER_DIGITS = 4
 DIGITS = 10  # of a measure in a row
 CAVEAT = "ε is per setting, as if it alone had been run; choosing among settings is not covered. Simulation noise."
 
@@ -39,6 +46,7 @@ class Point:
     step: float
     noise_multiplier: float | None
     clip_norm: float | None
+    method: str = PPSGD  # or a baseline
 
     def key(self) -> Row:
         """What names the setting in a row; JSON has no infinity."""
@@ -48,7 +56,10 @@ class Point:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
         """The setting that a row is about."""
-        values: dict[str, Any] = {name: row[name.replace("_", "-")] for name in cls.__dataclass_fields__}
+        values: dict[str, Any] = {
+            name: row[name.replace("_", "-")] for name in cls.__dataclass_fields__ if name != "method"
+        }
+        values["method"] = row.get("method", PPSGD)
         infinite = {name: math.inf for name, value in values.items() if value == "infinite"}
         return cls(**{**values, **infinite})
 
@@ -64,12 +75,15 @@ class Sweep:
     @classmethod
     def load(cls, path: Path | None, overrides: Mapping[str, Any] | None = None) -> Self:
         """From a TOML file in which any of step, alpha-q, noise-multiplier, clip-norm, insecure-seed may be a list."""
-        flat, where = read_toml(path, "sweep.toml")
+        flat, where = read_toml(path, OWN_DATA_SWEEP if "data" in (overrides or {}) else "sweep.toml")
         flat = {key.replace("_", "-"): value for key, value in override(flat, overrides or {}).items()}
+        flat = _with_noise(flat, where) if "epsilon" in flat else flat
         for key, values in flat.items():
             if isinstance(values, list):
                 _check_list(key, values, where)
         grid = {key: tuple(flat[key]) for key in GRID if isinstance(flat.get(key), list)}
+        if FINE_TUNED in str(flat.get("baselines", "")) and "step" in flat:
+            flat.setdefault("fine-tune-steps", ", ".join(map(str, grid.get("step", (flat["step"],)))))
         base = Experiment.read({**flat, **{key: values[0] for key, values in grid.items()}}, where=where)
         for key, values in grid.items():
             for value in values:
@@ -103,12 +117,26 @@ class Sweep:
             Point(seed, float(a), float(step), float(z) if a else None, float(c) if a else None)
             for step, a, z, c, seed in itertools.product(steps, alphas, noises, clips, seeds)
         }
-        return sorted(every)
+        baselines = {
+            Point(seed, math.inf, float(step), float(z), float(c), method)
+            for method in self.base.methods()
+            for step, z, c, seed in itertools.product(steps, noises, clips, seeds)
+        }
+        return sorted(every | baselines)
 
     def to_flat(self) -> dict[str, Any]:
         """All settings, resolved; lists where the grid has more than one value."""
         lists = {key: list(values) for key, values in self.grid.items() if len(values) > 1}
         return {**self.base.to_flat(), **lists}
+
+
+def _with_noise(flat: dict[str, Any], where: str) -> dict[str, Any]:
+    """``epsilon``, a number or a list, as the noise multipliers that cost it."""
+    wanted = flat["epsilon"] if isinstance(flat["epsilon"], list) else [flat["epsilon"]]
+    rest = {key: value for key, value in flat.items() if key != "epsilon"}
+    first = {key: value[0] if isinstance(value, list) and value else value for key, value in rest.items()}
+    calibrated = [Experiment.read({**first, "epsilon": epsilon}, where).release() for epsilon in wanted]
+    return {**rest, "noise-multiplier": [release.noise_multiplier for release in calibrated]}
 
 
 def _check_list(key: str, values: list[Any], where: str) -> None:
@@ -143,23 +171,30 @@ def plan(sweep: Sweep, memory: int, jobs: int) -> Plan:
     points, base = sweep.points(), sweep.base
     seeds = sorted({point.seed for point in points})
     jobs = min(jobs, len(points))
-    need = functools.partial(bytes_for, population_of(base), rounds=base.rounds, average=base.average)
-    if need(1, rate=base.cohort().rate) > memory:
+    need = functools.partial(_bytes, base)
+    if need(1) > memory:
         raise ValueError(
-            f"{sweep.where}: a single setting needs {need(1, rate=base.cohort().rate) / 1e6:.0f} MB, the limit is "
+            f"{sweep.where}: a single setting needs {need(1) / 1e6:.0f} MB, the limit is "
             f"{memory / 1e6:.0f} MB: raise --memory, or use fewer users or features"
         )
-    jobs = min(jobs, int(memory // need(1, rate=base.cohort().rate)))
-    most = MOST_COLUMNS // population_of(base).outputs or 1
-    while most > 1 and need(most, rate=base.cohort().rate) > memory / jobs:
+    jobs = min(jobs, int(memory // need(1)))
+    most = MOST_NETWORKS if base.model == "cnn" else MOST_COLUMNS // population_of(base).outputs or 1
+    while most > 1 and need(most) > memory / jobs:
         most = most * 7 // 8
     blocks = []
-    for seed in seeds:
-        own = [point for point in points if point.seed == seed]
+    for seed, method in itertools.product(seeds, (PPSGD, *base.methods())):
+        own = [point for point in points if (point.seed, point.method) == (seed, method)]
         parts = max(math.ceil(len(own) / most), min(math.ceil(jobs / len(seeds)), len(own)))
         blocks += [tuple(own[part::parts]) for part in range(parts)]
     largest = max(map(len, blocks))
-    return Plan(tuple(blocks), jobs, need(largest, rate=base.cohort().rate), memory)
+    return Plan(tuple(blocks), jobs, need(largest), memory)
+
+
+def _bytes(base: Experiment, settings: int) -> int:
+    """About how much memory so many settings side by side take, the data not included."""
+    if base.model == "cnn":
+        return network_bytes(base.problem(), settings)
+    return bytes_for(population_of(base), settings, rounds=base.rounds, rate=base.cohort().rate, average=base.average)
 
 
 def setting_of(base: Experiment, point: Point) -> Setting:
@@ -178,11 +213,8 @@ def run_block(
 ) -> list[Row]:
     """The rows of one block, without ε. ``on_report`` hears the round and the best measure at its last report."""
     base = Experiment.read(flat, where="sweep")
-    settings = [setting_of(base, point) for point in points]
-    engine = CohortEngine(
-        population_of(base), settings, seed=points[0].seed, rounds=base.rounds, average=base.average,
-        dtype=base.precision,
-    )  # fmt: skip
+    settings, method = [setting_of(base, point) for point in points], points[0].method
+    engine = _engine(base, settings, points[0])
     keys, rows = [point.key() for point in points], []
     best: Best | None = None
 
@@ -190,24 +222,58 @@ def run_block(
         if on_report:
             on_report(round_, best)
 
-    for report in train(engine, base.rounds, base.evaluate_every, tell):
-        rows += [{**keys[place], **row} for place, row in _rows_of(report)]
-        best = best_of(report)
+    every = base.rounds if method == FINE_TUNED else base.evaluate_every
+    for report in train(engine, base.rounds, every, tell):
+        found = _tuned(base, engine, report) if method == FINE_TUNED else _measured(base, engine, report)
+        rows += [{**keys[place], "round": report.round, **row} for place, row in found]
+        best = best_of(report) or best
     return rows
 
 
-def _rows_of(report: Report) -> list[tuple[int, Row]]:
+def _engine(base: Experiment, settings: Sequence[Setting], point: Point) -> Engine:
+    if point.method != FEDAVG:
+        return engine_of(base, settings, point.seed, base.rounds)
+    return LocalStepsEngine(
+        population_of(base), settings, seed=point.seed, local_steps=base.local_steps, dtype=base.precision
+    )
+
+
+def _measured(base: Experiment, engine: Engine, report: Report) -> list[tuple[int, Row]]:
+    """What a report says of each setting; at the end of each user, too."""
+    by_user = engine.by_user() if report.round == base.rounds else {}
     rows = []
     for place, measures in sorted(report.measures.items()):
-        finite = {name: float(f"{v:.{DIGITS}g}") for name, v in measures.items() if math.isfinite(v)}
         gone = {"diverged": True} if place in report.diverged else {}
-        rows.append((place, {"round": report.round, **finite, **gone}))
+        rows.append((place, {**_finite(measures), **gone, **_users(by_user.get(place))}))
     return rows
 
 
-def measure_of(row: Mapping[str, Any]) -> str:
-    """The measure by which settings are compared."""
-    return next(name for name in ("accuracy", "excess_risk", "loss") if name in row)
+def _tuned(base: Experiment, engine: Engine, report: Report) -> list[tuple[int, Row]]:
+    """At the end of global learning, what each user makes of w alone; before that, who has diverged."""
+    gone = [(place, {"diverged": True}) for place in sorted(report.diverged)]
+    if report.round < base.rounds or not engine.places:
+        return gone
+    table = population_of(base)
+    assert isinstance(table, Table)
+    w = np.stack([engine.w(place).reshape(table.features, -1) for place in engine.places], axis=1)
+    steps = [float(step) for step in base.fine_tune_steps.split(",")]
+    tuned = fine_tune(table, w.astype(base.precision), steps, base.fine_tune_passes)
+    rows: list[tuple[int, Row]] = [
+        (place, {**_finite(measures), "personal-step": step, **_users(by_user)})
+        for place, (step, by_user, measures) in zip(engine.places, tuned, strict=True)
+    ]
+    return gone + rows
+
+
+def _finite(measures: Mapping[str, float]) -> Row:
+    return {name: float(f"{v:.{DIGITS}g}") for name, v in measures.items() if math.isfinite(v)}
+
+
+def _users(values: Vector | None) -> Row:
+    """Each user's measure, with few digits; nothing where a step too large has left for infinity."""
+    if values is None or not np.isfinite(values).all():
+        return {}
+    return {"by_user": [float(f"{value:.{USER_DIGITS}g}") for value in values.tolist()]}
 
 
 def best_of(report: Report) -> Best | None:
@@ -217,10 +283,8 @@ def best_of(report: Report) -> Best | None:
 
 
 def best_among(found: Sequence[Best]) -> Best | None:
-    """The highest accuracy, or the lowest risk or loss."""
-    if not found:
-        return None
-    return max(found) if found[0][0] == "accuracy" else min(found)
+    """The highest accuracy or precision, or the lowest error, risk or loss."""
+    return min(found, key=lambda measured: badness(*measured), default=None)
 
 
 class Epsilons:
