@@ -208,6 +208,14 @@ def plot(directory: Annotated[Path, typer.Argument(help="The directory of a swee
     console.print(f"Written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True)
 
 
+@app.command()
+def report(directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")]) -> None:
+    """Write one self-contained page: what was run, the guarantee in words, figures, best settings, rows."""
+    from flwr_ppsgd.report import write_report
+
+    console.print(f"Written: {write_report(directory)}", highlight=False, markup=False, soft_wrap=True)
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from flwr_ppsgd.plots import COLOURS, MEASURE_NAMES, STYLES, epsilon_axis, log_scale
+from flwr_ppsgd.plots import COLOURS, MEASURE_NAMES, STYLES, epsilon_axis, log_scale, plain_numbers
 from flwr_ppsgd.simulation.baselines import BASELINES, FEDAVG, FINE_TUNED, PPSGD
 from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER, badness, measure_of
 from flwr_ppsgd.simulation.sweep import CAVEAT, Point, Row
@@ -121,7 +121,7 @@ def styles(values: Sequence[float]) -> dict[float, dict[str, Any]]:
 def figure_1(curves: Mapping[Key, Sequence[Mean]], baselines: Baselines, measure: str, path: Path) -> None:
     """A panel for each noise level, a curve for each αQ with its best step at each round; ε along the top."""
     levels = noises(curves) or [0.0]
-    wide = min(3, len(levels))
+    wide = 2 if len(levels) == 4 else min(3, len(levels))
     tall = math.ceil(len(levels) / wide)
     size = (7.2, 5.2) if wide == 1 else (4.6 * wide, 4.0 * tall + 0.8)
     figure, panels = plt.subplots(tall, wide, figsize=size, layout="constrained", squeeze=False, sharey=True)
@@ -179,6 +179,7 @@ def figure_2(every: Sequence[Mean], measure: str, path: Path) -> bool:
     if measure not in HIGHER_IS_BETTER:
         log_scale(axes)
     axes.grid(alpha=0.3, which="both", lw=0.5)
+    plain_numbers(axes.xaxis)
     _finish(figure, axes, path, "At the end of training, best step of each")
     return True
 

@@ -34,6 +34,7 @@ ASKED = {  # what cannot be done without, and how it is asked for
     "population": "--population N: how many users are enrolled (1000)",
     "rate": "--rate Q: the chance that a user takes part in a round (0.01), or --cohort-size for exactly so many",
     "rounds": "--rounds T: how many rounds (1000), or --passes with --samples-per-user and --batch-size",
+    "samples-per-user": "--samples-per-user S: how many samples a user has (100), to make rounds of --passes",
     "delta": "--delta D: the δ at which ε is stated, well below 1/population (1e-5)",
     "epsilon": "--epsilon E: the ε that all rounds together may cost (2.0), or --noise-multiplier",
     "dimension": "--dimension D: how many shared parameters w has (7850)",
@@ -80,6 +81,9 @@ class Question:
                 raise ValueError(f"{key_of(name)} must be positive and finite, got {value!r}")
         if not 0 <= self.spread < math.inf:
             raise ValueError(f"spread must not be negative, got {self.spread!r}: 0 is users who share one optimum")
+        for one, other in (("rate", "cohort_size"), ("rounds", "passes")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"{one} and {key_of(other)} are both given: leave one of them out")
         Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0)
         Ledger(self.delta)
 
@@ -125,8 +129,7 @@ def missing(flat: Mapping[str, Any]) -> list[str]:
     has = set(flat)
     if "cohort-size" in has:
         has.add("rate")
-    if {"passes", "samples-per-user"} <= has:
-        has.add("rounds")
+    has.add("rounds" if "passes" in has else "samples-per-user")
     if "noise-multiplier" in has:
         has.add("epsilon")
     return [line for key, line in ASKED.items() if key not in has]
@@ -148,9 +151,9 @@ def ask(flat: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, Any]:
 class Plan:
     """The answers. Lengths are in the units of ``clip_norm``; noise is that of the average that moves w.
 
-    rounds_half_noise, rounds_twice_noise: by RDP, so at least so many. constant: the c that would make Theorem 5.1's
-    formula exact here. threshold_*: of Lemma 4.6; samples is n*. critical_gradient_std: the σ up to which local
-    is favoured.
+    rounds_half_noise, rounds_twice_noise: by RDP, so at least so many. constant: the c that would make the formula of
+    Theorem 5.1 (4.1 without sampling) exact here. threshold_*: of Lemma 4.6; samples is n*.
+    critical_gradient_std: the σ up to which local is favoured.
     bounds: (αQ, bound on f − f*), the chosen one included; bound_bias, bound_deviation: the two terms of that one.
     untrained: L·(‖v‖² + spread²)/4, the most that f(0) − f* can be. assumptions: what the advice rests on.
     """
@@ -205,6 +208,11 @@ def make(question: Question) -> Plan:
     release = Release(cohort, question.clip_norm, z)
     ledger = Ledger(delta).record(release, rounds)
     spent = ledger.epsilon()
+    if spent == 0:
+        raise ValueError(
+            f"delta = {delta:g} alone pays for all {rounds} rounds, so that ε is 0 and nothing can be planned: lower "
+            "delta, or raise epsilon (lower noise-multiplier)"
+        )
     target = question.epsilon or spent
     poisson, fixed = _twins(cohort)
     formula = noise_scale(
@@ -250,7 +258,7 @@ def _curve(ledger: Ledger, release: Release, rounds: int) -> tuple[tuple[int, fl
         return tuple((t, nothing.record(release, t).epsilon()) for t in marks)
     knots = sorted({max(1, rounds // 8), rounds})
     by_rdp = {t: nothing.record(release, t).epsilon(method="rdp") for t in {*marks, *knots}}
-    ratios = [nothing.record(release, t).epsilon() / by_rdp[t] for t in knots]
+    ratios = [nothing.record(release, t).epsilon() / by_rdp[t] if by_rdp[t] else 1.0 for t in knots]
     return tuple((t, float(by_rdp[t] * np.interp(math.log(t), np.log(knots), ratios))) for t in marks)
 
 
@@ -357,12 +365,21 @@ def _privacy_lines(question: Question, plan: Plan) -> list[str]:
         ("signal to noise", f"{plan.signal_to_noise:.3g} per coordinate and round: C/√d, all users agreeing, over σ_ζ"),
         ("fixed-size cohorts", f"need z = {fixed:.4g}, Poisson {poisson:.4g}: {fixed / poisson:.3g} times the noise "
          "for the same ε"),
-        ("paper's formula", f"Theorem 5.1 gives this σ_ζ for c = {plan.constant:.3g}; it asks for ε < c₁q²T, where "
-         f"q²T = {cohort.rate**2 * plan.rounds:.3g}"),
+        ("paper's formula", _formula(cohort, plan)),
     ]  # fmt: skip
     if question.delta * cohort.population > 0.1:
         rows.append(("caution", f"δ should be well below 1/population = {1 / cohort.population:g}"))
     return [f"{name:<19} {text}" for name, text in rows]
+
+
+def _formula(cohort: Cohort, plan: Plan) -> str:
+    """The theorem of the paper that is about these cohorts, and the constant it would need."""
+    if cohort.rate == 1:
+        return f"Theorem 4.1 gives this σ_ζ for c = {plan.constant:.3g}"
+    return (
+        f"Theorem 5.1 gives this σ_ζ for c = {plan.constant:.3g}; it asks for ε < c₁q²T, where "
+        f"q²T = {cohort.rate**2 * plan.rounds:.3g}"
+    )
 
 
 def _advice_lines(question: Question, plan: Plan) -> list[str]:
@@ -372,11 +389,12 @@ def _advice_lines(question: Question, plan: Plan) -> list[str]:
     threshold = f"{plan.threshold_samples:.4g} samples a user"
     if plan.threshold_samples * plan.rounds < plan.samples_used:
         threshold = "less than one round"
+    assumed_largest = question.gradient_std is None and critical >= question.clip_norm
     lines = [
         f"threshold n* of Lemma 4.6: {threshold}; you use {plan.samples_used:.4g} samples, "
         f"{side} it: the variance favours {better}.",
         f"with this noise it favours local up to σ = {critical:.3g}, global beyond"
-        + ("; σ cannot exceed C, so local in any case." if critical >= question.clip_norm else "."),
+        + ("; σ cannot exceed C, so local in any case." if assumed_largest else "."),
         f"the bound (Theorem B.4) would start with αQ = {plan.alpha_q:.3g} and step = {step:.3g} "
         f"(s_w = {plan.step_shared:.3g}, s_θ = {plan.step_personal:.3g});",
         f"it is {plan.bound_bias:.3g} (bias, from too few rounds) + {plan.bound_deviation:.3g} (samples and noise).",

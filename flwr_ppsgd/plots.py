@@ -10,7 +10,8 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogFormatter
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from flwr_ppsgd.audit import LIMIT, Audit
 from flwr_ppsgd.simulation.experiment import Outcome
@@ -34,12 +35,15 @@ def learning_curves(
     figure, axes = plt.subplots(figsize=(7.2, 4.8), layout="constrained")
     for index, (label, rows) in enumerate(curves.items()):
         colour, style = COLOURS[index % len(COLOURS)], STYLES[index % len(STYLES)]
-        axes.plot([r["round"] for r in rows], [r[measure] for r in rows], style, color=colour, label=label, lw=2)
+        marker = "o" if len(rows) < 3 else ""  # a single point has no line
+        rounds, values = [r["round"] for r in rows], [r[measure] for r in rows]
+        axes.plot(rounds, values, linestyle=style, marker=marker, color=colour, label=label, lw=2)
     axes.set(xlabel="round", ylabel=MEASURE_NAMES.get(measure, measure), title=title)
     if measure not in HIGHER_IS_BETTER:
         log_scale(axes)
     axes.grid(alpha=0.3, which="both", lw=0.5)
-    axes.legend()
+    if len(curves) > 1:
+        axes.legend()
     epsilon_axis(axes, max(curves.values(), key=lambda rows: rows[-1]["epsilon"]))
     figure.supxlabel(footnote, fontsize=8, color="0.3", wrap=True)
     figure.savefig(path, dpi=130)
@@ -56,8 +60,13 @@ class _Plain(LogFormatter):
 def log_scale(axes: Axes) -> None:
     """A logarithmic ordinate with plain numbers."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(_Plain(labelOnlyBase=False))
-    axes.yaxis.set_minor_formatter(_Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    plain_numbers(axes.yaxis)
+
+
+def plain_numbers(axis: Axis) -> None:
+    """0.1 and 100, not powers of ten, along a logarithmic axis."""
+    axis.set_major_formatter(_Plain(labelOnlyBase=False))
+    axis.set_minor_formatter(_Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
 
 
 def draw_run(outcome: Outcome, directory: Path) -> None:
@@ -67,7 +76,8 @@ def draw_run(outcome: Outcome, directory: Path) -> None:
     measure = measure_of(outcome.rows[0])
     alpha = f"αQ = {outcome.experiment.alpha_q:g}"
     footnote = "Measured on the users' own data: outside the guarantee."
-    learning_curves({alpha: outcome.rows}, measure, directory / "learning.png", "Personalized-Private-SGD", footnote)
+    title = f"Personalized-Private-SGD, {alpha}".replace("inf", "∞")
+    learning_curves({alpha: outcome.rows}, measure, directory / "learning.png", title, footnote)
 
 
 def audit_picture(found: Audit, path: Path) -> None:
@@ -95,8 +105,16 @@ def audit_picture(found: Audit, path: Path) -> None:
 
 
 def epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:
-    """ε along the top, at rounds of which it is known."""
+    """Whole rounds along the bottom; along the top ε, evenly spaced back from the last round of which it is known."""
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     top = axes.secondary_xaxis("top")
-    shown = [rows[i] for i in sorted({round(k * (len(rows) - 1) / 6) for k in range(7)})]
-    top.set_xticks([row["round"] for row in shown], [f"{row['epsilon']:.2g}" for row in shown])
+    shown = rows[:: -max(1, math.ceil((len(rows) - 1) / 6))]
+    top.set_xticks([row["round"] for row in shown], [_short(row["epsilon"]) for row in shown])
     top.set_xlabel("ε spent so far (zero-out neighbours)")
+
+
+def _short(epsilon: float) -> str:
+    """Two digits or whole, in a few letters: seven of them stand side by side."""
+    if math.isinf(epsilon):
+        return "∞"
+    return f"{epsilon:.2g}" if epsilon < 99.5 or epsilon >= 99_999.5 else f"{epsilon:.0f}"

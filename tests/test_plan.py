@@ -169,13 +169,19 @@ def test_the_file_is_taken_and_the_command_line_wins(tmp_path: Path) -> None:
     assert (question.epsilon, question.noise_multiplier) == (1.0, None)
 
 
-@pytest.mark.parametrize("key", sorted(ASKED))
+@pytest.mark.parametrize("key", sorted(ASKED.keys() - {"samples-per-user"}))
 def test_what_is_missing_is_asked_for_in_one_line(key: str) -> None:
     flat = {name: value for name, value in FLAT.items() if name != key}
     assert missing(flat) == [ASKED[key]]
     assert ask(flat, lambda _: str(FLAT[key])) == FLAT
     with pytest.raises(ValueError, match=f"a plan needs more numbers:\n  --{key} "):
         Question.read(flat)
+
+
+def test_passes_ask_for_the_samples_that_make_them_rounds() -> None:
+    flat = {**{name: value for name, value in FLAT.items() if name != "rounds"}, "passes": 2.0}
+    assert missing(flat) == [ASKED["samples-per-user"]]
+    assert Question.read(ask(flat, lambda _: "100")).planned_rounds() == 400
 
 
 def test_an_answer_that_is_no_number_is_refused() -> None:
@@ -195,6 +201,10 @@ def test_an_answer_that_is_no_number_is_refused() -> None:
         ({"spread": -1.0}, "spread must not be negative"),
         ({"population": "many"}, "population must be of type int"),
         ({"epsilon": None, "noise-multiplier": 0.0}, "noise-multiplier must be above 0"),
+        ({"epsilon": 1e-9}, "delta = 1e-05 alone pays for all 50 rounds"),
+        ({"epsilon": None, "noise-multiplier": 1e5}, "delta = 1e-05 alone pays for all 50 rounds"),
+        ({"cohort-size": 20}, "rate and cohort-size are both given"),
+        ({"passes": 2.0, "samples-per-user": 10.0}, "rounds and passes are both given"),
     ],
 )
 def test_numbers_without_meaning_are_refused(change: dict[str, Any], message: str) -> None:
@@ -216,6 +226,17 @@ def test_words_hold_every_answer(plan: Any) -> None:
         "threshold n*", "would start with αQ", "assuming that", "└──",
     ):  # fmt: skip
         assert part in text
+
+
+def test_words_fit_what_was_given() -> None:
+    """σ cannot exceed C only where it was not given; without sampling it is Theorem 4.1's formula."""
+    sure, most = Question.read(FLAT | {"dimension": 4000}), "σ cannot exceed C"
+    assert most in in_words(sure, make(sure))
+    given = Question.read(FLAT | {"dimension": 4000, "gradient-std": 1.5})
+    assert most not in in_words(given, make(given))
+    everyone = Question.read(FLAT | {"rate": 1.0})
+    assert "Theorem 4.1 gives" in in_words(everyone, make(everyone))
+    assert "Theorem 5.1 gives" in in_words(sure, make(sure))
 
 
 def test_the_command_from_a_file(ppsgd: Callable[..., tuple[int, str, str]]) -> None:
