@@ -5,8 +5,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 
+from flwr_ppsgd import statement
 from flwr_ppsgd.algorithm import Vector, length
 from flwr_ppsgd.curator import Curator
+from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -64,16 +66,38 @@ class OpenRound:
         if self._closed or number != self._number:
             raise not_configured(number)
         self._closed = True
+        published = self._curator.publish(self._number, self._w, self._total)
         self._report()
-        return self._curator.publish(self._number, self._w, self._total)
+        return published
 
     def _report(self) -> None:
-        """Zeros by reason, for the server's own log: who took part and how many must not leave it."""
+        """A line a round for the server's own log: how many replies counted must not leave it, who sent them is not
+        even in it."""
         self._zeros["missing"] += len(self._silent)
-        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self._zeros.items()) if count)
-        if counts:
-            level = logging.INFO if self._used else logging.WARNING  # nobody could be used: somebody should look
-            log.log(level, "Round %d (server-private): counted as zero: %s%s", self._number, counts, self._first)
+        zeros = {reason: count for reason, count in sorted(self._zeros.items()) if count}
+        level = logging.INFO if self._used or not zeros else logging.WARNING  # nobody could be used: look at it
+        log.log(
+            level,
+            "server-private: round=%d epsilon=%.4g replies=%d zeros=%d%s%s",
+            self._number, self._curator.epsilon_so_far(), self._used, sum(zeros.values()),
+            "".join(f" {reason.replace(' ', '-')}={count}" for reason, count in zeros.items()), self._first,
+        )  # fmt: skip
+
+
+def order_for(curator: Curator, round_: int) -> Order:
+    """What the server asks of each client in a round, and what it lets them know about itself."""
+    return Order(
+        round=round_,
+        step=curator.steps.personal,
+        clip_norm=curator.release.clip_norm,
+        reduction=curator.release.reduction,
+        publishes=curator.steps.publishes,
+        average=curator.average,
+        metrics=tuple(curator.metrics.bounds) if curator.metrics else (),
+        training=curator.training,
+        starts=curator.starts(),
+        promise=statement.in_one_line(curator),
+    )
 
 
 def not_configured(number: int) -> ValueError:
