@@ -24,6 +24,7 @@ from flwr_ppsgd.enrolment import Enrolment, Identity, Present, present_in
 from flwr_ppsgd.personal import all_or_nothing, keep, mirror, step_from
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured, order_for
+from flwr_ppsgd.scalars import Scalars
 from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.strategy import mean_of
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES, NUMPY, Layout, Order, record_of
@@ -65,6 +66,7 @@ class PPSGDStrategy(Strategy):
         average: bool = False,
         checkpoint_dir: Path | str | None = None,
         checkpoint_every: int = 1,
+        tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
     ) -> None:
         if not isinstance(initial_parameters, Parameters):
@@ -84,6 +86,7 @@ class PPSGDStrategy(Strategy):
         )
         if not round_timeout > 0:
             raise ValueError(f"round_timeout must be positive, got {round_timeout!r}: it is in seconds")
+        self._scalars = Scalars(tensorboard_dir)
         self.round_timeout = round_timeout
         self._enrolment = Enrolment(release.cohort.population, enrolled, min_online)
         self._layout = Layout.of(record_of(initial_parameters.tensors))
@@ -169,7 +172,9 @@ class PPSGDStrategy(Strategy):
         w, _ = opened.close(self._first + server_round)
         parameters = self._parameters(w)
         self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
-        return parameters, {"epsilon": self._curator.epsilon_so_far()}
+        released: dict[str, Scalar] = {"epsilon": self._curator.epsilon_so_far()}
+        self._scalars.add(self._first + server_round, released)
+        return parameters, released
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager

@@ -2,8 +2,13 @@
 
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+from flwr.superlink.grid import HttpGrid
 
 from flwr_ppsgd import statement
 from flwr_ppsgd.algorithm import Vector, length
@@ -11,6 +16,8 @@ from flwr_ppsgd.curator import Curator
 from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
+
+POLL_SECONDS = 1.0
 
 
 class UnusableError(ValueError):
@@ -82,6 +89,25 @@ class OpenRound:
             self._number, self._curator.epsilon_so_far(), self._used, sum(zeros.values()),
             "".join(f" {reason.replace(' ', '-')}={count}" for reason, count in zeros.items()), self._first,
         )  # fmt: skip
+
+
+def ask(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
+    """Send, and wait for replies until all are there or the time is over; late ones are never fetched.
+
+    Flower's own loop trusts the wall clock, which may go back and keep a round open for as long.
+    """
+    if not isinstance(grid, HttpGrid):
+        return grid.send_and_receive(messages, timeout=timeout)
+    deadline, replies = time.monotonic() + timeout, list[Message]()
+    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
+    while waiting:
+        found = list(grid.pull_messages(waiting))
+        replies += found
+        waiting -= {reply.metadata.reply_to_message_id for reply in found}
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_SECONDS if waiting else 0)
+    return replies
 
 
 def order_for(curator: Curator, round_: int) -> Order:

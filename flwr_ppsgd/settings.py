@@ -47,6 +47,7 @@ class Settings:
     average: bool = False
     checkpoint_dir: str = ""
     checkpoint_every: int = 1
+    tensorboard_dir: str = ""
     insecure_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -149,6 +150,7 @@ class Settings:
             "average": self.average,
             "checkpoint_dir": self.checkpoint_dir or None,
             "checkpoint_every": self.checkpoint_every,
+            "tensorboard_dir": self.tensorboard_dir or None,
             "insecure_seed": self.insecure_seed,
         }
 

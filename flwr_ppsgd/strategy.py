@@ -17,7 +17,8 @@ from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.curator import Curator, PrivateMetrics
 from flwr_ppsgd.enrolment import Enrolment, Identity, present_in
 from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured, order_for
+from flwr_ppsgd.rounds import OpenRound, UnusableError, ask, not_configured, order_for
+from flwr_ppsgd.scalars import Scalars
 from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, record_from
 
@@ -39,6 +40,7 @@ class PPSGD(Strategy):
         they are registered. Default: the first ``population`` nodes seen.
     min_online: share of the population to wait for before the first round. Whoever is offline later counts as zero.
     round_timeout: seconds after which a round goes on with the replies it has; whoever is later counts as zero.
+    tensorboard_dir: where curves of ε by round go, if TensorBoard is installed.
     replies: "gradient" for clients made by ``client_app``; "parameters" for any client that returns trained
         parameters w_i, whose w − w_i is then clipped as the gradient. Whole-number arrays and BatchNorm's running
         statistics are not part of w there: they travel to the clients and keep their initial values.
@@ -60,6 +62,7 @@ class PPSGD(Strategy):
         checkpoint_dir: Path | str | None = None,
         checkpoint_every: int = 1,
         metrics: PrivateMetrics | None = None,
+        tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
     ) -> None:
         if evaluate_every < 0:
@@ -82,6 +85,7 @@ class PPSGD(Strategy):
             metrics=metrics,
         )
         self._enrolment = Enrolment(release.cohort.population, enrolled, min_online)
+        self._scalars = Scalars(tensorboard_dir)
         self.round_timeout = round_timeout
         self.evaluate_every = evaluate_every
         self.replies = replies
@@ -181,7 +185,7 @@ class PPSGD(Strategy):
 
     def _run_round(self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord) -> None:
         messages = self.configure_train(round_, result.arrays, config, grid)
-        replies = grid.send_and_receive(messages, timeout=timeout)
+        replies = ask(grid, messages, timeout)
         result.arrays, metrics = self.aggregate_train(round_, replies)
         result.train_metrics_clientapp[round_] = metrics
         log.info("[ROUND %d/%d] epsilon so far at most %.4g", round_, self._last_round, metrics["epsilon"])
@@ -190,7 +194,7 @@ class PPSGD(Strategy):
         messages = list(self.configure_evaluate(round_, result.arrays, config, grid))
         if not messages:
             return
-        metrics = self.aggregate_evaluate(round_, grid.send_and_receive(messages, timeout=timeout))
+        metrics = self.aggregate_evaluate(round_, ask(grid, messages, timeout))
         if metrics is not None:
             result.evaluate_metrics_clientapp[round_] = metrics
 
@@ -224,7 +228,9 @@ class PPSGD(Strategy):
         arrays = layout.unflatten(w, like=self._arrays) if self.steps.publishes else self._arrays
         self._curator.save({name: array.data for name, array in arrays.items()})
         self._latest = arrays
-        return arrays, MetricRecord({"epsilon": self._curator.epsilon_so_far(), **measures})
+        released = {"epsilon": self._curator.epsilon_so_far(), **measures}
+        self._scalars.add(server_round, released)
+        return arrays, MetricRecord({**released})
 
     @property
     def rounds_done(self) -> int:

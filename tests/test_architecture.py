@@ -11,8 +11,8 @@ import flwr_ppsgd
 
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 ORDER = [
-    "algorithm", "noise", "privacy", "theory", "durable", "checkpoint", "journal", "curator", "statement", "settings",
-    "plan", "wire", "states", "disclosure", "personal", "enrolment",
+    "algorithm", "noise", "privacy", "theory", "durable", "scalars", "checkpoint", "journal", "curator", "statement",
+    "settings", "plan", "wire", "states", "disclosure", "personal", "enrolment",
     "rounds", "strategy", "client", "legacy", "models", "cnn", "datasets", "data", "simulation",
     "prediction", "audit", "plots", "figures", "report", "app", "cli",
 ]  # fmt: skip

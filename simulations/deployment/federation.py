@@ -1,6 +1,8 @@
 """SuperLink and SuperNodes as processes of this machine, with certificates and keys of their own.
 
-Nothing here is about PPSGD. Every process that is started is stopped by its id, with whatever it has started itself.
+Nothing here is about PPSGD. Every process that is started is stopped by its id, with whatever it has started itself. A
+SuperNode that ends by itself is started again, as an operator would have systemd do: for up to a minute after a
+SuperNode was killed, Flower still takes it to be online and turns its key away.
 """
 
 import datetime
@@ -12,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -34,19 +37,25 @@ FLOWER = {
 
 
 class Federation:
-    """One SuperLink with a database, TLS and SuperNode authentication; SuperNodes by name."""
+    """One SuperLink with a database, TLS and SuperNode authentication; SuperNodes by name.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory.resolve()
+    secure: whether there are TLS and authentication; without, whoever looks at the packets can read them.
+    """
+
+    def __init__(self, directory: Path, *, secure: bool = True) -> None:
+        self.directory, self._secure = directory.resolve(), secure
         self.port = free_ports(1)[0]
         self._keys = self.directory / "keys"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._configs: dict[str, str] = {}
+        self._commands: dict[str, Callable[[], None]] = {}  # how to start again what should be running
+        self._lock = threading.RLock()
         self._keys.mkdir(parents=True, exist_ok=True)
         make_certificates(self._keys)
         self._write_connection()
 
     def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,13 +64,14 @@ class Federation:
 
     def start_superlink(self, environment: Mapping[str, str] | None = None) -> None:
         """Start it, or start it again with the same database, and wait until it answers."""
+        keys = self._keys
         certificates = [
-            "--ssl-certfile", self._keys / "server.crt", "--ssl-keyfile", self._keys / "server.key",
-            "--ssl-ca-certfile", self._keys / "ca.crt",
+            "--ssl-certfile", keys / "server.crt", "--ssl-keyfile", keys / "server.key", "--ssl-ca-certfile",
+            keys / "ca.crt", "--enable-supernode-auth",
         ]  # fmt: skip
-        address = ["--host", "127.0.0.1", "--port", str(self.port)]
-        database = ["--database", self.directory / "superlink.db", "--enable-supernode-auth"]
-        self._start("superlink", ["flower-superlink", *address, *database, *certificates], environment)
+        protection = certificates if self._secure else ["--insecure"]
+        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), "--database"]
+        self._start("superlink", [*command, self.directory / "superlink.db", *protection], environment)
         wait_for("the SuperLink to answer", lambda: _answers(self.port))
 
     def register(self, name: str) -> None:
@@ -72,17 +82,19 @@ class Federation:
             raise RuntimeError(f"SuperNode {name} could not be registered: {out}")
 
     def start_supernode(
-        self, name: str, config: Mapping[str, str | int] | None = None, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """Start it, or start it again as it was."""
+        self, name: str, config: Mapping[str, str | int] | None = None, *, port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Start it, or start it again as it was. port: that of the SuperLink, or of something in between."""
         if config is not None:
             self._configs[name] = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+        identity = ["--root-certificates", self._keys / "ca.crt", "--auth-supernode-private-key", self._keys / name]
         command = [
-            "flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", self._keys / "ca.crt",
-            "--auth-supernode-private-key", self._keys / name, "--port", str(free_ports(1)[0]),
-            "--node-config", self._configs[name],
+            "flower-supernode", "--superlink", f"127.0.0.1:{port or self.port}", "--port", str(free_ports(1)[0]),
+            "--node-config", self._configs[name], *(identity if self._secure else ["--insecure"]),
         ]  # fmt: skip
         self._start(name, command, environment)
+        self._commands[name] = lambda: self._start(name, command, environment)
 
     def stop(self, name: str) -> None:
         """As an operator would, or a machine that shuts down: SIGTERM."""
@@ -122,22 +134,31 @@ class Federation:
 
     def _start(self, name: str, command: Sequence[object], environment: Mapping[str, str] | None) -> None:
         line = [program(str(command[0])), *map(str, command[1:])]
-        with (self.directory / f"{name}.log").open("ab") as log:
+        with self._lock, (self.directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 line, env={**self._environment(name), **(environment or {})}, cwd=self.directory, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
     def _end(self, name: str, how: signal.Signals) -> None:
-        """Its session, and then whatever is left of it."""
-        process = self._processes.pop(name)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, how) if how is signal.SIGKILL else process.send_signal(how)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=20)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with self._lock:
+            self._commands.pop(name, None)
+            process = self._processes.pop(name)
+        if how is not signal.SIGKILL:
+            process.send_signal(how)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+        _sweep(process)
+
+    def _watch(self) -> None:
+        """Start again whatever has ended by itself."""
+        while True:
+            time.sleep(2)
+            with self._lock:
+                for name, start in list(self._commands.items()):
+                    if self._processes[name].poll() is not None:
+                        _sweep(self._processes[name])
+                        start()
 
     def _environment(self, name: str) -> dict[str, str]:
         home = self.directory / "homes" / name
@@ -147,9 +168,17 @@ class Federation:
 
     def _write_connection(self) -> None:
         home = Path(self._environment("cli")["FLWR_HOME"])
-        connection = {"address": f"127.0.0.1:{self.port}", "root-certificates": str(self._keys / "ca.crt")}
+        trust = {"root-certificates": str(self._keys / "ca.crt")} if self._secure else {"insecure": True}
+        connection = {"address": f"127.0.0.1:{self.port}", **trust}
         config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
         (home / "config.toml").write_text(tomli_w.dumps(config))
+
+
+def _sweep(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and whatever is left of its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def write_app(directory: Path, module: Path, components: Mapping[str, str], config: Mapping[str, Any]) -> Path:
