@@ -1,14 +1,44 @@
 """DataLoaders of an existing torch app as one user's learner."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Context
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
+from flwr_ppsgd.client import client_app
 from flwr_ppsgd.datasets import Minibatches
 from flwr_ppsgd.models import Loss, LossFunction, SplitLearner, SplitModel
+
+
+def torch_client(
+    network: Callable[[], nn.Module],
+    personal: Sequence[str],
+    loaders: Callable[[Context], tuple[Iterable[Any], Iterable[Any] | None]],
+    *,
+    loss: Loss | LossFunction = "softmax",
+    local_step: float | None = None,
+) -> ClientApp:
+    """A ClientApp for a torch module and whatever function gives a node its training and test loaders.
+
+    network, loaders: module-level functions or classes, as of ``client_app``. personal, loss: as of ``SplitModel``.
+    """
+    return client_app(functools.partial(_learner_for, network, personal, loaders, loss), local_step=local_step)
+
+
+def _learner_for(
+    network: Callable[[], nn.Module],
+    personal: Sequence[str],
+    loaders: Callable[[Context], tuple[Iterable[Any], Iterable[Any] | None]],
+    loss: Loss | LossFunction,
+    context: Context,
+) -> SplitLearner:
+    train, test = loaders(context)
+    user = int(context.node_config.get("partition-id", 0))
+    return torch_learner(network(), personal, train, test, loss=loss, user=user)
 
 
 def torch_learner(

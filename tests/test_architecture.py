@@ -13,7 +13,7 @@ PACKAGE = Path(flwr_ppsgd.__file__).parent
 ORDER = [
     "algorithm", "noise", "privacy", "theory", "durable", "scalars", "checkpoint", "journal", "curator", "statement",
     "settings", "plan", "wire", "states", "disclosure", "personal", "enrolment",
-    "rounds", "strategy", "client", "legacy", "models", "cnn", "datasets", "data", "simulation",
+    "rounds", "strategy", "client", "legacy", "models", "cnn", "datasets", "loaders", "data", "simulation",
     "prediction", "audit", "plots", "figures", "report", "app", "cli",
 ]  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
