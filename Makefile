@@ -5,7 +5,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: demo swap test check bench clean
+.PHONY: demo swap deployment test test-deployment check bench clean
 
 demo: $(BIN)/.installed          ## Figure 1a at one noise level: a sweep on the full-size synthetic problem
 	$(BIN)/python simulations/demo.py
@@ -13,8 +13,14 @@ demo: $(BIN)/.installed          ## Figure 1a at one noise level: a sweep on the
 swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrapper and PPSGD, one picture
 	$(BIN)/python simulations/swap.py
 
+deployment: $(BIN)/.installed    ## SuperLink and SuperNodes on this machine, killed and restarted in the middle
+	$(BIN)/python -m simulations.deployment
+
 test: check                      ## all checks and tests
 	$(BIN)/pytest
+
+test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes; half an hour
+	$(BIN)/pytest -n 0 -m "deployment or not deployment" tests/deployment tests/test_states.py
 
 check: $(BIN)/.installed         ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -1,14 +1,12 @@
 """w on disk: written beside the old one, synced, renamed into place; the one before is kept."""
 
-import hashlib
-import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from flwr_ppsgd import durable
 from flwr_ppsgd.algorithm import Vector
 
 log = logging.getLogger("flwr.ppsgd")
@@ -29,32 +27,25 @@ class Checkpoint:
 
     def to_bytes(self) -> bytes:
         """A line of JSON that says what follows, then the arrays; the first line is a checksum of the rest."""
-        parts = list(self.arrays.values())
-        if self.iterates is not None:
-            parts.append(self.iterates.tobytes())
+        iterates = b"" if self.iterates is None else self.iterates.tobytes()
         head = {
             "format": FORMAT,
             "round": self.round,
             "charged": self.charged,
             "arrays": {name: len(data) for name, data in self.arrays.items()},
-            "iterates": 0 if self.iterates is None else self.iterates.nbytes,
+            "iterates": len(iterates),
         }
-        body = b"\n".join([json.dumps(head).encode(), b"".join(parts)])
-        return b"\n".join([hashlib.sha256(body).hexdigest().encode(), body])
+        return b"".join(durable.seal(head, [*self.arrays.values(), iterates]))
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Checkpoint":
         """ValueError unless every byte is as ``to_bytes`` wrote it."""
-        digest, _, body = content.partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != digest:
-            raise ValueError("the checksum does not match")
-        line, _, data = body.partition(b"\n")
-        head = json.loads(line)
+        head, data = durable.unseal(content)
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']!r}, expected {FORMAT!r}")
         arrays, start = {}, 0
         for name, size in head["arrays"].items():
-            arrays[name], start = data[start : start + size], start + size
+            arrays[name], start = bytes(data[start : start + size]), start + size
         iterates = np.frombuffer(data[start:]) if head["iterates"] else None
         return cls(head["round"], arrays, head["charged"], iterates)
 
@@ -62,13 +53,7 @@ class Checkpoint:
 def save(directory: Path, checkpoint: Checkpoint) -> None:
     """Atomic: whatever happens, the newest complete checkpoint is found again."""
     final = directory / f"w-{checkpoint.round:08d}.checkpoint"
-    temporary = final.with_suffix(".partial")
-    with temporary.open("wb") as file:
-        file.write(checkpoint.to_bytes())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, final)
-    sync_directory(directory)
+    durable.write(final, [checkpoint.to_bytes()])
     for old in _files(directory)[:-KEPT]:
         old.unlink()
 
@@ -88,12 +73,3 @@ def load(directory: Path) -> Checkpoint | None:
 
 def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("w-*.checkpoint"))
-
-
-def sync_directory(directory: Path) -> None:
-    """Make a new or renamed file's name durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

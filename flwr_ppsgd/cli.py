@@ -329,6 +329,14 @@ def plan(
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+@app.command("client-report")
+def client_report(state_dir: Annotated[Path, typer.Argument(help="The node config's ppsgd-state-dir.")]) -> None:
+    """On a client: which runs it took part in, what left the machine, and what is promised."""
+    from flwr_ppsgd import disclosure
+
+    console.print(disclosure.client_report(state_dir), highlight=False, markup=False, soft_wrap=True)
+
+
 def progress_bar(unit: str = "rounds") -> Progress:
     return Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} " + unit),

@@ -13,7 +13,8 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from flwr_ppsgd.algorithm import Vector, client_step, length
-from flwr_ppsgd.personal import Personal, keep, recall
+from flwr_ppsgd.disclosure import Leaving
+from flwr_ppsgd.personal import Personal, all_or_nothing, evaluate_with, keep, recall, step_from
 from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, Order
 
 
@@ -103,6 +104,16 @@ class _App(ClientApp):
         super().__init__(mods=mods)
         self._learner_for = learner_for
 
+    def __call__(self, message: Message, context: Context) -> Message:
+        """The reply after all mods, and only then θ for good."""
+        order, w = _order(message), message.content.get(ARRAYS)
+        arrays = {name: array.data for name, array in w.items()} if isinstance(w, ArrayRecord) else {}
+        return all_or_nothing(
+            context,
+            lambda: super(_App, self).__call__(message, context),
+            lambda reply: Leaving.of(reply.content if reply.has_content() else RecordDict(), order, arrays),
+        )
+
     def __getstate__(self) -> dict[str, object]:
         pickler = sys.modules.get("ray.cloudpickle", pickle)
         try:
@@ -118,14 +129,15 @@ class _App(ClientApp):
 def _train(message: Message, context: Context, learner: Learner) -> Message:
     """One visit. The reply holds the clipped gradient and nothing else; θ is written last."""
     layout, w = _shared(message)
-    order = Order.from_flat(cast(ConfigRecord, message.content[ORDER]))
-    personal = personal_of(context, learner)
+    order = cast(Order, _order(message))
+    personal = step_from(context, order, learner.initial_theta)
     sent, theta = visit(learner, w, personal.theta, replace(order, visit=personal.visit + 1))
     content = RecordDict({GRADIENT: layout.unflatten(sent)} if order.publishes else {})
     if order.publishes and order.metrics:
         content[METRICS] = MetricRecord(_measures(learner, w, personal.theta, order, personal.visit + 1))
-    keep(context, personal.stepped(theta, order.round, order.average))
-    return Message(content, reply_to=message)
+    reply = Message(content, reply_to=message)
+    keep(context, personal.stepped(theta, order.round, order.average), before=personal if order.starts else None)
+    return reply
 
 
 def _train_locally(message: Message, context: Context, learner: Learner, local: LocalSteps) -> Message:
@@ -143,8 +155,7 @@ def _train_locally(message: Message, context: Context, learner: Learner, local: 
 
 def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
     _, w = _shared(message)
-    order = message.content.get(ORDER)
-    theta = theta_to_evaluate(personal_of(context, learner), cast(ConfigRecord, order) if order else None)
+    theta = theta_to_evaluate(context, learner, _order(message))
     metrics = MetricRecord({**learner.evaluate(w, theta), NUM_EXAMPLES: learner.num_examples})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
@@ -196,14 +207,20 @@ def local_training(
     return trained, personal
 
 
-def theta_to_evaluate(personal: Personal, flat_order: Mapping[str, Any] | None) -> Vector:
+def theta_to_evaluate(context: Context, learner: Learner, order: Order | None) -> Vector:
     """θ as it is, or its average iterate where the server asks for that."""
-    order = Order.from_flat(flat_order) if flat_order else None
+    kept = evaluate_with(context, order) if order else recall(context)
+    personal = kept or Personal(learner.initial_theta(), run=context.run_id)
     return personal.average(order.round) if order and order.average else personal.theta
 
 
 def personal_of(context: Context, learner: Learner) -> Personal:
     return recall(context) or Personal(learner.initial_theta(), run=context.run_id)
+
+
+def _order(message: Message) -> Order | None:
+    order = message.content.get(ORDER)
+    return Order.from_flat(order) if isinstance(order, ConfigRecord) else None
 
 
 def _check(learner: Learner, name: str, vector: Vector, at: Vector) -> None:

@@ -6,6 +6,7 @@ Every way to run the algorithm (both Flower APIs, and in one process) has one of
 import functools
 import logging
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,10 +100,13 @@ class Curator:
         self.ledger = Ledger(delta)
         self.planned_charges = 0
         self.evaluated = False
+        self.caveat = ""  # why a place in the population may not be one user
         self.rounds_done = 0
         self._last_round = 0  # of the plan
         self._covered = 0  # so many charges are known to be within the budget
         self._journal = None if self._directory is None else Journal(self._directory, release, delta)
+        self.training = secrets.randbits(62) if self._journal is None else self._journal.training
+        self._begun = False
         self.resumed: Checkpoint | None = None
         if self._journal is not None:
             self._resume(self._journal)
@@ -163,6 +167,18 @@ class Curator:
         if self._journal is not None:
             self._journal.plan(self.planned_charges)
         return rounds
+
+    def starts(self) -> tuple[int, ...]:
+        """The first round of every start of the server so far, this one last; on disk before anyone hears of it.
+
+        Empty without ``checkpoint_dir``: such a server cannot go on after it has died, so no round comes twice.
+        """
+        if self._journal is None:
+            return ()
+        if not self._begun:
+            self._journal.begin(self.rounds_done + 1)
+            self._begun = True
+        return tuple(self._journal.starts)
 
     def check_budget(self, round_: int) -> None:
         """Raise before anything is sent in a round that the budget does not pay for."""

@@ -1,20 +1,21 @@
 """The ledger on disk: append-only, synced before anything is released, under a lock, never rolled back.
 
-One line for the settings, then one for each release, for each longer plan and for evaluation. Every line ends in a
-checksum over itself and the line before, so that a line changed, moved or lost inside the file shows. A damaged journal
-is refused, never repaired: what it can no longer tell may have been released.
+One line for the settings, then one for each start of the server, each release, each longer plan and for evaluation.
+Every line ends in a checksum over itself and the line before, so that a line changed, moved or lost inside the file
+shows. A damaged journal is refused, never repaired: what it can no longer tell may have been released.
 """
 
 import fcntl
 import json
 import os
+import secrets
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from flwr_ppsgd.algorithm import Release
-from flwr_ppsgd.checkpoint import sync_directory
+from flwr_ppsgd.durable import sync_directory
 from flwr_ppsgd.privacy import Ledger, release_from_dict, release_to_dict
 
 NAME = "journal.jsonl"
@@ -34,7 +35,14 @@ class Journal:
             self._check = 0
             self.planned = 0
             self.evaluated = False
-            settings = {"format": FORMAT, "delta": delta, "release": release_to_dict(release)}
+            self.training = secrets.randbits(62)  # names this training to its clients
+            self.starts: list[int] = []  # the first round of each start of the server
+            settings = {
+                "format": FORMAT,
+                "training": self.training,
+                "delta": delta,
+                "release": release_to_dict(release),
+            }
             lines = list(self._lines())
             if not lines:
                 self._append(settings)
@@ -49,6 +57,11 @@ class Journal:
         if charges > self.planned:
             self._append({"planned": charges})
             self.planned = charges
+
+    def begin(self, round_: int) -> None:
+        """Write down that a server starts with this round: what clients did in it or later counts for nothing."""
+        self._append({"begins": round_})
+        self.starts.append(round_)
 
     def note_evaluation(self) -> None:
         """Write down that there is evaluation on client data."""
@@ -101,11 +114,14 @@ class Journal:
         ledger = Ledger(delta)
         if lines:
             self._compare(lines[0], settings)
+            self.training = int(lines[0]["training"])
         for entry in lines[1:]:
             if "planned" in entry:
                 self.planned = max(self.planned, int(entry["planned"]))
             elif "evaluation" in entry:
                 self.evaluated = True
+            elif "begins" in entry:
+                self.starts.append(int(entry["begins"]))
             else:
                 ledger = ledger.record(release, insecure=bool(entry["insecure"]))
         return ledger

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context
 from flwr.client import NumPyClient
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, NDArrays, Parameters, Scalar
+from flwr.server import ServerConfig
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
@@ -18,13 +19,15 @@ from flwr_ppsgd import statement
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.client import Learner, LocalSteps, local_training, personal_of, theta_to_evaluate, visit
 from flwr_ppsgd.curator import Curator
-from flwr_ppsgd.enrolment import Enrolment
-from flwr_ppsgd.personal import keep
+from flwr_ppsgd.disclosure import Leaving, norm_of
+from flwr_ppsgd.enrolment import Enrolment, Identity, Present, present_in
+from flwr_ppsgd.personal import all_or_nothing, keep, mirror, step_from
 from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured
+from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured, order_for
+from flwr_ppsgd.scalars import Scalars
 from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.strategy import mean_of
-from flwr_ppsgd.wire import NUM_EXAMPLES, NUMPY, Layout, Order, record_of
+from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES, NUMPY, Layout, Order, record_of
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -43,8 +46,8 @@ class PPSGDStrategy(Strategy):
     initial_parameters: w before the first round; required, so that no client is asked for it.
 
     The legacy loop always counts from 1 and cannot end early. Give it
-    ``ServerConfig(num_rounds=strategy.remaining_rounds(total))``: what is left of the total after the rounds found in
-    ``checkpoint_dir``, and within the budget. Without that, an exhausted budget ends the run with Flower's
+    ``strategy.server_config(total)``: what is left of the total after the rounds found in ``checkpoint_dir``, and
+    within the budget, each round with its timeout. Without that, an exhausted budget ends the run with Flower's
     ``PrivacyBudgetExhausted``.
     """
 
@@ -59,9 +62,11 @@ class PPSGDStrategy(Strategy):
         evaluate_every: int = 0,
         enrolled: Iterable[str] | None = None,
         min_online: float = 0.5,
+        round_timeout: float = 3600.0,
         average: bool = False,
         checkpoint_dir: Path | str | None = None,
         checkpoint_every: int = 1,
+        tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
     ) -> None:
         if not isinstance(initial_parameters, Parameters):
@@ -79,7 +84,11 @@ class PPSGDStrategy(Strategy):
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
         )
-        self._enrolment = Enrolment[str](release.cohort.population, enrolled, min_online)
+        if not round_timeout > 0:
+            raise ValueError(f"round_timeout must be positive, got {round_timeout!r}: it is in seconds")
+        self._scalars = Scalars(tensorboard_dir)
+        self.round_timeout = round_timeout
+        self._enrolment = Enrolment(release.cohort.population, enrolled, min_online)
         self._layout = Layout.of(record_of(initial_parameters.tensors))
         self._first = self._curator.rounds_done
         found = self._curator.resumed
@@ -113,6 +122,10 @@ class PPSGDStrategy(Strategy):
         """How many of ``total`` rounds are left to run: not yet done, and within the budget."""
         return max(0, self._curator.plan(total) - self._first)
 
+    def server_config(self, total: int) -> ServerConfig:
+        """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout."""
+        return ServerConfig(num_rounds=self.remaining_rounds(total), round_timeout=self.round_timeout)
+
     def close(self) -> None:
         """Give up the lock on ``checkpoint_dir``."""
         self._curator.close()
@@ -134,9 +147,9 @@ class PPSGDStrategy(Strategy):
         """Budget, then the cohort from the enrolled population, then w and an Order to each of its members online."""
         round_ = self._first + server_round  # the legacy loop counts from 1, also after a restart
         self._curator.check_budget(round_)
-        online = self._enrolment.refresh(lambda: _clients(client_manager))
+        online = self._online(client_manager)
         drawn = self._enrolment.nodes(self._curator.draw(round_))
-        asked = [cid for cid in drawn if cid in online]
+        asked = [str(online[node]) for node in drawn if node in online]
         self._round = OpenRound(self._curator, round_, self._flatten(parameters.tensors), asked)
         clients, instructions = _clients(client_manager), FitIns(parameters, self._order(round_))
         return _Asked((clients[cid], instructions) for cid in asked if cid in clients)
@@ -159,7 +172,9 @@ class PPSGDStrategy(Strategy):
         w, _ = opened.close(self._first + server_round)
         parameters = self._parameters(w)
         self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
-        return parameters, {"epsilon": self._curator.epsilon_so_far()}
+        released: dict[str, Scalar] = {"epsilon": self._curator.epsilon_so_far()}
+        self._scalars.add(self._first + server_round, released)
+        return parameters, released
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -167,10 +182,10 @@ class PPSGDStrategy(Strategy):
         if not self.evaluate_every or server_round % self.evaluate_every:
             return []
         self._curator.note_evaluation()
-        self._enrolment.refresh(lambda: _clients(client_manager))
-        clients = _clients(client_manager)
+        online, clients = self._online(client_manager), _clients(client_manager)
         instructions = EvaluateIns(self.averaged(parameters), self._order(self._first + server_round))
-        return [(clients[cid], instructions) for cid in self._enrolment.known if cid in clients]
+        asked = [str(online[node]) for node in self._enrolment.known if node in online]
+        return [(clients[cid], instructions) for cid in asked if cid in clients]
 
     def aggregate_evaluate(
         self,
@@ -188,12 +203,13 @@ class PPSGDStrategy(Strategy):
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
         """No central evaluation."""
 
+    def _online(self, client_manager: ClientManager) -> dict[Identity, Identity]:
+        online = self._enrolment.refresh(lambda: _present(client_manager))
+        self._curator.caveat = self._enrolment.caveat
+        return online
+
     def _order(self, round_: int) -> dict[str, Scalar]:
-        release, steps = self._curator.release, self._curator.steps
-        order = Order(
-            round_, steps.personal, release.clip_norm, release.reduction, steps.publishes, self._curator.average
-        )
-        return order.to_flat()
+        return order_for(self._curator, round_).to_flat()
 
     def _vector(self, result: FitRes) -> Vector:
         if not self._curator.steps.publishes:
@@ -232,18 +248,27 @@ class PPSGDClient(NumPyClient):
 
     def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
         """One visit. What goes back is the clipped gradient; 1 stands for the number of examples, which stays here."""
-        w, personal = _flat(parameters), personal_of(self._context, self._learner)
-        if "publishes" not in config:
-            return self._fit_locally(parameters, config)
-        order = Order.from_flat(config)
+        order = Order.from_flat(config) if "publishes" in config else None
+        arrays = {name: array.data for name, array in ArrayRecord(parameters).items()}
+        return all_or_nothing(
+            self._context,
+            lambda: self._fit_locally(parameters, config) if order is None else self._visit(parameters, order),
+            lambda reply: _leaving(reply[0], order, arrays),
+        )
+
+    def _visit(self, parameters: NDArrays, order: Order) -> tuple[NDArrays, int, dict[str, Scalar]]:
+        w, personal = _flat(parameters), step_from(self._context, order, self._learner.initial_theta)
         sent, theta = visit(self._learner, w, personal.theta, replace(order, visit=personal.visit + 1))
         reply = _like(sent, parameters) if order.publishes else []
-        keep(self._context, personal.stepped(theta, order.round, order.average))
+        after = personal.stepped(theta, order.round, order.average)
+        keep(self._context, after, before=personal if order.starts else None)
         return reply, 1, {}
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[float, int, dict[str, Scalar]]:
-        theta = theta_to_evaluate(personal_of(self._context, self._learner), config if "publishes" in config else None)
+        order = Order.from_flat(config) if "publishes" in config else None
+        theta = theta_to_evaluate(self._context, self._learner, order)
         measures: dict[str, Scalar] = {**self._learner.evaluate(_flat(parameters), theta)}
+        mirror(self._context, Leaving({METRICS: 8 * len(measures) + 8}, order=order), stepped=False)
         return float(measures.get("loss", 0.0)), self._learner.num_examples, measures
 
     def _fit_locally(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
@@ -258,9 +283,23 @@ class PPSGDClient(NumPyClient):
         return _like(trained, parameters), self._learner.num_examples, {}
 
 
+def _leaving(arrays: NDArrays, order: Order | None, w: Mapping[str, bytes]) -> Leaving:
+    sizes = {GRADIENT if order else ARRAYS: sum(array.nbytes for array in arrays)} if arrays else {}
+    return Leaving(sizes, norm_of(arrays) if order and arrays else None, order, w)
+
+
 def _clients(client_manager: ClientManager) -> dict[str, ClientProxy]:
     client_manager.num_available()  # looks again who is there
     return client_manager.all()
+
+
+def _present(client_manager: ClientManager) -> list[Present]:
+    """Who is online, by client id; with names and keys where Flower's proxies know of a grid."""
+    clients = _clients(client_manager)
+    grid = next((client.grid for client in clients.values() if hasattr(client, "grid")), None)
+    if grid is None:
+        return [Present(cid) for cid in clients]
+    return [replace(node, address=str(node.address)) for node in present_in(grid) if str(node.address) in clients]
 
 
 def _flat(arrays: NDArrays) -> Vector:

@@ -2,13 +2,22 @@
 
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from flwr.app import Message
+from flwr.serverapp import Grid
+from flwr.superlink.grid import HttpGrid
+
+from flwr_ppsgd import statement
 from flwr_ppsgd.algorithm import Vector, length
 from flwr_ppsgd.curator import Curator
+from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
+
+POLL_SECONDS = 1.0
 
 
 class UnusableError(ValueError):
@@ -64,16 +73,57 @@ class OpenRound:
         if self._closed or number != self._number:
             raise not_configured(number)
         self._closed = True
+        published = self._curator.publish(self._number, self._w, self._total)
         self._report()
-        return self._curator.publish(self._number, self._w, self._total)
+        return published
 
     def _report(self) -> None:
-        """Zeros by reason, for the server's own log: who took part and how many must not leave it."""
+        """A line a round for the server's own log: how many replies counted must not leave it, who sent them is not
+        even in it."""
         self._zeros["missing"] += len(self._silent)
-        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self._zeros.items()) if count)
-        if counts:
-            level = logging.INFO if self._used else logging.WARNING  # nobody could be used: somebody should look
-            log.log(level, "Round %d (server-private): counted as zero: %s%s", self._number, counts, self._first)
+        zeros = {reason: count for reason, count in sorted(self._zeros.items()) if count}
+        level = logging.INFO if self._used or not zeros else logging.WARNING  # nobody could be used: look at it
+        log.log(
+            level,
+            "server-private: round=%d epsilon=%.4g replies=%d zeros=%d%s%s",
+            self._number, self._curator.epsilon_so_far(), self._used, sum(zeros.values()),
+            "".join(f" {reason.replace(' ', '-')}={count}" for reason, count in zeros.items()), self._first,
+        )  # fmt: skip
+
+
+def ask(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
+    """Send, and wait for replies until all are there or the time is over; late ones are never fetched.
+
+    Flower's own loop trusts the wall clock, which may go back and keep a round open for as long.
+    """
+    if not isinstance(grid, HttpGrid):
+        return grid.send_and_receive(messages, timeout=timeout)
+    deadline, replies = time.monotonic() + timeout, list[Message]()
+    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
+    while waiting:
+        found = list(grid.pull_messages(waiting))
+        replies += found
+        waiting -= {reply.metadata.reply_to_message_id for reply in found}
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_SECONDS if waiting else 0)
+    return replies
+
+
+def order_for(curator: Curator, round_: int) -> Order:
+    """What the server asks of each client in a round, and what it lets them know about itself."""
+    return Order(
+        round=round_,
+        step=curator.steps.personal,
+        clip_norm=curator.release.clip_norm,
+        reduction=curator.release.reduction,
+        publishes=curator.steps.publishes,
+        average=curator.average,
+        metrics=tuple(curator.metrics.bounds) if curator.metrics else (),
+        training=curator.training,
+        starts=curator.starts(),
+        promise=statement.in_one_line(curator),
+    )
 
 
 def not_configured(number: int) -> ValueError:

@@ -13,7 +13,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, Steps
 from flwr_ppsgd.privacy import Ledger, calibrate_noise
 
-PREFIXED: tuple[str, ...] = ()  # run-config keys of this package that are not settings of a training
+PREFIXED: tuple[str, ...] = ("ppsgd-run",)  # run-config keys of this package that are not settings of a training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class Settings:
 
     Give ``rate`` (Poisson cohorts) or ``cohort-size`` (fixed size); ``noise-multiplier``, or ``epsilon``, which
     calibrates it for the planned ``rounds`` and is the budget too, unless ``max-epsilon`` is given. There is no default
-    for noise, δ or a seed. ``alpha-q = "theory"`` becomes a number when an experiment is read.
+    for noise, δ or a seed. ``alpha-q = "theory"`` becomes a number when an experiment is read. ``enrolled``
+    lists the names of the registered nodes, with commas.
     """
 
     population: int
@@ -40,10 +41,13 @@ class Settings:
     max_epsilon: float | None = None
     evaluate_every: int = 0
     min_online: float = 0.5
+    enrolled: str = ""
+    round_timeout: float = 3600.0
     replies: str = "gradient"
     average: bool = False
     checkpoint_dir: str = ""
     checkpoint_every: int = 1
+    tensorboard_dir: str = ""
     insecure_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +67,8 @@ class Settings:
             )
         if not 0 <= self.min_online <= 1:
             raise ValueError(f"min_online must be in [0, 1], got {self.min_online!r}: it is a share of the population")
+        if not self.round_timeout > 0:
+            raise ValueError(f"round_timeout must be positive, got {self.round_timeout!r}: it is in seconds")
         if self.replies not in ("gradient", "parameters"):
             raise ValueError(f"replies must be 'gradient' or 'parameters', got {self.replies!r}")
         Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0, self.total_batch)
@@ -139,9 +145,12 @@ class Settings:
             "max_epsilon": self.epsilon if self.max_epsilon is None else self.max_epsilon,
             "evaluate_every": self.evaluate_every,
             "min_online": self.min_online,
+            "enrolled": [name.strip() for name in self.enrolled.split(",")] if self.enrolled else None,
+            "round_timeout": self.round_timeout,
             "average": self.average,
             "checkpoint_dir": self.checkpoint_dir or None,
             "checkpoint_every": self.checkpoint_every,
+            "tensorboard_dir": self.tensorboard_dir or None,
             "insecure_seed": self.insecure_seed,
         }
 

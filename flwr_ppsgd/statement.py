@@ -28,8 +28,8 @@ def as_data(curator: Curator, *, size: int = 0) -> dict[str, Any]:
     """Everything in the statement, for ``privacy.json``."""
     ledger = charged(curator)
     return {
-        "guarantee": "none" if _voided(ledger) else "user-level joint differential privacy",
-        "unit": "one node, taken to be one user",
+        "guarantee": "none" if _voided(ledger) else f"{_level(curator)}-level joint differential privacy",
+        "unit": "one start of a node" if curator.caveat else "one node, taken to be one user",
         "delta": ledger.delta,
         "epsilon": json_number(ledger.epsilon()),
         "epsilon_replace_one": json_number(ledger.epsilon("replace-one")),
@@ -55,10 +55,25 @@ def in_words(curator: Curator) -> str:
     """The statement to print. It holds the promise, its terms, and what it does not cover."""
     ledger = charged(curator)
     lines = [_promise(curator, ledger), *_terms(curator, ledger)]
+    if curator.caveat:
+        lines.append(f"User-level privacy across restarts of a node is NOT claimed: {curator.caveat}.")
     if curator.evaluated:
         lines.append("Evaluation on the users' own data was on. Its results are outside the guarantee.")
     lines.append("Outside the guarantee: " + "; ".join(OUTSIDE) + ".")
     return "\n".join(lines)
+
+
+def in_one_line(curator: Curator) -> str:
+    """For the users: what the planned rounds promise them. Public, and the same in every round of a plan."""
+    ledger, population = charged(curator), curator.release.cohort.population
+    if not curator.planned_charges:
+        return "epsilon is 0: nothing is published" if not curator.steps.publishes else ""
+    if _voided(ledger):
+        return "NO GUARANTEE: coins from a known seed, or no noise"
+    return (
+        f"({_up(ledger.epsilon())}, {ledger.delta:g})-joint differential privacy over {ledger.rounds} planned rounds "
+        f"for each of {population} {_level(curator)}s; the server is trusted"
+    )
 
 
 def _promise(curator: Curator, ledger: Ledger) -> str:
@@ -76,10 +91,15 @@ def _promise(curator: Curator, ledger: Ledger) -> str:
             "cap on the cohort needs more than the whole delta: raise it."
         )
     return (
-        f"To each of the {curator.release.cohort.population} enrolled users: everybody else together, even pooling "
-        f"their data and personal models, learns no more about your data than ({_up(ledger.epsilon())}, "
+        f"To each of the {curator.release.cohort.population} enrolled {_level(curator)}s: everybody else together, "
+        f"even pooling their data and personal models, learns no more about your data than ({_up(ledger.epsilon())}, "
         f"{ledger.delta:g})-joint differential privacy allows."
     )
+
+
+def _level(curator: Curator) -> str:
+    """Who is protected: a user, or no more than one start of a node."""
+    return "node" if curator.caveat else "user"
 
 
 def _terms(curator: Curator, ledger: Ledger) -> list[str]:

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, Metadata, MetricRecord, RecordDict
@@ -15,11 +15,12 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr_ppsgd import statement
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.curator import Curator, PrivateMetrics
-from flwr_ppsgd.enrolment import Enrolment
+from flwr_ppsgd.enrolment import Enrolment, Identity, present_in
 from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.rounds import OpenRound, UnusableError, not_configured
+from flwr_ppsgd.rounds import OpenRound, UnusableError, ask, not_configured, order_for
+from flwr_ppsgd.scalars import Scalars
 from flwr_ppsgd.settings import Settings
-from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, Order, record_from
+from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, Layout, record_from
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -35,8 +36,11 @@ class PPSGD(Strategy):
         ``average`` the result's arrays are the average iterate.
     evaluate_every: ask all enrolled nodes to evaluate every so many rounds; 0 is never. The results are outside the
         guarantee.
-    enrolled: node ids of the population. Default: the first ``population`` nodes seen.
+    enrolled: the population, by node id or, for nodes that outlive a restart, by the name or public key under which
+        they are registered. Default: the first ``population`` nodes seen.
     min_online: share of the population to wait for before the first round. Whoever is offline later counts as zero.
+    round_timeout: seconds after which a round goes on with the replies it has; whoever is later counts as zero.
+    tensorboard_dir: where curves of ε by round go, if TensorBoard is installed.
     replies: "gradient" for clients made by ``client_app``; "parameters" for any client that returns trained
         parameters w_i, whose w − w_i is then clipped as the gradient. Whole-number arrays and BatchNorm's running
         statistics are not part of w there: they travel to the clients and keep their initial values.
@@ -50,17 +54,21 @@ class PPSGD(Strategy):
         delta: float,
         max_epsilon: float | None = None,
         evaluate_every: int = 0,
-        enrolled: Iterable[int] | None = None,
+        enrolled: Iterable[Identity] | None = None,
         min_online: float = 0.5,
+        round_timeout: float = 3600.0,
         replies: ReplyKind = "gradient",
         average: bool = False,
         checkpoint_dir: Path | str | None = None,
         checkpoint_every: int = 1,
         metrics: PrivateMetrics | None = None,
+        tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
     ) -> None:
         if evaluate_every < 0:
             raise ValueError(f"evaluate_every must not be negative, got {evaluate_every!r}: 0 is never")
+        if not round_timeout > 0:
+            raise ValueError(f"round_timeout must be positive, got {round_timeout!r}: it is in seconds")
         if replies not in ("gradient", "parameters"):
             raise ValueError(f"replies must be 'gradient' or 'parameters', got {replies!r}")
         if metrics is not None and replies != "gradient":
@@ -76,7 +84,9 @@ class PPSGD(Strategy):
             checkpoint_every=checkpoint_every,
             metrics=metrics,
         )
-        self._enrolment = Enrolment[int](release.cohort.population, enrolled, min_online)
+        self._enrolment = Enrolment(release.cohort.population, enrolled, min_online)
+        self._scalars = Scalars(tensorboard_dir)
+        self.round_timeout = round_timeout
         self.evaluate_every = evaluate_every
         self.replies = replies
         self._last_round = -1
@@ -139,7 +149,7 @@ class PPSGD(Strategy):
         grid: Grid,
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
-        timeout: float = 3600,
+        timeout: float | None = None,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
@@ -150,8 +160,9 @@ class PPSGD(Strategy):
         ``num_rounds`` is the total: one strategy is one training, and a second call, or one that finds a training in
         ``checkpoint_dir``, goes on from where it was, whatever ``initial_arrays`` holds. ``evaluate_fn`` is called
         with the absolute round and w, ``on_round`` with the round and the result so far; both before the first round
-        and after each.
+        and after each. ``timeout`` is that of a round in seconds, ``round_timeout`` unless given.
         """
+        timeout = self.round_timeout if timeout is None else timeout
         rounds = self._last_round = self._curator.plan(num_rounds)
         first = self._curator.rounds_done
         if 0 < num_rounds <= first:
@@ -174,7 +185,7 @@ class PPSGD(Strategy):
 
     def _run_round(self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord) -> None:
         messages = self.configure_train(round_, result.arrays, config, grid)
-        replies = grid.send_and_receive(messages, timeout=timeout)
+        replies = ask(grid, messages, timeout)
         result.arrays, metrics = self.aggregate_train(round_, replies)
         result.train_metrics_clientapp[round_] = metrics
         log.info("[ROUND %d/%d] epsilon so far at most %.4g", round_, self._last_round, metrics["epsilon"])
@@ -183,7 +194,7 @@ class PPSGD(Strategy):
         messages = list(self.configure_evaluate(round_, result.arrays, config, grid))
         if not messages:
             return
-        metrics = self.aggregate_evaluate(round_, grid.send_and_receive(messages, timeout=timeout))
+        metrics = self.aggregate_evaluate(round_, ask(grid, messages, timeout))
         if metrics is not None:
             result.evaluate_metrics_clientapp[round_] = metrics
 
@@ -192,11 +203,11 @@ class PPSGD(Strategy):
     ) -> list[Message]:
         """Budget, then the cohort from the enrolled population, then w and an Order to each of its members online."""
         self._curator.check_budget(server_round)
-        online = self._enrolment.refresh(grid.get_node_ids)
+        online = self._online(grid)
         drawn = self._enrolment.nodes(self._curator.draw(server_round))
         layout = self._layout(arrays)
         content = self._content(server_round, arrays, config)
-        messages = [Message(content, node, MessageType.TRAIN) for node in drawn if node in online]
+        messages = [Message(content, online[node], MessageType.TRAIN) for node in drawn if node in online]
         self._arrays = arrays
         self._asked = [message.metadata for message in messages]  # a grid fills in the ids when it sends them
         nodes = [metadata.dst_node_id for metadata in self._asked]
@@ -217,7 +228,9 @@ class PPSGD(Strategy):
         arrays = layout.unflatten(w, like=self._arrays) if self.steps.publishes else self._arrays
         self._curator.save({name: array.data for name, array in arrays.items()})
         self._latest = arrays
-        return arrays, MetricRecord({"epsilon": self._curator.epsilon_so_far(), **measures})
+        released = {"epsilon": self._curator.epsilon_so_far(), **measures}
+        self._scalars.add(server_round, released)
+        return arrays, MetricRecord({**released})
 
     @property
     def rounds_done(self) -> int:
@@ -254,9 +267,10 @@ class PPSGD(Strategy):
         if not due:
             return []
         self._curator.note_evaluation()
-        online = self._enrolment.refresh(grid.get_node_ids)
+        online = self._online(grid)
         content = self._content(server_round, self.averaged(arrays), config)
-        return [Message(content, node, MessageType.EVALUATE) for node in self._enrolment.known if node in online]
+        known = self._enrolment.known
+        return [Message(content, online[node], MessageType.EVALUATE) for node in known if node in online]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Mean over users, weighted by their number of examples. Outside the guarantee."""
@@ -270,19 +284,16 @@ class PPSGD(Strategy):
             )  # fmt: skip
         return weighted_mean(reply.content for reply in answered if reply.has_content())
 
+    def _online(self, grid: Grid) -> dict[Identity, int]:
+        found = self._enrolment.refresh(lambda: present_in(grid))
+        self._curator.caveat = self._enrolment.caveat
+        return cast(dict[Identity, int], found)
+
     def _content(self, round_: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
         """What a client gets. One that returns parameters gets what Flower's stock strategies send."""
         if self.replies == "parameters":
             return RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, "server-round": round_})})
-        order = Order(
-            round=round_,
-            step=self.steps.personal,
-            clip_norm=self.release.clip_norm,
-            reduction=self.release.reduction,
-            publishes=self.steps.publishes,
-            average=self._curator.average,
-            metrics=tuple(self._curator.metrics.bounds) if self._curator.metrics else (),
-        )
+        order = order_for(self._curator, round_)
         return RecordDict({ARRAYS: arrays, CONFIG: config, ORDER: ConfigRecord(order.to_flat())})
 
     def _layout(self, arrays: ArrayRecord) -> Layout:

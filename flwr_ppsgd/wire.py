@@ -39,6 +39,10 @@ class Order:
     publishes: whether a gradient is wanted; at α = 0 none is sent.
     average: whether the average iterate of θ is kept, and used in evaluation.
     metrics: names of training measures to send along, where they are released with the gradient's noise.
+    training: a number that the training keeps over restarts of the server.
+    starts: the first round of every start of the server in this training, this start last; empty where the server keeps
+        nothing on disk and so cannot go back.
+    promise: the guarantee in one line, for whoever runs the client.
     visit: how many rounds this user has taken part in, this one included. Counted by the client, never sent.
     """
 
@@ -49,17 +53,21 @@ class Order:
     publishes: bool
     average: bool = False
     metrics: tuple[str, ...] = ()
+    training: int = 0
+    starts: tuple[int, ...] = ()
+    promise: str = ""
     visit: int = 0
 
     def to_flat(self) -> dict[str, Any]:
         flat = asdict(self)
         del flat["visit"]
-        return {**flat, "metrics": ",".join(self.metrics)}
+        return {**flat, "metrics": ",".join(self.metrics), "starts": ",".join(map(str, self.starts))}
 
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any]) -> Self:
         names = tuple(filter(None, flat["metrics"].split(",")))
-        return cls(**{**{name: flat[name] for name in _SENT}, "metrics": names})
+        starts = tuple(map(int, filter(None, flat["starts"].split(","))))
+        return cls(**{**{name: flat[name] for name in _SENT}, "metrics": names, "starts": starts})
 
 
 _SENT = tuple(field.name for field in fields(Order) if field.name != "visit")

@@ -11,10 +11,10 @@ import flwr_ppsgd
 
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 ORDER = [
-    "algorithm", "noise", "privacy", "theory", "checkpoint", "journal", "curator", "statement", "settings", "plan",
-    "wire",
-    "personal", "enrolment", "rounds", "strategy", "client", "legacy", "models", "cnn", "datasets", "data",
-    "simulation", "audit", "plots", "figures", "report", "app", "cli",
+    "algorithm", "noise", "privacy", "theory", "durable", "scalars", "checkpoint", "journal", "curator", "statement",
+    "settings", "plan", "wire", "states", "disclosure", "personal", "enrolment",
+    "rounds", "strategy", "client", "legacy", "models", "cnn", "datasets", "loaders", "data", "simulation",
+    "prediction", "audit", "plots", "figures", "report", "app", "cli",
 ]  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

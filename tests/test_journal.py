@@ -57,7 +57,7 @@ def damage(path: Path, how: str) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     changed = {
         "a torn last line": [*lines[:-1], lines[-1][:-4]],
-        "a line changed": [lines[0], lines[1].replace(b"1", b"2", 1), *lines[2:]],
+        "a line changed": [lines[0], lines[1].replace(b"a", b"b", 1), *lines[2:]],
         "a line lost": [*lines[:2], *lines[3:]],
         "lines swapped": [lines[0], lines[2], lines[1], *lines[3:]],
         "zeros at the end": [*lines, b"\0" * 20 + b"\n"],
@@ -259,7 +259,7 @@ def test_the_charge_is_on_disk_before_noise_is_added(tmp_path: Path, monkeypatch
     original = GridSum.noisy
     monkeypatch.setattr(GridSum, "noisy", noisy)
     run(tmp_path, 3)
-    assert lines == [3, 4, 5], "the settings, the plan, then one line for each round"
+    assert lines == [4, 5, 6], "the settings, the plan, the start, then one line for each round"
 
 
 def test_the_journal_is_synced_before_noise_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_the_journal_is_synced_before_noise_is_added(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(GridSum, "noisy", released)
     ppsgd.start(grid(), w0(), num_rounds=2)
-    assert [event for event in events if event != "other"] == ["journal", *["journal", "release"] * 2]
+    assert [event for event in events if event != "other"] == ["journal"] * 2 + ["journal", "release"] * 2
 
 
 CHILD = """

@@ -1,5 +1,6 @@
 """The README's code, pasted into a stock-shaped app."""
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,19 @@ from torch import nn
 
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.personal import recall
 from flwr_ppsgd.simulation import InProcessGrid
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text("utf-8"), re.DOTALL)
 SERVER, CLIENT, LEGACY = BLOCKS[:3]
+STOCK = Path(__file__).parent / "stock"
+DIFFS = dict(
+    zip(
+        ("message_client", "message_server", "numpy_client", "numpy_server"),
+        re.findall(r"```diff\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text("utf-8"), re.DOTALL),
+        strict=True,
+    )
+)
 
 
 class Net(nn.Module):
@@ -73,7 +83,7 @@ def test_the_legacy_code_runs() -> None:
         "steps": Steps.from_ratio(0.1, 0.3),
         "initial_w": arrays,
     }
-    exec(compile(LEGACY.replace("remaining_rounds(50)", "remaining_rounds(2)"), "README.md", "exec"), namespace)
+    exec(compile(LEGACY.replace("server_config(50)", "server_config(2)"), "README.md", "exec"), namespace)
     grid = InProcessGrid(ClientApp(client_fn=namespace["client_fn"]), 4)
     LegacyServerApp(server_fn=namespace["server_fn"])(grid, nowhere())
 
@@ -85,3 +95,52 @@ def test_the_line_that_swaps_to_fedavg() -> None:
     result = FedAvg().start(InProcessGrid(namespace["app"], 5), namespace["model"]().initial_arrays(), num_rounds=2)
     assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
     assert result.evaluate_metrics_clientapp[2]["accuracy"] >= 0  # type: ignore[operator]
+
+
+def changed(name: str) -> dict[str, Any]:
+    """A stock app after the README's diff, each piece of which must fit in exactly one place."""
+    source = (STOCK / f"{name}.py").read_text()
+    for piece in DIFFS[name].split("...\n"):
+        lines = piece.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
+        assert source.count(before) == 1, (name, before)
+        source = source.replace(before, after)
+    namespace: dict[str, Any] = {"__name__": name}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace
+
+
+def touched(*names: str) -> int:
+    """Lines that are new, blank ones aside: a line in place of another counts once."""
+    return sum(line.startswith("+") and len(line.strip()) > 1 for name in names for line in DIFFS[name].splitlines())
+
+
+STOCK_CONFIG: dict[str, Any] = {"batch-size": 10, "local-epochs": 1, "num-server-rounds": 2}
+
+
+def stock_context() -> Context:
+    return Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=STOCK_CONFIG)
+
+
+def test_the_quickstart_becomes_ppsgd_in_fewer_than_ten_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Step by step as the README says, to an app in the shape of Flower's PyTorch quickstart."""
+    client, server = changed("message_client"), changed("message_server")
+    grid = InProcessGrid(client["app"], 10, STOCK_CONFIG)
+    server["app"](grid, stock_context())
+    assert "To each of the 10 enrolled users" in caplog.text
+    assert all(recall(grid.context(node)) for node in grid.get_node_ids())
+    assert touched("message_client", "message_server") < 10
+
+
+def test_a_numpy_client_app_becomes_ppsgd_in_fewer_than_ten_lines() -> None:
+    client, server = changed("numpy_client"), changed("numpy_server")
+    grid = InProcessGrid(client["app"], 10, STOCK_CONFIG)
+    server["app"](grid, stock_context())
+    assert all(recall(grid.context(node)) for node in grid.get_node_ids())
+    assert touched("numpy_client", "numpy_server") < 10
+
+
+def test_the_stock_apps_run_as_they_are() -> None:
+    for kind in ("message", "numpy"):
+        app = importlib.import_module(f"tests.stock.{kind}_client").app
+        importlib.import_module(f"tests.stock.{kind}_server").app(InProcessGrid(app, 3, STOCK_CONFIG), stock_context())

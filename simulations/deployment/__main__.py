@@ -1,0 +1,205 @@
+"""PPSGD in a deployment that is killed and goes on: ``python -m simulations.deployment``.
+
+Makes keys and certificates, starts a SuperLink (TLS, authentication, a database) and a SuperNode for each user on free
+loopback ports, trains with ``flwr run``, kills a SuperNode in the middle of a round and later the SuperLink, starts
+both again, and shows that θ, w and the ledger went on. Exit status: 0 if all of them did, 1 if not, 2 for wrong
+arguments, 130 after Ctrl-C. Takes about five minutes.
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flwr_ppsgd import checkpoint
+from flwr_ppsgd.disclosure import client_report
+from flwr_ppsgd.prediction import PersonalModel
+from flwr_ppsgd.states import Shelf
+from flwr_ppsgd.wire import record_from
+from simulations.deployment.app import learner_from
+from simulations.deployment.federation import Federation, wait_for, write_app
+
+USERS = ("ada", "ben", "cleo", "dan")
+RUN = "deployment-example"
+ROUNDS = 8
+COMPONENTS = {
+    "message": {"serverapp": "server", "clientapp": "client"},
+    "legacy": {"serverapp": "legacy_server", "clientapp": "legacy_client"},
+}
+
+
+class Story:
+    """What happens, and what is to be true afterwards."""
+
+    def __init__(self, directory: Path, federation: Federation, api: str, data: Path | None) -> None:
+        self.directory, self.federation = directory, federation
+        self.server = directory / "server"
+        sizes = split(directory, data)
+        self.app = write_app(
+            directory / "deployed", Path(__file__).with_name("app.py"), COMPONENTS[api], config(self.server, sizes)
+        )
+        self._began = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._began:5.0f} s] {text}", flush=True)
+
+    def start_all(self) -> None:
+        self.federation.start_superlink()
+        self.say(f"SuperLink on 127.0.0.1:{self.federation.port} with TLS, authentication and a database")
+        for user in USERS:
+            home = self.directory / user
+            self.federation.register(user)
+            own = {"data": str(home / "data.npz"), "ppsgd-state-dir": str(home / "state"), "ppsgd-user": user}
+            self.federation.start_supernode(user, own)
+        self.say(f"SuperNodes registered by public key and started: {', '.join(USERS)}")
+
+    def rounds_done(self) -> int:
+        found = checkpoint.load(self.server) if self.server.exists() else None
+        return found.round if found else 0
+
+    def visits(self, user: str) -> int:
+        save = next(Shelf(self.directory / user / "state", RUN, user).saves(), None)
+        return int(save.stamp["visit"]) if save else 0
+
+    def wait_for_round(self, number: int) -> None:
+        wait_for(f"round {number}", lambda: self.rounds_done() >= number, seconds=400)
+        self.say(f"round {self.rounds_done()} of {ROUNDS} is done; visits: {self.all_visits()}")
+
+    def all_visits(self) -> dict[str, int]:
+        return {user: self.visits(user) for user in USERS}
+
+    def lose_a_supernode(self, user: str) -> None:
+        before = self.visits(user)
+        self.federation.kill(user)
+        self.say(f"killed the SuperNode of {user} (kill -9); its θ has had {before} visits")
+        self.wait_for_round(self.rounds_done() + 1)
+        self.federation.start_supernode(user)
+        self.say(f"started the SuperNode of {user} again: same key, same directory")
+
+    def lose_the_superlink(self) -> int:
+        self.federation.kill("superlink")
+        done = self.rounds_done()
+        self.say(f"killed the SuperLink and the ServerApp with it (kill -9); w is that of round {done}")
+        self.federation.start_superlink()
+        self.say("started the SuperLink again with its database")
+        return self.federation.run(self.app)
+
+
+def tell(story: Story, api: str) -> list[str]:
+    """Everything in order; what turned out wrong."""
+    story.start_all()
+    run = story.federation.run(story.app)
+    story.say(f"flwr run ({api} API): run {run}")
+    story.wait_for_round(2)
+    story.lose_a_supernode(USERS[1])
+    story.wait_for_round(story.rounds_done() + 1)
+    between = story.all_visits()
+    run = story.lose_the_superlink()
+    story.say(f"flwr run again: run {run}")
+    wait_for("the run to end", lambda: story.federation.status(run).startswith("finished"), seconds=600)
+    story.say(f"run {run}: {story.federation.status(run)}")
+    return check(story, between, story.federation.status(run))
+
+
+def check(story: Story, between: dict[str, int], status: str) -> list[str]:
+    """θ went on from where it was, w has had all rounds, and every release is charged."""
+    final = checkpoint.load(story.server)
+    charges = (story.server / "journal.jsonl").read_text().count('"round"')
+    visits = story.all_visits()
+    story.say(f"visits: {visits}; rounds in w: {final.round if final else 0}; charges in the ledger: {charges}")
+    claims = {
+        "the run ended well": status == "finished:completed",
+        f"w has had {ROUNDS} rounds": final is not None and final.round == ROUNDS,
+        "every round is charged, at most the one in flight twice": ROUNDS <= charges <= ROUNDS + 1,
+        "every θ went on after the SuperLink was lost": all(visits[user] > between[user] for user in USERS),
+        "no θ was stepped more often than there were rounds": all(visits[user] <= ROUNDS for user in USERS),
+    }
+    for claim, holds in claims.items():
+        story.say(f"{'yes' if holds else 'NO '}  {claim}")
+    if final is not None:
+        show_models(story, final)
+    return [claim for claim, holds in claims.items() if not holds]
+
+
+def show_models(story: Story, final: checkpoint.Checkpoint) -> None:
+    """What a user's own machine can do now: predict with w + θ; and what its operator can look up."""
+    w = record_from(final.arrays)
+    for user in USERS:
+        model = PersonalModel.load(story.directory / user / "state", user, w=w)
+        learner = learner_from(str(story.directory / user / "data.npz"), 1)
+        shared, personal = (learner.evaluate(model.w, theta)["mse"] for theta in (0 * model.theta, model.theta))
+        story.say(f"{user}: test error with w alone {shared:.4g}, with w + θ {personal:.4g}")
+    print("\n" + client_report(story.directory / USERS[0] / "state"))
+
+
+def split(directory: Path, data: Path | None) -> tuple[int, int]:
+    """One file for each user, in that user's own directory; (features, outputs)."""
+    made = synthetic() if data is None else from_file(data)
+    for user, arrays in zip(USERS, made, strict=True):
+        (directory / user).mkdir(parents=True, exist_ok=True)
+        np.savez(directory / user / "data.npz", **arrays)
+    return made[0]["x"].shape[1], made[0]["y"].shape[1]
+
+
+def synthetic() -> list[dict[str, Any]]:
+    """What all users have in common, plus something of each user's own."""
+    source = np.random.default_rng(1)
+    common = source.normal(size=(10, 1))
+    users = []
+    for _ in USERS:
+        x = source.normal(size=(200, 10)) / np.sqrt(10)
+        y = x @ (common + 0.5 * source.normal(size=common.shape)) + 0.05 * source.normal(size=(200, 1))
+        users.append({"x": x[:150], "y": y[:150], "x_test": x[150:], "y_test": y[150:]})
+    return users
+
+
+def from_file(path: Path) -> list[dict[str, Any]]:
+    """The first users of a file that ``flwr_ppsgd.data.load`` reads."""
+    from flwr_ppsgd.data import load
+
+    table = load(path, min_train=20)
+    users = []
+    for user in range(len(USERS)):
+        train, test = (table.rows(user, test=part) for part in (False, True))
+        x, y = table.matrix, table.targets
+        users.append({"x": x(train), "y": y(train), "x_test": x(test), "y_test": y(test)})
+    return users
+
+
+def config(server: Path, sizes: tuple[int, int]) -> dict[str, Any]:
+    """The run config. Four users cannot hide in a crowd: the noise here is for show, not for a small epsilon."""
+    return {
+        "population": len(USERS), "enrolled": ",".join(USERS), "min-online": 1.0, "rate": 1.0, "clip-norm": 1.0,
+        "noise-multiplier": 1.0, "delta": 1e-4, "step": 0.5, "alpha-q": 0.5, "rounds": ROUNDS, "round-timeout": 40.0,
+        "checkpoint-dir": str(server), "ppsgd-run": RUN, "features": sizes[0], "outputs": sizes[1], "batch-size": 20,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m simulations.deployment", description=__doc__.split("\n")[0])
+    parser.add_argument("--api", choices=sorted(COMPONENTS), default="message", help="Flower's API (default: message)")
+    parser.add_argument("--data", type=Path, help="a per-user file of your own instead of the synthetic one")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="work in DIR and leave everything there")
+    given = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = (given.keep or Path(temporary)).resolve()
+        try:
+            with Federation(directory) as federation:
+                failed = tell(Story(directory, federation, given.api, given.data), given.api)
+        except KeyboardInterrupt:
+            return 130
+        except RuntimeError as error:
+            print(f"deployment: {error}", file=sys.stderr)
+            return 1
+    print("deployment: θ, w and the ledger went on" if not failed else f"deployment: FAILED: {'; '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""SuperLink and SuperNodes as processes of this machine, with certificates and keys of their own.
+
+Nothing here is about PPSGD. Every process that is started is stopped by its id, with whatever it has started itself. A
+SuperNode that ends by itself is started again, as an operator would have systemd do: for up to a minute after a
+SuperNode was killed, Flower still takes it to be online and turns its key away.
+"""
+
+import datetime
+import ipaddress
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+CONNECTION = "deployment"
+PATIENCE = 180.0
+FLOWER = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # the plugin is there already
+}
+
+
+class Federation:
+    """One SuperLink with a database, TLS and SuperNode authentication; SuperNodes by name.
+
+    secure: whether there are TLS and authentication; without, whoever looks at the packets can read them.
+    """
+
+    def __init__(self, directory: Path, *, secure: bool = True) -> None:
+        self.directory, self._secure = directory.resolve(), secure
+        self.port = free_ports(1)[0]
+        self._keys = self.directory / "keys"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._configs: dict[str, str] = {}
+        self._commands: dict[str, Callable[[], None]] = {}  # how to start again what should be running
+        self._lock = threading.RLock()
+        self._keys.mkdir(parents=True, exist_ok=True)
+        make_certificates(self._keys)
+        self._write_connection()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._processes):
+            self.kill(name)
+
+    def start_superlink(self, environment: Mapping[str, str] | None = None) -> None:
+        """Start it, or start it again with the same database, and wait until it answers."""
+        keys = self._keys
+        certificates = [
+            "--ssl-certfile", keys / "server.crt", "--ssl-keyfile", keys / "server.key", "--ssl-ca-certfile",
+            keys / "ca.crt", "--enable-supernode-auth",
+        ]  # fmt: skip
+        protection = certificates if self._secure else ["--insecure"]
+        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), "--database"]
+        self._start("superlink", [*command, self.directory / "superlink.db", *protection], environment)
+        wait_for("the SuperLink to answer", lambda: _answers(self.port))
+
+    def register(self, name: str) -> None:
+        """Make a key pair for a SuperNode and register its public half under a name."""
+        public = make_key_pair(self._keys / name)
+        out = self.flwr("supernode", "register", str(public), CONNECTION, "--name", name, "--format", "json")
+        if not json.loads(out).get("success"):
+            raise RuntimeError(f"SuperNode {name} could not be registered: {out}")
+
+    def start_supernode(
+        self, name: str, config: Mapping[str, str | int] | None = None, *, port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Start it, or start it again as it was. port: that of the SuperLink, or of something in between."""
+        if config is not None:
+            self._configs[name] = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+        identity = ["--root-certificates", self._keys / "ca.crt", "--auth-supernode-private-key", self._keys / name]
+        command = [
+            "flower-supernode", "--superlink", f"127.0.0.1:{port or self.port}", "--port", str(free_ports(1)[0]),
+            "--node-config", self._configs[name], *(identity if self._secure else ["--insecure"]),
+        ]  # fmt: skip
+        self._start(name, command, environment)
+        self._commands[name] = lambda: self._start(name, command, environment)
+
+    def stop(self, name: str) -> None:
+        """As an operator would, or a machine that shuts down: SIGTERM."""
+        self._end(name, signal.SIGTERM)
+
+    def kill(self, name: str) -> None:
+        """As a power cut would: SIGKILL, to whatever it has started too."""
+        self._end(name, signal.SIGKILL)
+
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
+    def run(self, app: Path, changes: str = "") -> int:
+        """``flwr run``; the id of the run."""
+        more = ["--run-config", changes] if changes else []
+        out = self.flwr("run", str(app), CONNECTION, "--format", "json", *more)
+        return int(json.loads(out)["run-id"])
+
+    def status(self, run: int) -> str:
+        """``running``, ``finished:completed``, …; ``flwr run`` itself ends with 0 even if the run fails."""
+        listing = json.loads(self.flwr("list", CONNECTION, "--run-id", str(run), "--format", "json"))
+        return str(listing["runs"][0]["status"])
+
+    def log(self, name: str) -> str:
+        path = self.directory / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def flwr(self, *arguments: str) -> str:
+        """The ``flwr`` command; what it printed."""
+        done = subprocess.run(
+            [program("flwr"), *arguments], env=self._environment("cli"), cwd=self.directory, capture_output=True,
+            text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"flwr {arguments[0]} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def _start(self, name: str, command: Sequence[object], environment: Mapping[str, str] | None) -> None:
+        line = [program(str(command[0])), *map(str, command[1:])]
+        with self._lock, (self.directory / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                line, env={**self._environment(name), **(environment or {})}, cwd=self.directory, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def _end(self, name: str, how: signal.Signals) -> None:
+        with self._lock:
+            self._commands.pop(name, None)
+            process = self._processes.pop(name)
+        if how is not signal.SIGKILL:
+            process.send_signal(how)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+        _sweep(process)
+
+    def _watch(self) -> None:
+        """Start again whatever has ended by itself."""
+        while True:
+            time.sleep(2)
+            with self._lock:
+                for name, start in list(self._commands.items()):
+                    if self._processes[name].poll() is not None:
+                        _sweep(self._processes[name])
+                        start()
+
+    def _environment(self, name: str) -> dict[str, str]:
+        home = self.directory / "homes" / name
+        home.mkdir(parents=True, exist_ok=True)
+        path = str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")
+        return {**os.environ, **FLOWER, "FLWR_HOME": str(home), "PATH": path}
+
+    def _write_connection(self) -> None:
+        home = Path(self._environment("cli")["FLWR_HOME"])
+        trust = {"root-certificates": str(self._keys / "ca.crt")} if self._secure else {"insecure": True}
+        connection = {"address": f"127.0.0.1:{self.port}", **trust}
+        config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
+        (home / "config.toml").write_text(tomli_w.dumps(config))
+
+
+def _sweep(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and whatever is left of its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def write_app(directory: Path, module: Path, components: Mapping[str, str], config: Mapping[str, Any]) -> Path:
+    """What ``flwr run`` needs: a pyproject.toml and a module that holds the apps."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copy(module, directory / f"{directory.name}.py")
+    about = {"name": directory.name, "version": "1.0.0", "description": "PPSGD", "license": "Apache-2.0"}
+    named = {kind: f"{directory.name}:{name}" for kind, name in components.items()}
+    app = {"publisher": "flwr-ppsgd", "components": named, "config": dict(config)}
+    project = {"project": {**about, "dependencies": ["flwr-ppsgd"]}, "tool": {"flwr": {"app": app}}}
+    (directory / "pyproject.toml").write_text(tomli_w.dumps(project))
+    return directory
+
+
+def wait_for(what: str, happened: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Look twice a second; RuntimeError where it does not happen in time."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"waited {seconds:g} s in vain for {what}")
+        time.sleep(0.5)
+
+
+def make_key_pair(path: Path) -> Path:
+    """A key as ``ssh-keygen -t ecdsa -b 384`` makes it; where the public half is."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    path.write_bytes(_private(key, serialization.PrivateFormat.OpenSSH))
+    path.chmod(0o600)
+    public = path.with_suffix(".pub")
+    public.write_bytes(
+        key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    )
+    return public
+
+
+def make_certificates(directory: Path) -> None:
+    """A certificate authority, and a certificate of it for a server on the loopback address."""
+    ca_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    ca_name, server_name = _name("PPSGD example authority"), _name("127.0.0.1")
+    ca = _certificate(ca_name, ca_key.public_key(), ca_name, ca_key, x509.BasicConstraints(ca=True, path_length=0))
+    loopback = x509.SubjectAlternativeName(
+        [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+    )
+    server = _certificate(server_name, server_key.public_key(), ca_name, ca_key, loopback)
+    (directory / "ca.crt").write_bytes(ca.public_bytes(serialization.Encoding.PEM))
+    (directory / "server.crt").write_bytes(server.public_bytes(serialization.Encoding.PEM))
+    (directory / "server.key").write_bytes(_private(server_key, serialization.PrivateFormat.PKCS8))
+    (directory / "server.key").chmod(0o600)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def program(name: str) -> str:
+    """Beside this Python, where an installation puts it, or else wherever it is found."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name) or str(beside)
+
+
+def _certificate(
+    subject: x509.Name, key: ec.EllipticCurvePublicKey, issuer: x509.Name, signer: ec.EllipticCurvePrivateKey,
+    extension: x509.ExtensionType,
+) -> x509.Certificate:  # fmt: skip
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=365))
+        .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+        .sign(signer, hashes.SHA256())
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as attempt:
+        return attempt.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,295 @@
+"""Faults on real processes: SuperLink and SuperNodes with TLS and authentication, both APIs."""
+
+import errno
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flwr_ppsgd.disclosure import client_report
+from flwr_ppsgd.states import Shelf
+from tests.deployment.harness import USERS, Deployment, check
+
+slow = pytest.mark.deployment
+INJECTED = str(Path(__file__).with_name("injected"))
+ADA, BEN, CLEO = USERS
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    made = Deployment(tmp_path_factory.mktemp("federation"))
+    with made.federation:
+        made.start()
+        yield made
+
+
+def faults(deployment: Deployment, user: str) -> dict[str, str]:
+    """The environment of a SuperNode whose disk and clock can be made to fail."""
+    path = INJECTED + os.pathsep + os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": path, "PPSGD_TEST_FAULTS": str(deployment.place(user))}
+
+
+def zeros(deployment: Deployment, run: int, round_: int) -> str:
+    """The server-private line of a round."""
+    lines = deployment.federation.flwr("log", str(run), "deployment", "--show").splitlines()
+    return next(line for line in lines if f"server-private: round={round_} " in line)
+
+
+def test_a_client_that_raises_counts_as_zero_and_keeps_its_theta(deployment: Deployment) -> None:
+    """The quick half: TLS, authentication, enrolment by name, two rounds, one exception."""
+    deployment.tell(ADA, "raise")
+    run = deployment.begin("raise", 2, min_online=1.0)
+    assert deployment.finish(run) == "finished:completed"
+    check(deployment, "raise", 2, {ADA: [2], BEN: [1, 2], CLEO: [1, 2]})
+    assert "replies=2 zeros=1 client-error=1" in zeros(deployment, run, 1)
+    statement = (deployment.server("raise") / "statement.txt").read_text()
+    assert "To each of the 3 enrolled users" in statement
+    assert "NOT claimed" not in statement
+    report = client_report(deployment.place(ADA) / "state")
+    assert "nothing but the clipped gradient" in report
+    assert "planned rounds for each of 3 users" in report
+
+
+@slow
+@pytest.mark.parametrize("api", ["message", "legacy"])
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_supernode_that_ends_in_the_middle_of_a_round(deployment: Deployment, how: str, api: str) -> None:
+    """SIGTERM and SIGKILL: that round goes on without it; started again, it goes on with its θ."""
+    name = f"supernode-{how}-{api}"
+    run = deployment.begin(name, 4, api=api)
+    deployment.wait_for_round(name, 1)
+    deployment.tell(BEN, "hang 600")
+    deployment.wait_for_visit(name, BEN, 2)
+    getattr(deployment.federation, how)(BEN)
+    deployment.wait_for_round(name, 2)
+    deployment.federation.start_supernode(BEN)
+    assert deployment.finish(run) == "finished:completed"
+    check(deployment, name, 4, {ADA: [1, 2, 3, 4], CLEO: [1, 2, 3, 4]})
+    save = deployment.kept(name, BEN)
+    assert save is not None
+    assert 1 <= save.stamp["visit"] <= 3
+
+
+@slow
+@pytest.mark.parametrize("api", ["message", "legacy"])
+def test_a_client_process_that_is_killed(deployment: Deployment, api: str) -> None:
+    name = f"exit-{api}"
+    deployment.tell(CLEO, "exit")
+    run = deployment.begin(name, 2, api=api)
+    assert deployment.finish(run) == "finished:completed"
+    check(deployment, name, 2, {ADA: [1, 2], BEN: [1, 2]})
+
+
+@slow
+@pytest.mark.parametrize("api", ["message", "legacy"])
+def test_a_client_that_hangs_past_the_timeout_counts_as_zero_and_is_not_counted_later(
+    deployment: Deployment, api: str
+) -> None:
+    """Its reply of round 1 comes when round 2 is open. w is only what the others sent in round 1."""
+    name = f"hang-{api}"
+    deployment.tell(ADA, "hang 45")
+    run = deployment.begin(name, 3, api=api, round_timeout=25.0, noise_multiplier=0.0, clip_norm=100.0)
+    assert deployment.finish(run) == "finished:completed"
+    check(deployment, name, 3, {BEN: [1, 2, 3], CLEO: [1, 2, 3]})
+    others = sum(np.load(deployment.place(user) / "y.npy") for user in (BEN, CLEO))
+    np.testing.assert_allclose(np.load(deployment.server(name) / "w-1.npy"), 0.1 * others / 3, atol=1e-6)
+
+
+@slow
+@pytest.mark.parametrize("api", ["message", "legacy"])
+def test_a_superlink_that_is_killed_and_started_with_its_database(deployment: Deployment, api: str) -> None:
+    name = f"superlink-{api}"
+    deployment.begin(name, 5, api=api)
+    deployment.wait_for_round(name, 2)
+    deployment.federation.kill("superlink")
+    done = deployment.rounds_done(name)
+    deployment.federation.start_superlink()
+    run = deployment.begin(name, 5, api=api, min_online=1.0)
+    assert deployment.finish(run) == "finished:completed"
+    assert done < 5
+    check(deployment, name, 5, {user: [1, 2, 3, 4, 5] for user in USERS})
+
+
+@slow
+@pytest.mark.parametrize("api", ["message", "legacy"])
+def test_a_serverapp_that_is_killed_between_charge_and_release(deployment: Deployment, api: str) -> None:
+    """Charged twice, released once, θ stepped once."""
+    name = f"charge-{api}"
+    deployment.server(name).mkdir()
+    (deployment.server(name) / "die-after-charge").write_text("2")
+    run = deployment.begin(name, 3, api=api)
+    assert deployment.finish(run) == "finished:failed"
+    assert deployment.charges(name) == [1, 2]
+    run = deployment.begin(name, 3, api=api)
+    assert deployment.finish(run) == "finished:completed"
+    assert deployment.charges(name) == [1, 2, 2, 3]
+    check(deployment, name, 3, {user: [1, 2, 3] for user in USERS})
+
+
+@slow
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+def test_a_disk_that_takes_nothing(deployment: Deployment, number: int) -> None:
+    """Reported, the round counts as zero, θ as before; when there is room again, the client goes on."""
+    name = f"disk-{number}"
+    deployment.federation.kill(CLEO)
+    deployment.federation.start_supernode(CLEO, environment=faults(deployment, CLEO))
+    run = deployment.begin(name, 4, min_online=1.0)
+    deployment.wait_for_round(name, 1)
+    (deployment.place(CLEO) / "disk").write_text(str(number))
+    first = deployment.rounds_done(name) + 1
+    deployment.wait_for_round(name, first + 1)
+    (deployment.place(CLEO) / "disk").unlink()
+    assert deployment.finish(run) == "finished:completed"
+    check(deployment, name, 4, {ADA: [1, 2, 3, 4], BEN: [1, 2, 3, 4]})
+    lost = [line for r in range(1, 5) if "client-error=1" in (line := zeros(deployment, run, r))]
+    assert lost
+    assert "this round counts as zero" in lost[0]
+    assert os.strerror(number) in lost[0]
+
+
+@slow
+def test_two_runs_in_one_federation_at_once(deployment: Deployment) -> None:
+    runs = [deployment.begin(name, 3, round_timeout=120.0) for name in ("one", "two")]
+    assert [deployment.finish(run) for run in runs] == ["finished:completed"] * 2
+    for name in ("one", "two"):
+        check(deployment, name, 3)
+    assert {shelf.run for shelf in Shelf.all_in(deployment.place(ADA) / "state")} >= {"one", "two"}
+
+
+@slow
+def test_a_clock_that_goes_back(deployment: Deployment) -> None:
+    """An hour back on the server while a client hangs: the round still ends after its timeout, not an hour later."""
+    deployment.federation.kill("superlink")
+    place = deployment.directory / "clock"
+    place.mkdir()
+    environment = {**faults(deployment, ADA), "PPSGD_TEST_FAULTS": str(place)}
+    deployment.federation.start_superlink(environment)
+    deployment.tell(BEN, "hang 60")
+    run = deployment.begin("clock", 3, round_timeout=30.0, min_online=1.0)
+    deployment.wait_for_visit("clock", BEN, 1)
+    (place / "clock").write_text("3600")
+    began = time.monotonic()
+    deployment.wait_for_round("clock", 1)
+    assert time.monotonic() - began < 120
+    assert deployment.finish(run) == "finished:completed"
+    check(deployment, "clock", 3)
+    deployment.federation.kill("superlink")
+    deployment.federation.start_superlink()
+
+
+@slow
+def test_a_theta_file_of_another_user_is_refused(deployment: Deployment) -> None:
+    run = deployment.begin("copied", 1, min_online=1.0)
+    deployment.finish(run)
+    own, other = (
+        next(iter(Shelf(deployment.place(u) / "state", "copied", u).directory.glob("*.theta"))) for u in (ADA, BEN)
+    )
+    mine = own.read_bytes()
+    own.write_bytes(other.read_bytes())
+    run = deployment.begin("copied", 2)
+    assert deployment.finish(run) == "finished:completed"
+    assert "holds the θ of user 'ben' in run 'copied', not that of 'ada'" in zeros(deployment, run, 2)
+    own.write_bytes(mine)
+    run = deployment.begin("copied", 3)
+    assert deployment.finish(run) == "finished:completed"
+    check(deployment, "copied", 3, {ADA: [1, 3], BEN: [1, 2, 3]})
+
+
+@slow
+def test_processes_killed_at_random(deployment: Deployment) -> None:
+    """Poisson cohorts, so that a lost round and the one in its place draw different users."""
+    dice, name, rounds = random.Random(3), "random", 12
+    run = deployment.begin(name, rounds, rate=0.6)
+    deadline = time.monotonic() + 1500
+    while deployment.rounds_done(name) < rounds and time.monotonic() < deadline:
+        time.sleep(dice.uniform(5, 25))
+        victim = dice.choice([*USERS, "superlink", "superlink", "client", "serverapp"])
+        if victim in USERS:
+            deployment.federation.kill(victim)
+            time.sleep(dice.uniform(0, 5))
+            deployment.federation.start_supernode(victim)
+        elif victim == "superlink":
+            deployment.federation.kill(victim)
+            deployment.federation.start_superlink()
+        else:
+            _kill_one(f"flwr-{victim}app" if victim == "client" else "flwr-serverapp", str(deployment.directory))
+        if deployment.federation.status(run).startswith("finished") or victim == "superlink":
+            run = deployment.begin(name, rounds, rate=0.6)
+    assert deployment.finish(run, 600) == "finished:completed"
+    check(deployment, name, rounds)
+    assert len(deployment.charges(name)) >= rounds
+
+
+def _kill_one(program: str, home: str) -> None:
+    """One process of this federation with that name, if there is one."""
+    for entry in Path("/proc").iterdir():
+        try:
+            line, environment = ((entry / part).read_bytes() for part in ("cmdline", "environ"))
+        except OSError:
+            continue
+        if program.encode() in line and f"FLWR_HOME={home}".encode() in environment:
+            os.kill(int(entry.name), signal.SIGKILL)
+            return
+
+
+class Tap:
+    """Passes bytes on between SuperNodes and a SuperLink, and remembers those that leave the SuperNodes."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self.seen = bytearray()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            node, _ = self._socket.accept()
+            link = socket.create_connection(("127.0.0.1", self._to))
+            threading.Thread(target=self._pass_on, args=(node, link, self.seen), daemon=True).start()
+            threading.Thread(target=self._pass_on, args=(link, node, bytearray()), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket, seen: bytearray) -> None:
+        try:
+            while data := source.recv(65536):
+                seen += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+
+@slow
+def test_theta_is_in_no_packet_and_restarts_are_not_covered_without_authentication(tmp_path: Path) -> None:
+    """Without TLS, so that the packets can be read. The gradient is found in them, θ is not, in any width."""
+    made = Deployment(tmp_path, secure=False)
+    with made.federation:
+        made.federation.start_superlink()
+        tap = Tap(made.federation.port)
+        for number, user in enumerate(USERS):
+            made.place(user).mkdir()
+            np.save(made.place(user) / "y.npy", np.random.default_rng(number).normal(size=6))
+            made.federation.start_supernode(user, made.node_config(user), port=tap.port)
+        run = made.begin("packets", 2, min_online=1.0)
+        assert made.finish(run) == "finished:completed"
+    check(made, "packets", 2)
+    seen = bytes(tap.seen)
+    for user in USERS:
+        y = np.load(made.place(user) / "y.npy")
+        sent = -y * min(1.0, 1.0 / np.linalg.norm(y))
+        assert any(value.tobytes() in seen for value in sent), "the tap must see the gradient of round 1"
+        for save in Shelf(made.place(user) / "state", "packets", user).saves():
+            for width in (np.float64, np.float32):
+                assert not any(value.tobytes() in seen for value in save.vectors["theta"].astype(width)), user
+    statement = (made.server("packets") / "statement.txt").read_text()
+    assert "To each of the 3 enrolled nodes" in statement
+    assert "User-level privacy across restarts of a node is NOT claimed" in statement
+    assert "--enable-supernode-auth" in statement
