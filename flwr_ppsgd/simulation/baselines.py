@@ -14,7 +14,7 @@ from scipy import sparse
 from flwr_ppsgd.algorithm import Vector, clip_scales
 from flwr_ppsgd.datasets import minibatch_rows
 from flwr_ppsgd.models import Matrix, predict
-from flwr_ppsgd.simulation.cohort import Setting, check_alike, coins_of
+from flwr_ppsgd.simulation.cohort import Setting, State, check_alike, coins_of
 from flwr_ppsgd.simulation.measures import badness, measure_of, summary
 from flwr_ppsgd.simulation.population import Batch, Features, Population, Table
 
@@ -104,6 +104,15 @@ class LocalStepsEngine:
         with np.errstate(all="ignore"):
             found = self.population.by_user(self, len(self.settings))
         return {place: found[measure_of(found)][:, at] for at, place in enumerate(self.places)} if found else {}
+
+    def state(self) -> State:
+        counts = {"round": np.array(self.round), "places": np.array(self.places)}
+        return {**counts, "w": self._w, "visits": self._visits}
+
+    def restore(self, state: State) -> None:
+        self.drop(set(self.places).difference(state["places"].tolist()))
+        self.round = int(state["round"])
+        self._w[...], self._visits[...] = state["w"], state["visits"]
 
     def drop(self, gone: set[int]) -> None:
         kept = [at for at, place in enumerate(self.places) if place not in gone]

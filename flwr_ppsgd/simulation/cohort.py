@@ -11,7 +11,7 @@ float64. It sums in floating point, so what it adds is *simulation noise*: ε is
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -21,13 +21,14 @@ from flwr_ppsgd.algorithm import Release, Steps, Vector, clip_scales
 from flwr_ppsgd.models import predict
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.simulation.measures import measure_of
-from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population
+from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population, Scratch
 from flwr_ppsgd.simulation.thetas import Columns, Kind, cheapest, costs, kept_columns, subtract_product, thetas
 
 ROWS_AT_ONCE = 128  # at least so many samples go into one product
 NUMBERS_AT_ONCE = 1 << 18  # beyond that, so many that a part of the cohort stays in the cache
 FOLDED = 4  # so few settings take their noise one by one
 DIVERGED = 1e10  # a measure so many times its first value has left for infinity
+CHANGING = ("v", "noise", "v_sum", "noise_sum", "visits", "since")  # arrays that every round changes
 CANCELLED = 1e-6  # below this share of its bound, a squared norm from a Gram block has lost too many digits
 
 
@@ -80,6 +81,7 @@ class CohortEngine:
         shape = (population.features, (len(settings) - self._local) * outputs)
         self._v: Columns = np.zeros(shape, self.dtype)
         self._noise: Columns = np.zeros((population.features, outputs), self.dtype)  # Σ_t n_t
+        self._scratch = Scratch()
         self._folds = len(settings) - self._local <= FOLDED
         self._v_sum = np.zeros_like(self._v if average else self._v[:0])
         self._noise_sum = np.zeros_like(self._noise)
@@ -107,7 +109,7 @@ class CohortEngine:
             parts = self._parts(users)
             target = self._v if len(parts) == 1 else np.zeros_like(self._v)
             for part in parts:
-                self._step(self.population.batch(part, self._visits[part], self.dtype), target)
+                self._step(self.population.batch(part, self._visits[part], self.dtype, self._scratch), target)
             if len(parts) > 1:
                 self._v += target
         if self._noise_step.any():
@@ -248,6 +250,17 @@ class CohortEngine:
             found = self.population.by_user(self, len(self.settings))
         return {place: found[measure_of(found)][:, at] for at, place in enumerate(self.places)} if found else {}
 
+    def state(self) -> State:
+        arrays = {name: getattr(self, f"_{name}") for name in CHANGING}
+        return {**arrays, **self._thetas.state(), "round": np.array(self.round), "places": np.array(self.places)}
+
+    def restore(self, state: State) -> None:
+        self.drop(set(self.places).difference(state["places"].tolist()))
+        self.round = int(state["round"])
+        for name in CHANGING:
+            getattr(self, f"_{name}")[...] = state[name]
+        self._thetas.restore(state)
+
     def drop(self, gone: set[int]) -> None:
         """Stop training the settings at these places."""
         outputs = self.population.outputs
@@ -262,9 +275,17 @@ class CohortEngine:
         self._set(before)
 
 
-class Engine(Protocol):
-    """Many settings of one cohort, for any kind of model."""
+State: TypeAlias = Mapping[str, NDArray[Any]]
 
+
+class Engine(Protocol):
+    """Many settings of one cohort, for any kind of model.
+
+    ``state`` is all that training has changed; ``restore`` puts it into an engine that was made in the same way.
+    """
+
+    @property
+    def round(self) -> int: ...
     @property
     def places(self) -> list[int]: ...
     def advance(self) -> None: ...
@@ -272,6 +293,8 @@ class Engine(Protocol):
     def measures(self) -> dict[int, dict[str, float]]: ...
     def by_user(self) -> dict[int, Vector]: ...
     def drop(self, gone: set[int]) -> None: ...
+    def state(self) -> State: ...
+    def restore(self, state: State) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -283,15 +306,24 @@ class Report:
     diverged: frozenset[int] = frozenset()
 
 
-def train(engine: Engine, rounds: int, every: int, on_round: Callable[[int], None] | None = None) -> Iterator[Report]:
+def train(
+    engine: Engine,
+    rounds: int,
+    every: int,
+    on_round: Callable[[int], None] | None = None,
+    first: dict[int, float] | None = None,
+) -> Iterator[Report]:
     """Run the rounds; report before the first one, after every so many and after the last. ``every=0``: never.
 
-    A setting whose measures leave for infinity is reported as diverged and stopped, the others go on.
+    A setting whose measures leave for infinity is reported as diverged and stopped, the others go on. An engine that
+    has come to some round goes on from there: ``on_round`` hears of each round before its report. first: the first
+    error of each setting, by which divergence is told; filled here, and given again when training is resumed.
     """
-    first: dict[int, float] = {}
+    first = {} if first is None else first
     due = set(reported_rounds(rounds, every))
-    for round_ in range(rounds + 1):
-        if round_ and engine.places:
+    begun = engine.round
+    for round_ in range(begun, rounds + 1):
+        if round_ > begun and engine.places:
             engine.advance()
         if on_round:
             on_round(round_)

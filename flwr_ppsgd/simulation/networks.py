@@ -7,10 +7,11 @@ import numpy as np
 
 from flwr_ppsgd.algorithm import Vector, clip_scales, descend
 from flwr_ppsgd.models import Batches, Matrix, Rows, SplitModel
-from flwr_ppsgd.simulation.cohort import Setting, check_alike, coins_of
+from flwr_ppsgd.simulation.cohort import Setting, State, check_alike, coins_of
 from flwr_ppsgd.simulation.measures import measure_of, summary
 from flwr_ppsgd.simulation.population import Indices
 
+CHANGING = ("w", "thetas", "w_sum", "thetas_sum")  # of a training
 Groups: TypeAlias = list[tuple[Indices, tuple[Rows, Rows]]]
 
 
@@ -136,6 +137,23 @@ class NetworkEngine:
         """The main measure of each user who is measured, for every setting."""
         found = {place: self._by_user(place) for place in self.places}
         return {place: row[measure_of(row)] for place, row in found.items() if row}
+
+    def state(self) -> State:
+        arrays = {
+            f"{name}-{place}": getattr(training, name)
+            for place, training in self._trainings.items()
+            for name in CHANGING
+        }
+        counts = {"round": np.array(self.round), "places": np.array(self.places)}
+        return {**arrays, **counts, "visits": self._visits, "since": self._since}
+
+    def restore(self, state: State) -> None:
+        self.drop(set(self.places).difference(state["places"].tolist()))
+        self.round = int(state["round"])
+        self._visits[...], self._since[...] = state["visits"], state["since"]
+        for place, training in self._trainings.items():
+            for name in CHANGING:
+                setattr(training, name, state[f"{name}-{place}"])
 
     def drop(self, gone: set[int]) -> None:
         """Stop training the settings at these places."""

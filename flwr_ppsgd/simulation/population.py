@@ -58,6 +58,19 @@ class Batch:
         return np.asarray(np.matmul(self.x, self.x.transpose(0, 2, 1)))
 
 
+class Scratch:
+    """Memory for one batch at a time, used again for the next: fresh memory would cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._kept: dict[np.dtype[Any], NDArray[Any]] = {}
+
+    def __call__(self, rows: int, columns: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """rows × columns numbers; whatever was given before in this dtype is overwritten."""
+        if dtype not in self._kept or self._kept[dtype].size < rows * columns:
+            self._kept[dtype] = np.empty(rows * columns, dtype)
+        return self._kept[dtype][: rows * columns].reshape(rows, columns)
+
+
 class Fitted(Protocol):
     """The parameters of many settings side by side: one column for each (setting, output)."""
 
@@ -84,7 +97,9 @@ class Population(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any]) -> Batch: ...
+    def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any], scratch: Scratch | None = None) -> Batch:
+        """The minibatches of these visits; its x may stand in ``scratch`` where that is given."""
+        ...
 
     def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
         """Each measure of every setting: a mean over users, weighted by their number of examples."""
@@ -125,7 +140,6 @@ class Table:
         self.batch_size, self.seed, self.loss = batch_size, seed, loss
         self._test = None if test is None else (test[0], test[1], np.asarray(test[2], dtype=np.intp))
         self.task = task
-        self._buffers: dict[np.dtype[Any], NDArray[Any]] = {}
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -134,8 +148,7 @@ class Table:
         """All rows of one user."""
         return self.x[self.offsets[user] : self.offsets[user + 1]]
 
-    def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any]) -> Batch:
-        """x stands in memory that the next batch will use again."""
+    def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any], scratch: Scratch | None = None) -> Batch:
         sizes = self.sizes[users]
         counts = np.minimum(self.batch_size, sizes)
         longest = int(counts.max(initial=0))
@@ -144,28 +157,22 @@ class Table:
             own = minibatch_rows(self.seed, user, visit, size, self.batch_size)
             row[: len(own)] = own
         rows += self.offsets[users][:, None]
-        x, y = self._taken(rows.reshape(-1), dtype), self.y[rows].astype(dtype)
+        x, y = self._taken(rows.reshape(-1), dtype, scratch or Scratch()), self.y[rows].astype(dtype)
         if counts.min(initial=longest) < longest:
             missing = np.arange(longest) >= counts[:, None]
             x, y[missing] = _without(x, missing.reshape(-1)), 0.0
         return Batch(users, x if sparse.issparse(x) else x.reshape(*rows.shape, -1), y, counts, rows)
 
-    def _taken(self, rows: Indices, dtype: np.dtype[Any]) -> Features:
-        """Rows of x in this dtype. Fresh memory for each batch would cost more than the copy."""
+    def _taken(self, rows: Indices, dtype: np.dtype[Any], scratch: Scratch) -> Features:
+        """Rows of x in this dtype."""
         if isinstance(self.x, sparse.csr_array):
             return self.x[rows].astype(dtype)
-        taken = np.take(self.x, rows, axis=0, out=self._scratch(len(rows), self.x.dtype), mode="clip")
+        taken = np.take(self.x, rows, axis=0, out=scratch(len(rows), self.features, self.x.dtype), mode="clip")
         if taken.dtype == dtype:
             return taken
-        converted = self._scratch(len(rows), dtype)
+        converted = scratch(len(rows), self.features, dtype)
         np.copyto(converted, taken, casting="unsafe")
         return converted
-
-    def _scratch(self, rows: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        kept = self._buffers.get(dtype)
-        if kept is None or len(kept) < rows:
-            self._buffers[dtype] = kept = np.empty((rows, self.features), dtype)
-        return kept[:rows]
 
     def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
         """On the users' test rows: means over users, weighted by their training samples, and the spread over users."""
@@ -232,7 +239,13 @@ class Fresh:
     def __len__(self) -> int:
         return len(self.problem.optima)
 
-    def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any]) -> Batch:
+    def batch(
+        self,
+        users: Indices,
+        visits: Indices,
+        dtype: np.dtype[Any],
+        scratch: Scratch | None = None,  # noqa: ARG002
+    ) -> Batch:
         x, y = self.problem.batches(users, visits, self.batch_size)
         counts = np.full(len(users), self.batch_size)
         return Batch(users, x.astype(dtype, copy=False), y.astype(dtype, copy=False), counts)

@@ -7,6 +7,7 @@ the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i, n_i × columns, and 
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -52,6 +53,12 @@ class Thetas(Protocol):
         """Forget all other columns."""
         ...
 
+    def state(self) -> dict[str, NDArray[Any]]:
+        """All that steps have changed."""
+        ...
+
+    def restore(self, state: Mapping[str, NDArray[Any]]) -> None: ...
+
 
 class Direct:
     """θ_i itself: users × d × columns."""
@@ -93,6 +100,14 @@ class Direct:
     def keep(self, columns: Indices) -> None:
         self._theta = kept_columns(self._theta, columns)
         self._stood = None if self._stood is None else kept_columns(self._stood, columns)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        return {"thetas": self._theta} | ({} if self._stood is None else {"stood": self._stood})
+
+    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+        self._theta[...] = state["thetas"]
+        if self._stood is not None:
+            self._stood[...] = state["stood"]
 
 
 class Span:
@@ -173,6 +188,14 @@ class Span:
     def keep(self, columns: Indices) -> None:
         self._a = kept_columns(self._a, columns)
         self._stood = None if self._stood is None else kept_columns(self._stood, columns)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        return {"thetas": self._a} | ({} if self._stood is None else {"stood": self._stood})
+
+    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+        self._a[...] = state["thetas"]
+        if self._stood is not None:
+            self._stood[...] = state["stood"]
 
 
 @dataclass(frozen=True)
