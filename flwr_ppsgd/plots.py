@@ -17,6 +17,7 @@ from flwr_ppsgd.simulation.experiment import Outcome
 from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER, measure_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour blindness
+ZERO_OUT = "zero-out neighbours"
 STYLES = ("-", "--", "-.", ":")
 MEASURE_NAMES = {
     "excess_risk": "excess risk (mean over users)",
@@ -94,9 +95,9 @@ def audit_picture(found: Audit, path: Path) -> None:
     plt.close(figure)
 
 
-def epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:
+def epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]], kind: str = ZERO_OUT) -> None:
     """ε along the top, at rounds of which it is known."""
     top = axes.secondary_xaxis("top")
     shown = [rows[i] for i in sorted({round(k * (len(rows) - 1) / 6) for k in range(7)})]
     top.set_xticks([row["round"] for row in shown], [f"{row['epsilon']:.2g}" for row in shown])
-    top.set_xlabel("ε spent so far (zero-out neighbours)")
+    top.set_xlabel(f"ε spent so far ({kind})", fontsize=8 if kind != ZERO_OUT else None)

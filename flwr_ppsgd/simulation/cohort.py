@@ -21,7 +21,7 @@ from flwr_ppsgd.algorithm import Release, Steps, Vector, clip_scales
 from flwr_ppsgd.models import predict
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.simulation.measures import measure_of
-from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population
+from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population, drawn
 from flwr_ppsgd.simulation.thetas import Columns, Kind, cheapest, costs, kept_columns, subtract_product, thetas
 
 ROWS_AT_ONCE = 128  # at least so many samples go into one product
@@ -99,7 +99,7 @@ class CohortEngine:
         """One round of every setting."""
         self.round += 1
         uniforms = self._draw("cohort", self.round).uniforms(len(self.population))
-        users = self.cohort.members(uniforms)
+        users = drawn(self.cohort, uniforms, self._visits, self.population.most_visits)
         self._visits[users] += 1
         if self._average:
             self._count_standing(users)
