@@ -15,13 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from flwr_ppsgd.plots import COLOURS, MEASURE_NAMES, STYLES, epsilon_axis, log_scale, plain_numbers
+from flwr_ppsgd.plots import COLOURS, MEASURE_NAMES, STYLES, ZERO_OUT, epsilon_axis, log_scale, plain_numbers
 from flwr_ppsgd.simulation.baselines import BASELINES, FEDAVG, FINE_TUNED, PPSGD
 from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER, badness, measure_of
 from flwr_ppsgd.simulation.sweep import CAVEAT, Point, Row
 
 Key: TypeAlias = tuple[float, float | None]  # (αQ, z); z is None at α = 0
 Baselines: TypeAlias = dict[str, dict[float | None, list["Mean"]]]
+PAPERS = "as the paper counts it for cohorts of a fixed size, not a guarantee"
 BASELINE_STYLES: dict[str, dict[str, Any]] = {
     FINE_TUNED: {"color": "0.45", "ls": ":", "marker": "x"},
     FEDAVG: {"color": "0.45", "ls": "-.", "marker": "+"},
@@ -31,7 +32,11 @@ BASELINE_NAMES = {FINE_TUNED: "global, then fine-tuned", FEDAVG: "FedAvg, local 
 
 @dataclass(frozen=True)
 class Mean:
-    """A setting at one round: the mean of its measure over seeds. error: its standard error, None with one seed."""
+    """A setting at one round: the mean of its measure over seeds.
+
+    epsilon: the honest one, or where cohorts have a fixed size the one that the paper would print.
+    error: the standard error of the value, None with one seed.
+    """
 
     point: Point
     round: int
@@ -54,7 +59,7 @@ def means(rows: Iterable[Row], measure: str) -> list[Mean]:
         values = [row[measure] for row in group if measure in row and not row.get("diverged")]
         if len(values) == most[point]:
             error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-            spent = number(group[0]["epsilon"])
+            spent = number(group[0]["paper_epsilon" if "paper_epsilon" in group[0] else "epsilon"])
             result.append(Mean(point, round_, spent, statistics.fmean(values), len(values), error))
     return result
 
@@ -118,7 +123,9 @@ def styles(values: Sequence[float]) -> dict[float, dict[str, Any]]:
     return {a: drawn[a] for a in values}
 
 
-def figure_1(curves: Mapping[Key, Sequence[Mean]], baselines: Baselines, measure: str, path: Path) -> None:
+def figure_1(
+    curves: Mapping[Key, Sequence[Mean]], baselines: Baselines, measure: str, path: Path, kind: str = ZERO_OUT
+) -> None:
     """A panel for each noise level, a curve for each αQ with its best step at each round; ε along the top."""
     levels = noises(curves) or [0.0]
     wide = 2 if len(levels) == 4 else min(3, len(levels))
@@ -126,7 +133,7 @@ def figure_1(curves: Mapping[Key, Sequence[Mean]], baselines: Baselines, measure
     size = (7.2, 5.2) if wide == 1 else (4.6 * wide, 4.0 * tall + 0.8)
     figure, panels = plt.subplots(tall, wide, figsize=size, layout="constrained", squeeze=False, sharey=True)
     for panel, z in zip(panels.flat, levels, strict=False):
-        _panel(panel, {a: curves.get((a, z if a else None), ()) for a in alphas(curves)}, measure, z)
+        _panel(panel, {a: curves.get((a, z if a else None), ()) for a in alphas(curves)}, measure, z, kind)
         for method, own in baselines.items():
             later = [mean for mean in own.get(z, ()) if mean.round > 0]
             _line(panel, [mean.round for mean in later], later, BASELINE_NAMES[method], BASELINE_STYLES[method])
@@ -137,13 +144,13 @@ def figure_1(curves: Mapping[Key, Sequence[Mean]], baselines: Baselines, measure
     _finish(figure, panels.flat[0], path, "Best step at each round")
 
 
-def _panel(panel: Axes, curves: Mapping[float, Sequence[Mean]], measure: str, z: float) -> None:
+def _panel(panel: Axes, curves: Mapping[float, Sequence[Mean]], measure: str, z: float, kind: str) -> None:
     for a, look in styles(sorted(curves)).items():
         shown = [mean for mean in curves[a] if mean.round > 0]
         _line(panel, [mean.round for mean in shown], shown, name_of(a), look)
     panel.set(xlabel="round", title=f"noise multiplier z = {z:g}")
     priced = max(curves.values(), key=lambda means_: means_[-1].epsilon if means_ else -1.0)
-    epsilon_axis(panel, [{"round": mean.round, "epsilon": mean.epsilon} for mean in priced])
+    epsilon_axis(panel, [{"round": mean.round, "epsilon": mean.epsilon} for mean in priced], kind)
     if measure not in HIGHER_IS_BETTER:
         log_scale(panel)
     panel.grid(alpha=0.3, which="both", lw=0.5)
@@ -154,7 +161,7 @@ def _line(axes: Axes, x: Sequence[float], means_: Sequence[Mean], label: str, lo
     axes.plot(x, [mean.value for mean in means_], label=label, lw=1.8, ms=5, **look)
 
 
-def figure_2(every: Sequence[Mean], measure: str, path: Path) -> bool:
+def figure_2(every: Sequence[Mean], measure: str, path: Path, kind: str = ZERO_OUT) -> bool:
     """The measure against ε at the end of training: each αQ, and in bold the best of all; whether there was any ε."""
     ends = ending(every)
     curves = best_curves(ends, measure)
@@ -174,7 +181,7 @@ def figure_2(every: Sequence[Mean], measure: str, path: Path) -> bool:
     front = [m for z in levels if (m := best([mean for (a, n), (mean,) in curves.items() if n in (z, None)], measure))]
     at = [next(curves[a, z][0].epsilon for a in alphas(curves) if (a, z) in curves) for z in levels]
     axes.plot(at, [m.value for m in front], "o-", color="0.55", lw=7, ms=13, alpha=0.55, zorder=0, label="best over αQ")
-    axes.set(xlabel="ε at the end of training (zero-out neighbours)", ylabel=MEASURE_NAMES.get(measure, measure))
+    axes.set(xlabel=f"ε at the end of training ({kind})", ylabel=MEASURE_NAMES.get(measure, measure))
     axes.set_xscale("log")
     if measure not in HIGHER_IS_BETTER:
         log_scale(axes)
@@ -323,11 +330,14 @@ def draw_sweep(rows: Sequence[Row], directory: Path) -> tuple[str, list[Path]]:
         raise ValueError(f"{directory}: every setting diverged at once: use smaller steps")
     table = best_table(every, measure)
     written = [directory / "figure-1.png", directory / "best.csv"]
-    figure_1(best_curves(every, measure), baselines_of(every, measure), measure, written[0])
+    kind = PAPERS if any("paper_epsilon" in row for row in rows) else ZERO_OUT
+    figure_1(best_curves(every, measure), baselines_of(every, measure), measure, written[0], kind)
     write_csv(table, written[1])
-    if figure_2(every, measure, directory / "figure-2.png"):
+    if figure_2(every, measure, directory / "figure-2.png", kind):
         written.append(directory / "figure-2.png")
     text, spread = printed(table), spreads(rows, every, measure)
+    if kind == PAPERS:
+        text += f"\nEpsilon here is {PAPERS}: rows.jsonl has the honest one beside it."
     if spread:
         written.append(directory / "users.png")
         figure_users(spread, measure, written[-1])

@@ -18,6 +18,7 @@ from flwr_ppsgd.simulation.experiment import Outcome
 from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER, measure_of
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: safe for colour blindness
+ZERO_OUT = "zero-out neighbours"
 STYLES = ("-", "--", "-.", ":")
 MEASURE_NAMES = {
     "excess_risk": "excess risk (mean over users)",
@@ -104,13 +105,13 @@ def audit_picture(found: Audit, path: Path) -> None:
     plt.close(figure)
 
 
-def epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]]) -> None:
+def epsilon_axis(axes: Axes, rows: Sequence[Mapping[str, float]], kind: str = ZERO_OUT) -> None:
     """Whole rounds along the bottom; along the top ε, evenly spaced back from the last round of which it is known."""
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     top = axes.secondary_xaxis("top")
     shown = rows[:: -max(1, math.ceil((len(rows) - 1) / 6))]
     top.set_xticks([row["round"] for row in shown], [_short(row["epsilon"]) for row in shown])
-    top.set_xlabel("ε spent so far (zero-out neighbours)")
+    top.set_xlabel(f"ε spent so far ({kind})", fontsize=8 if kind != ZERO_OUT else None)
 
 
 def _short(epsilon: float) -> str:

@@ -16,7 +16,7 @@ from flwr_ppsgd.datasets import minibatch_rows
 from flwr_ppsgd.models import Matrix, predict
 from flwr_ppsgd.simulation.cohort import Setting, State, check_alike, coins_of
 from flwr_ppsgd.simulation.measures import badness, measure_of, summary
-from flwr_ppsgd.simulation.population import Batch, Features, Population, Table
+from flwr_ppsgd.simulation.population import Batch, Features, Population, Table, drawn
 
 PPSGD, FINE_TUNED, FEDAVG = "ppsgd", "fine-tuned", "fedavg"
 BASELINES = (FINE_TUNED, FEDAVG)
@@ -42,8 +42,9 @@ class LocalStepsEngine:
     def advance(self) -> None:
         """One round of every setting."""
         self.round += 1
-        release = self.settings[0].release
-        users = release.cohort.members(self._draw("cohort", self.round).uniforms(len(self.population)))
+        uniforms = self._draw("cohort", self.round).uniforms(len(self.population))
+        rounds, most = self._visits // self._count, self.population.most_visits
+        users = drawn(self.settings[0].release.cohort, uniforms, rounds, most)
         visits = self._visits[users][:, None] + 1 + np.arange(self._count)
         self._visits[users] += self._count
         normals = self._draw("noise", self.round).normals(self._w[:, 0].size).reshape(self._w[:, 0].shape)

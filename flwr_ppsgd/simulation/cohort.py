@@ -21,7 +21,7 @@ from flwr_ppsgd.algorithm import Release, Steps, Vector, clip_scales
 from flwr_ppsgd.models import predict
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.simulation.measures import measure_of
-from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population, Scratch
+from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population, Scratch, drawn
 from flwr_ppsgd.simulation.thetas import Columns, Kind, cheapest, costs, kept_columns, subtract_product, thetas
 
 ROWS_AT_ONCE = 128  # at least so many samples go into one product
@@ -30,6 +30,9 @@ FOLDED = 4  # so few settings take their noise one by one
 DIVERGED = 1e10  # a measure so many times its first value has left for infinity
 CHANGING = ("v", "noise", "v_sum", "noise_sum", "visits", "since")  # arrays that every round changes
 CANCELLED = 1e-6  # below this share of its bound, a squared norm from a Gram block has lost too many digits
+
+
+State: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class CohortEngine:
         """One round of every setting."""
         self.round += 1
         uniforms = self._draw("cohort", self.round).uniforms(len(self.population))
-        users = self.cohort.members(uniforms)
+        users = drawn(self.cohort, uniforms, self._visits, self.population.most_visits)
         self._visits[users] += 1
         if self._average:
             self._count_standing(users)
@@ -273,9 +276,6 @@ class CohortEngine:
         before = dict(zip(self.places, self.settings, strict=True))
         self.places = [self.places[at] for at in kept]
         self._set(before)
-
-
-State: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class Engine(Protocol):

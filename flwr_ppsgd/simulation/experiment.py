@@ -47,6 +47,10 @@ THEORY_ASSUMES = (
     "a convex additive model, samples that are fresh in every round, a clip norm that clips nothing, features within "
     "three standard deviations, and the average over rounds as the result"
 )
+EXHAUSTED = (
+    "Users who have used up their samples drop out of the draw, as in the paper's experiments: simulation only, since "
+    "who is left depends on how many samples users have, and no epsilon covers that."
+)
 OWN_DATA, OWN_DATA_SWEEP = "own-data.toml", "own-data-sweep.toml"
 SHIPPED = importlib.resources.files("flwr_ppsgd.experiments")
 
@@ -58,6 +62,7 @@ class Experiment(Settings, Problem):
     passes: over everyone's samples, in place of ``rounds``. cohort_mean: users of a round on average, in place of
     ``rate``. evaluations: so many, in place of ``evaluate_every``. Each stands beside what it comes to.
     precision: of the cohort engine, float64 or float32.
+    drop_exhausted: a user who has drawn all samples ``passes`` times drops out, as in the paper's experiments.
     baselines: of a sweep, "fine-tuned" (θ trained on top of the final w of global learning, ``fine_tune_passes`` over
     the user's own samples, with the best of ``fine_tune_steps``) and "fedavg" (``local_steps`` a round); by commas.
     """
@@ -66,6 +71,7 @@ class Experiment(Settings, Problem):
     cohort_mean: float | None = None
     evaluations: float | None = None
     precision: str = "float64"
+    drop_exhausted: bool = False
     baselines: str = ""
     fine_tune_passes: float = 5.0
     fine_tune_steps: str = ""
@@ -81,6 +87,8 @@ class Experiment(Settings, Problem):
         if self.precision not in ("float64", "float32"):
             raise ValueError(f"precision must be 'float64' or 'float32', got {self.precision!r}")
 
+        if self.drop_exhausted and self.passes is None:
+            raise ValueError("drop_exhausted needs passes: after so many over the own samples a user drops out")
         self._check_baselines()
 
     def methods(self) -> list[str]:
@@ -107,6 +115,10 @@ class Experiment(Settings, Problem):
                 raise ValueError(f"{where}: {key} is a list: that is for ppsgd sweep, give one value here")
         return super().read(resolved(flat, where), where)
 
+    def dropped_after(self) -> float | None:
+        """So many passes a user drops out; None: never."""
+        return self.passes if self.drop_exhausted else None
+
     def describe(self) -> str:
         """What the data are, and what was taken from them, in lines to print."""
         if self.data == SYNTHETIC:
@@ -116,6 +128,8 @@ class Experiment(Settings, Problem):
         if self.passes is not None:
             known = ROUNDS_ARE_PUBLIC.format(int(data.train_sizes.sum()))
             lines.append(f"{self.passes:g} passes are {self.rounds:,} rounds: {known}")
+        if self.drop_exhausted:
+            lines.append(EXHAUSTED)
         return "\n".join(lines)
 
     def theory_alpha_q(self) -> float:
@@ -206,7 +220,7 @@ def _problem(users: int, features: int, seed: int) -> Synthetic:
 def population_of(experiment: Experiment) -> Population:
     """Everyone's data, for the cohort engine of linear models."""
     if experiment.data != SYNTHETIC:
-        return tables.table(experiment.problem(), experiment.precision)
+        return tables.table(experiment.problem(), experiment.precision, experiment.dropped_after())
     problem = _problem(experiment.population, experiment.features, experiment.data_seed)
     return Fresh(problem, experiment.batch_size)
 
@@ -214,7 +228,13 @@ def population_of(experiment: Experiment) -> Population:
 def engine_of(experiment: Experiment, settings: Sequence[Setting], seed: int | None, rounds: int) -> Engine:
     """The cohort engine for the experiment's model."""
     if experiment.model == "cnn":
-        return tables.network_engine(experiment.problem(), settings, seed=seed, average=experiment.average)
+        return tables.network_engine(
+            experiment.problem(),
+            settings,
+            seed=seed,
+            average=experiment.average,
+            dropped_after=experiment.dropped_after(),
+        )
     return CohortEngine(
         population_of(experiment), settings, seed=seed, rounds=rounds, average=experiment.average,
         dtype=experiment.precision,
@@ -246,6 +266,8 @@ def run(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
 
 def run_on(grid: Grid, experiment: Experiment, on_round: Watch | None = None) -> Outcome:
     """Train on any grid. Ctrl-C ends the run early; ε is then still that of the planned rounds."""
+    if experiment.drop_exhausted:
+        raise ValueError("drop-exhausted is simulation only: use --engine cohort, or leave it out")
     strategy = PPSGD.from_config(experiment.to_flat())
     latest = Result(arrays=initial_arrays(experiment))
     ledgers: dict[int, Ledger] = {}
@@ -317,6 +339,7 @@ class Simulated:
     """What a run on the cohort engine would have released, and what that would have cost; it guarantees nothing."""
 
     def __init__(self, experiment: Experiment) -> None:
+        self.terms = [EXHAUSTED] if experiment.drop_exhausted else []
         self.curator = Curator(
             experiment.release(), experiment.steps(), delta=experiment.delta,
             max_epsilon=experiment.arguments()["max_epsilon"], insecure_seed=experiment.insecure_seed,
@@ -343,7 +366,9 @@ class Simulated:
     def privacy_statement(self) -> str:
         _, *terms = statement.in_words(self.curator).splitlines()
         ledger = statement.charged(self.curator)
-        return "\n".join([f"{NO_GUARANTEE} A deployment would cost epsilon = {ledger.epsilon():.3g}.", *terms])
+        return "\n".join(
+            [f"{NO_GUARANTEE} A deployment would cost epsilon = {ledger.epsilon():.3g}.", *self.terms, *terms]
+        )
 
     def privacy_data(self) -> dict[str, object]:
         data = statement.as_data(self.curator)

@@ -9,7 +9,7 @@ from flwr_ppsgd.algorithm import Vector, clip_scales, descend
 from flwr_ppsgd.models import Batches, Matrix, Rows, SplitModel
 from flwr_ppsgd.simulation.cohort import Setting, State, check_alike, coins_of
 from flwr_ppsgd.simulation.measures import measure_of, summary
-from flwr_ppsgd.simulation.population import Indices
+from flwr_ppsgd.simulation.population import Indices, drawn
 
 CHANGING = ("w", "thetas", "w_sum", "thetas_sum")  # of a training
 Groups: TypeAlias = list[tuple[Indices, tuple[Rows, Rows]]]
@@ -29,6 +29,7 @@ class NetworkEngine:
     """``SplitModel`` or ``AdditiveHead`` for all users and several settings, one round at a time.
 
     batches: every user's training minibatches, by visit. tests: every user's (x, y) to measure on, where there are any.
+    most_visits: as of ``Table``.
     settings, seed, average: as of ``CohortEngine``. w and θ are float64, as on every engine; the network computes in
     its own precision.
     """
@@ -42,9 +43,10 @@ class NetworkEngine:
         seed: int | None,
         average: bool = False,
         tests: Sequence[tuple[Rows, Rows]] = (),
+        most_visits: Indices | None = None,
     ) -> None:
         check_alike(len(batches), settings)
-        self._model, self._batches, self._tests = model, batches, tests
+        self._model, self._batches, self._tests, self._most_visits = model, batches, tests, most_visits
         self._draw, self._average, self.round = coins_of(seed), average, 0
         self._visits = np.zeros(len(batches), dtype=np.intp)
         self._since = np.zeros(len(batches), dtype=np.intp)
@@ -63,7 +65,7 @@ class NetworkEngine:
         self.round += 1
         release = next(iter(self._trainings.values())).setting.release
         uniforms = self._draw("cohort", self.round).uniforms(len(self._batches))
-        users = release.cohort.members(uniforms)
+        users = drawn(release.cohort, uniforms, self._visits, self._most_visits)
         self._visits[users] += 1
         self._stand(users, self.round)
         groups = self._minibatches(users)

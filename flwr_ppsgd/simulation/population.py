@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 
-from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.algorithm import Cohort, Vector
 from flwr_ppsgd.data.learners import user_measures
 from flwr_ppsgd.data.per_user import Task
 from flwr_ppsgd.datasets import Synthetic, minibatch_rows
@@ -71,6 +71,18 @@ class Scratch:
         return self._kept[dtype][: rows * columns].reshape(rows, columns)
 
 
+def drawn(cohort: Cohort, uniforms: Vector, visits: Indices, most_visits: Indices | None) -> Indices:
+    """The members of a cohort. A user who has used up the visits drops out, and others take the place.
+
+    Who is left tells how many samples users have: simulation only, as in the paper's experiments.
+    """
+    if most_visits is None:
+        return cohort.members(uniforms)
+    left = visits < most_visits
+    chosen = cohort.members(np.where(left, uniforms, np.inf))
+    return chosen[left[chosen]]
+
+
 class Fitted(Protocol):
     """The parameters of many settings side by side: one column for each (setting, output)."""
 
@@ -94,6 +106,7 @@ class Population(Protocol):
     outputs: int
     batch_size: int
     loss: Loss
+    most_visits: Indices | None
 
     def __len__(self) -> int: ...
 
@@ -115,7 +128,8 @@ class Table:
 
     x: rows × d, an array or a sparse matrix. y: rows × K, real targets or one-hot rows. users: N + 1 offsets, user i
     has the rows users[i] … users[i+1]−1. test: the same three of the rows on which users measure. task: decides what
-    they measure; where it is not given, classes if there is more than one output.
+    they measure; where it is not given, classes if there is more than one output. most_visits: after so many a user
+    drops out; None: never.
     """
 
     def __init__(
@@ -129,6 +143,7 @@ class Table:
         loss: Loss = "squared",
         test: tuple[Features, NDArray[Any], ArrayLike] | None = None,
         task: Task | None = None,
+        most_visits: Indices | None = None,
     ) -> None:
         self.x = sparse.csr_array(x) if sparse.issparse(x) else x
         self.y = y.reshape(len(y), -1)
@@ -139,7 +154,7 @@ class Table:
         self.features, self.outputs = int(self.x.shape[1]), int(self.y.shape[1])
         self.batch_size, self.seed, self.loss = batch_size, seed, loss
         self._test = None if test is None else (test[0], test[1], np.asarray(test[2], dtype=np.intp))
-        self.task = task
+        self.task, self.most_visits = task, most_visits
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -231,6 +246,7 @@ class Fresh:
 
     outputs = 1
     loss: Loss = "squared"
+    most_visits: Indices | None = None
 
     def __init__(self, problem: Synthetic, batch_size: int) -> None:
         self.problem, self.batch_size = problem, batch_size

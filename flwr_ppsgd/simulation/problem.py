@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self, get_args, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_ppsgd.data import Columns, PerUser, Split, load, public_statistics
 from flwr_ppsgd.data.emnist import HUB
@@ -82,9 +83,11 @@ class Problem:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, filter(None, allowed)))}, got {word!r}")
         for name, least in (("users", 1), ("min_train", 1), ("features", 5), ("batch_size", 1)):
             if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}: raise it")
+                raise ValueError(f"{key_of(name)} must be at least {least}, got {value}: raise it")
         if self.model == "cnn" and (self.loss, self.target_shift) != ("squared", 0.0):
-            raise ValueError("the cnn has a loss of its own, with targets shifted by .1: leave out loss, target_shift")
+            raise ValueError(
+                "the cnn has a loss of its own, with targets shifted by .1: leave out loss and target-shift"
+            )
 
     @property
     def _columns(self) -> Columns | None:
@@ -203,11 +206,24 @@ def _put(flat: dict[str, Any], key: str, derive: Callable[[float], float]) -> di
     return {**flat, other: value}
 
 
+def visits_in(problem: Problem, passes: float | None) -> NDArray[np.intp] | None:
+    """How often each user draws a whole minibatch in so many passes; what is left over is never used."""
+    if passes is None:
+        return None
+    sizes = problem.per_user().train_sizes
+    return np.asarray(np.maximum(1, passes * sizes // np.minimum(sizes, problem.batch_size)), dtype=np.intp)
+
+
 def rounds_of(flat: Mapping[str, Any], passes: float) -> int:
     """So many rounds that users draw each of their samples ``passes`` times, on average."""
     if flat.get("data", SYNTHETIC) == SYNTHETIC:
         raise ValueError("passes is for data with finitely many samples: give rounds")
-    sizes = Problem.of(_typed(flat)).per_user().train_sizes
-    rate = flat["rate"] if "rate" in flat else flat["cohort-size"] / flat["population"]
+    problem = Problem.of(_typed(flat))
+    sizes = problem.per_user().train_sizes
+    rate = float(flat["rate"] if "rate" in flat else flat["cohort-size"] / flat["population"])
+    if flat.get("drop-exhausted"):
+        visits = visits_in(problem, passes)
+        assert visits is not None
+        return math.ceil(float(visits.sum()) / (rate * len(sizes)))
     drawn = rate * np.minimum(sizes, flat.get("batch-size", BATCH_SIZE)).sum()
     return max(1, round(passes * float(sizes.sum() / drawn)))

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.algorithm import FixedSize, Vector
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.settings import field_of, override
 from flwr_ppsgd.simulation.baselines import FEDAVG, FINE_TUNED, PPSGD, LocalStepsEngine, fine_tune
@@ -293,6 +293,7 @@ class Epsilons:
     def __init__(self, base: Experiment) -> None:
         self._base = base
         self._known: dict[tuple[float, int], float] = {}
+        self._papers: dict[tuple[float, int], float] = {}
 
     def __call__(self, point: Point, round_: int) -> float:
         """Under zero-out neighbours; 0 where nothing was released."""
@@ -306,9 +307,26 @@ class Epsilons:
                 self._known[key] = min(ledger.epsilon(), ledger.quick_epsilon())
         return self._known[key]
 
+    def paper(self, point: Point, round_: int) -> Row:
+        """What the paper would print for cohorts of a fixed size, as if they were drawn by coins: not a guarantee."""
+        if not isinstance(self._base.cohort(), FixedSize):
+            return {}
+        if point.noise_multiplier is None or not round_:
+            return {"paper_epsilon": 0.0}
+        key = (point.noise_multiplier, round_)
+        if key not in self._papers:
+            release = replace(self._base, noise_multiplier=point.noise_multiplier).release()
+            self._papers[key] = Ledger(self._base.delta).record(release, round_).paper_epsilon()
+        return {"paper_epsilon": json_number(self._papers[key])}
+
 
 def with_epsilon(rows: Sequence[Row], epsilons: Epsilons) -> list[Row]:
-    return [{**row, "epsilon": json_number(epsilons(Point.of(row), row["round"]))} for row in rows]
+    """Each row with its ε, and with the paper's where that is another."""
+    points = [(row, Point.of(row), row["round"]) for row in rows]
+    return [
+        {**row, "epsilon": json_number(epsilons(point, round_)), **epsilons.paper(point, round_)}
+        for row, point, round_ in points
+    ]
 
 
 def is_last(row: Mapping[str, Any], rounds: int) -> bool:

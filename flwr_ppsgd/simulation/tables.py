@@ -16,7 +16,7 @@ from flwr_ppsgd.models import AdditiveHead, Loss
 from flwr_ppsgd.simulation.cohort import Setting
 from flwr_ppsgd.simulation.networks import NetworkEngine
 from flwr_ppsgd.simulation.population import Table
-from flwr_ppsgd.simulation.problem import Problem
+from flwr_ppsgd.simulation.problem import Problem, visits_in
 
 PIXELS = 28 * 28
 
@@ -46,14 +46,15 @@ def loss_of(problem: Problem) -> Loss:
 
 
 @functools.lru_cache(maxsize=1)
-def table(problem: Problem, dtype: DTypeLike) -> Table:
-    """Everyone's rows, for the cohort engine of linear models."""
+def table(problem: Problem, dtype: DTypeLike, dropped_after: float | None = None) -> Table:
+    """Everyone's rows, for the cohort engine of linear models. dropped_after: so many passes a user drops out."""
     data = problem.per_user()
     check_loss(data, loss_of(problem), problem.target_shift)
     train, test = (data.part(test=test, shift=problem.target_shift, dtype=dtype) for test in (False, True))
     return Table(
-        *train, batch_size=problem.batch_size, seed=problem.data_seed, loss=loss_of(problem), test=test, task=data.task
-    )
+        *train, batch_size=problem.batch_size, seed=problem.data_seed, loss=loss_of(problem), test=test,
+        task=data.task, most_visits=visits_in(problem, dropped_after),
+    )  # fmt: skip
 
 
 def network(problem: Problem) -> AdditiveHead:
@@ -75,13 +76,18 @@ def _images(data: PerUser) -> PerUser:
     return data
 
 
-def network_engine(problem: Problem, settings: Sequence[Setting], *, seed: int | None, average: bool) -> NetworkEngine:
+def network_engine(
+    problem: Problem, settings: Sequence[Setting], *, seed: int | None, average: bool, dropped_after: float | None
+) -> NetworkEngine:
     """Everyone's minibatches and test parts, for the cohort engine of networks."""
     data, size = problem.per_user(), problem.batch_size
     batches = [NetworkBatches(data, user, size, seed=problem.data_seed, shift=0.0) for user in range(len(data))]
     rows = [data.rows(user, test=True) for user in range(len(data))]
     tests: list[Any] = [(data.matrix(own), network_targets(data, own)) for own in rows]
-    return NetworkEngine(network(problem), batches, settings, seed=seed, average=average, tests=tests)
+    return NetworkEngine(
+        network(problem), batches, settings, seed=seed, average=average, tests=tests,
+        most_visits=visits_in(problem, dropped_after),
+    )  # fmt: skip
 
 
 def network_bytes(problem: Problem, settings: int) -> int:
