@@ -1,5 +1,6 @@
 """Grids, blocks, the store and the workers of a sweep: the same rows whatever happens on the way."""
 
+import functools
 import json
 import math
 import multiprocessing
@@ -70,11 +71,13 @@ def in_this_process(
     jobs: int,  # noqa: ARG001
     progress: Any,
     idle: Any,
-) -> Iterator[list[Row]]:
+    *,
+    directory: Path,
+) -> Iterator[tuple[int, list[Row]]]:
     """The workers without processes, which take seconds to start."""
     for number, block in enumerate(blocks):
         idle()
-        yield run_block(flat, block, lambda round_, best, number=number: progress(number, round_, best))  # type: ignore[misc]
+        yield number, run_block(flat, block, functools.partial(progress, number), directory)
 
 
 @pytest.fixture
@@ -295,7 +298,7 @@ def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_a_sweep_that_is_killed_goes_on_where_it_was(
     tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from flwr_ppsgd.simulation.cohort import Engine, Report, Setting, bytes_for, tra
 from flwr_ppsgd.simulation.experiment import OWN_DATA_SWEEP, Experiment, engine_of, population_of, read_toml
 from flwr_ppsgd.simulation.measures import badness, measure_of
 from flwr_ppsgd.simulation.population import Table
+from flwr_ppsgd.simulation.snapshot import Snapshot
 from flwr_ppsgd.simulation.tables import network_bytes
 from flwr_ppsgd.statement import json_number
 
@@ -209,25 +210,39 @@ def setting_of(base: Experiment, point: Point) -> Setting:
 
 
 def run_block(
-    flat: Mapping[str, Any], points: Sequence[Point], on_report: Callable[[int, Best | None], None] | None = None
+    flat: Mapping[str, Any],
+    points: Sequence[Point],
+    on_report: Callable[[int, Best | None], None] | None = None,
+    directory: Path | None = None,
 ) -> list[Row]:
-    """The rows of one block, without ε. ``on_report`` hears the round and the best measure at its last report."""
+    """The rows of one block, without ε. ``on_report`` hears the round and the best measure at its last report.
+
+    directory: where the block is saved from time to time, and where one that was killed is taken up.
+    """
     base = Experiment.read(flat, where="sweep")
     settings, method = [setting_of(base, point) for point in points], points[0].method
     engine = _engine(base, settings, points[0])
-    keys, rows = [point.key() for point in points], []
+    keys = keys_of(points)
+    snapshot = None if directory is None else Snapshot(directory, keys)
+    rows, first = snapshot.resume(engine) if snapshot else ([], {})
     best: Best | None = None
 
     def tell(round_: int) -> None:
+        if snapshot:
+            snapshot.save_when_due(engine, rows, first)
         if on_report:
             on_report(round_, best)
 
     every = base.rounds if method == FINE_TUNED else base.evaluate_every
-    for report in train(engine, base.rounds, every, tell):
+    for report in train(engine, base.rounds, every, tell, first):
         found = _tuned(base, engine, report) if method == FINE_TUNED else _measured(base, engine, report)
         rows += [{**keys[place], "round": report.round, **row} for place, row in found]
         best = best_of(report) or best
     return rows
+
+
+def keys_of(points: Sequence[Point]) -> list[dict[str, Any]]:
+    return [point.key() for point in points]
 
 
 def _engine(base: Experiment, settings: Sequence[Setting], point: Point) -> Engine:

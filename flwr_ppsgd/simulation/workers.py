@@ -16,8 +16,20 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
 from flwr_ppsgd.simulation.cohort import reported_rounds
+from flwr_ppsgd.simulation.snapshot import Snapshot, clear
 from flwr_ppsgd.simulation.store import opened
-from flwr_ppsgd.simulation.sweep import Best, Epsilons, Plan, Point, Row, Sweep, plan, run_block, with_epsilon
+from flwr_ppsgd.simulation.sweep import (
+    Best,
+    Epsilons,
+    Plan,
+    Point,
+    Row,
+    Sweep,
+    keys_of,
+    plan,
+    run_block,
+    with_epsilon,
+)
 
 Block: TypeAlias = Sequence[Point]
 Link: TypeAlias = "Connection[Any, Any]"
@@ -38,9 +50,9 @@ class Idle(Protocol):
 
 
 def on_this_machine(
-    flat: Mapping[str, Any], blocks: Sequence[Block], jobs: int, progress: Progress, idle: Idle
-) -> Generator[list[Row]]:
-    """The rows of each block, as blocks finish."""
+    flat: Mapping[str, Any], blocks: Sequence[Block], jobs: int, progress: Progress, idle: Idle, *, directory: Path
+) -> Generator[tuple[int, list[Row]]]:
+    """(block, its rows), as blocks finish; those under way are saved in ``directory`` from time to time."""
     waiting = list(enumerate(blocks))[::-1]
     processes: dict[Link, Any] = {}
     busy: dict[Link, int] = {}
@@ -48,7 +60,7 @@ def on_this_machine(
         try:
             while waiting or busy:
                 if waiting and len(processes) < min(jobs, len(blocks)):
-                    link, processes[link] = _start(flat)
+                    link, processes[link] = _start(flat, directory)
                     _give(link, waiting, busy)
                     continue
                 more = idle()
@@ -56,9 +68,9 @@ def on_this_machine(
                     link = cast(Link, ready)
                     rows = _hear(link, busy[link], processes[link], progress)
                     if rows is not None:
-                        del busy[link]
+                        block = busy.pop(link)
                         _give(link, waiting, busy)
-                        yield rows
+                        yield block, rows
         finally:
             for link, process in processes.items():
                 process.terminate()
@@ -92,16 +104,16 @@ def _hear(link: Link, block: int, process: Any, progress: Progress) -> list[Row]
     return rows
 
 
-def _start(flat: Mapping[str, Any]) -> tuple[Link, Any]:
+def _start(flat: Mapping[str, Any], directory: Path) -> tuple[Link, Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, dict(flat)), daemon=True)
+    process = context.Process(target=_work, args=(theirs, dict(flat), directory), daemon=True)
     process.start()
     theirs.close()
     return ours, process
 
 
-def _work(link: Link, flat: Mapping[str, Any]) -> None:
+def _work(link: Link, flat: Mapping[str, Any], directory: Path) -> None:
     """In the worker. Ctrl-C is for the parent to handle; a parent that has died breaks the pipe, which ends this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -115,7 +127,7 @@ def _work(link: Link, flat: Mapping[str, Any]) -> None:
 
     try:
         while True:
-            link.send(("rows", run_block(flat, link.recv(), tell)))
+            link.send(("rows", run_block(flat, link.recv(), tell, directory)))
     except (EOFError, ConnectionError):
         return
     except Exception as error:
@@ -136,7 +148,7 @@ def _one_thread() -> Iterator[None]:
 
 def on_ray(
     address: str, flat: Mapping[str, Any], blocks: Sequence[Block], progress: Progress, idle: Idle
-) -> Generator[list[Row]]:
+) -> Generator[tuple[int, list[Row]]]:
     """The same on an existing Ray cluster, one core a block; ``local`` starts one on this machine."""
     try:
         ray: Any = importlib.import_module("ray")
@@ -156,8 +168,9 @@ def on_ray(
             done, _ = ray.wait(list(busy), timeout=0 if more else None)
             for reference in done:
                 rows: list[Row] = ray.get(reference)
-                progress(busy.pop(reference), max(row["round"] for row in rows), None)
-                yield rows
+                block = busy.pop(reference)
+                progress(block, max(row["round"] for row in rows), None)
+                yield block, rows
     finally:
         ray.shutdown()
 
@@ -173,21 +186,23 @@ class Watch(Protocol):
 def run_sweep(
     sweep: Sweep, out: Path, watch: Watch, *, memory: int | None = None, jobs: int | None = None, ray: str | None = None
 ) -> int:
-    """Run what is missing in ``out``; the number of settings that were. Ctrl-C loses only the blocks under way."""
+    """Run what is missing in ``out``; the number of settings that were. A kill loses less than a minute of work."""
     proposed = plan(sweep, memory or free_memory() // 2, jobs or os.cpu_count() or 1)
     with opened(out, sweep) as store:
         chosen = store.plan(proposed)
         missing = store.missing(chosen.blocks)
+        clear(out, map(keys_of, missing))
         watch.begin(chosen, missing)
         epsilons = Epsilons(sweep.base)
         flat, idle = sweep.base.to_flat(), _pricing(sweep, missing, epsilons)
         if ray:
             finished = on_ray(ray, flat, missing, watch.show, idle)
         else:
-            finished = on_this_machine(flat, missing, chosen.jobs, watch.show, idle)
+            finished = on_this_machine(flat, missing, chosen.jobs, watch.show, idle, directory=out)
         with closing(finished):
-            for rows in finished:
+            for block, rows in finished:
                 store.append(with_epsilon(rows, epsilons))
+                Snapshot(out, keys_of(missing[block])).remove()
     return sum(map(len, missing))
 
 
