@@ -264,3 +264,70 @@ def test_a_bad_sweep_is_one_line_and_nothing_is_written(
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_a_plot_of_what_is_no_sweep_is_refused(ppsgd: Command, name: str) -> None:
     check_refusal(ppsgd("plot", name), "config.toml", "give the --out directory of a sweep")
+
+
+ROWS = ["reader,age,hours,score,when", *(f"r{u},{u % 3},{h},{u + 2 * h + 0.5},{h}" for u in range(4) for h in range(6))]
+DATA = ("--data", "rows.csv", "--user", "reader", "--target", "score", "--features", "age,hours")
+QUICK = ("--rounds", "2", "--set", "rate=1.0", "--set", "step=.01", "--set", "evaluate-every=2")
+
+
+def test_the_experiments_that_ship_are_listed(ppsgd: Command) -> None:
+    for command in ("run", "sweep"):
+        ended = ppsgd(command, "--list")
+        assert ended.status == 0
+        assert "figure-1c-quick Figure 1c, a quick look" in ended.out
+
+
+@pytest.mark.parametrize("engine", ["process", "cohort"])
+def test_data_of_ones_own_are_described_and_trained_on(ppsgd: Command, engine: str) -> None:
+    Path("rows.csv").write_text("\n".join(ROWS))
+    ended = ppsgd("run", *DATA, *QUICK, "--time", "when", "--test-fraction", ".34", "--engine", engine, "--out", "out")
+    assert (ended.status, ended.err) == (0, "")
+    assert "4 users, 16 training rows (4 to 4 each), 8 test rows, 3 features, regression with 1 output(s)" in ended.out
+    assert "detected from 'score': regression" in ended.out
+    assert "fewer than 10 training rows, so smaller minibatches: 4 users" in ended.out
+    assert "rmse" in json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
+
+
+BAD_ROWS = [
+    ({}, ("--user", "readr"), "no column 'readr' among reader, age, hours, score, when: did you mean 'reader'?"),
+    ({2: "r0,0,nan,1.5,0"}, (), "column 'hours' is not a finite number in line 3"),
+    ({2: ",0,1,1.5,0"}, (), "column 'reader' is empty in line 3"),
+    ({2: "r0,0,1,,0"}, (), "column 'score' is not a finite number in line 3"),
+    ({}, ("--task", "classification"), "column 'score' does not hold class numbers: use --task regression"),
+    ({}, ("--set", "population=100"), "population is 100 and"),
+    ({}, ("--set", "standardise=public.csv"), "public.csv"),
+    ({}, ("--data", "flwrlabs"), "flwrlabs"),
+]
+
+
+@pytest.mark.parametrize(("lines", "options", "message"), BAD_ROWS)
+def test_bad_rows_are_one_line_that_says_where(
+    ppsgd: Command, lines: dict[int, str], options: tuple[str, ...], message: str
+) -> None:
+    Path("rows.csv").write_text("\n".join(lines.get(number, row) for number, row in enumerate(ROWS)))
+    ended = ppsgd("run", *DATA, *options, *QUICK, "--out", "out")
+    assert (ended.status, ended.err.count("\n")) == (2, 1)
+    assert message in ended.err
+    assert not Path("out").exists()
+
+
+def test_stars_are_amounts_if_one_says_so(ppsgd: Command) -> None:
+    """Whole numbers from 1 to 5 look like classes that do not start at 0: the line says which option to use."""
+    stars = ["user,x,stars", *(f"{u},{h},{1 + (u + h) % 5}" for u in range(4) for h in range(6))]
+    Path("stars.csv").write_text("\n".join(stars))
+    common = ("run", "--data", "stars.csv", "--target", "stars", *QUICK, "--out", "out")
+    ended = ppsgd(*common)
+    assert ended.status == 2
+    assert "must start at 0 and the least is 1, in line" in ended.err
+    assert "use --task regression if they are amounts" in ended.err
+    assert ppsgd(*common, "--task", "regression", "--set", "target-shift=3.0").status == 0
+
+
+def test_a_list_of_steps_may_be_written_as_a_person_would() -> None:
+    assert cli._overrides(["step=[.1,.25]", "alpha-q=inf", "data=a.b.npz", "rate=.5"]) == {
+        "step": [0.1, 0.25],
+        "alpha-q": float("inf"),
+        "data": "a.b.npz",
+        "rate": 0.5,
+    }

@@ -5,10 +5,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from flwr_ppsgd.figures import best_curves, best_table, draw_sweep, means, printed, styles
+from flwr_ppsgd.figures import best_curves, best_table, draw_sweep, means, printed, spreads, styles
 from flwr_ppsgd.simulation.sweep import CAVEAT, Row
 
 
@@ -106,3 +107,52 @@ def test_no_two_curves_look_alike() -> None:
     looks = {tuple(sorted((k, str(v)) for k, v in look.items())) for look in styles(values).values()}
     assert len(looks) == len(values)
     assert printed([]) == CAVEAT
+
+
+def users_row(a: float, z: float | None, values: list[float], **more: Any) -> Row:
+    """A last row with each user's accuracy."""
+    mean = sum(values) / len(values)
+    return {**row(a, 0.1, z, 9, 1 - mean), "accuracy": mean, "by_user": values, **more}
+
+
+USERS = [
+    users_row(0.0, None, [0.5, 0.6, 0.7, 0.9]), users_row(math.inf, 1.0, [0.8, 0.2, 0.7, 0.4]),
+    users_row(0.3, 1.0, [0.9, 0.7, 0.7, 0.8]), users_row(math.inf, 1.0, [0.7] * 4, method="fine-tuned"),
+    users_row(math.inf, 1.0, [0.6] * 4, method="fedavg"),
+]  # fmt: skip
+
+
+def test_users_better_off_than_both_ends_are_counted() -> None:
+    """.9 > .8, .7 > .6, .7 = .7, .8 < .9: two of four are better off, three are not worse off."""
+    (found,) = spreads(USERS, means(USERS, "accuracy"), "accuracy")
+    assert "better than both local and global learning for 50% of users, and at least as good for 75%" in found.words()
+
+
+def test_of_errors_the_smaller_is_better() -> None:
+    rows = [{**r, "rmse": r["accuracy"]} for r in USERS]
+    rows = [{key: value for key, value in r.items() if key != "accuracy"} for r in rows]
+    (found,) = spreads(rows, means(rows, "rmse"), "rmse")
+    assert found.share(np.less) == 0.0
+
+
+def test_baselines_have_columns_of_their_own(tmp_path: Path) -> None:
+    """They are neither global learning nor chosen as the best setting."""
+    (best,) = best_table(means(USERS, "accuracy"), "accuracy")
+    assert {name: best[name] for name in ("local", "global", "personalized", "fine-tuned", "fedavg")} == pytest.approx(
+        {"local": 0.675, "global": 0.525, "personalized": 0.775, "fine-tuned": 0.7, "fedavg": 0.6}
+    )
+    text, written = draw_sweep(USERS, tmp_path)
+    assert "users.png" in {path.name for path in written}
+    assert "50% of users" in text
+
+
+def test_the_standard_error_is_over_seeds() -> None:
+    """Values 1, 2, 3: standard deviation 1, over √3."""
+    rows = [{**row(0.3, 0.1, 1.0, 9, float(seed)), "seed": seed} for seed in (1, 2, 3)]
+    (best,) = best_table(means(rows, "loss"), "loss")
+    assert best["standard error"] == pytest.approx(1 / math.sqrt(3))
+
+
+def test_the_papers_epsilon_is_named_as_no_guarantee(tmp_path: Path) -> None:
+    text, _ = draw_sweep([{**r, "paper_epsilon": 0.1} for r in USERS], tmp_path)
+    assert "not a guarantee" in text
