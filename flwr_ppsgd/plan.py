@@ -17,7 +17,6 @@ from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
 from flwr_ppsgd.settings import key_of, override, typed
 from flwr_ppsgd.statement import json_number
 from flwr_ppsgd.theory import (
-    Bound,
     Minimiser,
     Theorem,
     favours_local,
@@ -27,6 +26,7 @@ from flwr_ppsgd.theory import (
 )
 
 SHOWN_ALPHA_QS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, math.inf)
+EASED = 30.0  # L over this gave the best αQ on synthetic problems, within ×1.6 of the risk: docs/choosing-alpha.md
 CHART_SIZE = (48, 7)  # columns, rows
 EXPERIMENT_KEYS = {"features": "dimension"}  # an experiment's word for what a plan asks for
 
@@ -154,7 +154,8 @@ class Plan:
     rounds_half_noise, rounds_twice_noise: by RDP, so at least so many. constant: the c that would make the formula of
     Theorem 5.1 (4.1 without sampling) exact here. threshold_*: of Lemma 4.6; samples is n*.
     critical_gradient_std: the σ up to which local is favoured.
-    bounds: (αQ, bound on f − f*), the chosen one included; bound_bias, bound_deviation: the two terms of that one.
+    alpha_q, step_*: the advice, where Theorem B.4 for L/EASED is smallest. bound_alpha_q: where it is for L itself,
+    with bound_bias and bound_deviation its two terms. bounds: (αQ, bound on f − f*) for L, both choices included.
     untrained: L·(‖v‖² + spread²)/4, the most that f(0) − f* can be. assumptions: what the advice rests on.
     """
 
@@ -183,6 +184,7 @@ class Plan:
     step_shared: float
     step_personal: float
     untrained: float
+    bound_alpha_q: float
     bound_bias: float
     bound_deviation: float
     bounds: tuple[tuple[float, float], ...]
@@ -281,22 +283,23 @@ def _advise(question: Question, release: Release, rounds: int, epsilon: float) -
     local = favours_local(**side, sigma=sigma, noise_std=release.noise_std / release.denominator)  # type: ignore[arg-type]
     bounds = theorem(question, release, rounds, sigma, smoothness)
     minimiser = Minimiser.additive_norms(n, distance, question.spread)
-    best = bounds.best(minimiser)
-    best_alpha_q = best.alpha * bounds.denominator
-    shown: dict[float, Bound] = {a: bounds.bound(a / bounds.denominator, minimiser) for a in SHOWN_ALPHA_QS}
+    best, advised = bounds.best(minimiser), bounds.eased(EASED).best(minimiser)
+    best_alpha_q, alpha_q = (chosen.alpha * bounds.denominator for chosen in (best, advised))
+    shown = {a: bounds.bound(a / bounds.denominator, minimiser) for a in (*SHOWN_ALPHA_QS, best_alpha_q, alpha_q)}
     return {
         "samples_used": rounds * q * m,
         "threshold_samples": _threshold_rounds(release, z_star, rounds, epsilon, question.delta) * q * m,
         "threshold_noise_multiplier": z_star,
         "critical_gradient_std": sigma * release.noise_multiplier / z_star if z_star else math.inf,
         "favours": "local" if local else "global",
-        "alpha_q": best_alpha_q,
-        "step_shared": best.steps.shared,
-        "step_personal": best.steps.personal,
+        "alpha_q": alpha_q,
+        "step_shared": advised.steps.shared,
+        "step_personal": advised.steps.personal,
         "untrained": smoothness * (distance**2 + question.spread**2) / 4,
+        "bound_alpha_q": best_alpha_q,
         "bound_bias": best.bias,
         "bound_deviation": best.deviation,
-        "bounds": tuple(sorted({**{a: b.total for a, b in shown.items()}, best_alpha_q: best.total}.items())),
+        "bounds": tuple(sorted((a, b.total) for a, b in shown.items())),
         "assumptions": tuple(_assumptions(question, sigma, smoothness, distance)),
     }
 
@@ -395,9 +398,10 @@ def _advice_lines(question: Question, plan: Plan) -> list[str]:
         f"{side} it: the variance favours {better}.",
         f"with this noise it favours local up to σ = {critical:.3g}, global beyond"
         + ("; σ cannot exceed C, so local in any case." if assumed_largest else "."),
-        f"the bound (Theorem B.4) would start with αQ = {plan.alpha_q:.3g} and step = {step:.3g} "
-        f"(s_w = {plan.step_shared:.3g}, s_θ = {plan.step_personal:.3g});",
-        f"it is {plan.bound_bias:.3g} (bias, from too few rounds) + {plan.bound_deviation:.3g} (samples and noise).",
+        f"start with αQ = {plan.alpha_q:.3g} and step = {step:.3g} (s_w = {plan.step_shared:.3g}, s_θ = "
+        f"{plan.step_personal:.3g}): where the bound (Theorem B.4) is smallest for L/{EASED:g}.",
+        f"for L itself, which holds for every sample alone, it is smallest at αQ = {plan.bound_alpha_q:.3g}: "
+        f"{plan.bound_bias:.3g} (bias, from too few rounds) + {plan.bound_deviation:.3g} (samples and noise).",
         "bound on f − f* by αQ:  " + "  ".join(f"{a:.3g}: {b:.3g}" for a, b in plan.bounds),
     ]
     if plan.bound_bias + plan.bound_deviation >= plan.untrained:

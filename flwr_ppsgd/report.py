@@ -25,7 +25,7 @@ from flwr_ppsgd.statement import OUTSIDE
 PAGE, METRICS, PRIVACY, PICTURE = "report.html", "metrics.jsonl", "privacy.json", "learning.png"
 MOST_EMBEDDED = 8_000_000  # bytes of compressed rows that a page carries; beyond, it only names the file
 CEILING = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)  # ε is never shown smaller than it is
-READABLE = 2.2  # pixels of a figure for each one of a small screen, below which its text cannot be read
+READABLE = 2.65  # pixels of a figure for each one of a small screen, below which its text cannot be read
 
 NAMES = {
     "epsilon": "ε", "noise-multiplier": "noise z", "alpha-q": "αQ", "clip-norm": "clip norm C", "excess_risk":

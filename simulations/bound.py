@@ -117,19 +117,22 @@ def draw(out: Path) -> None:
     """Bound and measurement against αN below and above the threshold."""
     from matplotlib.figure import Figure
 
+    from flwr_ppsgd.plots import log_scale
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
     places = range(len(ALPHA_QS))
-    for axes, (side, rounds, seeds) in zip(
-        figure.subplots(1, 2), (("below", BELOW, 40), ("above", ABOVE, 4)), strict=True
-    ):
+    for axes, (side, rounds, seeds) in zip(panels, (("below", BELOW, 40), ("above", ABOVE, 40)), strict=True):
         bounds, measured = curves(PROBLEM, rounds, range(seeds))
-        axes.plot(places, bounds, "o-", color="0.5", label="Theorem 4.5")
-        axes.plot(places, measured, "o-", color="tab:blue", label="measured f − f*")
-        axes.set_yscale("log")
+        axes.plot(places, bounds, "s--", color="0.4", label="bound (Theorem 4.5)")
+        axes.plot(places, measured, "o-", color="#0072B2", label="measured")
+        log_scale(axes)
+        axes.grid(alpha=0.3, which="both", lw=0.5)
         axes.set_xticks(places, ["∞" if math.isinf(a) else f"{a:g}" for a in ALPHA_QS])
         axes.set_xlabel("αN   (0 is local, ∞ is global learning)")
-        axes.set_title(f"n = {rounds} samples a user, {side} n* = {PROBLEM.threshold:.0f}")
-        axes.legend()
+        axes.set_title(f"n = {rounds} samples a user, {side} n* = {PROBLEM.threshold:.0f}", fontsize=11)
+    panels[0].set_ylabel("f − f*")
+    panels[0].legend(loc="center right")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
 

@@ -454,3 +454,13 @@ def test_fewer_rows_than_features_need_a_ridge() -> None:
 
 def test_estimating_from_private_data_is_said_to_be_a_release() -> None:
     assert "From public or synthetic data only" in (estimate_constants.__doc__ or "")
+
+
+def test_an_eased_theorem_is_the_theorem_for_a_smaller_smoothness() -> None:
+    def theorem(smoothness: float) -> Theorem:
+        return theorem_b_4(
+            population=20, rate=0.5, rounds=30, dimension=4, smoothness=smoothness, variance_w=1.0, variance_theta=2.0,
+            noise_std=0.1,
+        )  # fmt: skip
+
+    assert theorem(8.0).eased(4.0) == theorem(2.0)

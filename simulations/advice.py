@@ -1,0 +1,105 @@
+"""The αQ of ``ppsgd plan`` beside the best one of a sweep, on synthetic problems whose constants are all known.
+
+Prints a table: for each problem and noise, the αQ and how many times the risk of the best αQ it has, step chosen for
+each on the grid. Run as a script; letters of problems may be given.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flwr_ppsgd import Poisson, Release, Steps
+from flwr_ppsgd.datasets import Synthetic
+from flwr_ppsgd.plan import Plan, Question, make
+from flwr_ppsgd.simulation.cohort import CohortEngine, Setting, train
+from flwr_ppsgd.simulation.population import Fresh
+
+ALPHA_QS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)
+STEPS = (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5)
+DELTA = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and how it is trained. spread: of the users' optima in each of five coordinates."""
+
+    name: str
+    users: int
+    features: int
+    rate: float
+    rounds: int
+    batch_size: int
+    clip_norm: float
+    label_noise: float
+    spread: float
+    noises: tuple[float, ...]
+
+    def problem(self) -> Synthetic:
+        drawn = Synthetic.draw(self.users, self.features, 1)
+        mean = drawn.optima.mean(axis=0)
+        return replace(drawn, optima=mean + (drawn.optima - mean) * self.spread / 0.01, label_noise=self.label_noise)
+
+    def plan(self, z: float) -> Plan:
+        """With the true constants."""
+        problem = self.problem()
+        known, mean = problem.constants(), problem.optima.mean(axis=0)
+        return make(
+            Question(
+                population=self.users, rate=self.rate, rounds=self.rounds, batch_size=self.batch_size,
+                dimension=self.features, delta=DELTA, noise_multiplier=z, clip_norm=self.clip_norm,
+                gradient_std=math.sqrt(known.variance_w), smoothness=known.smoothness,
+                distance=float(np.linalg.norm(mean)),
+                spread=math.sqrt(float(((problem.optima - mean) ** 2).sum()) / self.users),
+            )
+        )  # fmt: skip
+
+    def risks(self, z: float, alpha_qs: set[float], average: bool) -> dict[float, float]:
+        """Excess risk at the end for each αQ, with its best step."""
+        release = Release(Poisson(self.users, self.rate), self.clip_norm, z)
+        grid = [(a, step) for a in sorted(alpha_qs) for step in STEPS]
+        settings = [Setting(release, Steps.from_ratio(step, a)) for a, step in grid]
+        population = Fresh(self.problem(), self.batch_size)
+        engine = CohortEngine(population, settings, seed=1, rounds=self.rounds, average=average)
+        *_, last = train(engine, self.rounds, self.rounds, lambda _: None)
+        found: dict[float, float] = {}
+        for place, measures in last.measures.items():
+            a, risk = grid[place][0], measures.get("excess_risk", math.inf)
+            if place not in last.diverged and math.isfinite(risk):
+                found[a] = min(risk, found.get(a, math.inf))
+        return found
+
+
+CASES = (
+    Case("A: the paper's, clipped", 1000, 100, 1.0, 300, 10, 10.0, 0.01, 0.01, (10.0, 100.0)),
+    Case("B: noisy labels", 300, 20, 1.0, 200, 10, 300.0, 10.0, 0.01, (0.1, 1.0, 10.0)),
+    Case("C: B, sampled", 500, 20, 0.1, 400, 5, 300.0, 10.0, 0.01, (0.1, 0.5, 2.0)),
+    Case("D: users differ", 300, 20, 1.0, 200, 10, 300.0, 1.0, 3.0, (0.1, 1.0, 10.0)),
+    Case("E: few rounds", 300, 20, 1.0, 30, 1, 300.0, 10.0, 0.01, (0.1, 1.0, 10.0)),
+    Case("F: few visits", 1000, 20, 0.02, 500, 5, 300.0, 10.0, 0.01, (0.1, 0.5, 2.0)),
+    Case("G: few visits, users differ", 1000, 20, 0.02, 500, 5, 300.0, 1.0, 3.0, (0.1, 0.5, 2.0)),
+)
+
+
+def compared(case: Case) -> Iterator[str]:
+    """A line of the table for each noise."""
+    for z in case.noises:
+        plan = case.plan(z)
+        cells = [case.name, f"{z:g}", f"{plan.epsilon:.3g}"]
+        by_result = [case.risks(z, {*ALPHA_QS, plan.alpha_q, plan.bound_alpha_q}, average) for average in (True, False)]
+        cells += [f"{min(risks, key=lambda a: risks[a]):.3g}" for risks in by_result]
+        for a in (plan.alpha_q, plan.bound_alpha_q):
+            worse = [risks.get(a, math.inf) / min(risks.values()) for risks in by_result]
+            cells.append(f"{a:.3g}: ×{worse[0]:.2f}, ×{worse[1]:.2f}")
+        yield "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    print("| problem | z | ε | best αQ, average | last | plan: × average, last | bound for L: × average, last |")
+    print("|---|---|---|---|---|---|---|")
+    for chosen in CASES:
+        if len(sys.argv) < 2 or chosen.name[0] in sys.argv[1]:
+            for line in compared(chosen):
+                print(line, flush=True)
