@@ -5,8 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from cryptography.hazmat.primitives import serialization
 from flwr.proto.node_pb2 import NodeInfo
@@ -25,8 +24,7 @@ RESTARTS = (
 )
 
 
-@dataclass(frozen=True)
-class Present:
+class Present(NamedTuple):
     """A node that is online: where to send messages, by which names it may be enrolled, and whether it is a machine of
     its own, which can restart."""
 
@@ -105,14 +103,19 @@ class Enrolment:
         listed = set(self.known)
         online: dict[Identity, Identity] = {}
         for node in present:
-            names = [name for name in (node.name, node.fingerprint, node.address) if name]
-            own = next((name for name in names if name in listed), node.name or node.address)
+            own = self._own_name(node, listed) if node.real else node.address
             if own in online:
                 log.warning("Two nodes are online under one name: only one of them takes part")
             online.setdefault(own, node.address)
             if node.real and own == node.address and (self.open or own in listed):
                 self.caveat = RESTARTS
         return online
+
+    @staticmethod
+    def _own_name(node: Present, listed: set[Identity]) -> Identity:
+        """The name by which it is on the list; if it is not, the one that lasts longest."""
+        names = [name for name in (node.name, node.fingerprint, node.address) if name]
+        return next((name for name in names if name in listed), node.name or node.address)
 
     def _await(self, look: Callable[[], Iterable[Present]]) -> dict[Identity, Identity]:
         wanted, seen = math.ceil(self._min_online * self._population), -1

@@ -268,7 +268,7 @@ class PPSGDClient(NumPyClient):
         order = Order.from_flat(config) if "publishes" in config else None
         theta = theta_to_evaluate(self._context, self._learner, order)
         measures: dict[str, Scalar] = {**self._learner.evaluate(_flat(parameters), theta)}
-        mirror(self._context, Leaving({METRICS: 8 * len(measures) + 8}, order=order), stepped=False)
+        mirror(self._context, lambda: Leaving({METRICS: 8 * len(measures) + 8}, order=order), stepped=False)
         return float(measures.get("loss", 0.0)), self._learner.num_examples, measures
 
     def _fit_locally(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
@@ -299,7 +299,7 @@ def _present(client_manager: ClientManager) -> list[Present]:
     grid = next((client.grid for client in clients.values() if hasattr(client, "grid")), None)
     if grid is None:
         return [Present(cid) for cid in clients]
-    return [replace(node, address=str(node.address)) for node in present_in(grid) if str(node.address) in clients]
+    return [node._replace(address=str(node.address)) for node in present_in(grid) if str(node.address) in clients]
 
 
 def _flat(arrays: NDArrays) -> Vector:

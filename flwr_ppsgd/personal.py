@@ -148,23 +148,24 @@ def all_or_nothing(context: Context, answer: Callable[[], Reply], leaving: Calla
     before = context.state.copy()
     try:
         reply = answer()
-        mirror(context, leaving(reply), stepped=context.state.get(STATE) is not before.get(STATE))
+        mirror(context, lambda: leaving(reply), stepped=context.state.get(STATE) is not before.get(STATE))
     except BaseException:
         context.state = before
         raise
     return reply
 
 
-def mirror(context: Context, leaving: Leaving, stepped: bool) -> None:
-    """In the node's directory: note what leaves, then w, and last the θ that the node's state holds."""
+def mirror(context: Context, leaving: Callable[[], Leaving], stepped: bool) -> None:
+    """In the node's directory, if it has one: note what leaves, then w, and last the θ that the node's state holds."""
     shelf = Shelf.of(context)
     if shelf is None:
         return
     with shelf.writing():
-        shelf.note(leaving.as_line(context.run_id))
+        reply = leaving()
+        shelf.note(reply.as_line(context.run_id))
         personal = next(_from_node(context), None)
         if stepped and personal is not None:
-            shelf.put_shared(leaving.w, personal.round, leaving.promise)
+            shelf.put_shared(reply.w, personal.round, reply.promise)
             shelf.put(personal.training, personal.stamp(), personal.vectors(), personal.seen, personal.base)
 
 

@@ -83,6 +83,8 @@ class OpenRound:
         self._zeros["missing"] += len(self._silent)
         zeros = {reason: count for reason, count in sorted(self._zeros.items()) if count}
         level = logging.INFO if self._used or not zeros else logging.WARNING  # nobody could be used: look at it
+        if not log.isEnabledFor(level):
+            return
         log.log(
             level,
             "server-private: round=%d epsilon=%.4g replies=%d zeros=%d%s%s",

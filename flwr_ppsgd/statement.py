@@ -1,5 +1,6 @@
 """The guarantee in words and as data: what a privacy officer can paste into a report."""
 
+import functools
 import json
 import math
 from typing import Any
@@ -65,14 +66,18 @@ def in_words(curator: Curator) -> str:
 
 def in_one_line(curator: Curator) -> str:
     """For the users: what the planned rounds promise them. Public, and the same in every round of a plan."""
-    ledger, population = charged(curator), curator.release.cohort.population
     if not curator.planned_charges:
         return "epsilon is 0: nothing is published" if not curator.steps.publishes else ""
+    return _one_line(charged(curator), curator.release.cohort.population, _level(curator))
+
+
+@functools.lru_cache(maxsize=64)
+def _one_line(ledger: Ledger, population: int, level: str) -> str:
     if _voided(ledger):
         return "NO GUARANTEE: coins from a known seed, or no noise"
     return (
         f"({_up(ledger.epsilon())}, {ledger.delta:g})-joint differential privacy over {ledger.rounds} planned rounds "
-        f"for each of {population} {_level(curator)}s; the server is trusted"
+        f"for each of {population} {level}s; the server is trusted"
     )
 
 

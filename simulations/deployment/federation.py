@@ -111,7 +111,10 @@ class Federation:
         """``flwr run``; the id of the run."""
         more = ["--run-config", changes] if changes else []
         out = self.flwr("run", str(app), CONNECTION, "--format", "json", *more)
-        return int(json.loads(out)["run-id"])
+        answer = json.loads(out)
+        if "run-id" not in answer:
+            raise RuntimeError(f"flwr run started nothing: {answer}")
+        return int(answer["run-id"])
 
     def status(self, run: int) -> str:
         """``running``, ``finished:completed``, …; ``flwr run`` itself ends with 0 even if the run fails."""

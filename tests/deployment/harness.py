@@ -61,7 +61,7 @@ class Deployment:
             **({"enrolled": ",".join(USERS)} if self.secure else {}),
             **{key.replace("_", "-"): value for key, value in changes.items()},
         }  # fmt: skip
-        app = write_app(self.directory / f"app_{api}", MODULE, COMPONENTS[api], config)
+        app = write_app(self.directory / f"{api}-app", MODULE, COMPONENTS[api], config)
         return self.federation.run(app)
 
     def finish(self, run: int, seconds: float = 400) -> str:
