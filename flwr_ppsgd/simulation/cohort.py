@@ -358,13 +358,13 @@ def _error(row: Mapping[str, float]) -> float:
 
 
 def bytes_for(population: Population, settings: int, *, rounds: int, rate: float, average: bool) -> int:
-    """About how much memory so many settings side by side take, the data not included."""
+    """About how much memory so many settings side by side take, with the data."""
     columns, visits = settings * population.outputs, rate * len(population) * rounds
     kind = cheapest(population, columns, visits)
     way, d = costs(population, columns, visits)[kind], population.features
     rows = min(users_at_once(population, columns, kind), len(population)) * population.batch_size
     working = 6 * rows * columns + 3 * rows * d + 3 * d * columns
-    return 8 * (way.fixed + columns * (1 + average) * (way.numbers + d) + working)
+    return population.bytes + 8 * (way.fixed + columns * (1 + average) * (way.numbers + d) + working)
 
 
 def users_at_once(population: Population, columns: int, kind: Kind) -> int:

@@ -108,6 +108,11 @@ class Population(Protocol):
     loss: Loss
     most_visits: Indices | None
 
+    @property
+    def bytes(self) -> int:
+        """That the data take in memory."""
+        ...
+
     def __len__(self) -> int: ...
 
     def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any], scratch: Scratch | None = None) -> Batch:
@@ -155,6 +160,11 @@ class Table:
         self.batch_size, self.seed, self.loss = batch_size, seed, loss
         self._test = None if test is None else (test[0], test[1], np.asarray(test[2], dtype=np.intp))
         self.task, self.most_visits = task, most_visits
+
+    @property
+    def bytes(self) -> int:
+        tested = self._test[:2] if self._test else ()
+        return sum(map(_bytes, (self.x, self.y, *tested)))
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -233,6 +243,12 @@ class Table:
         return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
 
 
+def _bytes(x: Features) -> int:
+    if isinstance(x, sparse.csr_array):
+        return int(x.data.nbytes + x.indices.nbytes + x.indptr.nbytes)
+    return int(x.nbytes)
+
+
 def _without(x: Features, missing: NDArray[np.bool_]) -> Features:
     """x with these rows set to zero."""
     if isinstance(x, sparse.csr_array):
@@ -251,6 +267,10 @@ class Fresh:
     def __init__(self, problem: Synthetic, batch_size: int) -> None:
         self.problem, self.batch_size = problem, batch_size
         self.features = problem.optima.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        return int(self.problem.optima.nbytes)
 
     def __len__(self) -> int:
         return len(self.problem.optima)

@@ -192,7 +192,7 @@ def plan(sweep: Sweep, memory: int, jobs: int) -> Plan:
 
 
 def _bytes(base: Experiment, settings: int) -> int:
-    """About how much memory so many settings side by side take, the data not included."""
+    """About how much memory so many settings side by side take, with the data."""
     if base.model == "cnn":
         return network_bytes(base.problem(), settings)
     return bytes_for(population_of(base), settings, rounds=base.rounds, rate=base.cohort().rate, average=base.average)
