@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -286,6 +287,17 @@ def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(tmp_path: Path)
         client_app(toy_learner, mods=[_raising])(message, context)
     assert not context.state
     assert not files(tmp_path)
+
+
+def test_a_stock_strategy_counts_visits_on_disk_and_leaves_theta(tmp_path: Path) -> None:
+    on = Nodes(tmp_path, client_app(toy_learner, local_step=0.1))
+    strategy().start(on, w0(), num_rounds=2)
+    before = theta(tmp_path)
+    on.restart()
+    FedAvg().start(on, w0(), num_rounds=3)
+    np.testing.assert_array_equal(theta(tmp_path), before)
+    assert next(shelf(tmp_path).saves()).stamp["visit"] == 5
+    assert "bytes of arrays" in client_report(tmp_path)
 
 
 def test_the_clock_may_go_back(tmp_path: Path) -> None:
