@@ -19,7 +19,7 @@ from flwr_ppsgd.durable import sync_directory
 from flwr_ppsgd.privacy import Ledger, release_from_dict, release_to_dict
 
 NAME = "journal.jsonl"
-FORMAT = "flwr_ppsgd journal 1"
+FORMAT = "flwr_ppsgd journal 2"
 
 
 class Journal:

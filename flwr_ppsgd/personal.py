@@ -188,7 +188,7 @@ def _lines(context: Context, shelf: Shelf | None, training: int) -> tuple[Iterat
 
 def _from_disk(saves: Iterable[Save]) -> Iterator[Personal]:
     for save in saves:
-        stamp = {**save.stamp, "base": save.serial}
+        stamp = {**save.stamp, "base": save.serial, "seen": save.serial}
         yield Personal(save.vectors["theta"], stood=save.vectors.get("stood"), **stamp)
 
 

@@ -16,6 +16,7 @@ import functools
 import itertools
 import logging
 import subprocess
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,10 +35,12 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.datasets import Minibatches, Synthetic, generator
 from flwr_ppsgd.models import AdditiveHead, AdditiveLinear, Matrix, SplitLearner
 from flwr_ppsgd.noise import Coins, GridSum
+from flwr_ppsgd.personal import Personal
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.simulation.cohort import CohortEngine, Engine, Setting
 from flwr_ppsgd.simulation.networks import NetworkEngine
 from flwr_ppsgd.simulation.population import Fresh, Table
+from flwr_ppsgd.states import Shelf
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES
 from simulations.yardsticks import (
     STEPS,
@@ -76,6 +79,9 @@ def main() -> None:
     show("e. peak memory of aggregate_train, 50 replies of 10^6, in models", many / (8 * LARGE), at_most=10)
     show("e. the same, 50 replies / 5 replies", many / few, at_most=1.1)
     show("g. AdditiveHead on a small CNN / a loop of autograd calls, 10 users", head_ratio(), at_most=1.3)
+    saving, loading = theta_ms(400_000)
+    show("h. θ of 400,000 floats to disk, with w and the note of what left, in ms", saving, at_most=30)
+    show("h. θ of 400,000 floats from disk, in ms", loading, at_most=10)
     print("\nThe cohort engine in setting-rounds per CPU second, over those of a plain loop, one setting at a time:")
     for name, comparison, least in COHORTS:
         show_against_loop(name, comparison(), least)
@@ -187,6 +193,25 @@ def server_ratio(size: int, dtype: DTypeLike, repetitions: int) -> float:
         return mine, seconds(lambda: stock.aggregate_train(round_, theirs))
 
     return shortest_ratio(one(round_) for round_ in range(1, repetitions + 1))
+
+
+def theta_ms(size: int, repetitions: int = 20) -> tuple[float, float]:
+    """Milliseconds of wall time, the disk included, to save and to load one user's θ."""
+    vector, saving, loading = generator("theta").normal(size=size), list[float](), list[float]()
+    w, stamp = vector.astype(np.float32).tobytes(), Personal(vector, run=1).stamp()
+    with tempfile.TemporaryDirectory(dir=".") as directory:
+        shelf = Shelf(Path(directory), "run", "user")
+        for serial in range(repetitions):
+            start = time.perf_counter()
+            with shelf.writing():
+                shelf.note({"bytes": {}})
+                shelf.put_shared({"w": w}, 1, "")
+                shelf.put(1, stamp, {"theta": vector}, seen=serial, base=serial)
+            between = time.perf_counter()
+            next(shelf.saves())
+            saving.append(between - start)
+            loading.append(time.perf_counter() - between)
+    return 1000 * min(saving), 1000 * min(loading)
 
 
 def gradients(size: int) -> list[Vector]:

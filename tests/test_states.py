@@ -1,11 +1,10 @@
 """θ on disk: complete or as before, whose it is, and each round once."""
 
 import errno
-import json
+import logging
 import os
 import random
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_ppsgd import PPSGD, Order, client_app, durable
+from flwr_ppsgd import PPSGD, Order, cli, client_app, durable
 from flwr_ppsgd.disclosure import client_report
 from flwr_ppsgd.legacy import PPSGDClient
 from flwr_ppsgd.personal import Personal, choose, keep, recall, step_from
@@ -289,6 +289,17 @@ def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(tmp_path: Path)
     assert not files(tmp_path)
 
 
+def test_a_stock_strategy_counts_visits_on_disk_and_leaves_theta(tmp_path: Path) -> None:
+    on = Nodes(tmp_path, client_app(toy_learner, local_step=0.1))
+    strategy().start(on, w0(), num_rounds=2)
+    before = theta(tmp_path)
+    on.restart()
+    FedAvg().start(on, w0(), num_rounds=3)
+    np.testing.assert_array_equal(theta(tmp_path), before)
+    assert next(shelf(tmp_path).saves()).stamp["visit"] == 5
+    assert "bytes of arrays" in client_report(tmp_path)
+
+
 def test_the_clock_may_go_back(tmp_path: Path) -> None:
     """Which save is newest is told by its number, not by when it was written."""
     on, ppsgd = Nodes(tmp_path), strategy()
@@ -349,20 +360,16 @@ def test_the_report_names_metrics_that_left(tmp_path: Path) -> None:
     assert "the clipped gradient, and more" in client_report(tmp_path)
 
 
-def test_saving_and_loading_a_large_theta_is_quick(tmp_path: Path) -> None:
-    """400,000 floats: at most 30 ms to save and 10 ms to load, at the best of several tries on a busy machine."""
-    place, vector = Shelf(tmp_path, "r", "u"), np.random.default_rng(0).normal(size=400_000)
-    stamp, saving, loading = Personal(vector, 1).stamp(), [], []
-    for serial in range(15):
-        start = time.perf_counter()
-        with place.writing():
-            place.note({"bytes": {}})
-            place.put_shared({"w": vector.astype(np.float32).tobytes()}, 1, "")
-            place.put(7, stamp, {"theta": vector}, serial, serial)
-        saving.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        np.testing.assert_array_equal(next(place.saves()).vectors["theta"][:3], vector[:3])
-        loading.append(time.perf_counter() - start)
-    print(json.dumps({"saving_ms": 1e3 * min(saving), "loading_ms": 1e3 * min(loading)}))
-    assert min(saving) < 0.030
-    assert min(loading) < 0.010
+def test_the_command_prints_the_report_and_its_exit_status_means_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy().start(Nodes(tmp_path / "states"), w0(), num_rounds=1)
+    for directory, status in ((tmp_path / "states", 0), (tmp_path / "elsewhere", 2)):
+        monkeypatch.setattr("sys.argv", ["ppsgd", "client-report", str(directory)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code or 0) == status
+    captured = capsys.readouterr()
+    assert "Run 'unnamed-run', user '4'" in captured.out
+    assert "elsewhere holds no θ of any run" in captured.err
+    logging.getLogger("flwr").setLevel(logging.DEBUG)

@@ -3,7 +3,7 @@
 import io
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps, client_step, server_step
+from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps, client_app, client_step, server_step
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import _up
 from flwr_ppsgd.wire import GRADIENT, ORDER
-from tests.toy import SIZE, answer, flat, grid, make_replies, opened, release, strategy, target, w0
+from tests.toy import SIZE, answer, flat, grid, make_replies, opened, release, strategy, target, toy_learner, w0
 
 ONE = np.full(SIZE, 0.1)
 
@@ -494,3 +494,34 @@ def test_layers_keep_their_names_shapes_and_dtypes() -> None:
 def test_whole_number_buffers_are_refused_with_a_line_that_says_why() -> None:
     with pytest.raises(ValueError, match="'0' of the shared parameters has dtype int64"):
         opened(strategy(), grid(), ArrayRecord([np.zeros(3, dtype=np.int64)]))
+
+
+class Impatient(InProcessGrid):
+    """Remembers how long it was told to wait, and never hears of the last node."""
+
+    waited: float | None = None
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Any:
+        self.waited = timeout
+        return list(super().send_and_receive(messages, timeout=timeout))[:-1]
+
+
+def test_a_round_has_a_timeout_and_whoever_is_later_counts_as_zero(caplog: pytest.LogCaptureFixture) -> None:
+    on = Impatient(client_app(toy_learner), 5)
+    strategy(round_timeout=7.5).start(on, w0(), num_rounds=1)
+    assert on.waited == 7.5
+    assert "server-private: round=1 epsilon=inf replies=4 zeros=1 missing=1" in caplog.text
+    with pytest.raises(ValueError, match="round_timeout must be positive"):
+        strategy(round_timeout=0)
+
+
+def test_a_late_reply_of_the_round_before_counts_for_nobody() -> None:
+    """A node answers round 1 when round 2 is open: its vector is not summed, then or twice."""
+    on, ppsgd = grid(), strategy()
+    first = opened(ppsgd, on)
+    ppsgd.aggregate_train(1, make_replies(first[:-1], lambda _: np.zeros(SIZE)))
+    late = answer(first[-1], np.ones(SIZE))
+    second = ppsgd.configure_train(2, w0(), ConfigRecord(), on)
+    on.push_messages(second)
+    arrays, _ = ppsgd.aggregate_train(2, [late, *make_replies(second[:-1], lambda _: np.zeros(SIZE)), late])
+    np.testing.assert_array_equal(flat(arrays), 0.0)
