@@ -26,7 +26,7 @@ from flwr_ppsgd.theory import (
 )
 
 SHOWN_ALPHA_QS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, math.inf)
-EASED = 30.0  # L over this gave the best αQ on synthetic problems, within ×1.6 of the risk: docs/choosing-alpha.md
+EASED = 30.0  # measured on synthetic problems, not derived: docs/choosing-alpha.md
 CHART_SIZE = (48, 7)  # columns, rows
 EXPERIMENT_KEYS = {"features": "dimension"}  # an experiment's word for what a plan asks for
 

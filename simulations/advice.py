@@ -80,6 +80,10 @@ CASES = (
     Case("E: few rounds", 300, 20, 1.0, 30, 1, 300.0, 10.0, 0.01, (0.1, 1.0, 10.0)),
     Case("F: few visits", 1000, 20, 0.02, 500, 5, 300.0, 10.0, 0.01, (0.1, 0.5, 2.0)),
     Case("G: few visits, users differ", 1000, 20, 0.02, 500, 5, 300.0, 1.0, 3.0, (0.1, 0.5, 2.0)),
+    # Not among those on which EASED was chosen:
+    Case("H: many features", 200, 60, 1.0, 150, 5, 600.0, 3.0, 0.5, (0.3, 3.0, 30.0)),
+    Case("I: sampled, users differ", 400, 40, 0.25, 200, 10, 500.0, 5.0, 1.0, (0.2, 1.0, 5.0)),
+    Case("J: small population", 50, 10, 1.0, 400, 2, 200.0, 5.0, 0.1, (0.1, 1.0, 5.0)),
 )
 
 
