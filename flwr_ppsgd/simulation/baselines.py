@@ -47,10 +47,8 @@ class LocalStepsEngine:
         users = drawn(self.settings[0].release.cohort, uniforms, rounds, most)
         visits = self._visits[users][:, None] + 1 + np.arange(self._count)
         self._visits[users] += self._count
-        normals = self._draw("noise", self.round).normals(self._w[:, 0].size).reshape(self._w[:, 0].shape)
-        noise = np.array([s.release.noise_std for s in self.settings])
         with np.errstate(all="ignore"):
-            total = normals[:, None, :] * noise[:, None]
+            total = self._noise()
             if len(users):
                 total += self._sum(
                     [self.population.batch(users, visits[:, j], self._dtype) for j in range(self._count)]
@@ -58,24 +56,32 @@ class LocalStepsEngine:
             steps = np.array([s.steps.shared * self._count / s.release.denominator for s in self.settings])
             self._w -= (steps[:, None] * total).astype(self._dtype)
 
+    def _noise(self) -> NDArray[Any]:
+        """Of all settings from the same normals: d × settings × K."""
+        stds = np.array([s.release.noise_std for s in self.settings])
+        if not stds.any():
+            return np.zeros(self._w.shape)
+        normals = self._draw("noise", self.round).normals(self._w[:, 0].size)
+        return np.asarray(normals.reshape(self._w[:, 0].shape)[:, None, :] * stds[:, None])
+
     def _sum(self, batches: Sequence[Batch]) -> NDArray[Any]:
         """Σ_i clip(mean gradient along the local steps of user i): d × settings × K."""
         whole = _joined(batches)
-        gram, residual = whole.gram(), self._residuals(whole, batches[0])
+        gram = whole.gram()
+        residual = self._residuals(whole, batches[0], gram)
         turned = np.matmul(gram, residual.reshape(*residual.shape[:2], -1)).reshape(residual.shape)
         squares = np.einsum("umsk,umsk->us", residual, turned)
         scales = clip_scales(np.sqrt(np.maximum(squares, 0.0)), np.array([s.release.clip_norm for s in self.settings]))
         clipped = (residual * scales[:, None, :, None]).reshape(whole.flat.shape[0], -1)
         return np.asarray(whole.flat.T @ clipped).reshape(self._w.shape)
 
-    def _residuals(self, whole: Batch, first: Batch) -> NDArray[Any]:
+    def _residuals(self, whole: Batch, first: Batch, gram: NDArray[Any]) -> NDArray[Any]:
         """R of all local steps, each divided by m_i·k: users × k·m × settings × K."""
         users, m, outputs = first.y.shape
         scores = np.asarray(whole.flat @ self._w.reshape(len(self._w), -1))
         scores = scores.reshape(users, -1, len(self.settings), outputs)
         steps = np.array([s.steps.shared for s in self.settings], self._dtype)
         share = (1.0 / (self._count * first.counts)).astype(self._dtype)[:, None, None, None]
-        gram = whole.gram()
         residual = np.zeros_like(scores)
         for start in range(0, scores.shape[1], m):
             own = slice(start, start + m)
