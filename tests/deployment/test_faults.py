@@ -213,7 +213,7 @@ def test_processes_killed_at_random(deployment: Deployment) -> None:
     run = deployment.begin(name, rounds, rate=0.6)
     deadline = time.monotonic() + 1500
     while deployment.rounds_done(name) < rounds and time.monotonic() < deadline:
-        time.sleep(dice.uniform(5, 25))
+        time.sleep(dice.uniform(20, 60))
         victim = dice.choice([*USERS, "superlink", "superlink", "client", "serverapp"])
         if victim in USERS:
             deployment.federation.kill(victim)
