@@ -7,8 +7,10 @@ shows. A damaged journal is refused, never repaired: what it can no longer tell 
 
 import fcntl
 import json
+import logging
 import os
 import secrets
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,10 @@ from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.durable import sync_directory
 from flwr_ppsgd.privacy import Ledger, release_from_dict, release_to_dict
 
+log = logging.getLogger("flwr.ppsgd")
+
 NAME = "journal.jsonl"
+PATIENCE = 60.0  # seconds to wait for the lock
 FORMAT = "flwr_ppsgd journal 2"
 
 
@@ -78,13 +83,25 @@ class Journal:
             self._file = -1
 
     def _lock(self) -> None:
+        """A ServerApp outlives its SuperLink by some seconds: the one in its place waits for it to let go."""
+        deadline, told = time.monotonic() + PATIENCE, False
+        while not self._locked():
+            if time.monotonic() >= deadline:
+                raise ValueError(
+                    f"{self._path} is in use by another training: two of them would spend one budget twice; wait for "
+                    "it to end, or choose another checkpoint_dir"
+                )
+            if not told:
+                log.info("Waiting up to %g s for another training to let go of %s", PATIENCE, self._path)
+            told = True
+            time.sleep(0.5)
+
+    def _locked(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"{self._path} is in use by another training: two of them would spend one budget twice; wait for it to "
-                "end, or choose another checkpoint_dir"
-            ) from None
+            return False
+        return True
 
     def _append(self, entry: dict[str, Any]) -> None:
         text = json.dumps(entry, allow_nan=False)

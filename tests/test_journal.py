@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,16 @@ def test_two_trainings_cannot_spend_one_budget(tmp_path: Path) -> None:
     training(tmp_path)
     with pytest.raises(ValueError, match="in use by another training"):
         training(tmp_path)
+
+
+def test_a_training_waits_for_the_one_before_to_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a SuperLink was killed, its ServerApp still holds the lock for some seconds."""
+    monkeypatch.setattr("flwr_ppsgd.journal.PATIENCE", 20.0)
+    before = training(tmp_path)
+    timer = threading.Timer(0.3, before.close)
+    timer.start()
+    training(tmp_path).close()
+    timer.join()
 
 
 def damage(path: Path, how: str) -> None:
