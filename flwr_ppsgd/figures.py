@@ -182,7 +182,7 @@ def figure_2(every: Sequence[Mean], measure: str, path: Path, kind: str = ZERO_O
     at = [next(curves[a, z][0].epsilon for a in alphas(curves) if (a, z) in curves) for z in levels]
     axes.plot(at, [m.value for m in front], "o-", color="0.55", lw=7, ms=13, alpha=0.55, zorder=0, label="best over αQ")
     axes.set(xlabel=f"ε at the end of training ({kind})", ylabel=MEASURE_NAMES.get(measure, measure))
-    axes.set_xscale("log")
+    log_scale(axes, "x")
     if measure not in HIGHER_IS_BETTER:
         log_scale(axes)
     axes.grid(alpha=0.3, which="both", lw=0.5)
@@ -259,11 +259,11 @@ def figure_users(spread: Sequence[Spread], measure: str, path: Path) -> None:
     tall = math.ceil(len(shown) / wide)
     size = (7.2, 5.2) if wide == 1 else (4.6 * wide, 4.0 * tall + 0.8)
     figure, panels = plt.subplots(tall, wide, figsize=size, layout="constrained", squeeze=False, sharey=True)
-    looks = {"local": ("black", "-"), "global": ("black", "--"), "personalized": (COLOURS[0], "-")}
+    looks = {"personalized": (COLOURS[0], "-", 4.5), "local": ("black", "-", 1.2), "global": ("black", "--", 1.2)}
     for panel, own in zip(panels.flat, shown, strict=False):
-        for name, (colour, style) in looks.items():
+        for name, (colour, style, width) in looks.items():
             values = np.sort(badness(measure, 1.0) * own.users[name])[::-1] * badness(measure, 1.0)
-            panel.plot(np.linspace(0, 100, len(values)), values, style, color=colour, lw=1.8, label=name)
+            panel.plot(np.linspace(0, 100, len(values)), values, style, color=colour, lw=width, label=name)
         panel.set(xlabel="% of users", title=f"ε = {own.epsilon:.3g}: better than both for {own.share(np.less):.0%}")
         panel.grid(alpha=0.3, lw=0.5)
     for panel in panels.flat[len(shown) :]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -54,11 +55,12 @@ class _Plain(LogFormatter):
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
-def log_scale(axes: Axes) -> None:
-    """A logarithmic ordinate with plain numbers."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(_Plain(labelOnlyBase=False))
-    axes.yaxis.set_minor_formatter(_Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+def log_scale(axes: Axes, which: Literal["x", "y"] = "y") -> None:
+    """A logarithmic ordinate, or abscissa, with plain numbers."""
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(_Plain(labelOnlyBase=False))
+    axis.set_minor_formatter(_Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
 
 
 def draw_run(outcome: Outcome, directory: Path) -> None:
