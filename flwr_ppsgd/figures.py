@@ -260,11 +260,11 @@ def figure_users(spread: Sequence[Spread], measure: str, path: Path) -> None:
     tall = math.ceil(len(shown) / wide)
     size = (7.2, 5.2) if wide == 1 else (4.6 * wide, 4.0 * tall + 0.8)
     figure, panels = plt.subplots(tall, wide, figsize=size, layout="constrained", squeeze=False, sharey=True)
-    looks = {"local": ("black", "-"), "global": ("black", "--"), "personalized": (COLOURS[0], "-")}
+    looks = {"personalized": (COLOURS[0], "-", 4.5), "local": ("black", "-", 1.2), "global": ("black", "--", 1.2)}
     for panel, own in zip(panels.flat, shown, strict=False):
-        for name, (colour, style) in looks.items():
+        for name, (colour, style, width) in looks.items():
             values = np.sort(badness(measure, 1.0) * own.users[name])[::-1] * badness(measure, 1.0)
-            panel.plot(np.linspace(0, 100, len(values)), values, style, color=colour, lw=1.8, label=name)
+            panel.plot(np.linspace(0, 100, len(values)), values, style, color=colour, lw=width, label=name)
         panel.set(xlabel="% of users", title=f"ε = {own.epsilon:.3g}: better than both for {own.share(np.less):.0%}")
         panel.grid(alpha=0.3, lw=0.5)
     for panel in panels.flat[len(shown) :]:

@@ -119,15 +119,19 @@ class Experiment(Settings, Problem):
         """So many passes a user drops out; None: never."""
         return self.passes if self.drop_exhausted else None
 
+    def assumed_public(self) -> list[str]:
+        """What of the data the settings give away without a charge."""
+        if self.passes is None:
+            return []
+        return [ROUNDS_ARE_PUBLIC.format(int(self.problem().per_user().train_sizes.sum()))]
+
     def describe(self) -> str:
         """What the data are, and what was taken from them, in lines to print."""
         if self.data == SYNTHETIC:
             return ""
         data = self.problem().per_user()
         lines = [data.describe(self.batch_size)]
-        if self.passes is not None:
-            known = ROUNDS_ARE_PUBLIC.format(int(data.train_sizes.sum()))
-            lines.append(f"{self.passes:g} passes are {self.rounds:,} rounds: {known}")
+        lines += [f"{self.passes:g} passes are {self.rounds:,} rounds: {known}" for known in self.assumed_public()]
         if self.drop_exhausted:
             lines.append(EXHAUSTED)
         return "\n".join(lines)
@@ -408,7 +412,8 @@ def save(outcome: Outcome, out: Path, draw: Callable[[Outcome, Path], None]) -> 
         (temporary / "config.toml").write_text(tomli_w.dumps(flat), encoding="utf-8")
         rows = "".join(json.dumps(_line(row)) + "\n" for row in outcome.rows)
         (temporary / "metrics.jsonl").write_text(rows, encoding="utf-8")
-        privacy = json.dumps(outcome.strategy.privacy_data(), indent=2, ensure_ascii=False, allow_nan=False)
+        data = {**outcome.strategy.privacy_data(), "assumed_public": outcome.experiment.assumed_public()}
+        privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
         (temporary / "privacy.json").write_text(privacy + "\n", encoding="utf-8")
         np.savez(temporary / "model.npz", **{f"w{i}": a for i, a in enumerate(outcome.w.to_numpy_ndarrays())})  # type: ignore[arg-type]
         draw(outcome, temporary)
