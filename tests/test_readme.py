@@ -1,6 +1,7 @@
 """The README's code, pasted into a stock-shaped app."""
 
 import importlib
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ def stock_context() -> Context:
 
 def test_the_quickstart_becomes_ppsgd_in_fewer_than_ten_lines(caplog: pytest.LogCaptureFixture) -> None:
     """Step by step as the README says, to an app in the shape of Flower's PyTorch quickstart."""
+    caplog.set_level(logging.INFO, logger="flwr")
     client, server = changed("message_client"), changed("message_server")
     grid = InProcessGrid(client["app"], 10, STOCK_CONFIG)
     server["app"](grid, stock_context())

@@ -298,6 +298,11 @@ def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def heed_ctrl_c() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would what the tests start there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_a_sweep_that_is_killed_goes_on_where_it_was(
     tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +311,13 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(
     sweep = load(tmp_path, rounds=60, evaluate_every=20, insecure_seed=[1, 2, 3, 4], population=200)
     out = tmp_path / "out"
     command = [*COMMAND, str(tmp_path / "grid.toml"), "--out", str(out), "--jobs", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,  # noqa: PLW1509
+    )
     deadline = time.monotonic() + 120
     while not (out / store.ROWS).exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
