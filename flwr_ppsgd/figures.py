@@ -148,7 +148,7 @@ def _panel(panel: Axes, curves: Mapping[float, Sequence[Mean]], measure: str, z:
     for a, look in styles(sorted(curves)).items():
         shown = [mean for mean in curves[a] if mean.round > 0]
         _line(panel, [mean.round for mean in shown], shown, name_of(a), look)
-    panel.set(xlabel="round", title=f"noise multiplier z = {z:g}")
+    panel.set(xlabel="round", title=f"noise multiplier z = {z:.4g}")
     priced = max(curves.values(), key=lambda means_: means_[-1].epsilon if means_ else -1.0)
     epsilon_axis(panel, [{"round": mean.round, "epsilon": mean.epsilon} for mean in priced], kind)
     if measure not in HIGHER_IS_BETTER:
