@@ -172,9 +172,11 @@ class CohortEngine:
         gram = self._thetas.gram(batch)
         turned = np.matmul(gram, residual.reshape(users, m, -1)).reshape(residual.shape)
         squares = _inner(residual, turned)
-        bounds = np.trace(gram, axis1=1, axis2=2)[:, None] * _inner(residual, residual)
-        reach = share[:, None] ** 2 * bounds > self._clip**2
-        for user, setting in np.argwhere(reach & (squares < CANCELLED * bounds)):
+        bounds = np.einsum("umm->u", gram)[:, None] * _inner(residual, residual)
+        cancelled = squares < CANCELLED * bounds
+        if cancelled.any():
+            cancelled &= share[:, None] ** 2 * bounds > self._clip**2
+        for user, setting in np.argwhere(cancelled) if cancelled.any() else ():
             x = batch.flat[user * m : (user + 1) * m]
             squares[user, setting] = np.sum(np.asarray(x.T @ residual[user, :, setting]) ** 2)
         return share[:, None] * np.sqrt(np.maximum(squares, 0.0))

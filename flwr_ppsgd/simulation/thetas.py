@@ -121,7 +121,7 @@ class Span:
         self._grams: dict[int, NDArray[Any]] = {}
         self._crosses: dict[int, NDArray[Any]] = {}
         self._latest: Batch | None = None
-        self._products: list[tuple[slice, Indices, NDArray[Any]]] = []
+        self._products = (self._a[:0], self._a[:0])
 
     def _own(self, user: int) -> slice:
         return slice(int(self._table.offsets[user]), int(self._table.offsets[user + 1]))
@@ -132,38 +132,37 @@ class Span:
             self._grams[user] = _product(self._table.own(user), self._table.own(user), self._a.dtype)
         return self._grams[user]
 
-    def _against_own(self, batch: Batch) -> list[tuple[slice, Indices, NDArray[Any]]]:
-        """Of each user: where their rows are, which of them are in the batch, and the products of those with all."""
+    def _against_own(self, batch: Batch) -> tuple[Columns, NDArray[Any]]:
+        """(X_i θ_i, X_i X_iᵀ) of the minibatches, both from the same rows of the users' Gram matrices; kept."""
         if self._latest is not batch:
             assert batch.rows is not None
-            found = []
-            for user, rows, count in zip(batch.users.tolist(), batch.rows, batch.counts.tolist(), strict=True):
+            users, m = batch.rows.shape
+            scores = np.zeros((users, m, self._a.shape[1]), self._a.dtype)
+            blocks = np.zeros((users, m, m), self._a.dtype)
+            for place, (user, count) in enumerate(zip(batch.users.tolist(), batch.counts.tolist(), strict=True)):
                 own = self._own(user)
-                drawn = rows[:count] - own.start
-                found.append((own, drawn, self._gram(user)[drawn]))
-            self._latest, self._products = batch, found
+                drawn = batch.rows[place, :count] - own.start
+                products = self._gram(user)[drawn]
+                np.dot(products, self._a[own], out=scores[place, :count])
+                blocks[place, :count, :count] = products[:, drawn]
+            self._latest, self._products = batch, (np.negative(scores, out=scores), blocks)
         return self._products
 
     def scores(self, batch: Batch) -> Columns:
-        out = np.zeros((*batch.y.shape[:2], self._a.shape[1]), self._a.dtype)
-        for place, (own, drawn, products) in enumerate(self._against_own(batch)):
-            np.matmul(products, self._a[own], out=out[place, : len(drawn)])
-        return np.negative(out, out=out)
+        return self._against_own(batch)[0]
 
     def gram(self, batch: Batch) -> NDArray[Any]:
-        blocks = np.zeros((*batch.y.shape[:2], batch.y.shape[1]), self._a.dtype)
-        for place, (_, drawn, products) in enumerate(self._against_own(batch)):
-            blocks[place, : len(drawn), : len(drawn)] = products[:, drawn]
-        return blocks
+        return self._against_own(batch)[1]
 
     def step(self, batch: Batch, residual: Columns) -> None:
         assert batch.rows is not None
         present = np.arange(batch.rows.shape[1]) < batch.counts[:, None]
         rows, moved = batch.rows[present], residual[present]
-        if len(np.unique(rows)) == len(rows):
-            self._a[rows] += moved
-        else:  # the end of one epoch and the start of the next can hold the same row
+        ordered = np.sort(rows)
+        if np.any(ordered[1:] == ordered[:-1]):  # the end of one epoch and the start of the next can hold the same row
             np.add.at(self._a, rows, moved)
+        else:
+            self._a[rows] += moved
 
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
