@@ -1,5 +1,6 @@
 """Who the population is: a fixed list of nodes, whoever happens to be online."""
 
+import functools
 import hashlib
 import logging
 import math
@@ -14,9 +15,7 @@ from flwr.serverapp import Grid
 log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
-Identity: TypeAlias = (
-    int | str
-)  # a node's id; or its name or the fingerprint of its public key, which outlive a restart
+Identity: TypeAlias = int | str  # a node's id; or its name or its public key's fingerprint, which outlive a restart
 RESTARTS = (
     "nodes are known by their ids, and without authentication a node that restarts comes back under a new one: for a "
     "while one user may hold two places. Start the SuperLink with --enable-supernode-auth, register each SuperNode "
@@ -43,8 +42,13 @@ class Present(NamedTuple):
 def present_in(grid: Grid) -> list[Present]:
     """Who is online."""
     if type(grid).get_nodes is Grid.get_nodes:  # nothing but ids is known: no need to wrap them
-        return [Present(node) for node in grid.get_node_ids()]
+        return [_by_id(node) for node in grid.get_node_ids()]
     return [Present.of(node) for node in grid.get_nodes()]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _by_id(node: int) -> Present:
+    return Present(node)
 
 
 def fingerprint(public_key: bytes) -> str:
@@ -72,6 +76,8 @@ class Enrolment:
         self._min_online = min_online
         self._begun = False
         self._warned = False
+        self._latest: tuple[int, list[Present]] = (0, [])
+        self._online: dict[Identity, Identity] = {}
         self.caveat = ""
         if not 0 <= min_online <= 1:
             raise ValueError(f"min_online must be in [0, 1], got {min_online!r}: it is a share of the population")
@@ -100,6 +106,12 @@ class Enrolment:
 
     def _identified(self, present: Iterable[Present]) -> dict[Identity, Identity]:
         """Each node under the name by which it is enrolled. Of two under one name only the first counts."""
+        look = (len(self.known), list(present))
+        if look != self._latest:
+            self._latest, self._online = look, self._named(look[1])
+        return self._online
+
+    def _named(self, present: Iterable[Present]) -> dict[Identity, Identity]:
         listed = set(self.known)
         online: dict[Identity, Identity] = {}
         for node in present:
