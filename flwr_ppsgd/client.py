@@ -106,12 +106,11 @@ class _App(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """The reply after all mods, and only then θ for good."""
-        order, w = _order(message), message.content.get(ARRAYS)
-        arrays = {name: array.data for name, array in w.items()} if isinstance(w, ArrayRecord) else {}
+        asked = message.content.copy()  # mods may change what the client sees
         return all_or_nothing(
             context,
             lambda: super(_App, self).__call__(message, context),
-            lambda reply: Leaving.of(reply.content if reply.has_content() else RecordDict(), order, arrays),
+            lambda reply: _leaving(reply, asked),
         )
 
     def __getstate__(self) -> dict[str, object]:
@@ -129,7 +128,7 @@ class _App(ClientApp):
 def _train(message: Message, context: Context, learner: Learner) -> Message:
     """One visit. The reply holds the clipped gradient and nothing else; θ is written last."""
     layout, w = _shared(message)
-    order = cast(Order, _order(message))
+    order = cast(Order, _order(message.content))
     personal = step_from(context, order, learner.initial_theta)
     sent, theta = visit(learner, w, personal.theta, replace(order, visit=personal.visit + 1))
     content = RecordDict({GRADIENT: layout.unflatten(sent)} if order.publishes else {})
@@ -155,7 +154,7 @@ def _train_locally(message: Message, context: Context, learner: Learner, local: 
 
 def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
     _, w = _shared(message)
-    theta = theta_to_evaluate(context, learner, _order(message))
+    theta = theta_to_evaluate(context, learner, _order(message.content))
     metrics = MetricRecord({**learner.evaluate(w, theta), NUM_EXAMPLES: learner.num_examples})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
@@ -218,8 +217,15 @@ def personal_of(context: Context, learner: Learner) -> Personal:
     return recall(context) or Personal(learner.initial_theta(), run=context.run_id)
 
 
-def _order(message: Message) -> Order | None:
-    order = message.content.get(ORDER)
+def _leaving(reply: Message, asked: RecordDict) -> Leaving:
+    """What a reply takes along, in answer to what."""
+    w = asked.get(ARRAYS)
+    arrays = {name: array.data for name, array in w.items()} if isinstance(w, ArrayRecord) else {}
+    return Leaving.of(reply.content if reply.has_content() else RecordDict(), _order(asked), arrays)
+
+
+def _order(content: RecordDict) -> Order | None:
+    order = content.get(ORDER)
     return Order.from_flat(order) if isinstance(order, ConfigRecord) else None
 
 
