@@ -60,19 +60,37 @@ class Thetas(Protocol):
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None: ...
 
 
-class Direct:
+class _Columns:
+    """One array with a column for each (setting, output), and the sum of what stood in it where averages are wanted."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], average: bool) -> None:
+        self._kept: Columns = np.zeros(shape, dtype)
+        self._stood: Columns | None = np.zeros(shape, dtype) if average else None
+
+    def keep(self, columns: Indices) -> None:
+        self._kept = kept_columns(self._kept, columns)
+        self._stood = None if self._stood is None else kept_columns(self._stood, columns)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        return {"thetas": self._kept} | ({} if self._stood is None else {"stood": self._stood})
+
+    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+        self._kept[...] = state["thetas"]
+        if self._stood is not None:
+            self._stood[...] = state["stood"]
+
+
+class Direct(_Columns):
     """θ_i itself: users × d × columns."""
 
     def __init__(self, population: Population, columns: int, dtype: np.dtype[Any], average: bool) -> None:
-        shape = (len(population), population.features, columns)
-        self._theta: Columns = np.zeros(shape, dtype)
-        self._stood: Columns | None = np.zeros(shape, dtype) if average else None
+        super().__init__((len(population), population.features, columns), dtype, average)
 
     def scores(self, batch: Batch) -> Columns:
         x = batch.dense()
-        out = np.empty((*x.shape[:2], self._theta.shape[2]), self._theta.dtype)
+        out = np.empty((*x.shape[:2], self._kept.shape[2]), self._kept.dtype)
         for place, user in enumerate(batch.users.tolist()):
-            np.matmul(x[place], self._theta[user], out=out[place])
+            np.matmul(x[place], self._kept[user], out=out[place])
         return out
 
     def gram(self, batch: Batch) -> NDArray[Any]:
@@ -81,47 +99,33 @@ class Direct:
     def step(self, batch: Batch, residual: Columns) -> None:
         x = batch.dense()
         for place, user in enumerate(batch.users.tolist()):
-            subtract_product(self._theta[user], x[place], residual[place])
+            subtract_product(self._kept[user], x[place], residual[place])
 
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
         for user, count in zip(users.tolist(), rounds.tolist(), strict=True):
-            self._stood[user] += count * self._theta[user]
+            self._stood[user] += count * self._kept[user]
 
     def theta(self, user: int, average_over: int = 0) -> Columns:
         if not average_over:
-            return np.asarray(self._theta[user])
+            return np.asarray(self._kept[user])
         assert self._stood is not None
         return np.asarray(self._stood[user] / average_over)
 
     def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
         return np.asarray(x @ self.theta(user, average_over))
 
-    def keep(self, columns: Indices) -> None:
-        self._theta = kept_columns(self._theta, columns)
-        self._stood = None if self._stood is None else kept_columns(self._stood, columns)
 
-    def state(self) -> dict[str, NDArray[Any]]:
-        return {"thetas": self._theta} | ({} if self._stood is None else {"stood": self._stood})
-
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        self._theta[...] = state["thetas"]
-        if self._stood is not None:
-            self._stood[...] = state["stood"]
-
-
-class Span:
+class Span(_Columns):
     """A_i with θ_i = −X_iᵀA_i: all rows × columns. Gram matrices are worked out when a user first needs them."""
 
     def __init__(self, table: Table, columns: int, dtype: np.dtype[Any], average: bool) -> None:
+        super().__init__((int(table.offsets[-1]), columns), dtype, average)
         self._table = table
-        shape = (int(table.offsets[-1]), columns)
-        self._a: Columns = np.zeros(shape, dtype)
-        self._stood: Columns | None = np.zeros(shape, dtype) if average else None
         self._grams: dict[int, NDArray[Any]] = {}
         self._crosses: dict[int, NDArray[Any]] = {}
         self._latest: Batch | None = None
-        self._products = (self._a[:0], self._a[:0])
+        self._products = (self._kept[:0], self._kept[:0])
 
     def _own(self, user: int) -> slice:
         return slice(int(self._table.offsets[user]), int(self._table.offsets[user + 1]))
@@ -129,7 +133,7 @@ class Span:
     def _gram(self, user: int) -> NDArray[Any]:
         """X_i X_iᵀ, kept."""
         if user not in self._grams:
-            self._grams[user] = _product(self._table.own(user), self._table.own(user), self._a.dtype)
+            self._grams[user] = _product(self._table.own(user), self._table.own(user), self._kept.dtype)
         return self._grams[user]
 
     def _against_own(self, batch: Batch) -> tuple[Columns, NDArray[Any]]:
@@ -137,13 +141,13 @@ class Span:
         if self._latest is not batch:
             assert batch.rows is not None
             users, m = batch.rows.shape
-            scores = np.zeros((users, m, self._a.shape[1]), self._a.dtype)
-            blocks = np.zeros((users, m, m), self._a.dtype)
+            scores = np.zeros((users, m, self._kept.shape[1]), self._kept.dtype)
+            blocks = np.zeros((users, m, m), self._kept.dtype)
             for place, (user, count) in enumerate(zip(batch.users.tolist(), batch.counts.tolist(), strict=True)):
                 own = self._own(user)
                 drawn = batch.rows[place, :count] - own.start
                 products = self._gram(user)[drawn]
-                np.dot(products, self._a[own], out=scores[place, :count])
+                np.dot(products, self._kept[own], out=scores[place, :count])
                 blocks[place, :count, :count] = products[:, drawn]
             self._latest, self._products = batch, (np.negative(scores, out=scores), blocks)
         return self._products
@@ -158,43 +162,32 @@ class Span:
         assert batch.rows is not None
         present = np.arange(batch.rows.shape[1]) < batch.counts[:, None]
         rows, moved = batch.rows[present], residual[present]
+        self._latest = None  # its scores are those before this step
         ordered = np.sort(rows)
         if np.any(ordered[1:] == ordered[:-1]):  # the end of one epoch and the start of the next can hold the same row
-            np.add.at(self._a, rows, moved)
+            np.add.at(self._kept, rows, moved)
         else:
-            self._a[rows] += moved
+            self._kept[rows] += moved
 
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
         for user, count in zip(users.tolist(), rounds.tolist(), strict=True):
-            self._stood[self._own(user)] += count * self._a[self._own(user)]
+            self._stood[self._own(user)] += count * self._kept[self._own(user)]
 
     def _coefficients(self, user: int, average_over: int) -> Columns:
         if not average_over:
-            return self._a[self._own(user)]
+            return self._kept[self._own(user)]
         assert self._stood is not None
         return self._stood[self._own(user)] / average_over
 
     def theta(self, user: int, average_over: int = 0) -> Columns:
-        own = self._table.own(user).astype(self._a.dtype)
+        own = self._table.own(user).astype(self._kept.dtype)
         return np.asarray(-(own.T @ self._coefficients(user, average_over)))
 
     def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
         if user not in self._crosses:
-            self._crosses[user] = _product(x, self._table.own(user), self._a.dtype)
+            self._crosses[user] = _product(x, self._table.own(user), self._kept.dtype)
         return -(self._crosses[user] @ self._coefficients(user, average_over))
-
-    def keep(self, columns: Indices) -> None:
-        self._a = kept_columns(self._a, columns)
-        self._stood = None if self._stood is None else kept_columns(self._stood, columns)
-
-    def state(self) -> dict[str, NDArray[Any]]:
-        return {"thetas": self._a} | ({} if self._stood is None else {"stood": self._stood})
-
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        self._a[...] = state["thetas"]
-        if self._stood is not None:
-            self._stood[...] = state["stood"]
 
 
 @dataclass(frozen=True)
