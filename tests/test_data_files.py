@@ -1,7 +1,6 @@
 """Own files: what is read, detected, split, noted and refused."""
 
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from flwr_ppsgd.data.npz import mean_of_one_hots
 from flwr_ppsgd.data.raw import detect
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+NOT_HERE = "real data, too large for the repository: they are looked for in ../shared/data"
 SOURCE = np.random.default_rng(0)
 
 
@@ -363,17 +363,15 @@ def test_public_statistics_by_name_and_by_place(tmp_path: Path) -> None:
         public_statistics(path, data)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not here")
-def test_the_writers_of_mnist_load_in_under_two_seconds() -> None:
-    start = time.perf_counter()
+@pytest.mark.skipif(not SHARED.is_dir(), reason=NOT_HERE)
+def test_the_writers_of_mnist_load() -> None:
     data = read(SHARED / "mnist_writer.npz")
-    assert time.perf_counter() - start < 2
     assert data.x.dtype == np.uint8
     assert (len(data), data.outputs, data.train_sizes.sum(), data.test_sizes.sum()) == (580, 10, 58_916, 5_800)
     assert data.matrix(data.rows(3, test=False)).max() == 1.0
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not here")
+@pytest.mark.skipif(not SHARED.is_dir(), reason=NOT_HERE)
 def test_the_tags_of_zephyr_are_sparse_means() -> None:
     data = read(SHARED / "zephyr_tags.npz")
     assert (len(data), data.features, data.outputs, data.task) == (191, 5000, 80, "multi-label")

@@ -15,12 +15,12 @@ from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerApp as LegacyServerApp
 from flwr.server import ServerAppComponents, ServerConfig
 from flwr.serverapp.strategy import FedAvg
-from torch import nn
 
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.personal import recall
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.stock.task import Net
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text("utf-8"), re.DOTALL)
 SERVER, CLIENT, LEGACY = BLOCKS[:3]
@@ -32,18 +32,6 @@ DIFFS = dict(
         strict=True,
     )
 )
-
-
-class Net(nn.Module):
-    """The shape of the quickstart's network, small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x)))))
-        return out
 
 
 def load_data(user: int) -> tuple[torch.Tensor, ...]:
