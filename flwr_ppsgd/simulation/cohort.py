@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-from scipy import sparse
 
 from flwr_ppsgd.algorithm import Release, Steps, Vector, clip_scales
 from flwr_ppsgd.models import predict
@@ -98,6 +97,7 @@ class CohortEngine:
         self._clip = np.array([s.release.clip_norm for s in shared])
         self._shared_step = np.array([s.steps.shared / s.release.denominator for s in shared])
         self._noise_step = np.array([s.steps.shared * s.release.noise_std / s.release.denominator for s in shared])
+        self._noisy = bool(self._noise_step.any())
         self._personal_step = np.array([s.steps.personal for s in personal])
 
     def advance(self) -> None:
@@ -115,7 +115,7 @@ class CohortEngine:
                 self._step(self.population.batch(part, self._visits[part], self.dtype, self._scratch), target)
             if len(parts) > 1:
                 self._v += target
-        if self._noise_step.any():
+        if self._noisy:
             self._add_noise(self._draw("noise", self.round).normals(self._noise.size).reshape(self._noise.shape))
 
     def _add_noise(self, normals: NDArray[np.float64]) -> None:
@@ -141,7 +141,7 @@ class CohortEngine:
             shared = residual[:, :, self._local :]
             scales = clip_scales(self._lengths(batch, shared, share), self._clip)
             factors = (scales * share[:, None] * self._shared_step).astype(self.dtype)
-            self._descend(target, batch.flat, (shared * factors[:, None, :, None]).reshape(users * m, -1))
+            subtract_product(target, batch.flat, (shared * factors[:, None, :, None]).reshape(users * m, -1))
         if self._personal_step.size:
             factors = (share[:, None] * self._personal_step).astype(self.dtype)
             own = residual[:, :, : self._personal] * factors[:, None, :, None]
@@ -154,7 +154,7 @@ class CohortEngine:
         scores = np.zeros((users * m, len(self.settings), outputs), self.dtype)
         if self._clip.size:
             scores[:, self._local :] = np.asarray(x @ self._v).reshape(users * m, -1, outputs)
-            if self._noise_step.any() and not self._folds:
+            if self._noisy and not self._folds:
                 noise = np.asarray(x @ self._noise)
                 scores[:, self._local :] -= noise[:, None, :] * self._noise_step[:, None].astype(self.dtype)
         if self._personal_step.size:
@@ -180,15 +180,6 @@ class CohortEngine:
             x = batch.flat[user * m : (user + 1) * m]
             squares[user, setting] = np.sum(np.asarray(x.T @ residual[user, :, setting]) ** 2)
         return share[:, None] * np.sqrt(np.maximum(squares, 0.0))
-
-    def _descend(self, target: Columns, x: Features, residual: Columns) -> None:
-        """target −= xᵀ residual; of a sparse x only the rows of words that occur are touched."""
-        if not isinstance(x, sparse.csr_array):
-            subtract_product(target, x, residual)
-            return
-        words, places = np.unique(x.indices, return_inverse=True)
-        present = sparse.csr_array((x.data, places, x.indptr), shape=(x.shape[0], len(words)))
-        target[words] -= present.T.tocsr() @ residual
 
     def _count_standing(self, users: Indices) -> None:
         """Add w_{t−1} to the sum of iterates, and each θ_i for the rounds it stood until now."""

@@ -30,7 +30,7 @@ class Batch:
     """The minibatches of some users, each padded with zero rows to the same length m.
 
     x: users × m × d, or a sparse matrix of users·m rows. y: users × m × K. counts: m_i. rows: which rows of the table
-    they are, users × m; None where samples are always fresh.
+    they are, users × m; None where samples are always fresh. padded: whether any m_i is less than m.
     """
 
     users: Indices
@@ -38,6 +38,7 @@ class Batch:
     y: NDArray[Any]
     counts: Indices
     rows: Indices | None = None
+    padded: bool = False
 
     @property
     def flat(self) -> Features:
@@ -48,6 +49,12 @@ class Batch:
         """x as users × m × d."""
         dense = self.x.toarray() if isinstance(self.x, sparse.csr_array) else self.x
         return np.asarray(dense).reshape(*self.y.shape[:2], -1)
+
+    def present(self, padded: NDArray[Any]) -> NDArray[Any]:
+        """Of users × m × … what belongs to samples, one row each."""
+        if not self.padded:
+            return padded.reshape(-1, *padded.shape[2:])
+        return padded[np.arange(padded.shape[1]) < self.counts[:, None]]
 
     def gram(self) -> NDArray[Any]:
         """X_i X_iᵀ of each user: users × m × m."""
@@ -158,6 +165,7 @@ class Table:
             raise ValueError(f"every user needs at least one row, and the offsets of users must end at {len(self.y)}")
         self.features, self.outputs = int(self.x.shape[1]), int(self.y.shape[1])
         self.batch_size, self.seed, self.loss = batch_size, seed, loss
+        self._even = bool(self.sizes.min() >= batch_size)  # every minibatch is whole
         self._test = None if test is None else (test[0], test[1], np.asarray(test[2], dtype=np.intp))
         self.task, self.most_visits = task, most_visits
 
@@ -176,17 +184,18 @@ class Table:
     def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any], scratch: Scratch | None = None) -> Batch:
         sizes = self.sizes[users]
         counts = np.minimum(self.batch_size, sizes)
-        longest = int(counts.max(initial=0))
+        longest = self.batch_size if self._even else int(counts.max(initial=0))
         rows = np.zeros((len(users), longest), dtype=np.intp)
         for row, user, visit, size in zip(rows, users.tolist(), visits.tolist(), sizes.tolist(), strict=True):
             own = minibatch_rows(self.seed, user, visit, size, self.batch_size)
             row[: len(own)] = own
         rows += self.offsets[users][:, None]
-        x, y = self._taken(rows.reshape(-1), dtype, scratch or Scratch()), self.y[rows].astype(dtype)
-        if counts.min(initial=longest) < longest:
+        x, y = self._taken(rows.reshape(-1), dtype, scratch or Scratch()), self.y[rows].astype(dtype, copy=False)
+        padded = not self._even and int(counts.min(initial=longest)) < longest
+        if padded:
             missing = np.arange(longest) >= counts[:, None]
             x, y[missing] = _without(x, missing.reshape(-1)), 0.0
-        return Batch(users, x if sparse.issparse(x) else x.reshape(*rows.shape, -1), y, counts, rows)
+        return Batch(users, x if sparse.issparse(x) else x.reshape(*rows.shape, -1), y, counts, rows, padded)
 
     def _taken(self, rows: Indices, dtype: np.dtype[Any], scratch: Scratch) -> Features:
         """Rows of x in this dtype."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.linalg import get_blas_funcs
+from scipy.sparse._sparsetools import csc_matvecs, csr_matvecs  # private; nothing public adds in place
 
 from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population, Table
 
@@ -143,12 +144,14 @@ class Span(_Columns):
             users, m = batch.rows.shape
             scores = np.zeros((users, m, self._kept.shape[1]), self._kept.dtype)
             blocks = np.zeros((users, m, m), self._kept.dtype)
-            for place, (user, count) in enumerate(zip(batch.users.tolist(), batch.counts.tolist(), strict=True)):
-                own = self._own(user)
-                drawn = batch.rows[place, :count] - own.start
-                products = self._gram(user)[drawn]
-                np.dot(products, self._kept[own], out=scores[place, :count])
-                blocks[place, :count, :count] = products[:, drawn]
+            starts = self._table.offsets[batch.users]
+            within = batch.rows - starts[:, None]
+            each = (a.tolist() for a in (batch.users, starts, self._table.offsets[1:][batch.users], batch.counts))
+            for place, (user, start, end, count) in enumerate(zip(*each, strict=True)):
+                drawn = within[place, :count]
+                products = self._gram(user).take(drawn, axis=0)
+                np.dot(products, self._kept[start:end], out=scores[place, :count])
+                blocks[place, :count, :count] = products.take(drawn, axis=1)
             self._latest, self._products = batch, (np.negative(scores, out=scores), blocks)
         return self._products
 
@@ -160,14 +163,10 @@ class Span(_Columns):
 
     def step(self, batch: Batch, residual: Columns) -> None:
         assert batch.rows is not None
-        present = np.arange(batch.rows.shape[1]) < batch.counts[:, None]
-        rows, moved = batch.rows[present], residual[present]
+        rows, moved = batch.present(batch.rows), batch.present(residual)
         self._latest = None  # its scores are those before this step
-        ordered = np.sort(rows)
-        if np.any(ordered[1:] == ordered[:-1]):  # the end of one epoch and the start of the next can hold the same row
-            np.add.at(self._kept, rows, moved)
-        else:
-            self._kept[rows] += moved
+        once = np.arange(len(rows) + 1), rows, np.ones(len(rows), self._kept.dtype)
+        csc_matvecs(len(self._kept), len(rows), moved.shape[1], *once, moved.reshape(-1), self._kept.reshape(-1))
 
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
@@ -230,9 +229,16 @@ def thetas(kind: Kind, population: Population, columns: int, dtype: np.dtype[Any
     return Span(population, columns, dtype, average)
 
 
-def subtract_product(target: Columns, x: NDArray[Any], residual: Columns) -> None:
-    """target −= xᵀ residual, in one pass over ``target``, which is contiguous."""
-    if target.size and x.size:
+def subtract_product(target: Columns, x: Features, residual: Columns) -> None:
+    """target −= xᵀ residual, in one pass over ``target``; of a sparse x only the rows of words that occur are touched.
+
+    All are contiguous. A product of sparse matrices by ``@`` would be a new array, most of it zero.
+    """
+    if isinstance(x, sparse.csr_array):
+        words = x.T.tocsr()
+        size = (*words.shape, residual.shape[1])
+        csr_matvecs(*size, words.indptr, words.indices, -words.data, residual.reshape(-1), target.reshape(-1))
+    elif target.size and x.size:
         _gemm(target.dtype)(-1.0, residual.T, x.T, 1.0, target.T, trans_b=True, overwrite_c=True)
 
 
