@@ -166,7 +166,7 @@ class Span(_Columns):
         rows, moved = batch.present(batch.rows), batch.present(residual)
         self._latest = None  # its scores are those before this step
         once = np.arange(len(rows) + 1), rows, np.ones(len(rows), self._kept.dtype)
-        csc_matvecs(len(self._kept), len(rows), moved.shape[1], *once, moved.reshape(-1), self._kept.reshape(-1))
+        csc_matvecs(len(self._kept), len(rows), moved.shape[1], *once, _flat(moved), _flat(self._kept))
 
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
@@ -232,14 +232,21 @@ def thetas(kind: Kind, population: Population, columns: int, dtype: np.dtype[Any
 def subtract_product(target: Columns, x: Features, residual: Columns) -> None:
     """target −= xᵀ residual, in one pass over ``target``; of a sparse x only the rows of words that occur are touched.
 
-    All are contiguous. A product of sparse matrices by ``@`` would be a new array, most of it zero.
+    A product of sparse matrices by ``@`` would be a new array, most of it zero.
     """
     if isinstance(x, sparse.csr_array):
         words = x.T.tocsr()
         size = (*words.shape, residual.shape[1])
-        csr_matvecs(*size, words.indptr, words.indices, -words.data, residual.reshape(-1), target.reshape(-1))
+        csr_matvecs(*size, words.indptr, words.indices, -words.data, _flat(residual), _flat(target))
     elif target.size and x.size:
+        assert target.flags.c_contiguous  # else a copy would be changed
         _gemm(target.dtype)(-1.0, residual.T, x.T, 1.0, target.T, trans_b=True, overwrite_c=True)
+
+
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    """Its numbers in one row, in the same memory."""
+    assert array.flags.c_contiguous
+    return array.reshape(-1)
 
 
 @functools.cache
