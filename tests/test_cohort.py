@@ -24,7 +24,7 @@ from flwr_ppsgd.simulation.cohort import CohortEngine, Setting, bytes_for, repor
 from flwr_ppsgd.simulation.experiment import Experiment, run, run_as_cohort
 from flwr_ppsgd.simulation.networks import NetworkEngine
 from flwr_ppsgd.simulation.population import Fresh, Population, Table
-from flwr_ppsgd.simulation.thetas import Kind, cheapest, costs
+from flwr_ppsgd.simulation.thetas import Kind, cheapest, costs, thetas
 from tests.test_split_models import MODELS, images
 from tests.toy import flat
 
@@ -280,6 +280,19 @@ def test_float32_is_close() -> None:
             engine.advance()
     for place in range(len(grid_of())):
         close(engines[1].w(place), engines[0].w(place), 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_shows_in_the_next_scores_of_the_same_batch(kind: Kind) -> None:
+    data, everyone = table(), np.arange(USERS)
+    batch = data.batch(everyone, np.full(USERS, 3), np.dtype(np.float64))
+    kept = thetas(kind, data, columns=2, dtype=np.dtype(np.float64), average=False)
+    np.testing.assert_array_equal(kept.scores(batch), 0.0)
+    residual = SOURCE.normal(size=(*batch.y.shape[:2], 2))
+    kept.step(batch, residual)
+    for user, (x, count) in enumerate(zip(batch.dense(), batch.counts, strict=True)):
+        moved = -(x[:count].T @ residual[user, :count])
+        np.testing.assert_allclose(kept.scores(batch)[user, :count], x[:count] @ moved, rtol=EXACT, atol=1e-12)
 
 
 def wide(sizes: Sequence[int], features: int = 50) -> Table:

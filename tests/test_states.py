@@ -289,6 +289,20 @@ def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(tmp_path: Path)
     assert not files(tmp_path)
 
 
+def test_of_two_tasks_at_work_on_one_theta_the_second_drops_its_step(tmp_path: Path) -> None:
+    def overtaken(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        reply = call_next(message, context)
+        client_app(toy_learner)(message, Nodes(tmp_path).context(1_000_000))
+        return reply
+
+    context = Nodes(tmp_path).context(1_000_000)
+    message = Message(RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train")
+    with pytest.raises(ValueError, match="stepped by another task while this one was at work: this step is dropped"):
+        client_app(toy_learner, mods=[overtaken])(message, context)
+    assert not context.state
+    assert [save.stamp["visit"] for save in shelf(tmp_path).saves()] == [1]
+
+
 def test_a_stock_strategy_counts_visits_on_disk_and_leaves_theta(tmp_path: Path) -> None:
     on = Nodes(tmp_path, client_app(toy_learner, local_step=0.1))
     strategy().start(on, w0(), num_rounds=2)
