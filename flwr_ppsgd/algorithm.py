@@ -19,7 +19,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 FLOAT_INTEGER_BITS = 53  # float64 holds every integer up to 2^53
 FINEST_GRID_BITS = 32
 COARSEST_GRID_BITS = 20
-LARGEST_NORMAL = 14.0  # the sampler in `noise` cannot exceed sqrt(2·129·ln 2) = 13.37 standard deviations
+LARGEST_NORMAL = 14.0  # standard deviations, where the sampler in `noise` is cut off
 LEAST_NOISE = 1e-6  # a smaller z protects nobody, and no accountant can tell it from 0
 CLIP_MARGIN = 2.0**-40  # relative; the rounding of a norm and of a product stays far below it
 

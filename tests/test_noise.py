@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_ppsgd import Poisson, Release
-from flwr_ppsgd.noise import BLOCK, Coins, GridSum, residual_delta
+from flwr_ppsgd.algorithm import LARGEST_NORMAL
+from flwr_ppsgd.noise import BLOCK, EDGES, TAIL, Coins, GridSum, residual_delta
 
 RELEASE = Release(Poisson(100, 0.5), clip_norm=3.0, noise_multiplier=2.0)
 
@@ -42,6 +43,10 @@ def test_the_tail_has_the_mass_it_should() -> None:
         assert abs(np.sum(n > at) - expected) < 5 * math.sqrt(expected)
 
 
+class OutOfWordsError(Exception):
+    pass
+
+
 class Scripted(Coins):
     """Coins whose words are given."""
 
@@ -50,35 +55,93 @@ class Scripted(Coins):
 
     def words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         taken, self._words = self._words[:count], self._words[count:]
-        assert len(taken) == count
+        if len(taken) < count:
+            raise OutOfWordsError
         return np.array(taken, dtype=np.uint64)
 
 
-def exact_radius(numerator: int, bits: int) -> float:
-    """√(−2 ln u) for u = numerator/2^bits, by 60 decimal digits."""
+def word(layer: int, place: int) -> int:
+    """The coins that put a normal at this place of −2⁵⁵ … 2⁵⁵ − 1 in a layer."""
+    return (place % 2**56) << 8 | layer
+
+
+def exact_exponential(numerator: int) -> float:
+    """−ln u for u = numerator/2^129, by 60 decimal digits."""
     with decimal.localcontext(decimal.Context(prec=60)):
-        u = decimal.Decimal(numerator) / decimal.Decimal(2**bits)
-        return float((-2 * u.ln()).sqrt())
+        return float(-(decimal.Decimal(numerator) / decimal.Decimal(2**129)).ln())
 
 
-@pytest.mark.parametrize(
-    ("high", "low", "u"),
-    [
-        (0, 0, (1, 129)),  # the farthest of all
-        (0, 2**40, (2**41 + 1, 129)),  # about 2⁻⁸⁸: far beyond a 64-bit uniform
-        (2**54 - 1, 5, ((2**54 - 1) * 2**65 + 11, 129)),  # the last t that takes a second word
-        (2**54, None, (2**54, 64)),
-        (2**61 + 2**30, None, (2**61 + 2**30, 64)),
-        (2**63 - 1, None, (2**63 - 1, 64)),  # u = ½, from below
-        (2**63, None, (2**63 + 1, 64)),  # and from above
-        (2**64 - 2**58 - 1, None, (2**64 - 2**58, 64)),
-        (2**64 - 2**11, 7, (2**129 - (2**11 - 1) * 2**65 - 15, 129)),  # 1 − 2⁻⁵³
-        (2**64 - 1, 2**40, (2**129 - 2**41 - 1, 129)),  # 1 − 2⁻⁸⁸: as fine next to zero
-    ],
-)
-def test_the_radius_is_precise_at_both_ends(high: int, low: int | None, u: tuple[int, int]) -> None:
-    coins = Scripted(high, 0) if low is None else Scripted(high, 0, low)
-    assert coins.normals(2)[0] == pytest.approx(exact_radius(*u), rel=1e-15)
+@pytest.mark.parametrize("high", [0, 1, 2**40, 2**63, 2**64 - 2**12])
+@pytest.mark.parametrize("low", [0, 2**40, 2**64 - 2**12])
+def test_exponentials_are_precise_however_large(high: int, low: int) -> None:
+    exact = exact_exponential(2 * (high * 2**64 + low) + 1)
+    assert Scripted(high, low).exponentials(1)[0] == pytest.approx(exact, rel=1e-15, abs=2.0**-52)
+
+
+def test_the_layers_add_up_to_the_density_of_a_normal() -> None:
+    """A layer i adds 1/x_i where all of it is below the curve, and the share of it that is where it is cut."""
+    heights, at = np.exp(-(EDGES**2) / 2), np.linspace(0, TAIL, 10_001)[:-1]
+    curve = np.exp(-(at**2) / 2)[:, None]
+    below = np.clip((curve - heights[:-1]) / (heights[1:] - heights[:-1]), 0, 1)
+    below[:, 0] = 1.0  # the lowest is a rectangle up to TAIL
+    density = np.sum(below / EDGES[:-1], axis=1) / curve[:, 0]
+    tail = (1 - EDGES[1] / EDGES[0]) / (math.sqrt(math.pi / 2) * math.erfc(TAIL / math.sqrt(2)))
+    np.testing.assert_allclose(density, tail, rtol=1e-14)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 100, 254])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_inside_a_layer_the_place_is_the_normal(layer: int, sign: int) -> None:
+    inner = int(Fraction(EDGES[layer + 1]) / Fraction(EDGES[layer]) * 2**55)
+    for place in (0, 1, 2**40 + 1, inner - 1000):
+        expected = float(Fraction(sign * place) * Fraction(EDGES[layer]) / 2**55)
+        assert Scripted(word(layer, sign * place)).normals(1)[0] == pytest.approx(expected, rel=1e-15)
+    with pytest.raises(OutOfWordsError):  # a little beyond, more coins are asked for
+        Scripted(word(layer, sign * (inner + 1000))).normals(1)
+
+
+@pytest.mark.parametrize("layer", [1, 100, 255])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_beyond_the_inner_edge_a_height_decides(layer: int, sign: int) -> None:
+    """Below the curve it stays; above it is drawn again."""
+    place = int(2**55 * (0.7 + 0.3 * EDGES[layer + 1] / EDGES[layer]))
+    at = sign * place / 2**55 * EDGES[layer]
+    low, high = np.exp(-(EDGES[layer : layer + 2] ** 2) / 2)
+    share = (math.exp(-(at**2) / 2) - low) / (high - low)
+    assert 0.01 < share < 0.99
+    under, over = (int((share + difference) * 2**64) for difference in (-1e-9, 1e-9))
+    assert Scripted(word(layer, sign * place), under).normals(1)[0] == pytest.approx(at, rel=1e-15)
+    again = Scripted(word(layer, sign * place), over, word(100, 12345))
+    assert again.normals(1)[0] == pytest.approx(12345 / 2**55 * EDGES[100], rel=1e-15)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_tail_is_an_exponential_cut_down_to_a_normal(sign: int) -> None:
+    beyond = word(0, sign * int(0.99 * 2**55))
+    small, large, cut = (2**60, 0), (2**20, 0), (1, 0)  # words of u = 2⁻⁴, 2⁻⁴⁴ and 2⁻⁶⁴
+    tiny = (0, 0)  # and 2⁻¹²⁹
+    excess = 4 * math.log(2) / TAIL
+    under, over = (int(2**64 * math.exp(-(excess**2) / 2) * (1 + difference)) for difference in (-1e-9, 1e-9))
+    found = Scripted(beyond, 0, *small, under, 0).normals(1)[0]
+    assert found == pytest.approx(sign * (TAIL + excess), rel=1e-15)
+    far = Scripted(beyond, 0, *small, over, 0, *large, *tiny).normals(1)[0]
+    assert far == pytest.approx(sign * (TAIL + 11 * excess), rel=1e-15)
+    assert 64 * math.log(2) / TAIL + TAIL > LARGEST_NORMAL
+    assert Scripted(beyond, 0, *cut, *tiny, *small, under, 0).normals(1)[0] == found
+
+
+def test_every_layer_has_the_mass_it_should() -> None:
+    """Between all edges, by χ² with 511 degrees of freedom; errors of a hundredth in all of them would be seen."""
+    edges = np.concatenate([-EDGES[1:-1], EDGES[:0:-1]])
+    expected = np.diff([0.0, *(0.5 * math.erfc(-x / math.sqrt(2)) for x in edges), 1.0])
+    found = np.zeros(len(expected))
+    draws = 4_000_000
+    for seed in range(2):
+        bins = np.searchsorted(edges, Coins.insecure(seed, "mass").normals(draws // 2))
+        found += np.bincount(bins, minlength=len(expected))
+    freedom = len(expected) - 1
+    chi_squared = np.sum((found - draws * expected) ** 2 / (draws * expected))
+    assert abs(chi_squared - freedom) < 5 * math.sqrt(2 * freedom)
 
 
 def test_secret_coins_differ_and_insecure_coins_repeat() -> None:
