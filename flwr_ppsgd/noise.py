@@ -54,11 +54,8 @@ class Coins:
         return -np.log((low + 0.5) * 2.0**-128 + high * 2.0**-64)
 
     def normals(self, count: int) -> Vector:
-        """Standard normals, a block at a time."""
-        out = np.empty(count)
-        for start in range(0, count, BLOCK):
-            _fill(self, out[start : start + BLOCK])
-        return out
+        """Standard normals."""
+        return _normals(self, count)
 
 
 def _edges() -> Vector:
@@ -83,18 +80,28 @@ SPACING = EDGES[:-1] * 2.0**-55  # of the places in a layer, which are −2⁵�
 INSIDE = np.floor(EDGES[1:] / EDGES[:-1] * 2.0**55).astype(np.int64)  # at places below that all of a layer is below f
 
 
-def _fill(coins: Coins, out: Vector) -> None:
+def _normals(coins: Coins, count: int) -> Vector:
     """Marsaglia and Tsang's ziggurat (2000); 8 bits choose the layer and 56 others the place in it (Doornik 2005).
 
     Ninety-nine of a hundred fall where a layer is all below the curve and are done. The time it takes tells how many of
     all coordinates do not, and nothing about the data.
     """
-    words = coins.words(len(out)).view(np.int64)
-    layer, place = words & (LAYERS - 1), words >> 8
-    np.multiply(place.astype(np.float64), SPACING.take(layer), out=out)
-    beyond = np.flatnonzero(np.abs(place) >= INSIDE.take(layer))
+    out = np.empty(count)
+    placed = [_place(coins, out, start) for start in range(0, max(count, 1), BLOCK)]
+    beyond, layer = map(np.concatenate, zip(*placed, strict=True))
     if len(beyond):
-        out[beyond] = _settled(coins, layer[beyond], out[beyond])
+        out[beyond] = _settled(coins, layer, out[beyond])
+    return out
+
+
+def _place(coins: Coins, out: Vector, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Fill one block from ``start``. Which of its numbers fell beyond the inner edge of their layer, and of which."""
+    block = out[start : start + BLOCK]
+    words = coins.words(len(block)).view(np.int64)
+    layer, place = words & (LAYERS - 1), words >> 8
+    np.multiply(place.astype(np.float64), SPACING.take(layer), out=block)
+    beyond = np.flatnonzero(np.abs(place) >= INSIDE.take(layer))
+    return start + beyond, layer[beyond]
 
 
 def _settled(coins: Coins, layer: NDArray[np.int64], drawn: Vector) -> Vector:
@@ -104,9 +111,7 @@ def _settled(coins: Coins, layer: NDArray[np.int64], drawn: Vector) -> Vector:
     lowest = layer == 0
     again = ~lowest & (height >= np.exp(-(drawn**2) / 2))
     drawn[lowest] = np.copysign(_tail(coins, int(np.count_nonzero(lowest))), drawn[lowest])
-    redrawn = np.empty(np.count_nonzero(again))
-    _fill(coins, redrawn)
-    drawn[again] = redrawn
+    drawn[again] = _normals(coins, int(np.count_nonzero(again)))
     return drawn
 
 
@@ -134,25 +139,35 @@ class GridSum:
         self._limits = release.clip_norm * math.sqrt(1 - apart[1]), release.clip_norm * math.sqrt(apart[1])
 
     def add(self, vector: Vector) -> None:
-        """Clip, truncate toward zero onto the grid, and add."""
-        self._add_part(vector[: self._main], 0, self._limits[0])
-        if len(vector) > self._main:
-            self._add_part(vector[self._main :], self._main, self._limits[1])
+        """Clip, truncate toward zero onto the grid, and add; FloatingPointError, and nothing added, if not finite."""
+        if vector.shape != self._multiples.shape:
+            raise ValueError(f"a vector of shape {vector.shape} where the sum has {self._multiples.shape}")
+        parts = [(0, vector[: self._main]), (self._main, vector[self._main :])]
+        scales = [self._scale(part, limit) for (_, part), limit in zip(parts, self._limits, strict=True)]
+        for (offset, part), scale in zip(parts, scales, strict=True):
+            for start in range(0, len(part), BLOCK):
+                block = part[start : start + BLOCK] * scale
+                self._multiples[offset + start : offset + start + len(block)] += np.trunc(block, out=block)
 
-    def _add_part(self, part: Vector, offset: int, limit: float) -> None:
-        scale = clip_scale(part, limit, GRID_CLIP_MARGIN) / self._release.grid
-        for start in range(0, len(part), BLOCK):
-            block = part[start : start + BLOCK] * scale
-            self._multiples[offset + start : offset + start + len(block)] += np.trunc(block, out=block)
+    def _scale(self, part: Vector, limit: float) -> float:
+        scale = clip_scale(part, limit, GRID_CLIP_MARGIN)
+        if scale == 0.0 and not np.all(np.isfinite(part)):
+            raise FloatingPointError("a vector that holds NaN or infinity")
+        return scale / self._release.grid
 
     def noisy(self, coins: Coins) -> Vector:
         """g·k with k = Σ + rint(z·C·n/g) a vector of whole numbers: what the world gets to see, before D."""
         z = self._release.noise_multiplier
         if z == 0:
             return self._release.grid * self._multiples
-        noise = coins.normals(len(self._multiples))
-        noise *= self._release.noise_std / self._release.grid
-        return self._release.grid * (self._multiples + np.rint(noise, out=noise))
+        noise, to_grid = coins.normals(len(self._multiples)), self._release.noise_std / self._release.grid
+        for start in range(0, len(noise), BLOCK):
+            block = noise[start : start + BLOCK]
+            block *= to_grid
+            np.rint(block, out=block)
+            block += self._multiples[start : start + BLOCK]
+            block *= self._release.grid
+        return noise
 
 
 def residual_delta(size: int, rounds: int, epsilon: float) -> float:

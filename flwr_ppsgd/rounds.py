@@ -1,7 +1,6 @@
 """A round from asking to publishing: each reply is a vector or zero, never an exception."""
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -11,7 +10,7 @@ from flwr.serverapp import Grid
 from flwr.superlink.grid import HttpGrid
 
 from flwr_ppsgd import statement
-from flwr_ppsgd.algorithm import Vector, length
+from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.curator import Curator
 from flwr_ppsgd.wire import Order
 
@@ -49,19 +48,18 @@ class OpenRound:
         try:
             if node not in self._waiting:
                 raise UnusableError("not asked for", "a reply of a node that was not asked, or has answered")
-            vector = read()
-            if not math.isfinite(length(vector)):
-                raise UnusableError("not finite", "a vector that holds NaN or infinity")
+            self._total.add(read())
         except Exception as error:  # a reply is never a reason to stop a round
             self.pass_over(error, node)
             return
         self._waiting.discard(node)
         self._used += 1
-        self._total.add(vector)
 
     def pass_over(self, error: BaseException, node: Hashable = "unknown") -> None:
         """Count a reply as zero."""
-        self._zeros[error.reason if isinstance(error, UnusableError) else "malformed"] += 1
+        infinite = isinstance(error, FloatingPointError)
+        reason = error.reason if isinstance(error, UnusableError) else "not finite" if infinite else "malformed"
+        self._zeros[reason] += 1
         self._first = self._first or f"; the first: {' '.join(str(error).split())[:300]}"
         log.debug("Round %d: a reply of node %s counts as zero: %s", self._number, node, error)
 

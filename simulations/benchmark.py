@@ -303,7 +303,7 @@ def one_setting() -> Comparison:
     release = Release(Poisson(USERS, rate=0.01), clip_norm=10.0, noise_multiplier=1.0)
     setting, table = Setting(release, Steps(0.001, 0.001)), linear_table()
     loop = plain_loop(from_table(table), (FEATURES, CLASSES), setting)
-    engine = warmed(CohortEngine(table, [setting], seed=1, rounds=20_000), rounds=500)
+    engine = warmed(CohortEngine(table, [setting], seed=1, rounds=20_000))
     ledgers = (Ledger(1e-4).record(release, times) for times in itertools.count(1))
 
     def rounds() -> None:
@@ -397,8 +397,8 @@ def linear_table() -> Table:
     return random_table(USERS, SAMPLES, FEATURES, CLASSES)
 
 
-def warmed(engine: CohortEngine, rounds: int = 100) -> CohortEngine:
-    """After so many rounds that most users have taken part."""
+def warmed(engine: CohortEngine, rounds: int = 500) -> CohortEngine:
+    """After so many rounds that most rows have been drawn: before, θ is memory that nobody has touched."""
     several(engine, rounds)
     return engine
 
