@@ -3,6 +3,7 @@
 import decimal
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,6 +190,18 @@ def test_the_sum_does_not_depend_on_the_order_of_replies(order: list[int], seed:
         straight.add(gradients[i])
         shuffled.add(gradients[order[i]])
     np.testing.assert_array_equal(straight._multiples, shuffled._multiples)
+
+
+@pytest.mark.parametrize(
+    ("vector", "error"),
+    [(np.ones(4), ValueError), (np.ones(2), ValueError), (np.array([1, np.nan, 1]), FloatingPointError)],
+)
+def test_what_cannot_be_added_leaves_the_sum_as_it_was(vector: np.ndarray[Any, Any], error: type[Exception]) -> None:
+    total = GridSum(3, Release(Poisson(10, 0.5), clip_norm=1.0, noise_multiplier=0.0))
+    total.add(np.array([0.25, 0.5, -0.25]))
+    with pytest.raises(error, match="a vector"):
+        total.add(vector)
+    np.testing.assert_array_equal(total.noisy(Coins.secret()), [0.25, 0.5, -0.25])
 
 
 def test_what_is_released_is_a_whole_multiple_of_the_grid() -> None:
