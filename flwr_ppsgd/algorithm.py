@@ -286,7 +286,8 @@ def client_step(theta: Vector, g_w: Vector, g_theta: Vector, clip_norm: float, s
 def descend(w: Vector, total: Vector | float, release: Release, step: float) -> Vector:
     """w − s_w·total/D, where ``total`` is the noisy sum."""
     with np.errstate(over="ignore", invalid="ignore"):  # a step too large ends in infinity, not in a warning
-        moved: NDArray[Any] = w - (step / release.denominator) * total
+        moved: NDArray[Any] = np.multiply(total, -step / release.denominator)
+        moved += w
     return moved
 
 

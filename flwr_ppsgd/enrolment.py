@@ -76,7 +76,7 @@ class Enrolment:
         self._min_online = min_online
         self._begun = False
         self._warned = False
-        self._latest: tuple[int, list[Present]] = (0, [])
+        self._latest: list[Present] = []
         self._online: dict[Identity, Identity] = {}
         self.caveat = ""
         if not 0 <= min_online <= 1:
@@ -106,9 +106,9 @@ class Enrolment:
 
     def _identified(self, present: Iterable[Present]) -> dict[Identity, Identity]:
         """Each node under the name by which it is enrolled. Of two under one name only the first counts."""
-        look = (len(self.known), list(present))
+        look = list(present)
         if look != self._latest:
-            self._latest, self._online = look, self._named(look[1])
+            self._latest, self._online = look, self._named(look)
         return self._online
 
     def _named(self, present: Iterable[Present]) -> dict[Identity, Identity]:

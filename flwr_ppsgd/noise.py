@@ -135,19 +135,20 @@ class GridSum:
     def __init__(self, size: int, release: Release, apart: tuple[int, float] = (0, 0.0)) -> None:
         self._release = release
         self._multiples = np.zeros(size)  # whole numbers, each below 2^53
-        self._main = size - apart[0]
-        self._limits = release.clip_norm * math.sqrt(1 - apart[1]), release.clip_norm * math.sqrt(apart[1])
+        (count, share), limit = apart, release.clip_norm
+        parts = [(slice(0, size - count), math.sqrt(1 - share)), (slice(size - count, size), math.sqrt(share))]
+        self._parts = [(part, limit * root) for part, root in parts if part.start < part.stop]
 
     def add(self, vector: Vector) -> None:
         """Clip, truncate toward zero onto the grid, and add; FloatingPointError, and nothing added, if not finite."""
         if vector.shape != self._multiples.shape:
             raise ValueError(f"a vector of shape {vector.shape} where the sum has {self._multiples.shape}")
-        parts = [(0, vector[: self._main]), (self._main, vector[self._main :])]
-        scales = [self._scale(part, limit) for (_, part), limit in zip(parts, self._limits, strict=True)]
-        for (offset, part), scale in zip(parts, scales, strict=True):
-            for start in range(0, len(part), BLOCK):
-                block = part[start : start + BLOCK] * scale
-                self._multiples[offset + start : offset + start + len(block)] += np.trunc(block, out=block)
+        scales = [self._scale(vector[part], limit) for part, limit in self._parts]
+        for (part, _), scale in zip(self._parts, scales, strict=True):
+            for start in range(part.start, part.stop, BLOCK):
+                end = min(start + BLOCK, part.stop)
+                block = vector[start:end] * scale
+                self._multiples[start:end] += np.trunc(block, out=block)
 
     def _scale(self, part: Vector, limit: float) -> float:
         scale = clip_scale(part, limit, GRID_CLIP_MARGIN)
