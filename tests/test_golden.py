@@ -52,8 +52,8 @@ def test_synthetic_trajectories(key: str) -> None:
 
 
 def test_curves_at_the_size_of_the_paper() -> None:
-    """Figure 1a's problem on the cohort engine and another random stream than the recorded one: within ×1.05 where there
-    is no noise, else within the spread between streams, ×1.6."""
+    """Figure 1a's problem on the cohort engine, by another random stream than the recorded one: within ×1.05 without
+    noise, and within the spread between streams, ×1.6, with it."""
     problem, recorded = load("synthetic_paper_size_problem.npz"), load("synthetic_paper_size_risk.npz")
     optima = np.tile(problem["theta_0"], (1000, 1))
     optima[:, -5:] += problem["delta_last5"]
