@@ -273,8 +273,11 @@ def test_a_norm_that_cancels_in_the_gram_block_is_taken_from_the_product() -> No
     close(engine.w(0), clip(np.array([0.0, 5e-5]), 1e-6), 1e-13)
 
 
-def test_float32_is_close() -> None:
-    engines = [CohortEngine(table("softmax"), grid_of(), seed=SEED, dtype=d) for d in (np.float64, np.float32)]
+@pytest.mark.parametrize("sparse_x", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_is_close(kind: Kind, sparse_x: bool) -> None:
+    data = table("softmax", sparse_x)
+    engines = [CohortEngine(data, grid_of(), seed=SEED, dtype=d, kind=kind) for d in (np.float64, np.float32)]
     for engine in engines:
         for _ in range(ROUNDS):
             engine.advance()

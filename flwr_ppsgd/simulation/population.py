@@ -261,7 +261,7 @@ def _bytes(x: Features) -> int:
 def _without(x: Features, missing: NDArray[np.bool_]) -> Features:
     """x with these rows set to zero."""
     if isinstance(x, sparse.csr_array):
-        return sparse.csr_array(sparse.diags_array(~missing * 1.0) @ x)
+        return sparse.csr_array(sparse.diags_array((~missing).astype(x.dtype)) @ x)
     x[missing] = 0.0
     return x
 
