@@ -19,6 +19,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 FLOAT_INTEGER_BITS = 53  # float64 holds every integer up to 2^53
 FINEST_GRID_BITS = 32
 COARSEST_GRID_BITS = 20
+NOISE_BITS = 26  # a finer grid would have steps with so few floats of noise in each that their number would show
 LARGEST_NORMAL = 14.0  # standard deviations, where the sampler in `noise` is cut off
 LEAST_NOISE = 1e-6  # a smaller z protects nobody, and no accountant can tell it from 0
 CLIP_MARGIN = 2.0**-40  # relative; the rounding of a norm and of a product stays far below it
@@ -134,7 +135,7 @@ class Release:
         if self.total_batch is not None:
             _require_count("total_batch", self.total_batch)
         _require(
-            self.grid_bits >= COARSEST_GRID_BITS,
+            self._exact_bits >= COARSEST_GRID_BITS,
             f"a sum over population={self.cohort.population} with this noise_multiplier could leave the whole numbers "
             f"that float64 holds (2^{FLOAT_INTEGER_BITS})",
             z,
@@ -161,10 +162,17 @@ class Release:
         return self.noise_multiplier * self.clip_norm
 
     @property
-    def grid_bits(self) -> int:
-        """b, so that every reachable noisy sum is a whole multiple of C·2⁻ᵇ below 2⁵³ of them."""
+    def _exact_bits(self) -> int:
+        """The most with which every reachable noisy sum is below 2⁵³ steps of the grid."""
         reach = self.cohort.population + LARGEST_NORMAL * self.noise_multiplier
-        return min(FINEST_GRID_BITS, FLOAT_INTEGER_BITS - 1 - math.ceil(math.log2(reach + 1)))
+        return FLOAT_INTEGER_BITS - 1 - math.ceil(math.log2(reach + 1))
+
+    @property
+    def grid_bits(self) -> int:
+        """b, so that sums are exact in whole multiples of C·2⁻ᵇ and the noise's standard deviation is at most 2²⁶."""
+        z = self.noise_multiplier
+        of_noise = NOISE_BITS - math.ceil(math.log2(z)) if z > 0 else FINEST_GRID_BITS
+        return min(FINEST_GRID_BITS, self._exact_bits, of_noise)
 
     @property
     def grid(self) -> float:

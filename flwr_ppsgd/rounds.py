@@ -48,12 +48,14 @@ class OpenRound:
         try:
             if node not in self._waiting:
                 raise UnusableError("not asked for", "a reply of a node that was not asked, or has answered")
-            self._total.add(read())
+            vector = read()
+            scales = self._total.scales(vector)
         except Exception as error:  # a reply is never a reason to stop a round
             self.pass_over(error, node)
             return
         self._waiting.discard(node)
         self._used += 1
+        self._total.put(vector, scales)
 
     def pass_over(self, error: BaseException, node: Hashable = "unknown") -> None:
         """Count a reply as zero."""

@@ -169,8 +169,10 @@ def test_no_reachable_sum_leaves_the_whole_numbers_of_float64(population: int, z
     assert release.grid == 3.0 * 2.0**-release.grid_bits
 
 
-def test_ordinary_releases_use_the_finest_grid() -> None:
-    assert Release(Poisson(10**5, 0.01), 1.0, noise_multiplier=2.0**15).grid_bits == 32
+@pytest.mark.parametrize(("z", "bits"), [(0.0, 32), (0.01, 32), (0.5, 27), (1.0, 26), (1.1, 25), (1000.0, 16)])
+def test_the_grid_is_as_fine_as_the_noise_allows(z: float, bits: int) -> None:
+    """At most 2²⁶ steps in a standard deviation of noise, and never more than 2³² in C."""
+    assert Release(Poisson(10**5, 0.01), 1.0, noise_multiplier=z).grid_bits == bits
 
 
 def test_a_cap_keeps_a_random_part_of_a_large_draw() -> None:

@@ -138,7 +138,10 @@ class PlainSum:
     def __init__(self, size: int, release: Release) -> None:
         self._total, self._release = np.zeros(size), release
 
-    def add(self, gradient: Vector) -> None:
+    def scales(self, gradient: Vector) -> list[float]:  # noqa: ARG002
+        return []
+
+    def put(self, gradient: Vector, scales: list[float]) -> None:  # noqa: ARG002
         self._total = self._total + clip(gradient, self._release.clip_norm)
 
     def noisy(self, coins: Coins) -> Vector:

@@ -2,6 +2,7 @@
 
 import decimal
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -128,6 +129,9 @@ def test_the_tail_is_an_exponential_cut_down_to_a_normal(sign: int) -> None:
     far = Scripted(beyond, 0, *small, over, 0, *large, *tiny).normals(1)[0]
     assert far == pytest.approx(sign * (TAIL + 11 * excess), rel=1e-15)
     assert 64 * math.log(2) / TAIL + TAIL > LARGEST_NORMAL
+    within, without = (int(2**64 * math.exp(-TAIL * (at - TAIL))) for at in (13.99, 14.01))
+    assert 13.98 < sign * Scripted(beyond, 0, within, 0, *tiny).normals(1)[0] < 14
+    assert Scripted(beyond, 0, without, 0, *tiny, *small, under, 0).normals(1)[0] == found
     assert Scripted(beyond, 0, *cut, *tiny, *small, under, 0).normals(1)[0] == found
 
 
@@ -173,7 +177,7 @@ def test_no_contribution_exceeds_the_clip_norm_in_exact_integers(values: list[fl
 
 
 def test_ten_million_coordinates_stay_within_the_clip_norm_in_exact_integers() -> None:
-    total = GridSum(10**7, RELEASE)
+    total = GridSum(10**7, replace(RELEASE, noise_multiplier=0.01))  # the finest grid
     total.add(np.random.default_rng(0).normal(size=10**7))
     multiples = total._multiples.astype(np.int64)
     np.testing.assert_array_equal(multiples, total._multiples)
@@ -194,14 +198,67 @@ def test_the_sum_does_not_depend_on_the_order_of_replies(order: list[int], seed:
 
 @pytest.mark.parametrize(
     ("vector", "error"),
-    [(np.ones(4), ValueError), (np.ones(2), ValueError), (np.array([1, np.nan, 1]), FloatingPointError)],
+    [
+        (np.ones(4), ValueError),
+        (np.ones(2), ValueError),
+        (np.array([2**63 - 1, 0, 0]), ValueError),
+        (np.ones(3, np.float32), ValueError),
+        (np.array([1, np.nan, 1]), FloatingPointError),
+        (np.array([1, 1, np.inf]), FloatingPointError),
+    ],
 )
-def test_what_cannot_be_added_leaves_the_sum_as_it_was(vector: np.ndarray[Any, Any], error: type[Exception]) -> None:
-    total = GridSum(3, Release(Poisson(10, 0.5), clip_norm=1.0, noise_multiplier=0.0))
+@pytest.mark.parametrize("apart", [(0, 0.0), (1, 0.25)])
+def test_what_cannot_be_added_leaves_the_sum_as_it_was(
+    vector: np.ndarray[Any, Any], error: type[Exception], apart: tuple[int, float]
+) -> None:
+    total = GridSum(3, Release(Poisson(10, 0.5), clip_norm=1.0, noise_multiplier=0.0), apart)
     total.add(np.array([0.25, 0.5, -0.25]))
     with pytest.raises(error, match="a vector"):
         total.add(vector)
     np.testing.assert_array_equal(total.noisy(Coins.secret()), [0.25, 0.5, -0.25])
+
+
+def test_noise_is_rounded_before_it_meets_the_sum() -> None:
+    """Whatever the sum is, it is a shift by whole multiples: added first, it would round some of the noise away."""
+    size = 3 * BLOCK + 1
+    bare, shifted = GridSum(size, RELEASE), GridSum(size, RELEASE)
+    whole = np.random.default_rng(0).integers(-(2**46), 2**46, size).astype(np.float64)
+    shifted._multiples += whole
+    noise, moved = (total.noisy(Coins.insecure(1)) / RELEASE.grid for total in (bare, shifted))
+    np.testing.assert_array_equal(moved - whole, noise)
+
+
+@pytest.mark.parametrize("z", [1e-6, 1.0, 65536.0])
+def test_even_and_odd_multiples_are_as_likely(z: float) -> None:
+    """A grid too fine for the noise would hold a few floats in each step, more in the even ones."""
+    release, draws = Release(Poisson(2, 0.5), clip_norm=1.0, noise_multiplier=z), 1_000_000
+    multiples = np.rint(GridSum(draws, release).noisy(Coins.insecure(4)) / release.grid).astype(np.int64)
+    assert abs(np.mean(multiples % 2) - 0.5) < 5 * 0.5 / math.sqrt(draws)
+    assert np.std(multiples) <= 2**26 * 1.01
+
+
+def test_zero_is_no_more_likely_than_its_neighbours() -> None:
+    """Noise is rounded to the nearest multiple: truncation would double what falls on 0."""
+    release, draws = Release(Poisson(2, 0.5), clip_norm=1.0, noise_multiplier=1e-6), 3_000_000
+    noise = GridSum(draws, release).noisy(Coins.insecure(5))
+    expected = draws * release.grid / release.noise_std / math.sqrt(2 * math.pi)
+    assert expected > 200
+    assert abs(np.count_nonzero(noise == 0) - expected) < 5 * math.sqrt(expected)
+
+
+def test_no_number_comes_twice_and_the_tail_comes_anywhere() -> None:
+    draws = 40 * BLOCK
+    n = Coins.insecure(6).normals(draws)
+    assert len(np.unique(n)) == draws
+    far = np.flatnonzero(np.abs(n) > TAIL)
+    assert len(far) > 250
+    assert abs(np.corrcoef(far, np.abs(n[far]))[0, 1]) < 5 / math.sqrt(len(far))
+
+
+def test_secret_coins_have_256_bits_of_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = bytes(range(32))
+    monkeypatch.setattr("secrets.token_bytes", lambda count: key[:count])
+    np.testing.assert_array_equal(Coins.secret().words(8), Coins(key).words(8))
 
 
 def test_what_is_released_is_a_whole_multiple_of_the_grid() -> None:
@@ -210,7 +267,7 @@ def test_what_is_released_is_a_whole_multiple_of_the_grid() -> None:
         total.add(np.random.default_rng(i).normal(size=1000))
     released = total.noisy(Coins.insecure(0))
     grid = Fraction(RELEASE.grid)
-    assert grid == Fraction(3, 2**32)
+    assert grid == Fraction(3, 2**25)
     nearest = [round(Fraction(value) / grid) for value in released]
     assert all(float(k * grid) == value for k, value in zip(nearest, released, strict=True))
 
@@ -235,5 +292,6 @@ def test_noise_on_the_sum_has_the_std_of_algorithm_1(seed: int) -> None:
 
 
 def test_the_residual_is_negligible_for_the_largest_runs() -> None:
-    """A billion coordinates, a million rounds."""
+    """A billion coordinates, a million rounds; but not less than what is cut off."""
+    assert residual_delta(1, 1, epsilon=0.0) >= 2 * math.erfc(LARGEST_NORMAL / math.sqrt(2))
     assert residual_delta(10**9, 10**6, epsilon=10.0) < 1e-18

@@ -165,6 +165,7 @@ class Span(_Columns):
         assert batch.rows is not None
         rows, moved = batch.present(batch.rows), batch.present(residual)
         self._latest = None  # its scores are those before this step
+        # the end of one epoch and the start of the next can hold the same row: both count
         once = np.arange(len(rows) + 1), rows, np.ones(len(rows), self._kept.dtype)
         csc_matvecs(len(self._kept), len(rows), moved.shape[1], *once, _flat(moved), _flat(self._kept))
 
@@ -239,13 +240,14 @@ def subtract_product(target: Columns, x: Features, residual: Columns) -> None:
         size = (*words.shape, residual.shape[1])
         csr_matvecs(*size, words.indptr, words.indices, -words.data, _flat(residual), _flat(target))
     elif target.size and x.size:
-        assert target.flags.c_contiguous  # else a copy would be changed
-        _gemm(target.dtype)(-1.0, residual.T, x.T, 1.0, target.T, trans_b=True, overwrite_c=True)
+        rows = _flat(target).reshape(target.shape)
+        _gemm(target.dtype)(-1.0, residual.T, x.T, 1.0, rows.T, trans_b=True, overwrite_c=True)
 
 
 def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    """Its numbers in one row, in the same memory."""
-    assert array.flags.c_contiguous
+    """Its numbers in one row, in the same memory: a copy would be changed in its place."""
+    if not array.flags.c_contiguous:
+        raise ValueError("only contiguous arrays can be changed in place")
     return array.reshape(-1)
 
 
