@@ -106,6 +106,19 @@ def test_a_reply_that_cannot_be_used_counts_as_zero(kind: str, caplog: pytest.Lo
     assert str(messages[0].metadata.dst_node_id) not in caplog.text
 
 
+def test_a_sum_that_fails_halfway_stops_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory runs out: a reply that was added in part must not be passed over, and come once more."""
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    ppsgd, on = strategy(), grid()
+    replies = make_replies(opened(ppsgd, on), lambda _: ONE)
+    monkeypatch.setattr("flwr_ppsgd.noise.GridSum.put", out_of_memory)
+    with pytest.raises(MemoryError):
+        ppsgd.aggregate_train(1, replies)
+
+
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4", ">f8", "longdouble"])
 def test_any_real_float_dtype_and_memory_order_is_accepted(dtype: str) -> None:
     ppsgd, on = strategy(release=release(1)), grid(1)
