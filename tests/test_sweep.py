@@ -318,8 +318,8 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(
         text=True,
         preexec_fn=heed_ctrl_c,  # noqa: PLW1509
     )
-    deadline = time.monotonic() + 120
-    while not (out / store.ROWS).exists() and time.monotonic() < deadline and process.poll() is None:
+    rows, deadline = out / store.ROWS, time.monotonic() + 120
+    while not (rows.exists() and rows.stat().st_size) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(how)
     shown, _ = process.communicate(timeout=60)
