@@ -6,9 +6,9 @@ summed exactly, and the noise is rounded to whole multiples too. For x on the gr
 rounding of the ideal output, which needs no accounting of its own.
 
 What finite precision leaves: normals are cut off at 14 standard deviations, which adds at most (1 + e^ε)·2⁻¹⁴⁵ to δ for
-each coordinate and round (:func:`residual_delta`). Below that each step of the grid holds at least 2²⁶ floats, one more
-or less by chance: its probability is right to about eight digits, which adds some 10⁻¹⁶·a to the Rényi divergence of
-order a for each coordinate and round, 10⁻⁶·a for a million coordinates and ten thousand rounds.
+each coordinate and round (:func:`residual_delta`). Below that each step of the grid holds 2²⁶ floats or more, an eighth
+of that in the far tail, one more or less by chance: its probability is right to about eight digits. By estimate that
+adds 10⁻¹⁶·a to the Rényi divergence of order a for each coordinate and round, 10⁻⁶·a for a million and ten thousand.
 """
 
 import hashlib

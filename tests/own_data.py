@@ -4,7 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+needs_real_data = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="real data, too large for the repository: they are looked for in ../shared/data"
+)
 USERS, FEATURES, CLASSES = 9, 4, 3
 FLAT: dict[str, Any] = {
     "rate": 0.5,

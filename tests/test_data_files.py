@@ -12,9 +12,8 @@ from scipy import sparse
 from flwr_ppsgd.data import Columns, PerUser, Split, public_statistics, read, write_npz
 from flwr_ppsgd.data.npz import mean_of_one_hots
 from flwr_ppsgd.data.raw import detect
+from tests.own_data import SHARED, needs_real_data
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-NOT_HERE = "real data, too large for the repository: they are looked for in ../shared/data"
 SOURCE = np.random.default_rng(0)
 
 
@@ -363,7 +362,7 @@ def test_public_statistics_by_name_and_by_place(tmp_path: Path) -> None:
         public_statistics(path, data)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason=NOT_HERE)
+@needs_real_data
 def test_the_writers_of_mnist_load() -> None:
     data = read(SHARED / "mnist_writer.npz")
     assert data.x.dtype == np.uint8
@@ -371,7 +370,7 @@ def test_the_writers_of_mnist_load() -> None:
     assert data.matrix(data.rows(3, test=False)).max() == 1.0
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason=NOT_HERE)
+@needs_real_data
 def test_the_tags_of_zephyr_are_sparse_means() -> None:
     data = read(SHARED / "zephyr_tags.npz")
     assert (len(data), data.features, data.outputs, data.task) == (191, 5000, 80, "multi-label")

@@ -12,10 +12,9 @@ from flwr_ppsgd.data import Columns, femnist, load, stackoverflow_tags, tff_emni
 from flwr_ppsgd.data import tff as tff_module
 from flwr_ppsgd.data.tff import parse_example
 from tests import tff_files
+from tests.own_data import SHARED, needs_real_data
 from tests.tff_files import Row, example
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-NOT_HERE = "real data, too large for the repository: they are looked for in ../shared/data"
 SOURCE = np.random.default_rng(0)
 
 
@@ -256,7 +255,7 @@ def test_the_hubs_columns_in_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(not SHARED.is_dir(), reason=NOT_HERE)
+@needs_real_data
 def test_forty_writers(tmp_path: Path) -> None:
     pytest.importorskip("flwr_datasets", reason="flwr-datasets is not installed")
     data = femnist(SHARED / "femnist_like", cache_dir=tmp_path)
