@@ -20,7 +20,7 @@ test: check                      ## all checks and tests
 	$(BIN)/pytest
 
 test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes; half an hour
-	$(BIN)/pytest -n 0 -m "deployment or not deployment" tests/deployment tests/test_states.py
+	$(BIN)/pytest -n 0 -m "deployment or not deployment" tests/deployment tests/client/test_shelf.py
 
 check: $(BIN)/.installed         ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -18,8 +18,8 @@ from scipy.stats import chi2
 
 from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.privacy import Ledger
+from flwr_ppsgd.server.message_api import PPSGD
 from flwr_ppsgd.simulation.grid import InProcessGrid
-from flwr_ppsgd.strategy import PPSGD
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, Layout
 
 DIRECTIONS = 2

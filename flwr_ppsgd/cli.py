@@ -20,8 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from flwr_ppsgd.privacy import Ledger
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.simulation.experiment import Experiment, Outcome
-    from flwr_ppsgd.simulation.sweep import Best, Plan, Point
+    from flwr_ppsgd.experiments.run import Experiment, Outcome
+    from flwr_ppsgd.experiments.sweep import Best, Plan, Point
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,7 +42,7 @@ class Engine(enum.StrEnum):
 
 def _show_list(wanted: bool) -> None:
     if wanted:
-        from flwr_ppsgd.simulation.experiment import presets
+        from flwr_ppsgd.experiments.run import presets
 
         for name, what in presets().items():
             console.print(f"{name:24} {what}", highlight=False, markup=False, soft_wrap=True)
@@ -120,14 +120,14 @@ def run(  # noqa: PLR0917 - typer's own way
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
     overrides = _about_data(locals()) | _overrides(settings or []) | ({} if rounds is None else {"rounds": rounds})
-    from flwr_ppsgd.simulation import experiment as experiments
+    from flwr_ppsgd.experiments import run as experiments
 
     chosen = experiments.Experiment.load(experiment, overrides)
     out = out or experiments.free_directory(experiment.stem if experiment else Path(chosen.data).stem)
     experiments.check_free(out)
     _describe(chosen)
     if engine is Engine.flower:
-        from flwr_ppsgd.simulation import flower
+        from flwr_ppsgd.experiments import flwr_run as flower
 
         flower.run(chosen, out)
         stopped = False
@@ -141,8 +141,8 @@ def run(  # noqa: PLR0917 - typer's own way
 
 
 def _run_here(experiment: "Experiment", out: Path, train: Callable[..., "Outcome"]) -> bool:
-    from flwr_ppsgd.plots import draw_run
-    from flwr_ppsgd.simulation import experiment as experiments
+    from flwr_ppsgd.experiments import run as experiments
+    from flwr_ppsgd.results.plots import draw_run
 
     with progress_bar() as progress:
         outcome = train(experiment, progress_hook(progress, "training", experiment.rounds))
@@ -174,8 +174,8 @@ def sweep(  # noqa: PLR0917 - typer's own way
 ) -> None:
     """Train a whole grid of settings side by side; interrupted, the same command goes on from there."""
     overrides = _about_data(locals()) | _overrides(settings or [])
-    from flwr_ppsgd.simulation.sweep import CAVEAT, Sweep
-    from flwr_ppsgd.simulation.workers import run_sweep
+    from flwr_ppsgd.experiments.sweep import CAVEAT, Sweep
+    from flwr_ppsgd.experiments.workers import run_sweep
 
     grid, limit = Sweep.load(experiment, overrides), _bytes(memory)
     out = out or Path("runs") / (experiment.stem if experiment else Path(data).stem if data else "sweep")
@@ -196,8 +196,8 @@ def sweep(  # noqa: PLR0917 - typer's own way
 @app.command()
 def plot(directory: Annotated[Path, typer.Argument(help="The directory of a sweep.")]) -> None:
     """Draw Figure 1 (a panel for each noise level) and Figure 2, and tell the best setting for each ε."""
-    from flwr_ppsgd.figures import draw_sweep
-    from flwr_ppsgd.simulation.store import read_config, read_rows
+    from flwr_ppsgd.experiments.outputs import read_config, read_rows
+    from flwr_ppsgd.results.figures import draw_sweep
 
     read_config(directory)
     rows = read_rows(directory)
@@ -211,7 +211,7 @@ def plot(directory: Annotated[Path, typer.Argument(help="The directory of a swee
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")]) -> None:
     """Write one self-contained page: what was run, the guarantee in words, figures, best settings, rows."""
-    from flwr_ppsgd.report import write_report
+    from flwr_ppsgd.results.page import write_report
 
     console.print(f"Written: {write_report(directory)}", highlight=False, markup=False, soft_wrap=True)
 
@@ -250,7 +250,7 @@ class SweepBar:
         self._task = self._progress.add_task("sweep", total=total, completed=self._start, state="")
 
     def show(self, block: int, round_: int, best: "Best | None") -> None:
-        from flwr_ppsgd.simulation.sweep import best_among
+        from flwr_ppsgd.experiments.sweep import best_among
 
         self._done[block] = self._sizes[block] * round_
         leading = best_among([*self._best.values(), *([best] if best else [])])
@@ -277,8 +277,8 @@ def audit(
 ) -> None:
     """Measure, with canaries on a strategy of their own, the noise that these settings really give."""
     from flwr_ppsgd.audit import audit as measure
-    from flwr_ppsgd.simulation.experiment import Experiment
-    from flwr_ppsgd.strategy import PPSGD
+    from flwr_ppsgd.experiments.run import Experiment
+    from flwr_ppsgd.server.message_api import PPSGD
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
     chosen = Experiment.load(experiment, _overrides(settings or []))
@@ -286,7 +286,7 @@ def audit(
     found = measure(lambda: PPSGD.from_config(flat), chosen.rounds)
     console.print(found.in_words(), highlight=False, markup=False)
     if out is not None:
-        from flwr_ppsgd.plots import audit_picture
+        from flwr_ppsgd.results.plots import audit_picture
 
         audit_picture(found, out)
         console.print(f"Picture: {out}", highlight=False, soft_wrap=True)
@@ -332,7 +332,7 @@ def plan(
 @app.command("client-report")
 def client_report(state_dir: Annotated[Path, typer.Argument(help="The node config's ppsgd-state-dir.")]) -> None:
     """On a client: which runs it took part in, what left the machine, and what is promised."""
-    from flwr_ppsgd import disclosure
+    from flwr_ppsgd.client import sent as disclosure
 
     console.print(disclosure.client_report(state_dir), highlight=False, markup=False, soft_wrap=True)
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release
 from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
+from flwr_ppsgd.promise import json_number
 from flwr_ppsgd.settings import key_of, override, typed
-from flwr_ppsgd.statement import json_number
 from flwr_ppsgd.theory import (
     Minimiser,
     Theorem,

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flwr_ppsgd import Poisson, Release, Steps
-from flwr_ppsgd.datasets import Synthetic
+from flwr_ppsgd.data.synthetic import Synthetic
 from flwr_ppsgd.plan import Plan, Question, make
-from flwr_ppsgd.simulation.cohort import CohortEngine, Setting, train
-from flwr_ppsgd.simulation.population import Fresh
+from flwr_ppsgd.simulation.batches import Fresh
+from flwr_ppsgd.simulation.linear import CohortEngine, Setting, train
 
 ALPHA_QS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)
 STEPS = (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5)

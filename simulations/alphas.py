@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a fil
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_ppsgd.figures import Mean, alphas, best_curves, means, noises
-from flwr_ppsgd.plots import COLOURS, MEASURE_NAMES, STYLES
+from flwr_ppsgd.experiments.outputs import read_rows
+from flwr_ppsgd.experiments.sweep import Row
+from flwr_ppsgd.results.figures import Mean, alphas, best_curves, means, noises
+from flwr_ppsgd.results.plots import COLOURS, MEASURE_NAMES, STYLES
 from flwr_ppsgd.simulation.measures import measure_of
-from flwr_ppsgd.simulation.store import read_rows
-from flwr_ppsgd.simulation.sweep import Row
 
 
 def final(directories: Iterable[Path]) -> tuple[str, list[Mean]]:

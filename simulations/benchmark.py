@@ -34,16 +34,16 @@ from numpy.typing import DTypeLike
 
 from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps, client_app, clip
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.client.personal import Personal
+from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.data import load
-from flwr_ppsgd.datasets import Minibatches, Synthetic, generator
-from flwr_ppsgd.models import AdditiveHead, AdditiveLinear, Matrix, SplitLearner
+from flwr_ppsgd.data.synthetic import Minibatches, Synthetic, generator
+from flwr_ppsgd.models.split import AdditiveHead, AdditiveLinear, Matrix, SplitLearner
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.personal import Personal
 from flwr_ppsgd.simulation import InProcessGrid
-from flwr_ppsgd.simulation.cohort import CohortEngine, Engine, Setting
+from flwr_ppsgd.simulation.batches import Fresh, Table
+from flwr_ppsgd.simulation.linear import CohortEngine, Engine, Setting
 from flwr_ppsgd.simulation.networks import NetworkEngine
-from flwr_ppsgd.simulation.population import Fresh, Table
-from flwr_ppsgd.states import Shelf
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES
 from simulations.yardsticks import (
     STEPS,

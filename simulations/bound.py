@@ -117,7 +117,7 @@ def draw(out: Path) -> None:
     """Bound and measurement against αN below and above the threshold."""
     from matplotlib.figure import Figure
 
-    from flwr_ppsgd.plots import log_scale
+    from flwr_ppsgd.results.plots import log_scale
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)

@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 
 from flwr_ppsgd.cli import SweepBar, console, progress_bar
-from flwr_ppsgd.figures import draw_sweep
-from flwr_ppsgd.simulation.experiment import free_directory
-from flwr_ppsgd.simulation.store import read_rows
-from flwr_ppsgd.simulation.sweep import Sweep
-from flwr_ppsgd.simulation.workers import run_sweep
+from flwr_ppsgd.experiments.outputs import read_rows
+from flwr_ppsgd.experiments.run import free_directory
+from flwr_ppsgd.experiments.sweep import Sweep
+from flwr_ppsgd.experiments.workers import run_sweep
+from flwr_ppsgd.results.figures import draw_sweep
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from numpy import zeros
 
 from flwr_ppsgd import PPSGD, Ledger, client_app
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.plots import learning_curves
+from flwr_ppsgd.experiments.run import Experiment, learner_for
+from flwr_ppsgd.results.plots import learning_curves
 from flwr_ppsgd.simulation import InProcessGrid
-from flwr_ppsgd.simulation.experiment import Experiment, learner_for
 
 ROUNDS = 60
 PICTURE = Path("runs") / "swap.png"

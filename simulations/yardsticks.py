@@ -11,9 +11,9 @@ from scipy import sparse
 from torch import nn
 
 from flwr_ppsgd import Ledger, Release, Steps
-from flwr_ppsgd.datasets import Synthetic
-from flwr_ppsgd.simulation.cohort import Setting
-from flwr_ppsgd.simulation.population import Table
+from flwr_ppsgd.data.synthetic import Synthetic
+from flwr_ppsgd.simulation.batches import Table
+from flwr_ppsgd.simulation.linear import Setting
 
 Draw: TypeAlias = Callable[[int], tuple[NDArray[Any], NDArray[Any]]]  # a user's minibatch
 STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.2, 1.5, 1.8)

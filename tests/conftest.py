@@ -10,4 +10,4 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_ppsgd.journal.PATIENCE", 0.0)
+    monkeypatch.setattr("flwr_ppsgd.server.journal.PATIENCE", 0.0)

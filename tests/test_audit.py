@@ -10,9 +10,9 @@ import pytest
 
 from flwr_ppsgd import PPSGD, FixedSize, Poisson, Release, Steps
 from flwr_ppsgd.audit import Audit, Estimate, audit
-from flwr_ppsgd.curator import Curator, PrivateMetrics
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.rounds import OpenRound
+from flwr_ppsgd.server.curator import Curator, PrivateMetrics
+from flwr_ppsgd.server.rounds import OpenRound
 
 SIZE = 4000
 HUNDRED = Release(Poisson(100, 1.0), clip_norm=2.0, noise_multiplier=1.0)

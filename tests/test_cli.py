@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from flwr_ppsgd import cli
-from flwr_ppsgd.simulation.experiment import Experiment
+from flwr_ppsgd.experiments.run import Experiment
 
 FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png"}
 TOML = """

@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, Steps, client_step, server_step
-from flwr_ppsgd.datasets import Synthetic
-from flwr_ppsgd.simulation.cohort import CohortEngine, Setting, train
-from flwr_ppsgd.simulation.population import Fresh
+from flwr_ppsgd.data.synthetic import Synthetic
+from flwr_ppsgd.simulation.batches import Fresh
+from flwr_ppsgd.simulation.linear import CohortEngine, Setting, train
 
 GOLDEN = Path(__file__).parent / "golden"
 Arrays = dict[str, NDArray[np.float64]]

@@ -17,14 +17,14 @@ from flwr.server import ServerAppComponents, ServerConfig
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_ppsgd import Poisson, Release, Steps
-from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
-from flwr_ppsgd.personal import recall
+from flwr_ppsgd.client.personal import recall
+from flwr_ppsgd.server.legacy_api import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
-from tests.stock.task import Net
+from tests.support.stock.task import Net
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text("utf-8"), re.DOTALL)
 SERVER, CLIENT, LEGACY = BLOCKS[:3]
-STOCK = Path(__file__).parent / "stock"
+STOCK = Path(__file__).parent / "support" / "stock"
 DIFFS = dict(
     zip(
         ("message_client", "message_server", "numpy_client", "numpy_server"),
@@ -132,5 +132,7 @@ def test_a_numpy_client_app_becomes_ppsgd_in_fewer_than_ten_lines() -> None:
 
 def test_the_stock_apps_run_as_they_are() -> None:
     for kind in ("message", "numpy"):
-        app = importlib.import_module(f"tests.stock.{kind}_client").app
-        importlib.import_module(f"tests.stock.{kind}_server").app(InProcessGrid(app, 3, STOCK_CONFIG), stock_context())
+        app = importlib.import_module(f"tests.support.stock.{kind}_client").app
+        importlib.import_module(f"tests.support.stock.{kind}_server").app(
+            InProcessGrid(app, 3, STOCK_CONFIG), stock_context()
+        )

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import FixedSize, Poisson, Steps
-from flwr_ppsgd.datasets import Synthetic
+from flwr_ppsgd.data.synthetic import Synthetic
+from flwr_ppsgd.experiments.run import Experiment
 from flwr_ppsgd.settings import Settings
-from flwr_ppsgd.simulation.experiment import Experiment
 from flwr_ppsgd.theory import (
     Minimiser,
     Theorem,

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.data.per_user import PerUser, Task
-from flwr_ppsgd.datasets import Minibatches
-from flwr_ppsgd.models import AdditiveLinear, Loss, Matrix, SplitLearner, SplitModel, mean_losses
+from flwr_ppsgd.data.synthetic import Minibatches
+from flwr_ppsgd.models.split import AdditiveLinear, Loss, Matrix, SplitLearner, SplitModel, mean_losses
 
 
 class LinearBatches:

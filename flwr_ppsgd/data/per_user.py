@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.models import Matrix
+from flwr_ppsgd.models.split import Matrix
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
 Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.data.per_user import Indices, PerUser, Table, Task
-from flwr_ppsgd.datasets import generator
+from flwr_ppsgd.data.synthetic import generator
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector, clip_scales
-from flwr_ppsgd.datasets import minibatch_rows
-from flwr_ppsgd.models import Matrix, predict
-from flwr_ppsgd.simulation.cohort import Setting, State, check_alike, coins_of
+from flwr_ppsgd.data.synthetic import minibatch_rows
+from flwr_ppsgd.models.split import Matrix, predict
+from flwr_ppsgd.simulation.batches import Batch, Features, Population, Table, drawn
+from flwr_ppsgd.simulation.linear import Setting, State, check_alike, coins_of
 from flwr_ppsgd.simulation.measures import badness, measure_of, summary
-from flwr_ppsgd.simulation.population import Batch, Features, Population, Table, drawn
 
 PPSGD, FINE_TUNED, FEDAVG = "ppsgd", "fine-tuned", "fedavg"
 BASELINES = (FINE_TUNED, FEDAVG)

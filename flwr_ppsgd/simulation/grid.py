@@ -9,7 +9,7 @@ from flwr.app import Context, Error, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from flwr_ppsgd.simulation import _flower
+from flwr_ppsgd.simulation import flower_internals as _flower
 
 log = logging.getLogger("flwr.ppsgd")
 

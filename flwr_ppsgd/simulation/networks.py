@@ -6,10 +6,10 @@ from typing import TypeAlias
 import numpy as np
 
 from flwr_ppsgd.algorithm import Vector, clip_scales, descend
-from flwr_ppsgd.models import Batches, Matrix, Rows, SplitModel
-from flwr_ppsgd.simulation.cohort import Setting, State, check_alike, coins_of
+from flwr_ppsgd.models.split import Batches, Matrix, Rows, SplitModel
+from flwr_ppsgd.simulation.batches import Indices, drawn
+from flwr_ppsgd.simulation.linear import Setting, State, check_alike, coins_of
 from flwr_ppsgd.simulation.measures import measure_of, summary
-from flwr_ppsgd.simulation.population import Indices, drawn
 
 CHANGING = ("w", "thetas", "w_sum", "thetas_sum")  # of a training
 Groups: TypeAlias = list[tuple[Indices, tuple[Rows, Rows]]]

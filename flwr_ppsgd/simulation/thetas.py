@@ -17,7 +17,7 @@ from scipy import sparse
 from scipy.linalg import get_blas_funcs
 from scipy.sparse._sparsetools import csc_matvecs, csr_matvecs  # private; nothing public adds in place
 
-from flwr_ppsgd.simulation.population import Batch, Features, Indices, Population, Table
+from flwr_ppsgd.simulation.batches import Batch, Features, Indices, Population, Table
 
 Kind: TypeAlias = Literal["direct", "span"]
 Columns: TypeAlias = NDArray[Any]

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from flwr_ppsgd import checkpoint
-from flwr_ppsgd.disclosure import client_report
-from flwr_ppsgd.prediction import PersonalModel
-from flwr_ppsgd.states import Shelf
+from flwr_ppsgd.client.model import PersonalModel
+from flwr_ppsgd.client.sent import client_report
+from flwr_ppsgd.client.shelf import Shelf
+from flwr_ppsgd.server import checkpoint
 from flwr_ppsgd.wire import record_from
 from simulations.deployment.app import learner_from
 from simulations.deployment.federation import Federation, wait_for, write_app

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Order, client_app
-from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.server.legacy_api import PPSGDClient, PPSGDStrategy
 
 Floats = NDArray[np.float64]
 

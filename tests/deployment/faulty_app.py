@@ -22,8 +22,8 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Order, client_app
-from flwr_ppsgd.journal import Journal
-from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.server.journal import Journal
+from flwr_ppsgd.server.legacy_api import PPSGDClient, PPSGDStrategy
 
 Floats = NDArray[np.float64]
 SIZE = 6
@@ -89,9 +89,9 @@ class Dying(Journal):
 
 def place_of(config: dict[str, Any]) -> Path:
     """Where this run writes; made with a journal that can be told to die."""
-    import flwr_ppsgd.curator
+    import flwr_ppsgd.server.curator
 
-    vars(flwr_ppsgd.curator)["Journal"] = Dying
+    vars(flwr_ppsgd.server.curator)["Journal"] = Dying
     return Path(str(config["checkpoint-dir"]))
 
 

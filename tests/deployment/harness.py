@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd import checkpoint
-from flwr_ppsgd.states import Save, Shelf
+from flwr_ppsgd.client.shelf import Save, Shelf
+from flwr_ppsgd.server import checkpoint
 from simulations.deployment.federation import Federation, wait_for, write_app
 
 USERS = ("ada", "ben", "cleo")

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import clip
-from flwr_ppsgd.disclosure import client_report
-from flwr_ppsgd.states import Shelf
+from flwr_ppsgd.client.sent import client_report
+from flwr_ppsgd.client.shelf import Shelf
 from tests.deployment.harness import USERS, Deployment, check
 
 slow = pytest.mark.deployment

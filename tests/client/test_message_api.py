@@ -1,0 +1,136 @@
+"""The boundary: w comes in, a clipped gradient goes out, θ stays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from flwr_ppsgd import Order, Steps, client_app
+from flwr_ppsgd.client.personal import STATE, Personal, keep, recall
+from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.wire import GRADIENT
+from tests.support.toy import SIZE, Floats, Toy, flat, grid, opened, release, strategy, target, toy_learner, w0
+
+
+def bytes_of(content: RecordDict) -> list[bytes]:
+    """Every byte that Flower would put on the wire for this content."""
+    out, waiting = [], [content]
+    while waiting:
+        item = waiting.pop()
+        out.append(item.deflate())
+        waiting.extend((item.children or {}).values())  # type: ignore[arg-type]
+    return sorted(out)
+
+
+@dataclass
+class FixedGradient(Toy):
+    """g_w does not depend on θ, so nothing that is sent may."""
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
+        return np.arange(SIZE) / 10, theta - self.target
+
+
+def fixed_gradient_learner(context: Context) -> Toy:
+    return FixedGradient(target(int(context.node_config["partition-id"])))
+
+
+@pytest.mark.parametrize("theta", [np.zeros(SIZE), np.full(SIZE, 1e9), np.arange(SIZE) * np.pi])
+def test_with_g_w_fixed_every_outgoing_byte_is_the_same_whatever_theta_is(theta: Floats) -> None:
+    def sent(kept: Floats) -> list[bytes]:
+        on = grid(1, client_app(fixed_gradient_learner))
+        (message,) = opened(strategy(release=release(1)), on)
+        keep(on.context(message.metadata.dst_node_id), Personal(kept, run=1, round=3, visit=2))
+        (reply,) = on.send_and_receive([message])
+        return bytes_of(reply.content)
+
+    assert sent(theta) == sent(np.ones(SIZE))
+
+
+def test_a_training_reply_holds_the_gradient_and_nothing_else() -> None:
+    on = grid()
+    for reply in on.send_and_receive(opened(strategy(), on)):
+        assert list(reply.content) == [GRADIENT]
+        assert list(reply.content.array_records[GRADIENT]) == ["0"]
+
+
+def test_the_client_sends_a_clipped_gradient() -> None:
+    on = grid()
+    for reply in on.send_and_receive(opened(strategy(release=release(clip_norm=0.01)), on)):
+        assert np.linalg.norm(flat(reply.content.array_records[GRADIENT])) == pytest.approx(0.01)
+
+
+def test_theta_is_kept_with_run_round_and_visit() -> None:
+    on, ppsgd = grid(), strategy()
+    node = on.get_node_ids()[0]
+    for round_ in (1, 2, 3):
+        messages = ppsgd.configure_train(round_, w0(), ConfigRecord(), on)
+        ppsgd.aggregate_train(round_, on.send_and_receive(messages))
+    personal = recall(on.context(node))
+    assert personal is not None
+    assert (personal.run, personal.round, personal.visit) == (1, 3, 3)
+    assert set(on.context(node).state) == {STATE}
+
+
+def test_alpha_infinity_freezes_theta() -> None:
+    on = grid()
+    strategy(steps=Steps.from_ratio(0.5, np.inf)).start(on, w0(), num_rounds=3)
+    for node in on.get_node_ids():
+        personal = recall(on.context(node))
+        assert personal is not None
+        np.testing.assert_array_equal(personal.theta, 0.0)
+        assert personal.visit == 3
+
+
+@dataclass
+class Broken(Toy):
+    """A learner with one fault."""
+
+    fault: str = ""
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
+        bad = {"size": np.ones(SIZE + 1), "shape": np.ones((SIZE, 1)), "nan": np.full(SIZE, np.nan)}
+        good = np.ones(SIZE)
+        return {"w": (bad[self.fault[2:]], good), "t": (good, bad[self.fault[2:]])}[self.fault[0]]
+
+
+@pytest.mark.parametrize("fault", ["w:size", "w:shape", "w:nan", "t:size", "t:shape", "t:nan"])
+def test_a_learner_with_a_wrong_gradient_gets_one_clear_line_and_theta_stays(fault: str) -> None:
+    def learner(context: Context) -> Toy:  # noqa: ARG001
+        return Broken(np.zeros(SIZE), fault=fault)
+
+    on = grid(1, client_app(learner))
+    (message,) = opened(strategy(release=release(1)), on)
+    kept = Personal(np.ones(SIZE), run=1, round=3, visit=2)
+    keep(on.context(message.metadata.dst_node_id), kept)
+    (reply,) = on.send_and_receive([message])
+    assert reply.has_error()
+    assert "Broken.gradients returned" in str(reply.error.reason)
+    assert "\n" not in str(reply.error.reason)
+    after = recall(on.context(message.metadata.dst_node_id))
+    assert after is not None
+    np.testing.assert_array_equal(after.theta, kept.theta)
+    assert after.visit == 2
+
+
+def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = grid(1)
+    (message,) = opened(strategy(release=release(1)), on)
+
+    def fail(*_: object) -> Message:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("flwr_ppsgd.client.message_api.RecordDict", fail)
+    (reply,) = on.send_and_receive([message])
+    assert reply.has_error()
+    assert recall(on.context(message.metadata.dst_node_id)) is None
+
+
+def test_evaluation_uses_the_kept_theta_and_changes_nothing() -> None:
+    on = InProcessGrid(client_app(toy_learner), 2)
+    ppsgd = strategy(release=release(2), steps=Steps(shared=0.0, personal=1.0), evaluate_every=1)
+    result = ppsgd.start(on, w0(), num_rounds=2)
+    assert result.evaluate_metrics_clientapp[2]["distance"] == pytest.approx(0.0, abs=1e-20)
+    kept = recall(on.context(on.get_node_ids()[0]))
+    assert kept is not None
+    assert kept.visit == 2

@@ -1,0 +1,146 @@
+"""The additive linear model: gradients against autograd, measures against numbers done by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.func import grad
+
+from flwr_ppsgd.algorithm import Reduction
+from flwr_ppsgd.models.split import AdditiveLinear, Loss, Matrix, as_matrix
+from flwr_ppsgd.wire import Order
+
+FEATURES, OUTPUTS, ROWS = 4, 3, 6
+
+
+class Fixed:
+    """The same minibatch at every visit."""
+
+    def __init__(self, x: Matrix, y: Matrix) -> None:
+        self.x, self.y, self.num_examples = x, y, len(x)
+
+    def __call__(self, visit: int) -> tuple[Matrix, Matrix]:  # noqa: ARG002
+        return self.x, self.y
+
+
+def order(reduction: Reduction) -> Order:
+    return Order(round=1, step=0.1, clip_norm=1.0, reduction=reduction, publishes=True, visit=1)
+
+
+def batch(loss: Loss) -> Fixed:
+    random = np.random.default_rng(0)
+    one_hot = np.eye(OUTPUTS)[random.integers(OUTPUTS, size=ROWS)]
+    y = one_hot if loss == "softmax" else random.normal(size=(ROWS, OUTPUTS))
+    return Fixed(random.normal(size=(ROWS, FEATURES)), y)
+
+
+def mean_loss(w: torch.Tensor, theta: torch.Tensor, data: Fixed, loss: Loss) -> torch.Tensor:
+    """The mean of ½‖·‖² or of the cross-entropy, in torch's own words."""
+    x, y = torch.from_numpy(data.x), torch.from_numpy(data.y)
+    scores = x @ (w + theta).reshape(FEATURES, OUTPUTS)
+    if loss == "softmax":
+        return torch.nn.functional.cross_entropy(scores, y)
+    return 0.5 * ((scores - y) ** 2).sum(dim=1).mean()
+
+
+@pytest.mark.parametrize("loss", ["squared", "softmax"])
+def test_both_gradients_are_those_of_autograd(loss: Loss) -> None:
+    """g_w = ∇_w and g_θ = ∇_θ of the mean of ℓ(y, (w+θ)ᵀx), with K outputs."""
+    data, random = batch(loss), np.random.default_rng(1)
+    w, theta = random.normal(size=(2, FEATURES * OUTPUTS))
+    g_w, g_theta = AdditiveLinear(data, FEATURES, OUTPUTS, loss).gradients(w, theta, order("mean"))
+    for argument, ours in enumerate((g_w, g_theta)):
+        theirs = grad(mean_loss, argnums=argument)(torch.from_numpy(w), torch.from_numpy(theta), data, loss)
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", ["squared", "softmax"])
+def test_both_gradients_are_equal_and_depend_on_the_sum_of_w_and_theta(loss: Loss) -> None:
+    """w and θ enter only as w + θ, so g_w = g_θ, and moving one into the other changes nothing."""
+    learner, v = AdditiveLinear(batch(loss), FEATURES, OUTPUTS, loss), np.linspace(-1, 1, FEATURES * OUTPUTS)
+    g_w, g_theta = learner.gradients(v, np.zeros_like(v), order("mean"))
+    np.testing.assert_array_equal(g_w, g_theta)
+    np.testing.assert_array_equal(g_w, learner.gradients(np.zeros_like(v), v, order("mean"))[0])
+
+
+@pytest.mark.parametrize("loss", ["squared", "softmax"])
+def test_a_sum_is_the_mean_times_the_minibatch(loss: Loss) -> None:
+    """Algorithm 2 sums over m_i samples where Algorithm 3 averages."""
+    learner, v = AdditiveLinear(batch(loss), FEATURES, OUTPUTS, loss), np.linspace(-1, 1, FEATURES * OUTPUTS)
+    total, mean = (learner.gradients(v, v, order(reduction))[0] for reduction in ("sum", "mean"))
+    np.testing.assert_allclose(total, ROWS * mean, rtol=1e-14)
+
+
+def test_a_gradient_by_hand() -> None:
+    """x = (1, 2), y = 1, w + θ = (1, 1): the residual is 3 − 1 = 2 and the gradient 2·x = (2, 4)."""
+    learner = AdditiveLinear(Fixed(np.array([[1.0, 2.0]]), np.array([[1.0]])), 2)
+    g_w, _ = learner.gradients(np.array([1.0, 0.0]), np.array([0.0, 1.0]), order("mean"))
+    assert g_w.tolist() == [2.0, 4.0]
+
+
+def test_parameters_are_flattened_by_rows() -> None:
+    """x = (1, 0), residuals (−3, −5): the gradient's d×K matrix is [[−3, −5], [0, 0]]."""
+    learner = AdditiveLinear(Fixed(np.array([[1.0, 0.0]]), np.array([[3.0, 5.0]])), 2, 2)
+    assert learner.gradients(np.zeros(4), np.zeros(4), order("mean"))[0].tolist() == [-3.0, -5.0, 0.0, 0.0]
+
+
+def test_theta_starts_at_zero_with_one_entry_for_each_feature_and_output() -> None:
+    learner = AdditiveLinear(batch("squared"), FEATURES, OUTPUTS)
+    assert learner.initial_theta().tolist() == [0.0] * (FEATURES * OUTPUTS)
+    assert learner.num_examples == ROWS
+
+
+def test_squared_measures_by_hand() -> None:
+    """Scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1+9), one of two classes right."""
+    test = (np.eye(2), np.array([[1.0, 0.0], [1.0, 0.0]]))
+    learner = AdditiveLinear(batch("squared"), 2, 2, "squared", test)
+    assert learner.evaluate(np.array([1.0, 0, 0, 1]), np.array([1.0, 0, 0, 2])) == {"loss": 2.75, "accuracy": 0.5}
+
+
+def test_softmax_measures_by_hand() -> None:
+    """Chances (3/4, 1/4) for both samples, one of each class: loss (ln 4/3 + ln 4)/2, half of them right."""
+    test = (np.ones((2, 1)), np.eye(2))
+    learner = AdditiveLinear(batch("softmax"), 1, 2, "softmax", test)
+    measures = learner.evaluate(np.array([math.log(3), 0.0]), np.zeros(2))
+    assert measures == {"loss": pytest.approx((math.log(4 / 3) + math.log(4)) / 2), "accuracy": 0.5}
+
+
+def test_softmax_loss_of_a_hopeless_score_is_its_margin() -> None:
+    """−ln(e⁰ / (e¹⁰⁰⁰ + e⁰)) = 1000, though the chance itself is below the smallest float."""
+    learner = AdditiveLinear(batch("softmax"), 1, 2, "softmax", (np.ones((1, 1)), np.array([[0.0, 1.0]])))
+    assert learner.evaluate(np.array([1000.0, 0.0]), np.zeros(2))["loss"] == pytest.approx(1000)
+
+
+def test_large_scores_give_finite_gradients() -> None:
+    """Chances (1, 0) against (0, 1) at x = 1: the gradient is (1, −1), whatever the size of the scores."""
+    learner = AdditiveLinear(Fixed(np.ones((1, 1)), np.array([[0.0, 1.0]])), 1, 2, "softmax")
+    assert learner.gradients(np.array([1e4, 0.0]), np.zeros(2), order("mean"))[0].tolist() == [1.0, -1.0]
+
+
+def test_one_output_has_a_loss_and_no_accuracy() -> None:
+    learner = AdditiveLinear(batch("squared"), 1, test=(np.array([[1.0], [2.0]]), np.array([[0.0], [0.0]])))
+    assert learner.evaluate(np.array([1.0]), np.array([1.0])) == {"loss": 5.0}  # (½·4 + ½·16) / 2
+
+
+def test_without_a_test_part_there_is_nothing_to_measure() -> None:
+    assert AdditiveLinear(batch("squared"), FEATURES, OUTPUTS).evaluate(np.zeros(12), np.zeros(12)) == {}
+
+
+def test_tensors_and_images_become_matrices() -> None:
+    """One row a sample, float64; a matrix that is one already is not copied."""
+    image = as_matrix(torch.ones(2, 3, 4, dtype=torch.float32, requires_grad=True))
+    assert (image.shape, image.dtype) == ((2, 12), np.dtype(np.float64))
+    matrix = np.ones((2, 3))
+    assert np.shares_memory(as_matrix(matrix), matrix)
+
+
+def test_an_unknown_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="squared or softmax, got 'hinge'"):
+        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, "hinge")  # type: ignore[arg-type]
+
+
+def test_softmax_with_one_output_is_refused() -> None:
+    """Its gradient would be zero everywhere."""
+    with pytest.raises(ValueError, match=r"at least 2 outputs, got 1: use loss='squared'"):
+        AdditiveLinear(batch("softmax"), FEATURES, 1, "softmax")

@@ -1,0 +1,99 @@
+"""Who belongs to the population, when nodes restart under other ids."""
+
+import secrets
+from collections.abc import Iterable
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import ConfigRecord, Message
+from flwr.proto.node_pb2 import NodeInfo
+
+from flwr_ppsgd import PPSGD, Poisson, Release, client_app
+from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.toy import strategy, toy_learner, w0
+
+
+def key() -> tuple[bytes, str]:
+    """A public key as Flower keeps it, and as ``ssh-keygen`` writes it."""
+    public = ec.generate_private_key(ec.SECP384R1()).public_key()
+    pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return pem, public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+class SuperNodes(InProcessGrid):
+    """A grid that says about its nodes what a SuperLink would."""
+
+    def __init__(self, *nodes: NodeInfo) -> None:
+        super().__init__(client_app(toy_learner), 9)
+        self.nodes = list(nodes)
+
+    def get_node_ids(self) -> list[int]:
+        return [node.node_id for node in self.nodes]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return self.nodes
+
+
+def node(number: int, name: str = "", public_key: bytes | None = None) -> NodeInfo:
+    return NodeInfo(node_id=1_000_000 + number, name=name, public_key=key()[0] if public_key is None else public_key)
+
+
+def asked(ppsgd: PPSGD, on: SuperNodes, round_: int = 1) -> list[int]:
+    messages: list[Message] = ppsgd.configure_train(round_, w0(), ConfigRecord(), on)
+    ppsgd.aggregate_train(round_, [])
+    return [message.metadata.dst_node_id - 1_000_000 for message in messages]
+
+
+def users(population: int, enrolled: list[str | int] | None = None) -> PPSGD:
+    return strategy(release=Release(Poisson(population, 1.0), 1.0, 5.0), enrolled=enrolled, min_online=0.0)
+
+
+def test_a_name_is_followed_to_wherever_its_node_is_now() -> None:
+    ppsgd, on = users(2, ["ada", "ben"]), SuperNodes(node(1, "ada"), node(2, "ben"), node(3, "eve"))
+    assert asked(ppsgd, on) == [1, 2]
+    on.nodes = [node(7, "ben"), node(8, "ada")]
+    assert asked(ppsgd, on, 2) == [8, 7]
+    on.nodes = [node(7, "ben")]
+    assert asked(ppsgd, on, 3) == [7], "whoever is offline counts as zero"
+    assert ppsgd.ledger.rounds == 3
+    assert "To each of the 2 enrolled users" in ppsgd.privacy_statement()
+    assert "NOT claimed" not in ppsgd.privacy_statement()
+
+
+def test_a_public_key_is_an_identity_in_either_form() -> None:
+    (pem, ssh), (other, _) = key(), key()
+    ppsgd = users(2, [ssh, other.decode()])
+    assert asked(ppsgd, SuperNodes(node(4, public_key=other), node(5, public_key=pem), node(6))) == [5, 4]
+    assert "NOT claimed" not in ppsgd.privacy_statement()
+
+
+def test_of_two_nodes_under_one_name_one_takes_part(caplog: pytest.LogCaptureFixture) -> None:
+    assert asked(users(1, ["ada"]), SuperNodes(node(1, "ada"), node(2, "ada"))) == [1]
+    assert "Two nodes are online under one name" in caplog.text
+
+
+@pytest.mark.parametrize("enrolled", [None, [1_000_001, 1_000_002]])
+def test_without_authentication_restarts_are_not_covered_and_the_statement_says_why(
+    enrolled: list[str | int] | None,
+) -> None:
+    ppsgd = users(2, enrolled)
+    assert asked(ppsgd, SuperNodes(node(1), node(2))) == [1, 2]
+    statement, data = ppsgd.privacy_statement(), ppsgd.privacy_data()
+    assert "To each of the 2 enrolled nodes" in statement
+    assert "User-level privacy across restarts of a node is NOT claimed" in statement
+    assert "--enable-supernode-auth" in statement
+    assert data["guarantee"] == "node-level joint differential privacy"
+    assert data["unit"] == "one start of a node"
+
+
+def test_a_simulation_has_no_restarts_to_speak_of() -> None:
+    ppsgd = users(2)
+    asked(ppsgd, SuperNodes(node(1, public_key=secrets.token_bytes(32)), node(2, public_key=secrets.token_bytes(32))))
+    assert "NOT claimed" not in ppsgd.privacy_statement()
+
+
+def test_registered_names_are_an_enrolment_by_themselves() -> None:
+    ppsgd = users(2)
+    assert asked(ppsgd, SuperNodes(node(1, "ada"), node(2, "ben"))) == [1, 2]
+    assert "NOT claimed" not in ppsgd.privacy_statement()

@@ -1,0 +1,211 @@
+"""The legacy API keeps the same promise."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context
+from flwr.client import Client, NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import FedAvg, FedProx
+from flwr.serverapp.exception import PrivacyBudgetExhausted
+
+from flwr_ppsgd import Steps, client_app
+from flwr_ppsgd.client.personal import recall
+from flwr_ppsgd.server.legacy_api import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.toy import SIZE, Floats, flat, release, strategy, toy_learner, w0
+
+ONE = np.full(SIZE, 0.1)
+
+
+def client_fn(context: Context) -> Client:
+    return PPSGDClient(toy_learner(context), context, local_step=0.5).to_client()
+
+
+def legacy(**changes: Any) -> PPSGDStrategy:
+    settings: dict[str, Any] = {
+        "release": release(),
+        "steps": Steps(shared=1.0, personal=0.5),
+        "delta": 1e-4,
+        "initial_parameters": ndarrays_to_parameters([np.zeros(SIZE)]),
+        **changes,
+    }
+    return PPSGDStrategy(**settings)
+
+
+class Proxy(ClientProxy):
+    """A client that is only a name."""
+
+    def get_properties(self, *_: Any) -> Any: ...
+    def get_parameters(self, *_: Any) -> Any: ...
+    def fit(self, *_: Any) -> Any: ...
+    def evaluate(self, *_: Any) -> Any: ...
+    def reconnect(self, *_: Any) -> Any: ...
+
+
+def manager(count: int = 5) -> SimpleClientManager:
+    clients = SimpleClientManager()
+    for cid in range(count):
+        clients.register(Proxy(str(cid)))
+    return clients
+
+
+def result(tensors: list[bytes] | None = None, *arrays: Floats) -> FitRes:
+    parameters = Parameters(tensors, "numpy.ndarray") if tensors is not None else ndarrays_to_parameters(list(arrays))
+    return FitRes(Status(Code.OK, ""), parameters, 10**9, {"loss": 1e9})
+
+
+def run_legacy(server_strategy: Any, rounds: int, grid: InProcessGrid) -> Any:
+    """A legacy ServerApp on the in-process grid; returns what it leaves behind."""
+    app = ServerApp(
+        server_fn=lambda _: ServerAppComponents(config=ServerConfig(num_rounds=rounds), strategy=server_strategy)
+    )
+    return app(grid, grid.context(grid.get_node_ids()[0]))
+
+
+def recording(ppsgd: Any) -> list[Parameters]:
+    """Every w that the strategy publishes, in order."""
+    published: list[Parameters] = []
+    aggregate = ppsgd.aggregate_fit
+
+    def record(*arguments: Any) -> Any:
+        parameters, metrics = aggregate(*arguments)
+        published.append(parameters)
+        return parameters, metrics
+
+    ppsgd.aggregate_fit = record
+    return published
+
+
+def test_a_legacy_app_gives_the_same_w_as_the_message_api() -> None:
+    ppsgd = legacy(release=release(z=1.0), insecure_seed=4)
+    published = recording(ppsgd)
+    run_legacy(ppsgd, 4, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    grid = InProcessGrid(client_app(toy_learner), 5)
+    message_api = strategy(release=release(z=1.0), insecure_seed=4).start(grid, w0(), num_rounds=4)
+    np.testing.assert_array_equal(parameters_to_ndarrays(published[-1])[0], flat(message_api.arrays))
+    assert ppsgd.ledger.rounds == 4
+
+
+def test_theta_stays_in_the_nodes_state() -> None:
+    grid = InProcessGrid(ClientApp(client_fn=client_fn), 5)
+    run_legacy(legacy(), 3, grid)
+    kept = recall(grid.context(grid.get_node_ids()[2]))
+    assert kept is not None
+    assert (kept.round, kept.visit) == (3, 3)
+    assert np.any(kept.theta != 0)
+
+
+def test_an_empty_cohort_still_steps_and_is_charged() -> None:
+    """The legacy loop would skip a round whose list of clients is empty."""
+    ppsgd = legacy(release=release(rate=1e-9, z=1.0))
+    published = recording(ppsgd)
+    run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    assert ppsgd.ledger.rounds == 2
+    assert np.all(parameters_to_ndarrays(published[0])[0] != 0)
+
+
+HOSTILE: dict[str, Callable[[], FitRes]] = {
+    "another length": lambda: result(None, ONE, ONE),
+    "nothing": lambda: result([]),
+    "garbage": lambda: result([b"garbage"]),
+    "NaN": lambda: result(None, math.nan * ONE),
+    "infinity": lambda: result(None, math.inf * ONE),
+    "another shape": lambda: result(None, np.zeros((2, 3))),
+    "whole numbers": lambda: result(None, np.ones(SIZE, dtype=np.int64)),
+    "no parameters at all": lambda: FitRes(Status(Code.OK, ""), None, 1, {}),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_result_that_cannot_be_used_counts_as_zero(kind: str) -> None:
+    ppsgd, clients = legacy(release=release(z=1.0), insecure_seed=1), manager()
+    asked = ppsgd.configure_fit(1, ppsgd._initial, clients)
+    good: list[tuple[ClientProxy, FitRes]] = [(client, result(None, ONE)) for client, _ in asked[1:]]
+    hostile: list[tuple[ClientProxy, FitRes]] = [(asked[0][0], HOSTILE[kind]()), *good]
+    w, _ = ppsgd.aggregate_fit(1, hostile, [OSError("gone")])
+    other = legacy(release=release(z=1.0), insecure_seed=1)
+    other.configure_fit(1, other._initial, clients)
+    without, _ = other.aggregate_fit(1, good, [])
+    np.testing.assert_array_equal(parameters_to_ndarrays(w)[0], parameters_to_ndarrays(without)[0])
+    assert ppsgd.ledger.rounds == 1
+
+
+def test_second_results_and_strangers_count_as_zero() -> None:
+    ppsgd, clients = legacy(), manager()
+    ((client, _), *_) = ppsgd.configure_fit(1, ppsgd._initial, clients)
+    replies: list[tuple[ClientProxy, FitRes]] = [(client, result(None, ONE))] * 2
+    w, _ = ppsgd.aggregate_fit(1, [*replies, (Proxy("99"), result(None, ONE))], [])
+    np.testing.assert_allclose(parameters_to_ndarrays(w)[0], -0.1 / 5, rtol=1e-8)
+
+
+def test_the_budget_raises_and_affordable_rounds_says_when() -> None:
+    ppsgd, clients = legacy(release=release(z=10.0), max_epsilon=0.5), manager()
+    affordable = ppsgd.affordable_rounds or 0
+    for round_ in range(1, affordable + 1):
+        ppsgd.configure_fit(round_, ppsgd._initial, clients)
+        ppsgd.aggregate_fit(round_, [], [])
+    with pytest.raises(PrivacyBudgetExhausted, match="max_epsilon"):
+        ppsgd.configure_fit(affordable + 1, ppsgd._initial, clients)
+    assert affordable > 0
+
+
+def test_aggregating_without_configuring_is_refused() -> None:
+    with pytest.raises(ValueError, match="without being configured"):
+        legacy().aggregate_fit(1, [], [])
+
+
+def test_initial_parameters_are_required() -> None:
+    with pytest.raises(ValueError, match="initial_parameters"):
+        legacy(initial_parameters=None)
+    assert legacy().initialize_parameters(manager()).tensors
+
+
+def test_alpha_zero_sends_nothing_and_costs_nothing() -> None:
+    ppsgd = legacy(release=release(z=1.0), steps=Steps.from_ratio(0.5, 0.0))
+    published = recording(ppsgd)
+    run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    np.testing.assert_array_equal(parameters_to_ndarrays(published[-1])[0], 0.0)
+    assert ppsgd.ledger.epsilon() == 0.0
+
+
+def test_a_client_replies_with_the_gradient_and_no_count_or_metric() -> None:
+    grid = InProcessGrid(ClientApp(client_fn=client_fn), 1)
+    client = PPSGDClient(toy_learner(grid.context(grid.get_node_ids()[0])), grid.context(grid.get_node_ids()[0]))
+    (gradient,), count, metrics = client.fit([np.zeros(SIZE)], legacy()._order(1))
+    assert isinstance(client, NumPyClient)
+    assert np.linalg.norm(gradient) <= 1.0
+    assert (count, metrics) == (1, {})
+
+
+@pytest.mark.parametrize("stock", [FedAvg, FedProx], ids=lambda s: s.__name__)
+def test_the_same_client_serves_stock_legacy_strategies(stock: Any) -> None:
+    more = {"proximal_mu": 0.1} if stock is FedProx else {}
+    server_strategy = stock(initial_parameters=ndarrays_to_parameters([np.zeros(SIZE)]), **more)
+    published = recording(server_strategy)
+    run_legacy(server_strategy, 3, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    assert np.linalg.norm(parameters_to_ndarrays(published[-1])[0]) > 0.1
+
+
+def test_evaluation_is_averaged_over_users() -> None:
+    ppsgd = legacy(evaluate_every=1)
+    run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    assert "Evaluation on the users' own data was on" in ppsgd.privacy_statement()
+
+
+def test_a_legacy_strategy_from_a_run_config() -> None:
+    config = {
+        "population": 5, "rate": 1.0, "clip-norm": 1.0, "noise-multiplier": 2.0, "step": 0.5, "alpha-q": 0.5,
+        "delta": 1e-5, "rounds": 9, "lr": 0.1,
+    }  # fmt: skip
+    initial = ndarrays_to_parameters([np.zeros(SIZE)])
+    ppsgd = PPSGDStrategy.from_config(config, initial_parameters=initial)
+    assert ppsgd.ledger.delta == 1e-5
+    with pytest.raises(ValueError, match="Message API"):
+        PPSGDStrategy.from_config({**config, "replies": "parameters"}, initial_parameters=initial)

@@ -1,0 +1,540 @@
+"""PPSGD under Flower: one round, whatever comes back; budget; enrolment; what is released."""
+
+import io
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp.exception import PrivacyBudgetExhausted
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps, client_app, client_step, server_step
+from flwr_ppsgd.promise import _up
+from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.wire import GRADIENT, ORDER
+from tests.support.toy import SIZE, answer, flat, grid, make_replies, opened, release, strategy, target, toy_learner, w0
+
+ONE = np.full(SIZE, 0.1)
+
+
+def test_a_training_is_the_pure_algorithm_round_by_round() -> None:
+    """Without noise the strategy's w is that of server_step and client_step, to the grid's 2⁻³²."""
+    steps, w, thetas = Steps(shared=1.0, personal=0.5), np.zeros(SIZE), np.zeros((5, SIZE))
+    result = strategy().start(grid(), w0(), num_rounds=4)
+    for _ in range(4):
+        sent = np.empty_like(thetas)
+        for i in range(5):
+            g = w + thetas[i] - target(i)
+            sent[i], thetas[i] = client_step(thetas[i], g, g, 1.0, steps.personal)
+        w = server_step(w, sent, release(), steps.shared, noise=0.0)
+    np.testing.assert_allclose(flat(result.arrays), w, atol=4 * 5 * 2.0**-32)
+
+
+def test_the_denominator_does_not_know_how_many_replied() -> None:
+    """Two of five replies, all of them ones of .1: w moves by −.2/5."""
+    ppsgd, on = strategy(), grid()
+    messages = opened(ppsgd, on)
+    arrays, _ = ppsgd.aggregate_train(1, make_replies(messages[:2], lambda _: ONE))
+    np.testing.assert_allclose(flat(arrays), -0.2 / 5, rtol=1e-8)
+
+
+def npy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def record(**arrays: Array) -> RecordDict:
+    return RecordDict({GRADIENT: ArrayRecord({name.strip("_"): array for name, array in arrays.items()})})
+
+
+def lying(data: bytes, shape: tuple[int, ...] = (SIZE,), stype: str = "numpy.ndarray") -> RecordDict:
+    return record(_0=Array("float64", shape, stype, data))
+
+
+HUGE_HEADER = npy(np.zeros(SIZE)).replace(b"(6,), }", b"(6000000000000,), }"[:7])
+HOSTILE: dict[str, RecordDict] = {
+    "nothing": RecordDict(),
+    "NaN": record(_0=Array(np.array([math.nan] * SIZE))),
+    "infinity": record(_0=Array(np.array([math.inf] * SIZE))),
+    "one NaN": record(_0=Array(np.array([0.1] * (SIZE - 1) + [math.nan]))),
+    "too long": record(_0=Array(np.ones(SIZE + 1))),
+    "too short": record(_0=Array(np.ones(SIZE - 1))),
+    "another shape": record(_0=Array(np.ones((2, 3)))),
+    "a scalar": record(_0=Array(np.array(1.0))),
+    "ten million numbers": record(_0=Array(np.ones(12_345_678, dtype=np.float32))),
+    "another key": record(weight=Array(np.ones(SIZE))),
+    "one key more": record(_0=Array(np.ones(SIZE)), _1=Array(np.ones(SIZE))),
+    "whole numbers": record(_0=Array(np.ones(SIZE, dtype=np.int64))),
+    "complex": record(_0=Array(np.ones(SIZE, dtype=np.complex128))),
+    "booleans": record(_0=Array(np.ones(SIZE, dtype=np.bool_))),
+    "strings": record(_0=Array(np.array(["1.0"] * SIZE))),
+    "a declared shape that is not the data's": lying(npy(np.ones(SIZE + 3))),
+    "a header of more than there is": lying(npy(np.ones(SIZE))[:-8]),
+    "bytes after the end": lying(npy(np.ones(SIZE)) + b"\0" * 8),
+    "a header that claims terabytes": lying(HUGE_HEADER),
+    "no header": lying(b""),
+    "garbage": lying(b"\x93NUMPY\x01\x00\xff\xffgarbage"),
+    "a pickle": lying(b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94."),
+    "another serialisation": lying(npy(np.ones(SIZE)), stype="torch.save"),
+    "metrics under the gradient's name": RecordDict({GRADIENT: MetricRecord({"loss": 1.0})}),
+    "parameters under another name": RecordDict({"arrays": ArrayRecord([np.ones(SIZE)])}),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_reply_that_cannot_be_used_counts_as_zero(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Same D, same charge, no exception; the others count as ever."""
+    ppsgd, on = strategy(release=release(z=1.0), insecure_seed=1), grid()
+    messages = opened(ppsgd, on)
+    good = make_replies(messages[1:], lambda _: ONE)
+    with caplog.at_level(logging.INFO, logger="flwr.ppsgd"):
+        arrays, _ = ppsgd.aggregate_train(1, [Message(HOSTILE[kind], reply_to=messages[0]), *good])
+    other = strategy(release=release(z=1.0), insecure_seed=1)
+    without, _ = other.aggregate_train(1, make_replies(opened(other, grid())[1:], lambda _: ONE))
+    np.testing.assert_array_equal(flat(arrays), flat(without))
+    assert ppsgd.ledger.rounds == 1
+    assert "server-private" in caplog.text
+    assert str(messages[0].metadata.dst_node_id) not in caplog.text
+
+
+def test_a_sum_that_fails_halfway_stops_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory runs out: a reply that was added in part must not be passed over, and come once more."""
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    ppsgd, on = strategy(), grid()
+    replies = make_replies(opened(ppsgd, on), lambda _: ONE)
+    monkeypatch.setattr("flwr_ppsgd.noise.GridSum.put", out_of_memory)
+    with pytest.raises(MemoryError):
+        ppsgd.aggregate_train(1, replies)
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4", ">f8", "longdouble"])
+def test_any_real_float_dtype_and_memory_order_is_accepted(dtype: str) -> None:
+    ppsgd, on = strategy(release=release(1)), grid(1)
+    arrays = w0(np.zeros((2, 3)))
+    (message,) = opened(ppsgd, on, arrays)
+    gradient = np.asfortranarray(np.arange(6).reshape(2, 3) / 8).astype(np.dtype(dtype))
+    moved, _ = ppsgd.aggregate_train(1, [answer(message, gradient)])
+    np.testing.assert_allclose(flat(moved), -np.arange(6) / 8, atol=1e-8)
+
+
+def test_errors_and_silence_count_as_zero() -> None:
+    ppsgd, on = strategy(), grid()
+    messages = opened(ppsgd, on)
+    replies = [Message(Error(2, "it broke"), reply_to=messages[0]), answer(messages[1], ONE)]
+    arrays, _ = ppsgd.aggregate_train(1, replies)
+    np.testing.assert_allclose(flat(arrays), -0.1 / 5, rtol=1e-8)
+
+
+def test_only_the_first_valid_reply_of_an_asked_node_counts() -> None:
+    ppsgd, on = strategy(), grid()
+    messages = opened(ppsgd, on)
+    twice = [answer(messages[0], math.nan * ONE), answer(messages[0], ONE), answer(messages[0], 3 * ONE)]
+    arrays, _ = ppsgd.aggregate_train(1, twice)
+    np.testing.assert_allclose(flat(arrays), -0.1 / 5, rtol=1e-8)
+
+
+def test_a_reply_of_a_node_that_was_not_asked_counts_as_zero() -> None:
+    ppsgd = strategy(release=release(population=200, rate=0.05), insecure_seed=3)
+    on = grid(200)
+    asked = {message.metadata.dst_node_id for message in opened(ppsgd, on)}
+    stranger = next(node for node in on.get_node_ids() if node not in asked)
+    message = Message(RecordDict(), stranger, "train")
+    arrays, _ = ppsgd.aggregate_train(1, [answer(message, ONE)])
+    np.testing.assert_array_equal(flat(arrays), 0.0)
+
+
+def test_a_reply_to_a_message_of_another_round_counts_as_zero() -> None:
+    ppsgd, on = strategy(), grid()
+    late = make_replies(opened(ppsgd, on), lambda _: ONE)
+    ppsgd.aggregate_train(1, [])
+    on.push_messages(ppsgd.configure_train(2, w0(), ConfigRecord(), on))
+    arrays, _ = ppsgd.aggregate_train(2, late)
+    np.testing.assert_array_equal(flat(arrays), 0.0)
+
+
+def test_replies_without_message_ids_are_known_by_their_source() -> None:
+    """Hand-made messages have the id ''."""
+    ppsgd, on = strategy(), grid()
+    messages = ppsgd.configure_train(1, w0(), ConfigRecord(), on)
+    arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda _: ONE))
+    np.testing.assert_allclose(flat(arrays), -0.1, rtol=1e-8)
+
+
+def test_a_node_cannot_answer_in_anothers_name() -> None:
+    ppsgd, on = strategy(), grid()
+    messages = opened(ppsgd, on)
+    replies = make_replies(messages, lambda _: ONE)
+    for reply in replies:
+        reply.metadata.__dict__["_src_node_id"] = messages[0].metadata.dst_node_id
+    arrays, _ = ppsgd.aggregate_train(1, replies)
+    np.testing.assert_allclose(flat(arrays), -0.1 / 5, rtol=1e-8)
+
+
+def test_an_error_from_a_dead_supernode_is_mapped_by_the_message_it_answers() -> None:
+    """Flower gives it source 1, which belongs to nobody."""
+    ppsgd, on = strategy(), grid()
+    messages = opened(ppsgd, on)
+    dead = Message(Error(5, "node unavailable"), reply_to=messages[0])
+    dead.metadata.__dict__["_src_node_id"] = 1
+    arrays, _ = ppsgd.aggregate_train(1, [dead, *make_replies(messages[1:], lambda _: ONE)])
+    np.testing.assert_allclose(flat(arrays), -0.4 / 5, rtol=1e-8)
+
+
+hostile_arrays = hnp.arrays(
+    dtype=st.sampled_from([np.dtype(t) for t in ("f2", "f4", "f8", "i8", "u1", "c16", "?", "S3")]),
+    shape=st.one_of(st.just((SIZE,)), hnp.array_shapes(max_dims=3, max_side=8)),
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(hostile_arrays, min_size=5, max_size=5), st.sampled_from([GRADIENT, "arrays", "grad"]))
+def test_no_reply_raises_or_exceeds_the_clip_norm(arrays: list[NDArray[Any]], name: str) -> None:
+    """Five hostile users together move w by at most s_w·5·C/D = 1."""
+    ppsgd, on = strategy(), grid()
+    replies = [answer(m, a, name=name) for m, a in zip(opened(ppsgd, on), arrays, strict=True)]
+    moved, _ = ppsgd.aggregate_train(1, replies)
+    assert np.linalg.norm(flat(moved)) <= 1.0
+    assert ppsgd.ledger.rounds == 1
+
+
+def test_an_empty_cohort_still_steps_by_noise_and_is_still_charged() -> None:
+    ppsgd = strategy(release=release(rate=1e-9, z=1.0))
+    result = ppsgd.start(grid(), w0(), num_rounds=3)
+    assert np.all(flat(result.arrays) != 0)
+    assert ppsgd.ledger.rounds == 3
+
+
+def test_the_ledger_is_charged_before_the_new_w_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    ppsgd, on = strategy(release=release(z=1.0)), grid()
+    opened(ppsgd, on)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("flwr_ppsgd.server.curator.descend", fail)
+    with pytest.raises(MemoryError):
+        ppsgd.aggregate_train(1, [])
+    assert ppsgd.ledger.rounds == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_on_w_has_the_std_of_algorithm_1(seed: int) -> None:
+    """Algorithm 1, last line: w gets std s_w·z·C/D, here .5·2·3/5."""
+    d = 200_000
+    ppsgd = strategy(release=release(clip_norm=3.0, z=2.0), steps=Steps(shared=0.5, personal=0.0), insecure_seed=seed)
+    opened(ppsgd, grid(), w0(np.zeros(d)))
+    arrays, _ = ppsgd.aggregate_train(1, [])
+    noise = flat(arrays) / (0.5 * 2 * 3 / 5)
+    assert abs(noise.mean()) < 5 / math.sqrt(d)
+    assert abs(noise.var() - 1) < 5 * math.sqrt(2 / d)
+
+
+def test_noise_is_fresh_in_every_round_and_run() -> None:
+    def noises() -> list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
+        ppsgd, on, out = strategy(release=release(z=1.0)), grid(), []
+        for round_ in (1, 2, 3):
+            ppsgd.configure_train(round_, w0(np.zeros(20_000)), ConfigRecord(), on)
+            out.append(flat(ppsgd.aggregate_train(round_, [])[0]))
+        return out
+
+    sequences = noises() + noises()
+    for i, a in enumerate(sequences):
+        for b in sequences[:i]:
+            assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(20_000)
+
+
+def test_the_released_step_is_a_whole_number_of_grid_steps() -> None:
+    """w_t = fl(w_{t−1} − s_w·g·k/D) with k whole; from w = 0 the k can be read off exactly."""
+    r = Release(Poisson(4, 1.0), clip_norm=1.0, noise_multiplier=1.0)
+    ppsgd, on = strategy(release=r, steps=Steps(shared=1.0, personal=0.0)), grid(4)
+    messages = opened(ppsgd, on)
+    arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda place: ONE * (place + 1) / 7))
+    k = -flat(arrays) * 4 * 2.0**32
+    np.testing.assert_array_equal(k, np.rint(k))
+
+
+def test_alpha_zero_sends_no_gradient_and_costs_nothing() -> None:
+    ppsgd, on = strategy(release=release(z=1.0), steps=Steps.from_ratio(0.5, 0.0)), grid()
+    replies = list(on.send_and_receive(opened(ppsgd, on)))
+    assert all(len(reply.content) == 0 for reply in replies)
+    arrays, metrics = ppsgd.aggregate_train(1, replies)
+    np.testing.assert_array_equal(flat(arrays), 0.0)
+    assert metrics["epsilon"] == ppsgd.ledger.epsilon() == 0.0
+    assert "epsilon is 0" in ppsgd.privacy_statement()
+
+
+def test_local_learning_still_learns() -> None:
+    result = strategy(steps=Steps.from_ratio(0.5, 0.0), evaluate_every=10).start(grid(), w0(), num_rounds=10)
+    first, last = (result.evaluate_metrics_clientapp[t]["distance"] for t in (0, 10))
+    assert isinstance(first, float)
+    assert last == pytest.approx(first * 0.5**20, rel=1e-6)
+
+
+def test_cohorts_are_independent_coins_over_the_population() -> None:
+    """2,000 rounds at q=.1 over 50 users: each user's share, the spread of sizes, and independence of neighbours."""
+    ppsgd, on, rounds = strategy(release=release(population=50, rate=0.1)), grid(50), 2000
+    first, drawn = min(on.get_node_ids()), np.zeros((2000, 50))
+    for t in range(rounds):
+        for message in ppsgd.configure_train(t + 1, w0(), ConfigRecord(), on):
+            drawn[t, message.metadata.dst_node_id - first] = 1
+    assert np.all(np.abs(drawn.mean(axis=0) - 0.1) < 5 * math.sqrt(0.09 / rounds))
+    assert abs(drawn.sum(axis=1).var() - 4.5) < 5 * 4.5 * math.sqrt(2.2 / rounds)
+    covariance = np.cov(drawn.T) - np.diag(np.diag(np.cov(drawn.T)))
+    assert np.all(np.abs(covariance) < 6 * 0.09 / math.sqrt(rounds))
+
+
+def test_the_budget_ends_a_run_normally() -> None:
+    r = release(z=10.0)
+    ppsgd = strategy(release=r, max_epsilon=1.0)
+    result = ppsgd.start(grid(), w0(), num_rounds=100)
+    affordable = ppsgd.affordable_rounds
+    assert affordable == ppsgd.ledger.rounds == max(result.train_metrics_clientapp)
+    assert ppsgd.ledger.epsilon() <= 1.0 < ppsgd.ledger.record(r).epsilon()
+
+
+def test_a_budget_for_no_round_returns_the_initial_w() -> None:
+    result = strategy(release=release(z=0.0), max_epsilon=1.0).start(grid(), w0(ONE), num_rounds=5)
+    np.testing.assert_array_equal(flat(result.arrays), ONE)
+
+
+def test_whoever_drives_the_rounds_gets_an_exception_before_anything_is_sent() -> None:
+    ppsgd, on = strategy(release=release(z=10.0), max_epsilon=0.5), grid()
+    affordable = ppsgd.affordable_rounds or 0
+    for round_ in range(1, affordable + 1):
+        ppsgd.configure_train(round_, w0(), ConfigRecord(), on)
+        ppsgd.aggregate_train(round_, [])
+    with pytest.raises(PrivacyBudgetExhausted, match=r"above max_epsilon=0\.5") as error:
+        ppsgd.configure_train(affordable + 1, w0(), ConfigRecord(), on)
+    assert ppsgd.ledger.rounds == ppsgd.affordable_rounds
+    assert "noise_multiplier (now 10)" in str(error.value)
+
+
+def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:
+    """A second call goes on with the same w; one that asks for no more rounds than were done says so."""
+    ppsgd, nodes = strategy(release=release(z=1.0), insecure_seed=2), grid()
+    ppsgd.start(nodes, w0(), num_rounds=2)
+    continued = ppsgd.start(nodes, w0(), num_rounds=4)
+    straight = strategy(release=release(z=1.0), insecure_seed=2).start(grid(), w0(), num_rounds=4)
+    np.testing.assert_array_equal(flat(continued.arrays), flat(straight.arrays))
+    again = ppsgd.start(nodes, w0(), num_rounds=4)
+    np.testing.assert_array_equal(flat(again.arrays), flat(straight.arrays))
+    assert "All 4 rounds are done already" in caplog.text
+    assert ppsgd.ledger.rounds == 4
+
+
+def test_zero_rounds_return_the_initial_w() -> None:
+    np.testing.assert_array_equal(flat(strategy().start(grid(), w0(ONE), num_rounds=0).arrays), ONE)
+
+
+def test_rounds_seen_by_evaluate_fn_are_absolute() -> None:
+    seen = []
+
+    def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord:
+        seen.append(round_)
+        return MetricRecord({"norm": float(np.linalg.norm(flat(arrays)))})
+
+    result = strategy().start(grid(), w0(), num_rounds=3, evaluate_fn=evaluate)
+    assert seen == list(result.evaluate_metrics_serverapp) == [0, 1, 2, 3]
+
+
+def test_aggregating_a_round_that_was_not_configured_is_refused_and_releases_nothing() -> None:
+    ppsgd = strategy(release=release(z=1.0))
+    with pytest.raises(ValueError, match="without being configured"):
+        ppsgd.aggregate_train(1, [])
+    opened(ppsgd, grid())
+    with pytest.raises(ValueError, match="round 2 was aggregated"):
+        ppsgd.aggregate_train(2, [])
+    ppsgd.aggregate_train(1, [])
+    with pytest.raises(ValueError, match="without being configured"):
+        ppsgd.aggregate_train(1, [])
+    assert ppsgd.ledger.rounds == 1
+
+
+class SomeOnline(InProcessGrid):
+    """A grid on which more nodes come online at each look."""
+
+    looks: list[int]
+
+    def get_node_ids(self) -> list[int]:
+        return super().get_node_ids()[: self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]]
+
+
+def some_online(population: int, looks: list[int]) -> SomeOnline:
+    on = SomeOnline(grid()._app, population)
+    on.looks = looks
+    return on
+
+
+def test_the_run_waits_for_the_stated_share_with_a_message(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flwr_ppsgd.server.enrolment.POLL_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, logger="flwr.ppsgd"):
+        opened(strategy(min_online=0.8), some_online(5, [0, 2, 4]))
+    assert "Waiting for 4 of 5 enrolled nodes (min_online=0.8): 2 online" in caplog.text
+
+
+def test_enrolled_nodes_that_are_offline_count_as_zero() -> None:
+    """Three of five are online and send .1 each; D stays 5."""
+    ppsgd, on = strategy(min_online=0.5), some_online(5, [3])
+    messages = opened(ppsgd, on)
+    assert len(messages) == 3
+    arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda _: ONE))
+    np.testing.assert_allclose(flat(arrays), -0.3 / 5, rtol=1e-8)
+
+
+def test_nodes_that_come_later_take_the_free_places_of_the_population() -> None:
+    ppsgd, on = strategy(min_online=0.5), some_online(5, [3, 5])
+    assert len(opened(ppsgd, on)) == 3
+    ppsgd.aggregate_train(1, [])
+    assert len(ppsgd.configure_train(2, w0(), ConfigRecord(), on)) == 5
+
+
+def test_more_nodes_than_the_population_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match=r"7 nodes are online but the cohort's population is 5.*enrolled"):
+        strategy().start(grid(7), w0(), num_rounds=1)
+
+
+def test_an_enrolled_list_names_the_population() -> None:
+    on = grid(7)
+    chosen = on.get_node_ids()[2:]
+    messages = opened(strategy(enrolled=chosen), on)
+    assert [message.metadata.dst_node_id for message in messages] == chosen
+    with pytest.raises(ValueError, match="enrolled names 3 different nodes"):
+        strategy(enrolled=[1, 2, 3, 3])
+
+
+def test_evaluation_on_client_data_is_off_unless_asked_for_and_then_said() -> None:
+    quiet, loud = strategy(), strategy(evaluate_every=2)
+    assert not quiet.start(grid(), w0(), num_rounds=2).evaluate_metrics_clientapp
+    assert list(loud.start(grid(), w0(), num_rounds=3).evaluate_metrics_clientapp) == [0, 2, 3]
+    assert "Evaluation on the users' own data" not in quiet.privacy_statement()
+    assert "Evaluation on the users' own data was on" in loud.privacy_statement()
+
+
+def test_an_insecure_seed_repeats_the_run_and_voids_every_report() -> None:
+    def run() -> PPSGD:
+        ppsgd = strategy(release=release(z=1.0), insecure_seed=5)
+        ppsgd.final = flat(ppsgd.start(grid(), w0(), num_rounds=3).arrays)  # type: ignore[attr-defined]
+        return ppsgd
+
+    first, second = run(), run()
+    np.testing.assert_array_equal(first.final, second.final)  # type: ignore[attr-defined]
+    assert first.ledger.insecure_rounds == 3
+    assert first.privacy_statement().startswith("NO GUARANTEE")
+    assert first.privacy_data()["guarantee"] == "none"
+
+
+def test_a_seeded_run_that_was_stopped_at_once_promises_nothing() -> None:
+    ppsgd = strategy(release=release(z=3.0), insecure_seed=1)
+    ppsgd._curator.plan(10)
+    assert ppsgd.privacy_data()["guarantee"] == "none"
+
+
+def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
+    assert [_up(x) for x in (1.95161, 1.2340000001, 12345.6, 0.00012341, 2.0, 0.0, math.inf)] == [
+        "1.952", "1.235", "1.235e+04", "0.0001235", "2", "0", "inf",
+    ]  # fmt: skip
+
+
+def test_a_run_stopped_by_looking_states_the_planned_rounds() -> None:
+    ppsgd = strategy(release=release(z=20.0))
+
+    def stop(round_: int, _: object) -> None:
+        if round_ == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ppsgd.start(grid(), w0(), num_rounds=50, on_round=stop)
+    planned = Ledger(1e-4).record(ppsgd.release, 50)
+    assert ppsgd.ledger.rounds == 3
+    assert ppsgd.privacy_data()["epsilon"] == planned.epsilon()
+    assert "over 50 rounds (planned; stopped earlier)" in ppsgd.privacy_statement()
+
+
+@pytest.mark.parametrize("cohort", [Poisson(5, 0.5), Poisson(5, 1.0), FixedSize(5, 2)])
+def test_the_statement_holds_what_a_privacy_officer_needs(cohort: Poisson | FixedSize) -> None:
+    ppsgd = strategy(release=replace(release(z=3.0), cohort=cohort))
+    ppsgd.start(grid(), w0(), num_rounds=4)
+    text = ppsgd.privacy_statement()
+    for fact in ("zero-out", "replace-one", "delta = 0.0001", "z = 3", "C = 1", "Sampling", "trusted", "one user"):
+        assert fact in text
+    assert _up(ppsgd.ledger.epsilon()) in text
+    assert ("not a guarantee" in text) == isinstance(cohort, FixedSize)
+
+
+def test_metrics_and_data_do_not_tell_who_or_how_many_took_part() -> None:
+    """Two runs that differ only in who replied have the same metrics and the same privacy data."""
+
+    def report(replying: Callable[[list[Message]], list[Message]]) -> tuple[dict[str, object], dict[str, object]]:
+        ppsgd, on = strategy(release=release(z=1.0)), grid()
+        _, metrics = ppsgd.aggregate_train(1, make_replies(replying(opened(ppsgd, on)), lambda _: ONE))
+        return dict(metrics), ppsgd.privacy_data()
+
+    assert report(lambda messages: messages) == report(lambda messages: messages[:1]) == report(lambda _: [])
+
+
+def test_the_order_says_whether_minibatches_are_summed() -> None:
+    for total_batch, reduction in ((None, "mean"), (70, "sum")):
+        r = Release(Poisson(5, 1.0), 1.0, 0.0, total_batch)
+        (message, *_) = opened(strategy(release=r), grid())
+        order = message.content[ORDER]
+        assert order["reduction"] == reduction
+        assert "visit" not in order
+
+
+def test_layers_keep_their_names_shapes_and_dtypes() -> None:
+    arrays = ArrayRecord({"a": Array(np.zeros((2, 2), dtype=np.float32)), "b": Array(np.zeros(2))})
+    result = strategy(release=release(z=1.0)).start(grid(), arrays, num_rounds=2)
+    assert [(k, v.numpy().shape, str(v.numpy().dtype)) for k, v in result.arrays.items()] == [
+        ("a", (2, 2), "float32"),
+        ("b", (2,), "float64"),
+    ]
+
+
+def test_whole_number_buffers_are_refused_with_a_line_that_says_why() -> None:
+    with pytest.raises(ValueError, match="'0' of the shared parameters has dtype int64"):
+        opened(strategy(), grid(), ArrayRecord([np.zeros(3, dtype=np.int64)]))
+
+
+class Impatient(InProcessGrid):
+    """Remembers how long it was told to wait, and never hears of the last node."""
+
+    waited: float | None = None
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Any:
+        self.waited = timeout
+        return list(super().send_and_receive(messages, timeout=timeout))[:-1]
+
+
+def test_a_round_has_a_timeout_and_whoever_is_later_counts_as_zero(caplog: pytest.LogCaptureFixture) -> None:
+    on = Impatient(client_app(toy_learner), 5)
+    strategy(round_timeout=7.5).start(on, w0(), num_rounds=1)
+    assert on.waited == 7.5
+    assert "server-private: round=1 epsilon=inf replies=4 zeros=1 missing=1" in caplog.text
+    with pytest.raises(ValueError, match="round_timeout must be positive"):
+        strategy(round_timeout=0)
+
+
+def test_a_late_reply_of_the_round_before_counts_for_nobody() -> None:
+    """A node answers round 1 when round 2 is open: its vector is not summed, then or twice."""
+    on, ppsgd = grid(), strategy()
+    first = opened(ppsgd, on)
+    ppsgd.aggregate_train(1, make_replies(first[:-1], lambda _: np.zeros(SIZE)))
+    late = answer(first[-1], np.ones(SIZE))
+    second = ppsgd.configure_train(2, w0(), ConfigRecord(), on)
+    on.push_messages(second)
+    arrays, _ = ppsgd.aggregate_train(2, [late, *make_replies(second[:-1], lambda _: np.zeros(SIZE)), late])
+    np.testing.assert_array_equal(flat(arrays), 0.0)
