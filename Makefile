@@ -1,11 +1,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest
 # Flower must not phone home, nor install the app's dependencies (torch!) a second time.
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: demo swap deployment test test-deployment check bench clean
+.PHONY: help demo swap deployment test test-all test-deployment check format bench clean
+
+help:                            ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /' | sort | awk '{printf "make %-16s", $$1; $$1 = ""; print}'
 
 demo: $(BIN)/.installed          ## Figure 1a at one noise level: a sweep on the full-size synthetic problem
 	$(BIN)/python simulations/demo.py
@@ -16,24 +20,32 @@ swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrap
 deployment: $(BIN)/.installed    ## SuperLink and SuperNodes on this machine, killed and restarted in the middle
 	$(BIN)/python -m simulations.deployment
 
-test: check                      ## all checks and tests
-	$(BIN)/pytest
+test: check                      ## all checks, and all tests that need nothing but this machine: 8 minutes
+	$(PYTEST) --durations=15
 
-test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes; half an hour
-	$(BIN)/pytest -n 0 -m "deployment or not deployment" tests/deployment tests/client/test_shelf.py
+test-all: check                  ## test, and what needs real federations: about 40 minutes
+	$(PYTEST) --durations=15
+	$(MAKE) test-deployment
+
+test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes: half an hour
+	$(PYTEST) -n 0 -m "deployment or not deployment" tests/deployment tests/client/test_shelf.py
 
 check: $(BIN)/.installed         ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+format: $(BIN)/.installed        ## format the code and sort the imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
 bench: $(BIN)/.installed         ## speeds, as ratios within one run
 	$(BIN)/python simulations/benchmark.py
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[simulation,data,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 
-clean:
+clean:                           ## remove the environment and everything that was built
 	rm -rf .venv build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

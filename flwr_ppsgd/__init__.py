@@ -1,24 +1,88 @@
-"""Personalized-Private-SGD as a plugin for Flower."""
+"""Personalized-Private-SGD as a plugin for Flower.
 
-from flwr_ppsgd.algorithm import FixedSize, Poisson, Release, Steps, client_step, clip, server_step
-from flwr_ppsgd.client.message_api import Learner, client_app
-from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
-from flwr_ppsgd.server.message_api import PPSGD
-from flwr_ppsgd.wire import Order
+Every public name can be imported from here. A name is loaded when it is first used, so that a
+client never pays for the server's accounting, and a linear model never pays for torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from flwr_ppsgd.door import opened
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.algorithm import (
+        FixedSize,
+        Poisson,
+        PrivateMetrics,
+        Release,
+        Steps,
+        client_step,
+        clip,
+        server_step,
+    )
+    from flwr_ppsgd.client.message_api import client_app
+    from flwr_ppsgd.client.model import PersonalModel, personalize
+    from flwr_ppsgd.client.personal import recall
+    from flwr_ppsgd.learner import Learner, Minibatches
+    from flwr_ppsgd.models.linear import AdditiveLinear
+    from flwr_ppsgd.models.split import AdditiveHead, SplitModel
+    from flwr_ppsgd.models.torch_app import shared_arrays, torch_client, torch_learner
+    from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
+    from flwr_ppsgd.server.message_api import PPSGD
+    from flwr_ppsgd.wire import Order
 
 __all__ = [
     "PPSGD",
+    "AdditiveHead",
+    "AdditiveLinear",
     "FixedSize",
     "Learner",
     "Ledger",
+    "Minibatches",
     "Order",
+    "PersonalModel",
     "Poisson",
+    "PrivateMetrics",
     "Release",
+    "SplitModel",
     "Steps",
     "affordable_rounds",
     "calibrate_noise",
     "client_app",
     "client_step",
     "clip",
+    "personalize",
+    "recall",
     "server_step",
+    "shared_arrays",
+    "torch_client",
+    "torch_learner",
 ]
+
+_HOMES = {
+    "PPSGD": "flwr_ppsgd.server.message_api",
+    "AdditiveHead": "flwr_ppsgd.models.split",
+    "AdditiveLinear": "flwr_ppsgd.models.linear",
+    "FixedSize": "flwr_ppsgd.algorithm",
+    "Learner": "flwr_ppsgd.learner",
+    "Ledger": "flwr_ppsgd.privacy",
+    "Minibatches": "flwr_ppsgd.learner",
+    "Order": "flwr_ppsgd.wire",
+    "PersonalModel": "flwr_ppsgd.client.model",
+    "Poisson": "flwr_ppsgd.algorithm",
+    "PrivateMetrics": "flwr_ppsgd.algorithm",
+    "Release": "flwr_ppsgd.algorithm",
+    "SplitModel": "flwr_ppsgd.models.split",
+    "Steps": "flwr_ppsgd.algorithm",
+    "affordable_rounds": "flwr_ppsgd.privacy",
+    "calibrate_noise": "flwr_ppsgd.privacy",
+    "client_app": "flwr_ppsgd.client.message_api",
+    "client_step": "flwr_ppsgd.algorithm",
+    "clip": "flwr_ppsgd.algorithm",
+    "personalize": "flwr_ppsgd.client.model",
+    "recall": "flwr_ppsgd.client.personal",
+    "server_step": "flwr_ppsgd.algorithm",
+    "shared_arrays": "flwr_ppsgd.models.torch_app",
+    "torch_client": "flwr_ppsgd.models.torch_app",
+    "torch_learner": "flwr_ppsgd.models.torch_app",
+}
+__getattr__, __dir__ = opened(__name__, _HOMES)

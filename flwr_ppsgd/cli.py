@@ -1,6 +1,10 @@
-"""The ``ppsgd`` command. Parses, calls, prints."""
+"""The ``ppsgd`` command. Parses, calls, prints.
+
+Nothing heavy is imported before a command needs it: help and lists answer at once.
+"""
 
 import enum
+import inspect
 import json
 import logging
 import re
@@ -10,26 +14,61 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import click
 import typer
-from flwr.serverapp.strategy import Result
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from flwr_ppsgd.privacy import Ledger
+from typer.core import TyperArgument, TyperGroup
+from typer.models import ArgumentInfo
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.experiments.run import Experiment, Outcome
-    from flwr_ppsgd.experiments.sweep import Best, Plan, Point
+    from flwr.serverapp.strategy import Result
+
+    from flwr_ppsgd.experiments.blocks import Best, Plan
+    from flwr_ppsgd.experiments.rows import Point
+    from flwr_ppsgd.experiments.run import Outcome, Watch
+    from flwr_ppsgd.experiments.settings import Experiment
+    from flwr_ppsgd.privacy import Ledger
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+console = Console()
+
+
+class Commands(TyperGroup):
+    """The commands, with the help texts of their arguments.
+
+    click 8.5 has a help text for arguments itself, and sets it to nothing after typer 0.20 has set
+    it. So it is taken once more from where it was written.
+    """
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and command.callback is not None:
+            hints = get_type_hints(inspect.unwrap(command.callback), include_extras=True)
+            for parameter in command.params:
+                if isinstance(parameter, TyperArgument):
+                    parameter.help = _written_help(hints[str(parameter.name)])
+        return command
+
+
+def _written_help(hint: Any) -> str | None:
+    """The help text in the annotation of an argument."""
+    for note in getattr(hint, "__metadata__", ()):
+        if isinstance(note, ArgumentInfo):
+            return note.help
+    return None
+
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,  # they can hold w or data
     help="Personalized-Private-SGD for Flower.",
 )
-console = Console()
 
 
 class Engine(enum.StrEnum):
@@ -40,43 +79,64 @@ class Engine(enum.StrEnum):
     flower = "flower"
 
 
-def _show_list(wanted: bool) -> None:
+def _no_list(wanted: bool) -> None:
     if wanted:
-        from flwr_ppsgd.experiments.run import presets
-
-        for name, what in presets().items():
-            console.print(f"{name:24} {what}", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit
+        raise ValueError("--list is a command of its own: type `ppsgd experiments`")
 
 
-Listed = Annotated[
-    bool, typer.Option("--list", callback=_show_list, is_eager=True, help="Show the experiments that ship with this.")
+NoList = Annotated[bool, typer.Option("--list", callback=_no_list, is_eager=True, hidden=True)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated."),
 ]
 Data = Annotated[
     str | None,
-    typer.Option("--data", metavar="FILE", help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist."),
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist.",
+    ),
 ]
-User = Annotated[str | None, typer.Option("--user", metavar="COLUMN", help="Whose row it is; default: user.")]
-Target = Annotated[str | None, typer.Option("--target", metavar="COLUMN", help="What to predict; default: y.")]
-Features = Annotated[str | None, typer.Option("--features", metavar="A,B,…", help="Default: all other numbers.")]
-Test = Annotated[str | None, typer.Option("--test", metavar="COLUMN", help="1 for test rows; default: test.")]
-Time = Annotated[str | None, typer.Option("--time", metavar="COLUMN", help="Each user's last rows are for testing.")]
-Fraction = Annotated[float | None, typer.Option("--test-fraction", help="Of each user's rows; default 0.2.")]
-Task = Annotated[str | None, typer.Option("--task", help="classification, regression, multi-label; or detected.")]
-DATA_KEYS = {
-    "data": "data", "user": "user-column", "target": "target-column", "features": "feature-columns",
-    "test": "test-column", "time": "time-column", "test_fraction": "test-fraction", "task": "task",
-}  # fmt: skip
+User = Annotated[
+    str | None,
+    typer.Option("--user", metavar="COLUMN", help="Names the user of a row; default: user."),
+]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", metavar="COLUMN", help="What to predict; default: y."),
+]
+Features = Annotated[
+    str | None,
+    typer.Option("--features", metavar="A,B,…", help="Default: all other columns of numbers."),
+]
+Test = Annotated[
+    str | None,
+    typer.Option("--test", metavar="COLUMN", help="1 marks test rows; default: test."),
+]
+Time = Annotated[
+    str | None,
+    typer.Option("--time", metavar="COLUMN", help="Each user's last rows are for testing."),
+]
+Fraction = Annotated[
+    float | None,
+    typer.Option("--test-fraction", help="Share of each user's rows for testing; default: 0.2."),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        "--task", help="classification, regression or multi-label; default: it is detected."
+    ),
+]
 
 
-def _about_data(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that stand for a command's options about data."""
-    return {key: given[name] for name, key in DATA_KEYS.items() if given[name] is not None}
+def _show(text: str) -> None:
+    """Print text as it is, however wide the terminal."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _describe(experiment: "Experiment") -> None:
-    if text := experiment.describe():
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was typed."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _show_version(wanted: bool) -> None:
@@ -88,7 +148,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def ppsgd(
     _: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Train personal models with user-level joint differential privacy."""
@@ -96,19 +157,35 @@ def ppsgd(
 
 
 @app.command()
+def experiments() -> None:
+    """List the experiments that ship with this package."""
+    from flwr_ppsgd.experiments.shipped import presets
+
+    for name, what in presets().items():
+        _show(f"{name:24} {what}")
+
+
+@app.command()
 def run(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
-        Path | None, typer.Argument(help="An experiment TOML, or a name of --list; default: the synthetic problem.")
+        Path | None,
+        typer.Argument(
+            help="A TOML file, or a name that `ppsgd experiments` lists; default: synthetic."
+        ),
     ] = None,
     data: Data = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting.")
-    ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    settings: Set = None,
+    rounds: Annotated[int | None, typer.Option(help="The number of rounds.")] = None,
     engine: Annotated[
-        Engine, typer.Option(help="Clients in this process, whole cohorts at once, or `flwr run`.")
+        Engine,
+        typer.Option(
+            help="process: clients in this process. cohort: whole cohorts at once. flower: "
+            "`flwr run`."
+        ),
     ] = Engine.process,
-    out: Annotated[Path | None, typer.Option(help="Output directory; default: a new one under runs/.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output directory; default: a new one under runs/.")
+    ] = None,
     user: User = None,
     target: Target = None,
     features: Features = None,
@@ -116,53 +193,137 @@ def run(  # noqa: PLR0917 - typer's own way
     time: Time = None,
     test_fraction: Fraction = None,
     task: Task = None,
-    _: Listed = False,
+    _: NoList = False,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
-    overrides = _about_data(locals()) | _overrides(settings or []) | ({} if rounds is None else {"rounds": rounds})
-    from flwr_ppsgd.experiments import run as experiments
+    about_data = _about_data(
+        data=data,
+        user=user,
+        target=target,
+        features=features,
+        test=test,
+        time=time,
+        test_fraction=test_fraction,
+        task=task,
+    )
+    overrides = about_data | _overrides(settings or []) | _given({"rounds": rounds})
+    from flwr_ppsgd.experiments.outputs import check_free, free_directory
+    from flwr_ppsgd.experiments.settings import Experiment
 
-    chosen = experiments.Experiment.load(experiment, overrides)
-    out = out or experiments.free_directory(experiment.stem if experiment else Path(chosen.data).stem)
-    experiments.check_free(out)
+    chosen = Experiment.load(experiment, overrides)
+    if out is None:
+        out = free_directory(experiment.stem if experiment else Path(chosen.problem.data).stem)
+    check_free(out)
     _describe(chosen)
-    if engine is Engine.flower:
-        from flwr_ppsgd.experiments import flwr_run as flower
-
-        flower.run(chosen, out)
-        stopped = False
-    else:
-        stopped = _run_here(chosen, out, experiments.run_as_cohort if engine is Engine.cohort else experiments.run)
+    stopped = _train(chosen, out, engine)
     trained = _report(out)
     if stopped:
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
     if not trained:
-        raise RuntimeError("the budget max-epsilon pays for no round at all: raise it, or noise-multiplier")
+        raise RuntimeError(
+            "the budget max-epsilon pays for no round at all: raise it, or noise-multiplier"
+        )
 
 
-def _run_here(experiment: "Experiment", out: Path, train: Callable[..., "Outcome"]) -> bool:
-    from flwr_ppsgd.experiments import run as experiments
-    from flwr_ppsgd.results.plots import draw_run
+def _about_data(
+    *,
+    data: str | None,
+    user: str | None,
+    target: str | None,
+    features: str | None,
+    test: str | None,
+    time: str | None,
+    test_fraction: float | None,
+    task: str | None,
+) -> dict[str, Any]:
+    """The settings that a command's options about data stand for."""
+    settings = {
+        "data": data,
+        "user-column": user,
+        "target-column": target,
+        "feature-columns": features,
+        "test-column": test,
+        "time-column": time,
+        "test-fraction": test_fraction,
+        "task": task,
+    }
+    return _given(settings)
+
+
+def _describe(experiment: "Experiment") -> None:
+    text = experiment.describe()
+    if text:
+        _show(text)
+
+
+def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
+    """Write the output directory; whether the user has stopped the run."""
+    if engine is Engine.flower:
+        from flwr_ppsgd.experiments import flwr_run
+        from flwr_ppsgd.results.figures import draw_run
+
+        flwr_run.run(experiment, out)
+        draw_run(out)
+        return False
+    from flwr_ppsgd.experiments import run as running
+
+    if engine is Engine.cohort:
+        return _run_here(experiment, out, running.run_as_cohort)
+    return _run_here(experiment, out, running.run)
+
+
+def _run_here(
+    experiment: "Experiment", out: Path, train: "Callable[[Experiment, Watch], Outcome]"
+) -> bool:
+    from flwr_ppsgd.experiments.outputs import save
+    from flwr_ppsgd.results.figures import draw_run
 
     with progress_bar() as progress:
-        outcome = train(experiment, progress_hook(progress, "training", experiment.rounds))
-    experiments.save(outcome, out, draw_run)
+        hook = progress_hook(progress, "training", experiment.training.rounds)
+        outcome = train(experiment, hook)
+    save(outcome, out, draw_run)
     return outcome.stopped
+
+
+def _report(out: Path) -> int:
+    """Print the statement and what was written where; the number of rounds that were trained."""
+    from flwr_ppsgd.experiments.outputs import read_run
+
+    saved = read_run(out)
+    console.print("\n".join(saved.statement), highlight=False, markup=False)
+    names = ", ".join(sorted(path.name for path in out.iterdir()))
+    _show(f"Written: {out}/ ({names})")
+    return saved.rounds_trained
 
 
 @app.command()
 def sweep(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
-        Path | None, typer.Argument(help="An experiment TOML in which some settings are lists, or a name of --list.")
+        Path | None,
+        typer.Argument(
+            help="A TOML file in which some settings are lists, or a name that `ppsgd experiments` "
+            "lists; default: sweep."
+        ),
     ] = None,
     data: Data = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the rows; the same one again resumes.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or give a list.")
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Output directory. Give the same one again to resume a sweep."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Blocks at a time; default: the cores.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Limit, as in 8GB; default: half of what is free.")] = None,
-    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Spread the blocks over a Ray cluster.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or give a list."),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="The number of blocks at a time; default: one for each core."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Limit, as in 8GB; default: half of what is free.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Spread the blocks over a Ray cluster.")
+    ] = None,
     user: User = None,
     target: Target = None,
     features: Features = None,
@@ -170,50 +331,45 @@ def sweep(  # noqa: PLR0917 - typer's own way
     time: Time = None,
     test_fraction: Fraction = None,
     task: Task = None,
-    _: Listed = False,
+    _: NoList = False,
 ) -> None:
-    """Train a whole grid of settings side by side; interrupted, the same command goes on from there."""
-    overrides = _about_data(locals()) | _overrides(settings or [])
-    from flwr_ppsgd.experiments.sweep import CAVEAT, Sweep
+    """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
+    about_data = _about_data(
+        data=data,
+        user=user,
+        target=target,
+        features=features,
+        test=test,
+        time=time,
+        test_fraction=test_fraction,
+        task=task,
+    )
+    overrides = about_data | _overrides(settings or [])
+    from flwr_ppsgd.experiments.outputs import ROWS, RUNS
+    from flwr_ppsgd.experiments.rows import CAVEAT
+    from flwr_ppsgd.experiments.sweep import Sweep
     from flwr_ppsgd.experiments.workers import run_sweep
 
-    grid, limit = Sweep.load(experiment, overrides), _bytes(memory)
-    out = out or Path("runs") / (experiment.stem if experiment else Path(data).stem if data else "sweep")
+    grid = Sweep.load(experiment, overrides)
+    limit = _bytes(memory)
+    if out is None:
+        source = experiment or Path(data or "sweep")
+        out = RUNS / source.stem
     _describe(grid.base)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with progress_bar("setting-rounds") as progress:
-            run_sweep(grid, out, SweepBar(progress, grid.base.rounds), memory=limit, jobs=jobs, ray=ray)
+            watch = SweepBar(progress, grid.base.training.rounds)
+            run_sweep(grid, out, watch, memory=limit, jobs=jobs, ray=ray)
     except KeyboardInterrupt:
-        console.print(f"Interrupted. Finished blocks are in {out}/: the same command goes on from there.")
-        raise typer.Exit(130) from None
+        console.print(
+            f"Interrupted. Finished blocks are in {out}/: the same command goes on from there."
+        )
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    console.print(f"Rows: {out}/rows.jsonl   Figures: ppsgd plot {out}", highlight=False, soft_wrap=True)
+    _show(f"Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
     console.print(CAVEAT, highlight=False)
-
-
-@app.command()
-def plot(directory: Annotated[Path, typer.Argument(help="The directory of a sweep.")]) -> None:
-    """Draw Figure 1 (a panel for each noise level) and Figure 2, and tell the best setting for each ε."""
-    from flwr_ppsgd.experiments.outputs import read_config, read_rows
-    from flwr_ppsgd.results.figures import draw_sweep
-
-    read_config(directory)
-    rows = read_rows(directory)
-    if not rows:
-        raise ValueError(f"{directory}: no setting is finished yet: run ppsgd sweep --out {directory}")
-    table, written = draw_sweep(rows, directory)
-    console.print(table, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"Written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command()
-def report(directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")]) -> None:
-    """Write one self-contained page: what was run, the guarantee in words, figures, best settings, rows."""
-    from flwr_ppsgd.results.page import write_report
-
-    console.print(f"Written: {write_report(directory)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _interrupt(*_: object) -> None:
@@ -224,71 +380,59 @@ def _bytes(size: str | None) -> int | None:
     """``8GB``, ``500MB`` or a number of bytes."""
     if size is None:
         return None
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     found = re.fullmatch(r"([0-9.]+)\s*([KMGT]?B?)", size.strip().upper())
     try:
-        return int(float(found[1]) * units[found[2]]) if found else int(size)
+        return int(float(found[1]) * UNITS[found[2]]) if found else int(size)
     except (ValueError, KeyError):
         raise ValueError(f"--memory {size}: write it as 8GB or 500MB") from None
 
 
-class SweepBar:
-    """Settings × rounds, time left and the best measure so far."""
+@app.command()
+def plot(directory: Annotated[Path, typer.Argument(help="The directory of a sweep.")]) -> None:
+    """Draw Figure 1 and Figure 2 of a sweep, and print the best setting for each ε."""
+    from flwr_ppsgd.experiments.outputs import finished_rows, read_config
+    from flwr_ppsgd.results.figures import draw_sweep
 
-    def __init__(self, progress: Progress, rounds: int) -> None:
-        self._progress, self._rounds = progress, rounds
-        self._sizes: list[int] = []
-        self._done: dict[int, int] = {}
-        self._best: dict[int, Best] = {}
-
-    def begin(self, chosen: "Plan", missing: "Sequence[Sequence[Point]]") -> None:
-        self._progress.console.print(str(chosen), highlight=False, soft_wrap=True)
-        self._sizes = [len(block) for block in missing]
-        finished = sum(map(len, chosen.blocks)) - sum(self._sizes)
-        self._start = finished * self._rounds
-        total = self._start + sum(self._sizes) * self._rounds
-        self._task = self._progress.add_task("sweep", total=total, completed=self._start, state="")
-
-    def show(self, block: int, round_: int, best: "Best | None") -> None:
-        from flwr_ppsgd.experiments.sweep import best_among
-
-        self._done[block] = self._sizes[block] * round_
-        leading = best_among([*self._best.values(), *([best] if best else [])])
-        if leading:
-            self._best[block] = leading
-        shown = "best so far: {} {:.4g}".format(*leading) if leading else ""
-        self._progress.update(self._task, completed=self._start + sum(self._done.values()), state=shown)
+    read_config(directory)
+    table, written = draw_sweep(finished_rows(directory), directory)
+    _show(table)
+    _show(f"Written: {', '.join(str(path) for path in written)}")
 
 
-def _report(out: Path) -> int:
-    """Print the statement and what was written where; the number of rounds that were trained."""
-    privacy = json.loads((out / "privacy.json").read_text(encoding="utf-8"))
-    console.print(privacy["statement"], highlight=False, markup=False)
-    names = ", ".join(sorted(path.name for path in out.iterdir()))
-    console.print(f"Written: {out}/ ({names})", highlight=False, markup=False, soft_wrap=True)
-    return int(privacy["rounds_trained"])
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")],
+) -> None:
+    """Write one self-contained page: what was run, the guarantee, best settings, figures, rows."""
+    from flwr_ppsgd.results.page import write_report
+
+    _show(f"Written: {write_report(directory)}")
 
 
 @app.command()
 def audit(
-    experiment: Annotated[Path | None, typer.Argument(help="An experiment TOML; default: synthetic.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where the picture goes; default: none is drawn.")] = None,
+    experiment: Annotated[
+        Path | None, typer.Argument(help="A TOML file; default: the synthetic problem.")
+    ] = None,
+    settings: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The picture to write; default: none is drawn.")
+    ] = None,
 ) -> None:
-    """Measure, with canaries on a strategy of their own, the noise that these settings really give."""
-    from flwr_ppsgd.audit import audit as measure
-    from flwr_ppsgd.experiments.run import Experiment
+    """Send canaries through a strategy and measure the noise that these settings really give."""
+    from flwr_ppsgd import audit as auditing
+    from flwr_ppsgd.experiments.settings import Experiment
     from flwr_ppsgd.server.message_api import PPSGD
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
-    chosen = Experiment.load(experiment, _overrides(settings or []))
-    flat = {key: value for key, value in chosen.to_flat().items() if key not in ("max-epsilon", "checkpoint-dir")}
-    found = measure(lambda: PPSGD.from_config(flat), chosen.rounds)
+    training = Experiment.load(experiment, _overrides(settings or [])).training
+    flat = training.to_flat()
+    for key in ("max-epsilon", "checkpoint-dir"):
+        flat.pop(key, None)
+    found = auditing.audit(lambda: PPSGD.from_config(flat), training.rounds)
     console.print(found.in_words(), highlight=False, markup=False)
     if out is not None:
-        from flwr_ppsgd.results.plots import audit_picture
-
-        audit_picture(found, out)
+        auditing.draw(found, out)
         console.print(f"Picture: {out}", highlight=False, soft_wrap=True)
     if found.verdict != "conforms":
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
@@ -296,65 +440,147 @@ def audit(
 
 @app.command()
 def plan(
-    experiment: Annotated[Path | None, typer.Argument(help="An experiment TOML to take numbers from.")] = None,
+    experiment: Annotated[
+        Path | None, typer.Argument(help="A TOML file to take numbers from.")
+    ] = None,
     *,
-    population: Annotated[int | None, typer.Option(help="Enrolled users, N.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Chance to take part in a round, q.")] = None,
-    cohort_size: Annotated[int | None, typer.Option(help="Exactly so many users a round, instead of a rate.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds, T.")] = None,
-    passes: Annotated[float | None, typer.Option(help="Passes over each user's samples, instead of rounds.")] = None,
-    samples_per_user: Annotated[float | None, typer.Option(help="Samples a user has, for --passes.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples a user draws in a round, m.")] = None,
-    dimension: Annotated[int | None, typer.Option(help="Shared parameters, d.")] = None,
+    population: Annotated[int | None, typer.Option(help="N, the number of enrolled users.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="q, a user's chance to take part in a round.")
+    ] = None,
+    cohort_size: Annotated[
+        int | None, typer.Option(help="The exact number of users per round, instead of a rate.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="T, the number of rounds.")] = None,
+    passes: Annotated[
+        float | None, typer.Option(help="Passes over each user's samples, instead of rounds.")
+    ] = None,
+    samples_per_user: Annotated[
+        float | None, typer.Option(help="The number of samples per user, for --passes.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="m, the number of samples a user draws per round.")
+    ] = None,
+    dimension: Annotated[
+        int | None, typer.Option(help="d, the number of shared parameters.")
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="δ, well below 1/population.")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="The ε that all rounds together may cost.")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="z, instead of an ε or to compare.")] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="C; default 1, the unit of length.")] = None,
-    gradient_std: Annotated[float | None, typer.Option(help="σ of a sample's gradient at the optimum.")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="The ε that all rounds together may cost.")
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="z, instead of an ε or to compare.")
+    ] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="C; default: 1, the unit of length.")
+    ] = None,
+    gradient_std: Annotated[
+        float | None, typer.Option(help="σ of one sample's gradient at the optimum.")
+    ] = None,
     smoothness: Annotated[float | None, typer.Option(help="L; 2R² for the squared loss.")] = None,
-    distance: Annotated[float | None, typer.Option(help="Length of the users' common optimum, ‖v‖.")] = None,
-    spread: Annotated[float | None, typer.Option(help="How far users' optima lie from it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    distance: Annotated[
+        float | None, typer.Option(help="‖v‖, the length of the users' common optimum.")
+    ] = None,
+    spread: Annotated[
+        float | None, typer.Option(help="How far the users' optima are from the common one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Before training: noise for an ε, rounds, signal to noise, and which α the theory would start with."""
+    """Before training: the noise for an ε, the signal to noise, and the α to start with."""
+    typed = dict(locals())
+    given = {name: typed[name] for name in typed if name not in ("experiment", "as_json")}
     from flwr_ppsgd import plan as planning
 
-    given = {key: value for key, value in locals().items() if key not in ("experiment", "as_json", "planning")}
     flat = planning.gather(experiment, given)
     if sys.stdin.isatty() and not as_json:
         flat = planning.ask(flat, typer.prompt)
     question = planning.Question.read(flat)
     made = planning.make(question)
-    text = json.dumps(made.as_data(), ensure_ascii=False, indent=2) if as_json else planning.in_words(question, made)
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        _show(json.dumps(made.as_data(), ensure_ascii=False, indent=2))
+    else:
+        _show(planning.in_words(question, made))
 
 
 @app.command("client-report")
-def client_report(state_dir: Annotated[Path, typer.Argument(help="The node config's ppsgd-state-dir.")]) -> None:
+def client_report(
+    state_dir: Annotated[Path, typer.Argument(help="The node config's ppsgd-state-dir.")],
+) -> None:
     """On a client: which runs it took part in, what left the machine, and what is promised."""
-    from flwr_ppsgd.client import sent as disclosure
+    from flwr_ppsgd.client import sent
 
-    console.print(disclosure.client_report(state_dir), highlight=False, markup=False, soft_wrap=True)
+    _show(sent.client_report(state_dir))
+
+
+class SweepBar:
+    """Settings × rounds, time left and the best measure so far.
+
+    Args:
+        progress: where to show it.
+        rounds: the planned number of rounds.
+    """
+
+    def __init__(self, progress: Progress, rounds: int) -> None:
+        self._progress = progress
+        self._rounds = rounds
+        self._sizes: list[int] = []
+        self._done: dict[int, int] = {}
+        self._best: list[Best] = []
+
+    def begin(self, chosen: "Plan", missing: "Sequence[Sequence[Point]]") -> None:
+        """The blocks that are going to be run."""
+        self._progress.console.print(str(chosen), highlight=False, soft_wrap=True)
+        self._sizes = [len(block) for block in missing]
+        every = sum(len(block) for block in chosen.blocks)
+        self._start = (every - sum(self._sizes)) * self._rounds
+        total = every * self._rounds
+        self._task = self._progress.add_task("sweep", total=total, completed=self._start, state="")
+
+    def show(self, block: int, round_: int, best: "Best | None") -> None:
+        """A block has come to this round."""
+        from flwr_ppsgd.experiments.blocks import best_among
+
+        self._done[block] = self._sizes[block] * round_
+        if best is not None:
+            leading = best_among([*self._best, best])
+            self._best = [] if leading is None else [leading]
+        state = ""
+        for measure, value in self._best:
+            state = f"best so far: {measure} {value:.4g}"
+        completed = self._start + sum(self._done.values())
+        self._progress.update(self._task, completed=completed, state=state)
 
 
 def progress_bar(unit: str = "rounds") -> Progress:
+    """A bar with what is done, in this unit, and the time left."""
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} " + unit),
-        TextColumn("{task.fields[state]}"), TimeRemainingColumn(), console=console,
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} " + unit),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
 
 
-def progress_hook(progress: Progress, label: str, rounds: int) -> Any:
-    """A callback that shows the round, ε and the latest measure."""
+def progress_hook(progress: Progress, label: str, rounds: int) -> "Watch":
+    """A callback that shows the round, ε and the latest measures."""
     task = progress.add_task(label, total=rounds, state="")
 
-    def show(round_: int, result: Result, ledger: Ledger) -> None:
-        evaluated = result.evaluate_metrics_clientapp
-        measures = dict(evaluated[max(evaluated)]) if evaluated else {}
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in list(measures.items())[:2])
-        progress.update(task, completed=round_, state=f"ε ≤ {ledger.quick_epsilon():.3g}  {shown}")
+    def show(round_: int, result: "Result", ledger: "Ledger") -> None:
+        state = f"ε ≤ {ledger.quick_epsilon():.3g}  {_latest(result)}"
+        progress.update(task, completed=round_, state=state)
 
     return show
+
+
+def _latest(result: "Result") -> str:
+    """The first two measures of the last evaluation, in words."""
+    evaluated = result.evaluate_metrics_clientapp
+    if not evaluated:
+        return ""
+    measures = list(evaluated[max(evaluated)].items())
+    return "  ".join(f"{name} {value:.4g}" for name, value in measures[:2])
 
 
 def _overrides(settings: list[str]) -> dict[str, Any]:
@@ -364,13 +590,18 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--set {setting}: write it as KEY=VALUE")
-        value = re.sub(r"(?<![\w.])\.(?=\d)", "0.", value)  # .2 is a number to a person, though not to TOML
-        try:
-            parsed = tomllib.loads(f"value = {value}")
-        except tomllib.TOMLDecodeError:
-            parsed = {}
-        values[key.strip()] = parsed["value"] if list(parsed) == ["value"] else _plain(value)
+        values[key.strip()] = _value(value)
     return values
+
+
+def _value(text: str) -> Any:
+    """A TOML value. ``.2`` is a number to a person, though not to TOML."""
+    text = re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return _plain(text)
+    return parsed["value"] if list(parsed) == ["value"] else _plain(text)
 
 
 def _plain(text: str) -> float | str:
@@ -381,7 +612,7 @@ def _plain(text: str) -> float | str:
 
 
 def main() -> None:
-    """Bad settings are one line on the error stream and exit status 2; work that could not be done is exit status 1."""
+    """Bad settings end in one line and exit status 2, work that could not be done in status 1."""
     try:
         app()
     except (ValueError, RuntimeError, OSError) as error:

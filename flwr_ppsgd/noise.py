@@ -1,14 +1,17 @@
 """The coins that nobody may predict, and the sum whose rounding gives nothing away.
 
-Adding a floating-point Gaussian to a floating-point sum leaks: the spacing of the result depends on the sum. Here
-every contribution is truncated onto the grid g = C·2⁻³², or z·C·2⁻²⁶ where that is coarser, whole multiples of g are
-summed exactly, and the noise is rounded to whole multiples too. For x on the grid, x + g·rint(n/g) = g·rint((x+n)/g): a
-rounding of the ideal output, which needs no accounting of its own.
+Adding a floating-point Gaussian to a floating-point sum leaks: the spacing of the result depends on
+the sum. Here every contribution is truncated onto the grid g = C·2⁻³² (or z·C·2⁻²⁶ if that is
+coarser), whole multiples of g are summed exactly, and the noise is rounded to whole multiples too.
+For x on the grid, x + g·rint(n/g) = g·rint((x+n)/g): a rounding of the ideal output, which needs no
+accounting of its own.
 
-What finite precision leaves: normals are cut off at 14 standard deviations, which adds at most (1 + e^ε)·2⁻¹⁴⁵ to δ for
-each coordinate and round (:func:`residual_delta`). Below that each step of the grid holds 2²⁶ floats or more, an eighth
-of that in the far tail, one more or less by chance: its probability is right to about eight digits. By estimate that
-adds 10⁻¹⁶·a to the Rényi divergence of order a for each coordinate and round, 10⁻⁶·a for a million and ten thousand.
+What finite precision leaves: normals are cut off at 14 standard deviations, which adds at most
+(1 + e^ε)·2⁻¹⁴⁵ to δ for each coordinate and round (:func:`residual_delta`). Below that each step of
+the grid holds 2²⁶ floats or more, an eighth of that in the far tail, one more or less by chance:
+its probability is right to about eight digits. By estimate that adds 10⁻¹⁶·a to the Rényi
+divergence of order a for each coordinate and round: 10⁻⁶·a for a million coordinates and ten
+thousand rounds.
 """
 
 import hashlib
@@ -20,18 +23,20 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import LARGEST_NORMAL, Release, Vector, clip_scale
+from flwr_ppsgd.algorithm import LARGEST_NORMAL, PrivateMetrics, Release, Vector, clip_scale
 
 GRID_CLIP_MARGIN = 1e-9  # relative; keeps the truncated vector below C in exact integers
 ROUNDING = 2.0**-53  # of each term of a norm, which the margin covers besides
 BLOCK = 1 << 15  # coordinates handled at once: the working set stays in the cache
+CUT_TAIL = 2.0**-145  # the probability that a normal lies beyond the sampler's cut
 
 
 class Coins:
     """A stream of random bits from ChaCha20 under one key. Make a new one for each round."""
 
     def __init__(self, key: bytes) -> None:
-        self._stream = Cipher(ChaCha20(key, nonce=bytes(16)), mode=None).encryptor()
+        cipher = Cipher(ChaCha20(key, nonce=bytes(16)), mode=None)
+        self._stream = cipher.encryptor()
 
     @classmethod
     def secret(cls) -> "Coins":
@@ -40,53 +45,69 @@ class Coins:
 
     @classmethod
     def insecure(cls, seed: int, *labels: object) -> "Coins":
-        """The same coins for the same seed: for simulation and tests only, it voids the guarantee."""
-        return cls(hashlib.sha256(repr(("insecure", seed, *labels)).encode()).digest())
+        """The same coins for the same seed: for simulation and tests, it voids the guarantee."""
+        text = repr(("insecure", seed, *labels))
+        return cls(hashlib.sha256(text.encode()).digest())
 
     def words(self, count: int) -> NDArray[np.uint64]:
-        return np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64, copy=False)
+        """Uniform 64-bit words."""
+        stream = self._stream.update(bytes(8 * count))
+        return np.frombuffer(stream, dtype="<u8").astype(np.uint64, copy=False)
 
     def uniforms(self, count: int) -> Vector:
         """Uniform on the multiples of 2⁻⁵³ in [0, 1)."""
-        return (self.words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        top_bits = self.words(count) >> np.uint64(11)
+        return top_bits.astype(np.float64) * 2.0**-53
 
     def exponentials(self, count: int) -> Vector:
         """−ln u with u from 128 bits: the far tail is as fine as the rest."""
         high, low = self.words(2 * count).reshape(2, count)
-        return -np.log((low + 0.5) * 2.0**-128 + high * 2.0**-64)
+        uniforms = (low + 0.5) * 2.0**-128 + high * 2.0**-64
+        return -np.log(uniforms)
 
     def normals(self, count: int) -> Vector:
         """Standard normals."""
         return _normals(self, count)
 
 
+def coins_for(seed: int | None, purpose: str, round_: int) -> Coins:
+    """The coins of one purpose in one round: secret ones, or repeatable ones if there is a seed."""
+    if seed is None:
+        return Coins.secret()
+    return Coins.insecure(seed, purpose, round_)
+
+
 def _edges() -> Vector:
     """Layers under f(x) = exp(−x²/2), all of one area: x_0 > x_1 > … > x_256 = 0.
 
-    Layer i reaches to x_i and lies between the heights f(x_i) and f(x_{i+1}). The lowest, i = 0, is a rectangle to x_1
-    and the tail beyond; x_0 is where a rectangle of that area would end.
+    Layer i reaches to x_i and lies between the heights f(x_i) and f(x_{i+1}). The lowest, i = 0, is
+    a rectangle to x_1 and the tail beyond; x_0 is where a rectangle of that area would end.
     """
     height = math.exp(-(TAIL**2) / 2)
-    area = TAIL * height + math.sqrt(math.pi / 2) * math.erfc(TAIL / math.sqrt(2))
+    tail_area = math.sqrt(math.pi / 2) * math.erfc(TAIL / math.sqrt(2))
+    area = TAIL * height + tail_area
     edges = [area / height, TAIL]
     while len(edges) < LAYERS:
-        edges.append(math.sqrt(-2 * math.log(math.exp(-(edges[-1] ** 2) / 2) + area / edges[-1])))
+        inner = edges[-1]
+        height = math.exp(-(inner**2) / 2) + area / inner
+        edges.append(math.sqrt(-2 * math.log(height)))
     return np.array([*edges, 0.0])
 
 
 LAYERS = 256
-TAIL = 3.6541528853610088  # x_1 for so many layers: the only one with which the last edge is 0
+TAIL = 3.6541528853610088  # x_1: with 256 layers, the only value for which the last edge is 0
 EDGES = _edges()
 HEIGHTS = np.exp(-(EDGES**2) / 2)
 SPACING = EDGES[:-1] * 2.0**-55  # of the places in a layer, which are −2⁵⁵ … 2⁵⁵ − 1
-INSIDE = np.floor(EDGES[1:] / EDGES[:-1] * 2.0**55).astype(np.int64)  # at places below that all of a layer is below f
+# at places below this all of a layer is below f
+INSIDE = np.floor(EDGES[1:] / EDGES[:-1] * 2.0**55).astype(np.int64)
 
 
 def _normals(coins: Coins, count: int) -> Vector:
-    """Marsaglia and Tsang's ziggurat (2000); 8 bits choose the layer and 56 others the place in it (Doornik 2005).
+    """Marsaglia and Tsang's ziggurat (2000): 8 bits choose the layer, 56 others the place in it.
 
-    Ninety-nine of a hundred fall where a layer is all below the curve and are done; the time it takes tells how many of
-    all coordinates do not.
+    The separate bits are Doornik's (2005). Ninety-nine of a hundred fall where a layer is all below
+    the curve and are done; the time it takes tells how many of all coordinates do not.
     """
     out = np.empty(count)
     placed = [_place(coins, out, start) for start in range(0, max(count, 1), BLOCK)]
@@ -97,63 +118,88 @@ def _normals(coins: Coins, count: int) -> Vector:
 
 
 def _place(coins: Coins, out: Vector, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Fill one block from ``start``. Which of its numbers fell beyond the inner edge of their layer, and of which."""
+    """Fill one block from ``start``.
+
+    Returns which of its numbers fell beyond the inner edge of their layer, and the layers of those.
+    """
     block = out[start : start + BLOCK]
     words = coins.words(len(block)).view(np.int64)
-    layer, place = words & (LAYERS - 1), words >> 8
+    layer = words & (LAYERS - 1)
+    place = words >> 8
     np.multiply(place.astype(np.float64), SPACING.take(layer), out=block)
     beyond = np.flatnonzero(np.abs(place) >= INSIDE.take(layer))
     return start + beyond, layer[beyond]
 
 
 def _settled(coins: Coins, layer: NDArray[np.int64], drawn: Vector) -> Vector:
-    """What fell beyond the inner edge stays where a height in its layer is below the curve, else it is drawn again; in
-    the lowest layer it becomes the tail."""
-    height = HEIGHTS[layer] + coins.uniforms(len(drawn)) * (HEIGHTS[layer + 1] - HEIGHTS[layer])
+    """Decide on what fell beyond the inner edge of its layer.
+
+    It stays if a height in its layer is below the curve, else it is drawn again; in the lowest
+    layer it becomes the tail.
+    """
+    top = HEIGHTS[layer + 1]
+    bottom = HEIGHTS[layer]
+    height = bottom + coins.uniforms(len(drawn)) * (top - bottom)
     lowest = layer == 0
     again = ~lowest & (height >= np.exp(-(drawn**2) / 2))
-    drawn[lowest] = np.copysign(_tail(coins, int(np.count_nonzero(lowest))), drawn[lowest])
+    tail = _tail(coins, int(np.count_nonzero(lowest)))
+    drawn[lowest] = np.copysign(tail, drawn[lowest])
     drawn[again] = _normals(coins, int(np.count_nonzero(again)))
     return drawn
 
 
 def _tail(coins: Coins, count: int) -> Vector:
-    """Beyond TAIL: exponentials e/TAIL above it, each kept with the probability exp(−(e/TAIL)²/2) (Marsaglia 1964)."""
+    """Beyond TAIL: exponentials e/TAIL above it, each kept with probability exp(−(e/TAIL)²/2).
+
+    Marsaglia 1964.
+    """
     found = np.empty(0)
     while len(found) < count:
         excess = coins.exponentials(count - len(found)) / TAIL
-        kept = (2 * coins.exponentials(len(excess)) > excess**2) & (excess <= LARGEST_NORMAL - TAIL)
-        found = np.concatenate([found, TAIL + excess[kept]])
+        accepted = 2 * coins.exponentials(len(excess)) > excess**2
+        within = excess <= LARGEST_NORMAL - TAIL
+        found = np.concatenate([found, TAIL + excess[accepted & within]])
     return found
 
 
 class GridSum:
-    """Σ_i clip(g_i, C) in whole multiples of ``release.grid``: exact, and the same in any order of the replies.
+    """Σ_i clip(g_i, C) in whole multiples of ``release.grid``.
 
-    apart: (count, share) where the last ``count`` coordinates are clipped by themselves, to C·√share, and the rest to
-        C·√(1−share); together they still stay within C.
+    Exact, and the same in any order of the replies.
+
+    Args:
+        size: the number of coordinates.
+        release: C, z and the grid.
+        metrics: private measures that follow after the ``size`` coordinates. They are clipped by
+            themselves, to C·√ρ, and the rest to C·√(1−ρ): together they stay within C.
     """
 
-    def __init__(self, size: int, release: Release, apart: tuple[int, float] = (0, 0.0)) -> None:
+    def __init__(self, size: int, release: Release, metrics: PrivateMetrics | None = None) -> None:
         self._release = release
-        self._multiples = np.zeros(size)  # whole numbers, each below 2^53
-        (count, share), limit = apart, release.clip_norm
-        parts = [(slice(0, size - count), math.sqrt(1 - share)), (slice(size - count, size), math.sqrt(share))]
-        self._parts = [(part, limit * root) for part, root in parts if part.start < part.stop]
+        measures = len(metrics.bounds) if metrics else 0
+        self._multiples = np.zeros(size + measures)  # whole numbers, each below 2^53
+        share = metrics.share if metrics else 0.0
+        gradient = (slice(0, size), release.clip_norm * math.sqrt(1 - share))
+        own = (slice(size, size + measures), release.clip_norm * math.sqrt(share))
+        self._parts = [part for part in (gradient, own) if part[0].start < part[0].stop]
 
     def add(self, vector: Vector) -> None:
         """Clip, truncate toward zero onto the grid, and add."""
         self.put(vector, self.scales(vector))
 
     def scales(self, vector: Vector) -> list[float]:
-        """By which ``put`` multiplies the parts of a vector; an error where it cannot be added."""
-        if vector.shape != self._multiples.shape or vector.dtype != np.float64:
-            raise ValueError(
-                f"a vector of {vector.dtype}{vector.shape} where the sum is of float64{self._multiples.shape}"
-            )
+        """The factors by which ``put`` multiplies the parts of a vector.
+
+        ValueError or FloatingPointError if the vector cannot be added; nothing has changed then.
+        """
+        expected = self._multiples
+        if vector.shape != expected.shape or vector.dtype != np.float64:
+            found = f"{vector.dtype}{vector.shape}"
+            raise ValueError(f"a vector of {found} where the sum is of float64{expected.shape}")
         return [self._scale(vector[part], limit) for part, limit in self._parts]
 
     def put(self, vector: Vector, scales: list[float]) -> None:
+        """Add a vector by the ``scales`` that were worked out for it."""
         for (part, _), scale in zip(self._parts, scales, strict=True):
             for start in range(part.start, part.stop, BLOCK):
                 end = min(start + BLOCK, part.stop)
@@ -161,26 +207,37 @@ class GridSum:
                 self._multiples[start:end] += np.trunc(block, out=block)
 
     def _scale(self, part: Vector, limit: float) -> float:
-        scale = clip_scale(part, limit, GRID_CLIP_MARGIN + ROUNDING * len(part))
+        margin = GRID_CLIP_MARGIN + ROUNDING * len(part)
+        scale = clip_scale(part, limit, margin)
         if scale == 0.0 and not np.all(np.isfinite(part)):
             raise FloatingPointError("a vector that holds NaN or infinity")
         return scale / self._release.grid
 
     def noisy(self, coins: Coins) -> Vector:
-        """g·k with k = Σ + rint(z·C·n/g) a vector of whole numbers: what the world gets to see, before D."""
-        z = self._release.noise_multiplier
-        if z == 0:
-            return self._release.grid * self._multiples
-        noise, to_grid = coins.normals(len(self._multiples)), self._release.noise_std / self._release.grid
+        """g·k with k = Σ + rint(z·C·n/g) a vector of whole numbers.
+
+        This is what the world gets to see, before the division by D.
+        """
+        grid = self._release.grid
+        if self._release.noise_multiplier == 0:
+            return grid * self._multiples
+        noise = coins.normals(len(self._multiples))
+        to_grid = self._release.noise_std / grid
         for start in range(0, len(noise), BLOCK):
             block = noise[start : start + BLOCK]
             block *= to_grid
             np.rint(block, out=block)
             block += self._multiples[start : start + BLOCK]
-            block *= self._release.grid
+            block *= grid
         return noise
 
 
 def residual_delta(size: int, rounds: int, epsilon: float) -> float:
-    """At most how much the truncated tail of the sampler adds to δ, for ``size`` coordinates and ``rounds`` rounds."""
-    return size * rounds * 2.0**-145 * (1 + math.exp(min(epsilon, 600.0)))
+    """At most what the cut tail of the sampler adds to δ: (1 + e^ε)·2⁻¹⁴⁵ per coordinate and round.
+
+    Args:
+        size: the number of coordinates.
+        rounds: the number of rounds.
+        epsilon: ε of all rounds.
+    """
+    return size * rounds * CUT_TAIL * (1 + math.exp(min(epsilon, 600.0)))

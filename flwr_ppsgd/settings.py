@@ -1,29 +1,48 @@
 """Flat settings, as Flower's users write them: ``clip-norm = 10.0``. One line each, no nesting.
 
-Whoever reads settings (a run config, an experiment file, ``--set``) gets the same keys, defaults and errors.
+Whoever reads settings (a run config, an experiment file, ``--set``) gets the same keys, defaults
+and errors.
 """
 
-import difflib
 import math
+import tomllib
 import types
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, Steps
-from flwr_ppsgd.privacy import Ledger, calibrate_noise
+from flwr_ppsgd.checks import is_whole, misspelt, nearest, require
 
-PREFIXED: tuple[str, ...] = ("ppsgd-run",)  # run-config keys of this package that are not settings of a training
+THEORY = "theory"  # the word that an experiment replaces by a number for alpha-q
+REPLIES = ("gradient", "parameters")
+OWN_PREFIX = "ppsgd-"
+RUN_KEYS = ("ppsgd-run", "local-step", "local-steps", "out")  # of a run config, beside settings
+NODE_KEYS = ("ppsgd-state-dir", "ppsgd-user", "partition-id", "num-partitions")
+LARGEST_WHOLE = 10**300  # beyond it a whole number stands for an infinite float
+ALTERNATIVES = (
+    ("rate", "cohort-size"),
+    ("rate", "cohort-mean"),
+    ("cohort-size", "cohort-mean"),
+    ("noise-multiplier", "epsilon"),
+    ("rounds", "passes"),
+    ("evaluate-every", "evaluations"),
+)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What makes up a training: population, release, steps, budget.
 
-    Give ``rate`` (Poisson cohorts) or ``cohort-size`` (fixed size); ``noise-multiplier``, or ``epsilon``, which
-    calibrates it for the planned ``rounds`` and is the budget too, unless ``max-epsilon`` is given. There is no default
-    for noise, δ or a seed. ``alpha-q = "theory"`` becomes a number when an experiment is read. ``enrolled``
-    lists the names of the registered nodes, with commas.
+    Give ``rate`` (Poisson cohorts) or ``cohort-size`` (fixed size); ``noise-multiplier``, or
+    ``epsilon``, which calibrates it for the planned ``rounds`` and is the budget too, unless
+    ``max-epsilon`` is given. There is no default for noise, δ or a seed. ``enrolled`` lists the
+    names of the registered nodes, with commas.
     """
 
     population: int
@@ -54,87 +73,129 @@ class Settings:
         """Whatever a constructor would refuse is refused here, before any work."""
         _exactly_one(self, "rate", "cohort_size")
         _exactly_one(self, "noise_multiplier", "epsilon")
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds!r}: plan at least one round")
+        self._check_rounds()
+        self._check_budget()
+        in_range = 0 <= self.min_online <= 1
+        require(
+            in_range,
+            "min_online must be in [0, 1]",
+            self.min_online,
+            "it is a share of the population",
+        )
+        require(
+            self.round_timeout > 0,
+            "round_timeout must be positive",
+            self.round_timeout,
+            "in seconds",
+        )
+        require(
+            self.replies in REPLIES,
+            "replies must be 'gradient' or 'parameters'",
+            self.replies,
+            "it says what clients send",
+        )
+        Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0, self.total_batch)
+        self._check_delta()
+        self.steps()
+
+    def _check_rounds(self) -> None:
+        require(self.rounds >= 1, "rounds must be at least 1", self.rounds, "plan at least one")
+        require(
+            self.evaluate_every >= 0,
+            "evaluate_every must not be negative",
+            self.evaluate_every,
+            "0 is never",
+        )
+        require(
+            self.checkpoint_every >= 1,
+            "checkpoint_every must be at least 1",
+            self.checkpoint_every,
+            "1 writes a checkpoint after every round",
+        )
+
+    def _check_budget(self) -> None:
         for name in ("epsilon", "max_epsilon"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value!r}: leave it out for no budget")
-        if self.evaluate_every < 0 or self.checkpoint_every < 1:
-            raise ValueError(
-                f"evaluate_every must be 0 (0 is never) or more and checkpoint_every at least 1, got "
-                f"{self.evaluate_every!r} and {self.checkpoint_every!r}"
-            )
-        if not 0 <= self.min_online <= 1:
-            raise ValueError(f"min_online must be in [0, 1], got {self.min_online!r}: it is a share of the population")
-        if not self.round_timeout > 0:
-            raise ValueError(f"round_timeout must be positive, got {self.round_timeout!r}: it is in seconds")
-        if self.replies not in ("gradient", "parameters"):
-            raise ValueError(f"replies must be 'gradient' or 'parameters', got {self.replies!r}")
-        Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0, self.total_batch)
+            holds = value is None or 0 < value < math.inf
+            rule = f"{name} must be positive and finite"
+            require(holds, rule, value, "leave it out for no budget")
+
+    def _check_delta(self) -> None:
+        from flwr_ppsgd.privacy import Ledger
+
         Ledger(self.delta)
-        self.steps()
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
-        """From ``{"clip-norm": 10.0, …}``; an unknown key or a value of the wrong type is refused, naming ``where``."""
-        hints = get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for key, value in flat.items():
-            name = field_of(key, cls, where)
-            if name in values:
-                raise ValueError(f"{where}: {key_of(name)!r} is there twice: keep one")
-            values[name] = value
-        missing = [key_of(f.name) for f in fields(cls) if f.default is MISSING and f.name not in values]
-        if missing:
-            raise ValueError(f"{where}: {missing[0]!r} is missing: add it, as in {missing[0]} = …")
-        by_theory = values.get("alpha_q") == "theory"
-        if by_theory:
-            values["alpha_q"] = 0.0  # until everything else is known
-        try:
-            settings = cls(**{name: typed(key_of(name), value, hints[name]) for name, value in values.items()})
-            return replace(settings, alpha_q=settings.theory_alpha_q()) if by_theory else settings
-        except ValueError as error:
-            raise ValueError(f"{where}: {_in_keys(str(error), cls)}") from None
+        """From ``{"clip-norm": 10.0, …}``.
+
+        Args:
+            flat: keys and values. An unknown key and a value of the wrong type are refused.
+            where: the file or the source, which errors name.
+        """
+        words = {key_of(key): value for key, value in flat.items() if isinstance(value, str)}
+        if words.get("alpha-q") == THEORY:
+            raise ValueError(
+                f"{where}: alpha-q 'theory' is known to experiments only: let `ppsgd plan` work it "
+                "out and write the number here"
+            )
+        return build(cls, flat, where)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Self:
-        """From a Flower run config, which holds other keys too; one that begins with ``ppsgd-`` must be known."""
-        own = {key_of(f.name) for f in fields(cls)}
-        run_config = {key.replace("_", "-"): value for key, value in run_config.items()}
-        for key in run_config:
-            if key.startswith("ppsgd-") and key not in PREFIXED:
-                nearest = difflib.get_close_matches(key, [*PREFIXED, *own], n=1, cutoff=0.0)[0]
-                raise ValueError(f"run config: unknown key {key!r}: did you mean {nearest!r}?")
-        return cls.read({key: value for key, value in run_config.items() if key in own}, where="run config")
+        """From a Flower run config. It may hold keys of the app, but no misspelt ones of ours."""
+        flat = with_keys(run_config)
+        check_run_config(flat, keys_of(cls))
+        return cls.read(part_of(flat, cls), where="run config")
 
     def to_flat(self) -> dict[str, Any]:
-        return {key_of(f.name): value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        """The settings that are given, by their flat keys."""
+        return to_flat(self)
 
     def cohort(self) -> Cohort:
+        """Who takes part in a round: Poisson cohorts, or cohorts of a fixed size."""
         if self.cohort_size is not None and self.cap is not None:
-            raise ValueError("cap is for Poisson cohorts: leave it out where cohort_size fixes the number of users")
+            raise ValueError(
+                f"cap is for Poisson cohorts, got {self.cap}: leave it out, cohort_size fixes the "
+                "number of users"
+            )
         if self.cohort_size is not None:
             return FixedSize(self.population, self.cohort_size)
         assert self.rate is not None
         return Poisson(self.population, self.rate, self.cap)
 
     def release(self) -> Release:
-        """The release, with its noise calibrated for the planned rounds where ``epsilon`` is given."""
-        noise, cohort = self.noise_multiplier, self.cohort()
+        """The release. If ``epsilon`` is given, its noise is calibrated for the planned rounds."""
+        cohort = self.cohort()
+        noise = self.noise_multiplier
         if noise is None:
-            assert self.epsilon is not None
-            noise = calibrate_noise(epsilon=self.epsilon, delta=self.delta, cohort=cohort, rounds=self.rounds)
+            noise = self._calibrated(cohort)
         return Release(cohort, self.clip_norm, noise, self.total_batch)
 
+    def _calibrated(self, cohort: Cohort) -> float:
+        from flwr_ppsgd.privacy import calibrate_noise
+
+        assert self.epsilon is not None
+        return calibrate_noise(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            cohort=cohort,
+            rounds=self.rounds,
+        )
+
     def steps(self) -> Steps:
+        """Both step sizes: the larger one is ``step``, their ratio is ``alpha-q``."""
         return Steps.from_ratio(self.step, self.alpha_q)
 
-    def theory_alpha_q(self) -> float:
-        """What ``alpha-q = "theory"`` stands for. The bound asks about the problem, of which settings know nothing."""
-        raise ValueError(
-            "alpha_q 'theory' is known to experiments only: let `ppsgd plan` work it out and write the number here"
-        )
+    def budget(self) -> float | None:
+        """The largest ε that may be spent; None if there is no limit."""
+        return self.epsilon if self.max_epsilon is None else self.max_epsilon
+
+    def enrolled_names(self) -> list[str] | None:
+        """The names of the registered nodes; None if they are not listed."""
+        if not self.enrolled:
+            return None
+        return [name.strip() for name in self.enrolled.split(",")]
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that the strategies of both APIs have in common."""
@@ -142,11 +203,12 @@ class Settings:
             "release": self.release(),
             "steps": self.steps(),
             "delta": self.delta,
-            "max_epsilon": self.epsilon if self.max_epsilon is None else self.max_epsilon,
+            "max_epsilon": self.budget(),
             "evaluate_every": self.evaluate_every,
             "min_online": self.min_online,
-            "enrolled": [name.strip() for name in self.enrolled.split(",")] if self.enrolled else None,
+            "enrolled": self.enrolled_names(),
             "round_timeout": self.round_timeout,
+            "replies": self.replies,
             "average": self.average,
             "checkpoint_dir": self.checkpoint_dir or None,
             "checkpoint_every": self.checkpoint_every,
@@ -155,55 +217,169 @@ class Settings:
         }
 
 
-ALTERNATIVES = (
-    ("rate", "cohort-size"), ("rate", "cohort-mean"), ("cohort-size", "cohort-mean"), ("noise-multiplier", "epsilon"),
-    ("rounds", "passes"), ("evaluate-every", "evaluations"),
-)  # fmt: skip
-
-
-def override(flat: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``flat`` with ``changes``; a change to one of two alternatives takes the other one out."""
-    given = {key.replace("_", "-") for key in changes}
-    gone = {other for pair in ALTERNATIVES for key, other in (pair, pair[::-1]) if key in given and other not in given}
-    kept = {key: value for key, value in flat.items() if key.replace("_", "-") not in gone | given}
-    return {**kept, **changes}
+def _exactly_one(settings: Settings, first: str, second: str) -> None:
+    has_first = getattr(settings, first) is not None
+    has_second = getattr(settings, second) is not None
+    if has_first == has_second:
+        found = "both are set" if has_first else "neither is set"
+        raise ValueError(f"give either {key_of(first)} or {key_of(second)}: {found}")
 
 
 def key_of(name: str) -> str:
-    """The flat key of a field."""
+    """The flat key of a field: ``clip-norm`` of ``clip_norm``."""
     return name.replace("_", "-")
 
 
-def _in_keys(message: str, cls: type[Settings]) -> str:
+def name_of(key: str) -> str:
+    """The field of a flat key: ``clip_norm`` of ``clip-norm``."""
+    return key.replace("-", "_")
+
+
+def keys_of(*kinds: type) -> list[str]:
+    """The flat keys of some dataclasses."""
+    found: list[str] = []
+    for kind in kinds:
+        found += [key_of(field.name) for field in fields(kind)]
+    return found
+
+
+def with_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """``flat`` with hyphens in its keys."""
+    return {key_of(key): value for key, value in flat.items()}
+
+
+def part_of(flat: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The keys of one dataclass, out of settings that hold others too."""
+    own = set(keys_of(kind))
+    return {key: value for key, value in flat.items() if key in own}
+
+
+def to_flat(values: Any) -> dict[str, Any]:
+    """A dataclass by its flat keys. What is None is left out: TOML has no null."""
+    flat = {key_of(field.name): getattr(values, field.name) for field in fields(values)}
+    return {key: value for key, value in flat.items() if value is not None}
+
+
+def build(kind: type[T], flat: Mapping[str, Any], where: str) -> T:
+    """A dataclass from its flat keys; errors name ``where``."""
+    named = _by_name(kind, flat, where)
+    hints = get_type_hints(kind)
+    try:
+        values = {name: typed(key_of(name), value, hints[name]) for name, value in named.items()}
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {in_keys(str(error), kind)}") from None
+
+
+def _by_name(kind: type, flat: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values by the names of their fields; unknown, doubled and missing keys are refused."""
+    values: dict[str, Any] = {}
+    for key, value in flat.items():
+        name = field_of(key, kind, where)
+        if name in values:
+            raise ValueError(f"{where}: {key_of(name)!r} is there twice: keep one")
+        values[name] = value
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in values:
+            key = key_of(field.name)
+            raise ValueError(f"{where}: {key!r} is missing: add it, as in {key} = …")
+    return values
+
+
+def field_of(key: str, kind: type, where: str) -> str:
+    """The field that a flat key names; ValueError with the nearest key if there is none."""
+    check_known(key, keys_of(kind), where)
+    return name_of(key)
+
+
+def check_known(key: str, known: Iterable[str], where: str) -> None:
+    """ValueError, naming the nearest known key, unless ``key`` is one of them."""
+    known = list(known)
+    if key_of(key) not in known:
+        meant = nearest(key_of(key), known)
+        raise ValueError(f"{where}: unknown key {key!r}: did you mean {meant!r}?")
+
+
+def check_run_config(flat: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Refuse keys that are meant for this package and that nobody would read.
+
+    Args:
+        flat: a run config, with hyphens in its keys.
+        own: the keys that are going to be read from it, besides ``RUN_KEYS``.
+    """
+    known = [*own, *RUN_KEYS]
+    exact = {*known, *NODE_KEYS}
+    for key in flat:
+        if key in exact:
+            continue
+        meant = misspelt(key, known)
+        if meant is not None:
+            raise ValueError(f"run config: unknown key {key!r}: did you mean {meant!r}?")
+        if key.startswith(OWN_PREFIX):
+            check_known(key, known, "run config")
+
+
+def in_keys(message: str, kind: type) -> str:
     """A constructor's message in the words of the file: ``clip-norm`` for ``clip_norm``."""
-    for field in fields(cls):
+    for field in fields(kind):
         message = message.replace(field.name, key_of(field.name))
     return message
 
 
-def _exactly_one(settings: Settings, first: str, second: str) -> None:
-    given = [key_of(name) for name in (first, second) if getattr(settings, name) is not None]
-    if len(given) != 1:
-        found = "both are set" if given else "neither is set"
-        raise ValueError(f"give either {key_of(first)} or {key_of(second)}: {found}")
-
-
-def field_of(key: str, cls: type[Settings], where: str) -> str:
-    """The field that a flat key names; ValueError with the nearest one where there is none."""
-    names = [f.name for f in fields(cls)]
-    name = key.replace("-", "_")
-    if name in names:
-        return name
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise ValueError(f"{where}: unknown key {key!r}: did you mean {key_of(nearest)!r}?")
-
-
 def typed(key: str, value: Any, hint: Any) -> Any:
-    """``value`` as the field's type: whole numbers may stand for floats, nothing else is converted."""
-    allowed = get_args(hint) if get_origin(hint) in (types.UnionType,) else (hint,)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        return math.inf if abs(value) > 10**300 else float(value)
-    if any(type(value) is kind for kind in allowed):
+    """``value`` as the field's type; ValueError if it has another one.
+
+    A whole number may stand for a float, and numpy's numbers for Python's. Nothing else is
+    converted.
+    """
+    allowed = _alternatives(hint)
+    if float in allowed and is_whole(value):
+        return math.inf if abs(value) > LARGEST_WHOLE else float(value)
+    if float in allowed and isinstance(value, float | np.floating):
+        return float(value)
+    if int in allowed and is_whole(value):
+        return int(value)
+    if type(value) in allowed:
         return value
-    wanted = " or ".join(kind.__name__ for kind in allowed if kind is not types.NoneType)
-    raise ValueError(f"{key} must be of type {wanted}, got {value!r}")
+    names = [kind.__name__ for kind in allowed if kind is not types.NoneType]
+    raise ValueError(f"{key} must be of type {' or '.join(names)}, got {value!r}")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that a value may have."""
+    if get_origin(hint) is types.UnionType:
+        return get_args(hint)
+    return (hint,)
+
+
+def listed(text: str) -> list[str]:
+    """The names in a text that separates them by commas."""
+    names = [name.strip() for name in text.split(",")]
+    return [name for name in names if name]
+
+
+def override(flat: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``flat`` with ``changes``; a change to one of two alternatives takes the other one out."""
+    given = {key_of(key) for key in changes}
+    gone = set(given)
+    for one, other in ALTERNATIVES:
+        if one in given and other not in given:
+            gone.add(other)
+        if other in given and one not in given:
+            gone.add(one)
+    kept = {key: value for key, value in flat.items() if key_of(key) not in gone}
+    return {**kept, **changes}
+
+
+def read_toml(path: Path | Traversable, remedy: str = "") -> dict[str, Any]:
+    """The keys and values in a TOML file; ValueError in one line if it cannot be read.
+
+    Args:
+        path: the file.
+        remedy: what to do about a file that cannot be read, for the error.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        advice = f": {remedy}" if remedy else ""
+        raise ValueError(f"{path}: cannot be read: {error}{advice}") from None

@@ -1,12 +1,13 @@
-"""The αQ of ``ppsgd plan`` beside the best one of a sweep, on synthetic problems whose constants are all known.
+"""The αQ of ``ppsgd plan`` beside the best one of a sweep.
 
-Prints a table: for each problem and noise, the αQ and how many times the risk of the best αQ it has, step chosen for
-each on the grid. Run as a script; letters of problems may be given.
+The problems are synthetic, and all their constants are known. Prints a table: for each problem and
+noise, each αQ and its risk as a multiple of the risk of the best αQ; the step is chosen for each αQ
+on a grid. Run as a script; letters of problems may be given.
 """
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,16 +16,40 @@ from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.data.synthetic import Synthetic
 from flwr_ppsgd.plan import Plan, Question, make
 from flwr_ppsgd.simulation.batches import Fresh
-from flwr_ppsgd.simulation.linear import CohortEngine, Setting, train
+from flwr_ppsgd.simulation.engine import Setting, train
+from flwr_ppsgd.simulation.linear import CohortEngine
 
 ALPHA_QS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)
 STEPS = (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5)
 DELTA = 1e-4
+DRAWN_SPREAD = 0.01  # of ``Synthetic.draw``
+HEAD = (
+    "problem",
+    "z",
+    "ε",
+    "best αQ, average",
+    "last",
+    "plan: × average, last",
+    "bound for L: × average, last",
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and how it is trained. spread: of the users' optima in each of five coordinates."""
+    """A problem and how it is trained.
+
+    Args:
+        name: begins with a letter that is its own.
+        users: N.
+        features: d.
+        rate: q.
+        rounds: T.
+        batch_size: m.
+        clip_norm: C.
+        label_noise: τ.
+        spread: of the users' optima in each of five coordinates.
+        noises: noise multipliers.
+    """
 
     name: str
     users: int
@@ -38,37 +63,48 @@ class Case:
     noises: tuple[float, ...]
 
     def problem(self) -> Synthetic:
+        """The paper's problem with another spread and label noise."""
         drawn = Synthetic.draw(self.users, self.features, 1)
         mean = drawn.optima.mean(axis=0)
-        return replace(drawn, optima=mean + (drawn.optima - mean) * self.spread / 0.01, label_noise=self.label_noise)
+        optima = mean + (drawn.optima - mean) * self.spread / DRAWN_SPREAD
+        return replace(drawn, optima=optima, label_noise=self.label_noise)
 
     def plan(self, z: float) -> Plan:
         """With the true constants."""
         problem = self.problem()
-        known, mean = problem.constants(), problem.optima.mean(axis=0)
-        return make(
-            Question(
-                population=self.users, rate=self.rate, rounds=self.rounds, batch_size=self.batch_size,
-                dimension=self.features, delta=DELTA, noise_multiplier=z, clip_norm=self.clip_norm,
-                gradient_std=math.sqrt(known.variance_w), smoothness=known.smoothness,
-                distance=float(np.linalg.norm(mean)),
-                spread=math.sqrt(float(((problem.optima - mean) ** 2).sum()) / self.users),
-            )
-        )  # fmt: skip
+        known = problem.constants()
+        mean = problem.optima.mean(axis=0)
+        squares = float(((problem.optima - mean) ** 2).sum())
+        question = Question(
+            population=self.users,
+            rate=self.rate,
+            rounds=self.rounds,
+            batch_size=self.batch_size,
+            dimension=self.features,
+            delta=DELTA,
+            noise_multiplier=z,
+            clip_norm=self.clip_norm,
+            gradient_std=math.sqrt(known.variance_w),
+            smoothness=known.smoothness,
+            distance=float(np.linalg.norm(mean)),
+            spread=math.sqrt(squares / self.users),
+        )
+        return make(question)
 
     def risks(self, z: float, alpha_qs: set[float], average: bool) -> dict[float, float]:
         """Excess risk at the end for each αQ, with its best step."""
         release = Release(Poisson(self.users, self.rate), self.clip_norm, z)
-        grid = [(a, step) for a in sorted(alpha_qs) for step in STEPS]
-        settings = [Setting(release, Steps.from_ratio(step, a)) for a, step in grid]
+        grid = [(alpha_q, step) for alpha_q in sorted(alpha_qs) for step in STEPS]
+        settings = [Setting(release, Steps.from_ratio(step, alpha_q)) for alpha_q, step in grid]
         population = Fresh(self.problem(), self.batch_size)
         engine = CohortEngine(population, settings, seed=1, rounds=self.rounds, average=average)
         *_, last = train(engine, self.rounds, self.rounds, lambda _: None)
         found: dict[float, float] = {}
         for place, measures in last.measures.items():
-            a, risk = grid[place][0], measures.get("excess_risk", math.inf)
+            alpha_q, _ = grid[place]
+            risk = measures.get("excess_risk", math.inf)
             if place not in last.diverged and math.isfinite(risk):
-                found[a] = min(risk, found.get(a, math.inf))
+                found[alpha_q] = min(risk, found.get(alpha_q, math.inf))
         return found
 
 
@@ -91,18 +127,37 @@ def compared(case: Case) -> Iterator[str]:
     """A line of the table for each noise."""
     for z in case.noises:
         plan = case.plan(z)
-        cells = [case.name, f"{z:g}", f"{plan.epsilon:.3g}"]
-        by_result = [case.risks(z, {*ALPHA_QS, plan.alpha_q, plan.bound_alpha_q}, average) for average in (True, False)]
-        cells += [f"{min(risks, key=lambda a: risks[a]):.3g}" for risks in by_result]
-        for a in (plan.alpha_q, plan.bound_alpha_q):
-            worse = [risks.get(a, math.inf) / min(risks.values()) for risks in by_result]
-            cells.append(f"{a:.3g}: ×{worse[0]:.2f}, ×{worse[1]:.2f}")
-        yield "| " + " | ".join(cells) + " |"
+        choices = (plan.advice.alpha_q, plan.advice.bound_alpha_q)
+        alpha_qs = {*ALPHA_QS, *choices}
+        average = case.risks(z, alpha_qs, average=True)
+        last = case.risks(z, alpha_qs, average=False)
+        cells = [case.name, f"{z:g}", f"{plan.price.epsilon:.3g}"]
+        cells += [f"{best_of(average):.3g}", f"{best_of(last):.3g}"]
+        for alpha_q in choices:
+            worse_average = times_the_best(average, alpha_q)
+            worse_last = times_the_best(last, alpha_q)
+            cells.append(f"{alpha_q:.3g}: ×{worse_average:.2f}, ×{worse_last:.2f}")
+        yield table_row(cells)
+
+
+def best_of(risks: Mapping[float, float]) -> float:
+    """The αQ of the smallest risk."""
+    return min(risks, key=lambda alpha_q: risks[alpha_q])
+
+
+def times_the_best(risks: Mapping[float, float], alpha_q: float) -> float:
+    """The risk of an αQ, as a multiple of the smallest."""
+    return risks.get(alpha_q, math.inf) / min(risks.values())
+
+
+def table_row(cells: list[str] | tuple[str, ...]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":
-    print("| problem | z | ε | best αQ, average | last | plan: × average, last | bound for L: × average, last |")
-    print("|---|---|---|---|---|---|---|")
+    print(table_row(HEAD))
+    print("|" + "---|" * len(HEAD))
     for chosen in CASES:
         if len(sys.argv) < 2 or chosen.name[0] in sys.argv[1]:
             for line in compared(chosen):

@@ -1,12 +1,14 @@
-"""Speeds and memory against their targets. Ratios are taken within one run, since machines are noisy.
+"""Speeds and memory against their targets. Ratios are taken within one run, since machines are
+noisy.
 
-A time is CPU time on one thread; the two sides of a ratio take turns. It is the shortest of several repetitions, and
-for the cohort engine the median.
+A time is CPU time on one thread; the two sides of a ratio take turns. It is the shortest of several
+repetitions, and for the cohort engine the median.
 """
 
 import os
 
-os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")  # read when numpy is imported
+# read when numpy is imported
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a fil
 import functools
 import itertools
 import logging
+import math
 import statistics
 import subprocess
 import tempfile
@@ -37,12 +40,15 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.personal import Personal
 from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.data import load
-from flwr_ppsgd.data.synthetic import Minibatches, Synthetic, generator
-from flwr_ppsgd.models.split import AdditiveHead, AdditiveLinear, Matrix, SplitLearner
+from flwr_ppsgd.data.synthetic import Synthetic
+from flwr_ppsgd.learner import Minibatches, generator
+from flwr_ppsgd.models.linear import AdditiveLinear, Matrix
+from flwr_ppsgd.models.split import AdditiveHead, SplitLearner
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.simulation.batches import Fresh, Table
-from flwr_ppsgd.simulation.linear import CohortEngine, Engine, Setting
+from flwr_ppsgd.simulation.engine import Engine, Setting
+from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation.linear import CohortEngine
 from flwr_ppsgd.simulation.networks import NetworkEngine
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES
 from simulations.yardsticks import (
@@ -58,43 +64,104 @@ from simulations.yardsticks import (
     whole_cohort_loop,
 )
 
-USERS, FEATURES, CLASSES = 1000, 784, 10
-SAMPLES, BATCH = 100, 10
-POOL_USERS = 100  # so many users have rows of their own; the others share theirs, which saves memory
+USERS = 1000
+FEATURES = 784
+CLASSES = 10
+SAMPLES = 100  # per user
+BATCH = 10
+POOL_USERS = 100  # users with rows of their own; the others share theirs, which saves memory
 REPLIES = 10
-SMALL, LARGE = FEATURES * CLASSES, 10**6
+SMALL = FEATURES * CLASSES
+LARGE = 10**6
 CLIP_NORM = 1.0
+DELTA = 1e-4
+THETA = 400_000
+NODES = 100  # for orientation: rounds of the Message API
 
 
 def main() -> None:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     print(f"{'measurement':66s} {'measured':>9s}   target")
-    show("a. rounds per CPU second: 10 of 1000 nodes, 784×10, minibatch 10", rounds_per_second(), at_least=150)
+    show_server()
+    show_noise()
+    show_memory()
+    show_clients()
+    show_cohort_engine()
+    show_orientation()
+
+
+def show_server() -> None:
+    show(
+        "a. rounds per CPU second: 10 of 1000 nodes, 784×10, minibatch 10",
+        rounds_per_second(),
+        at_least=150,
+    )
     for dtype in (np.float32, np.float64):
         name = f"b. aggregate_train / FedAvg's, 10 {dtype.__name__} replies of"
         show(f"{name} 7,840", server_ratio(SMALL, dtype, repetitions=200), at_most=2)
         show(f"{name} 10^6", server_ratio(LARGE, dtype, repetitions=15), at_most=3)
-    show("c. quick_epsilon in ms a round, cohorts by coin", epsilon_ms(rate=0.01), at_most=1)
-    show("c. quick_epsilon in ms a round, everyone in every round", epsilon_ms(rate=1.0), at_most=1)
+
+
+def show_noise() -> None:
+    name = "c. quick_epsilon in ms per round,"
+    show(f"{name} cohorts by coin", epsilon_ms(rate=0.01), at_most=1)
+    show(f"{name} everyone in every round", epsilon_ms(rate=1.0), at_most=1)
     show("d. clip, quantise and sum / plain clip and sum, 10 of 10^6", grid_ratio(), at_most=2)
     show("d. secret normals / np.random.normal, 10^6", normals_ratio(), at_most=3)
-    few, many = peak_bytes(replies=5), peak_bytes(replies=50)
-    show("e. peak memory of aggregate_train, 50 replies of 10^6, in models", many / (8 * LARGE), at_most=10)
+
+
+def show_memory() -> None:
+    few = peak_bytes(replies=5)
+    many = peak_bytes(replies=50)
+    show(
+        "e. peak memory of aggregate_train, 50 replies of 10^6, in models",
+        many / (8 * LARGE),
+        at_most=10,
+    )
     show("e. the same, 50 replies / 5 replies", many / few, at_most=1.1)
-    show("g. AdditiveHead on a small CNN / a loop of autograd calls, 10 users", head_ratio(), at_most=1.3)
-    saving, loading = theta_ms(400_000)
-    show("h. θ of 400,000 floats to disk, with w and the note of what left, in ms", saving, at_most=30)
+
+
+def show_clients() -> None:
+    show(
+        "g. AdditiveHead on a small CNN / a loop of autograd calls, 10 users",
+        head_ratio(),
+        at_most=1.3,
+    )
+    saving, loading = theta_ms(THETA)
+    show(
+        "h. θ of 400,000 floats to disk, with w and the note of what left, in ms",
+        saving,
+        at_most=30,
+    )
     show("h. θ of 400,000 floats from disk, in ms", loading, at_most=10)
-    show("i. seconds to load 64,716 images of 580 users from one .npz", loading_seconds(), at_most=2)
-    print("\nThe cohort engine in setting-rounds per CPU second, over those of a plain loop, one setting at a time:")
+    show(
+        "i. seconds to load 64,716 images of 580 users from one .npz",
+        loading_seconds(),
+        at_most=2,
+    )
+
+
+def show_cohort_engine() -> None:
+    print(
+        "\nThe cohort engine in setting-rounds per CPU second, over those of a plain loop, one "
+        "setting at a time:"
+    )
     for name, comparison, least in COHORTS:
         show_against_loop(name, comparison(), least)
-    print("\nFor orientation, rounds per second of wall time, 784×10, minibatch 10, 10 of 100 nodes:")
-    print(f"{'Message API on InProcessGrid':66s} {message_api_rounds(InProcessGrid):9.3g}")
-    print(f"{'Message API on the Ray engine of Flower (start-up left out)':66s} {ray_rounds():9.3g}", flush=True)
 
 
-def show(name: str, value: float, *, at_least: float = 0.0, at_most: float = float("inf")) -> None:
+def show_orientation() -> None:
+    print(
+        "\nFor orientation, rounds per second of wall time, 784×10, minibatch 10, 10 of 100 nodes:"
+    )
+    in_process = message_api_rounds(InProcessGrid)
+    print(f"{'Message API on InProcessGrid':66s} {in_process:9.3g}")
+    on_ray = ray_rounds()
+    name = "Message API on the Ray engine of Flower (start-up left out)"
+    print(f"{name:66s} {on_ray:9.3g}", flush=True)
+
+
+def show(name: str, value: float, *, at_least: float = 0.0, at_most: float = math.inf) -> None:
     """One line of the table."""
     target = f"≥ {at_least:g}" if at_least else f"≤ {at_most:g}"
     verdict = "ok" if at_least <= value <= at_most else "MISSED"
@@ -103,7 +170,15 @@ def show(name: str, value: float, *, at_least: float = 0.0, at_most: float = flo
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rounds of a plain loop with one setting, and rounds of the engine with all of them."""
+    """Rounds of a plain loop with one setting, and rounds of the engine with all of them.
+
+    Args:
+        loop: runs ``rounds`` rounds of the loop.
+        engine: runs ``rounds`` rounds of the engine.
+        settings: the number of settings that the engine trains.
+        repetitions: how often the two take turns.
+        rounds: the number of rounds in one turn.
+    """
 
     loop: Callable[[], object]
     engine: Callable[[], object]
@@ -113,14 +188,24 @@ class Comparison:
 
 
 def show_against_loop(name: str, compared: Comparison, least: float) -> None:
-    """The ratio and both speeds: medians over turns, and of the ratios of each turn, since a machine that others share
-    changes its speed from second to second. What only the first rounds pay (fresh memory, Gram matrices) is left out.
+    """The median ratio over all turns, and the median time of a round on both sides.
+
+    Ratios are taken within a turn, since a machine that others share changes its speed from second
+    to second. What only the first rounds pay (fresh memory, Gram matrices) is left out.
     """
-    compared.loop(), compared.engine()
-    pairs = [(seconds(compared.loop), seconds(compared.engine)) for _ in range(compared.repetitions)]
-    loop, engine = (statistics.median(times) / compared.rounds for times in zip(*pairs, strict=True))
-    times = statistics.median(loop / engine for loop, engine in pairs)
-    show(f"{name}, {1000 * loop:.3g} → {1000 * engine:.3g} ms", times * compared.settings, at_least=least)
+    compared.loop()
+    compared.engine()
+    loop_seconds = []
+    engine_seconds = []
+    ratios = []
+    for _ in range(compared.repetitions):
+        loop_seconds.append(seconds(compared.loop))
+        engine_seconds.append(seconds(compared.engine))
+        ratios.append(loop_seconds[-1] / engine_seconds[-1])
+    loop_ms = 1000 * statistics.median(loop_seconds) / compared.rounds
+    engine_ms = 1000 * statistics.median(engine_seconds) / compared.rounds
+    times = statistics.median(ratios) * compared.settings
+    show(f"{name}, {loop_ms:.3g} → {engine_ms:.3g} ms", times, at_least=least)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -143,7 +228,8 @@ def shortest_ratio(pairs: Iterable[tuple[float, float]]) -> float:
 def strategy(cohort: Poisson) -> PPSGD:
     """With secret coins and noise, as in a deployment."""
     release = Release(cohort, clip_norm=CLIP_NORM, noise_multiplier=1.0)
-    return PPSGD(release=release, steps=Steps(shared=0.1, personal=0.1), delta=1e-4)
+    steps = Steps(shared=0.1, personal=0.1)
+    return PPSGD(release=release, steps=steps, delta=DELTA)
 
 
 @functools.cache
@@ -151,27 +237,32 @@ def pool() -> tuple[Matrix, Matrix]:
     """Rows of x, and classes as one-hot rows."""
     source = generator("benchmark")
     x = source.normal(size=(POOL_USERS * SAMPLES, FEATURES))
-    return x, np.eye(CLASSES)[source.integers(CLASSES, size=len(x))]
+    classes = source.integers(CLASSES, size=len(x))
+    return x, np.eye(CLASSES)[classes]
 
 
 def linear_learner(context: Context) -> AdditiveLinear:
     """A node's 100 samples and an additive linear model with softmax."""
     x, y = pool()
     user = int(context.node_config["partition-id"])
-    rows = slice(user % POOL_USERS * SAMPLES, (user % POOL_USERS + 1) * SAMPLES)
-    return AdditiveLinear(Minibatches(x[rows], y[rows], BATCH, seed=1, user=user), FEATURES, CLASSES, loss="softmax")
+    start = user % POOL_USERS * SAMPLES
+    rows = slice(start, start + SAMPLES)
+    batches = Minibatches(x[rows], y[rows], BATCH, seed=1, user=user)
+    return AdditiveLinear(batches, FEATURES, CLASSES, loss="softmax")
 
 
 def rounds_per_second(rounds: int = 100, repetitions: int = 8) -> float:
     """Whole rounds: the draw, the messages, the clients, the sum, the noise and the charge."""
     grid = InProcessGrid(client_app(linear_learner), USERS)
-    turns = train(strategy(Poisson(USERS, rate=0.01)), grid, ArrayRecord([np.zeros((FEATURES, CLASSES))]))
-    pool()
-    return rounds / min(seconds(lambda: [next(turns) for _ in range(rounds)]) for _ in range(repetitions))
+    server = strategy(Poisson(USERS, rate=0.01))
+    turns = train(server, grid, ArrayRecord([np.zeros((FEATURES, CLASSES))]))
+    pool()  # made before the clock starts
+    shortest = min(seconds(lambda: take(rounds, turns)) for _ in range(repetitions))
+    return rounds / shortest
 
 
 def train(server: PPSGD, grid: Grid, arrays: ArrayRecord) -> Iterator[int]:
-    """Rounds without end, one at each step of the iterator."""
+    """Rounds without end; yields the number of each."""
     round_ = 0
     while True:
         round_ += 1
@@ -183,29 +274,38 @@ def train(server: PPSGD, grid: Grid, arrays: ArrayRecord) -> Iterator[int]:
 def server_ratio(size: int, dtype: DTypeLike, repetitions: int) -> float:
     """PPSGD over stock FedAvg in ``aggregate_train``, both of replies that hold the same arrays.
 
-    FedAvg sums in the dtype of the replies, PPSGD in float64 always: float32 is the harder comparison.
+    FedAvg sums in the dtype of the replies, PPSGD always in float64: float32 is the harder
+    comparison.
     """
-    server, stock = strategy(Poisson(REPLIES, rate=1.0)), FedAvg()
+    server = strategy(Poisson(REPLIES, rate=1.0))
+    stock = FedAvg()
     grid = InProcessGrid(client_app(constant_learner), REPLIES)
     arrays = ArrayRecord([np.zeros(size, dtype)])
     asked = server.configure_train(1, arrays, ConfigRecord(), grid)
     records = [ArrayRecord([gradient.astype(dtype)]) for gradient in gradients(size)]
     weight = MetricRecord({NUM_EXAMPLES: SAMPLES})
-    ours = [reply({GRADIENT: record}, message) for record, message in zip(records, asked, strict=True)]
-    theirs = [reply({ARRAYS: record, METRICS: weight}, message) for record, message in zip(records, asked, strict=True)]
+    ours = []
+    theirs = []
+    for record, message in zip(records, asked, strict=True):
+        ours.append(reply({GRADIENT: record}, message))
+        theirs.append(reply({ARRAYS: record, METRICS: weight}, message))
 
     def one(round_: int) -> tuple[float, float]:
         server.configure_train(round_, arrays, ConfigRecord(), grid)
-        mine = seconds(lambda: server.aggregate_train(round_, ours))
-        return mine, seconds(lambda: stock.aggregate_train(round_, theirs))
+        own_seconds = seconds(lambda: server.aggregate_train(round_, ours))
+        stock_seconds = seconds(lambda: stock.aggregate_train(round_, theirs))
+        return own_seconds, stock_seconds
 
     return shortest_ratio(one(round_) for round_ in range(1, repetitions + 1))
 
 
 def theta_ms(size: int, repetitions: int = 20) -> tuple[float, float]:
     """Milliseconds of wall time, the disk included, to save and to load one user's θ."""
-    vector, saving, loading = generator("theta").normal(size=size), list[float](), list[float]()
-    w, stamp = vector.astype(np.float32).tobytes(), Personal(vector, run=1).stamp()
+    saving = []
+    loading = []
+    vector = generator("theta").normal(size=size)
+    w = vector.astype(np.float32).tobytes()
+    stamp = Personal(vector, run=1).stamp()
     with tempfile.TemporaryDirectory(dir=".") as directory:
         shelf = Shelf(Path(directory), "run", "user")
         for serial in range(repetitions):
@@ -224,7 +324,8 @@ def theta_ms(size: int, repetitions: int = 20) -> tuple[float, float]:
 def gradients(size: int) -> list[Vector]:
     """Replies of norm about 10·C: all of them are clipped."""
     source = generator("gradients", size)
-    return [source.normal(0, 10 * CLIP_NORM / size**0.5, size) for _ in range(REPLIES)]
+    std = 10 * CLIP_NORM / math.sqrt(size)
+    return [source.normal(0, std, size) for _ in range(REPLIES)]
 
 
 def reply(records: Mapping[str, ArrayRecord | MetricRecord], message: Message) -> Message:
@@ -232,16 +333,27 @@ def reply(records: Mapping[str, ArrayRecord | MetricRecord], message: Message) -
 
 
 def epsilon_ms(rate: float, rounds: int = 100, repetitions: int = 5) -> float:
-    """ε after each of so many rounds, one by one, as the strategy asks for it; what only the first one pays is left
-    out, and no ledger is asked twice, since an answer may be kept."""
+    """Milliseconds for ε after one round, asked for after every round as the strategy does.
+
+    What only the first one pays is left out, and no ledger is asked twice, since an answer may be
+    kept.
+    """
     release = Release(Poisson(USERS, rate), CLIP_NORM, noise_multiplier=1.0)
-    ledgers = (Ledger(1e-4).record(release, times) for times in itertools.count(1))
-    next(ledgers).quick_epsilon()
-    best = min(
-        seconds(lambda: [ledger.quick_epsilon() for ledger in itertools.islice(ledgers, rounds)])
-        for _ in range(repetitions)
-    )
-    return 1000 * best / rounds
+    growing = ledgers(release)
+    next(growing).quick_epsilon()
+
+    def ask() -> None:
+        for ledger in itertools.islice(growing, rounds):
+            ledger.quick_epsilon()
+
+    shortest = min(seconds(ask) for _ in range(repetitions))
+    return 1000 * shortest / rounds
+
+
+def ledgers(release: Release) -> Iterator[Ledger]:
+    """The ledger after one round, after two, and so on."""
+    for rounds in itertools.count(1):
+        yield Ledger(DELTA).record(release, rounds)
 
 
 def grid_ratio(repetitions: int = 10) -> float:
@@ -264,11 +376,19 @@ def grid_ratio(repetitions: int = 10) -> float:
 
 def normals_ratio(repetitions: int = 10) -> float:
     """What secret coins cost."""
-    return ratio(lambda: Coins.secret().normals(LARGE), lambda: np.random.normal(size=LARGE), repetitions)
+
+    def secret() -> None:
+        Coins.secret().normals(LARGE)
+
+    def plain() -> None:
+        np.random.normal(size=LARGE)
+
+    return ratio(secret, plain, repetitions)
 
 
 class Constant:
-    """The same gradient whatever the parameters; next to no θ, so that memory is all the server's."""
+    """The same gradient whatever the parameters are. θ has one number, so that nearly all memory
+    is the server's."""
 
     num_examples = 1
 
@@ -287,7 +407,8 @@ def constant_learner(context: Context) -> Constant:  # noqa: ARG001
 
 
 def peak_bytes(replies: int) -> int:
-    """The most memory that ``aggregate_train`` holds at once on top of w, its clients in the same process included."""
+    """The most memory that ``aggregate_train`` holds at once in addition to w; its clients, in the
+    same process, are included."""
     server = strategy(Poisson(replies, rate=1.0))
     grid = InProcessGrid(client_app(constant_learner), replies)
     messages = server.configure_train(1, ArrayRecord([np.zeros(LARGE)]), ConfigRecord(), grid)
@@ -301,73 +422,103 @@ def peak_bytes(replies: int) -> int:
 def one_setting() -> Comparison:
     """ε after every round, on both sides."""
     release = Release(Poisson(USERS, rate=0.01), clip_norm=10.0, noise_multiplier=1.0)
-    setting, table = Setting(release, Steps(0.001, 0.001)), linear_table()
+    setting = Setting(release, Steps(0.001, 0.001))
+    table = linear_table()
     loop = plain_loop(from_table(table), (FEATURES, CLASSES), setting)
     engine = warmed(CohortEngine(table, [setting], seed=1, rounds=20_000))
-    ledgers = (Ledger(1e-4).record(release, times) for times in itertools.count(1))
+    growing = ledgers(release)
 
     def rounds() -> None:
-        for ledger in itertools.islice(ledgers, 50):
+        for ledger in itertools.islice(growing, 50):
             engine.advance()
             ledger.quick_epsilon()
 
     return Comparison(lambda: take(50, loop), rounds, settings=1, repetitions=40, rounds=50)
 
 
+def against(
+    loop: Iterator[float],
+    engine: Engine,
+    *,
+    settings: int,
+    repetitions: int,
+    rounds: int,
+) -> Comparison:
+    return Comparison(
+        lambda: take(rounds, loop),
+        lambda: several(engine, rounds),
+        settings=settings,
+        repetitions=repetitions,
+        rounds=rounds,
+    )
+
+
 def linear_sweep() -> Comparison:
     release = Release(Poisson(USERS, rate=0.01), clip_norm=10.0, noise_multiplier=1.0)
-    table, grid = linear_table(), settings(release, (1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01))
+    table = linear_table()
+    grid = settings(release, (1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01))
     loop = plain_loop(from_table(table), (FEATURES, CLASSES), grid[20])
     engine = warmed(CohortEngine(table, grid, seed=1, rounds=10_000))
-    return Comparison(lambda: take(20, loop), lambda: several(engine, 20), len(grid), repetitions=20, rounds=20)
+    return against(loop, engine, settings=len(grid), repetitions=20, rounds=20)
 
 
 def synthetic_sweep() -> Comparison:
     problem = Synthetic.draw(USERS, 100, seed=1)
-    grid = settings(Release(Poisson(USERS, rate=1.0), clip_norm=10.0, noise_multiplier=10.0), STEPS)
-    loop, engine = whole_cohort_loop(problem, BATCH, grid[50]), CohortEngine(Fresh(problem, BATCH), grid, seed=1)
-    return Comparison(lambda: take(5, loop), lambda: several(engine, 5), len(grid), repetitions=12, rounds=5)
+    release = Release(Poisson(USERS, rate=1.0), clip_norm=10.0, noise_multiplier=10.0)
+    grid = settings(release, STEPS)
+    loop = whole_cohort_loop(problem, BATCH, grid[50])
+    engine = CohortEngine(Fresh(problem, BATCH), grid, seed=1)
+    return against(loop, engine, settings=len(grid), repetitions=12, rounds=5)
 
 
 def words_sweep() -> Comparison:
     release = Release(Poisson(500, rate=0.02), clip_norm=0.01, noise_multiplier=1.0)
-    table, grid = bags_of_words(500, SAMPLES, 5000, 80), settings(release, (2.0, 5.0, 10.0, 20.0))
+    table = bags_of_words(500, SAMPLES, 5000, 80)
+    grid = settings(release, (2.0, 5.0, 10.0, 20.0))
     loop = plain_loop(from_table(table), (5000, 80), grid[10])
     take(100, loop)
     engine = warmed(CohortEngine(table, grid, seed=1, rounds=2000))
-    return Comparison(lambda: take(5, loop), lambda: several(engine, 5), len(grid), repetitions=12, rounds=5)
+    return against(loop, engine, settings=len(grid), repetitions=12, rounds=5)
 
 
 def loading_seconds(users: int = 580, rows: int = 64_716) -> float:
-    """A compressed file in the form of a data set of one's own, mostly background as images are."""
+    """CPU seconds to load a compressed file of one's own data, mostly background as images are."""
     source = generator("file")
-    x = source.integers(256, size=(rows, FEATURES), dtype=np.uint8) * (source.random((rows, FEATURES)) < 0.2)
-    user, test = np.sort(np.arange(rows) % users), np.arange(rows) % 10 == 0
+    pixels = source.integers(256, size=(rows, FEATURES), dtype=np.uint8)
+    x = pixels * (source.random((rows, FEATURES)) < 0.2)
+    y = source.integers(CLASSES, size=rows)
+    user = np.sort(np.arange(rows) % users)
+    test = np.arange(rows) % 10 == 0
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "images.npz"
-        np.savez_compressed(path, x=x, y=source.integers(CLASSES, size=rows), user=user, test=test)
+        np.savez_compressed(path, x=x, y=y, user=user, test=test)
         return min(seconds(lambda: load(str(path))) for _ in range(3))
 
 
 def network() -> Comparison:
     """One setting: what is compared is vmap over users against a loop over users."""
-    setting = Setting(Release(Poisson(50, rate=0.2), clip_norm=0.1, noise_multiplier=1.0), Steps(0.1, 0.1))
-    engine = NetworkEngine(head(), [images(user) for user in range(50)], [setting], seed=1)
+    release = Release(Poisson(50, rate=0.2), clip_norm=0.1, noise_multiplier=1.0)
+    setting = Setting(release, Steps(0.1, 0.1))
+    batches = [images(user) for user in range(50)]
+    engine = NetworkEngine(head(), batches, [setting], seed=1)
     loop = head_loop(setting)
-    return Comparison(lambda: take(10, loop), lambda: several(engine, 10), settings=1, repetitions=16, rounds=10)
+    return against(loop, engine, settings=1, repetitions=16, rounds=10)
 
 
 def head_ratio(rounds: int = 5, repetitions: int = 30) -> float:
-    """Rounds of the Message API on ``InProcessGrid``, everyone in every round, against Algorithm 3 as a loop."""
+    """Rounds of the Message API on ``InProcessGrid``, everyone in every round, against Algorithm 3
+    as a loop."""
     server = strategy(Poisson(REPLIES, rate=1.0))
-    turns = train(server, InProcessGrid(client_app(head_learner), REPLIES), head().initial_arrays())
+    grid = InProcessGrid(client_app(head_learner), REPLIES)
+    turns = train(server, grid, head().initial_arrays())
     loop = head_loop(Setting(server.release, server.steps))
-    return ratio(lambda: [next(turns) for _ in range(rounds)], lambda: take(rounds, loop), repetitions)
+    return ratio(lambda: take(rounds, turns), lambda: take(rounds, loop), repetitions)
 
 
 def head_loop(setting: Setting) -> Iterator[float]:
-    draws = (images(0)(visit) for visit in itertools.count(1))
-    return autograd_loop(head().module_with(head().initial_w()).train(), draws, setting, personal="personal")
+    draws = map(images(0), itertools.count(1))
+    module = head().module_with(head().initial_w())
+    return autograd_loop(module.train(), draws, setting, personal="personal")
 
 
 @functools.cache
@@ -379,7 +530,8 @@ def head() -> AdditiveHead:
 @functools.cache
 def images(user: int) -> Minibatches:
     source = generator("images")
-    x, y = source.normal(size=(SAMPLES, 1, 28, 28)).astype(np.float32), source.integers(10, size=SAMPLES)
+    x = source.normal(size=(SAMPLES, 1, 28, 28)).astype(np.float32)
+    y = source.integers(10, size=SAMPLES)
     return Minibatches(x, y, BATCH, seed=1, user=user)
 
 
@@ -398,7 +550,8 @@ def linear_table() -> Table:
 
 
 def warmed(engine: CohortEngine, rounds: int = 500) -> CohortEngine:
-    """After so many rounds that most rows have been drawn: before, θ is memory that nobody has touched."""
+    """The engine after enough rounds that most rows have been drawn. Before that, θ is memory that
+    nothing has touched."""
     several(engine, rounds)
     return engine
 
@@ -415,39 +568,58 @@ COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (
     ("f. 36 settings, sparse 5000×80, N=500, Q=10", words_sweep, 100),
     ("f. CNN with additive head, Q=10", network, 2),
 )
-NODES = 100
 
 
 def message_api_rounds(make_grid: Callable[[ClientApp, int], Grid], rounds: int = 50) -> float:
     """Rounds per second of wall time."""
-    grid, server = make_grid(client_app(linear_learner), NODES), strategy(Poisson(NODES, rate=0.1))
+    grid = make_grid(client_app(linear_learner), NODES)
+    server = strategy(Poisson(NODES, rate=0.1))
     turns = train(server, grid, ArrayRecord([np.zeros((FEATURES, CLASSES))]))
     next(turns)
     start = time.monotonic()
-    for _ in range(rounds):
-        next(turns)
-    return rounds / (time.monotonic() - start)
+    take(rounds, turns)
+    elapsed = time.monotonic() - start
+    return rounds / elapsed
+
+
+ON_RAY = """
+import logging, sys, warnings
+warnings.simplefilter("ignore")
+logging.disable(logging.ERROR)
+from flwr.serverapp import ServerApp
+from flwr.simulation import run_simulation
+from simulations import benchmark
+
+server = ServerApp()
+
+@server.main()
+def main(grid, context):
+    rounds = benchmark.message_api_rounds(lambda app, nodes: grid, int(sys.argv[1]))
+    print("rounds", rounds, flush=True)
+
+client = benchmark.client_app(benchmark.linear_learner)
+resources = {"client_resources": {"num_cpus": 1}}
+run_simulation(server, client, benchmark.NODES, backend_config=resources)
+"""
 
 
 def ray_rounds(rounds: int = 20) -> float:
-    """The same ClientApp on Flower's own simulation engine, in a process of its own."""
-    code = (
-        "import logging, time, warnings; warnings.simplefilter('ignore'); logging.disable(logging.ERROR)\n"
-        "from flwr.serverapp import ServerApp\n"
-        "from flwr.simulation import run_simulation\n"
-        "from simulations import benchmark as b\n"
-        "server = ServerApp()\n"
-        "@server.main()\n"
-        "def main(grid, context):\n"
-        f"    print('rounds', b.message_api_rounds(lambda app, nodes: grid, {rounds}), flush=True)\n"
-        "client = b.client_app(b.linear_learner)\n"
-        "run_simulation(server, client, b.NODES, backend_config={'client_resources': {'num_cpus': 1}})\n"
-    )
+    """The same ClientApp on Flower's own simulation engine, in a process of its own; NaN if that
+    fails."""
     root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root + os.pathsep + os.environ.get("PYTHONPATH", "")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("rounds ")]
-    return float(found[0]) if found else float("nan")
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY, str(rounds)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("rounds "):
+            _, found = line.split()
+            return float(found)
+    return math.nan
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Figure 1a of the paper at one noise level, on its full-size synthetic problem: who learns best, and for which ε?
+"""Figure 1a of the paper at one noise level, on its full-size synthetic problem: who learns best,
+and for which ε?
 
 A sweep of 36 settings side by side. Takes well under a minute.
 """
@@ -7,8 +8,7 @@ import logging
 from pathlib import Path
 
 from flwr_ppsgd.cli import SweepBar, console, progress_bar
-from flwr_ppsgd.experiments.outputs import read_rows
-from flwr_ppsgd.experiments.run import free_directory
+from flwr_ppsgd.experiments.outputs import free_directory, read_rows
 from flwr_ppsgd.experiments.sweep import Sweep
 from flwr_ppsgd.experiments.workers import run_sweep
 from flwr_ppsgd.results.figures import draw_sweep
@@ -20,7 +20,7 @@ def main() -> None:
     out = free_directory("demo")
     out.parent.mkdir(exist_ok=True)
     with progress_bar("setting-rounds") as progress:
-        run_sweep(sweep, out, SweepBar(progress, sweep.base.rounds))
+        run_sweep(sweep, out, SweepBar(progress, sweep.base.training.rounds))
     show(sweep, out)
 
 
@@ -29,14 +29,18 @@ def show(sweep: Sweep, out: Path) -> None:
     rows = read_rows(out)
     table, written = draw_sweep(rows, out)
     console.print(table, highlight=False, markup=False, soft_wrap=True)
-    epsilon, base = max(row["epsilon"] for row in rows), sweep.base
+    epsilon = max(row.epsilon for row in rows if row.epsilon is not None)
+    training = sweep.base.training
     console.print(
-        f"Every curve is a release of its own, simulated here. In a deployment each would promise to each of the "
-        f"{base.population} users: everybody else together learns no more about your data than ({epsilon:.4g}, "
-        f"{base.delta:g})-joint differential privacy allows; local learning releases nothing, its epsilon is 0.",
+        "Every curve is a release of its own, simulated here. In a deployment each would promise "
+        f"to each of the {training.population} users: everybody else together learns no more about "
+        f"your data than ({epsilon:.4g}, {training.delta:g})-joint differential privacy allows; "
+        "local learning releases nothing, its epsilon is 0.",
         highlight=False,
     )
-    console.print(f"Picture: {written[0]}   epsilon = {epsilon:.4g}", highlight=False, soft_wrap=True)
+    console.print(
+        f"Picture: {written[0]}   epsilon = {epsilon:.4g}", highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

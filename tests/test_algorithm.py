@@ -77,7 +77,9 @@ def test_noise_enters_on_the_scale_of_the_sum() -> None:
         (Release(FixedSize(50, 5), 1.0, 1.0, total_batch=700), 70.0, "sum"),
     ],
 )
-def test_the_four_algorithms_are_four_values(release: Release, denominator: float, reduction: str) -> None:
+def test_the_four_algorithms_are_four_values(
+    release: Release, denominator: float, reduction: str
+) -> None:
     assert release.denominator == pytest.approx(denominator)
     assert release.reduction == reduction
 
@@ -169,7 +171,9 @@ def test_no_reachable_sum_leaves_the_whole_numbers_of_float64(population: int, z
     assert release.grid == 3.0 * 2.0**-release.grid_bits
 
 
-@pytest.mark.parametrize(("z", "bits"), [(0.0, 32), (0.01, 32), (0.5, 27), (1.0, 26), (1.1, 25), (1000.0, 16)])
+@pytest.mark.parametrize(
+    ("z", "bits"), [(0.0, 32), (0.01, 32), (0.5, 27), (1.0, 26), (1.1, 25), (1000.0, 16)]
+)
 def test_the_grid_is_as_fine_as_the_noise_allows(z: float, bits: int) -> None:
     """At most 2²⁶ steps in a standard deviation of noise, and never more than 2³² in C."""
     assert Release(Poisson(10**5, 0.01), 1.0, noise_multiplier=z).grid_bits == bits

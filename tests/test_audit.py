@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import PPSGD, FixedSize, Poisson, Release, Steps
+from flwr_ppsgd.algorithm import PrivateMetrics
 from flwr_ppsgd.audit import Audit, Estimate, audit
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.server.curator import Curator, PrivateMetrics
+from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.rounds import OpenRound
 
 SIZE = 4000
@@ -71,13 +72,16 @@ def divided_by_the_number_received(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Any, number: int) -> Any:
         before = self._w
         w, measures = close(self, number)
-        return before + (w - before) * self._curator.release.denominator / max(1, self._used), measures
+        return before + (w - before) * self._curator.training.release.denominator / max(
+            1, self._used
+        ), measures
 
     patch.setattr(OpenRound, "close", wrong)
 
 
 def reused_noise(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Curator, "_coins", lambda self, round_, purpose: Coins.insecure(0, purpose))  # noqa: ARG005
+    same = "flwr_ppsgd.server.curator.coins_for"
+    patch.setattr(same, lambda _, purpose, __: Coins.insecure(0, purpose))
 
 
 def one_scalar_for_all(patch: pytest.MonkeyPatch) -> None:
@@ -96,12 +100,19 @@ def nothing_on_empty_rounds(patch: pytest.MonkeyPatch) -> None:
 
 def uncharged_rounds(patch: pytest.MonkeyPatch) -> None:
     charge = Curator._charge
-    patch.setattr(Curator, "_charge", lambda self, round_: None if round_ % 3 == 0 else charge(self, round_))
+    patch.setattr(
+        Curator, "_charge", lambda self, round_: None if round_ % 3 == 0 else charge(self, round_)
+    )
 
 
 def charged_for_more_noise(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Any, round_: int) -> None:  # noqa: ARG001
-        self.ledger = self.ledger.record(replace(self.release, noise_multiplier=10 * self.release.noise_multiplier))
+        self.ledger = self.ledger.record(
+            replace(
+                self.training.release,
+                noise_multiplier=10 * self.training.release.noise_multiplier,
+            )
+        )
 
     patch.setattr(Curator, "_charge", wrong)
 
@@ -120,7 +131,8 @@ def one_silent_coordinate(n: Any) -> Any:
 
 
 def reused_every_second_round(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Curator, "_coins", lambda self, round_, purpose: Coins.insecure(round_ % 2, purpose))  # noqa: ARG005
+    same = "flwr_ppsgd.server.curator.coins_for"
+    patch.setattr(same, lambda _, purpose, round_: Coins.insecure(round_ % 2, purpose))
 
 
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
@@ -135,8 +147,14 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "charged for more noise": (charged_for_more_noise, "the ledger holds"),
     "coin flips": (shaped_noise(np.sign), "kurtosis"),
     "uniform noise": (shaped_noise(lambda n: math.sqrt(12) * ((n * 1e6) % 1 - 0.5)), "kurtosis"),
-    "the second half repeats the first": (shaped_noise(lambda n: np.tile(n[: len(n) // 2], 2)), "two halves"),
-    "antithetic halves": (shaped_noise(lambda n: np.append(n[: len(n) // 2], -n[: len(n) // 2])), "two halves"),
+    "the second half repeats the first": (
+        shaped_noise(lambda n: np.tile(n[: len(n) // 2], 2)),
+        "two halves",
+    ),
+    "antithetic halves": (
+        shaped_noise(lambda n: np.append(n[: len(n) // 2], -n[: len(n) // 2])),
+        "two halves",
+    ),
     "one silent coordinate": (shaped_noise(one_silent_coordinate), "so little noise"),
     "noise reused every second round": (reused_every_second_round, "two rounds apart"),
 }
@@ -160,7 +178,12 @@ def test_there_is_nothing_to_audit_without_a_release_or_noise() -> None:
 
 def test_other_ways_to_reply_are_audited_too() -> None:
     """Clients that return parameters, and private measures that take a share of the clip norm."""
-    settings: dict[str, Any] = {"release": HUNDRED, "steps": Steps(0.3, 0.1), "delta": 1e-5, "insecure_seed": 3}
+    settings: dict[str, Any] = {
+        "release": HUNDRED,
+        "steps": Steps(0.3, 0.1),
+        "delta": 1e-5,
+        "insecure_seed": 3,
+    }
     for more in ({"replies": "parameters"}, {"metrics": PrivateMetrics({"loss": 1.0}, share=0.3)}):
         found = audit(lambda more=more: PPSGD(**settings, **more), planned_rounds=5, size=SIZE)  # type: ignore[misc]
         assert found.verdict == "conforms", found.in_words()
@@ -169,7 +192,8 @@ def test_other_ways_to_reply_are_audited_too() -> None:
 
 
 def test_standard_errors_are_honest() -> None:
-    """Over 30 audits the estimates scatter as their standard errors say: χ² of 30 within 5 standard deviations."""
+    """Over 30 audits the estimates scatter as their standard errors say: χ² of 30 within 5
+    standard deviations."""
     found = [audit(make(seed=seed), planned_rounds=5, size=1000, seed=seed) for seed in range(30)]
     for name in found[0].estimates:
         estimates: list[Estimate] = [a.estimates[name] for a in found]

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from flwr_ppsgd import cli
-from flwr_ppsgd.experiments.run import Experiment
+from flwr_ppsgd.experiments.settings import Experiment
+from tests.support.loaded import loaded_by
 
 FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png"}
 TOML = """
@@ -39,7 +40,9 @@ Command = Callable[..., Ended]
 
 
 @pytest.fixture
-def ppsgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+def ppsgd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Command]:
     """The command's own entry point, run in an empty directory with ``small.toml`` in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(TOML)
@@ -62,7 +65,9 @@ def refuse_constant(name: str) -> None:
 
 def test_the_installed_command_shows_its_version() -> None:
     command = Path(sys.executable).with_name("ppsgd")
-    shown = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run(
+        [command, "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
     assert shown.stdout == f"flwr_ppsgd {version('flwr-ppsgd')}\n"
 
 
@@ -72,7 +77,10 @@ def test_run_writes_a_directory_and_states_the_guarantee(ppsgd: Command) -> None
     assert {path.name for path in Path("out").iterdir()} == FILES
     statement = json.loads(Path("out/privacy.json").read_text())["statement"]
     assert " ".join(statement.split()) in ended.out
-    assert "Evaluation on the users' own data was on. Its results are outside the guarantee." in ended.out
+    assert (
+        "Evaluation on the users' own data was on. Its results are outside the guarantee."
+        in ended.out
+    )
 
 
 def test_set_and_rounds_change_the_settings(ppsgd: Command) -> None:
@@ -80,7 +88,9 @@ def test_set_and_rounds_change_the_settings(ppsgd: Command) -> None:
     settings = ("--set", "alpha-q=inf", "--set", "clip-norm = 1.5", "--set", "data=synthetic")
     assert ppsgd("run", "small.toml", *settings, "--rounds", "3", "--out", "out").status == 0
     used = Experiment.load(Path("out/config.toml"))
-    assert (used.alpha_q, used.clip_norm, used.data, used.rounds) == (float("inf"), 1.5, "synthetic", 3)
+    training = used.training
+    assert (training.alpha_q, training.clip_norm, training.rounds) == (float("inf"), 1.5, 3)
+    assert used.problem.data == "synthetic"
     assert len(Path("out/metrics.jsonl").read_text().splitlines()) == 4
 
 
@@ -92,7 +102,7 @@ def test_without_out_every_run_gets_a_directory_of_its_own(ppsgd: Command) -> No
 
 def test_without_a_file_the_synthetic_problem_is_run(ppsgd: Command) -> None:
     assert ppsgd("run", "--rounds", "1", "--set", "population=3").status == 0
-    assert Experiment.load(Path("runs/synthetic/config.toml")).features == 100
+    assert Experiment.load(Path("runs/synthetic/config.toml")).problem.features == 100
 
 
 def test_only_files_that_exist_are_said_to_be_written(ppsgd: Command) -> None:
@@ -119,10 +129,15 @@ def test_with_an_insecure_seed_the_statement_says_no_guarantee(ppsgd: Command) -
 
 
 def test_local_learning_states_that_nothing_was_published(ppsgd: Command) -> None:
-    assert "Nothing was published about anybody" in ppsgd("run", "small.toml", "--set", "alpha-q=0").out
+    assert (
+        "Nothing was published about anybody"
+        in ppsgd("run", "small.toml", "--set", "alpha-q=0").out
+    )
 
 
-def test_an_interrupted_run_is_written_and_ends_with_130(ppsgd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_written_and_ends_with_130(
+    ppsgd: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: object) -> object:
         def on_round(*_: object) -> None:
             raise KeyboardInterrupt
@@ -172,7 +187,9 @@ def check_refusal(ended: Ended, value: str, remedy: str) -> None:
     assert remedy in ended.err
 
 
-@pytest.mark.parametrize(("setting", "value", "remedy"), BAD_SETTINGS, ids=[setting for setting, _, _ in BAD_SETTINGS])
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"), BAD_SETTINGS, ids=[setting for setting, _, _ in BAD_SETTINGS]
+)
 def test_a_bad_setting_is_one_line_and_nothing_is_written(
     ppsgd: Command, setting: str, value: str, remedy: str
 ) -> None:
@@ -184,14 +201,26 @@ BAD_FILES = [  # name, contents or None for no file, what is named, the rule or 
     ("missing.toml", None, "missing.toml", "No such file"),
     ("broken.toml", "population = \n", "broken.toml", "line 1"),
     ("table.toml", "[release]\nclip-norm = 1.0\n", "'release'", "did you mean"),
-    ("cohort.toml", TOML.replace("rate = 1.0", "cohort-size = 5"), "5", "draw fewer or enrol more users"),
+    (
+        "cohort.toml",
+        TOML.replace("rate = 1.0", "cohort-size = 5"),
+        "5",
+        "draw fewer or enrol more users",
+    ),
     ("neither.toml", TOML.replace("rate = 1.0", ""), "rate or cohort-size", "neither is set"),
     ("without-delta.toml", TOML.replace("delta = 1e-4", ""), "'delta' is missing", "add it"),
-    ("without-noise.toml", TOML.replace("noise-multiplier = 10.0", ""), "noise-multiplier", "neither is set"),
+    (
+        "without-noise.toml",
+        TOML.replace("noise-multiplier = 10.0", ""),
+        "noise-multiplier",
+        "neither is set",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "value", "remedy"), BAD_FILES, ids=[name for name, *_ in BAD_FILES])
+@pytest.mark.parametrize(
+    ("name", "text", "value", "remedy"), BAD_FILES, ids=[name for name, *_ in BAD_FILES]
+)
 def test_a_bad_file_is_one_line_and_nothing_is_written(
     ppsgd: Command, name: str, text: str | None, value: str, remedy: str
 ) -> None:
@@ -204,7 +233,9 @@ def test_a_bad_file_is_one_line_and_nothing_is_written(
 def test_a_directory_that_holds_something_is_refused(ppsgd: Command) -> None:
     Path("out").mkdir()
     Path("out/precious").write_text("data")
-    check_refusal(ppsgd("run", "small.toml", "--out", "out"), "out", "choose another directory with --out")
+    check_refusal(
+        ppsgd("run", "small.toml", "--out", "out"), "out", "choose another directory with --out"
+    )
     assert [path.name for path in Path("out").iterdir()] == ["precious"]
 
 
@@ -219,7 +250,9 @@ def test_rounds_zero_is_refused_on_the_command_line_too(ppsgd: Command) -> None:
     assert not Path("out").exists()
 
 
-SWEEP = TOML.replace("step = 0.5", "step = [0.1, 0.5]").replace("alpha-q = 0.3", "alpha-q = [0.0, 0.3]")
+SWEEP = TOML.replace("step = 0.5", "step = [0.1, 0.5]").replace(
+    "alpha-q = 0.3", "alpha-q = [0.0, 0.3]"
+)
 
 
 def test_the_cohort_engine_says_simulation_noise(ppsgd: Command) -> None:
@@ -231,7 +264,18 @@ def test_the_cohort_engine_says_simulation_noise(ppsgd: Command) -> None:
 
 def test_a_sweep_is_run_resumed_and_drawn(ppsgd: Command) -> None:
     Path("grid.toml").write_text(SWEEP)
-    first = ppsgd("sweep", "grid.toml", "--set", "insecure-seed=1", "--jobs", "1", "--memory", "1GB", "--out", "out")
+    first = ppsgd(
+        "sweep",
+        "grid.toml",
+        "--set",
+        "insecure-seed=1",
+        "--jobs",
+        "1",
+        "--memory",
+        "1GB",
+        "--out",
+        "out",
+    )
     assert (first.status, first.err) == (0, "")
     assert "4 settings in 1 blocks" in first.out
     assert "choosing among settings is not covered" in first.out
@@ -241,7 +285,9 @@ def test_a_sweep_is_run_resumed_and_drawn(ppsgd: Command) -> None:
     drawn = ppsgd("plot", "out")
     assert drawn.status == 0
     assert "Best setting for each noise level" in drawn.out
-    assert {"figure-1.png", "figure-2.png", "best.csv"} <= {path.name for path in Path("out").iterdir()}
+    assert {"figure-1.png", "figure-2.png", "best.csv"} <= {
+        path.name for path in Path("out").iterdir()
+    }
 
 
 BAD_SWEEPS = [  # arguments, what is named, the rule or remedy
@@ -252,12 +298,18 @@ BAD_SWEEPS = [  # arguments, what is named, the rule or remedy
 ]
 
 
-@pytest.mark.parametrize(("arguments", "value", "remedy"), BAD_SWEEPS, ids=[" ".join(a) for a, *_ in BAD_SWEEPS])
+@pytest.mark.parametrize(
+    ("arguments", "value", "remedy"), BAD_SWEEPS, ids=[" ".join(a) for a, *_ in BAD_SWEEPS]
+)
 def test_a_bad_sweep_is_one_line_and_nothing_is_written(
     ppsgd: Command, arguments: tuple[str, ...], value: str, remedy: str
 ) -> None:
     Path("grid.toml").write_text(SWEEP)
-    check_refusal(ppsgd("sweep", "grid.toml", "--set", "insecure-seed=1", *arguments, "--out", "out"), value, remedy)
+    check_refusal(
+        ppsgd("sweep", "grid.toml", "--set", "insecure-seed=1", *arguments, "--out", "out"),
+        value,
+        remedy,
+    )
     assert not Path("out").exists()
 
 
@@ -266,35 +318,100 @@ def test_a_plot_of_what_is_no_sweep_is_refused(ppsgd: Command, name: str) -> Non
     check_refusal(ppsgd("plot", name), "config.toml", "give the --out directory of a sweep")
 
 
-ROWS = ["reader,age,hours,score,when", *(f"r{u},{u % 3},{h},{u + 2 * h + 0.5},{h}" for u in range(4) for h in range(6))]
+ROWS = [
+    "reader,age,hours,score,when",
+    *(f"r{u},{u % 3},{h},{u + 2 * h + 0.5},{h}" for u in range(4) for h in range(6)),
+]
 DATA = ("--data", "rows.csv", "--user", "reader", "--target", "score", "--features", "age,hours")
 QUICK = ("--rounds", "2", "--set", "rate=1.0", "--set", "step=.01", "--set", "evaluate-every=2")
 
 
 def test_the_experiments_that_ship_are_listed(ppsgd: Command) -> None:
-    for command in ("run", "sweep"):
-        ended = ppsgd(command, "--list")
-        assert ended.status == 0
-        assert "figure-1c-quick Figure 1c, a quick look" in ended.out
+    ended = ppsgd("experiments")
+    assert (ended.status, ended.err) == (0, "")
+    assert "figure-1c-quick Figure 1c, a quick look" in ended.out
+
+
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_the_list_is_a_command_of_its_own(ppsgd: Command, command: str) -> None:
+    check_refusal(ppsgd(command, "--list"), "--list", "ppsgd experiments")
+
+
+ARGUMENTS = {  # command → what its help says about its argument
+    "run": "A TOML file, or a name that",
+    "sweep": "in which some settings are lists",
+    "plot": "The directory of a sweep.",
+    "report": "The directory of a sweep or of a run.",
+    "audit": "A TOML file; default: the synthetic problem.",
+    "plan": "A TOML file to take numbers from.",
+    "client-report": "The node config's ppsgd-state-dir.",
+}
+
+
+@pytest.mark.parametrize(("command", "words"), ARGUMENTS.items())
+def test_help_says_what_an_argument_is(ppsgd: Command, command: str, words: str) -> None:
+    """typer 0.20 loses it where click 8.5 is installed."""
+    ended = ppsgd(command, "--help")
+    assert ended.status == 0
+    assert words in " ".join(ended.out.replace("│", " ").split())
+    assert "--list" not in ended.out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["experiments"]])
+def test_help_and_lists_load_nothing_heavy(arguments: list[str]) -> None:
+    loaded = loaded_by(
+        f"""
+sys.argv = ["ppsgd", *{arguments!r}]
+from flwr_ppsgd import cli
+try:
+    cli.main()
+except SystemExit as ended:
+    assert not ended.code
+"""
+    )
+    assert not loaded & {"flwr", "numpy", "scipy", "torch", "matplotlib", "flwr_ppsgd.privacy"}
 
 
 @pytest.mark.parametrize("engine", ["process", "cohort"])
 def test_data_of_ones_own_are_described_and_trained_on(ppsgd: Command, engine: str) -> None:
     Path("rows.csv").write_text("\n".join(ROWS))
-    ended = ppsgd("run", *DATA, *QUICK, "--time", "when", "--test-fraction", ".34", "--engine", engine, "--out", "out")
+    ended = ppsgd(
+        "run",
+        *DATA,
+        *QUICK,
+        "--time",
+        "when",
+        "--test-fraction",
+        ".34",
+        "--engine",
+        engine,
+        "--out",
+        "out",
+    )
     assert (ended.status, ended.err) == (0, "")
-    assert "4 users, 16 training rows (4 to 4 each), 8 test rows, 3 features, regression with 1 output(s)" in ended.out
+    assert (
+        "4 users, 16 training rows (4 to 4 each), 8 test rows, 3 features, regression with 1 "
+        "output(s)" in ended.out
+    )
     assert "detected from 'score': regression" in ended.out
     assert "fewer than 10 training rows, so smaller minibatches: 4 users" in ended.out
     assert "rmse" in json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
 
 
 BAD_ROWS = [
-    ({}, ("--user", "readr"), "no column 'readr' among reader, age, hours, score, when: did you mean 'reader'?"),
+    (
+        {},
+        ("--user", "readr"),
+        "no column 'readr' among reader, age, hours, score, when: did you mean 'reader'?",
+    ),
     ({2: "r0,0,nan,1.5,0"}, (), "column 'hours' is not a finite number in line 3"),
     ({2: ",0,1,1.5,0"}, (), "column 'reader' is empty in line 3"),
     ({2: "r0,0,1,,0"}, (), "column 'score' is not a finite number in line 3"),
-    ({}, ("--task", "classification"), "column 'score' does not hold class numbers: use --task regression"),
+    (
+        {},
+        ("--task", "classification"),
+        "column 'score' does not hold class numbers: use --task regression",
+    ),
     ({}, ("--set", "population=100"), "population is 100 and"),
     ({}, ("--set", "standardise=public.csv"), "public.csv"),
     ({}, ("--data", "flwrlabs"), "flwrlabs"),
@@ -305,7 +422,9 @@ BAD_ROWS = [
 def test_bad_rows_are_one_line_that_says_where(
     ppsgd: Command, lines: dict[int, str], options: tuple[str, ...], message: str
 ) -> None:
-    Path("rows.csv").write_text("\n".join(lines.get(number, row) for number, row in enumerate(ROWS)))
+    Path("rows.csv").write_text(
+        "\n".join(lines.get(number, row) for number, row in enumerate(ROWS))
+    )
     ended = ppsgd("run", *DATA, *options, *QUICK, "--out", "out")
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert message in ended.err
@@ -313,7 +432,8 @@ def test_bad_rows_are_one_line_that_says_where(
 
 
 def test_stars_are_amounts_if_one_says_so(ppsgd: Command) -> None:
-    """Whole numbers from 1 to 5 look like classes that do not start at 0: the line says which option to use."""
+    """Whole numbers from 1 to 5 look like classes that do not start at 0: the line says which
+    option to use."""
     stars = ["user,x,stars", *(f"{u},{h},{1 + (u + h) % 5}" for u in range(4) for h in range(6))]
     Path("stars.csv").write_text("\n".join(stars))
     common = ("run", "--data", "stars.csv", "--target", "stars", *QUICK, "--out", "out")

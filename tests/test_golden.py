@@ -1,7 +1,5 @@
 """Agreement with the trajectories of the authors' own code."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -9,9 +7,10 @@ from numpy.typing import NDArray
 from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, Steps, client_step, server_step
 from flwr_ppsgd.data.synthetic import Synthetic
 from flwr_ppsgd.simulation.batches import Fresh
-from flwr_ppsgd.simulation.linear import CohortEngine, Setting, train
+from flwr_ppsgd.simulation.engine import Setting, train
+from flwr_ppsgd.simulation.linear import CohortEngine
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 Arrays = dict[str, NDArray[np.float64]]
 
 
@@ -33,8 +32,13 @@ CLASSES = ["a0.3_s0", "a0.3_s2", "a-1_s2"]
 def test_synthetic_trajectories(key: str) -> None:
     """Algorithm 1 with everything clipped: w, every θ_i, the excess risk and ε, round by round."""
     data, sigma = load("synthetic_all_clipped.npz"), float(key.split("_s")[1])
-    release, steps = Release(Poisson(50, 1.0), clip_norm=1.0, noise_multiplier=sigma), steps_of(key, 0.4)
-    np.testing.assert_allclose([steps.shared, steps.personal], data[f"{key}_stepw_steptheta"], rtol=1e-12)
+    release, steps = (
+        Release(Poisson(50, 1.0), clip_norm=1.0, noise_multiplier=sigma),
+        steps_of(key, 0.4),
+    )
+    np.testing.assert_allclose(
+        [steps.shared, steps.personal], data[f"{key}_stepw_steptheta"], rtol=1e-12
+    )
     w, thetas = np.zeros(20), np.zeros((50, 20))
     for t, (xs, ys) in enumerate(zip(data["X"], data["y"], strict=True)):
         sent = np.empty_like(thetas)
@@ -42,7 +46,9 @@ def test_synthetic_trajectories(key: str) -> None:
             x, y = xs[:, i], ys[:, i]
             g = x.T @ (x @ (w + thetas[i]) - y) / len(x)
             sent[i], thetas[i] = client_step(thetas[i], g, g, 1.0, steps.personal)
-        w = server_step(w, sent, release, steps.shared, noise=release.noise_std * data["noise_z"][t])
+        w = server_step(
+            w, sent, release, steps.shared, noise=release.noise_std * data["noise_z"][t]
+        )
         np.testing.assert_allclose(w, data[f"{key}_w"][t], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(thetas, data[f"{key}_theta"][t], rtol=1e-9, atol=1e-11)
         risk = np.mean((w + thetas - data["theta_star"]) ** 2 * data["var"])
@@ -52,13 +58,18 @@ def test_synthetic_trajectories(key: str) -> None:
 
 
 def test_curves_at_the_size_of_the_paper() -> None:
-    """Figure 1a's problem on the cohort engine, by another random stream than the recorded one: within ×1.05 without
-    noise, and within the spread between streams, ×1.6, with it."""
-    problem, recorded = load("synthetic_paper_size_problem.npz"), load("synthetic_paper_size_risk.npz")
+    """Figure 1a's problem on the cohort engine, by another random stream than the recorded one:
+    within ×1.05 without noise, and within the spread between streams, ×1.6, with it."""
+    problem, recorded = (
+        load("synthetic_paper_size_problem.npz"),
+        load("synthetic_paper_size_risk.npz"),
+    )
     optima = np.tile(problem["theta_0"], (1000, 1))
     optima[:, -5:] += problem["delta_last5"]
     keys = [name.removesuffix("_risk") for name in recorded if name.endswith("_risk")]
-    engine = CohortEngine(Fresh(Synthetic(optima, seed=1), 10), [_at_full_size(key) for key in keys], seed=1)
+    engine = CohortEngine(
+        Fresh(Synthetic(optima, seed=1), 10), [_at_full_size(key) for key in keys], seed=1
+    )
     reports = list(train(engine, rounds=100, every=10))[1:]
     for place, key in enumerate(keys):
         risk = np.array([report.measures[place]["excess_risk"] for report in reports])
@@ -71,13 +82,15 @@ def test_curves_at_the_size_of_the_paper() -> None:
 def _at_full_size(key: str) -> Setting:
     sigma, step = key.split("_s")[1], key.split("_step")[1]
     return Setting(
-        Release(Poisson(1000, 1.0), clip_norm=10.0, noise_multiplier=float(sigma)), steps_of(key, float(step))
+        Release(Poisson(1000, 1.0), clip_norm=10.0, noise_multiplier=float(sigma)),
+        steps_of(key, float(step)),
     )
 
 
 @pytest.mark.parametrize("key", CLASSES)
 def test_classification_trajectories(key: str) -> None:
-    """Fixed-size cohorts of 10 of 30, some gradients clipped and some not; targets are one-hot minus .1."""
+    """Fixed-size cohorts of 10 of 30, some gradients clipped and some not; targets are one-hot
+    minus .1."""
     data, sigma = load("linear_classes_mixed_clipping.npz"), float(key.split("_s")[1])
     steps = steps_of(key, 0.2)
     w, thetas = np.zeros(250), np.zeros((30, 250))

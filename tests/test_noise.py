@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_ppsgd import Poisson, Release
+from flwr_ppsgd import Poisson, PrivateMetrics, Release
 from flwr_ppsgd.algorithm import LARGEST_NORMAL
 from flwr_ppsgd.noise import BLOCK, EDGES, TAIL, Coins, GridSum, residual_delta
 
@@ -34,7 +34,9 @@ def test_normals_are_independent_within_a_pair_and_between_blocks() -> None:
     for a in range(8):
         for b in range(a):
             assert abs(np.mean(halves[a] * halves[b])) < 5 / math.sqrt(BLOCK // 2)
-            assert abs(np.mean(halves[a] ** 2 * halves[b] ** 2) - 1) < 5 * math.sqrt(8 / (BLOCK // 2))
+            assert abs(np.mean(halves[a] ** 2 * halves[b] ** 2) - 1) < 5 * math.sqrt(
+                8 / (BLOCK // 2)
+            )
 
 
 def test_the_tail_has_the_mass_it_should() -> None:
@@ -81,7 +83,8 @@ def test_exponentials_are_precise_however_large(high: int, low: int) -> None:
 
 
 def test_the_layers_add_up_to_the_density_of_a_normal() -> None:
-    """A layer i adds 1/x_i where all of it is below the curve, and the share of it that is where it is cut."""
+    """A layer i adds 1/x_i where all of it is below the curve, and the share of it that is where
+    it is cut."""
     heights, at = np.exp(-(EDGES**2) / 2), np.linspace(0, TAIL, 10_001)[:-1]
     curve = np.exp(-(at**2) / 2)[:, None]
     below = np.clip((curve - heights[:-1]) / (heights[1:] - heights[:-1]), 0, 1)
@@ -97,7 +100,9 @@ def test_inside_a_layer_the_place_is_the_normal(layer: int, sign: int) -> None:
     inner = int(Fraction(EDGES[layer + 1]) / Fraction(EDGES[layer]) * 2**55)
     for place in (0, 1, 2**40 + 1, inner - 1000):
         expected = float(Fraction(sign * place) * Fraction(EDGES[layer]) / 2**55)
-        assert Scripted(word(layer, sign * place)).normals(1)[0] == pytest.approx(expected, rel=1e-15)
+        assert Scripted(word(layer, sign * place)).normals(1)[0] == pytest.approx(
+            expected, rel=1e-15
+        )
     with pytest.raises(OutOfWordsError):  # a little beyond, more coins are asked for
         Scripted(word(layer, sign * (inner + 1000))).normals(1)
 
@@ -123,7 +128,9 @@ def test_the_tail_is_an_exponential_cut_down_to_a_normal(sign: int) -> None:
     small, large, cut = (2**60, 0), (2**20, 0), (1, 0)  # words of u = 2⁻⁴, 2⁻⁴⁴ and 2⁻⁶⁴
     tiny = (0, 0)  # and 2⁻¹²⁹
     excess = 4 * math.log(2) / TAIL
-    under, over = (int(2**64 * math.exp(-(excess**2) / 2) * (1 + difference)) for difference in (-1e-9, 1e-9))
+    under, over = (
+        int(2**64 * math.exp(-(excess**2) / 2) * (1 + difference)) for difference in (-1e-9, 1e-9)
+    )
     found = Scripted(beyond, 0, *small, under, 0).normals(1)[0]
     assert found == pytest.approx(sign * (TAIL + excess), rel=1e-15)
     far = Scripted(beyond, 0, *small, over, 0, *large, *tiny).normals(1)[0]
@@ -136,7 +143,8 @@ def test_the_tail_is_an_exponential_cut_down_to_a_normal(sign: int) -> None:
 
 
 def test_every_layer_has_the_mass_it_should() -> None:
-    """Between all edges, by χ² with 511 degrees of freedom; errors of a hundredth in all of them would be seen."""
+    """Between all edges, by χ² with 511 degrees of freedom; errors of a hundredth in all of them
+    would be seen."""
     edges = np.concatenate([-EDGES[1:-1], EDGES[:0:-1]])
     expected = np.diff([0.0, *(0.5 * math.erfc(-x / math.sqrt(2)) for x in edges), 1.0])
     found = np.zeros(len(expected))
@@ -151,9 +159,15 @@ def test_every_layer_has_the_mass_it_should() -> None:
 
 def test_secret_coins_differ_and_insecure_coins_repeat() -> None:
     assert not np.array_equal(Coins.secret().words(4), Coins.secret().words(4))
-    np.testing.assert_array_equal(Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "noise", 1).words(4))
-    assert not np.array_equal(Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "noise", 2).words(4))
-    assert not np.array_equal(Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "cohort", 1).words(4))
+    np.testing.assert_array_equal(
+        Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "noise", 1).words(4)
+    )
+    assert not np.array_equal(
+        Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "noise", 2).words(4)
+    )
+    assert not np.array_equal(
+        Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "cohort", 1).words(4)
+    )
 
 
 def test_uniforms_lie_in_the_unit_interval_and_are_even() -> None:
@@ -167,7 +181,9 @@ def test_uniforms_lie_in_the_unit_interval_and_are_even() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(-1e308, 1e308), min_size=1, max_size=30), st.floats(1e-50, 1e50))
-def test_no_contribution_exceeds_the_clip_norm_in_exact_integers(values: list[float], clip_norm: float) -> None:
+def test_no_contribution_exceeds_the_clip_norm_in_exact_integers(
+    values: list[float], clip_norm: float
+) -> None:
     release = Release(Poisson(100, 0.5), clip_norm, noise_multiplier=0.0)
     total = GridSum(len(values), release)
     total.add(np.array(values))
@@ -207,11 +223,14 @@ def test_the_sum_does_not_depend_on_the_order_of_replies(order: list[int], seed:
         (np.array([1, 1, np.inf]), FloatingPointError),
     ],
 )
-@pytest.mark.parametrize("apart", [(0, 0.0), (1, 0.25)])
+@pytest.mark.parametrize("share", [None, 0.25])
 def test_what_cannot_be_added_leaves_the_sum_as_it_was(
-    vector: np.ndarray[Any, Any], error: type[Exception], apart: tuple[int, float]
+    vector: np.ndarray[Any, Any], error: type[Exception], share: float | None
 ) -> None:
-    total = GridSum(3, Release(Poisson(10, 0.5), clip_norm=1.0, noise_multiplier=0.0), apart)
+    release = Release(Poisson(10, 0.5), clip_norm=1.0, noise_multiplier=0.0)
+    total = GridSum(3, release)
+    if share is not None:
+        total = GridSum(2, release, PrivateMetrics({"loss": 1.0}, share))
     total.add(np.array([0.25, 0.5, -0.25]))
     with pytest.raises(error, match="a vector"):
         total.add(vector)
@@ -219,7 +238,8 @@ def test_what_cannot_be_added_leaves_the_sum_as_it_was(
 
 
 def test_noise_is_rounded_before_it_meets_the_sum() -> None:
-    """Whatever the sum is, it is a shift by whole multiples: added first, it would round some of the noise away."""
+    """Whatever the sum is, it is a shift by whole multiples: added first, it would round some of
+    the noise away."""
     size = 3 * BLOCK + 1
     bare, shifted = GridSum(size, RELEASE), GridSum(size, RELEASE)
     whole = np.random.default_rng(0).integers(-(2**46), 2**46, size).astype(np.float64)
@@ -232,7 +252,9 @@ def test_noise_is_rounded_before_it_meets_the_sum() -> None:
 def test_even_and_odd_multiples_are_as_likely(z: float) -> None:
     """A grid too fine for the noise would hold a few floats in each step, more in the even ones."""
     release, draws = Release(Poisson(2, 0.5), clip_norm=1.0, noise_multiplier=z), 1_000_000
-    multiples = np.rint(GridSum(draws, release).noisy(Coins.insecure(4)) / release.grid).astype(np.int64)
+    multiples = np.rint(GridSum(draws, release).noisy(Coins.insecure(4)) / release.grid).astype(
+        np.int64
+    )
     assert abs(np.mean(multiples % 2) - 0.5) < 5 * 0.5 / math.sqrt(draws)
     assert np.std(multiples) <= 2**26 * 1.01
 
@@ -255,7 +277,9 @@ def test_no_number_comes_twice_and_the_tail_comes_anywhere() -> None:
     assert abs(np.corrcoef(far, np.abs(n[far]))[0, 1]) < 5 / math.sqrt(len(far))
 
 
-def test_secret_coins_have_256_bits_of_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_coins_have_256_bits_of_the_operating_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     key = bytes(range(32))
     monkeypatch.setattr("secrets.token_bytes", lambda count: key[:count])
     np.testing.assert_array_equal(Coins.secret().words(8), Coins(key).words(8))
@@ -276,7 +300,11 @@ def test_truncation_moves_toward_zero_by_less_than_one_step_of_the_grid() -> Non
     g = np.random.default_rng(0).normal(size=500) / 100
     total = GridSum(500, RELEASE)
     total.add(g)
-    kept = total.noisy(Coins.insecure(0)) if RELEASE.noise_multiplier == 0 else total._multiples * RELEASE.grid
+    kept = (
+        total.noisy(Coins.insecure(0))
+        if RELEASE.noise_multiplier == 0
+        else total._multiples * RELEASE.grid
+    )
     assert np.all(np.abs(kept) <= np.abs(g))
     assert np.all(np.abs(g - kept) < RELEASE.grid)
 

@@ -1,4 +1,5 @@
-"""The wheel: built from a copy of the sources, installed where the checkout is out of reach, and used from there."""
+"""The wheel: built from a copy of the sources, installed where the checkout is out of reach, and
+used from there."""
 
 import json
 import os
@@ -12,7 +13,9 @@ from typing import NoReturn
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+
+REPOSITORY = ROOT
 PACKAGE = "flwr_ppsgd"
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", PACKAGE)
 WRITTEN = ("config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png")
@@ -25,11 +28,17 @@ print(importlib.metadata.distribution("flwr-ppsgd").locate_file("{PACKAGE}"))
 
 
 def execute(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command that cannot see the checkout by way of the environment or of where it starts."""
+    """Run a command that cannot see the checkout by its environment or by where it starts."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
-    env |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONNOUSERSITE": "1"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    env |= {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PYTHONNOUSERSITE": "1",
+    }
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def succeed(*command: str | Path, cwd: Path) -> str:
@@ -40,14 +49,19 @@ def succeed(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the sources: building in the checkout would leave build/ and egg-info behind."""
+    """The wheel of a copy of the sources: building in the checkout would leave build/ and egg-info
+    behind."""
     sources = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         if (REPOSITORY / name).is_dir():
-            shutil.copytree(REPOSITORY / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                REPOSITORY / name, sources / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(REPOSITORY / name, sources / name)
-    succeed(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=sources)
+    succeed(
+        sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=sources
+    )
     (built,) = (sources / "dist").glob("*.whl")
     return built
 
@@ -56,12 +70,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment with the wheel, and the dependencies of this one behind it.
 
-    The dependencies come last, by a ``.pth`` line. The ``.pth`` files in a directory added that way are not read, so
-    an editable installation there does not work; and pip, which would take it for installed, has run before.
+    The dependencies come last, by a ``.pth`` line. The ``.pth`` files in a directory added that way
+    are not read, so an editable installation there does not work; and pip, which would take it for
+    installed, has run before.
     """
     directory = tmp_path_factory.mktemp("environment") / "venv"
     succeed(sys.executable, "-m", "venv", "--without-pip", directory, cwd=directory.parent)
-    pip = (sys.executable, "-m", "pip", "--python", directory / "bin" / "python", "--disable-pip-version-check")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        directory / "bin" / "python",
+        "--disable-pip-version-check",
+    )
     succeed(*pip, "install", "--no-deps", "--no-index", "--quiet", wheel, cwd=directory.parent)
     (packages,) = directory.glob("lib/python*/site-packages")
     shared = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
@@ -75,12 +97,17 @@ def ppsgd(environment: Path) -> Path:
 
 
 def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
-    """Packages are listed by hand in pyproject.toml: a new one that is missing there shows up here."""
+    """Packages are listed by hand in pyproject.toml: a new one that is missing there shows up
+    here."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    files = (path for path in (REPOSITORY / PACKAGE).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = (
+        path
+        for path in (REPOSITORY / PACKAGE).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )
     assert packed == {path.relative_to(REPOSITORY).as_posix() for path in files}
-    assert {f"{PACKAGE}/py.typed", f"{PACKAGE}/experiments/synthetic.toml"} <= packed
+    assert {f"{PACKAGE}/py.typed", f"{PACKAGE}/experiments/presets/synthetic.toml"} <= packed
 
 
 def test_package_is_imported_from_the_wheel(environment: Path, tmp_path: Path) -> None:
@@ -95,7 +122,19 @@ def test_version(ppsgd: Path, tmp_path: Path) -> None:
 
 
 def test_run_writes_a_complete_directory(ppsgd: Path, tmp_path: Path) -> None:
-    succeed(ppsgd, "run", "--rounds", "4", "--set", "population=6", "--set", "features=8", "--out", "out", cwd=tmp_path)
+    succeed(
+        ppsgd,
+        "run",
+        "--rounds",
+        "4",
+        "--set",
+        "population=6",
+        "--set",
+        "features=8",
+        "--out",
+        "out",
+        cwd=tmp_path,
+    )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(WRITTEN)
     assert all((tmp_path / "out" / name).stat().st_size for name in WRITTEN)
     rows = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

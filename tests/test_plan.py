@@ -1,4 +1,5 @@
-"""``ppsgd plan``: its numbers against the functions they come from, and how it asks for what is missing."""
+"""``ppsgd plan``: its numbers against the functions they come from, and how it asks for what is
+missing."""
 
 import json
 import logging
@@ -15,8 +16,14 @@ from flwr_ppsgd.plan import ASKED, EASED, Question, ask, chart, gather, in_words
 from flwr_ppsgd.theory import Minimiser, favours_local, theorem_b_4, threshold_samples
 
 FLAT: dict[str, Any] = {
-    "population": 200, "rate": 0.1, "rounds": 50, "delta": 1e-5, "epsilon": 2.0, "dimension": 40, "batch-size": 5,
-}  # fmt: skip
+    "population": 200,
+    "rate": 0.1,
+    "rounds": 50,
+    "delta": 1e-5,
+    "epsilon": 2.0,
+    "dimension": 40,
+    "batch-size": 5,
+}
 TOML = """
 population = 200
 rate = 0.1
@@ -32,7 +39,11 @@ alpha-q = 0.3
 
 
 def plan_for(**changes: Any) -> Any:
-    return make(Question.read(gather(None, {**FLAT, **{k.replace("_", "-"): v for k, v in changes.items()}})))
+    return make(
+        Question.read(
+            gather(None, {**FLAT, **{k.replace("_", "-"): v for k, v in changes.items()}})
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,59 +75,80 @@ def ppsgd(
 def test_noise_and_epsilon_are_the_accountants(plan: Any) -> None:
     """z for the target by PLD, less than RDP's; ε under both relations at that z."""
     cohort = Poisson(200, 0.1)
-    ledger = Ledger(1e-5).record(Release(cohort, 1.0, plan.noise_multiplier), 50)
-    assert plan.noise_multiplier == calibrate_noise(epsilon=2.0, delta=1e-5, cohort=cohort, rounds=50)
-    assert plan.noise_multiplier < plan.noise_multiplier_rdp < 1.3 * plan.noise_multiplier
-    assert ledger.epsilon() == plan.epsilon <= 2.0 < plan.epsilon_rdp
-    assert plan.epsilon_replace_one == ledger.epsilon("replace-one")
+    ledger = Ledger(1e-5).record(Release(cohort, 1.0, plan.price.noise_multiplier), 50)
+    assert plan.price.noise_multiplier == calibrate_noise(
+        epsilon=2.0, delta=1e-5, cohort=cohort, rounds=50
+    )
+    assert (
+        plan.price.noise_multiplier
+        < plan.price.noise_multiplier_rdp
+        < 1.3 * plan.price.noise_multiplier
+    )
+    assert ledger.epsilon() == plan.price.epsilon <= 2.0 < plan.price.epsilon_rdp
+    assert plan.price.epsilon_replace_one == ledger.epsilon("replace-one")
 
 
 def test_fixed_size_cohorts_are_charged_without_amplification(plan: Any) -> None:
     fixed = calibrate_noise(epsilon=2.0, delta=1e-5, cohort=FixedSize(200, 20), rounds=50)
-    assert plan.noise_multiplier_fixed_size == fixed > 3 * plan.noise_multiplier_poisson
+    assert plan.price.noise_multiplier_fixed_size == fixed > 3 * plan.price.noise_multiplier_poisson
     other_way = plan_for(rate=None, cohort_size=20)
-    assert other_way.noise_multiplier == fixed
-    assert other_way.noise_multiplier_poisson == plan.noise_multiplier
+    assert other_way.price.noise_multiplier == fixed
+    assert other_way.price.noise_multiplier_poisson == plan.price.noise_multiplier
 
 
 def test_noise_per_coordinate_by_hand() -> None:
     """z = 3, C = 2, D = 20: σ_ζ = .3; C/√40 = .3162 over it."""
     plan = plan_for(epsilon=None, noise_multiplier=3.0, clip_norm=2.0)
-    assert plan.noise_std == pytest.approx(0.3)
-    assert plan.signal_to_noise == pytest.approx(2 / math.sqrt(40) / 0.3)
+    assert plan.price.noise_std == pytest.approx(0.3)
+    assert plan.price.signal_to_noise == pytest.approx(2 / math.sqrt(40) / 0.3)
 
 
 def test_epsilon_by_round_grows_to_the_end_and_is_near_pld_between(plan: Any) -> None:
-    rounds, values = zip(*plan.epsilon_by_round, strict=True)
+    rounds, values = zip(*plan.price.epsilon_by_round, strict=True)
     assert rounds[-1] == 50
-    assert values[-1] == pytest.approx(plan.epsilon)
+    assert values[-1] == pytest.approx(plan.price.epsilon)
     assert list(values) == sorted(values)
-    exact = Ledger(1e-5).record(Release(Poisson(200, 0.1), 1.0, plan.noise_multiplier), rounds[24]).epsilon()
+    exact = (
+        Ledger(1e-5)
+        .record(Release(Poisson(200, 0.1), 1.0, plan.price.noise_multiplier), rounds[24])
+        .epsilon()
+    )
     assert values[24] == pytest.approx(exact, rel=0.02)
 
 
 def test_with_noise_and_a_budget_the_rounds_that_it_pays_for_are_counted() -> None:
     plan = plan_for(rate=1.0, noise_multiplier=20.0)
     ledger, release = Ledger(1e-5), Release(Poisson(200, 1.0), 1.0, 20.0)
-    paid = plan.affordable_rounds
-    assert ledger.record(release, paid).epsilon() <= 2.0 < ledger.record(release, paid + 1).epsilon()
+    paid = plan.price.affordable_rounds
+    assert (
+        ledger.record(release, paid).epsilon() <= 2.0 < ledger.record(release, paid + 1).epsilon()
+    )
 
 
 def test_passes_become_rounds() -> None:
     """2 passes over 100 samples, 5 at a time, in every tenth round: 400 rounds."""
     assert Question.read({**FLAT, "rounds": 7}).planned_rounds() == 7
-    flat = {key: value for key, value in FLAT.items() if key != "rounds"} | {"passes": 2, "samples-per-user": 100}
+    flat = {key: value for key, value in FLAT.items() if key != "rounds"} | {
+        "passes": 2,
+        "samples-per-user": 100,
+    }
     assert Question.read(flat).planned_rounds() == 400
 
 
 def test_the_threshold_without_sampling_is_lemma_4_6_with_the_accountants_constant() -> None:
-    """q = 1, m = 1: n* by the noise in use is the lemma's, with the c for which Theorem 4.1 gives that noise."""
+    """q = 1, m = 1: n* by the noise in use is the lemma's, with the c for which Theorem 4.1 gives
+    that noise."""
     plan = plan_for(rate=1.0, batch_size=1, gradient_std=0.5, clip_norm=2.0)
     lemma = threshold_samples(
-        population=200, sigma=0.5, dimension=40, gradient_bound=2.0, epsilon=plan.epsilon, delta=1e-5,
-        constant=plan.constant,
-    )  # fmt: skip
-    assert plan.threshold_samples == pytest.approx(lemma)
+        population=200,
+        sigma=0.5,
+        dimension=40,
+        gradient_bound=2.0,
+        epsilon=plan.price.epsilon,
+        delta=1e-5,
+        constant=plan.price.constant,
+    )
+    assert plan.advice.threshold_samples == pytest.approx(lemma)
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.2, 1.0])
@@ -124,24 +156,46 @@ def test_the_threshold_without_sampling_is_lemma_4_6_with_the_accountants_consta
 def test_the_side_follows_from_the_threshold(rate: float, sigma: float) -> None:
     """n ≥ n* is the same statement as the inequality in σ_ζ, and as σ below its critical value."""
     plan = plan_for(rate=rate, gradient_std=sigma)
-    local = favours_local(population=200, rate=rate, batch_size=5, dimension=40, sigma=sigma, noise_std=plan.noise_std)
-    assert (plan.favours == "local") is local
-    assert (plan.samples_used >= plan.threshold_samples) is local
-    assert (sigma <= plan.critical_gradient_std) is local
+    local = favours_local(
+        population=200,
+        rate=rate,
+        batch_size=5,
+        dimension=40,
+        sigma=sigma,
+        noise_std=plan.price.noise_std,
+    )
+    assert (plan.advice.favours == "local") is local
+    assert (plan.advice.samples_used >= plan.advice.threshold_samples) is local
+    assert (sigma <= plan.advice.critical_gradient_std) is local
 
 
 def test_the_advice_is_the_smallest_bound_of_theorem_b_4(plan: Any) -> None:
-    """With the assumed σ = C = 1, ‖v‖ = 1 and L = 2, eased; the choice for L itself stands beside it."""
+    """With the assumed σ = C = 1, ‖v‖ = 1 and L = 2, eased; the choice for L itself stands beside
+    it."""
     theorem = theorem_b_4(
-        population=200, rate=0.1, rounds=50, dimension=40, smoothness=2.0, variance_w=0.2, variance_theta=0.2,
-        noise_std=plan.noise_std,
-    )  # fmt: skip
-    advised, strict = (choose.best(Minimiser.additive_norms(200, 1.0)) for choose in (theorem.eased(EASED), theorem))
-    assert plan.alpha_q == advised.alpha * 20
-    assert (plan.step_shared, plan.step_personal) == (advised.steps.shared, advised.steps.personal)
-    assert plan.bound_alpha_q == strict.alpha * 20
+        population=200,
+        rate=0.1,
+        rounds=50,
+        dimension=40,
+        smoothness=2.0,
+        variance_w=0.2,
+        variance_theta=0.2,
+        noise_std=plan.price.noise_std,
+    )
+    advised, strict = (
+        choose.best(Minimiser.additive_norms(200, 1.0))
+        for choose in (theorem.eased(EASED), theorem)
+    )
+    assert plan.advice.alpha_q == advised.alpha * 20
+    assert (plan.advice.step_shared, plan.advice.step_personal) == (
+        advised.steps.shared,
+        advised.steps.personal,
+    )
+    assert plan.advice.bound_alpha_q == strict.alpha * 20
     assert (
-        min(bound for _, bound in plan.bounds) == strict.total == pytest.approx(plan.bound_bias + plan.bound_deviation)
+        min(bound for _, bound in plan.advice.bounds)
+        == strict.total
+        == pytest.approx(plan.advice.bound_bias + plan.advice.bound_deviation)
     )
 
 
@@ -151,18 +205,19 @@ def test_the_advice_is_the_smallest_bound_of_theorem_b_4(plan: Any) -> None:
 def test_the_advice_follows_the_noise_where_the_bias_of_the_bound_is_larger(
     sigma: float, distance: float, end: tuple[str, float]
 ) -> None:
-    """For L itself the bound takes αQ = 1 on both sides of Lemma 4.6's threshold; the advice takes the right end."""
+    """For L itself the bound takes αQ = 1 on both sides of Lemma 4.6's threshold; the advice takes
+    the right end."""
     plan = plan_for(rate=1.0, gradient_std=sigma, distance=distance)
-    assert plan.bound_bias > plan.bound_deviation
-    assert plan.bound_alpha_q == 1.0
-    assert (plan.favours, plan.alpha_q) == end
+    assert plan.advice.bound_bias > plan.advice.bound_deviation
+    assert plan.advice.bound_alpha_q == 1.0
+    assert (plan.advice.favours, plan.advice.alpha_q) == end
 
 
 def test_a_bound_above_the_untrained_risk_is_said_to_say_little() -> None:
     """f(0) − f* ≤ L‖v‖²/4: by smoothness, from the split w = θ = v/2. L = 2, ‖v‖ = 1 gives ½."""
     question = Question.read({**FLAT, "dimension": 10**6, "rate": 0.05})
     vague = make(question)
-    assert vague.untrained == 0.5
+    assert vague.advice.untrained == 0.5
     assert "caution: not training at all costs at most 0.5" in in_words(question, vague)
     sharp = Question.read({**FLAT, "rate": 1.0, "rounds": 10000, "gradient-std": 0.01})
     assert "caution: not training" not in in_words(sharp, make(sharp))
@@ -170,16 +225,21 @@ def test_a_bound_above_the_untrained_risk_is_said_to_say_little() -> None:
 
 def test_what_is_given_is_not_assumed(plan: Any) -> None:
     given = plan_for(gradient_std=0.5, smoothness=1.0, distance=3.0, spread=0.1)
-    assert len(plan.assumptions) == 6
-    assert len(given.assumptions) == 2
-    assert dict(given.bounds)[math.inf] == math.inf
+    assert len(plan.advice.assumptions) == 6
+    assert len(given.advice.assumptions) == 2
+    assert dict(given.advice.bounds)[math.inf] == math.inf
 
 
 def test_the_file_is_taken_and_the_command_line_wins(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(TOML)
     flat = gather(tmp_path / "a.toml", {"epsilon": 1.0, "population": 300, "rate": None})
     question = Question.read(flat)
-    assert (question.population, question.rate, question.dimension, question.clip_norm) == (300, 0.1, 40, 2.0)
+    assert (question.population, question.rate, question.dimension, question.clip_norm) == (
+        300,
+        0.1,
+        40,
+        2.0,
+    )
     assert (question.epsilon, question.noise_multiplier) == (1.0, None)
 
 
@@ -236,14 +296,23 @@ def test_the_chart_rises_to_its_last_column() -> None:
 def test_words_hold_every_answer(plan: Any) -> None:
     text = in_words(Question.read(FLAT), plan)
     for part in (
-        "RDP would have needed", "zero-out", "replace-one", "rounds affordable", "signal to noise", "fixed-size",
-        "threshold n*", "start with αQ", "smallest at αQ", "assuming that", "└──",
-    ):  # fmt: skip
+        "RDP would have needed",
+        "zero-out",
+        "replace-one",
+        "rounds affordable",
+        "signal to noise",
+        "fixed-size",
+        "threshold n*",
+        "start with αQ",
+        "smallest at αQ",
+        "assuming that",
+        "└──",
+    ):
         assert part in text
 
 
 def test_words_fit_what_was_given() -> None:
-    """σ cannot exceed C only where it was not given; without sampling it is Theorem 4.1's formula."""
+    """σ cannot exceed C only if it was not given; without sampling it is Theorem 4.1's formula."""
     sure, most = Question.read(FLAT | {"dimension": 4000}), "σ cannot exceed C"
     assert most in in_words(sure, make(sure))
     given = Question.read(FLAT | {"dimension": 4000, "gradient-std": 1.5})
@@ -256,11 +325,12 @@ def test_words_fit_what_was_given() -> None:
 def test_the_command_from_a_file(ppsgd: Callable[..., tuple[int, str, str]]) -> None:
     status, out, err = ppsgd("small.toml")
     assert (status, err) == (0, "")
-    assert "200 users, each with chance 0.1 a round, 50 rounds, d = 40" in out
+    assert "200 users, each with chance 0.1 per round, 50 rounds, d = 40" in out
 
 
 def test_the_command_for_machines(ppsgd: Callable[..., tuple[int, str, str]]) -> None:
-    """Valid JSON: no bare infinity, even where users who differ make the bound of global learning infinite."""
+    """Valid JSON: no bare infinity, even where users who differ make the bound of global learning
+    infinite."""
     status, out, _ = ppsgd("small.toml", "--epsilon", "1", "--spread", "0.1", "--json")
     data = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert status == 0
@@ -268,10 +338,17 @@ def test_the_command_for_machines(ppsgd: Callable[..., tuple[int, str, str]]) ->
     assert data["bounds"][-1] == ["infinite", "infinite"]
 
 
-def test_the_command_with_half_of_the_arguments_asks_for_the_rest(ppsgd: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_command_with_half_of_the_arguments_asks_for_the_rest(
+    ppsgd: Callable[..., tuple[int, str, str]],
+) -> None:
     status, out, err = ppsgd("--population", "1000", "--rounds", "100", "--delta", "1e-5")
     assert (status, out) == (2, "")
-    assert [line.split()[0] for line in err.splitlines()[1:]] == ["--rate", "--epsilon", "--dimension", "--batch-size"]
+    assert [line.split()[0] for line in err.splitlines()[1:]] == [
+        "--rate",
+        "--epsilon",
+        "--dimension",
+        "--batch-size",
+    ]
 
 
 def test_a_file_that_is_not_there_is_one_line(ppsgd: Callable[..., tuple[int, str, str]]) -> None:

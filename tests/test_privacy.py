@@ -11,7 +11,16 @@ from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, affordable_rounds, calibrate_noise, privacy
+from flwr_ppsgd import (
+    FixedSize,
+    Ledger,
+    Poisson,
+    Release,
+    affordable_rounds,
+    calibrate_noise,
+)
+from flwr_ppsgd import epsilon as accounting
+from flwr_ppsgd.epsilon import Relation, Releases
 
 POISSON = Release(Poisson(1000, 0.01), clip_norm=10.0, noise_multiplier=1.0)
 EVERYONE = Release(Poisson(1000, 1.0), clip_norm=10.0, noise_multiplier=20.0)
@@ -41,16 +50,21 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 @pytest.mark.parametrize("release", [EVERYONE, FIXED])
 @pytest.mark.parametrize(("relation", "shift"), [("zero-out", 1.0), ("replace-one", 2.0)])
-def test_without_amplification_epsilon_is_that_of_one_gaussian(release: Release, relation: str, shift: float) -> None:
+def test_without_amplification_epsilon_is_that_of_one_gaussian(
+    release: Release, relation: str, shift: float
+) -> None:
     """T rounds at z are one Gaussian at z/√T; ``FixedSize`` claims no amplification."""
     epsilon = spent(release, 50).epsilon(relation)  # type: ignore[arg-type]
     assert gaussian_delta(epsilon, shift * math.sqrt(50) / 20.0) == pytest.approx(1e-4, rel=1e-6)
 
 
 def test_the_trap_of_replace_one_in_dp_accounting() -> None:
-    """Its RDP takes std/sensitivity as given, its PLD doubles the sensitivity itself; ours agree with each other."""
+    """Its RDP takes std/sensitivity as given, its PLD doubles the sensitivity itself; ours agree
+    with each other."""
     one = spent(Release(Poisson(10, 1.0), 1.0, 1.0), 1, delta=1e-5)
-    theirs = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE).compose(GaussianDpEvent(1.0))
+    theirs = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE).compose(
+        GaussianDpEvent(1.0)
+    )
     assert theirs.get_epsilon(1e-5) == pytest.approx(4.73, abs=0.01)
     assert one.epsilon("replace-one") == pytest.approx(10.00, abs=0.01)
     assert one.epsilon("replace-one", "rdp") > one.epsilon("replace-one")
@@ -63,11 +77,23 @@ def test_rdp_refuses_replace_one_under_poisson_sampling_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("q", "z", "rounds"),
-    [(0.01, 1.0, 1000), (0.01, 5.0, 20_000), (0.1, 30.0, 1000), (0.5, 10.0, 100), (0.01, 0.3, 100), (0.01, 1.0, 1)],
+    [
+        (0.01, 1.0, 1000),
+        (0.01, 5.0, 20_000),
+        (0.1, 30.0, 1000),
+        (0.5, 10.0, 100),
+        (0.01, 0.3, 100),
+        (0.01, 1.0, 1),
+    ],
 )
 @pytest.mark.parametrize("relation", ["zero-out", "replace-one"])
-def test_pld_is_within_one_percent_of_a_fine_discretisation(q: float, z: float, rounds: int, relation: str) -> None:
-    neighbours = {"zero-out": NeighboringRelation.REPLACE_SPECIAL, "replace-one": NeighboringRelation.REPLACE_ONE}
+def test_pld_is_within_one_percent_of_a_fine_discretisation(
+    q: float, z: float, rounds: int, relation: str
+) -> None:
+    neighbours = {
+        "zero-out": NeighboringRelation.REPLACE_SPECIAL,
+        "replace-one": NeighboringRelation.REPLACE_ONE,
+    }
     fine = pld.PLDAccountant(neighbours[relation], 1e-4 if z < 5 else 2e-5)
     fine.compose(PoissonSampledDpEvent(q, GaussianDpEvent(z)), rounds)
     limit = fine.get_epsilon(1e-4)
@@ -95,13 +121,19 @@ def test_equal_releases_are_counted_and_not_listed() -> None:
         ledger = ledger.record(POISSON)
     assert ledger.releases == ((POISSON, 1000),)
     assert ledger == spent(POISSON, 1000)
-    assert ledger.record(EVERYONE).record(POISSON).releases == ((POISSON, 1000), (EVERYONE, 1), (POISSON, 1))
+    assert ledger.record(EVERYONE).record(POISSON).releases == (
+        (POISSON, 1000),
+        (EVERYONE, 1),
+        (POISSON, 1),
+    )
 
 
 def test_mixed_releases_compose() -> None:
     mixed = spent(POISSON, 100).record(EVERYONE, 10)
     accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 1e-4)
-    accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)), 100).compose(GaussianDpEvent(20.0), 10)
+    accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)), 100).compose(
+        GaussianDpEvent(20.0), 10
+    )
     assert mixed.epsilon() == pytest.approx(accountant.get_epsilon(1e-4), rel=0.01)
 
 
@@ -111,7 +143,9 @@ def test_fixed_size_rounds_gain_nothing_from_being_mixed_with_poisson_rounds() -
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0.001, 1.0), st.floats(0.5, 50.0), st.integers(1, 5000))
-def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise(q: float, z: float, rounds: int) -> None:
+def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise(
+    q: float, z: float, rounds: int
+) -> None:
     def quick(q: float, z: float, rounds: int) -> float:
         return spent(Release(Poisson(100, q), 1.0, z), rounds).quick_epsilon()
 
@@ -123,13 +157,25 @@ def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise(q: float, z: fl
 @pytest.mark.parametrize("release", [POISSON, EVERYONE, FIXED])
 def test_the_quick_bound_is_never_below_the_stated_epsilon(release: Release) -> None:
     for rounds in (1, 10, 1000):
-        assert spent(release, rounds).quick_epsilon() >= spent(release, rounds).epsilon() * (1 - 1e-9)
+        assert spent(release, rounds).quick_epsilon() >= spent(release, rounds).epsilon() * (
+            1 - 1e-9
+        )
 
 
 def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
-    assert Ledger(1e-4).epsilon() == Ledger(1e-4).paper_epsilon() == Ledger(1e-4).quick_epsilon() == 0.0
+    assert (
+        Ledger(1e-4).epsilon()
+        == Ledger(1e-4).paper_epsilon()
+        == Ledger(1e-4).quick_epsilon()
+        == 0.0
+    )
     bare = spent(Release(Poisson(10, 0.1), 1.0, 0.0), 1)
-    for epsilon in (bare.epsilon(), bare.epsilon("replace-one"), bare.epsilon(method="rdp"), bare.paper_epsilon()):
+    for epsilon in (
+        bare.epsilon(),
+        bare.epsilon("replace-one"),
+        bare.epsilon(method="rdp"),
+        bare.paper_epsilon(),
+    ):
         assert math.isinf(epsilon)
 
 
@@ -140,7 +186,9 @@ def test_fixed_size_reports_no_amplification_and_the_papers_number_apart() -> No
 
 @pytest.mark.parametrize("cohort", [Poisson(1000, 0.01), Poisson(1000, 1.0), FixedSize(1000, 10)])
 @pytest.mark.parametrize("relation", ["zero-out", "replace-one"])
-def test_calibrated_noise_meets_the_target_and_hardly_exceeds_it(cohort: Poisson | FixedSize, relation: str) -> None:
+def test_calibrated_noise_meets_the_target_and_hardly_exceeds_it(
+    cohort: Poisson | FixedSize, relation: str
+) -> None:
     z = calibrate_noise(epsilon=2.0, delta=1e-5, cohort=cohort, rounds=100, relation=relation)  # type: ignore[arg-type]
 
     def epsilon(z: float) -> float:
@@ -153,23 +201,30 @@ def test_calibrated_noise_meets_the_target_and_hardly_exceeds_it(cohort: Poisson
 def test_recorded_values_of_calibration() -> None:
     """q=.01, T=1000, ε=1, δ=1e-5: 1.416 by PLD, 1.513 by RDP; rate 1 in closed form."""
     cohort = Poisson(1000, 0.01)
-    assert calibrate_noise(epsilon=1, delta=1e-5, cohort=cohort, rounds=1000) == pytest.approx(1.416, rel=1e-3)
+    assert calibrate_noise(epsilon=1, delta=1e-5, cohort=cohort, rounds=1000) == pytest.approx(
+        1.416, rel=1e-3
+    )
     by_rdp = calibrate_noise(epsilon=1, delta=1e-5, cohort=cohort, rounds=1000, method="rdp")
     assert by_rdp == pytest.approx(1.513, abs=1e-3)
     exact = dp_accounting.get_sigma_gaussian(1, 1e-5) * math.sqrt(1000)
-    assert calibrate_noise(epsilon=1, delta=1e-5, cohort=Poisson(9, 1.0), rounds=1000) == pytest.approx(exact, rel=1e-8)
+    assert calibrate_noise(
+        epsilon=1, delta=1e-5, cohort=Poisson(9, 1.0), rounds=1000
+    ) == pytest.approx(exact, rel=1e-8)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.01, 0.002])
-def test_calibration_asks_the_accountant_a_few_times(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+def test_calibration_asks_the_accountant_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
     """PLD is what takes the time."""
-    asked, near = [], privacy._pld_epsilon_near
+    asked: list[Releases] = []
+    near = accounting._by_pld_near
 
-    def counted(rough: float, ledger: Ledger, relation: privacy.Relation) -> float:
-        asked.append(ledger)
-        return near(rough, ledger, relation)
+    def counted(rough: float, releases: Releases, delta: float, relation: Relation) -> float:
+        asked.append(releases)
+        return near(rough, releases, delta, relation)
 
-    monkeypatch.setattr(privacy, "_pld_epsilon_near", counted)
+    monkeypatch.setattr(accounting, "_by_pld_near", counted)
     calibrate_noise(epsilon=1.23, delta=1e-5, cohort=Poisson(1000, rate), rounds=500)
     assert len(asked) <= 8
 
@@ -182,11 +237,18 @@ def test_one_more_than_the_affordable_rounds_is_too_many(release: Release) -> No
 
 def test_a_budget_below_one_round_affords_none() -> None:
     assert affordable_rounds(max_epsilon=0.01, delta=1e-5, release=POISSON) == 0
-    assert affordable_rounds(max_epsilon=5.0, delta=1e-5, release=Release(Poisson(9, 0.5), 1.0, 0.0)) == 0
+    assert (
+        affordable_rounds(max_epsilon=5.0, delta=1e-5, release=Release(Poisson(9, 0.5), 1.0, 0.0))
+        == 0
+    )
 
 
 def test_a_ledger_survives_json() -> None:
-    ledger = spent(POISSON, 7).record(FIXED, 3, insecure=True).record(Release(Poisson(5, 0.1), 0.3, 0.0, 70), 2)
+    ledger = (
+        spent(POISSON, 7)
+        .record(FIXED, 3, insecure=True)
+        .record(Release(Poisson(5, 0.1), 0.3, 0.0, 70), 2)
+    )
     assert Ledger.from_json(ledger.to_json()) == ledger
     json.loads(ledger.to_json(), parse_constant=pytest.fail)
 
@@ -270,13 +332,16 @@ def test_a_cap_that_delta_cannot_pay_for_leaves_no_guarantee() -> None:
 def test_calibration_and_budget_pay_for_the_cap() -> None:
     cohort = Poisson(1000, 0.01, cap=35)
     z = calibrate_noise(epsilon=1.0, delta=1e-5, cohort=cohort, rounds=1000, method="rdp")
-    assert z > calibrate_noise(epsilon=1.0, delta=1e-5, cohort=Poisson(1000, 0.01), rounds=1000, method="rdp")
+    assert z > calibrate_noise(
+        epsilon=1.0, delta=1e-5, cohort=Poisson(1000, 0.01), rounds=1000, method="rdp"
+    )
     ledger = spent(Release(cohort, 1.0, z), 1000, delta=1e-5)
     assert ledger.epsilon(method="rdp") <= 1.0
 
 
 def test_extremes_are_answered_or_refused_at_once() -> None:
-    """A δ below PLD's tails, an ε of zero at any noise, a z too small to tell from none, a million rounds and more."""
+    """A δ below PLD's tails, an ε of zero at any noise, a z too small to tell from none, a million
+    rounds and more."""
     assert 0 < spent(POISSON, 100, delta=1e-16).epsilon() < math.inf
     assert calibrate_noise(epsilon=1.0, delta=1e-3, cohort=Poisson(1000, 1e-4), rounds=5) < 0.01
     with pytest.raises(ValueError, match="at least 1e-06, or 0"):

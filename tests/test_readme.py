@@ -3,7 +3,6 @@
 import importlib
 import logging
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,20 @@ from flwr.server import ServerAppComponents, ServerConfig
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_ppsgd import Poisson, Release, Steps
+from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.personal import recall
-from flwr_ppsgd.server.legacy_api import PPSGDClient, PPSGDStrategy
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.server.legacy_api import PPSGDStrategy
+from flwr_ppsgd.simulation.grid import InProcessGrid
+from tests.support.paths import ROOT
 from tests.support.stock.task import Net
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text("utf-8"), re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
 SERVER, CLIENT, LEGACY = BLOCKS[:3]
-STOCK = Path(__file__).parent / "support" / "stock"
+STOCK = ROOT / "tests" / "support" / "stock"
 DIFFS = dict(
     zip(
         ("message_client", "message_server", "numpy_client", "numpy_server"),
-        re.findall(r"```diff\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text("utf-8"), re.DOTALL),
+        re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL),
         strict=True,
     )
 )
@@ -51,7 +52,9 @@ def nowhere() -> Context:
     return Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
 
 
-def test_the_message_api_code_trains_and_states_its_guarantee(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_message_api_code_trains_and_states_its_guarantee(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     namespace = pasted(CLIENT)
     client = namespace["app"]
     exec(compile(SERVER, "README.md", "exec"), namespace)
@@ -72,7 +75,10 @@ def test_the_legacy_code_runs() -> None:
         "steps": Steps.from_ratio(0.1, 0.3),
         "initial_w": arrays,
     }
-    exec(compile(LEGACY.replace("server_config(50)", "server_config(2)"), "README.md", "exec"), namespace)
+    exec(
+        compile(LEGACY.replace("server_config(50)", "server_config(2)"), "README.md", "exec"),
+        namespace,
+    )
     grid = InProcessGrid(ClientApp(client_fn=namespace["client_fn"]), 4)
     LegacyServerApp(server_fn=namespace["server_fn"])(grid, nowhere())
 
@@ -81,7 +87,9 @@ def test_the_line_that_swaps_to_fedavg() -> None:
     line = next(block for block in BLOCKS if "local_step=0.1" in block).splitlines()[0]
     namespace = pasted(CLIENT)
     exec(line, namespace)
-    result = FedAvg().start(InProcessGrid(namespace["app"], 5), namespace["model"]().initial_arrays(), num_rounds=2)
+    result = FedAvg().start(
+        InProcessGrid(namespace["app"], 5), namespace["model"]().initial_arrays(), num_rounds=2
+    )
     assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
     assert result.evaluate_metrics_clientapp[2]["accuracy"] >= 0  # type: ignore[operator]
 
@@ -91,7 +99,9 @@ def changed(name: str) -> dict[str, Any]:
     source = (STOCK / f"{name}.py").read_text()
     for piece in DIFFS[name].split("...\n"):
         lines = piece.splitlines(keepends=True)
-        before, after = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
+        before, after = (
+            "".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +")
+        )
         assert source.count(before) == 1, (name, before)
         source = source.replace(before, after)
     namespace: dict[str, Any] = {"__name__": name}
@@ -101,7 +111,11 @@ def changed(name: str) -> dict[str, Any]:
 
 def touched(*names: str) -> int:
     """Lines that are new, blank ones aside: a line in place of another counts once."""
-    return sum(line.startswith("+") and len(line.strip()) > 1 for name in names for line in DIFFS[name].splitlines())
+    return sum(
+        line.startswith("+") and len(line.strip()) > 1
+        for name in names
+        for line in DIFFS[name].splitlines()
+    )
 
 
 STOCK_CONFIG: dict[str, Any] = {"batch-size": 10, "local-epochs": 1, "num-server-rounds": 2}
@@ -111,7 +125,9 @@ def stock_context() -> Context:
     return Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=STOCK_CONFIG)
 
 
-def test_the_quickstart_becomes_ppsgd_in_fewer_than_ten_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_quickstart_becomes_ppsgd_in_fewer_than_ten_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Step by step as the README says, to an app in the shape of Flower's PyTorch quickstart."""
     caplog.set_level(logging.INFO, logger="flwr")
     client, server = changed("message_client"), changed("message_server")

@@ -1,13 +1,27 @@
 """Flat settings: the same keys, defaults and errors for whoever reads them."""
 
 import math
+import re
 from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps
-from flwr_ppsgd.settings import Settings, key_of, override
+from flwr_ppsgd.experiments.settings import Experiment, experiment_keys
+from flwr_ppsgd.settings import (
+    NODE_KEYS,
+    RUN_KEYS,
+    Settings,
+    check_run_config,
+    key_of,
+    override,
+    read_toml,
+    typed,
+)
+from tests.support.paths import ROOT
 
 FLAT: dict[str, Any] = {
     "population": 20,
@@ -23,7 +37,9 @@ FLAT: dict[str, Any] = {
 
 def read(changes: dict[str, Any] | None = None, without: tuple[str, ...] = ()) -> Settings:
     flat = {**FLAT, **(changes or {})}
-    return Settings.read({key: value for key, value in flat.items() if key not in without}, where="here.toml")
+    return Settings.read(
+        {key: value for key, value in flat.items() if key not in without}, where="here.toml"
+    )
 
 
 def test_flat_keys_become_the_values_of_the_core() -> None:
@@ -51,16 +67,29 @@ def test_unset_values_are_not_written() -> None:
     """TOML and Flower's run config have no null."""
     flat = read().to_flat()
     assert flat.items() >= FLAT.items()
-    assert not flat.keys() & {"cohort-size", "epsilon", "total-batch", "max-epsilon", "insecure-seed"}
+    assert not flat.keys() & {
+        "cohort-size",
+        "epsilon",
+        "total-batch",
+        "max-epsilon",
+        "insecure-seed",
+    }
     assert None not in flat.values()
 
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
-    [("clipnorm", "clip-norm"), ("noise", "noise-multiplier"), ("alpha", "alpha-q"), ("round", "rounds")],
+    [
+        ("clipnorm", "clip-norm"),
+        ("noise", "noise-multiplier"),
+        ("alpha", "alpha-q"),
+        ("round", "rounds"),
+    ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(key: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=f"here.toml: unknown key '{key}': did you mean '{nearest}'"):
+    with pytest.raises(
+        ValueError, match=f"here.toml: unknown key '{key}': did you mean '{nearest}'"
+    ):
         read({key: 1})
 
 
@@ -75,7 +104,11 @@ def test_privacy_has_no_defaults() -> None:
     """Neither noise nor δ nor a seed is ever made up."""
     defaults = {field.name: field.default for field in fields(Settings)}
     assert defaults["delta"] is MISSING
-    assert [defaults[name] for name in ("noise_multiplier", "epsilon", "insecure_seed")] == [None, None, None]
+    assert [defaults[name] for name in ("noise_multiplier", "epsilon", "insecure_seed")] == [
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +125,9 @@ def test_privacy_has_no_defaults() -> None:
     ],
 )
 def test_a_wrong_type_is_refused_and_never_converted(key: str, value: object, wanted: str) -> None:
-    with pytest.raises(ValueError, match=f"here.toml: {key} must be of type {wanted}, got ") as refusal:
+    with pytest.raises(
+        ValueError, match=f"here.toml: {key} must be of type {wanted}, got "
+    ) as refusal:
         read({key: value})
     assert str(refusal.value).endswith(f"got {value!r}")
 
@@ -108,9 +143,13 @@ def test_a_whole_number_beyond_every_float_is_refused() -> None:
         read({"clip-norm": 10**400})
 
 
-@pytest.mark.parametrize(("one", "other"), [("rate", "cohort-size"), ("noise-multiplier", "epsilon")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("rate", "cohort-size"), ("noise-multiplier", "epsilon")]
+)
 def test_exactly_one_of_two_ways_must_be_given(one: str, other: str) -> None:
-    with pytest.raises(ValueError, match=f"here.toml: give either {one} or {other}: neither is set"):
+    with pytest.raises(
+        ValueError, match=f"here.toml: give either {one} or {other}: neither is set"
+    ):
         read(without=(one,))
     with pytest.raises(ValueError, match=f"here.toml: give either {one} or {other}: both are set"):
         read({other: 1})
@@ -124,18 +163,25 @@ def test_fewer_than_one_round_is_refused(rounds: int) -> None:
 
 @pytest.mark.parametrize("cohort", [{"rate": 1.0}, {"rate": 0.2}, {"cohort-size": 5}])
 def test_epsilon_calibrates_the_noise_for_the_planned_rounds(cohort: dict[str, Any]) -> None:
-    """ε after ``rounds`` rounds is at most ``epsilon``, and a thousandth less noise would be too little."""
-    settings = read({**cohort, "epsilon": 2.0}, without=("noise-multiplier", *({"rate"} - cohort.keys())))
+    """ε after ``rounds`` rounds is at most ``epsilon``, and a thousandth less noise would be too
+    little."""
+    settings = read(
+        {**cohort, "epsilon": 2.0}, without=("noise-multiplier", *({"rate"} - cohort.keys()))
+    )
     release = settings.release()
     less = replace(release, noise_multiplier=release.noise_multiplier * 0.999)
-    assert Ledger(1e-5).record(release, 10).epsilon() <= 2.0 < Ledger(1e-5).record(less, 10).epsilon()
+    assert (
+        Ledger(1e-5).record(release, 10).epsilon() <= 2.0 < Ledger(1e-5).record(less, 10).epsilon()
+    )
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, math.nan])
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_calibration_names_delta_where_delta_is_wrong(delta: float, rate: float) -> None:
     with pytest.raises(ValueError, match=rf"delta must be in \(0, 1\), got {delta}"):
-        read({"delta": delta, "rate": rate, "epsilon": 1.0}, without=("noise-multiplier",)).release()
+        read(
+            {"delta": delta, "rate": rate, "epsilon": 1.0}, without=("noise-multiplier",)
+        ).release()
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.inf, math.nan])
@@ -145,27 +191,43 @@ def test_an_epsilon_that_no_noise_gives_is_refused(epsilon: float) -> None:
 
 
 def test_keys_are_the_fields_with_hyphens() -> None:
-    assert [key_of(name) for name in ("clip_norm", "alpha_q", "step")] == ["clip-norm", "alpha-q", "step"]
+    assert [key_of(name) for name in ("clip_norm", "alpha_q", "step")] == [
+        "clip-norm",
+        "alpha-q",
+        "step",
+    ]
 
 
 def test_a_change_to_one_of_two_alternatives_takes_the_other_one_out() -> None:
     flat = {"rate": 1.0, "noise-multiplier": 3.0, "step": 0.1}
     assert override(flat, {"epsilon": 2.0}) == {"rate": 1.0, "step": 0.1, "epsilon": 2.0}
-    assert override(flat, {"cohort_size": 2}) == {"noise-multiplier": 3.0, "step": 0.1, "cohort_size": 2}
+    assert override(flat, {"cohort_size": 2}) == {
+        "noise-multiplier": 3.0,
+        "step": 0.1,
+        "cohort_size": 2,
+    }
     assert override(flat, {"rate": 0.5, "cohort-size": 2})["rate"] == 0.5
 
 
 RUN_CONFIG: dict[str, object] = {
-    "population": 50, "rate": 0.1, "clip-norm": 2.0, "noise-multiplier": 3.0, "step": 0.1, "alpha-q": 0.5,
-    "delta": 1e-5, "rounds": 20, "lr": 0.01, "local-epochs": 3,
-}  # fmt: skip
+    "population": 50,
+    "rate": 0.1,
+    "clip-norm": 2.0,
+    "noise-multiplier": 3.0,
+    "step": 0.1,
+    "alpha-q": 0.5,
+    "delta": 1e-5,
+    "rounds": 20,
+    "lr": 0.01,
+    "local-epochs": 3,
+}
 
 
 def test_a_strategy_from_a_run_config_that_holds_other_keys_too() -> None:
     ppsgd = PPSGD.from_config({**RUN_CONFIG, "max-epsilon": 4.0, "evaluate-every": 5})
     assert ppsgd.release == Release(Poisson(50, 0.1), 2.0, 3.0)
     assert ppsgd.steps == Steps.from_ratio(0.1, 0.5)
-    assert (ppsgd.ledger.delta, ppsgd.evaluate_every) == (1e-5, 5)
+    assert (ppsgd.ledger.delta, ppsgd.training.evaluate_every) == (1e-5, 5)
 
 
 def test_epsilon_in_a_run_config_calibrates_the_noise_for_the_planned_rounds() -> None:
@@ -184,6 +246,86 @@ def test_epsilon_in_a_run_config_calibrates_the_noise_for_the_planned_rounds() -
         ({"alpha-q": -1.0}, "alpha-q must be in"),
     ],
 )
-def test_run_configs_get_the_errors_of_the_constructors(change: dict[str, object], line: str) -> None:
+def test_run_configs_get_the_errors_of_the_constructors(
+    change: dict[str, object], line: str
+) -> None:
     with pytest.raises(ValueError, match=line):
         PPSGD.from_config({**RUN_CONFIG, **change})
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("max-epsilo", "max-epsilon"),
+        ("enroled", "enrolled"),
+        ("checkpoint-di", "checkpoint-dir"),
+        ("clip_nrom", "clip-norm"),
+        ("ppsgd-runs", "ppsgd-run"),
+        ("local-stepp", "local-step"),
+    ],
+)
+def test_a_misspelt_key_of_a_run_config_is_refused(key: str, meant: str) -> None:
+    """A budget with a letter missing would be no budget."""
+    with pytest.raises(ValueError, match=f"unknown key '{key_of(key)}': did you mean '{meant}"):
+        Settings.from_run_config({**RUN_CONFIG, key: 1})
+
+
+def test_a_run_config_may_hold_every_key_that_is_read_anywhere() -> None:
+    """None of them is taken for a misspelt one of another part."""
+    known = [*experiment_keys(), *RUN_KEYS, *NODE_KEYS]
+    check_run_config(dict.fromkeys(known), experiment_keys())
+    others = {key: 1 for key in known if key_of(key) not in Settings.read(FLAT, "").to_flat()}
+    given = {"cohort-size", "epsilon", "cap", "total-batch", "max-epsilon", "insecure-seed"}
+    Settings.from_run_config(
+        {**RUN_CONFIG, **{key: value for key, value in others.items() if key not in given}}
+    )
+
+
+@pytest.mark.parametrize("key", ["stp", "rat", "lr", "data-set", "num-server-rounds", "user"])
+def test_keys_of_the_app_itself_are_left_alone(key: str) -> None:
+    """Short ones, too, which are one letter away from too much."""
+    assert Settings.from_run_config({**RUN_CONFIG, key: 1}).population == 50
+
+
+def test_an_experiment_refuses_misspelt_keys_of_its_own() -> None:
+    with pytest.raises(ValueError, match="unknown key 'batch-siz': did you mean 'batch-size'"):
+        Experiment.from_run_config({**RUN_CONFIG, "batch-siz": 3})
+
+
+APPS = sorted((ROOT.parent / "shared" / "apps").glob("*/pyproject.toml"))
+
+
+@pytest.mark.skipif(not APPS, reason="Flower's own quickstarts are looked for in ../shared/apps")
+@pytest.mark.parametrize("path", APPS, ids=lambda path: path.parent.name)
+def test_the_run_configs_of_flowers_quickstarts_are_accepted(path: Path) -> None:
+    config = read_toml(path)["tool"]["flwr"]["app"]["config"]
+    assert Settings.from_run_config({**config, **RUN_CONFIG}).rounds == 20
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "wanted"),
+    [
+        (np.int64(3), int, 3),
+        (np.int32(3), float, 3.0),
+        (np.float32(0.5), float, 0.5),
+        (np.float64(0.5), float | None, 0.5),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(value: object, hint: object, wanted: float) -> None:
+    found = typed("key", value, hint)
+    assert (found, type(found)) == (wanted, type(wanted))
+
+
+@pytest.mark.parametrize("value", [np.float64(3.0), np.bool_(True)])
+def test_other_values_of_numpy_are_no_whole_numbers(value: object) -> None:
+    with pytest.raises(ValueError, match="key must be of type int, got"):
+        typed("key", value, int)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "there.toml"
+    with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be read: ")):
+        read_toml(path)
+    path.write_text("a = ")
+    with pytest.raises(ValueError, match=r"there\.toml: cannot be read: .*: look elsewhere"):
+        read_toml(path, remedy="look elsewhere")

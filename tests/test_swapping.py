@@ -24,7 +24,7 @@ from torch import nn
 
 from flwr_ppsgd import Steps, client_app
 from flwr_ppsgd.client.personal import recall
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from tests.support.toy import SIZE, flat, grid, opened, release, strategy, target, toy_learner, w0
 
 serves_all = client_app(toy_learner, local_step=0.5, local_steps=2)
@@ -50,15 +50,21 @@ def test_the_same_client_app_serves_stock_strategies(stock: Strategy) -> None:
 
 
 def test_local_steps_under_fedavg_by_hand() -> None:
-    """Two steps of .5 on ½(w − y)² leave a quarter of the distance: FedAvg's w is .75 of the mean target."""
+    """Two steps of .5 on ½(w − y)² leave a quarter of the distance: FedAvg's w is .75 of the mean
+    target."""
     result = FedAvg().start(InProcessGrid(serves_all, 5), w0(), num_rounds=1)
-    np.testing.assert_allclose(flat(result.arrays), 0.75 * np.mean([target(i) for i in range(5)], axis=0))
+    np.testing.assert_allclose(
+        flat(result.arrays), 0.75 * np.mean([target(i) for i in range(5)], axis=0)
+    )
 
 
 def test_the_proximal_term_of_fedprox() -> None:
-    """Two steps of .5 on ½(w − y)² + (μ/2)(w − w_0)² with μ=1 from w_0=0: .5·y, then .5·y − .5·(−.5y + .5y) = .5·y."""
+    """Two steps of .5 on ½(w − y)² + (μ/2)(w − w_0)² with μ=1 from w_0=0: .5·y, then .5·y −
+    .5·(−.5y + .5y) = .5·y."""
     result = FedProx(proximal_mu=1.0).start(InProcessGrid(serves_all, 5), w0(), num_rounds=1)
-    np.testing.assert_allclose(flat(result.arrays), 0.5 * np.mean([target(i) for i in range(5)], axis=0))
+    np.testing.assert_allclose(
+        flat(result.arrays), 0.5 * np.mean([target(i) for i in range(5)], axis=0)
+    )
 
 
 def test_stock_strategies_leave_theta_alone() -> None:
@@ -80,7 +86,9 @@ def test_other_record_keys_get_one_clear_line() -> None:
     on = InProcessGrid(serves_all, 5)
     stock = FedAvg(arrayrecord_key="model")
     (reply, *_) = on.send_and_receive(stock.configure_train(1, w0(), ConfigRecord(), on))
-    assert "no ArrayRecord 'arrays' in a message that holds ['config', 'model']" in str(reply.error.reason)
+    assert "no ArrayRecord 'arrays' in a message that holds ['config', 'model']" in str(
+        reply.error.reason
+    )
     assert "arrayrecord_key='arrays'" in str(reply.error.reason)
 
 
@@ -88,7 +96,9 @@ def test_client_mods_work_under_both() -> None:
     app = client_app(toy_learner, local_step=0.5, mods=[arrays_size_mod])
     assert np.any(flat(strategy().start(InProcessGrid(app, 5), w0(), num_rounds=1).arrays))
     clipping = client_app(toy_learner, local_step=0.5, mods=[fixedclipping_mod])
-    wrapped = DifferentialPrivacyClientSideFixedClipping(FedAvg(fraction_evaluate=0.0), 0.01, 1.0, 5)
+    wrapped = DifferentialPrivacyClientSideFixedClipping(
+        FedAvg(fraction_evaluate=0.0), 0.01, 1.0, 5
+    )
     assert np.any(flat(wrapped.start(InProcessGrid(clipping, 5), w0(), num_rounds=2).arrays))
 
 
@@ -130,9 +140,13 @@ def ordinary_train(message: Message, context: Context) -> Message:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    metrics = MetricRecord({"num-examples": len(x) * (1 + context.node_id % 7), "train_loss": float(loss)})
+    metrics = MetricRecord(
+        {"num-examples": len(x) * (1 + context.node_id % 7), "train_loss": float(loss)}
+    )
     more = ArrayRecord([np.full(3, 1e30)])
-    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics, "secret": more})
+    content = RecordDict(
+        {"arrays": ArrayRecord(model.state_dict()), "metrics": metrics, "secret": more}
+    )
     return Message(content, reply_to=message)
 
 
@@ -191,9 +205,13 @@ def test_messages_to_ordinary_clients_look_like_flowers_own() -> None:
     assert message.content.config_records["config"]["server-round"] == 1
 
 
-def test_a_stock_client_without_the_setting_gets_a_line_that_names_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stock_client_without_the_setting_gets_a_line_that_names_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ppsgd, on = strategy(), grid()
-    replies = [Message(RecordDict({"arrays": w0()}), reply_to=message) for message in opened(ppsgd, on)]
+    replies = [
+        Message(RecordDict({"arrays": w0()}), reply_to=message) for message in opened(ppsgd, on)
+    ]
     with caplog.at_level(logging.WARNING, logger="flwr.ppsgd"):
         ppsgd.aggregate_train(1, replies)
     assert "PPSGD(replies='parameters')" in caplog.text
@@ -224,11 +242,15 @@ def unpicklable() -> Any:
 
 def test_a_learner_for_that_cannot_be_pickled_is_named_when_it_is_sent() -> None:
     app = client_app(unpicklable())
-    with pytest.raises(TypeError, match=r"learner_for=<function unpicklable.*module-level function"):
+    with pytest.raises(
+        TypeError, match=r"learner_for=<function unpicklable.*module-level function"
+    ):
         pickle.dumps(app)
 
 
 def test_local_steps_can_come_from_the_run_config() -> None:
     on = InProcessGrid(client_app(toy_learner), 5, {"local-step": 0.5, "local-steps": 2})
     result = FedAvg().start(on, w0(), num_rounds=1)
-    np.testing.assert_allclose(flat(result.arrays), 0.75 * np.mean([target(i) for i in range(5)], axis=0))
+    np.testing.assert_allclose(
+        flat(result.arrays), 0.75 * np.mean([target(i) for i in range(5)], axis=0)
+    )

@@ -1,4 +1,5 @@
-"""The paper's theorems against numbers worked out by hand, against enumeration, and against a simulation."""
+"""The paper's theorems against numbers worked out by hand, against enumeration, and against a
+simulation."""
 
 import itertools
 import logging
@@ -10,28 +11,31 @@ import pytest
 
 from flwr_ppsgd import FixedSize, Poisson, Steps
 from flwr_ppsgd.data.synthetic import Synthetic
-from flwr_ppsgd.experiments.run import Experiment
+from flwr_ppsgd.experiments.settings import Experiment
 from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.theory import (
     Minimiser,
     Theorem,
-    alpha_norm,
-    estimate_constants,
     favours_local,
-    gradient_variances,
-    minimal_norm_split,
     noise_scale,
-    noise_scales,
     squared_loss_smoothness,
     sufficient_constant,
     theorem_4_5,
-    theorem_5_2,
     theorem_b_4,
     threshold_noise_multiplier,
     threshold_samples,
-    variance_term,
 )
 from simulations.bound import ABOVE, ALPHA_QS, BELOW, PROBLEM, curves
+from tests.support.theory_extras import (
+    alpha_norm,
+    estimate_constants,
+    gradient_variances,
+    minimal_norm_split,
+    minimiser_at,
+    noise_scales,
+    theorem_5_2,
+    variance_term,
+)
 
 ALPHAS = (0.0, 1e-3, 0.1, 0.5, 1.0, 7.0, 1e4, math.inf)
 
@@ -51,9 +55,15 @@ def test_theorem_4_5_by_hand() -> None:
     bound 4·3/2·9/16 + 3·(3/2)·3/4 = 27/8 + 27/8.
     """
     theorem = theorem_4_5(
-        population=4, rounds=16, dimension=2, smoothness=3.0, variance_w=8.0, variance_theta=4.0, noise_std=0.5
+        population=4,
+        rounds=16,
+        dimension=2,
+        smoothness=3.0,
+        variance_w=8.0,
+        variance_theta=4.0,
+        noise_std=0.5,
     )
-    bound = theorem.bound(0.5, Minimiser.point([1, 1], [[1], [2], [0], [0]]))
+    bound = theorem.bound(0.5, minimiser_at([1, 1], [[1], [2], [0], [0]]))
     assert (bound.smoothness, bound.variance, bound.norm) == (1.5, 2.25, 3.0)
     assert (bound.bias, bound.deviation, bound.total) == (27 / 8, 27 / 8, 27 / 4)
     assert bound.steps == Steps.from_paper(eta=1 / 6, alpha=0.5, denominator=4)
@@ -63,33 +73,54 @@ def test_where_noise_is_large_the_step_is_the_norm_over_the_noise() -> None:
     """The second branch of η: σ_ζ² = 79 makes σ² = 81, so η = 3/(4·9) = 1/12 < 1/6."""
     noise = math.sqrt(79.0)
     theorem = theorem_4_5(
-        population=4, rounds=16, dimension=2, smoothness=3.0, variance_w=8.0, variance_theta=4.0, noise_std=noise
+        population=4,
+        rounds=16,
+        dimension=2,
+        smoothness=3.0,
+        variance_w=8.0,
+        variance_theta=4.0,
+        noise_std=noise,
     )
-    bound = theorem.bound(0.5, Minimiser.point([1, 1], [[1], [2], [0], [0]]))
+    bound = theorem.bound(0.5, minimiser_at([1, 1], [[1], [2], [0], [0]]))
     assert bound.variance == pytest.approx(81)
     assert bound.steps.shared == pytest.approx(1 / 24)
     assert bound.steps.personal == pytest.approx(1 / 48)
 
 
 def test_theorem_5_2_by_hand() -> None:
-    """m = (1, 3), q = 1/2: M = 4, qM = 2, m_max/(qM) = 3/2. Variances (4, 8): σ̄² = (4 + 24)/4 = 7. Pulls (4, 4):
-    σ̃² = (1/2)(1·4 + 9·4)/4 = 5. At α = 2, d = 3, σ_ζ = 1: σ² = (2·7 + 2·5 + 7)/2 + 2·3 = 21.5; L_α = 2 + 2·3/2 = 5."""
+    """m = (1, 3), q = 1/2: M = 4, qM = 2, m_max/(qM) = 3/2. Variances (4, 8): σ̄² = (4 + 24)/4 =
+    7. Pulls (4, 4): σ̃² = (1/2)(1·4 + 9·4)/4 = 5. At α = 2, d = 3, σ_ζ = 1: σ² = (2·7 + 2·5 +
+    7)/2 + 2·3 = 21.5; L_α = 2 + 2·3/2 = 5."""
     theorem = theorem_5_2(
-        batch_sizes=[1, 3], rate=0.5, rounds=10, dimension=3, smoothness=1.0, variances_w=[4, 8],
-        variances_theta=[4, 8], noise_std=1.0, squared_gradients=[4, 4],
-    )  # fmt: skip
+        batch_sizes=[1, 3],
+        rate=0.5,
+        rounds=10,
+        dimension=3,
+        smoothness=1.0,
+        variances_w=[4, 8],
+        variances_theta=[4, 8],
+        noise_std=1.0,
+        squared_gradients=[4, 4],
+    )
     assert (theorem.smoothness_at(2.0), theorem.smoothness_at(0.0)) == (5.0, 1.5)
     assert theorem.variance_at(2.0) == pytest.approx(21.5)
     assert theorem.denominator == 2
 
 
 def test_theorem_b_4_by_hand() -> None:
-    """N = 4, q = 1/2: qN = 2. σ² = (α·6 + α·(1/2)·4 + 5)/2 + α·3 at α = 2: (12 + 4 + 5)/2 + 6 = 16.5;
-    L_α = max(2 + 1, 1/2)."""
+    """N = 4, q = 1/2: qN = 2. σ² = (α·6 + α·(1/2)·4 + 5)/2 + α·3 at α = 2: (12 + 4 + 5)/2 + 6 =
+    16.5; L_α = max(2 + 1, 1/2)."""
     theorem = theorem_b_4(
-        population=4, rate=0.5, rounds=10, dimension=3, smoothness=1.0, variance_w=6.0, variance_theta=5.0,
-        noise_std=1.0, squared_gradient=4.0,
-    )  # fmt: skip
+        population=4,
+        rate=0.5,
+        rounds=10,
+        dimension=3,
+        smoothness=1.0,
+        variance_w=6.0,
+        variance_theta=5.0,
+        noise_std=1.0,
+        squared_gradient=4.0,
+    )
     assert (theorem.smoothness_at(2.0), theorem.smoothness_at(0.0)) == (3.0, 0.5)
     assert theorem.variance_at(2.0) == pytest.approx(16.5)
 
@@ -97,19 +128,34 @@ def test_theorem_b_4_by_hand() -> None:
 def test_with_equal_minibatches_algorithm_2_is_algorithm_3_with_sums() -> None:
     """Sums over m are m times means: the same f, L, and σ²; noise σ_ζ is on the average in both."""
     sums = theorem_5_2(
-        batch_sizes=[5] * 8, rate=0.25, rounds=9, dimension=2, smoothness=3.0, variances_w=[2.0] * 8,
-        variances_theta=[1.0] * 8, noise_std=0.1, squared_gradients=[0.3] * 8,
-    )  # fmt: skip
+        batch_sizes=[5] * 8,
+        rate=0.25,
+        rounds=9,
+        dimension=2,
+        smoothness=3.0,
+        variances_w=[2.0] * 8,
+        variances_theta=[1.0] * 8,
+        noise_std=0.1,
+        squared_gradients=[0.3] * 8,
+    )
     means = theorem_b_4(
-        population=8, rate=0.25, rounds=9, dimension=2, smoothness=3.0, variance_w=2 / 5, variance_theta=1 / 5,
-        noise_std=0.1, squared_gradient=0.3,
-    )  # fmt: skip
+        population=8,
+        rate=0.25,
+        rounds=9,
+        dimension=2,
+        smoothness=3.0,
+        variance_w=2 / 5,
+        variance_theta=1 / 5,
+        noise_std=0.1,
+        squared_gradient=0.3,
+    )
     assert sums.smoothness == pytest.approx(means.smoothness)
     assert sums.variance == pytest.approx(means.variance)
 
 
 def test_a_lost_factor_1_over_q_in_the_sampling_variance() -> None:
-    """E‖(1/(qM)) Σ b_i m_i ∇_i‖² over all 2³ outcomes is σ̃²/(qM) with (1−q), not with the paper's q(1−q).
+    """E‖(1/(qM)) Σ b_i m_i ∇_i‖² over all 2³ outcomes is σ̃²/(qM) with (1−q), not with the paper's
+    q(1−q).
 
     The gradients sum to 0 with weights m_i, as they do at a minimiser of f^m.
     """
@@ -120,20 +166,35 @@ def test_a_lost_factor_1_over_q_in_the_sampling_variance() -> None:
         for drawn in itertools.product((0, 1), repeat=3)
     )
     theorem = theorem_5_2(
-        batch_sizes=[1, 2, 3], rate=q, rounds=1, dimension=1, smoothness=1.0, variances_w=[0.0] * 3,
-        variances_theta=[0.0] * 3, noise_std=0.0, squared_gradients=list(pulls**2),
-    )  # fmt: skip
+        batch_sizes=[1, 2, 3],
+        rate=q,
+        rounds=1,
+        dimension=1,
+        smoothness=1.0,
+        variances_w=[0.0] * 3,
+        variances_theta=[0.0] * 3,
+        noise_std=0.0,
+        squared_gradients=list(pulls**2),
+    )
     papers = q * (1 - q) * float(m**2 @ pulls**2) / m.sum() / expected
     assert theorem.variance_at(1.0) == pytest.approx(exact)
     assert exact / papers == pytest.approx(1 / q)
 
 
 def test_the_smoothness_of_sampling_needs_the_q_that_the_statement_drops() -> None:
-    """One user, f = ½θ²: g = bθ/q, so E g² = θ²/q = 2·(L/q)·f. With the statement's L = 1 the lemma would be false."""
+    """One user, f = ½θ²: g = bθ/q, so E g² = θ²/q = 2·(L/q)·f. With the statement's L = 1 the
+    lemma would be false."""
     q, theta = 0.1, 3.0
     second_moment = q * (theta / q) ** 2
     theorem = theorem_b_4(
-        population=1, rate=q, rounds=1, dimension=1, smoothness=1.0, variance_w=0.0, variance_theta=0.0, noise_std=0.0
+        population=1,
+        rate=q,
+        rounds=1,
+        dimension=1,
+        smoothness=1.0,
+        variance_w=0.0,
+        variance_theta=0.0,
+        noise_std=0.0,
     )
     risk = theta**2 / 2
     assert second_moment == pytest.approx(2 * theorem.smoothness_at(0.0) * risk)
@@ -141,7 +202,8 @@ def test_the_smoothness_of_sampling_needs_the_q_that_the_statement_drops() -> No
 
 
 @pytest.mark.parametrize(
-    "kind", [Minimiser(3.0, 0.0, 0.1), Minimiser(3.0, 2.0, 0.1), Minimiser(0.0, 2.0), Minimiser(3.0)]
+    "kind",
+    [Minimiser(3.0, 0.0, 0.1), Minimiser(3.0, 2.0, 0.1), Minimiser(0.0, 2.0), Minimiser(3.0)],
 )
 def test_the_ends_are_the_limits(kind: Minimiser) -> None:
     """α = 10^±12 comes arbitrarily near to what is returned at 0 and ∞, or both are infinite."""
@@ -160,7 +222,13 @@ def test_the_ends_are_the_limits(kind: Minimiser) -> None:
 def test_global_learning_by_hand() -> None:
     """α = ∞, equal users: 4L‖v‖²/n + 3‖v‖√((σ²/N + dσ_ζ²)/n), s_w = min(1/(4L), ‖v‖/√(nA))."""
     theorem = theorem_4_5(
-        population=5, rounds=9, dimension=2, smoothness=1.0, variance_w=10.0, variance_theta=10.0, noise_std=1.0
+        population=5,
+        rounds=9,
+        dimension=2,
+        smoothness=1.0,
+        variance_w=10.0,
+        variance_theta=10.0,
+        noise_std=1.0,
     )
     bound = theorem.bound(math.inf, Minimiser.additive_norms(5, distance=3.0))
     assert (bound.bias, bound.deviation) == pytest.approx((4.0, 3 * 3 * 2 / 3))
@@ -171,7 +239,13 @@ def test_local_learning_pays_nothing_for_privacy() -> None:
     """α = 0: 4L Σ‖θ_i*‖²/(Nn) + 3√(σ_θ² Σ‖θ_i*‖²/(Nn)), whatever the noise."""
     quiet, loud = (
         theorem_4_5(
-            population=2, rounds=8, dimension=9, smoothness=1.0, variance_w=1.0, variance_theta=4.0, noise_std=noise
+            population=2,
+            rounds=8,
+            dimension=9,
+            smoothness=1.0,
+            variance_w=1.0,
+            variance_theta=4.0,
+            noise_std=noise,
         ).bound(0.0, Minimiser.additive([[1.0, 0.0], [0.0, 3.0]]))
         for noise in (0.0, 1e6)
     )
@@ -187,7 +261,8 @@ def test_users_who_differ_rule_out_global_learning() -> None:
 
 @pytest.mark.parametrize("alpha", ALPHAS[1:-1])
 def test_the_additive_minimiser_has_the_least_norm(alpha: float) -> None:
-    """No other split of w + θ_i = θ_i* has a smaller α-norm (Lemma 4.6, here for users who differ)."""
+    """No other split of w + θ_i = θ_i* has a smaller α-norm (Lemma 4.6, here for users who
+    differ)."""
     optima = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]])
     least = Minimiser.additive(optima).squared_norm(alpha)
     w = alpha * 3 / (alpha * 3 + 1) * optima.mean(axis=0)
@@ -208,23 +283,40 @@ def test_lemma_4_6_splits_the_optimum(alpha: float) -> None:
 
 
 def test_lemma_4_6_by_hand() -> None:
-    """α = 1/2, N = 4: w = 2/3·v. N = 3, σ = 2, ε = 3, d = 2, G = 5, log(1/δ) = 4, c = 3: n* = 3·2·4·9/(9·2·25·4)."""
+    """α = 1/2, N = 4: w = 2/3·v. N = 3, σ = 2, ε = 3, d = 2, G = 5, log(1/δ) = 4, c = 3: n* =
+    3·2·4·9/(9·2·25·4)."""
     assert minimal_norm_split([3.0], 4, 0.5)[0] == pytest.approx([2.0])
     found = threshold_samples(
-        population=3, sigma=2.0, dimension=2, gradient_bound=5.0, epsilon=3.0, delta=math.exp(-4), constant=3.0
+        population=3,
+        sigma=2.0,
+        dimension=2,
+        gradient_bound=5.0,
+        epsilon=3.0,
+        delta=math.exp(-4),
+        constant=3.0,
     )
     assert found == pytest.approx(216 / 1800)
 
 
-LEMMA = {"population": 7, "sigma": 2.0, "dimension": 3, "gradient_bound": 1.5, "epsilon": 3.0, "delta": 1e-3}
+LEMMA = {
+    "population": 7,
+    "sigma": 2.0,
+    "dimension": 3,
+    "gradient_bound": 1.5,
+    "epsilon": 3.0,
+    "delta": 1e-3,
+}
 
 
-@pytest.mark.parametrize(("factor", "direction"), [(0.99, -1), (1.01, 1), (1.01 / 3, -1), (0.99 * 2, 1)])
+@pytest.mark.parametrize(
+    ("factor", "direction"), [(0.99, -1), (1.01, 1), (1.01 / 3, -1), (0.99 * 2, 1)]
+)
 def test_the_variance_term_turns_at_the_threshold_with_a_squared_epsilon_and_constant(
     factor: float, direction: int
 ) -> None:
-    """Falling in α below n*, rising above, at c = 2, ε = 3. With the proof's ε for ε² the threshold would be n*/3, with
-    its c for c² it would be 2n*: just above the one the term still falls, just below the other it rises already."""
+    """Falling in α below n*, rising above, at c = 2, ε = 3. With the proof's ε for ε² the
+    threshold would be n*/3, with its c for c² it would be 2n*: just above the one the term
+    still falls, just below the other it rises already."""
     c = 2.0
     n = factor * threshold_samples(**LEMMA, constant=c)  # type: ignore[arg-type]
     terms = [variance_term(**LEMMA, constant=c, alpha=a, samples=n, distance=1.0) for a in ALPHAS]  # type: ignore[arg-type]
@@ -244,53 +336,85 @@ def test_the_variance_term_is_that_of_theorem_4_5() -> None:
     n, c = 50, 2.0
     noise = noise_scale(clip_norm=1.5, rounds=n, total=7, epsilon=3.0, delta=1e-3, constant=c)
     theorem = theorem_4_5(
-        population=7, rounds=n, dimension=3, smoothness=1.0, variance_w=4.0, variance_theta=4.0, noise_std=noise
+        population=7,
+        rounds=n,
+        dimension=3,
+        smoothness=1.0,
+        variance_w=4.0,
+        variance_theta=4.0,
+        noise_std=noise,
     )
     for alpha in ALPHAS:
         term = variance_term(**LEMMA, constant=c, alpha=alpha, samples=n, distance=2.0)  # type: ignore[arg-type]
-        assert theorem.bound(alpha, Minimiser.additive_norms(7, 2.0)).deviation == pytest.approx(3 * term)
+        assert theorem.bound(alpha, Minimiser.additive_norms(7, 2.0)).deviation == pytest.approx(
+            3 * term
+        )
 
 
 @pytest.mark.parametrize(("factor", "local"), [(0.999, False), (1.001, True)])
 def test_the_threshold_for_algorithm_3_with_the_noise_in_use(factor: float, local: bool) -> None:
-    """N·d·σ_ζ² against (N−1)σ²/(qm): B.4's deviation rises with α on one side, falls on the other."""
+    """N·d·σ_ζ² against (N−1)σ²/(qm): B.4's deviation rises with α on one side and falls on the
+    other."""
     n, q, m, d, sigma, c = 50, 0.2, 5, 8, 3.0, 2.0
-    z = factor * threshold_noise_multiplier(population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, clip_norm=c)
+    z = factor * threshold_noise_multiplier(
+        population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, clip_norm=c
+    )
     noise = z * c / (q * n)
-    assert favours_local(population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, noise_std=noise) is local
+    assert (
+        favours_local(population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, noise_std=noise)
+        is local
+    )
     theorem = theorem_b_4(
-        population=n, rate=q, rounds=10, dimension=d, smoothness=1.0, variance_w=sigma**2 / m,
-        variance_theta=sigma**2 / m, noise_std=noise,
-    )  # fmt: skip
+        population=n,
+        rate=q,
+        rounds=10,
+        dimension=d,
+        smoothness=1.0,
+        variance_w=sigma**2 / m,
+        variance_theta=sigma**2 / m,
+        noise_std=noise,
+    )
     deviations = [theorem.bound(a, Minimiser.additive_norms(n, 1.0)).deviation for a in ALPHAS]
     assert deviations == sorted(deviations, reverse=not local)
 
 
 def test_the_threshold_by_hand() -> None:
     """N = 3, q = 1/2, m = 2, d = 3, σ = C: z* = √(2·1.5/6)."""
-    found = threshold_noise_multiplier(population=3, rate=0.5, batch_size=2, dimension=3, sigma=4.0, clip_norm=4.0)
+    found = threshold_noise_multiplier(
+        population=3, rate=0.5, batch_size=2, dimension=3, sigma=4.0, clip_norm=4.0
+    )
     assert found == pytest.approx(math.sqrt(0.5))
 
 
 def test_theorem_4_1_by_hand() -> None:
     """c·C√(n log(1/δ))/(Nε) = 2·3·√(9·4)/(5·6)."""
-    found = noise_scale(clip_norm=3.0, rounds=9, total=5, epsilon=6.0, delta=math.exp(-4), constant=2.0)
+    found = noise_scale(
+        clip_norm=3.0, rounds=9, total=5, epsilon=6.0, delta=math.exp(-4), constant=2.0
+    )
     assert found == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize("relation", ["zero-out", "replace-one"])
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 10.0, 100.0])
-def test_the_explicit_constant_of_theorem_4_1_suffices_and_is_not_far_off(epsilon: float, relation: str) -> None:
+def test_the_explicit_constant_of_theorem_4_1_suffices_and_is_not_far_off(
+    epsilon: float, relation: str
+) -> None:
     """The noise that it gives is above the exact one, by less than two thirds."""
     scales = noise_scales(
-        cohort=Poisson(50, 1.0), clip_norm=2.0, rounds=30, epsilon=epsilon, delta=1e-5, relation=relation  # type: ignore[arg-type]
-    )  # fmt: skip
+        cohort=Poisson(50, 1.0),
+        clip_norm=2.0,
+        rounds=30,
+        epsilon=epsilon,
+        delta=1e-5,
+        relation=relation,  # type: ignore[arg-type]
+    )
     assert scales.exact <= scales.proved <= 5 / 3 * scales.exact
     assert scales.constant <= sufficient_constant(epsilon, 1e-5, relation)  # type: ignore[arg-type]
 
 
 def test_the_explicit_constant_solves_its_equation() -> None:
-    """ρ + 2√(ρ log(1/δ)) = ε for ρ = s²n/(2z²), z = c√(n log(1/δ))/ε. At ε = 3·log(1/δ): c = s·3/√2."""
+    """ρ + 2√(ρ log(1/δ)) = ε for ρ = s²n/(2z²), z = c√(n log(1/δ))/ε. At ε = 3·log(1/δ): c =
+    s·3/√2."""
     assert sufficient_constant(12.0, math.exp(-4), "zero-out") == pytest.approx(3 / math.sqrt(2))
     assert sufficient_constant(12.0, math.exp(-4)) == pytest.approx(6 / math.sqrt(2))
     c = sufficient_constant(2.0, 1e-4, "zero-out")
@@ -299,7 +423,8 @@ def test_the_explicit_constant_solves_its_equation() -> None:
 
 
 def test_the_accountants_noise_is_on_the_average() -> None:
-    """σ_ζ = zC/(qN): with fixed cohorts of 10, and the same z, twice the clip norm is twice the noise."""
+    """σ_ζ = zC/(qN): with fixed cohorts of 10, and the same z, twice the clip norm is twice the
+    noise."""
     one, two = (
         noise_scales(cohort=FixedSize(100, 10), clip_norm=clip, rounds=5, epsilon=1.0, delta=1e-5)
         for clip in (1.0, 2.0)
@@ -316,10 +441,12 @@ def test_squared_loss_has_smoothness_twice_the_squared_radius() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "seeds", "better"), [(BELOW, 20, math.inf), (ABOVE, 2, 0.0)])
-def test_the_bound_holds_and_orders_the_ends_as_they_are_measured(rounds: int, seeds: int, better: float) -> None:
-    """Theorem 4.5 on a problem whose constants are known and where nothing is clipped (``measure`` raises): half the
-    closed-form excess risk of the average iterate stays below it for every α, and on both sides of the threshold it
-    says rightly which end is better."""
+def test_the_bound_holds_and_orders_the_ends_as_they_are_measured(
+    rounds: int, seeds: int, better: float
+) -> None:
+    """Theorem 4.5 on a problem whose constants are known and where nothing is clipped (``measure``
+    raises): half the closed-form excess risk of the average iterate stays below it for every α,
+    and on both sides of the threshold it says rightly which end is better."""
     assert (rounds > PROBLEM.threshold) == (better == 0.0)
     bounds, measured = curves(PROBLEM, rounds, range(seeds))
     assert all(found < bound for found, bound in zip(measured, bounds, strict=True))
@@ -335,12 +462,14 @@ def test_a_clipped_gradient_is_an_error_of_the_measurement() -> None:
 
 
 def test_the_best_alpha_is_an_end_for_equal_users_unless_the_bias_decides() -> None:
-    """Lemma 4.6: with much noise local, with none global; where only L matters, α ≈ 1/D, the kink of L_α."""
+    """Lemma 4.6: with much noise local, with none global; where only L matters, α ≈ 1/D, the kink
+    of L_α."""
     equal = Minimiser.additive_norms(100, 1.0)
     given = {"population": 100, "rate": 0.1, "rounds": 10**9, "dimension": 10, "smoothness": 1.0}
     noisy = theorem_b_4(**given, variance_w=1.0, variance_theta=1.0, noise_std=1.0)  # type: ignore[arg-type]
     quiet = theorem_b_4(**given, variance_w=1.0, variance_theta=1.0, noise_std=0.0)  # type: ignore[arg-type]
-    biased = theorem_b_4(**{**given, "rounds": 1}, variance_w=0.0, variance_theta=0.0, noise_std=0.0)  # type: ignore[arg-type]
+    once = {**given, "rounds": 1}
+    biased = theorem_b_4(**once, variance_w=0.0, variance_theta=0.0, noise_std=0.0)  # type: ignore[arg-type]
     assert noisy.best(equal).alpha == 0.0
     assert quiet.best(equal).alpha == math.inf
     assert biased.best(equal).alpha == pytest.approx(1 / 11, rel=0.12)
@@ -354,31 +483,57 @@ def test_steps_from_theory_by_hand() -> None:
     assert Steps.from_theory(**given, deviation=0.0) == Steps(shared=1 / 16, personal=1 / 32)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"smoothness": 0.0}, {"deviation": math.nan}, {"norm": -1.0}, {"rounds": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"smoothness": 0.0}, {"deviation": math.nan}, {"norm": -1.0}, {"rounds": 0}]
+)
 def test_steps_from_theory_refuse_what_no_theorem_gives(wrong: dict[str, float]) -> None:
-    given = {"alpha": 0.5, "denominator": 4.0, "rounds": 4, "smoothness": 2.0, "norm": 3.0, "deviation": 1.0}
+    given = {
+        "alpha": 0.5,
+        "denominator": 4.0,
+        "rounds": 4,
+        "smoothness": 2.0,
+        "norm": 3.0,
+        "deviation": 1.0,
+    }
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must"):
         Steps.from_theory(**{**given, **wrong})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"population": 0}, {"smoothness": 0.0}, {"noise_std": math.nan}])
+@pytest.mark.parametrize(
+    "wrong", [{"rate": 0.0}, {"population": 0}, {"smoothness": 0.0}, {"noise_std": math.nan}]
+)
 def test_a_theorem_refuses_numbers_without_meaning(wrong: dict[str, float]) -> None:
     given = {
-        "population": 4, "rate": 0.5, "rounds": 10, "dimension": 3, "smoothness": 1.0, "variance_w": 6.0,
-        "variance_theta": 5.0, "noise_std": 1.0,
-    }  # fmt: skip
+        "population": 4,
+        "rate": 0.5,
+        "rounds": 10,
+        "dimension": 3,
+        "smoothness": 1.0,
+        "variance_w": 6.0,
+        "variance_theta": 5.0,
+        "noise_std": 1.0,
+    }
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
         theorem_b_4(**{**given, **wrong})  # type: ignore[arg-type]
 
 
 SMALL = {
-    "population": 10, "features": 6, "rate": 0.5, "clip-norm": 10.0, "noise-multiplier": 1.0, "delta": 1e-4,
-    "step": 0.5, "rounds": 20,
-}  # fmt: skip
+    "population": 10,
+    "features": 6,
+    "rate": 0.5,
+    "clip-norm": 10.0,
+    "noise-multiplier": 1.0,
+    "delta": 1e-4,
+    "step": 0.5,
+    "rounds": 20,
+}
 
 
-def test_alpha_q_by_theory_becomes_the_number_of_the_smallest_bound(caplog: pytest.LogCaptureFixture) -> None:
-    """In an experiment, when it is read: what is run and written holds a number. The log says what it rests on."""
+def test_alpha_q_by_theory_becomes_the_number_of_the_smallest_bound(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In an experiment, when it is read: what is run and written holds a number. The log says what
+    it rests on."""
     logger = logging.getLogger("flwr.ppsgd")
     logger.addHandler(caplog.handler)
     try:
@@ -386,24 +541,32 @@ def test_alpha_q_by_theory_becomes_the_number_of_the_smallest_bound(caplog: pyte
     finally:
         logger.removeHandler(caplog.handler)
     problem = Synthetic.draw(10, 6, seed=0)
-    constants, release = problem.constants(), found.release()
+    constants = problem.constants()
+    training = found.training
+    release = training.release()
     theorem = theorem_b_4(
-        population=10, rate=0.5, rounds=20, dimension=6, smoothness=constants.smoothness,
-        variance_w=constants.variance_w / 10, variance_theta=constants.variance_theta / 10,
+        population=10,
+        rate=0.5,
+        rounds=20,
+        dimension=6,
+        smoothness=constants.smoothness,
+        variance_w=constants.variance_w / 10,
+        variance_theta=constants.variance_theta / 10,
         noise_std=release.noise_std / 5,
-    )  # fmt: skip
-    best = theorem.bound(found.alpha_q / 5, constants.minimiser)
+    )
+    best = theorem.bound(training.alpha_q / 5, constants.minimiser)
     assert all(best.total <= theorem.bound(a / 5, constants.minimiser).total for a in ALPHA_QS)
-    assert found.to_flat()["alpha-q"] == found.alpha_q
+    assert found.to_flat()["alpha-q"] == training.alpha_q
     assert "alpha-q = 'theory'" in caplog.text
     assert "It assumes a convex additive model" in caplog.text
 
 
 def test_much_noise_makes_the_theory_choose_less_of_w() -> None:
-    quiet, loud = (
-        Experiment.read({**SMALL, "alpha-q": "theory", "noise-multiplier": z}, where="here").alpha_q for z in (0.1, 1e5)
-    )
-    assert loud < quiet
+    def chosen(noise_multiplier: float) -> float:
+        flat = {**SMALL, "alpha-q": "theory", "noise-multiplier": noise_multiplier}
+        return Experiment.read(flat, where="here").training.alpha_q
+
+    assert chosen(1e5) < chosen(0.1)
 
 
 def test_alpha_q_by_theory_needs_an_experiment() -> None:
@@ -425,12 +588,14 @@ def test_the_synthetic_problems_constants_are_those_of_its_data() -> None:
 
 
 def test_gradient_variances_by_hand() -> None:
-    """Gradients 1 and 3 of one user: variance 2, second moment 5. A user with equal ones adds 0 and 4."""
+    """Gradients 1 and 3 of one user: variance 2, second moment 5. A user with equal ones adds 0
+    and 4."""
     assert gradient_variances([[[1.0], [3.0]], [[2.0], [2.0]]]) == (1.0, 4.5)
 
 
 def test_constants_estimated_from_synthetic_data_are_those_it_was_made_with() -> None:
-    """σ² = τ²·tr Σ for label noise τ, ‖μ‖ and the spread of the optima; 400 rows for each of 30 users."""
+    """σ² = τ²·tr Σ for label noise τ, ‖μ‖ and the spread of the optima; 400 rows for each of 30
+    users."""
     drawn = Synthetic.draw(30, 6, seed=3)
     problem = replace(drawn, label_noise=2.0)
     found = estimate_constants([problem.batch(user, 1, 400) for user in range(30)])
@@ -438,7 +603,9 @@ def test_constants_estimated_from_synthetic_data_are_those_it_was_made_with() ->
     assert found.variance_w == pytest.approx(sigma2, rel=0.05)
     assert found.variance_theta == pytest.approx(sigma2, rel=0.05)
     assert found.minimiser.shared == pytest.approx(truth.shared, rel=0.02)
-    largest = max(np.linalg.norm(problem.batch(user, 1, 400)[0], axis=1).max() for user in range(30))
+    largest = max(
+        np.linalg.norm(problem.batch(user, 1, 400)[0], axis=1).max() for user in range(30)
+    )
     assert found.smoothness == pytest.approx(2 * largest**2)
     assert found.dimension == 6
     assert found.gradient_bound > math.sqrt(found.variance_w)
@@ -459,8 +626,14 @@ def test_estimating_from_private_data_is_said_to_be_a_release() -> None:
 def test_an_eased_theorem_is_the_theorem_for_a_smaller_smoothness() -> None:
     def theorem(smoothness: float) -> Theorem:
         return theorem_b_4(
-            population=20, rate=0.5, rounds=30, dimension=4, smoothness=smoothness, variance_w=1.0, variance_theta=2.0,
+            population=20,
+            rate=0.5,
+            rounds=30,
+            dimension=4,
+            smoothness=smoothness,
+            variance_w=1.0,
+            variance_theta=2.0,
             noise_std=0.1,
-        )  # fmt: skip
+        )
 
     assert theorem(8.0).eased(4.0) == theorem(2.0)

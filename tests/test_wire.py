@@ -27,7 +27,9 @@ def test_flatten_and_unflatten_are_inverse(arrays: dict[str, NDArray[Any]]) -> N
     layout = Layout.of(record)
     flat = layout.flatten(record)
     assert flat.dtype == np.float64
-    np.testing.assert_array_equal(flat, np.concatenate([array.reshape(-1) for array in arrays.values()]))
+    np.testing.assert_array_equal(
+        flat, np.concatenate([array.reshape(-1) for array in arrays.values()])
+    )
     back = layout.unflatten(flat)
     for name, array in arrays.items():
         decoded = back[name].numpy()

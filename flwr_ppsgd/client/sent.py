@@ -16,9 +16,13 @@ from flwr_ppsgd.wire import GRADIENT, Order
 
 @dataclass(frozen=True)
 class Leaving:
-    """One reply: bytes by the record that holds them, and the norm of the gradient, where there is one.
+    """One reply.
 
-    order, w: what it answers; w as serialised arrays.
+    Args:
+        sizes: the number of bytes of each record.
+        norm: of the gradient, if there is one.
+        order: the Order that it answers.
+        w: the serialised arrays that it answers.
     """
 
     sizes: Mapping[str, int]
@@ -30,65 +34,86 @@ class Leaving:
     def of(cls, content: RecordDict, order: Order | None, w: Mapping[str, bytes]) -> Self:
         """A reply as Flower puts it on the wire."""
         gradient = content.get(GRADIENT)
-        norm = norm_of(gradient.to_numpy_ndarrays()) if isinstance(gradient, ArrayRecord) else None
-        return cls({name: _size(record) for name, record in content.items()}, norm, order, w)
+        norm = None
+        if isinstance(gradient, ArrayRecord):
+            norm = norm_of(gradient.to_numpy_ndarrays())
+        sizes = {name: _size(record) for name, record in content.items()}
+        return cls(sizes, norm, order, w)
 
     @property
     def promise(self) -> str:
+        """What the server promised with its Order."""
         return self.order.promise if self.order else ""
 
     def as_line(self, run: int) -> dict[str, Any]:
         """What is written down about it."""
-        clip_norm = self.order.clip_norm if self.order else None
-        round_ = self.order.round if self.order else None
-        return {"run": run, "round": round_, "bytes": dict(self.sizes), "norm": self.norm, "clip_norm": clip_norm}
+        return {
+            "run": run,
+            "round": self.order.round if self.order else None,
+            "bytes": dict(self.sizes),
+            "norm": self.norm,
+            "clip_norm": self.order.clip_norm if self.order else None,
+        }
 
 
 def norm_of(arrays: Iterable[NDArray[Any]]) -> float:
-    return float(np.sqrt(sum(float(np.sum(np.square(array, dtype=np.float64))) for array in arrays)))
+    """The Euclidean norm of all arrays together."""
+    squares = [float(np.sum(np.square(array, dtype=np.float64))) for array in arrays]
+    return float(np.sqrt(sum(squares)))
 
 
 def client_report(state_dir: Path) -> str:
-    """In words: which runs this machine took part in, how often, what left it, and what is promised."""
+    """In words: which runs this machine took part in, what left it, and what is promised."""
     shelves = Shelf.all_in(state_dir)
     if not shelves:
-        raise ValueError(f"{state_dir} holds no θ of any run: give the directory that ppsgd-state-dir names")
+        raise ValueError(
+            f"{state_dir} holds no θ of any run: give the directory that ppsgd-state-dir names"
+        )
     return "\n\n".join(_about(shelf) for shelf in shelves)
 
 
 def _about(shelf: Shelf) -> str:
     newest = next(shelf.saves(), None)
-    lines = [f"Run {shelf.run!r}, user {shelf.user!r}", *(_kept(newest) if newest else ["  no whole save of θ"])]
+    lines = [f"Run {shelf.run!r}, user {shelf.user!r}"]
+    lines += _kept(newest) if newest else ["  no whole save of θ"]
     lines += [f"  damaged, set aside: {path.name}" for path in shelf.damaged()]
-    return "\n".join([*lines, *_left(shelf), f"  promised: {_promise(shelf)}"])
+    lines += _left(shelf)
+    lines.append(f"  promised: {_promise(shelf)}")
+    return "\n".join(lines)
 
 
 def _kept(save: Save) -> list[str]:
+    visits = save.stamp["visit"]
+    size = save.vectors["theta"].size
     return [
-        f"  took part in {save.stamp['visit']} rounds; the last one was round {save.stamp['round']}",
-        f"  stays here: θ, {save.vectors['theta'].size} numbers, in files that only you can read",
+        f"  took part in {visits} rounds; the last one was round {save.stamp['round']}",
+        f"  stays here: θ, {size} numbers, in files that only you can read",
     ]
 
 
 def _left(shelf: Shelf) -> list[str]:
+    lines = list(shelf.notes())
     sizes: Counter[str] = Counter()
-    runs, norms, replies, clip_norm = set(), [0.0], 0, None
-    for line in shelf.notes():
+    for line in lines:
         sizes.update(line["bytes"])
-        runs.add(line["run"])
-        replies += 1
-        if line["norm"] is not None:
-            norms.append(line["norm"])
-            clip_norm = line["clip_norm"]
+    runs = {line["run"] for line in lines}
     what = ", ".join(f"{size:,} bytes of {name}" for name, size in sizes.items()) or "nothing"
-    lines = [f"  has left: {what}; {replies} replies in {len(runs)} Flower runs"]
-    if clip_norm is not None:
-        only = "nothing but the clipped gradient" if set(sizes) == {GRADIENT} else "the clipped gradient, and more"
-        lines.append(
-            f"  that is {only}; its norm was {norms[-1]:.4g} the last time, {max(norms):.4g} at most, clipped to "
-            f"{clip_norm:g}"
-        )
-    return lines
+    told = [f"  has left: {what}; {len(lines)} replies in {len(runs)} Flower runs"]
+    gradients = [line for line in lines if line["norm"] is not None]
+    if gradients:
+        told.append(_about_gradients(gradients, set(sizes)))
+    return told
+
+
+def _about_gradients(lines: list[dict[str, Any]], records: set[str]) -> str:
+    norms = [line["norm"] for line in lines]
+    only = "nothing but the clipped gradient"
+    if records != {GRADIENT}:
+        only = "the clipped gradient, and more"
+    return (
+        f"  that is {only}; its norm was {norms[-1]:.4g} the last time, {max(norms):.4g} at most, "
+        f"clipped to {lines[-1]['clip_norm']:g}"
+    )
 
 
 def _promise(shelf: Shelf) -> str:

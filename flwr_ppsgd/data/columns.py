@@ -1,6 +1,5 @@
 """What the columns of a file are called."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,16 +7,24 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from flwr_ppsgd.checks import nearest
 from flwr_ppsgd.data.raw import Raw, Split
+
+MOST_SHOWN = 12  # names that an error lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """What the columns of a file (or the arrays of an .npz) are called.
 
-    target: several names separated by commas are several targets. test: marks the rows of the test part; default
-    "test" where there is such a column and no other split is asked for. time: each user's last rows are the test part.
-    features: default all other numeric columns; an .npz has ``x``, or CSR in ``indptr, indices, counts | data``.
+    Args:
+        user: each row's user.
+        target: what is learned. Several names, separated by commas, are several targets.
+        test: marks the rows of the test part. The default is "test", if there is such a column and
+            no other split is asked for.
+        time: each user's last rows are the test part.
+        features: the default is all other numeric columns. An .npz has ``x``, or CSR in ``indptr``,
+            ``indices`` and ``counts`` or ``data``.
     """
 
     user: str = "user"
@@ -28,36 +35,77 @@ class Columns:
 
     def __post_init__(self) -> None:
         if self.test is not None and self.time is not None:
-            raise ValueError("give a test column or a time column, not both: either one decides the test part")
+            raise ValueError(
+                f"give a test column or a time column, not both, got {self.test!r} and "
+                f"{self.time!r}: either one decides the test part"
+            )
 
 
 def with_test_part(
-    raw: Raw, found: Mapping[str, NDArray[Any]], columns: Columns, split: Split | None, path: Path
+    raw: Raw,
+    found: Mapping[str, NDArray[Any]],
+    columns: Columns,
+    split: Split | None,
+    path: Path,
 ) -> Raw:
-    """A test column, or how to choose the test part; what was passed over is noted."""
+    """``raw`` with a test column, or with how to choose the test part; a note says what is ignored.
+
+    Args:
+        raw: the rows.
+        found: the columns that may mark or order the test part.
+        columns: their names.
+        split: chooses the test part in place of a column.
+        path: the file, for messages.
+    """
     if columns.time is not None:
         time = need(found, columns.time, path, "column")
-        raw = replace(raw, time=time, time_name=columns.time, split=split or Split())
+        raw = replace(
+            raw,
+            time=time,
+            time_name=columns.time,
+            split=split or Split(),
+        )
     elif split is not None:
         raw = replace(raw, split=split)
     elif columns.test is not None or "test" in found:
         name = columns.test or "test"
-        return replace(raw, test=need(found, name, path, "column"), test_name=name)
+        test = need(found, name, path, "column")
+        return replace(raw, test=test, test_name=name)
     if "test" in found:
-        raw = replace(raw, notes=(*raw.notes, "column 'test' left out: another split was asked for"))
+        note = "column 'test' left out: another split was asked for"
+        raw = replace(raw, notes=(*raw.notes, note))
     return raw
 
 
-def need(found: Mapping[str, NDArray[Any]], name: str, path: Path, what: str) -> NDArray[Any]:
+def need(
+    found: Mapping[str, NDArray[Any]],
+    name: str,
+    path: Path,
+    what: str,
+) -> NDArray[Any]:
+    """The column of this name; ValueError with the nearest name if there is none."""
     return found[known(name, found, path, what)]
 
 
-def known(name: str, there: Iterable[Any], path: Path, what: str) -> str:
+def known(
+    name: str,
+    there: Iterable[Any],
+    path: Path,
+    what: str,
+) -> str:
+    """``name``, if it is among the names ``there``; else ValueError with the nearest one.
+
+    Args:
+        name: the name to look for.
+        there: the names that the file has.
+        path: the file, for the message.
+        what: "column", "array" or "feature", for the message.
+    """
     names = [str(other) for other in there]
     if name in names:
         return name
-    nearest = (difflib.get_close_matches(name, names, n=1, cutoff=0.0) or ["nothing"])[0]
-    raise ValueError(
-        f"{path}: there is no {what} {name!r} among {', '.join(names[:12])}{', …' * (len(names) > 12)}: did you mean "
-        f"{nearest!r}?"
-    )
+    shown = ", ".join(names[:MOST_SHOWN])
+    if len(names) > MOST_SHOWN:
+        shown += ", …"
+    close = nearest(name, names) if names else "nothing"
+    raise ValueError(f"{path}: there is no {what} {name!r} among {shown}: did you mean {close!r}?")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,6 +12,13 @@ from flwr_ppsgd.data.frames import frame_of, read_frame
 from flwr_ppsgd.data.npz import arrays_of, read_npz
 from flwr_ppsgd.data.per_user import PerUser, Task
 from flwr_ppsgd.data.raw import Split
+
+Reader: TypeAlias = Callable[[Path, Columns, Split | None, Task | None], PerUser]
+READERS: dict[str, Reader] = {
+    ".npz": read_npz,
+    ".csv": read_frame,
+    ".parquet": read_frame,
+}
 
 
 def read(
@@ -23,39 +31,57 @@ def read(
 ) -> PerUser:
     """The users of a .npz, .csv or .parquet file; print ``describe()`` to see what was found.
 
-    split: in place of a test column. task: in place of detecting it. min_train: leave out users with fewer training
-    rows; a note names them. Bytes (uint8) are seen by a model as x/255, unless ``standardised``.
+    A model sees bytes (uint8) as x/255, unless ``standardised``.
+
+    Args:
+        path: the file.
+        columns: what its columns are called.
+        split: chooses the test part in place of a test column.
+        task: what the targets stand for; None detects it.
+        min_train: users with fewer training rows are left out; a note names them.
     """
-    path, columns = Path(path), columns or Columns()
-    readers: dict[str, Callable[[Path, Columns, Split | None, Task | None], PerUser]] = {
-        ".npz": read_npz,
-        ".csv": read_frame,
-        ".parquet": read_frame,
-    }
-    if path.suffix.lower() not in readers:
-        raise ValueError(f"{path}: data must be a file that ends in {', '.join(readers)}: convert it to one of them")
+    path = Path(path)
+    columns = columns or Columns()
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        endings = ", ".join(READERS)
+        raise ValueError(
+            f"{path}: data must be a file that ends in {endings}: convert it to one of them"
+        )
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file: check the name")
     if split is not None and columns.test is not None:
-        raise ValueError(f"{path}: test column {columns.test!r} and a split are both given: give one of them")
-    return readers[path.suffix.lower()](path, columns, split, task).with_at_least(min_train)
+        raise ValueError(
+            f"{path}: test column {columns.test!r} and a split are both given: give one of them"
+        )
+    return reader(path, columns, split, task).with_at_least(min_train)
 
 
 def public_statistics(path: str | Path, data: PerUser) -> tuple[Vector, Vector]:
-    """(mean, std) for ``data.standardised``: from an .npz with ``mean, std`` or a .csv with ``feature, mean, std``."""
+    """(mean, std) for ``data.standardised``.
+
+    Args:
+        path: an .npz with the arrays ``mean`` and ``std``, or a .csv with the columns ``feature``,
+            ``mean`` and ``std``.
+        data: what they are for; a .csv is looked up by its feature names.
+    """
     path = Path(path)
     if path.suffix == ".npz":
         arrays = arrays_of(path)
-        mean, std = (need(arrays, key, path, "array") for key in ("mean", "std"))
+        mean = need(arrays, "mean", path, "array")
+        std = need(arrays, "std", path, "array")
         return np.asarray(mean, dtype=np.float64), np.asarray(std, dtype=np.float64)
     if not data.feature_names:
-        raise ValueError(f"{path}: the features of {data.source} have no names: give an .npz with mean and std")
+        raise ValueError(
+            f"{path}: the features of {data.source} have no names: give an .npz with mean and std"
+        )
     frame = frame_of(path)
     for key in ("feature", "mean", "std"):
         known(key, frame.columns, path, "column")
     frame = frame.set_index("feature")
-    for name in data.feature_names:
-        known(name, frame.index, path, "feature")
-    mean, std = frame["mean"], frame["std"]
     names = list(data.feature_names)
-    return mean.loc[names].to_numpy(np.float64), std.loc[names].to_numpy(np.float64)
+    for name in names:
+        known(name, frame.index, path, "feature")
+    means = frame["mean"].loc[names]
+    stds = frame["std"].loc[names]
+    return means.to_numpy(np.float64), stds.to_numpy(np.float64)

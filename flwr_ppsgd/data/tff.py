@@ -1,4 +1,7 @@
-"""The SQLite files of TensorFlow Federated, and the ``tf.train.Example`` messages in them, without TensorFlow."""
+"""The SQLite files of TensorFlow Federated, and the ``tf.train.Example`` messages in them.
+
+TensorFlow is not needed.
+"""
 
 import contextlib
 import lzma
@@ -15,73 +18,114 @@ import numpy as np
 from numpy.typing import NDArray
 
 Feature: TypeAlias = list[bytes] | NDArray[np.float32] | NDArray[np.int64]
+Field: TypeAlias = tuple[int, int | memoryview]  # its number; its value, or its bytes
 
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
+VARINT = 0  # wire types
+FIXED64 = 1
+BYTES = 2
+FIXED32 = 5
+
+BYTES_LIST = 1  # the kinds of a feature
+FLOAT_LIST = 2
+
+NAME = 1  # the fields of a map's entry
+VALUE = 2
+
+HEADER_SIZE = 100  # of an SQLite file
+LARGEST_PAGE = 65536
 
 
 def parse_example(message: bytes) -> dict[str, Feature]:
     """The features of a serialized ``tf.train.Example``.
 
-    Example { Features features = 1 }; Features { map<string, Feature> feature = 1 }; an entry { key = 1, value = 2 };
-    Feature { BytesList = 1 | FloatList = 2 | Int64List = 3 }; each list { repeated value = 1 }, packed or not.
+    Example { Features features = 1 }; Features { map<string, Feature> feature = 1 }; an entry { key
+    = 1, value = 2 }; Feature { BytesList = 1 | FloatList = 2 | Int64List = 3 }; each list {
+    repeated value = 1 }, packed or not.
     """
     features: dict[str, Feature] = {}
     for _, body in _fields(memoryview(message)):
         for _, entry in _fields(_bytes(body)):
             parts = dict(_fields(_bytes(entry)))
-            features[bytes(_bytes(parts[1])).decode()] = _feature(_bytes(parts.get(2, memoryview(b""))))
+            name = bytes(_bytes(parts[NAME])).decode()
+            value = _bytes(parts.get(VALUE, memoryview(b"")))
+            features[name] = _feature(value)
     return features
 
 
 def _feature(message: memoryview) -> Feature:
     for kind, body in _fields(message):
         values = [value for _, value in _fields(_bytes(body))]
-        if kind == 1:
+        if kind == BYTES_LIST:
             return [bytes(_bytes(value)) for value in values]
-        if kind == 2:
-            return np.frombuffer(b"".join(bytes(_bytes(value)) for value in values), dtype="<f4")
-        whole = [n for value in values for n in ([value] if isinstance(value, int) else _varints(value))]
-        return np.array(whole, dtype=np.uint64).view(np.int64)
+        if kind == FLOAT_LIST:
+            parts = [bytes(_bytes(value)) for value in values]
+            return np.frombuffer(b"".join(parts), dtype="<f4")
+        return _whole_numbers(values)
     return []
 
 
-def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """(field number, value): an int for a varint, else its bytes."""
+def _whole_numbers(values: list[int | memoryview]) -> NDArray[np.int64]:
+    whole: list[int] = []
+    for value in values:
+        if isinstance(value, int):
+            whole.append(value)
+        else:
+            whole += _varints(value)
+    return np.array(whole, dtype=np.uint64).view(np.int64)
+
+
+def _fields(message: memoryview) -> Iterator[Field]:
+    """The fields of a message, one after the other."""
     place = 0
     while place < len(message):
         tag, place = _varint(message, place)
-        value: int | memoryview
-        if tag & 7 == VARINT:
+        number = tag >> 3
+        wire_type = tag & 7
+        if wire_type == VARINT:
             value, place = _varint(message, place)
-        else:
-            length, place = _length(message, tag & 7, place)
-            value, place = message[place : place + length], place + length
-            if place > len(message):
-                raise ValueError("a tf.train.Example ends in the middle of a field")
-        yield tag >> 3, value
+            yield number, value
+            continue
+        length, place = _length(message, wire_type, place)
+        end = place + length
+        if end > len(message):
+            raise ValueError("a tf.train.Example ends in the middle of a field")
+        yield number, message[place:end]
+        place = end
 
 
-def _length(message: memoryview, wire_type: int, place: int) -> tuple[int, int]:
+def _length(
+    message: memoryview,
+    wire_type: int,
+    place: int,
+) -> tuple[int, int]:
+    """The number of bytes of a value, and where they begin."""
     if wire_type == BYTES:
         return _varint(message, place)
-    if wire_type in (FIXED64, FIXED32):
-        return (8 if wire_type == FIXED64 else 4), place
+    if wire_type == FIXED64:
+        return 8, place
+    if wire_type == FIXED32:
+        return 4, place
     raise ValueError(f"a tf.train.Example has no wire type {wire_type}")
 
 
 def _varint(message: memoryview, place: int) -> tuple[int, int]:
-    value = shift = 0
+    """The number that begins at ``place``, modulo 2⁶⁴, and the place after it."""
+    value = 0
+    shift = 0
     while True:
         if place >= len(message) or shift > 63:
             raise ValueError("a tf.train.Example ends in the middle of a number")
         byte = message[place]
-        value, place, shift = value | (byte & 127) << shift, place + 1, shift + 7
+        value |= (byte & 127) << shift
+        place += 1
+        shift += 7
         if byte < 128:
             return value & (1 << 64) - 1, place
 
 
 def _varints(packed: memoryview) -> list[int]:
-    values, place = [], 0
+    values = []
+    place = 0
     while place < len(packed):
         value, place = _varint(packed, place)
         values.append(value)
@@ -95,66 +139,104 @@ def _bytes(value: int | memoryview) -> memoryview:
 
 
 class Clients:
-    """Examples by split and client: ``with Clients.open(path) as clients: …``."""
+    """Examples by split and client: ``with Clients.open(path, folder) as clients: …``.
+
+    Args:
+        connection: to the SQLite file.
+        source: its name, for messages.
+    """
 
     def __init__(self, connection: sqlite3.Connection, source: str) -> None:
-        self._connection, self._source = connection, source
+        self._connection = connection
+        self._source = source
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path, unpacked_in: Path) -> Iterator["Clients"]:
-        """path: .sqlite, or .sqlite.lzma, which is unpacked once into a directory."""
+        """The clients of a file, until the block ends.
+
+        Args:
+            path: .sqlite, or .sqlite.lzma.
+            unpacked_in: the folder into which an .lzma file is unpacked, once.
+        """
         if path.suffix == ".lzma":
             path = _unpacked(path, unpacked_in)
         _refuse_truncated(path)
+        address = f"{path.resolve().as_uri()}?mode=ro"
         try:
-            connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-            with contextlib.closing(connection):
+            with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
                 yield cls(connection, str(path))
         except sqlite3.Error as error:
             raise _broken(path, str(error)) from None
 
     def ids(self, split: str) -> list[str]:
-        """Client ids of a split, sorted."""
-        query = "SELECT DISTINCT client_id FROM client_metadata WHERE split_name = ? ORDER BY client_id"
-        found = [str(row[0]) for row in self._connection.execute(query, (split,))]
+        """The client ids of a split, sorted."""
+        query = (
+            "SELECT DISTINCT client_id FROM client_metadata WHERE split_name = ? ORDER BY client_id"
+        )
+        rows = self._connection.execute(query, (split,))
+        found = [str(client) for (client,) in rows]
         if not found:
-            splits = "SELECT DISTINCT split_name FROM client_metadata ORDER BY split_name"
-            names = ", ".join(str(row[0]) for row in self._connection.execute(splits))
-            raise ValueError(f"{self._source}: there is no split {split!r} among {names}: is it the right file?")
+            names = ", ".join(self._splits())
+            raise ValueError(
+                f"{self._source}: there is no split {split!r} among {names}: is it the right file?"
+            )
         return found
 
-    def examples(self, split: str, client: str, most: int | None = None) -> Iterator[dict[str, Feature]]:
-        """A client's examples in the file's order, the first ``most`` of them."""
+    def _splits(self) -> list[str]:
+        query = "SELECT DISTINCT split_name FROM client_metadata ORDER BY split_name"
+        return [str(split) for (split,) in self._connection.execute(query)]
+
+    def examples(
+        self,
+        split: str,
+        client: str,
+        most: int | None = None,
+    ) -> Iterator[dict[str, Feature]]:
+        """A client's examples in the file's order.
+
+        Args:
+            split: the name of the split.
+            client: the client's id.
+            most: only the first ``most`` of them; None is all.
+        """
         wanted = "client_id = ? AND split_name = ? ORDER BY rowid LIMIT ?"
         query = f"SELECT serialized_example_proto FROM examples WHERE {wanted}"
-        rows = self._connection.execute(query, (client, split, -1 if most is None else most))
+        limit = -1 if most is None else most
+        rows = self._connection.execute(query, (client, split, limit))
         for number, (blob,) in enumerate(rows):
             try:
                 yield parse_example(blob)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{self._source}: example {number} of client {client!r} in {split!r} is damaged ({error}): "
-                    "download the file again"
+                    f"{self._source}: example {number} of client {client!r} in {split!r} is "
+                    f"damaged ({error}): download the file again"
                 ) from None
 
 
 def _unpacked(path: Path, folder: Path) -> Path:
+    """The unpacked file, which is made unless it is there and newer than ``path``.
+
+    Several processes may unpack at the same time, for minutes: each writes a file of its own.
+    """
     target = folder / path.stem
     if target.is_file() and target.stat().st_mtime_ns >= path.stat().st_mtime_ns:
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.stem}.", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        dir=folder,
+        prefix=f".{path.stem}.",
+        delete=False,
+    ) as file:
         try:
             with lzma.open(path) as packed:
                 shutil.copyfileobj(packed, file, 1 << 20)
             file.flush()
             os.replace(file.name, target)
-        except (EOFError, lzma.LZMAError) as error:
+        except BaseException as error:
             Path(file.name).unlink(missing_ok=True)
-            raise _broken(path, str(error)) from None
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
+            if isinstance(error, EOFError | lzma.LZMAError):
+                raise _broken(path, str(error)) from None
             raise
     return target
 
@@ -162,16 +244,25 @@ def _unpacked(path: Path, folder: Path) -> Path:
 def _refuse_truncated(path: Path) -> None:
     """By the header: 16 bytes of magic, the page size at 16, the number of pages at 28."""
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file: download it from TensorFlow Federated and put it there")
+        raise ValueError(
+            f"{path}: there is no such file: download it from TensorFlow Federated and put it there"
+        )
     with path.open("rb") as file:
-        header = file.read(100)
-    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+        header = file.read(HEADER_SIZE)
+    if len(header) < HEADER_SIZE or not header.startswith(b"SQLite format 3\0"):
         raise _broken(path, "it does not begin as one")
-    page, pages = struct.unpack(">H", header[16:18])[0], struct.unpack(">I", header[28:32])[0]
-    expected = (65536 if page == 1 else page) * pages
-    if header[24:28] == header[92:96] and path.stat().st_size < expected:
-        raise _broken(path, f"it has {path.stat().st_size:,} of {expected:,} bytes")
+    (page,) = struct.unpack(">H", header[16:18])
+    (pages,) = struct.unpack(">I", header[28:32])
+    if page == 1:
+        page = LARGEST_PAGE
+    expected = page * pages
+    found = path.stat().st_size
+    counted = header[24:28] == header[92:96]  # else the number of pages is not valid
+    if counted and found < expected:
+        raise _broken(path, f"it has {found:,} of {expected:,} bytes")
 
 
 def _broken(path: Path, why: str) -> ValueError:
-    return ValueError(f"{path}: not a complete SQLite file of TensorFlow Federated ({why}): download it again")
+    return ValueError(
+        f"{path}: not a complete SQLite file of TensorFlow Federated ({why}): download it again"
+    )

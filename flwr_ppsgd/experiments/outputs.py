@@ -1,149 +1,326 @@
-"""The directory of a sweep: its settings, its blocks, and rows that are only ever appended.
+"""The output directories of runs and sweeps: the only place that knows the names of their files.
 
-A finished block is one write and one fsync. A kill at any moment leaves whole rows and at most one torn line, which the
-next run cuts off; rows of a block that is not complete are recognised and not written twice.
+The directory of a run appears complete or not at all. The directory of a sweep grows: a finished
+block is one write and one sync. A kill at any moment leaves whole rows and at most one torn line,
+which the next start removes; rows of a block that is not complete are recognised and not written
+twice.
 """
 
-import fcntl
+import csv
+import io
 import json
 import os
-import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import tomli_w
 
-from flwr_ppsgd.experiments.run import check_free
-from flwr_ppsgd.experiments.sweep import Plan, Point, Row, Sweep, is_last
+from flwr_ppsgd import disk
+from flwr_ppsgd.experiments.rows import CAVEAT, Point, RunRow, SweepRow
+from flwr_ppsgd.settings import read_toml
 
-CONFIG, PLAN, ROWS, LOCK = "config.toml", "plan.json", "rows.jsonl", ".lock"
+if TYPE_CHECKING:
+    from flwr_ppsgd.experiments.blocks import Plan
+    from flwr_ppsgd.experiments.run import Outcome
+    from flwr_ppsgd.experiments.sweep import Sweep
+
+RUNS = Path("runs")
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+PRIVACY = "privacy.json"
+MODEL = "model.npz"
+PICTURE = "learning.png"
+PLAN = "plan.json"
+ROWS = "rows.jsonl"
+BEST = "best.csv"
+PAGE = "report.html"
+LOCK = ".lock"
+READABLE_FOLDER = 0o755  # a temporary directory is for its owner alone
+
+Draw: TypeAlias = Callable[[Path], object]
+
+
+def free_directory(name: str) -> Path:
+    """``runs/NAME``, or ``runs/NAME-2`` and so on if that is taken."""
+    candidate = RUNS / name
+    number = 2
+    while candidate.exists():
+        candidate = RUNS / f"{name}-{number}"
+        number += 1
+    return candidate
+
+
+def check_free(out: Path) -> None:
+    """Refuse, before any work, a place that holds something or cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} already holds something: choose another directory with --out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be written ({error.strerror}): choose another directory with --out"
+        ) from None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The settings of the run or sweep in a directory, as they were written there."""
+    return read_toml(directory / CONFIG, remedy="give the --out directory of a sweep")
+
+
+# --- runs
+
+
+def save(outcome: "Outcome", out: Path, draw: Draw | None = None) -> None:
+    """Write the output directory of a run in one move.
+
+    Args:
+        outcome: the run.
+        out: a new directory, or an empty one.
+        draw: adds a picture to a directory that holds everything else.
+    """
+    check_free(out)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write_run(outcome, temporary)
+        if draw is not None:
+            draw(temporary)
+        _move(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_run(outcome: "Outcome", directory: Path) -> None:
+    experiment = outcome.experiment
+    config = experiment.to_flat()
+    config["noise-multiplier"] = outcome.strategy.release.noise_multiplier
+    config.pop("epsilon", None)
+    disk.write_text(directory / CONFIG, tomli_w.dumps(config))
+    rows = [json.dumps(row.to_json()) + "\n" for row in outcome.rows]
+    disk.write_text(directory / METRICS, "".join(rows))
+    data = {**outcome.strategy.privacy_data(), "assumed_public": experiment.assumed_public()}
+    privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    disk.write_text(directory / PRIVACY, privacy + "\n")
+    arrays = {f"w{i}": array for i, array in enumerate(outcome.w.to_numpy_ndarrays())}
+    with disk.replacing(directory / MODEL) as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def _move(temporary: Path, out: Path) -> None:
+    if out.exists():  # an empty directory of the user's, perhaps the current one
+        for path in temporary.iterdir():
+            os.replace(path, out / path.name)
+    else:
+        temporary.chmod(READABLE_FOLDER)
+        os.replace(temporary, out)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What the directory of a run says.
+
+    Args:
+        rounds_trained: the number of rounds that w has had.
+        statement: the privacy statement, line by line.
+        rows: one for each evaluated round.
+    """
+
+    rounds_trained: int
+    statement: list[str]
+    rows: list[RunRow]
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a run, and not of a sweep."""
+    return (directory / PRIVACY).exists()
+
+
+def read_run(directory: Path) -> SavedRun:
+    """What the directory of a run says; ValueError if it is none."""
+    try:
+        privacy = json.loads((directory / PRIVACY).read_text(encoding="utf-8"))
+        lines = (directory / METRICS).read_text(encoding="utf-8").splitlines()
+        return SavedRun(
+            rounds_trained=int(privacy["rounds_trained"]),
+            statement=privacy["statement"].splitlines(),
+            rows=[RunRow.from_json(json.loads(line)) for line in lines],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{directory}: not the directory of a run ({error!r}): give the --out of ppsgd run"
+        ) from None
+
+
+# --- sweeps
 
 
 @contextmanager
-def opened(out: Path, sweep: Sweep) -> Iterator["Store"]:
+def opened(out: Path, sweep: "Sweep") -> Iterator["Store"]:
     """The store of this sweep, new or begun before, for this process alone."""
     if not (out / CONFIG).exists() and not _only_begun(out):
         check_free(out)
     out.mkdir(exist_ok=True)
-    with (out / LOCK).open("w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(disk.locked(out / LOCK, wait=False))
         except BlockingIOError:
-            raise ValueError(f"{out}: another sweep is writing here: wait for it, or choose another --out") from None
-        _settle(out / CONFIG, sweep)
-        yield Store(out, sweep)
+            raise ValueError(
+                f"{out}: another sweep is writing here: wait for it, or choose another --out"
+            ) from None
+        _settle(out, sweep.to_flat())
+        yield Store(out, sweep.base.training.rounds)
 
 
 def _only_begun(out: Path) -> bool:
-    """A sweep that was killed before it wrote its settings."""
-    return out.is_dir() and {path.name for path in out.iterdir()} == {LOCK}
+    """Whether a sweep was killed here before it had written its settings."""
+    if not out.is_dir():
+        return False
+    names = {path.name for path in out.iterdir() if not path.name.startswith(CONFIG)}
+    return names == {LOCK}
 
 
-def _settle(config: Path, sweep: Sweep) -> None:
+def _settle(out: Path, flat: Mapping[str, Any]) -> None:
     """Write the settings, or compare them with those that are there."""
-    flat = sweep.to_flat()
-    if not config.exists():
-        replace_text(config, tomli_w.dumps(flat))
+    if not (out / CONFIG).exists():
+        disk.write_text(out / CONFIG, tomli_w.dumps(flat))
         return
-    there = read_config(config.parent)
+    there = read_config(out)
     for key in sorted(flat.keys() | there.keys()):
         if flat.get(key) != there.get(key):
             raise ValueError(
-                f"{config.parent} holds the results of another experiment: its {key} is {there.get(key)}, here it is "
-                f"{flat.get(key)}: choose another --out"
+                f"{out} holds the results of another experiment: its {key} is {there.get(key)}, "
+                f"here it is {flat.get(key)}: choose another --out"
             )
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The settings of the sweep in a directory, as written there."""
-    path = directory / CONFIG
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}: give the --out directory of a sweep") from None
-
-
-def read_rows(directory: Path) -> list[Row]:
-    """Every whole row; a torn last line is left out."""
+def read_rows(directory: Path) -> list[SweepRow]:
+    """Every whole row of a sweep; a torn last line is left out."""
     path = directory / ROWS
     if not path.exists():
         return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [_parsed(line, number, path) for number, line in enumerate(whole.splitlines(), 1)]
+    lines = disk.whole_lines(path.read_bytes())
+    return [_parsed(line, number, path) for number, line in enumerate(lines, 1)]
 
 
-def _parsed(line: bytes, number: int, path: Path) -> Row:
+def finished_rows(directory: Path) -> list[SweepRow]:
+    """The rows of a sweep; ValueError if there is none yet."""
+    rows = read_rows(directory)
+    if not rows:
+        raise ValueError(
+            f"{directory}: no setting is finished yet: run ppsgd sweep --out {directory}"
+        )
+    if not any(row.measures for row in rows):
+        raise ValueError(
+            f"{directory / ROWS}: not the rows of a sweep (nothing is measured): restore the file"
+        )
+    return rows
+
+
+def _parsed(line: bytes, number: int, path: Path) -> SweepRow:
     try:
-        row: Row = json.loads(line)
-        Point.of(row)
-        row["round"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: line {number} is not a row of a sweep ({error!r}): restore the file") from None
-    return row
+        return SweepRow.from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: line {number} is not a row of a sweep ({error!r}): restore the file"
+        ) from None
 
 
 class Store:
-    """An open directory."""
+    """The open directory of a sweep.
 
-    def __init__(self, out: Path, sweep: Sweep) -> None:
-        self._out, self._rounds = out, sweep.base.rounds
-        rows = read_rows(out)
-        self._keys = {_key(row) for row in rows}
-        self._finished = {Point.of(row) for row in rows if is_last(row, self._rounds)}
+    Args:
+        out: the directory.
+        rounds: the planned number of rounds.
+    """
+
+    def __init__(self, out: Path, rounds: int) -> None:
+        self._out = out
+        self._rounds = rounds
+        self._known: set[tuple[Point, int]] = set()
+        self._finished: set[Point] = set()
+        self._note(read_rows(out))
         if (out / ROWS).exists():
-            _cut_torn_line(out / ROWS)
+            disk.cut_torn_line(out / ROWS)
 
-    def plan(self, proposed: Plan) -> Plan:
-        """The plan this directory was begun with, or ``proposed`` from now on: blocks decide the last digits."""
+    def _note(self, rows: Iterable[SweepRow]) -> None:
+        for row in rows:
+            self._known.add((row.point, row.round))
+            if row.is_last(self._rounds):
+                self._finished.add(row.point)
+
+    def plan(self, proposed: "Plan") -> "Plan":
+        """The plan this directory was begun with, or ``proposed`` from now on.
+
+        Which settings stand side by side decides the last digits of their rows.
+        """
         path = self._out / PLAN
         if not path.exists():
             keys = [[point.key() for point in block] for block in proposed.blocks]
-            replace_text(path, json.dumps({"bytes": proposed.bytes, "blocks": keys}) + "\n")
+            plan = {"bytes": proposed.bytes, "blocks": keys}
+            disk.write_text(path, json.dumps(plan) + "\n")
             return proposed
         kept = json.loads(path.read_text(encoding="utf-8"))
-        blocks = tuple(tuple(Point.of(key) for key in block) for block in kept["blocks"])
-        if kept["bytes"] > proposed.limit:
+        size = kept["bytes"]
+        if size > proposed.limit:
             raise ValueError(
-                f"{self._out} was begun with blocks of {kept['bytes'] / 1e6:.0f} MB and the limit is now "
+                f"{self._out} was begun with blocks of {size / 1e6:.0f} MB and the limit is now "
                 f"{proposed.limit / 1e6:.0f} MB: raise --memory, or begin anew with another --out"
             )
-        jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // kept["bytes"]))
-        return Plan(blocks, jobs, kept["bytes"], proposed.limit)
+        blocks = tuple(_block(keys) for keys in kept["blocks"])
+        jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // size))
+        return replace(proposed, blocks=blocks, jobs=jobs, bytes=size)
 
     def missing(self, blocks: Iterable[Sequence[Point]]) -> list[Sequence[Point]]:
         """The blocks that are not complete."""
         return [block for block in blocks if not set(block) <= self._finished]
 
-    def append(self, rows: Iterable[Row]) -> None:
+    def append(self, rows: Iterable[SweepRow]) -> None:
         """Those rows that are not there yet, in one write, on disk when this returns."""
-        new = [row for row in rows if _key(row) not in self._keys]
-        data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in new).encode()
-        with (self._out / ROWS).open("ab", buffering=0) as file:
-            while data:
-                data = data[file.write(data) :]
-            os.fsync(file.fileno())
-        self._keys |= {_key(row) for row in new}
-        self._finished |= {Point.of(row) for row in new if is_last(row, self._rounds)}
+        new = []
+        text = ""
+        for row in rows:
+            if (row.point, row.round) not in self._known:
+                new.append(row)
+                text += json.dumps(row.to_json(), allow_nan=False) + "\n"
+        disk.append(self._out / ROWS, text.encode())
+        self._note(new)
 
 
-def _key(row: Row) -> tuple[Point, int]:
-    return Point.of(row), int(row["round"])
+def _block(keys: Iterable[Mapping[str, Any]]) -> tuple[Point, ...]:
+    return tuple(Point.of(key) for key in keys)
 
 
-def _cut_torn_line(path: Path) -> None:
-    with path.open("r+b") as file:
-        whole, newline, _ = file.read().rpartition(b"\n")
-        file.truncate(len(whole) + len(newline))
-        os.fsync(file.fileno())
+def planned_settings(directory: Path) -> int | None:
+    """The number of settings that a sweep was to run; None if it is not known."""
+    try:
+        plan = json.loads((directory / PLAN).read_text(encoding="utf-8"))
+        return sum(len(block) for block in plan["blocks"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
-def replace_text(path: Path, text: str) -> None:
-    """The file appears complete or not at all."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def write_best(
+    directory: Path, columns: Sequence[str], table: Iterable[Mapping[str, float | None]]
+) -> Path:
+    """``best.csv``: what ε does not cover, then a row for each noise level."""
+    text = io.StringIO(newline="")
+    text.write(f"# {CAVEAT}\n")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(table)
+    path = directory / BEST
+    disk.write_text(path, text.getvalue())
+    return path
+
+
+def write_page(directory: Path, text: str) -> Path:
+    """``report.html``, which appears complete or not at all."""
+    path = directory / PAGE
+    disk.write_text(path, text)
+    return path

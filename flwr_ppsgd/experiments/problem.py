@@ -1,46 +1,62 @@
-"""Which data and which model an experiment is about: flat keys, and what follows from the users that a file holds."""
+"""Which data and which model an experiment is about: flat keys, and the users that a file holds."""
 
 import functools
 import hashlib
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.data import Columns, PerUser, Split, load, public_statistics
-from flwr_ppsgd.data.emnist import HUB
-from flwr_ppsgd.data.per_user import Task
-from flwr_ppsgd.models.split import Loss
-from flwr_ppsgd.settings import key_of, typed
+from flwr_ppsgd.checks import require
+from flwr_ppsgd.settings import key_of, listed, name_of, part_of, to_flat, typed, with_keys
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.data.columns import Columns
+    from flwr_ppsgd.data.per_user import PerUser
+    from flwr_ppsgd.data.raw import Split
 
 SYNTHETIC = "synthetic"
-BATCH_SIZE = 10
-DERIVED = {"passes": "rounds", "cohort-mean": "rate", "evaluations": "evaluate-every"}  # what stands for what
-WORDS = {"task": ("", *get_args(Task)), "model": ("linear", "cnn"), "loss": get_args(Loss)}
-NEEDS = {"passes": (), "cohort-mean": ("population",), "evaluations": ("rounds",)}
-ROUNDS_ARE_PUBLIC = "the number of rounds from passes takes the total number of samples, {:,}, to be public"
+LINEAR = "linear"
+CNN = "cnn"
+WORDS = {
+    "task": ("", "classification", "multi-label", "regression"),
+    "model": (LINEAR, CNN),
+    "loss": ("squared", "softmax"),
+}
+LEAST = {"users": 1, "min_train": 1, "features": 5, "batch_size": 1}
+CHECKSUM_LETTERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A data set, how it is read, and the model. Empty text is the reader's own choice.
 
-    data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or a folder with its files; a SQLite file of
-        TensorFlow Federated.
-    data_checksum: of that file, filled in when it is read: other contents under the same name are refused.
-    users: at most so many, the first ones. min_train: leave out users with fewer training rows.
-    user_column, target_column, test_column, time_column, feature_columns: names in own files; several are separated by
-        commas. test_fraction: each user's test part, the last rows where there is a time column.
-    task: classification, regression or multi-label; detected where it is not given.
-    standardise: a file of *public* means and standard deviations. bias: a column of ones.
-    data_seed: of the synthetic problem, of the test part, of minibatches and of a network's first values.
-    features: of the synthetic problem. batch_size: samples a user draws in a round.
-    model: "linear", or "cnn" for images of 28 × 28 pixels, with its own loss. loss: "squared" or "softmax".
-    target_shift: what is subtracted from targets: .1 in the paper, a public centre for amounts.
+    Args:
+        data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or a folder with its
+            files; a SQLite file of TensorFlow Federated.
+        data_checksum: of that file, filled in when it is read. Other contents under the same name
+            are refused.
+        users: the largest number of users; the first ones are taken.
+        min_train: leave out users with fewer training rows.
+        user_column: in own files, the column that names the user.
+        target_column: the column to predict; several are separated by commas.
+        test_column: the column that marks test rows.
+        time_column: the column that orders a user's rows.
+        feature_columns: the columns to predict from, separated by commas.
+        test_fraction: each user's test part; the last rows if there is a time column.
+        task: classification, regression or multi-label; detected if it is not given.
+        standardise: a file of *public* means and standard deviations.
+        bias: add a column of ones.
+        data_seed: of the synthetic problem, of the test part, of minibatches and of a network's
+            first values.
+        features: the number of features of the synthetic problem.
+        batch_size: the number of samples that a user draws per round.
+        model: "linear", or "cnn" for images of 28 × 28 pixels, with its own loss.
+        loss: "squared" or "softmax".
+        target_shift: what is subtracted from targets: .1 in the paper, a public centre for amounts.
     """
 
     data: str = SYNTHETIC
@@ -58,172 +74,139 @@ class Problem:
     bias: bool = False
     data_seed: int = 0
     features: int = 100
-    batch_size: int = BATCH_SIZE
-    model: str = "linear"
+    batch_size: int = 10
+    model: str = LINEAR
     loss: str = "squared"
     target_shift: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Whatever can be told without the file."""
+        for name, allowed in WORDS.items():
+            word = getattr(self, name)
+            quoted = [repr(one) for one in allowed if one]
+            if word not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(quoted)}, got {word!r}")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            rule = f"{key_of(name)} must be at least {least}"
+            require(value is None or value >= least, rule, value, "raise it")
+
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Self:
-        """From settings that hold other keys too."""
-        return cls(**{f.name: flat[key_of(f.name)] for f in fields(cls) if key_of(f.name) in flat})
+        """From flat settings that hold other keys too."""
+        hints = get_type_hints(cls)
+        values = {}
+        for key, value in part_of(with_keys(flat), cls).items():
+            name = name_of(key)
+            values[name] = typed(key, value, hints[name])
+        return cls(**values)
 
-    def problem(self) -> "Problem":
-        """These keys alone, where a value holds more."""
-        return Problem(**{f.name: getattr(self, f.name) for f in fields(Problem)})
+    def to_flat(self) -> dict[str, Any]:
+        """The keys that are given."""
+        return to_flat(self)
 
-    def check(self) -> None:
-        """Whatever can be told without the file."""
-        if self.data == SYNTHETIC:
-            given = [key_of(f.name) for f in fields(Problem) if getattr(self, f.name) != f.default]
-            if foreign := [key for key in given if key not in ("data-seed", "features", "batch-size")]:
-                raise ValueError(f"{foreign[0]} is for data of your own: leave it out, or give data = FILE")
-        for name, allowed in WORDS.items():
-            if (word := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, filter(None, allowed)))}, got {word!r}")
-        for name, least in (("users", 1), ("min_train", 1), ("features", 5), ("batch_size", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"{key_of(name)} must be at least {least}, got {value}: raise it")
-        if self.model == "cnn" and (self.loss, self.target_shift) != ("squared", 0.0):
+    def given(self) -> list[str]:
+        """The keys that differ from their defaults."""
+        changed = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        return [key_of(field.name) for field in changed]
+
+    def found(self) -> "Problem":
+        """With absolute paths, and the checksum of the file; ValueError if that has changed."""
+        data = place_of(self.data)
+        checksum = _checksum(data)
+        if self.data_checksum not in ("", checksum):
             raise ValueError(
-                "the cnn has a loss of its own, with targets shifted by .1: leave out loss and target-shift"
+                f"{data}: the file has changed since it was used here (checksum {checksum}, then "
+                f"{self.data_checksum}): put the old one back, or begin anew without data-checksum"
             )
+        standardise = self.standardise
+        if standardise:
+            standardise = str(Path(standardise).resolve())
+        return replace(self, data=data, data_checksum=checksum, standardise=standardise)
 
-    @property
-    def _columns(self) -> Columns | None:
-        named = {"user": self.user_column, "target": self.target_column, "test": self.test_column}
-        named |= {"time": self.time_column}
-        given: dict[str, Any] = {key: value for key, value in named.items() if value}
-        if self.feature_columns:
-            given["features"] = tuple(name.strip() for name in self.feature_columns.split(","))
+    def columns(self) -> "Columns | None":
+        """The columns that are named; None if none is."""
+        from flwr_ppsgd.data.columns import Columns
+
+        named: dict[str, Any] = {
+            "user": self.user_column,
+            "target": self.target_column,
+            "test": self.test_column,
+            "time": self.time_column,
+            "features": tuple(listed(self.feature_columns)),
+        }
+        given = {key: value for key, value in named.items() if value}
         return Columns(**given) if given else None
 
-    @property
-    def _split(self) -> Split | None:
-        return None if self.test_fraction is None else Split(self.test_fraction, self.data_seed)
+    def split(self) -> "Split | None":
+        """How each user's test part is chosen; None if the reader decides."""
+        from flwr_ppsgd.data.raw import Split
 
-    def per_user(self) -> PerUser:
+        if self.test_fraction is None:
+            return None
+        return Split(self.test_fraction, self.data_seed)
+
+    def per_user(self) -> "PerUser":
         """The users, as a model sees them. Read again, the same value comes from memory."""
         return _read(self)
 
+    def visits_in(self, passes: float | None) -> NDArray[np.intp] | None:
+        """How often each user draws a whole minibatch in ``passes`` over the own samples.
+
+        What is left over is never used. None if there is no limit.
+        """
+        if passes is None:
+            return None
+        sizes = self.per_user().train_sizes
+        whole = passes * sizes // np.minimum(sizes, self.batch_size)
+        return np.asarray(np.maximum(1, whole), dtype=np.intp)
+
 
 @functools.lru_cache(maxsize=2)
-def _read(problem: Problem) -> PerUser:
+def _read(problem: Problem) -> "PerUser":
+    from flwr_ppsgd.data.by_name import load
+    from flwr_ppsgd.data.files import public_statistics
+
     task: Any = problem.task or None
     data = load(
         problem.data,
-        problem._columns,
-        split=problem._split,
+        problem.columns(),
+        split=problem.split(),
         task=task,
         min_train=problem.min_train,
         users=problem.users,
     )
     if problem.standardise:
-        data = data.standardised(*public_statistics(problem.standardise, data))
+        mean, std = public_statistics(problem.standardise, data)
+        data = data.standardised(mean, std)
     return data.with_bias() if problem.bias else data
 
 
-def resolved(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``flat`` with all that follows from the data: its place, checksum and population, rounds, rate, evaluations."""
-    flat = {key.replace("_", "-"): value for key, value in flat.items()}
-    try:
-        if flat.get("data", SYNTHETIC) != SYNTHETIC:
-            flat = _with_population(flat)
-        return _with_derived(flat)
-    except ValueError as error:
-        prefix = "" if str(error).startswith(_place(str(flat.get("data")))) else f"{where}: "
-        raise ValueError(f"{prefix}{error}") from None
+def place_of(data: str) -> str:
+    """Absolute if it is a file: workers run in another directory."""
+    from flwr_ppsgd.data.emnist import HUB
 
-
-def _with_population(flat: dict[str, Any]) -> dict[str, Any]:
-    flat = {**flat, "data": _place(str(flat["data"]))}
-    if flat.get("standardise"):
-        flat["standardise"] = str(Path(flat["standardise"]).resolve())
-    found = _checksum(flat["data"])
-    if flat.get("data-checksum") not in (None, "", found):
-        raise ValueError(
-            f"{flat['data']}: the file has changed since it was used here (checksum {found}, then "
-            f"{flat['data-checksum']}): put the old one back, or begin anew without data-checksum"
-        )
-    flat["data-checksum"] = found
-    problem = Problem.of(_typed(flat))
-    problem.check()
-    users = len(problem.per_user())
-    if flat.get("population", users) != users:
-        raise ValueError(
-            f"population is {flat['population']} and {flat['data']} has {users} users: leave population out"
-        )
-    return {**flat, "population": users}
-
-
-def _typed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of ``Problem`` alone, with values of their types."""
-    hints = get_type_hints(Problem)
-    return {key: typed(key, flat[key], hint) for name, hint in hints.items() if (key := key_of(name)) in flat}
-
-
-def _place(data: str) -> str:
-    """Absolute where it is a file: workers stand elsewhere."""
-    return data if data == HUB and not Path(data).exists() else str(Path(data).resolve())
+    if data == HUB and not Path(data).exists():
+        return data
+    return str(Path(data).resolve())
 
 
 def _checksum(data: str) -> str:
-    """SHA-256 of a file, or of all files of a folder; nothing where there is none."""
+    """SHA-256 of a file, or of all files of a folder; empty if there is none."""
     path = Path(data)
-    files = sorted(file for file in path.rglob("*.parquet") if file.is_file()) if path.is_dir() else [path]
-    digests = [_digest(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else ""
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    digests = [_digest_now(file) for file in files if file.is_file()]
+    if not digests:
+        return ""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:CHECKSUM_LETTERS]
+
+
+def _digest_now(file: Path) -> str:
+    found = file.stat()
+    return _digest(file, found.st_size, found.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1024)
 def _digest(file: Path, size: int, changed: int) -> str:  # noqa: ARG001 - they make up the key
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _with_derived(flat: dict[str, Any]) -> dict[str, Any]:
-    """Rate from the mean size of a cohort, rounds from passes, and how often to evaluate from how many times."""
-    flat = _put(flat, "cohort-mean", lambda mean: mean / flat["population"])
-    flat = _put(flat, "passes", lambda passes: rounds_of(flat, passes))
-    return _put(flat, "evaluations", lambda times: math.ceil(flat["rounds"] / times))
-
-
-def _put(flat: dict[str, Any], key: str, derive: Callable[[float], float]) -> dict[str, Any]:
-    """What ``key`` stands for, filled in; where it is there already it must agree."""
-    if key not in flat:
-        return flat
-    given, other = typed(key, flat[key], float), DERIVED[key]
-    if not 0 < given < math.inf:
-        raise ValueError(f"{key} must be positive and finite, got {given!r}")
-    missing = [name for name in NEEDS[key] if name not in flat]
-    if missing:
-        raise ValueError(f"{missing[0]!r} is missing: {key} needs it")
-    value = derive(given)
-    if flat.get(other, value) != value:
-        raise ValueError(
-            f"{key} = {given:g} makes {other} {value:g} and it is given as {flat[other]}: keep one of them"
-        )
-    return {**flat, other: value}
-
-
-def visits_in(problem: Problem, passes: float | None) -> NDArray[np.intp] | None:
-    """How often each user draws a whole minibatch in so many passes; what is left over is never used."""
-    if passes is None:
-        return None
-    sizes = problem.per_user().train_sizes
-    return np.asarray(np.maximum(1, passes * sizes // np.minimum(sizes, problem.batch_size)), dtype=np.intp)
-
-
-def rounds_of(flat: Mapping[str, Any], passes: float) -> int:
-    """So many rounds that users draw each of their samples ``passes`` times, on average."""
-    if flat.get("data", SYNTHETIC) == SYNTHETIC:
-        raise ValueError("passes is for data with finitely many samples: give rounds")
-    problem = Problem.of(_typed(flat))
-    sizes = problem.per_user().train_sizes
-    rate = float(flat["rate"] if "rate" in flat else flat["cohort-size"] / flat["population"])
-    if flat.get("drop-exhausted"):
-        visits = visits_in(problem, passes)
-        assert visits is not None
-        return math.ceil(float(visits.sum()) / (rate * len(sizes)))
-    drawn = rate * np.minimum(sizes, flat.get("batch-size", BATCH_SIZE)).sum()
-    return max(1, round(passes * float(sizes.sum() / drawn)))

@@ -1,97 +1,471 @@
-"""A problem on data of one's own, as each engine sees it: one user's learner, everyone's table, a network's engine."""
+"""What is learnt, as each engine sees it: one user's learner, w at the start, everyone's engine.
+
+There are three tasks: the paper's synthetic problem, a linear model on own data, and the paper's
+CNN on own data. Engines, and with them scipy and torch, are loaded when they are first needed.
+"""
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Context
 from numpy.typing import DTypeLike
 
-from flwr_ppsgd.client.message_api import Learner
-from flwr_ppsgd.data import PerUser, linear_learner, network_learner
-from flwr_ppsgd.data.learners import NetworkBatches, check_loss, network_targets
-from flwr_ppsgd.experiments.problem import Problem, visits_in
-from flwr_ppsgd.models.cnn import paper_cnn
-from flwr_ppsgd.models.split import AdditiveHead, Loss
-from flwr_ppsgd.simulation.batches import Table
-from flwr_ppsgd.simulation.linear import Setting
-from flwr_ppsgd.simulation.networks import NetworkEngine
+from flwr_ppsgd.data.synthetic import Synthetic, SyntheticLearner
+from flwr_ppsgd.experiments.problem import CNN, SYNTHETIC, Problem
+from flwr_ppsgd.experiments.rows import BASELINES, FEDAVG
+from flwr_ppsgd.learner import Learner
+from flwr_ppsgd.models.linear import Loss
+from flwr_ppsgd.theory import Constants
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.data.per_user import PerUser
+    from flwr_ppsgd.models.split import AdditiveHead
+    from flwr_ppsgd.simulation.batches import Population, Table
+    from flwr_ppsgd.simulation.engine import Engine, Setting
 
 PIXELS = 28 * 28
+SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")
+MOST_COLUMNS = 4096  # side by side; more gain nothing and would be lost together when interrupted
+MOST_NETWORKS = 16
+FLOAT_BYTES = 8
+ROUNDS_ARE_PUBLIC = (
+    "the number of rounds from passes takes the total number of samples, {:,}, to be public"
+)
 
 
-def learner(problem: Problem, user: int) -> Learner:
-    """One user's model and data."""
-    data = problem.per_user()
-    if problem.model == "cnn":
-        return network_learner(network(problem), data, user, batch_size=problem.batch_size, seed=problem.data_seed)
-    return linear_learner(
-        data, user, batch_size=problem.batch_size, seed=problem.data_seed, loss=loss_of(problem),
-        shift=problem.target_shift,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Conditions:
+    """What all settings that are trained side by side have in common.
+
+    Args:
+        rounds: the planned number of rounds.
+        rate: the share of users that takes part in a round, on average.
+        average: keep the average iterates, too.
+        precision: of the engine for linear models, float64 or float32.
+        dropped_after: a user drops out after this number of passes over the own samples; None is
+            never.
+    """
+
+    rounds: int
+    rate: float
+    average: bool = False
+    precision: str = "float64"
+    dropped_after: float | None = None
 
 
-def initial_arrays(problem: Problem) -> ArrayRecord:
-    """w before the first round."""
-    if problem.model == "cnn":
-        return network(problem).initial_arrays()
-    data = problem.per_user()
-    check_loss(data, loss_of(problem), problem.target_shift)
-    return ArrayRecord([np.zeros(data.features * data.outputs)])
+class Task(Protocol):
+    """A data set together with a model."""
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """What the algorithm can be compared with here."""
+        ...
+
+    def learner(self, user: int) -> Learner:
+        """One user's model and data."""
+        ...
+
+    def initial_arrays(self) -> ArrayRecord:
+        """w before the first round."""
+        ...
+
+    def engine(
+        self, settings: Sequence["Setting"], seed: int | None, conditions: Conditions
+    ) -> "Engine":
+        """Everyone's data and models, for the given settings side by side."""
+        ...
+
+    def bytes(self, settings: int, conditions: Conditions) -> int:
+        """About how much memory a block of this number of settings takes, with the data."""
+        ...
+
+    def most_settings(self, conditions: Conditions) -> int:
+        """The largest number of settings that should be trained side by side."""
+        ...
+
+    def known(self) -> dict[str, Any]:
+        """The settings that follow from the data, by their flat keys."""
+        ...
+
+    def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
+        """The number of rounds in which users draw each of their samples ``passes`` times.
+
+        Args:
+            passes: over everyone's samples.
+            rate: the share of users that takes part in a round, on average.
+            exhausts: users drop out once they have used up their samples.
+        """
+        ...
+
+    def describe(self) -> str:
+        """What the data are, in lines to print; empty if there is nothing to say."""
+        ...
+
+    def assumed_public(self) -> list[str]:
+        """What a number of rounds that was worked out from passes gives away about the data."""
+        ...
+
+    def constants(self) -> Constants:
+        """What the paper's bounds ask about the problem."""
+        ...
 
 
-def loss_of(problem: Problem) -> Loss:
+def task_of(problem: Problem, population: int) -> Task:
+    """The task of a problem.
+
+    Args:
+        problem: data and model.
+        population: the number of users of the synthetic problem; own data know theirs.
+    """
+    if problem.data == SYNTHETIC:
+        return SyntheticTask(problem, population)
+    if problem.model == CNN:
+        return CnnTask(problem)
+    return OwnLinearTask(problem)
+
+
+def learner_for(context: Context) -> Learner:
+    """The learner of one node; its settings travel in the run config."""
+    config = context.run_config
+    task = task_of(Problem.of(config), int(config["population"]))
+    return task.learner(int(context.node_config["partition-id"]))
+
+
+class LinearTask(Task, Protocol):
+    """A task with a linear model."""
+
+    def population(self, conditions: Conditions) -> "Population":
+        """Everyone's data, for the cohort engine of linear models."""
+        ...
+
+
+def _linear_engine(
+    task: LinearTask, settings: Sequence["Setting"], seed: int | None, conditions: Conditions
+) -> "Engine":
+    from flwr_ppsgd.simulation.linear import CohortEngine
+
+    return CohortEngine(
+        task.population(conditions),
+        settings,
+        seed=seed,
+        rounds=conditions.rounds,
+        average=conditions.average,
+        dtype=conditions.precision,
+    )
+
+
+def _linear_bytes(task: LinearTask, settings: int, conditions: Conditions) -> int:
+    from flwr_ppsgd.simulation.linear import bytes_for
+
+    return bytes_for(
+        task.population(conditions),
+        settings,
+        rounds=conditions.rounds,
+        rate=conditions.rate,
+        average=conditions.average,
+    )
+
+
+@dataclass(frozen=True)
+class SyntheticTask:
+    """The paper's synthetic regression: samples are always fresh, and the truth is known."""
+
+    problem: Problem
+    users: int
+
+    def __post_init__(self) -> None:
+        foreign = [key for key in self.problem.given() if key not in SYNTHETIC_KEYS]
+        if foreign:
+            raise ValueError(
+                f"{foreign[0]} is for data of your own: leave it out, or give data = FILE"
+            )
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """Nobody has samples of their own to fine-tune on."""
+        return (FEDAVG,)
+
+    def truth(self) -> Synthetic:
+        """The problem itself, the same value for the same settings."""
+        return _synthetic(self.users, self.problem.features, self.problem.data_seed)
+
+    def learner(self, user: int) -> Learner:
+        """One user's stream of fresh samples, measured against the truth."""
+        return SyntheticLearner(self.truth(), user, self.problem.batch_size)
+
+    def initial_arrays(self) -> ArrayRecord:
+        """w = 0."""
+        return ArrayRecord([np.zeros(self.problem.features)])
+
+    def population(self, conditions: Conditions) -> "Population":  # noqa: ARG002
+        """Everyone's fresh samples."""
+        from flwr_ppsgd.simulation.batches import Fresh
+
+        return Fresh(self.truth(), self.problem.batch_size)
+
+    def engine(
+        self, settings: Sequence["Setting"], seed: int | None, conditions: Conditions
+    ) -> "Engine":
+        """The cohort engine for linear models."""
+        return _linear_engine(self, settings, seed, conditions)
+
+    def bytes(self, settings: int, conditions: Conditions) -> int:
+        """Of w, θ and a cohort's products, with the data."""
+        return _linear_bytes(self, settings, conditions)
+
+    def most_settings(self, conditions: Conditions) -> int:  # noqa: ARG002
+        """As many as the largest number of columns side by side allows."""
+        return MOST_COLUMNS
+
+    def known(self) -> dict[str, Any]:
+        """Nothing follows from data that are made up."""
+        return {}
+
+    def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:  # noqa: ARG002
+        """There is no end to fresh samples."""
+        raise ValueError(
+            f"passes is for data with finitely many samples, got {passes:g}: give rounds"
+        )
+
+    def describe(self) -> str:
+        """The settings say it all."""
+        return ""
+
+    def assumed_public(self) -> list[str]:
+        """Nothing: the samples have no number."""
+        return []
+
+    def constants(self) -> Constants:
+        """From the truth behind the data."""
+        return self.truth().constants()
+
+
+@functools.lru_cache(maxsize=4)
+def _synthetic(users: int, features: int, seed: int) -> Synthetic:
+    return Synthetic.draw(users, features, seed)
+
+
+class OwnDataTask:
+    """What the two tasks on own data share: the users that a file holds."""
+
+    problem: Problem
+
+    def known(self) -> dict[str, Any]:
+        """Where the data are, their checksum, and the number of users."""
+        found = self.problem.found()
+        settings: dict[str, Any] = {"data": found.data, "data-checksum": found.data_checksum}
+        if found.standardise:
+            settings["standardise"] = found.standardise
+        return {**settings, "population": len(found.per_user())}
+
+    def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
+        """Σ n_i·passes over the samples that all users draw in a round on average."""
+        sizes = self.problem.per_user().train_sizes
+        if exhausts:
+            visits = self.problem.visits_in(passes)
+            assert visits is not None
+            return math.ceil(float(visits.sum()) / (rate * len(sizes)))
+        drawn = rate * np.minimum(sizes, self.problem.batch_size).sum()
+        return max(1, round(passes * float(sizes.sum() / drawn)))
+
+    def describe(self) -> str:
+        """The users and their rows."""
+        return self.problem.per_user().describe(self.problem.batch_size)
+
+    def assumed_public(self) -> list[str]:
+        """The total number of samples."""
+        samples = int(self.problem.per_user().train_sizes.sum())
+        return [ROUNDS_ARE_PUBLIC.format(samples)]
+
+    def constants(self) -> Constants:
+        """Nobody knows them for data that were not made up."""
+        raise ValueError(
+            "alpha_q 'theory' is for the synthetic problem, whose constants are known: give a "
+            "number"
+        )
+
+
+@dataclass(frozen=True)
+class OwnLinearTask(OwnDataTask):
+    """(w + θ_i)ᵀx on data of one's own."""
+
+    problem: Problem
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """All of them."""
+        return BASELINES
+
+    def learner(self, user: int) -> Learner:
+        """One user's rows, with a linear model."""
+        from flwr_ppsgd.data.learners import linear_learner
+
+        return linear_learner(
+            self.problem.per_user(),
+            user,
+            batch_size=self.problem.batch_size,
+            seed=self.problem.data_seed,
+            loss=_loss_of(self.problem),
+            shift=self.problem.target_shift,
+        )
+
+    def initial_arrays(self) -> ArrayRecord:
+        """w = 0, one column for each output."""
+        data = _checked(self.problem)
+        return ArrayRecord([np.zeros(data.features * data.outputs)])
+
+    def population(self, conditions: Conditions) -> "Table":
+        """Everyone's rows."""
+        return table(self.problem, conditions.precision, conditions.dropped_after)
+
+    def engine(
+        self, settings: Sequence["Setting"], seed: int | None, conditions: Conditions
+    ) -> "Engine":
+        """The cohort engine for linear models."""
+        return _linear_engine(self, settings, seed, conditions)
+
+    def bytes(self, settings: int, conditions: Conditions) -> int:
+        """Of w, θ and a cohort's products, with the data."""
+        return _linear_bytes(self, settings, conditions)
+
+    def most_settings(self, conditions: Conditions) -> int:
+        """As many as the largest number of columns side by side allows."""
+        return max(1, MOST_COLUMNS // self.population(conditions).outputs)
+
+
+def _loss_of(problem: Problem) -> Loss:
     return cast(Loss, problem.loss)
 
 
-@functools.lru_cache(maxsize=1)
-def table(problem: Problem, dtype: DTypeLike, dropped_after: float | None = None) -> Table:
-    """Everyone's rows, for the cohort engine of linear models. dropped_after: so many passes a user drops out."""
+def _checked(problem: Problem) -> "PerUser":
+    """The users; ValueError if the loss does not go with their targets."""
+    from flwr_ppsgd.data.learners import check_loss
+
     data = problem.per_user()
-    check_loss(data, loss_of(problem), problem.target_shift)
-    train, test = (data.part(test=test, shift=problem.target_shift, dtype=dtype) for test in (False, True))
-    return Table(
-        *train, batch_size=problem.batch_size, seed=problem.data_seed, loss=loss_of(problem), test=test,
-        task=data.task, most_visits=visits_in(problem, dropped_after),
-    )  # fmt: skip
-
-
-def network(problem: Problem) -> AdditiveHead:
-    """The paper's CNN, for data that it fits."""
-    return _network(problem.data_seed, _images(problem.per_user()).outputs)
-
-
-@functools.lru_cache(maxsize=1)
-def _network(seed: int, classes: int) -> AdditiveHead:
-    return paper_cnn(seed, classes)
-
-
-def _images(data: PerUser) -> PerUser:
-    if data.features != PIXELS or data.task != "classification":
-        raise ValueError(
-            f"{data.source}: the cnn is for classes of images of 28 × 28 = {PIXELS} pixels and this has "
-            f"{data.features} features, {data.task}: use model = 'linear'"
-        )
+    check_loss(data, _loss_of(problem), problem.target_shift)
     return data
 
 
-def network_engine(
-    problem: Problem, settings: Sequence[Setting], *, seed: int | None, average: bool, dropped_after: float | None
-) -> NetworkEngine:
-    """Everyone's minibatches and test parts, for the cohort engine of networks."""
-    data, size = problem.per_user(), problem.batch_size
-    batches = [NetworkBatches(data, user, size, seed=problem.data_seed, shift=0.0) for user in range(len(data))]
-    rows = [data.rows(user, test=True) for user in range(len(data))]
-    tests: list[Any] = [(data.matrix(own), network_targets(data, own)) for own in rows]
-    return NetworkEngine(
-        network(problem), batches, settings, seed=seed, average=average, tests=tests,
-        most_visits=visits_in(problem, dropped_after),
-    )  # fmt: skip
+@functools.lru_cache(maxsize=1)
+def table(problem: Problem, dtype: DTypeLike, dropped_after: float | None = None) -> "Table":
+    """Everyone's rows, for the cohort engine of linear models.
+
+    Args:
+        problem: own data, with a linear model.
+        dtype: of features and targets.
+        dropped_after: as of ``Conditions``.
+    """
+    from flwr_ppsgd.simulation.batches import Table
+
+    data = _checked(problem)
+    x, y, offsets = data.part(test=False, shift=problem.target_shift, dtype=dtype)
+    test = data.part(test=True, shift=problem.target_shift, dtype=dtype)
+    return Table(
+        x,
+        y,
+        offsets,
+        batch_size=problem.batch_size,
+        seed=problem.data_seed,
+        loss=_loss_of(problem),
+        test=test,
+        task=data.task,
+        most_visits=problem.visits_in(dropped_after),
+    )
 
 
-def network_bytes(problem: Problem, settings: int) -> int:
-    """About how much memory so many networks side by side take: θ of every user, w, and a cohort's gradients."""
-    model, users = network(problem), len(problem.per_user())
-    w, theta = len(model.initial_w()), len(model.initial_theta())
-    return 8 * (settings * (2 * users * theta + 4 * w) + 16 * w * users)
+@dataclass(frozen=True)
+class CnnTask(OwnDataTask):
+    """The paper's CNN on images of one's own. Only this task loads torch."""
+
+    problem: Problem
+
+    def __post_init__(self) -> None:
+        if (self.problem.loss, self.problem.target_shift) != ("squared", 0.0):
+            raise ValueError(
+                f"the cnn has a loss of its own, with targets shifted by .1, got "
+                f"{self.problem.loss!r} and {self.problem.target_shift:g}: leave out loss and "
+                "target-shift"
+            )
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """They are written for linear models."""
+        return ()
+
+    def learner(self, user: int) -> Learner:
+        """One user's images, with the network."""
+        from flwr_ppsgd.data.learners import network_learner
+
+        return network_learner(
+            self.network(),
+            self.problem.per_user(),
+            user,
+            batch_size=self.problem.batch_size,
+            seed=self.problem.data_seed,
+        )
+
+    def initial_arrays(self) -> ArrayRecord:
+        """The network's first values, which depend on the seed alone."""
+        return self.network().initial_arrays()
+
+    def network(self) -> "AdditiveHead":
+        """The paper's CNN; ValueError if the data are no images that it fits."""
+        data = self.problem.per_user()
+        if data.features != PIXELS or data.task != "classification":
+            raise ValueError(
+                f"{data.source}: the cnn is for classes of images of 28 × 28 = {PIXELS} pixels and "
+                f"this has {data.features} features, {data.task}: use model = 'linear'"
+            )
+        return _network(self.problem.data_seed, data.outputs)
+
+    def engine(
+        self, settings: Sequence["Setting"], seed: int | None, conditions: Conditions
+    ) -> "Engine":
+        """The cohort engine for networks."""
+        from flwr_ppsgd.data.learners import NetworkBatches, network_targets
+        from flwr_ppsgd.simulation.networks import NetworkEngine
+
+        data = self.problem.per_user()
+        batches = []
+        tests: list[Any] = []
+        for user in range(len(data)):
+            own = NetworkBatches(
+                data, user, self.problem.batch_size, seed=self.problem.data_seed, shift=0.0
+            )
+            batches.append(own)
+            rows = data.rows(user, test=True)
+            tests.append((data.matrix(rows), network_targets(data, rows)))
+        return NetworkEngine(
+            self.network(),
+            batches,
+            settings,
+            seed=seed,
+            average=conditions.average,
+            tests=tests,
+            most_visits=self.problem.visits_in(conditions.dropped_after),
+        )
+
+    def bytes(self, settings: int, conditions: Conditions) -> int:  # noqa: ARG002
+        """θ of every user and w for each setting, and a cohort's gradients."""
+        model = self.network()
+        users = len(self.problem.per_user())
+        w = len(model.initial_w())
+        theta = len(model.initial_theta())
+        kept = settings * (2 * users * theta + 4 * w)
+        gradients = 16 * w * users
+        return FLOAT_BYTES * (kept + gradients)
+
+    def most_settings(self, conditions: Conditions) -> int:  # noqa: ARG002
+        """Networks take turns: more of them side by side gain nothing."""
+        return MOST_NETWORKS
+
+
+@functools.lru_cache(maxsize=1)
+def _network(seed: int, classes: int) -> "AdditiveHead":
+    from flwr_ppsgd.models.cnn import paper_cnn
+
+    return paper_cnn(seed, classes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flwr_ppsgd import disk as durable
+from flwr_ppsgd import disk
 from flwr_ppsgd.algorithm import Vector
 
 log = logging.getLogger("flwr.ppsgd")
@@ -17,16 +17,22 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """After ``round`` rounds and ``charged`` charges: w as named serialised arrays, and Σ_{t<n} w_t where the average
-    iterate is kept."""
+    """The state of w after a round.
+
+    Args:
+        round: the round.
+        arrays: w as named serialised arrays.
+        charged: the number of charges up to then.
+        iterates: Σ_{t<n} w_t, if the average iterate is kept.
+    """
 
     round: int
     arrays: dict[str, bytes]
     charged: int
     iterates: Vector | None = None
 
-    def to_bytes(self) -> bytes:
-        """A line of JSON that says what follows, then the arrays; the first line is a checksum of the rest."""
+    def to_parts(self) -> list[disk.Part]:
+        """A sealed file: a head that says what follows, then the arrays."""
         iterates = b"" if self.iterates is None else self.iterates.tobytes()
         head = {
             "format": FORMAT,
@@ -35,39 +41,46 @@ class Checkpoint:
             "arrays": {name: len(data) for name, data in self.arrays.items()},
             "iterates": len(iterates),
         }
-        return b"".join(durable.seal(head, [*self.arrays.values(), iterates]))
+        return disk.seal(head, [*self.arrays.values(), iterates])
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Checkpoint":
-        """ValueError unless every byte is as ``to_bytes`` wrote it."""
-        head, data = durable.unseal(content)
+        """ValueError unless every byte is as it was written."""
+        head, data = disk.unseal(content)
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']!r}, expected {FORMAT!r}")
-        arrays, start = {}, 0
-        for name, size in head["arrays"].items():
-            arrays[name], start = bytes(data[start : start + size]), start + size
-        iterates = np.frombuffer(data[start:]) if head["iterates"] else None
+        sizes = head["arrays"]
+        *parts, rest = disk.cut(data, [*sizes.values(), head["iterates"]])
+        arrays = {name: bytes(part) for name, part in zip(sizes, parts, strict=True)}
+        iterates = np.frombuffer(rest) if head["iterates"] else None
         return cls(head["round"], arrays, head["charged"], iterates)
 
 
 def save(directory: Path, checkpoint: Checkpoint) -> None:
     """Atomic: whatever happens, the newest complete checkpoint is found again."""
     final = directory / f"w-{checkpoint.round:08d}.checkpoint"
-    durable.write(final, [checkpoint.to_bytes()])
+    disk.write(final, checkpoint.to_parts())
     for old in _files(directory)[:-KEPT]:
         old.unlink()
 
 
 def load(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole, saying which ones are not; None where there is none at all."""
+    """The newest checkpoint that is whole, saying which ones are not; None if there is none."""
     files = _files(directory)
     for path in reversed(files):
         try:
             return Checkpoint.from_bytes(path.read_bytes())
         except (ValueError, KeyError, OSError) as error:
-            log.warning("%s is damaged (%s): w falls back to the one before, the ledger does not", path, error)
+            log.warning(
+                "%s is damaged (%s): w falls back to the one before, the ledger does not",
+                path,
+                error,
+            )
     if files:
-        raise ValueError(f"no checkpoint of w in {directory} is whole: restore one, or start anew in another directory")
+        raise ValueError(
+            f"no checkpoint of w in {directory} is whole: restore one, or start anew in another "
+            "directory"
+        )
     return None
 
 

@@ -6,26 +6,32 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
+
+from flwr_ppsgd.server.training import Identity
 
 log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
-Identity: TypeAlias = int | str  # a node's id; or its name or its public key's fingerprint, which outlive a restart
 RESTARTS = (
-    "nodes are known by their ids, and without authentication a node that restarts comes back under a new one: for a "
-    "while one user may hold two places. Start the SuperLink with --enable-supernode-auth, register each SuperNode "
-    "with a --name, and enrol by name or public key"
+    "nodes are known by their ids, and without authentication a node that restarts comes back "
+    "under a new one: for a while one user may hold two places. Start the SuperLink with "
+    "--enable-supernode-auth, register each SuperNode with a --name, and enrol by name or public "
+    "key"
 )
 
 
 class Present(NamedTuple):
-    """A node that is online: where to send messages, by which names it may be enrolled, and whether it is a machine of
-    its own, which can restart."""
+    """A node that is online.
+
+    address: where to send messages. name, fingerprint: by which it may be enrolled. real: whether
+    it is a machine of its own, which can restart.
+    """
 
     address: Identity
     name: str = ""
@@ -34,9 +40,10 @@ class Present(NamedTuple):
 
     @classmethod
     def of(cls, node: NodeInfo) -> "Present":
-        """Flower's simulation gives its nodes random bytes for a key; a SuperNode has a real one."""
+        """Flower's simulation gives nodes random bytes for a key; a SuperNode has a real one."""
         real = node.public_key.startswith(b"-----BEGIN")
-        return cls(node.node_id, node.name, fingerprint(node.public_key) if real else "", real)
+        known_by = fingerprint(node.public_key) if real else ""
+        return cls(node.node_id, node.name, known_by, real)
 
 
 def present_in(grid: Grid) -> list[Present]:
@@ -57,58 +64,98 @@ def fingerprint(public_key: bytes) -> str:
 
 
 def identity(enrolled: Identity) -> Identity:
-    """An entry of the enrolled list: a node id, a name, or a public key as ``ssh-keygen`` or OpenSSL writes it."""
-    if not isinstance(enrolled, str) or not enrolled.startswith(("ecdsa-", "-----BEGIN")):
+    """An entry of the enrolled list: a node id, a name, or a public key.
+
+    Keys are as ``ssh-keygen`` or OpenSSL write them.
+    """
+    if not isinstance(enrolled, str):
         return enrolled
-    load = serialization.load_ssh_public_key if enrolled.startswith("ecdsa-") else serialization.load_pem_public_key
-    key = load(enrolled.encode())
-    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return fingerprint(pem)
+    if enrolled.startswith("ecdsa-"):
+        return fingerprint(_pem(serialization.load_ssh_public_key(enrolled.encode())))
+    if enrolled.startswith("-----BEGIN"):
+        return fingerprint(_pem(serialization.load_pem_public_key(enrolled.encode())))
+    return enrolled
+
+
+def _pem(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(
+        serialization.Encoding.PEM,
+        serialization.PublicFormat.SubjectPublicKeyInfo,
+    )
 
 
 class Enrolment:
-    """The fixed list of nodes that form the population; coins are flipped over it, never over who is online."""
+    """The fixed list of nodes that form the population.
 
-    def __init__(self, population: int, enrolled: Iterable[Identity] | None, min_online: float) -> None:
-        self.known: list[Identity] = [] if enrolled is None else list(dict.fromkeys(map(identity, enrolled)))
-        self._population = population
+    Coins are flipped over it, never over who is online.
+
+    Args:
+        population: the number of places.
+        enrolled: who has them; None: the first nodes seen.
+        min_online: the share of the population to wait for before the first round.
+    """
+
+    def __init__(
+        self,
+        population: int,
+        enrolled: Iterable[Identity] | None,
+        min_online: float,
+    ) -> None:
+        self.known: list[Identity] = []
         self.open = enrolled is None
+        self.caveat = ""
+        self._population = population
         self._min_online = min_online
         self._begun = False
         self._warned = False
         self._latest: list[Present] = []
         self._online: dict[Identity, Identity] = {}
-        self.caveat = ""
-        if not 0 <= min_online <= 1:
-            raise ValueError(f"min_online must be in [0, 1], got {min_online!r}: it is a share of the population")
-        if enrolled is not None and len(self.known) != population:
+        if enrolled is not None:
+            self.known = list(dict.fromkeys(map(identity, enrolled)))
+            self._check_count()
+
+    def _check_count(self) -> None:
+        if len(self.known) != self._population:
             raise ValueError(
-                f"enrolled names {len(self.known)} different nodes but the cohort's population is {population}: the "
-                "denominator and the guarantee rest on that number, make them equal"
+                f"enrolled names {len(self.known)} different nodes but the cohort's population is "
+                f"{self._population}: the denominator and the guarantee rest on that number, make "
+                "them equal"
             )
 
     def refresh(self, look: Callable[[], Iterable[Present]]) -> dict[Identity, Identity]:
-        """Who is online now, and at which address. The first call waits for ``min_online`` of the population and fixes
-        who belongs to it."""
+        """Who is online now, and at which address.
+
+        The first call waits for ``min_online`` of the population and fixes who belongs to it.
+        """
         online = self._identified(look()) if self._begun else self._await(look)
-        if self.open and len(self.known) < self._population:
-            fresh = sorted(set(online).difference(self.known), key=_in_order)
-            self.known += fresh[: self._population - len(self.known)]
-        if self.open and not self._warned and not set(online).issubset(self.known):
-            self._warned = True
-            log.warning("More nodes than population=%d have come: only the first ones take part", self._population)
+        if self.open:
+            self._enrol(online)
         self._begun = True
         return online
 
+    def _enrol(self, online: dict[Identity, Identity]) -> None:
+        """Give free places to whoever is new."""
+        free = self._population - len(self.known)
+        if free > 0:
+            fresh = sorted(set(online).difference(self.known), key=_in_order)
+            self.known += fresh[:free]
+        if not self._warned and not set(online).issubset(self.known):
+            self._warned = True
+            log.warning(
+                "More nodes than population=%d have come: only the first ones take part",
+                self._population,
+            )
+
     def nodes(self, places: Iterable[int]) -> list[Identity]:
-        """The nodes at these places of the population; a place that nobody has taken yet is nobody."""
+        """The nodes at these places of the population; a free place is nobody."""
         return [self.known[place] for place in places if place < len(self.known)]
 
     def _identified(self, present: Iterable[Present]) -> dict[Identity, Identity]:
-        """Each node under the name by which it is enrolled. Of two under one name only the first counts."""
+        """Each node under the name by which it is enrolled; of two under one the first counts."""
         look = list(present)
         if look != self._latest:
-            self._latest, self._online = look, self._named(look)
+            self._latest = look
+            self._online = self._named(look)
         return self._online
 
     def _named(self, present: Iterable[Present]) -> dict[Identity, Identity]:
@@ -119,35 +166,47 @@ class Enrolment:
             if own in online:
                 log.warning("Two nodes are online under one name: only one of them takes part")
             online.setdefault(own, node.address)
-            if node.real and own == node.address and (self.open or own in listed):
+            takes_part = self.open or own in listed
+            if node.real and own == node.address and takes_part:
                 self.caveat = RESTARTS
         return online
 
     @staticmethod
     def _own_name(node: Present, listed: set[Identity]) -> Identity:
-        """The name by which it is on the list; if it is not, the one that lasts longest."""
-        names = [name for name in (node.name, node.fingerprint, node.address) if name]
-        return next((name for name in names if name in listed), node.name or node.address)
+        """The name by which a node is on the list; if it is not, the one that lasts longest."""
+        for name in (node.name, node.fingerprint, node.address):
+            if name and name in listed:
+                return name
+        return node.name or node.address
 
     def _await(self, look: Callable[[], Iterable[Present]]) -> dict[Identity, Identity]:
-        wanted, seen = math.ceil(self._min_online * self._population), -1
+        """Wait until enough of the population is online."""
+        wanted = math.ceil(self._min_online * self._population)
+        seen = -1
         while True:
             online = self._identified(look())
-            belonging = set(online) if self.open else set(online).intersection(self.known)
-            if self.open and len(online) > self._population:
-                raise ValueError(
-                    f"{len(online)} nodes are online but the cohort's population is {self._population}: set "
-                    f"population={len(online)}, or name the population with enrolled=[…]"
-                )
-            if len(belonging) >= wanted:
+            self._refuse_too_many(online)
+            belonging = len(online) if self.open else len(set(online).intersection(self.known))
+            if belonging >= wanted:
                 return online
-            if len(belonging) != seen:
-                seen = len(belonging)
+            if belonging != seen:
+                seen = belonging
                 log.info(
                     "Waiting for %d of %d enrolled nodes (min_online=%g): %d online",
-                    wanted, self._population, self._min_online, seen,
-                )  # fmt: skip
+                    wanted,
+                    self._population,
+                    self._min_online,
+                    seen,
+                )
             time.sleep(POLL_SECONDS)
+
+    def _refuse_too_many(self, online: dict[Identity, Identity]) -> None:
+        if self.open and len(online) > self._population:
+            raise ValueError(
+                f"{len(online)} nodes are online but the cohort's population is "
+                f"{self._population}: set population={len(online)}, or name the population with "
+                "enrolled=[…]"
+            )
 
 
 def _in_order(own: Identity) -> tuple[int, str]:

@@ -1,5 +1,13 @@
-"""Running it here: a grid in this process, experiments."""
+"""Running a Flower app in this process."""
 
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from typing import TYPE_CHECKING
+
+from flwr_ppsgd.door import opened
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.simulation.grid import InProcessGrid
 
 __all__ = ["InProcessGrid"]
+
+_HOMES = {"InProcessGrid": "flwr_ppsgd.simulation.grid"}
+__getattr__, __dir__ = opened(__name__, _HOMES)

@@ -1,10 +1,10 @@
 """Everyone's data at once: the minibatches of a whole cohort, and measures over all users.
 
-The rows a user draws are those of ``datasets``: decided by (seed, user, visit) alone, so that every engine, and every
-setting of a sweep, sees the same ones.
+The rows that a user draws are those of ``learner.minibatch_rows``. They depend on (seed, user,
+visit) alone, so that every engine, and every setting of a sweep, sees the same ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -13,13 +13,17 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Cohort, Vector
+from flwr_ppsgd.checks import require
 from flwr_ppsgd.data.learners import user_measures
 from flwr_ppsgd.data.per_user import Task
-from flwr_ppsgd.data.synthetic import Synthetic, minibatch_rows
-from flwr_ppsgd.models.split import Loss, Matrix, mean_losses
+from flwr_ppsgd.data.synthetic import Synthetic
+from flwr_ppsgd.learner import minibatch_rows
+from flwr_ppsgd.models.linear import Loss, Matrix, mean_losses
 from flwr_ppsgd.simulation.measures import summary
 
-Features: TypeAlias = NDArray[Any] | sparse.csr_array
+DType: TypeAlias = np.dtype[Any]
+Floats: TypeAlias = NDArray[Any]  # float32 or float64
+Features: TypeAlias = Floats | sparse.csr_array
 Indices: TypeAlias = NDArray[np.intp]
 
 TEST_ROWS_AT_ONCE = 256
@@ -29,59 +33,90 @@ TEST_ROWS_AT_ONCE = 256
 class Batch:
     """The minibatches of some users, each padded with zero rows to the same length m.
 
-    x: users × m × d, or a sparse matrix of users·m rows. y: users × m × K. counts: m_i. rows: which rows of the table
-    they are, users × m; None where samples are always fresh. padded: whether any m_i is less than m.
+    Args:
+        users: whose minibatches they are.
+        x: users × m × d, or a sparse matrix of users·m rows.
+        y: users × m × K.
+        counts: m_i, the number of samples in each minibatch.
+        rows: which rows of the table the samples are, users × m; None if every sample is new.
+        padded: whether any m_i is less than m.
     """
 
     users: Indices
     x: Features
-    y: NDArray[Any]
+    y: Floats
     counts: Indices
     rows: Indices | None = None
     padded: bool = False
 
     @property
     def flat(self) -> Features:
-        """x with one row a sample."""
-        return self.x if isinstance(self.x, sparse.csr_array) else self.x.reshape(-1, self.x.shape[-1])
+        """x with one row per sample."""
+        if isinstance(self.x, sparse.csr_array):
+            return self.x
+        return self.x.reshape(-1, self.x.shape[-1])
 
-    def dense(self) -> NDArray[Any]:
+    def dense(self) -> Floats:
         """x as users × m × d."""
-        dense = self.x.toarray() if isinstance(self.x, sparse.csr_array) else self.x
-        return np.asarray(dense).reshape(*self.y.shape[:2], -1)
+        users, m, _ = self.y.shape
+        if isinstance(self.x, sparse.csr_array):
+            return np.asarray(self.x.toarray()).reshape(users, m, -1)
+        return np.asarray(self.x).reshape(users, m, -1)
 
-    def present(self, padded: NDArray[Any]) -> NDArray[Any]:
-        """Of users × m × … what belongs to samples, one row each."""
+    def present(self, padded: Floats) -> Floats:
+        """The part of ``padded`` (users × m × …) that belongs to samples, one row each."""
+        m = padded.shape[1]
         if not self.padded:
             return padded.reshape(-1, *padded.shape[2:])
-        return padded[np.arange(padded.shape[1]) < self.counts[:, None]]
+        is_sample = np.arange(m) < self.counts[:, None]
+        return padded[is_sample]
 
-    def gram(self) -> NDArray[Any]:
+    def gram(self) -> Floats:
         """X_i X_iᵀ of each user: users × m × m."""
-        if isinstance(self.x, sparse.csr_array):
-            m = self.y.shape[1]
-            parts = (self.x[start : start + m] for start in range(0, self.x.shape[0], m))
-            return np.stack([(part @ part.T).toarray() for part in parts])
-        return np.asarray(np.matmul(self.x, self.x.transpose(0, 2, 1)))
+        if not isinstance(self.x, sparse.csr_array):
+            transposed = self.x.transpose(0, 2, 1)  # users × d × m
+            return np.asarray(np.matmul(self.x, transposed))
+        m = self.y.shape[1]
+        blocks = []
+        for start in range(0, self.x.shape[0], m):
+            own = self.x[start : start + m]
+            blocks.append((own @ own.T).toarray())
+        return np.stack(blocks)
 
 
 class Scratch:
-    """Memory for one batch at a time, used again for the next: fresh memory would cost more than the copy."""
+    """Memory for one batch at a time, used again for the next.
+
+    Fresh memory for every batch would cost more time than the copy into it.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[np.dtype[Any], NDArray[Any]] = {}
+        self._kept: dict[DType, Floats] = {}
 
-    def __call__(self, rows: int, columns: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def __call__(self, rows: int, columns: int, dtype: DType) -> Floats:
         """rows × columns numbers; whatever was given before in this dtype is overwritten."""
-        if dtype not in self._kept or self._kept[dtype].size < rows * columns:
-            self._kept[dtype] = np.empty(rows * columns, dtype)
-        return self._kept[dtype][: rows * columns].reshape(rows, columns)
+        size = rows * columns
+        if dtype not in self._kept or self._kept[dtype].size < size:
+            self._kept[dtype] = np.empty(size, dtype)
+        return self._kept[dtype][:size].reshape(rows, columns)
 
 
-def drawn(cohort: Cohort, uniforms: Vector, visits: Indices, most_visits: Indices | None) -> Indices:
-    """The members of a cohort. A user who has used up the visits drops out, and others take the place.
+def drawn(
+    cohort: Cohort,
+    uniforms: Vector,
+    visits: Indices,
+    most_visits: Indices | None,
+) -> Indices:
+    """The members of a cohort. Users without visits left drop out, and others take their place.
 
-    Who is left tells how many samples users have: simulation only, as in the paper's experiments.
+    Who drops out depends on how many samples users have: for simulation only, as in the paper's
+    experiments.
+
+    Args:
+        cohort: how users are drawn.
+        uniforms: one number in [0, 1) for each user.
+        visits: the number of visits of each user so far.
+        most_visits: the number of visits after which each user drops out; None: never.
     """
     if most_visits is None:
         return cohort.members(uniforms)
@@ -93,21 +128,25 @@ def drawn(cohort: Cohort, uniforms: Vector, visits: Indices, most_visits: Indice
 class Fitted(Protocol):
     """The parameters of many settings side by side: one column for each (setting, output)."""
 
-    def shared(self) -> NDArray[Any]:
+    def shared(self) -> Floats:
         """w of every setting: d × columns."""
         ...
 
-    def add_personal(self, user: int, out: NDArray[Any]) -> None:
+    def add_personal(self, user: int, out: Floats) -> None:
         """out += θ_i of every setting, d × columns."""
         ...
 
-    def add_personal_scores(self, user: int, x: Features, out: NDArray[Any]) -> None:
+    def add_personal_scores(self, user: int, x: Features, out: Floats) -> None:
         """out += x θ_i of every setting, for the user's test rows x."""
         ...
 
 
 class Population(Protocol):
-    """What the cohort engine needs to know of everyone's data."""
+    """What the cohort engine needs to know of everyone's data.
+
+    ``features`` is d, ``outputs`` is K; ``batch_size`` is the number of samples in a minibatch, of
+    a user who has that many. A user drops out after ``most_visits`` visits; None: never.
+    """
 
     features: int
     outputs: int
@@ -117,43 +156,70 @@ class Population(Protocol):
 
     @property
     def bytes(self) -> int:
-        """That the data take in memory."""
+        """The memory that the data take."""
         ...
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The number of users."""
+        ...
 
-    def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any], scratch: Scratch | None = None) -> Batch:
-        """The minibatches of these visits; its x may stand in ``scratch`` where that is given."""
+    def batch(
+        self,
+        users: Indices,
+        visits: Indices,
+        dtype: DType,
+        scratch: Scratch | None = None,
+    ) -> Batch:
+        """The minibatches of these users at these visits.
+
+        If ``scratch`` is given, x may use that memory: it is valid until the next call.
+        """
         ...
 
     def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
-        """Each measure of every setting: a mean over users, weighted by their number of examples."""
+        """Each measure of every setting: a mean over users, weighted by their number of samples."""
         ...
 
-    def by_user(self, fitted: Fitted, settings: int) -> dict[str, NDArray[Any]]:
-        """Each measure, users who are measured × settings; nothing where users are not told apart."""
+    def by_user(self, fitted: Fitted, settings: int) -> dict[str, Floats]:
+        """Each measure, measured users × settings; empty if users are not measured one by one."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class _TestPart:
+    """The rows on which users measure, sorted by user: user i has offsets[i] … offsets[i+1]−1."""
+
+    x: Features
+    y: Floats
+    offsets: Indices
 
 
 class Table:
-    """Rows of finitely many samples, sorted by user.
+    """Finitely many samples, one row each, sorted by user.
 
-    x: rows × d, an array or a sparse matrix. y: rows × K, real targets or one-hot rows. users: N + 1 offsets, user i
-    has the rows users[i] … users[i+1]−1. test: the same three of the rows on which users measure. task: decides what
-    they measure; where it is not given, classes if there is more than one output. most_visits: after so many a user
-    drops out; None: never.
+    Args:
+        x: rows × d, an array or a sparse matrix.
+        y: rows × K, real targets or one-hot rows.
+        users: N + 1 offsets; user i has the rows users[i] … users[i+1]−1.
+        batch_size: the number of rows in a minibatch, of a user who has that many.
+        seed: decides which rows each user draws at each visit.
+        loss: what predictions are compared with targets by.
+        test: x, y and offsets of the rows on which users measure; None if nobody measures.
+        task: decides what users measure; None is classification if there is more than one output,
+            and otherwise the loss alone.
+        most_visits: the number of visits after which each user drops out; None: never.
     """
 
     def __init__(
         self,
         x: Features,
-        y: NDArray[Any],
+        y: Floats,
         users: ArrayLike,
         *,
         batch_size: int,
         seed: int,
         loss: Loss = "squared",
-        test: tuple[Features, NDArray[Any], ArrayLike] | None = None,
+        test: tuple[Features, Floats, ArrayLike] | None = None,
         task: Task | None = None,
         most_visits: Indices | None = None,
     ) -> None:
@@ -161,18 +227,26 @@ class Table:
         self.y = y.reshape(len(y), -1)
         self.offsets: Indices = np.asarray(users, dtype=np.intp)
         self.sizes: Indices = np.diff(self.offsets)
-        if len(self.sizes) < 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.y) or self.sizes.min() < 1:
-            raise ValueError(f"every user needs at least one row, and the offsets of users must end at {len(self.y)}")
-        self.features, self.outputs = int(self.x.shape[1]), int(self.y.shape[1])
-        self.batch_size, self.seed, self.loss = batch_size, seed, loss
-        self._even = bool(self.sizes.min() >= batch_size)  # every minibatch is whole
-        self._test = None if test is None else (test[0], test[1], np.asarray(test[2], dtype=np.intp))
-        self.task, self.most_visits = task, most_visits
+        _check_offsets(self.offsets, len(self.y))
+        self.features = int(self.x.shape[1])
+        self.outputs = int(self.y.shape[1])
+        self.batch_size = batch_size
+        self.seed = seed
+        self.loss = loss
+        self.task = task
+        self.most_visits = most_visits
+        self._even = bool(self.sizes.min() >= batch_size)  # no minibatch needs padding
+        self._test: _TestPart | None = None
+        if test is not None:
+            test_x, test_y, test_users = test
+            self._test = _TestPart(test_x, test_y, np.asarray(test_users, dtype=np.intp))
 
     @property
     def bytes(self) -> int:
-        tested = self._test[:2] if self._test else ()
-        return sum(map(_bytes, (self.x, self.y, *tested)))
+        own = _bytes(self.x) + _bytes(self.y)
+        if self._test is None:
+            return own
+        return own + _bytes(self._test.x) + _bytes(self._test.y)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -181,27 +255,51 @@ class Table:
         """All rows of one user."""
         return self.x[self.offsets[user] : self.offsets[user + 1]]
 
-    def batch(self, users: Indices, visits: Indices, dtype: np.dtype[Any], scratch: Scratch | None = None) -> Batch:
-        sizes = self.sizes[users]
-        counts = np.minimum(self.batch_size, sizes)
-        longest = self.batch_size if self._even else int(counts.max(initial=0))
-        rows = np.zeros((len(users), longest), dtype=np.intp)
-        for row, user, visit, size in zip(rows, users.tolist(), visits.tolist(), sizes.tolist(), strict=True):
+    def batch(
+        self,
+        users: Indices,
+        visits: Indices,
+        dtype: DType,
+        scratch: Scratch | None = None,
+    ) -> Batch:
+        counts = np.minimum(self.batch_size, self.sizes[users])
+        m = self.batch_size
+        if not self._even:
+            m = int(counts.max(initial=0))
+        rows = self._drawn_rows(users, visits, m)
+        x = self._taken(rows.reshape(-1), dtype, scratch or Scratch())
+        y = self.y[rows].astype(dtype, copy=False)  # users × m × K
+        padded = not self._even and int(counts.min(initial=m)) < m
+        if padded:
+            missing = np.arange(m) >= counts[:, None]
+            x = _without(x, missing.reshape(-1))
+            y[missing] = 0.0
+        if not isinstance(x, sparse.csr_array):
+            x = x.reshape(len(users), m, -1)
+        return Batch(users, x, y, counts, rows, padded)
+
+    def _drawn_rows(self, users: Indices, visits: Indices, m: int) -> Indices:
+        """Which rows of the table each user draws: users × m, padded with the user's first row."""
+        rows = np.zeros((len(users), m), dtype=np.intp)
+        members = zip(
+            rows,
+            users.tolist(),
+            visits.tolist(),
+            self.sizes[users].tolist(),
+            strict=True,
+        )
+        for row, user, visit, size in members:
             own = minibatch_rows(self.seed, user, visit, size, self.batch_size)
             row[: len(own)] = own
         rows += self.offsets[users][:, None]
-        x, y = self._taken(rows.reshape(-1), dtype, scratch or Scratch()), self.y[rows].astype(dtype, copy=False)
-        padded = not self._even and int(counts.min(initial=longest)) < longest
-        if padded:
-            missing = np.arange(longest) >= counts[:, None]
-            x, y[missing] = _without(x, missing.reshape(-1)), 0.0
-        return Batch(users, x if sparse.issparse(x) else x.reshape(*rows.shape, -1), y, counts, rows, padded)
+        return rows
 
-    def _taken(self, rows: Indices, dtype: np.dtype[Any], scratch: Scratch) -> Features:
+    def _taken(self, rows: Indices, dtype: DType, scratch: Scratch) -> Features:
         """Rows of x in this dtype."""
         if isinstance(self.x, sparse.csr_array):
             return self.x[rows].astype(dtype)
-        taken = np.take(self.x, rows, axis=0, out=scratch(len(rows), self.features, self.x.dtype), mode="clip")
+        space = scratch(len(rows), self.features, self.x.dtype)
+        taken = np.take(self.x, rows, axis=0, out=space, mode="clip")
         if taken.dtype == dtype:
             return taken
         converted = scratch(len(rows), self.features, dtype)
@@ -209,47 +307,84 @@ class Table:
         return converted
 
     def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
-        """On the users' test rows: means over users, weighted by their training samples, and the spread over users."""
-        return summary(self.by_user(fitted, settings), self.sizes[self.measured].astype(np.float64))
+        """On the users' test rows: means over users, weighted by their training samples, and the
+        spread over users."""
+        weights = self.sizes[self.measured].astype(np.float64)
+        return summary(self.by_user(fitted, settings), weights)
 
     @property
     def measured(self) -> Indices:
         """The users who have test rows."""
-        return np.flatnonzero(np.diff(self._test[2])) if self._test else np.zeros(0, dtype=np.intp)
+        if self._test is None:
+            return np.zeros(0, dtype=np.intp)
+        return np.flatnonzero(np.diff(self._test.offsets))
 
-    def by_user(self, fitted: Fitted, settings: int) -> dict[str, NDArray[Any]]:
-        """Each measure, users who are measured × settings."""
+    def by_user(self, fitted: Fitted, settings: int) -> dict[str, Floats]:
+        """Each measure, measured users × settings."""
         found: dict[str, list[Vector]] = {}
         w = fitted.shared()
-        for user, rows, scores in self._test_scores(w):
-            fitted.add_personal_scores(user, rows, scores)
-            for name, values in self.user_measures(scores.reshape(len(scores), settings, -1), user).items():
+        for user, x, scores in self._test_scores(w):
+            fitted.add_personal_scores(user, x, scores)
+            by_setting = scores.reshape(len(scores), settings, -1)  # rows × settings × K
+            for name, values in self.user_measures(by_setting, user).items():
                 found.setdefault(name, []).append(values)
         return {name: np.array(values) for name, values in found.items()}
 
-    def _test_scores(self, w: NDArray[Any]) -> Iterator[tuple[int, Features, NDArray[Any]]]:
-        """(user, x, x w) of each user who is measured; several users share one product, which reads w once."""
-        groups = 1 + (int(self._test[2][-1]) if self._test else 0) // TEST_ROWS_AT_ONCE
+    def _test_scores(self, w: Floats) -> Iterator[tuple[int, Features, Floats]]:
+        """(user, x, x w) of each measured user; several users share one product, which reads w
+        once."""
+        if self._test is None:
+            return
+        groups = 1 + int(self._test.offsets[-1]) // TEST_ROWS_AT_ONCE
         for users in np.array_split(self.measured, groups):
-            if len(users):
-                own = [self.test_rows(user)[0] for user in users.tolist()]
-                rows = sparse.vstack(own, format="csr") if sparse.issparse(own[0]) else np.concatenate(own)
-                scores = np.split(np.asarray(rows @ w), np.cumsum([x.shape[0] for x in own])[:-1])
-                yield from zip(users.tolist(), own, scores, strict=True)
+            if not len(users):
+                continue
+            own = [self.test_rows(user)[0] for user in users.tolist()]
+            ends = np.cumsum([x.shape[0] for x in own])
+            together = np.asarray(stacked(own) @ w)
+            scores = np.split(together, ends[:-1])
+            yield from zip(users.tolist(), own, scores, strict=True)
 
     def test_rows(self, user: int) -> tuple[Features, Matrix]:
         """(x, y) of one user's test part."""
-        assert self._test is not None
-        x, y, offsets = self._test
-        own = slice(int(offsets[user]), int(offsets[user + 1]))
-        return x[own], y[own]
+        test = self._test
+        assert test is not None
+        start = int(test.offsets[user])
+        end = int(test.offsets[user + 1])
+        return test.x[start:end], test.y[start:end]
 
-    def user_measures(self, scores: NDArray[Any], user: int) -> dict[str, Vector]:
+    def user_measures(self, scores: Floats, user: int) -> dict[str, Vector]:
         """What one user measures on the test part: scores are rows × settings × K."""
-        y = self.test_rows(user)[1]
+        _, y = self.test_rows(user)
         if self.task is not None or y.shape[1] > 1:
             return user_measures(scores, y, self.loss, self.task or "classification")
         return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
+
+
+def _check_offsets(offsets: Indices, rows: int) -> None:
+    """ValueError unless every user has at least one row, and every row belongs to a user."""
+    sizes = np.diff(offsets)
+    fewest = int(sizes.min()) if len(sizes) else 0
+    require(
+        fewest >= 1,
+        "every user needs at least one row",
+        fewest,
+        "leave out users without rows",
+    )
+    ends = (int(offsets[0]), int(offsets[-1]))
+    require(
+        ends == (0, rows),
+        f"the offsets of users must go from 0 to {rows}, the number of rows",
+        ends,
+        "give N + 1 offsets for N users",
+    )
+
+
+def stacked(parts: Sequence[Features]) -> Features:
+    """The rows of all parts, one part after the other."""
+    if sparse.issparse(parts[0]):
+        return sparse.csr_array(sparse.vstack(parts, format="csr"))
+    return np.concatenate(parts)
 
 
 def _bytes(x: Features) -> int:
@@ -261,20 +396,27 @@ def _bytes(x: Features) -> int:
 def _without(x: Features, missing: NDArray[np.bool_]) -> Features:
     """x with these rows set to zero."""
     if isinstance(x, sparse.csr_array):
-        return sparse.csr_array(sparse.diags_array((~missing).astype(x.dtype)) @ x)
+        present = sparse.diags_array((~missing).astype(x.dtype))
+        return sparse.csr_array(present @ x)
     x[missing] = 0.0
     return x
 
 
 class Fresh:
-    """The synthetic problem: every minibatch is new, and the excess risk has a closed form."""
+    """The synthetic problem: every minibatch is new, and the excess risk has a closed form.
+
+    Args:
+        problem: the optimum of each user, and how samples are drawn.
+        batch_size: the number of samples in a minibatch.
+    """
 
     outputs = 1
     loss: Loss = "squared"
     most_visits: Indices | None = None
 
     def __init__(self, problem: Synthetic, batch_size: int) -> None:
-        self.problem, self.batch_size = problem, batch_size
+        self.problem = problem
+        self.batch_size = batch_size
         self.features = problem.optima.shape[1]
 
     @property
@@ -288,12 +430,14 @@ class Fresh:
         self,
         users: Indices,
         visits: Indices,
-        dtype: np.dtype[Any],
+        dtype: DType,
         scratch: Scratch | None = None,  # noqa: ARG002
     ) -> Batch:
-        x, y = self.problem.batches(users, visits, self.batch_size)
+        drawn_x, drawn_y = self.problem.batches(users, visits, self.batch_size)
+        x = drawn_x.astype(dtype, copy=False)
+        y = drawn_y.astype(dtype, copy=False)
         counts = np.full(len(users), self.batch_size)
-        return Batch(users, x.astype(dtype, copy=False), y.astype(dtype, copy=False), counts)
+        return Batch(users, x, y, counts)
 
     def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
         """(1/N)·Σ_i ‖w + θ_i − θ_i*‖²_Σ."""
@@ -306,6 +450,6 @@ class Fresh:
             squares += distance
         return {"excess_risk": self.problem.variances @ squares / len(self)}
 
-    def by_user(self, fitted: Fitted, settings: int) -> dict[str, NDArray[Any]]:  # noqa: ARG002
-        """Users differ by chance alone here."""
+    def by_user(self, fitted: Fitted, settings: int) -> dict[str, Floats]:  # noqa: ARG002
+        """Nothing: here users differ by chance alone."""
         return {}

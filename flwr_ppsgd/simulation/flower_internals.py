@@ -1,12 +1,14 @@
 """The private names of Flower that an in-process grid needs, all in one place.
 
-Outside a task that Flower started, a ``Message`` cannot be made until the task's identity is set, and only a grid may
-give a message its id. Flower offers no public way to do either.
+Outside a task that Flower started, a ``Message`` cannot be made until the task's identity is set,
+and only a grid may give a message its id. Flower offers no public way to do either.
 """
 
 from importlib.metadata import version
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
+
+REMEDY = "install flwr==1.41.0, or use Flower's own simulation"
 
 try:
     from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
@@ -14,8 +16,8 @@ try:
     from flwr.supercore.task_identity import TaskIdentity
 except ImportError as error:  # pragma: no cover - depends on the installed Flower
     raise ImportError(
-        f"InProcessGrid needs internals of Flower as of 1.41 and flwr {version('flwr')} has changed them ({error}): "
-        "install flwr==1.41.0, or use Flower's own simulation"
+        f"InProcessGrid needs internals of Flower 1.41, which flwr {version('flwr')} has changed "
+        f"({error}): {REMEDY}"
     ) from error
 
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
@@ -26,10 +28,13 @@ __all__ = ["CLIENT_RAISED", "Run", "adopt_identity", "copy_content", "empty_run"
 def adopt_identity(run_id: int) -> None:
     """Let this process make messages, unless Flower has already given it an identity."""
     if TaskIdentity._run_id is None:
-        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = run_id, 1, SUPERLINK_NODE_ID
+        TaskIdentity.run_id = run_id
+        TaskIdentity.task_id = 1
+        TaskIdentity.node_id = SUPERLINK_NODE_ID
 
 
 def empty_run(run_id: int) -> Run:
+    """A run that has an id and nothing else."""
     return Run.create_empty(run_id)
 
 
@@ -38,22 +43,25 @@ def stamp(message: Message, message_id: str) -> None:
     metadata = message.metadata.__dict__
     if "_message_id" not in metadata:
         raise RuntimeError(
-            f"flwr {version('flwr')} keeps message ids elsewhere than 1.41 does: install flwr==1.41.0, or use Flower's "
-            "own simulation"
+            f"flwr {version('flwr')} does not keep message ids where flwr 1.41 does: {REMEDY}"
         )
     metadata["_message_id"] = message_id
 
 
 def copy_content(content: RecordDict) -> RecordDict:
-    """New records over the same immutable bytes. Their type checks cost more than a client's gradient: they are left
-    out, since everything here has passed them before."""
+    """New records over the same immutable bytes.
+
+    Flower's type checks cost more than a client's gradient. They are left out here, because
+    everything in ``content`` has passed them before.
+    """
     fresh = content.copy()
     records = fresh.__dict__["_data"]
     for name, record in content.items():
         records[name] = record.copy()
         if isinstance(record, ArrayRecord):
             arrays = records[name].__dict__["_data"]
-            arrays.update({key: _copy_array(array) for key, array in arrays.items()})
+            for key, array in arrays.items():
+                arrays[key] = _copy_array(array)
     return fresh
 
 

@@ -1,4 +1,5 @@
-"""From each user's measures to those of all users: which are there, which way is better, and how they spread."""
+"""From the measures of each user to those of all users: which measures there are, whether higher
+or lower is better, and how they spread over users."""
 
 from collections.abc import Mapping
 
@@ -7,9 +8,14 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 
-MEASURES = ("accuracy", "precision_at_1", "rmse", "excess_risk", "loss")  # the first that is there compares settings
+# settings are compared by the first of these that was measured
+MEASURES = ("accuracy", "precision_at_1", "rmse", "excess_risk", "loss")
 HIGHER_IS_BETTER = ("accuracy", "precision_at_1")
-MEAN, WORST, BEST = "_mean_user", "_worst_tenth", "_best_tenth"
+
+# what is appended to the name of a measure
+MEAN = "_mean_user"
+WORST = "_worst_tenth"
+BEST = "_best_tenth"
 TENTH = 10
 
 
@@ -19,22 +25,30 @@ def measure_of(row: Mapping[str, object]) -> str:
 
 
 def badness(measure: str, value: float) -> float:
-    """A number that is smaller where the measure is better."""
+    """A number that is smaller if the measure is better."""
     return -value if measure in HIGHER_IS_BETTER else value
 
 
 def summary(by_user: Mapping[str, NDArray[np.float64]], weights: Vector) -> dict[str, Vector]:
-    """Of each measure the mean over users, weighted by their samples; of the first in ``MEASURES`` how it spreads, too.
+    """The weighted mean of each measure over users, and how the main measure spreads over users.
 
-    by_user: users × settings. The spread: the mean over users, each counted once, and the means of the worst and of
-    the best tenth of them.
+    The spread of the main measure (``measure_of``) is its mean with each user counted once, and its
+    means over the worst and over the best tenth of users.
+
+    Args:
+        by_user: each measure, users × settings.
+        weights: the weight of each user in the means: the number of training samples.
     """
     if not by_user:
         return {}
+    found = {}
+    for name, values in by_user.items():
+        found[name] = np.average(values, axis=0, weights=weights)
     main = measure_of(by_user)
-    means = {name: np.average(values, axis=0, weights=weights) for name, values in by_user.items()}
     sign = badness(main, 1.0)
     ordered = sign * np.sort(sign * by_user[main], axis=0)  # the best users first
-    tenth = -(-len(ordered) // TENTH)
-    spread = {MEAN: ordered, WORST: ordered[-tenth:], BEST: ordered[:tenth]}
-    return {**means, **{main + suffix: values.mean(axis=0) for suffix, values in spread.items()}}
+    tenth = -(-len(ordered) // TENTH)  # rounded up
+    found[main + MEAN] = ordered.mean(axis=0)
+    found[main + WORST] = ordered[-tenth:].mean(axis=0)
+    found[main + BEST] = ordered[:tenth].mean(axis=0)
+    return found

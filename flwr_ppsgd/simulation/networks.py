@@ -1,42 +1,83 @@
-"""The cohort engine for networks: gradients of a whole cohort by ``torch.func.vmap``, one setting after the other."""
+"""The cohort engine for networks: the gradients of a whole cohort by ``torch.func.vmap``, one
+setting after the other."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flwr_ppsgd.algorithm import Vector, clip_scales, descend
-from flwr_ppsgd.models.split import Batches, Matrix, Rows, SplitModel
+from flwr_ppsgd.learner import Batches, Rows
+from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.noise import coins_for
 from flwr_ppsgd.simulation.batches import Indices, drawn
-from flwr_ppsgd.simulation.linear import Setting, State, check_alike, coins_of
+from flwr_ppsgd.simulation.engine import (
+    Setting,
+    State,
+    check_alike,
+    dropped_since,
+    progress,
+)
 from flwr_ppsgd.simulation.measures import measure_of, summary
 
-CHANGING = ("w", "thetas", "w_sum", "thetas_sum")  # of a training
-Groups: TypeAlias = list[tuple[Indices, tuple[Rows, Rows]]]
+if TYPE_CHECKING:
+    from flwr_ppsgd.models.split import SplitModel
+
+# the arrays of a training that rounds change; also the start of their names in ``state``
+TRAINED = ("w", "thetas", "w_sum", "thetas_sum")
 
 
 class _Training:
-    """One setting: w, everyone's θ, and the sums of their iterates where the average is wanted."""
+    """One setting: w, everyone's θ, and the sums of their iterates if averages are wanted."""
 
-    def __init__(self, setting: Setting, w: Vector, theta: Vector, users: int, average: bool) -> None:
-        self.setting, self.w = setting, w
+    def __init__(
+        self,
+        setting: Setting,
+        w: Vector,
+        theta: Vector,
+        users: int,
+        average: bool,
+    ) -> None:
+        self.setting = setting
+        self.w = w
         self.thetas: Matrix = np.tile(theta, (users, 1))
         self.w_sum = np.zeros_like(w)
         self.thetas_sum = np.zeros_like(self.thetas if average else self.thetas[:0])
+
+    @property
+    def noisy(self) -> bool:
+        release = self.setting.release
+        return self.setting.steps.publishes and release.noise_std > 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Users whose minibatches have the same size; x and y are users × m × …"""
+
+    users: Indices
+    x: Rows
+    y: Rows
 
 
 class NetworkEngine:
     """``SplitModel`` or ``AdditiveHead`` for all users and several settings, one round at a time.
 
-    batches: every user's training minibatches, by visit. tests: every user's (x, y) to measure on, where there are any.
-    most_visits: as of ``Table``.
-    settings, seed, average: as of ``CohortEngine``. w and θ are float64, as on every engine; the network computes in
-    its own precision.
+    w and θ are float64, as on every engine; the network computes in its own precision.
+
+    Args:
+        model: the network, and which of its parameters are personal.
+        batches: the training minibatches of every user, by visit.
+        settings: as in ``CohortEngine``.
+        seed: as in ``CohortEngine``.
+        average: as in ``CohortEngine``.
+        tests: (x, y) of every user to measure on; empty if nobody measures.
+        most_visits: the number of visits after which each user drops out; None: never.
     """
 
     def __init__(
         self,
-        model: SplitModel,
+        model: "SplitModel",
         batches: Sequence[Batches],
         settings: Sequence[Setting],
         *,
@@ -46,117 +87,164 @@ class NetworkEngine:
         most_visits: Indices | None = None,
     ) -> None:
         check_alike(len(batches), settings)
-        self._model, self._batches, self._tests, self._most_visits = model, batches, tests, most_visits
-        self._draw, self._average, self.round = coins_of(seed), average, 0
+        self.round = 0
+        self._model = model
+        self._batches = batches
+        self._tests = tests
+        self._measured = [user for user, (x, _) in enumerate(tests) if len(x)]
+        self._most_visits = most_visits
+        self._seed = seed
+        self._average = average
+        self._cohort = settings[0].release.cohort
         self._visits = np.zeros(len(batches), dtype=np.intp)
+        # the round up to which each user's average θ is counted
         self._since = np.zeros(len(batches), dtype=np.intp)
-        w, theta = model.initial_w(), model.initial_theta()
-        self._trainings = {
-            place: _Training(setting, w, theta, len(batches), average) for place, setting in enumerate(settings)
-        }
+        self._trainings: dict[int, _Training] = {}
+        w = model.initial_w()
+        theta = model.initial_theta()
+        for place, setting in enumerate(settings):
+            self._trainings[place] = _Training(setting, w, theta, len(batches), average)
+        self._size = len(w)
 
     @property
     def places(self) -> list[int]:
-        """The settings that are still trained, by their place in the list that was given."""
+        """The settings that are still trained."""
         return list(self._trainings)
 
     def advance(self) -> None:
         """One round of every setting."""
         self.round += 1
-        release = next(iter(self._trainings.values())).setting.release
-        uniforms = self._draw("cohort", self.round).uniforms(len(self._batches))
-        users = drawn(release.cohort, uniforms, self._visits, self._most_visits)
+        users = self._draw()
         self._visits[users] += 1
         self._stand(users, self.round)
-        groups = self._minibatches(users)
-        size = len(next(iter(self._trainings.values())).w)
-        noisy = any(t.setting.steps.publishes and t.setting.release.noise_std for t in self._trainings.values())
-        normals = self._draw("noise", self.round).normals(size) if noisy else np.zeros(size)
+        groups = self._groups(users)
+        normals = self._normals()
         for training in self._trainings.values():
             if self._average:
                 training.w_sum += training.w
             self._step(training, groups, normals)
 
-    def _minibatches(self, users: Indices) -> Groups:
-        """Users with minibatches of equal size together, x and y stacked."""
-        drawn = {user: self._batches[user](int(self._visits[user])) for user in users.tolist()}
-        groups: Groups = []
-        for size in sorted({len(x) for x, _ in drawn.values()}):
-            together = [user for user, (x, _) in drawn.items() if len(x) == size]
-            x, y = (np.stack([drawn[user][part] for user in together]) for part in (0, 1))
-            groups.append((np.array(together), (x, y)))
+    def _draw(self) -> Indices:
+        """The users who take part in this round."""
+        coins = coins_for(self._seed, "cohort", self.round)
+        uniforms = coins.uniforms(len(self._batches))
+        return drawn(self._cohort, uniforms, self._visits, self._most_visits)
+
+    def _normals(self) -> Vector:
+        """The standard normals of this round, the same for all settings."""
+        noisy = any(training.noisy for training in self._trainings.values())
+        if not noisy:
+            return np.zeros(self._size)
+        return coins_for(self._seed, "noise", self.round).normals(self._size)
+
+    def _groups(self, users: Indices) -> list[_Group]:
+        """The minibatches of this round, those of the same size together."""
+        minibatches = {}
+        for user in users.tolist():
+            visit = int(self._visits[user])
+            minibatches[user] = self._batches[user](visit)
+        groups = []
+        sizes = {len(x) for x, _ in minibatches.values()}
+        for size in sorted(sizes):
+            members = [user for user, (x, _) in minibatches.items() if len(x) == size]
+            x = np.stack([minibatches[user][0] for user in members])
+            y = np.stack([minibatches[user][1] for user in members])
+            groups.append(_Group(np.array(members), x, y))
         return groups
 
-    def _step(self, training: _Training, groups: Groups, normals: Vector) -> None:
-        release, steps = training.setting.release, training.setting.steps
+    def _step(self, training: _Training, groups: Sequence[_Group], normals: Vector) -> None:
+        """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
+        release = training.setting.release
+        steps = training.setting.steps
         total = release.noise_std * normals
-        with np.errstate(all="ignore"):
-            for users, rows in groups:
-                own = training.thetas[users]
-                g_w, g_theta = self._model.cohort_gradients(training.w, own, rows, release.reduction)
-                total = total + clip_scales(np.linalg.norm(g_w, axis=1), release.clip_norm) @ g_w
-                training.thetas[users] = own - steps.personal * g_theta
+        with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
+            for group in groups:
+                thetas = training.thetas[group.users]
+                g_w, g_theta = self._model.cohort_gradients(
+                    training.w,
+                    thetas,
+                    (group.x, group.y),
+                    release.reduction,
+                )
+                lengths = np.linalg.norm(g_w, axis=1)
+                total = total + clip_scales(lengths, release.clip_norm) @ g_w
+                training.thetas[group.users] = thetas - steps.personal * g_theta
         if steps.publishes:
             training.w = descend(training.w, total, release, steps.shared)
 
     def _stand(self, users: Indices, until: int) -> None:
-        """Count each θ_i for the rounds it stood until now."""
+        """If averages are wanted, add each θ_i to its sum once for every round since it moved."""
         if self._average:
+            rounds = until - self._since[users]
             for training in self._trainings.values():
-                training.thetas_sum[users] += (until - self._since[users])[:, None] * training.thetas[users]
+                training.thetas_sum[users] += rounds[:, None] * training.thetas[users]
         self._since[users] = until
 
     def w(self, place: int) -> Vector:
         """w of one setting, or its average iterate."""
         training = self._trainings[place]
-        return training.w_sum / self.round if self._average and self.round else training.w
+        if self._average and self.round:
+            return training.w_sum / self.round
+        return training.w
 
     def theta(self, place: int, user: int) -> Vector:
         """θ_i of one setting and user, or its average iterate."""
         training = self._trainings[place]
         if not self._average or not self.round:
             return np.asarray(training.thetas[user])
-        self._stand(np.arange(len(self._batches)), self.round)
+        everyone = np.arange(len(self._batches))
+        self._stand(everyone, self.round)
         return np.asarray(training.thetas_sum[user] / self.round)
 
     def measures(self) -> dict[int, dict[str, float]]:
-        """Of every setting: means over users, weighted by their number of examples, and the spread over users."""
-        weights = np.array([self._batches[user].num_examples for user in self._measured], dtype=float)
-        found = {place: summary(self._by_user(place), weights) for place in self.places}
-        return {place: {name: float(value) for name, value in row.items()} for place, row in found.items()}
-
-    @property
-    def _measured(self) -> list[int]:
-        return [user for user, (x, _) in enumerate(self._tests) if len(x)]
+        """Of every setting: means over users, weighted by their number of samples, and the spread
+        over users."""
+        examples = [self._batches[user].num_examples for user in self._measured]
+        weights = np.array(examples, dtype=float)
+        rows: dict[int, dict[str, float]] = {}
+        for place in self.places:
+            found = summary(self._by_user(place), weights)
+            rows[place] = {name: float(value) for name, value in found.items()}
+        return rows
 
     def _by_user(self, place: int) -> dict[str, Vector]:
-        """Each measure of the users who have anything to measure on."""
+        """Each measure of one setting, one number for each measured user."""
         w = self.w(place)
-        users = [self._model.evaluate(w, self.theta(place, user), self._tests[user]) for user in self._measured]
-        return {name: np.array([user[name] for user in users]) for name in (users[0] if users else {})}
+        found: dict[str, list[float]] = {}
+        for user in self._measured:
+            measured = self._model.evaluate(w, self.theta(place, user), self._tests[user])
+            for name, value in measured.items():
+                found.setdefault(name, []).append(value)
+        return {name: np.array(values) for name, values in found.items()}
 
     def by_user(self) -> dict[int, Vector]:
-        """The main measure of each user who is measured, for every setting."""
-        found = {place: self._by_user(place) for place in self.places}
-        return {place: row[measure_of(row)] for place, row in found.items() if row}
+        """The main measure of each measured user, for every setting that is still trained."""
+        main: dict[int, Vector] = {}
+        for place in self.places:
+            found = self._by_user(place)
+            if found:
+                main[place] = found[measure_of(found)]
+        return main
 
     def state(self) -> State:
-        arrays = {
-            f"{name}-{place}": getattr(training, name)
-            for place, training in self._trainings.items()
-            for name in CHANGING
-        }
-        counts = {"round": np.array(self.round), "places": np.array(self.places)}
-        return {**arrays, **counts, "visits": self._visits, "since": self._since}
+        """Everything that training has changed."""
+        arrays = {}
+        for place, training in self._trainings.items():
+            for name in TRAINED:
+                arrays[f"{name}-{place}"] = getattr(training, name)
+        return {**arrays, **progress(self), "visits": self._visits, "since": self._since}
 
     def restore(self, state: State) -> None:
-        self.drop(set(self.places).difference(state["places"].tolist()))
+        """Continue from ``state``, which comes from an engine made with the same arguments."""
+        self.drop(dropped_since(self, state))
         self.round = int(state["round"])
-        self._visits[...], self._since[...] = state["visits"], state["since"]
+        self._visits[...] = state["visits"]
+        self._since[...] = state["since"]
         for place, training in self._trainings.items():
-            for name in CHANGING:
+            for name in TRAINED:
                 setattr(training, name, state[f"{name}-{place}"])
 
     def drop(self, gone: set[int]) -> None:
         """Stop training the settings at these places."""
-        self._trainings = {place: training for place, training in self._trainings.items() if place not in gone}
+        for place in gone:
+            self._trainings.pop(place, None)

@@ -1,8 +1,9 @@
-"""Where the cohort engine keeps every θ_i of every setting, and which of two ways is the cheaper.
+"""Where the cohort engine keeps every θ_i of every setting, and which of two ways costs less.
 
-``Direct`` keeps θ_i itself, d × columns a user. ``Span`` uses that with finitely many samples θ_i stays in the span of
-the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i, n_i × columns, and the Gram matrix X_i X_iᵀ, so that a step of
-θ_i is a write of m rows and nothing of size d is touched. Both give the same numbers, to rounding.
+``Direct`` keeps θ_i itself: d × columns per user. ``Span`` uses that with finitely many samples θ_i
+stays in the span of the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i (n_i × columns) and the
+Gram matrix X_i X_iᵀ, so that a step of θ_i writes m rows and touches nothing of size d. Both give
+the same numbers, up to rounding.
 """
 
 import functools
@@ -12,15 +13,26 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 from scipy.linalg import get_blas_funcs
-from scipy.sparse._sparsetools import csc_matvecs, csr_matvecs  # private; nothing public adds in place
 
-from flwr_ppsgd.simulation.batches import Batch, Features, Indices, Population, Table
+# private, but nothing public adds a product to an array in place
+from scipy.sparse._sparsetools import csc_matvecs, csr_matvecs
+
+from flwr_ppsgd.simulation.batches import (
+    Batch,
+    DType,
+    Features,
+    Floats,
+    Indices,
+    Population,
+    Table,
+)
 
 Kind: TypeAlias = Literal["direct", "span"]
-Columns: TypeAlias = NDArray[Any]
+Columns: TypeAlias = Floats  # the last axis has one entry for each (setting, output)
+
+NUMBERS_MOVED_AT_ONCE = 1 << 20
 
 
 class Thetas(Protocol):
@@ -30,52 +42,61 @@ class Thetas(Protocol):
         """X_i θ_i: users × m × columns."""
         ...
 
-    def gram(self, batch: Batch) -> NDArray[Any]:
+    def gram(self, batch: Batch) -> Floats:
         """X_i X_iᵀ of the minibatches: users × m × m."""
         ...
 
     def step(self, batch: Batch, residual: Columns) -> None:
-        """θ_i ← θ_i − X_iᵀ residual_i; every user at most once in a batch."""
+        """θ_i ← θ_i − X_iᵀ residual_i; a batch holds every user at most once."""
         ...
 
     def stand(self, users: Indices, rounds: Indices) -> None:
-        """Count the present θ_i of some users for so many more rounds, for their average iterate."""
+        """Add rounds_i · θ_i, as it is now, to the sum behind the average iterate of each user."""
         ...
 
     def theta(self, user: int, average_over: int = 0) -> Columns:
-        """θ_i, or where a number of rounds is given the sum of what stood divided by it: d × columns."""
+        """θ_i: d × columns. If ``average_over`` is given, the sum that ``stand`` made, divided by
+        that number of rounds."""
         ...
 
     def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
-        """x θ_i for the user's test rows, the same ones in every call."""
+        """x θ_i for the user's test rows, which must be the same in every call."""
         ...
 
     def keep(self, columns: Indices) -> None:
         """Forget all other columns."""
         ...
 
-    def state(self) -> dict[str, NDArray[Any]]:
-        """All that steps have changed."""
+    def state(self) -> dict[str, Floats]:
+        """Everything that steps have changed."""
         ...
 
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None: ...
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Continue from ``state``."""
+        ...
 
 
 class _Columns:
-    """One array with a column for each (setting, output), and the sum of what stood in it where averages are wanted."""
+    """One array with a column for each (setting, output), and its sum over rounds if averages are
+    wanted."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], average: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: DType, average: bool) -> None:
         self._kept: Columns = np.zeros(shape, dtype)
-        self._stood: Columns | None = np.zeros(shape, dtype) if average else None
+        self._stood: Columns | None = None
+        if average:
+            self._stood = np.zeros(shape, dtype)
 
     def keep(self, columns: Indices) -> None:
         self._kept = kept_columns(self._kept, columns)
-        self._stood = None if self._stood is None else kept_columns(self._stood, columns)
+        if self._stood is not None:
+            self._stood = kept_columns(self._stood, columns)
 
-    def state(self) -> dict[str, NDArray[Any]]:
-        return {"thetas": self._kept} | ({} if self._stood is None else {"stood": self._stood})
+    def state(self) -> dict[str, Floats]:
+        if self._stood is None:
+            return {"thetas": self._kept}
+        return {"thetas": self._kept, "stood": self._stood}
 
-    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+    def restore(self, state: Mapping[str, Floats]) -> None:
         self._kept[...] = state["thetas"]
         if self._stood is not None:
             self._stood[...] = state["stood"]
@@ -84,23 +105,35 @@ class _Columns:
 class Direct(_Columns):
     """θ_i itself: users × d × columns."""
 
-    def __init__(self, population: Population, columns: int, dtype: np.dtype[Any], average: bool) -> None:
-        super().__init__((len(population), population.features, columns), dtype, average)
+    def __init__(
+        self,
+        population: Population,
+        columns: int,
+        dtype: DType,
+        average: bool,
+    ) -> None:
+        shape = (len(population), population.features, columns)
+        super().__init__(shape, dtype, average)
 
     def scores(self, batch: Batch) -> Columns:
         x = batch.dense()
-        out = np.empty((*x.shape[:2], self._kept.shape[2]), self._kept.dtype)
+        users, m, _ = x.shape
+        columns = self._kept.shape[2]
+        shape = (users, m, columns)
+        out = np.empty(shape, self._kept.dtype)
         for place, user in enumerate(batch.users.tolist()):
-            np.matmul(x[place], self._kept[user], out=out[place])
+            theta = self._kept[user]
+            np.matmul(x[place], theta, out=out[place])
         return out
 
-    def gram(self, batch: Batch) -> NDArray[Any]:
+    def gram(self, batch: Batch) -> Floats:
         return batch.gram()
 
     def step(self, batch: Batch, residual: Columns) -> None:
         x = batch.dense()
         for place, user in enumerate(batch.users.tolist()):
-            subtract_product(self._kept[user], x[place], residual[place])
+            theta = self._kept[user]
+            subtract_product(theta, x[place], residual[place])
 
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
@@ -118,84 +151,130 @@ class Direct(_Columns):
 
 
 class Span(_Columns):
-    """A_i with θ_i = −X_iᵀA_i: all rows × columns. Gram matrices are worked out when a user first needs them."""
+    """A_i with θ_i = −X_iᵀA_i: all rows × columns.
 
-    def __init__(self, table: Table, columns: int, dtype: np.dtype[Any], average: bool) -> None:
-        super().__init__((int(table.offsets[-1]), columns), dtype, average)
+    A Gram matrix is computed when its user first takes part.
+    """
+
+    def __init__(self, table: Table, columns: int, dtype: DType, average: bool) -> None:
+        rows = int(table.offsets[-1])
+        super().__init__((rows, columns), dtype, average)
         self._table = table
-        self._grams: dict[int, NDArray[Any]] = {}
-        self._crosses: dict[int, NDArray[Any]] = {}
+        self._grams: dict[int, Floats] = {}  # X_i X_iᵀ
+        self._crosses: dict[int, Floats] = {}  # the user's test rows times X_iᵀ
         self._latest: Batch | None = None
-        self._products = (self._kept[:0], self._kept[:0])
+        nothing = self._kept[:0]
+        self._products = (nothing, nothing)  # of the latest batch
 
     def _own(self, user: int) -> slice:
-        return slice(int(self._table.offsets[user]), int(self._table.offsets[user + 1]))
+        start = int(self._table.offsets[user])
+        end = int(self._table.offsets[user + 1])
+        return slice(start, end)
 
-    def _gram(self, user: int) -> NDArray[Any]:
+    def _gram(self, user: int) -> Floats:
         """X_i X_iᵀ, kept."""
         if user not in self._grams:
-            self._grams[user] = _product(self._table.own(user), self._table.own(user), self._kept.dtype)
+            own = self._table.own(user)
+            self._grams[user] = _product(own, own, self._kept.dtype)
         return self._grams[user]
 
-    def _against_own(self, batch: Batch) -> tuple[Columns, NDArray[Any]]:
-        """(X_i θ_i, X_i X_iᵀ) of the minibatches, both from the same rows of the users' Gram matrices; kept."""
+    def _latest_products(self, batch: Batch) -> tuple[Columns, Floats]:
+        """``_against_own``, kept until the next step or batch."""
         if self._latest is not batch:
-            assert batch.rows is not None
-            users, m = batch.rows.shape
-            scores = np.zeros((users, m, self._kept.shape[1]), self._kept.dtype)
-            blocks = np.zeros((users, m, m), self._kept.dtype)
-            starts = self._table.offsets[batch.users]
-            within = batch.rows - starts[:, None]
-            each = (a.tolist() for a in (batch.users, starts, self._table.offsets[1:][batch.users], batch.counts))
-            for place, (user, start, end, count) in enumerate(zip(*each, strict=True)):
-                drawn = within[place, :count]
-                products = self._gram(user).take(drawn, axis=0)
-                np.dot(products, self._kept[start:end], out=scores[place, :count])
-                blocks[place, :count, :count] = products.take(drawn, axis=1)
-            self._latest, self._products = batch, (np.negative(scores, out=scores), blocks)
+            self._products = self._against_own(batch)
+            self._latest = batch
         return self._products
 
-    def scores(self, batch: Batch) -> Columns:
-        return self._against_own(batch)[0]
+    def _against_own(self, batch: Batch) -> tuple[Columns, Floats]:
+        """(X_i θ_i, X_i X_iᵀ) of the minibatches, both from the same rows of the users' Gram
+        matrices."""
+        assert batch.rows is not None
+        users, m = batch.rows.shape
+        columns = self._kept.shape[1]
+        dtype = self._kept.dtype
+        scores = np.zeros((users, m, columns), dtype)
+        blocks = np.zeros((users, m, m), dtype)
+        starts = self._table.offsets[batch.users]
+        ends = self._table.offsets[batch.users + 1]
+        within = batch.rows - starts[:, None]
+        members = zip(
+            batch.users.tolist(),
+            starts.tolist(),
+            ends.tolist(),
+            batch.counts.tolist(),
+            strict=True,
+        )
+        for place, (user, start, end, count) in enumerate(members):
+            rows = within[place, :count]
+            coefficients = self._kept[start:end]
+            products = self._gram(user).take(rows, axis=0)
+            np.dot(products, coefficients, out=scores[place, :count])
+            blocks[place, :count, :count] = products.take(rows, axis=1)
+        np.negative(scores, out=scores)
+        return scores, blocks
 
-    def gram(self, batch: Batch) -> NDArray[Any]:
-        return self._against_own(batch)[1]
+    def scores(self, batch: Batch) -> Columns:
+        scores, _ = self._latest_products(batch)
+        return scores
+
+    def gram(self, batch: Batch) -> Floats:
+        _, blocks = self._latest_products(batch)
+        return blocks
 
     def step(self, batch: Batch, residual: Columns) -> None:
+        """A_i += residual_i, in the rows of the minibatch."""
         assert batch.rows is not None
-        rows, moved = batch.present(batch.rows), batch.present(residual)
+        rows = batch.present(batch.rows)
+        moved = batch.present(residual)
         self._latest = None  # its scores are those before this step
+        # a sparse matrix with a single 1 in each column adds row k of ``moved`` to row rows[k];
         # the end of one epoch and the start of the next can hold the same row: both count
-        once = np.arange(len(rows) + 1), rows, np.ones(len(rows), self._kept.dtype)
-        csc_matvecs(len(self._kept), len(rows), moved.shape[1], *once, _flat(moved), _flat(self._kept))
+        csc_matvecs(
+            len(self._kept),
+            len(rows),
+            moved.shape[1],
+            np.arange(len(rows) + 1),
+            rows,
+            np.ones(len(rows), self._kept.dtype),
+            _flat(moved),
+            _flat(self._kept),
+        )
 
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
         for user, count in zip(users.tolist(), rounds.tolist(), strict=True):
-            self._stood[self._own(user)] += count * self._kept[self._own(user)]
+            own = self._own(user)
+            self._stood[own] += count * self._kept[own]
 
     def _coefficients(self, user: int, average_over: int) -> Columns:
+        """A_i, or its average over that number of rounds."""
+        own = self._own(user)
         if not average_over:
-            return self._kept[self._own(user)]
+            return self._kept[own]
         assert self._stood is not None
-        return self._stood[self._own(user)] / average_over
+        return self._stood[own] / average_over
 
     def theta(self, user: int, average_over: int = 0) -> Columns:
         own = self._table.own(user).astype(self._kept.dtype)
-        return np.asarray(-(own.T @ self._coefficients(user, average_over)))
+        coefficients = self._coefficients(user, average_over)
+        return np.asarray(-(own.T @ coefficients))
 
     def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
         if user not in self._crosses:
-            self._crosses[user] = _product(x, self._table.own(user), self._kept.dtype)
-        return -(self._crosses[user] @ self._coefficients(user, average_over))
+            own = self._table.own(user)
+            self._crosses[user] = _product(x, own, self._kept.dtype)
+        coefficients = self._coefficients(user, average_over)
+        return -(self._crosses[user] @ coefficients)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one way to keep θ takes.
+    """The cost of one way to keep θ.
 
-    work: multiplications over the whole training. numbers: floating-point numbers kept for each column. fixed: kept
-    whatever the number of columns.
+    Args:
+        work: the number of multiplications over the whole training.
+        numbers: the number of floating-point numbers kept for each column.
+        fixed: the number of those kept whatever the number of columns.
     """
 
     work: float
@@ -204,69 +283,147 @@ class Cost:
 
 
 def costs(population: Population, columns: int, visits: float) -> dict[Kind, Cost]:
-    """Of every way that can be used, for so many columns and so many visits of all users together."""
-    users, m, d = len(population), population.batch_size, population.features
-    ways: dict[Kind, Cost] = {"direct": Cost(2.0 * visits * m * d * columns, users * d, 0)}
+    """The cost of each way that can be used for these data.
+
+    Args:
+        population: everyone's data.
+        columns: the number of settings that have a θ, times the number of outputs.
+        visits: the expected number of visits of all users together.
+    """
+    users = len(population)
+    numbers = users * population.features
+    samples = visits * population.batch_size
+    work = 2.0 * samples * population.features * columns
+    direct = Cost(work, numbers, fixed=0)
+    ways: dict[Kind, Cost] = {"direct": direct}
     if isinstance(population, Table):
-        n, squares = int(population.offsets[-1]), int((population.sizes.astype(float) ** 2).sum())
-        stored = population.x.nnz / n if isinstance(population.x, sparse.csr_array) else d
-        used = min(1.0, visits / users)  # Gram matrices of users who never take part are never made
-        work = visits * m * (n / users + 1) * columns + used * squares * stored
-        ways["span"] = Cost(work, n, squares)
+        ways["span"] = _span_cost(population, columns, visits)
     return ways
 
 
+def _span_cost(table: Table, columns: int, visits: float) -> Cost:
+    users = len(table)
+    rows = int(table.offsets[-1])
+    squares = table.sizes.astype(float) ** 2
+    gram_numbers = int(squares.sum())
+    numbers_per_row = float(table.features)
+    if isinstance(table.x, sparse.csr_array):
+        numbers_per_row = table.x.nnz / rows
+    share_of_grams = min(1.0, visits / users)  # users who never take part need none
+    gram_work = share_of_grams * gram_numbers * numbers_per_row
+    samples = visits * table.batch_size
+    step_work = samples * (rows / users + 1) * columns
+    return Cost(step_work + gram_work, rows, fixed=gram_numbers)
+
+
 def cheapest(population: Population, columns: int, visits: float) -> Kind:
-    """The way with the least work. Results do not depend on it."""
+    """The way with the least work; the arguments are those of ``costs``. Results do not depend on
+    it."""
     ways = costs(population, columns, visits)
     return min(ways, key=lambda kind: ways[kind].work)
 
 
-def thetas(kind: Kind, population: Population, columns: int, dtype: np.dtype[Any], average: bool) -> Thetas:
+def thetas(
+    kind: Kind,
+    population: Population,
+    columns: int,
+    dtype: DType,
+    average: bool,
+) -> Thetas:
+    """θ = 0 for every user, kept in the given way.
+
+    Args:
+        kind: the way to keep θ.
+        population: everyone's data.
+        columns: the number of settings that have a θ, times the number of outputs.
+        dtype: the precision of θ.
+        average: whether to keep what the average iterates need, too.
+    """
     if kind == "direct":
         return Direct(population, columns, dtype, average)
     if not isinstance(population, Table):
-        raise ValueError("the span of a user's rows needs finitely many of them: keep θ itself where samples are fresh")
+        raise ValueError(
+            f"kind={kind!r} needs finitely many rows per user and here every sample is new: use "
+            "kind='direct'"
+        )
     return Span(population, columns, dtype, average)
 
 
 def subtract_product(target: Columns, x: Features, residual: Columns) -> None:
-    """target −= xᵀ residual, in one pass over ``target``; of a sparse x only the rows of words that occur are touched.
+    """target −= xᵀ residual, in one pass over ``target``.
 
-    A product of sparse matrices by ``@`` would be a new array, most of it zero.
+    If x is sparse, only the rows of ``target`` that belong to columns with an entry are touched;
+    the product by ``@`` would be a new array, most of it zero.
     """
     if isinstance(x, sparse.csr_array):
-        words = x.T.tocsr()
-        size = (*words.shape, residual.shape[1])
-        csr_matvecs(*size, words.indptr, words.indices, -words.data, _flat(residual), _flat(target))
+        _subtract_sparse(target, x, residual)
     elif target.size and x.size:
-        rows = _flat(target).reshape(target.shape)
-        _gemm(target.dtype)(-1.0, residual.T, x.T, 1.0, rows.T, trans_b=True, overwrite_c=True)
+        in_place = _flat(target).reshape(target.shape)
+        gemm = _gemm(target.dtype)
+        gemm(
+            -1.0,
+            residual.T,
+            x.T,
+            1.0,
+            in_place.T,
+            trans_b=True,
+            overwrite_c=True,
+        )
 
 
-def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    """Its numbers in one row, in the same memory: a copy would be changed in its place."""
+def _subtract_sparse(target: Columns, x: sparse.csr_array, residual: Columns) -> None:
+    turned = x.T.tocsr()
+    rows, samples = turned.shape
+    csr_matvecs(
+        rows,
+        samples,
+        residual.shape[1],
+        turned.indptr,
+        turned.indices,
+        -turned.data,
+        _flat(residual),
+        _flat(target),
+    )
+
+
+def _flat(array: Floats) -> Floats:
+    """Its numbers in one row, in the same memory: a copy would be changed instead of the array."""
     if not array.flags.c_contiguous:
-        raise ValueError("only contiguous arrays can be changed in place")
+        raise ValueError(
+            f"only contiguous arrays can be changed in place, got strides {array.strides}: copy "
+            "the array first"
+        )
     return array.reshape(-1)
 
 
 @functools.cache
-def _gemm(dtype: np.dtype[Any]) -> Any:
+def _gemm(dtype: DType) -> Any:
     return get_blas_funcs("gemm", dtype=dtype)
 
 
 def kept_columns(array: Columns, columns: Indices) -> Columns:
-    """``array[..., columns]`` in the memory of ``array``: columns are increasing, so nothing is overwritten unread."""
-    flat, rows = array.reshape(-1), array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
-    step = max(1, (1 << 20) // max(1, array.shape[-1]))
+    """``array[..., columns]`` in the memory of ``array``.
+
+    Columns must be increasing, so that nothing is overwritten before it is read.
+    """
+    *leading, width = array.shape
+    rows = array.reshape(math.prod(leading), width)
+    flat = array.reshape(-1)
+    kept = len(columns)
+    step = max(1, NUMBERS_MOVED_AT_ONCE // max(1, width))
     for start in range(0, len(rows), step):
         block = rows[start : start + step, columns]
-        flat[start * len(columns) : start * len(columns) + block.size] = block.reshape(-1)
-    return flat[: len(rows) * len(columns)].reshape(*array.shape[:-1], len(columns))
+        begin = start * kept
+        end = begin + block.size
+        flat[begin:end] = block.reshape(-1)
+    size = len(rows) * kept
+    return flat[:size].reshape(*leading, kept)
 
 
-def _product(left: Features, right: Features, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _product(left: Features, right: Features, dtype: DType) -> Floats:
     """left rightᵀ, dense."""
-    product = left.astype(dtype) @ right.astype(dtype).T
-    return product.toarray() if sparse.issparse(product) else np.asarray(product)
+    turned = right.astype(dtype).T
+    product = left.astype(dtype) @ turned
+    if sparse.issparse(product):
+        return np.asarray(product.toarray())
+    return np.asarray(product)

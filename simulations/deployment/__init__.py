@@ -1,1 +1,2 @@
-"""A real deployment on this machine: SuperLink and SuperNodes with TLS and authentication, killed and restarted."""
+"""A real deployment on this machine: SuperLink and SuperNodes with TLS and authentication, killed
+and restarted."""

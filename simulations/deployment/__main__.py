@@ -1,9 +1,10 @@
 """PPSGD in a deployment that is killed and goes on: ``python -m simulations.deployment``.
 
-Makes keys and certificates, starts a SuperLink (TLS, authentication, a database) and a SuperNode for each user on free
-loopback ports, trains with ``flwr run``, kills a SuperNode in the middle of a round and later the SuperLink, starts
-both again, and shows that θ, w and the ledger went on. Exit status: 0 if all of them did, 1 if not, 2 for wrong
-arguments, 130 after Ctrl-C. Takes about five minutes.
+Makes keys and certificates, starts a SuperLink (TLS, authentication, a database) and a SuperNode
+for each user on free loopback ports, trains with ``flwr run``, kills a SuperNode in the middle of a
+round and later the SuperLink, starts both again, and shows that θ, w and the ledger went on. Exit
+status: 0 if all of them did, 1 if not, 2 for wrong arguments, 130 after Ctrl-C. Takes about five
+minutes.
 """
 
 import argparse
@@ -21,27 +22,33 @@ from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.server import checkpoint
 from flwr_ppsgd.wire import record_from
-from simulations.deployment.app import learner_from
+from simulations.deployment.client_app import learner_from
 from simulations.deployment.federation import Federation, wait_for, write_app
 
 USERS = ("ada", "ben", "cleo", "dan")
 RUN = "deployment-example"
 ROUNDS = 8
 COMPONENTS = {
-    "message": {"serverapp": "server", "clientapp": "client"},
-    "legacy": {"serverapp": "legacy_server", "clientapp": "legacy_client"},
+    "message": {"serverapp": "server_app:app", "clientapp": "client_app:app"},
+    "legacy": {"serverapp": "server_app:legacy_app", "clientapp": "client_app:legacy_app"},
 }
+MODULES = [Path(__file__).with_name(name) for name in ("server_app.py", "client_app.py")]
 
 
 class Story:
     """What happens, and what is to be true afterwards."""
 
-    def __init__(self, directory: Path, federation: Federation, api: str, data: Path | None) -> None:
+    def __init__(
+        self, directory: Path, federation: Federation, api: str, data: Path | None
+    ) -> None:
         self.directory, self.federation = directory, federation
         self.server = directory / "server"
         sizes = split(directory, data)
         self.app = write_app(
-            directory / "deployed", Path(__file__).with_name("app.py"), COMPONENTS[api], config(self.server, sizes)
+            directory / "deployed",
+            MODULES,
+            COMPONENTS[api],
+            config(self.server, sizes),
         )
         self._began = time.monotonic()
 
@@ -50,11 +57,17 @@ class Story:
 
     def start_all(self) -> None:
         self.federation.start_superlink()
-        self.say(f"SuperLink on 127.0.0.1:{self.federation.port} with TLS, authentication and a database")
+        self.say(
+            f"SuperLink on 127.0.0.1:{self.federation.port} with TLS, authentication and a database"
+        )
         for user in USERS:
             home = self.directory / user
             self.federation.register(user)
-            own = {"data": str(home / "data.npz"), "ppsgd-state-dir": str(home / "state"), "ppsgd-user": user}
+            own = {
+                "data": str(home / "data.npz"),
+                "ppsgd-state-dir": str(home / "state"),
+                "ppsgd-user": user,
+            }
             self.federation.start_supernode(user, own)
         self.say(f"SuperNodes registered by public key and started: {', '.join(USERS)}")
 
@@ -84,7 +97,9 @@ class Story:
     def lose_the_superlink(self) -> int:
         self.federation.kill("superlink")
         done = self.rounds_done()
-        self.say(f"killed the SuperLink and the ServerApp with it (kill -9); w is that of round {done}")
+        self.say(
+            f"killed the SuperLink and the ServerApp with it (kill -9); w is that of round {done}"
+        )
         self.federation.start_superlink()
         self.say("started the SuperLink again with its database")
         return self.federation.run(self.app)
@@ -101,7 +116,9 @@ def tell(story: Story, api: str) -> list[str]:
     between = story.all_visits()
     run = story.lose_the_superlink()
     story.say(f"flwr run again: run {run}")
-    wait_for("the run to end", lambda: story.federation.status(run).startswith("finished"), seconds=600)
+    wait_for(
+        "the run to end", lambda: story.federation.status(run).startswith("finished"), seconds=600
+    )
     story.say(f"run {run}: {story.federation.status(run)}")
     return check(story, between, story.federation.status(run))
 
@@ -111,13 +128,20 @@ def check(story: Story, between: dict[str, int], status: str) -> list[str]:
     final = checkpoint.load(story.server)
     charges = (story.server / "journal.jsonl").read_text().count('"round"')
     visits = story.all_visits()
-    story.say(f"visits: {visits}; rounds in w: {final.round if final else 0}; charges in the ledger: {charges}")
+    story.say(
+        f"visits: {visits}; rounds in w: {final.round if final else 0}; charges in the ledger: "
+        f"{charges}"
+    )
     claims = {
         "the run ended well": status == "finished:completed",
         f"w has had {ROUNDS} rounds": final is not None and final.round == ROUNDS,
         "every round is charged, at most the one in flight twice": ROUNDS <= charges <= ROUNDS + 1,
-        "every θ went on after the SuperLink was lost": all(visits[user] > between[user] for user in USERS),
-        "no θ was stepped more often than there were rounds": all(visits[user] <= ROUNDS for user in USERS),
+        "every θ went on after the SuperLink was lost": all(
+            visits[user] > between[user] for user in USERS
+        ),
+        "no θ was stepped more often than there were rounds": all(
+            visits[user] <= ROUNDS for user in USERS
+        ),
     }
     for claim, holds in claims.items():
         story.say(f"{'yes' if holds else 'NO '}  {claim}")
@@ -127,12 +151,14 @@ def check(story: Story, between: dict[str, int], status: str) -> list[str]:
 
 
 def show_models(story: Story, final: checkpoint.Checkpoint) -> None:
-    """What a user's own machine can do now: predict with w + θ; and what its operator can look up."""
+    """What a user's machine can do now: predict with w + θ, and show what left it."""
     w = record_from(final.arrays)
     for user in USERS:
         model = PersonalModel.load(story.directory / user / "state", user, w=w)
         learner = learner_from(str(story.directory / user / "data.npz"), 1)
-        shared, personal = (learner.evaluate(model.w, theta)["mse"] for theta in (0 * model.theta, model.theta))
+        shared, personal = (
+            learner.evaluate(model.w, theta)["mse"] for theta in (0 * model.theta, model.theta)
+        )
         story.say(f"{user}: test error with w alone {shared:.4g}, with w + θ {personal:.4g}")
     print("\n" + client_report(story.directory / USERS[0] / "state"))
 
@@ -153,7 +179,9 @@ def synthetic() -> list[dict[str, Any]]:
     users = []
     for _ in USERS:
         x = source.normal(size=(200, 10)) / np.sqrt(10)
-        y = x @ (common + 0.5 * source.normal(size=common.shape)) + 0.05 * source.normal(size=(200, 1))
+        y = x @ (common + 0.5 * source.normal(size=common.shape)) + 0.05 * source.normal(
+            size=(200, 1)
+        )
         users.append({"x": x[:150], "y": y[:150], "x_test": x[150:], "y_test": y[150:]})
     return users
 
@@ -172,19 +200,44 @@ def from_file(path: Path) -> list[dict[str, Any]]:
 
 
 def config(server: Path, sizes: tuple[int, int]) -> dict[str, Any]:
-    """The run config. Four users cannot hide in a crowd: the noise here is for show, not for a small epsilon."""
+    """The run config. Four users cannot hide in a crowd: the noise here is for show, not for a
+    small epsilon."""
     return {
-        "population": len(USERS), "enrolled": ",".join(USERS), "min-online": 1.0, "rate": 1.0, "clip-norm": 1.0,
-        "noise-multiplier": 1.0, "delta": 1e-4, "step": 0.5, "alpha-q": 0.5, "rounds": ROUNDS, "round-timeout": 40.0,
-        "checkpoint-dir": str(server), "ppsgd-run": RUN, "features": sizes[0], "outputs": sizes[1], "batch-size": 20,
-    }  # fmt: skip
+        "population": len(USERS),
+        "enrolled": ",".join(USERS),
+        "min-online": 1.0,
+        "rate": 1.0,
+        "clip-norm": 1.0,
+        "noise-multiplier": 1.0,
+        "delta": 1e-4,
+        "step": 0.5,
+        "alpha-q": 0.5,
+        "rounds": ROUNDS,
+        "round-timeout": 40.0,
+        "checkpoint-dir": str(server),
+        "ppsgd-run": RUN,
+        "features": sizes[0],
+        "outputs": sizes[1],
+        "batch-size": 20,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m simulations.deployment", description=__doc__.split("\n")[0])
-    parser.add_argument("--api", choices=sorted(COMPONENTS), default="message", help="Flower's API (default: message)")
-    parser.add_argument("--data", type=Path, help="a per-user file of your own instead of the synthetic one")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="work in DIR and leave everything there")
+    parser = argparse.ArgumentParser(
+        prog="python -m simulations.deployment", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--api",
+        choices=sorted(COMPONENTS),
+        default="message",
+        help="Flower's API (default: message)",
+    )
+    parser.add_argument(
+        "--data", type=Path, help="a per-user file of your own instead of the synthetic one"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="work in DIR and leave everything there"
+    )
     given = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as temporary:
@@ -197,7 +250,11 @@ def main() -> int:
         except RuntimeError as error:
             print(f"deployment: {error}", file=sys.stderr)
             return 1
-    print("deployment: θ, w and the ledger went on" if not failed else f"deployment: FAILED: {'; '.join(failed)}")
+    print(
+        "deployment: θ, w and the ledger went on"
+        if not failed
+        else f"deployment: FAILED: {'; '.join(failed)}"
+    )
     return 1 if failed else 0
 
 

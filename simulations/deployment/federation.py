@@ -1,8 +1,9 @@
 """SuperLink and SuperNodes as processes of this machine, with certificates and keys of their own.
 
-Nothing here is about PPSGD. Every process that is started is stopped by its id, with whatever it has started itself. A
-SuperNode that ends by itself is started again, as an operator would have systemd do: for up to a minute after a
-SuperNode was killed, Flower still takes it to be online and turns its key away.
+Nothing here is about PPSGD. Every process that is started is stopped by its id, with whatever it
+has started itself. A SuperNode that ends by itself is started again, as an operator would have
+systemd do: for up to a minute after a SuperNode was killed, Flower still takes it to be online and
+turns its key away.
 """
 
 import datetime
@@ -39,7 +40,8 @@ FLOWER = {
 class Federation:
     """One SuperLink with a database, TLS and SuperNode authentication; SuperNodes by name.
 
-    secure: whether there are TLS and authentication; without, whoever looks at the packets can read them.
+    secure: whether there are TLS and authentication; without, whoever looks at the packets can read
+    them.
     """
 
     def __init__(self, directory: Path, *, secure: bool = True) -> None:
@@ -48,7 +50,9 @@ class Federation:
         self._keys = self.directory / "keys"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._configs: dict[str, str] = {}
-        self._commands: dict[str, Callable[[], None]] = {}  # how to start again what should be running
+        self._commands: dict[
+            str, Callable[[], None]
+        ] = {}  # how to start again what should be running
         self._lock = threading.RLock()
         self._keys.mkdir(parents=True, exist_ok=True)
         make_certificates(self._keys)
@@ -66,33 +70,67 @@ class Federation:
         """Start it, or start it again with the same database, and wait until it answers."""
         keys = self._keys
         certificates = [
-            "--ssl-certfile", keys / "server.crt", "--ssl-keyfile", keys / "server.key", "--ssl-ca-certfile",
-            keys / "ca.crt", "--enable-supernode-auth",
-        ]  # fmt: skip
+            "--ssl-certfile",
+            keys / "server.crt",
+            "--ssl-keyfile",
+            keys / "server.key",
+            "--ssl-ca-certfile",
+            keys / "ca.crt",
+            "--enable-supernode-auth",
+        ]
         protection = certificates if self._secure else ["--insecure"]
-        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), "--database"]
-        self._start("superlink", [*command, self.directory / "superlink.db", *protection], environment)
+        command = [
+            "flower-superlink",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--database",
+        ]
+        self._start(
+            "superlink", [*command, self.directory / "superlink.db", *protection], environment
+        )
         wait_for("the SuperLink to answer", lambda: _answers(self.port))
 
     def register(self, name: str) -> None:
         """Make a key pair for a SuperNode and register its public half under a name."""
         public = make_key_pair(self._keys / name)
-        out = self.flwr("supernode", "register", str(public), CONNECTION, "--name", name, "--format", "json")
+        out = self.flwr(
+            "supernode", "register", str(public), CONNECTION, "--name", name, "--format", "json"
+        )
         if not json.loads(out).get("success"):
             raise RuntimeError(f"SuperNode {name} could not be registered: {out}")
 
     def start_supernode(
-        self, name: str, config: Mapping[str, str | int] | None = None, *, port: int | None = None,
+        self,
+        name: str,
+        config: Mapping[str, str | int] | None = None,
+        *,
+        port: int | None = None,
         environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        """Start it, or start it again as it was. port: that of the SuperLink, or of something in between."""
+    ) -> None:
+        """Start it, or start it again as it was. port: that of the SuperLink, or of something in
+        between."""
         if config is not None:
-            self._configs[name] = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        identity = ["--root-certificates", self._keys / "ca.crt", "--auth-supernode-private-key", self._keys / name]
+            self._configs[name] = " ".join(
+                f"{key}={json.dumps(value)}" for key, value in config.items()
+            )
+        identity = [
+            "--root-certificates",
+            self._keys / "ca.crt",
+            "--auth-supernode-private-key",
+            self._keys / name,
+        ]
         command = [
-            "flower-supernode", "--superlink", f"127.0.0.1:{port or self.port}", "--port", str(free_ports(1)[0]),
-            "--node-config", self._configs[name], *(identity if self._secure else ["--insecure"]),
-        ]  # fmt: skip
+            "flower-supernode",
+            "--superlink",
+            f"127.0.0.1:{port or self.port}",
+            "--port",
+            str(free_ports(1)[0]),
+            "--node-config",
+            self._configs[name],
+            *(identity if self._secure else ["--insecure"]),
+        ]
         self._start(name, command, environment)
         self._commands[name] = lambda: self._start(name, command, environment)
 
@@ -117,8 +155,11 @@ class Federation:
         return int(answer["run-id"])
 
     def status(self, run: int) -> str:
-        """``running``, ``finished:completed``, …; ``flwr run`` itself ends with 0 even if the run fails."""
-        listing = json.loads(self.flwr("list", CONNECTION, "--run-id", str(run), "--format", "json"))
+        """``running``, ``finished:completed``, …; ``flwr run`` itself ends with 0 even if the run
+        fails."""
+        listing = json.loads(
+            self.flwr("list", CONNECTION, "--run-id", str(run), "--format", "json")
+        )
         return str(listing["runs"][0]["status"])
 
     def log(self, name: str) -> str:
@@ -128,20 +169,33 @@ class Federation:
     def flwr(self, *arguments: str) -> str:
         """The ``flwr`` command; what it printed."""
         done = subprocess.run(
-            [program("flwr"), *arguments], env=self._environment("cli"), cwd=self.directory, capture_output=True,
-            text=True, check=False, timeout=PATIENCE,
-        )  # fmt: skip
+            [program("flwr"), *arguments],
+            env=self._environment("cli"),
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+        )
         if done.returncode:
-            raise RuntimeError(f"flwr {arguments[0]} ended with {done.returncode}: {done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"flwr {arguments[0]} ended with {done.returncode}: {done.stdout}{done.stderr}"
+            )
         return done.stdout
 
-    def _start(self, name: str, command: Sequence[object], environment: Mapping[str, str] | None) -> None:
+    def _start(
+        self, name: str, command: Sequence[object], environment: Mapping[str, str] | None
+    ) -> None:
         line = [program(str(command[0])), *map(str, command[1:])]
         with self._lock, (self.directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                line, env={**self._environment(name), **(environment or {})}, cwd=self.directory, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                line,
+                env={**self._environment(name), **(environment or {})},
+                cwd=self.directory,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def _end(self, name: str, how: signal.Signals) -> None:
         with self._lock:
@@ -171,7 +225,11 @@ class Federation:
 
     def _write_connection(self) -> None:
         home = Path(self._environment("cli")["FLWR_HOME"])
-        trust = {"root-certificates": str(self._keys / "ca.crt")} if self._secure else {"insecure": True}
+        trust = (
+            {"root-certificates": str(self._keys / "ca.crt")}
+            if self._secure
+            else {"insecure": True}
+        )
         connection = {"address": f"127.0.0.1:{self.port}", **trust}
         config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
         (home / "config.toml").write_text(tomli_w.dumps(config))
@@ -184,15 +242,33 @@ def _sweep(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def write_app(directory: Path, module: Path, components: Mapping[str, str], config: Mapping[str, Any]) -> Path:
-    """What ``flwr run`` needs: a pyproject.toml and a module that holds the apps."""
+def write_app(
+    directory: Path,
+    modules: Sequence[Path],
+    components: Mapping[str, str],
+    config: Mapping[str, Any],
+) -> Path:
+    """What ``flwr run`` needs: a pyproject.toml and the modules that hold the apps.
+
+    Args:
+        directory: where the app goes; its name is the app's.
+        modules: Python files to copy.
+        components: ``serverapp`` and ``clientapp`` as ``module:name``.
+        config: the run config.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    shutil.copy(module, directory / f"{directory.name}.py")
-    about = {"name": directory.name, "version": "1.0.0", "description": "PPSGD", "license": "Apache-2.0"}
-    named = {kind: f"{directory.name}:{name}" for kind, name in components.items()}
-    app = {"publisher": "flwr-ppsgd", "components": named, "config": dict(config)}
-    project = {"project": {**about, "dependencies": ["flwr-ppsgd"]}, "tool": {"flwr": {"app": app}}}
-    (directory / "pyproject.toml").write_text(tomli_w.dumps(project))
+    for module in modules:
+        shutil.copy(module, directory / module.name)
+    about = {
+        "name": directory.name,
+        "version": "1.0.0",
+        "description": "PPSGD",
+        "license": "Apache-2.0",
+        "dependencies": ["flwr-ppsgd"],
+    }
+    app = {"publisher": "flwr-ppsgd", "components": dict(components), "config": dict(config)}
+    project = {"project": about, "tool": {"flwr": {"app": app}}}
+    (directory / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
     return directory
 
 
@@ -212,7 +288,9 @@ def make_key_pair(path: Path) -> Path:
     path.chmod(0o600)
     public = path.with_suffix(".pub")
     public.write_bytes(
-        key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        key.public_key().public_bytes(
+            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        )
     )
     return public
 
@@ -221,7 +299,9 @@ def make_certificates(directory: Path) -> None:
     """A certificate authority, and a certificate of it for a server on the loopback address."""
     ca_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     ca_name, server_name = _name("PPSGD example authority"), _name("127.0.0.1")
-    ca = _certificate(ca_name, ca_key.public_key(), ca_name, ca_key, x509.BasicConstraints(ca=True, path_length=0))
+    ca = _certificate(
+        ca_name, ca_key.public_key(), ca_name, ca_key, x509.BasicConstraints(ca=True, path_length=0)
+    )
     loopback = x509.SubjectAlternativeName(
         [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
     )
@@ -247,9 +327,12 @@ def program(name: str) -> str:
 
 
 def _certificate(
-    subject: x509.Name, key: ec.EllipticCurvePublicKey, issuer: x509.Name, signer: ec.EllipticCurvePrivateKey,
+    subject: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    issuer: x509.Name,
+    signer: ec.EllipticCurvePrivateKey,
     extension: x509.ExtensionType,
-) -> x509.Certificate:  # fmt: skip
+) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()

@@ -8,9 +8,21 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from flwr_ppsgd import Order, Steps, client_app
 from flwr_ppsgd.client.personal import STATE, Personal, keep, recall
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
-from tests.support.toy import SIZE, Floats, Toy, flat, grid, opened, release, strategy, target, toy_learner, w0
+from tests.support.toy import (
+    SIZE,
+    Floats,
+    Toy,
+    flat,
+    grid,
+    opened,
+    release,
+    strategy,
+    target,
+    toy_learner,
+    w0,
+)
 
 
 def bytes_of(content: RecordDict) -> list[bytes]:
@@ -113,7 +125,9 @@ def test_a_learner_with_a_wrong_gradient_gets_one_clear_line_and_theta_stays(fau
     assert after.visit == 2
 
 
-def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     on = grid(1)
     (message,) = opened(strategy(release=release(1)), on)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from flwr_ppsgd import client_app
 from flwr_ppsgd.client.model import PersonalModel, personalize
-from flwr_ppsgd.data.synthetic import Minibatches
+from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.split import SplitLearner, SplitModel
 from tests.client.test_shelf import Nodes
 from tests.support.toy import SIZE, Toy, flat, release, strategy, target, w0
@@ -23,7 +23,9 @@ def test_a_user_s_model_is_w_plus_theta(tmp_path: Path) -> None:
     assert kept.arrays()["0"].shape == (2, 3)
     np.testing.assert_array_equal(newer.w, flat(result.arrays))
     np.testing.assert_array_equal(newer.arrays()["0"].reshape(-1), newer.w + newer.theta)
-    assert not np.array_equal(kept.w, newer.w), "what came with the last round is older than what was published"
+    assert not np.array_equal(kept.w, newer.w), (
+        "what came with the last round is older than what was published"
+    )
 
 
 def net() -> SplitModel:
@@ -56,7 +58,9 @@ def test_a_newcomer_gets_a_theta_from_the_published_w_alone() -> None:
     model = personalize(w, Toy(target(9)), step=0.5, visits=60)
     np.testing.assert_allclose(model.arrays()["0"], target(9), atol=1e-12)
     np.testing.assert_array_equal(model.w, w)
-    np.testing.assert_allclose(personalize({"w": w}, Toy(target(9)), step=1.0, visits=1).theta, target(9) - w)
+    np.testing.assert_allclose(
+        personalize({"w": w}, Toy(target(9)), step=1.0, visits=1).theta, target(9) - w
+    )
 
 
 def test_whoever_is_not_there_is_named(tmp_path: Path) -> None:
@@ -64,6 +68,8 @@ def test_whoever_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no θ of user 'eve', only of"):
         PersonalModel.load(tmp_path, "eve")
     strategy().start(Nodes(tmp_path, run="b"), w0(), num_rounds=1)
-    with pytest.raises(ValueError, match=r"took part in \['b', 'unnamed-run'\]: name one with run="):
+    with pytest.raises(
+        ValueError, match=r"took part in \['b', 'unnamed-run'\]: name one with run="
+    ):
         PersonalModel.load(tmp_path, "1")
     assert PersonalModel.load(tmp_path, "1", run="b").theta.size == SIZE

@@ -17,13 +17,12 @@ from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flwr_ppsgd import PPSGD, Order, cli, client_app
-from flwr_ppsgd import disk as durable
+from flwr_ppsgd import PPSGD, Order, cli, client_app, disk
+from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.personal import Personal, choose, keep, recall, step_from
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.client.shelf import RUN, STATE_DIR, UNNAMED, USER, Shelf
-from flwr_ppsgd.server.legacy_api import PPSGDClient
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from tests.support.toy import SIZE, Floats, release, strategy, target, toy_learner, w0
 
 STEP = 0.5  # s_θ of tests.support.toy.strategy
@@ -32,7 +31,14 @@ STEP = 0.5  # s_θ of tests.support.toy.strategy
 class Nodes(InProcessGrid):
     """Virtual nodes with a state directory each. ``restart`` forgets what they had in memory."""
 
-    def __init__(self, directory: Path, app: ClientApp | None = None, nodes: int = 5, run: str = "", run_id: int = 1):
+    def __init__(
+        self,
+        directory: Path,
+        app: ClientApp | None = None,
+        nodes: int = 5,
+        run: str = "",
+        run_id: int = 1,
+    ):
         super().__init__(app or client_app(toy_learner), nodes, {RUN: run} if run else {}, run_id)
         self._directory = directory
 
@@ -126,8 +132,11 @@ def test_a_round_sent_again_steps_theta_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_theta_is_a_replay_of_the_rounds_that_completed(tmp_path: Path, seed: int, on_disk: bool) -> None:
-    """Servers die at random, in a round or after it; whom a lost round had drawn must not keep its step."""
+def test_theta_is_a_replay_of_the_rounds_that_completed(
+    tmp_path: Path, seed: int, on_disk: bool
+) -> None:
+    """Servers die at random, in a round or after it; whom a lost round had drawn must not keep its
+    step."""
     dice, steps, done = random.Random(seed), {user: [] for user in range(5)}, 0  # type: ignore[var-annotated]
     on = Nodes(tmp_path / "states") if on_disk else InProcessGrid(client_app(toy_learner), 5)
     while done < 25:
@@ -150,18 +159,29 @@ def test_theta_is_a_replay_of_the_rounds_that_completed(tmp_path: Path, seed: in
         expected = np.zeros(SIZE)
         for before in ws:
             expected = expected - STEP * (before + expected - target(user))
-        chosen = step_from(on.context(1_000_000 + user), _next_order(final, done + 1), lambda: np.zeros(SIZE))
+        chosen = step_from(
+            on.context(1_000_000 + user), _next_order(final, done + 1), lambda: np.zeros(SIZE)
+        )
         np.testing.assert_array_equal(chosen.theta, expected)
 
 
 def _next_order(ppsgd: PPSGD, round_: int) -> Order:
-    return Order(round_, STEP, 1.0, "mean", True, training=ppsgd._curator.training, starts=ppsgd._curator.starts())
+    return Order(
+        round_,
+        STEP,
+        1.0,
+        "mean",
+        True,
+        training=ppsgd._curator.training_id,
+        starts=ppsgd._curator.starts(),
+    )
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=12))
 @settings(max_examples=50, deadline=None)
 def test_the_choice_is_the_newest_that_the_server_still_has(visits: list[tuple[int, bool]]) -> None:
-    """Each entry: rounds until the next visit, and whether the server then dies before it has finished that round."""
+    """Each entry: rounds until the next visit, and whether the server then dies before it has
+    finished that round."""
     starts, round_, kept = [1], 0, [Personal(np.zeros(1), 1, training=7, start=1)]
     lasting = kept[0]
     for ahead, dies in visits:
@@ -185,16 +205,24 @@ def test_orders_that_were_overtaken_are_refused(tmp_path: Path) -> None:
             step_from(context, late, lambda: np.zeros(SIZE))
 
 
+def rounds_kept(directory: Path, training: int) -> list[int]:
+    """The rounds of a training's saves, newest first."""
+    saves = shelf(directory).saves(lambda other: other == training)
+    return [save.stamp["round"] for save in saves]
+
+
 def test_two_trainings_under_one_name_do_not_step_each_others_theta(tmp_path: Path) -> None:
     on, both = Nodes(tmp_path), [strategy(), strategy()]
     for round_ in (1, 2, 3):
         for ppsgd in both:
             one_round(ppsgd, on, round_)
-    lines = [[s.stamp["round"] for s in shelf(tmp_path).saves(lambda t, p=p: t == p._curator.training)] for p in both]  # type: ignore[misc]
+    lines = [rounds_kept(tmp_path, ppsgd._curator.training_id) for ppsgd in both]
     assert lines == [[3, 2, 1], [3, 2, 1]]
 
 
-def test_a_server_that_went_back_further_than_is_kept_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_went_back_further_than_is_kept_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kept = [Personal(np.ones(1), 1, round=r, visit=r, training=7, start=1) for r in (9, 8, 7)]
     chosen = choose(kept, [], order(3, (1, 3)), below=3)
     assert chosen is kept[-1]
@@ -220,8 +248,10 @@ def _damage(path: Path, how: str) -> None:
     content = path.read_bytes()
     flipped = bytearray(content)
     flipped[-5] ^= 1
-    other = b"".join(durable.seal({"format": "of tomorrow"}, []))
-    path.write_bytes({"cut": content[:-8], "empty": b"", "flipped": bytes(flipped), "another format": other}[how])
+    other = b"".join(disk.seal({"format": "of tomorrow"}, []))
+    path.write_bytes(
+        {"cut": content[:-8], "empty": b"", "flipped": bytes(flipped), "another format": other}[how]
+    )
 
 
 def test_where_every_file_is_damaged_theta_never_becomes_zero(tmp_path: Path) -> None:
@@ -243,7 +273,9 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     own, stranger = files(tmp_path, 0)[-1], files(tmp_path, 1)[-1]
     own.write_bytes(stranger.read_bytes())
     replies = one_round(ppsgd, on, 3)
-    assert "holds the θ of user '1' in run 'unnamed-run', not that of '0'" in str(replies[0].error.reason)
+    assert "holds the θ of user '1' in run 'unnamed-run', not that of '0'" in str(
+        replies[0].error.reason
+    )
     assert not any(reply.has_error() for reply in replies[1:])
 
 
@@ -270,12 +302,14 @@ def _break_disk(patch: pytest.MonkeyPatch, place: str, number: int) -> None:
         raise OSError(number, os.strerror(number))
 
     if place == "write":
-        patch.setattr(durable, "write", fail)
+        patch.setattr(disk, "write", fail)
     else:
         patch.setattr(os, place, fail)
 
 
-def _raising(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+def _raising(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
     call_next(message, context)
     raise RuntimeError("a mod that fails")
 
@@ -283,7 +317,9 @@ def _raising(message: Message, context: Context, call_next: Callable[[Message, C
 def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(tmp_path: Path) -> None:
     """As in a deployment, where Flower keeps the state of a client that raised."""
     context = Nodes(tmp_path).context(1_000_000)
-    message = Message(RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train")
+    message = Message(
+        RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train"
+    )
     with pytest.raises(RuntimeError, match="a mod that fails"):
         client_app(toy_learner, mods=[_raising])(message, context)
     assert not context.state
@@ -291,14 +327,20 @@ def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(tmp_path: Path)
 
 
 def test_of_two_tasks_at_work_on_one_theta_the_second_drops_its_step(tmp_path: Path) -> None:
-    def overtaken(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    def overtaken(
+        message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
         reply = call_next(message, context)
         client_app(toy_learner)(message, Nodes(tmp_path).context(1_000_000))
         return reply
 
     context = Nodes(tmp_path).context(1_000_000)
-    message = Message(RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train")
-    with pytest.raises(ValueError, match="stepped by another task while this one was at work: this step is dropped"):
+    message = Message(
+        RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train"
+    )
+    with pytest.raises(
+        ValueError, match="stepped by another task while this one was at work: this step is dropped"
+    ):
         client_app(toy_learner, mods=[overtaken])(message, context)
     assert not context.state
     assert [save.stamp["visit"] for save in shelf(tmp_path).saves()] == [1]
@@ -329,7 +371,9 @@ def test_the_clock_may_go_back(tmp_path: Path) -> None:
 
 
 def legacy_fit(context: Context, round_: int, starts: tuple[int, ...] = (1,)) -> None:
-    PPSGDClient(toy_learner(context), context).fit([np.zeros(SIZE)], order(round_, starts).to_flat())
+    PPSGDClient(toy_learner(context), context).fit(
+        [np.zeros(SIZE)], order(round_, starts).to_flat()
+    )
 
 
 def test_the_legacy_client_keeps_theta_on_disk_too(tmp_path: Path) -> None:
@@ -345,7 +389,9 @@ def test_the_legacy_client_keeps_theta_on_disk_too(tmp_path: Path) -> None:
 
 def test_a_typing_error_in_the_node_config_is_named(tmp_path: Path) -> None:
     context = Context(1, 2, {"ppsgd-statedir": str(tmp_path)}, RecordDict(), {})
-    with pytest.raises(ValueError, match="unknown key 'ppsgd-statedir': did you mean 'ppsgd-state-dir'"):
+    with pytest.raises(
+        ValueError, match="unknown key 'ppsgd-statedir': did you mean 'ppsgd-state-dir'"
+    ):
         Shelf.of(context)
     with pytest.raises(ValueError, match=f"add {USER}, or partition-id"):
         Shelf.of(Context(1, 2, {STATE_DIR: str(tmp_path)}, RecordDict(), {}))
@@ -363,10 +409,16 @@ def test_the_report_says_what_left_and_what_is_promised(tmp_path: Path) -> None:
     strategy(release=release(z=5.0), evaluate_every=0).start(Nodes(tmp_path), w0(), num_rounds=4)
     text = client_report(tmp_path)
     assert text.count("took part in 4 rounds; the last one was round 4") == 5
-    assert f"{4 * len(ArrayRecord([np.zeros(SIZE)])['0'].data):,} bytes of gradient; 4 replies in 1 Flower runs" in text
+    assert (
+        f"{4 * len(ArrayRecord([np.zeros(SIZE)])['0'].data):,} bytes of gradient; 4 replies in 1 "
+        "Flower runs" in text
+    )
     assert "nothing but the clipped gradient; its norm was" in text
     assert "1 at most, clipped to 1" in text
-    assert "-joint differential privacy over 4 planned rounds for each of 5 users; the server is trusted" in text
+    assert (
+        "-joint differential privacy over 4 planned rounds for each of 5 users; the server is "
+        "trusted" in text
+    )
 
 
 def test_the_report_names_metrics_that_left(tmp_path: Path) -> None:

@@ -9,18 +9,27 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from flwr_ppsgd.data import Columns, PerUser, Split, public_statistics, read, write_npz
-from flwr_ppsgd.data.npz import mean_of_one_hots
-from flwr_ppsgd.data.raw import detect
-from tests.support.own_data import SHARED, needs_real_data
+from flwr_ppsgd.data import Columns
+from flwr_ppsgd.data.files import public_statistics, read
+from flwr_ppsgd.data.npz import mean_of_one_hots, write_npz
+from flwr_ppsgd.data.per_user import PerUser
+from flwr_ppsgd.data.raw import Split, detect
+from tests.support.own_data import needs_real_data
+from tests.support.paths import SHARED
 
 SOURCE = np.random.default_rng(0)
 
 
 def arrays(**changes: Any) -> dict[str, Any]:
-    """Three users with 4 rows each, out of order; the last row of each is the test part; two classes."""
+    """Three users with 4 rows each, out of order; the last row of each is the test part; two
+    classes."""
     user = np.tile([2, 0, 1], 4)
-    whole = {"user": user, "x": np.arange(24.0).reshape(12, 2), "y": np.arange(12) % 2, "test": np.arange(12) >= 9}
+    whole = {
+        "user": user,
+        "x": np.arange(24.0).reshape(12, 2),
+        "y": np.arange(12) % 2,
+        "test": np.arange(12) >= 9,
+    }
     return {key: value for key, value in {**whole, **changes}.items() if value is not None}
 
 
@@ -58,14 +67,25 @@ def refused(path: Path, *parts: str, **options: Any) -> str:
 
 
 def same(a: PerUser, b: PerUser) -> None:
-    for name in ("users", "task", "outputs", "bias", "feature_names", "target_names", "notes", "features"):
+    for name in (
+        "users",
+        "task",
+        "outputs",
+        "bias",
+        "feature_names",
+        "target_names",
+        "notes",
+        "features",
+    ):
         assert getattr(a, name) == getattr(b, name), name
     np.testing.assert_array_equal(a.test, b.test)
     np.testing.assert_array_equal(a.offsets, b.offsets)
     for test in (False, True):
         for mine, other in zip(a.part(test=test), b.part(test=test), strict=True):
             assert sparse.issparse(mine) == sparse.issparse(other)
-            np.testing.assert_array_equal(*(v.toarray() if sparse.issparse(v) else v for v in (mine, other)))
+            np.testing.assert_array_equal(
+                *(v.toarray() if sparse.issparse(v) else v for v in (mine, other))
+            )
 
 
 def test_rows_are_sorted_by_user_and_stay_together(tmp_path: Path) -> None:
@@ -78,7 +98,8 @@ def test_rows_are_sorted_by_user_and_stay_together(tmp_path: Path) -> None:
 
 
 def test_a_csv_with_names_of_its_own_and_dates(tmp_path: Path) -> None:
-    """The last third of each user by day is the test part; words are left out with a note; real targets."""
+    """The last third of each user by day is the test part; words are left out with a note; real
+    targets."""
     columns = Columns(user="reader", target="stars", time="day")
     data = read(csv(tmp_path, RATINGS), columns, split=Split(1 / 3))
     assert data.users == ("ann", "bob")
@@ -89,7 +110,11 @@ def test_a_csv_with_names_of_its_own_and_dates(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.targets(data.rows(0, test=False)), [[3.5], [5.0]])
     assert "left out, not numeric: 'genre' ('a' in line 2)" in data.describe()
     assert "test part: the last 33% of each user's rows" in data.describe()
-    dated = RATINGS.replace(",3,", ",2024-03-01,").replace(",1,", ",2023-12-31,").replace(",2,", ",2024-01-05,")
+    dated = (
+        RATINGS.replace(",3,", ",2024-03-01,")
+        .replace(",1,", ",2023-12-31,")
+        .replace(",2,", ",2024-01-05,")
+    )
     same(data, read(csv(tmp_path, dated), columns, split=Split(1 / 3)))
 
 
@@ -98,7 +123,10 @@ def test_parquet_gives_what_csv_gives(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     columns = Columns(user="reader", target="stars", time="day")
     pandas.read_csv(csv(tmp_path, RATINGS)).to_parquet(path)
-    same(replace(read(csv(tmp_path, RATINGS), columns), notes=()), replace(read(path, columns), notes=()))
+    same(
+        replace(read(csv(tmp_path, RATINGS), columns), notes=()),
+        replace(read(path, columns), notes=()),
+    )
 
 
 def test_a_test_column_and_named_features(tmp_path: Path) -> None:
@@ -131,7 +159,9 @@ def test_several_target_columns_are_labels_or_outputs(tmp_path: Path) -> None:
     assert (real.task, real.outputs) == ("regression", 2)
 
 
-@pytest.mark.parametrize(("n", "fraction", "expected"), [(1, 0.2, 0), (2, 0.2, 1), (10, 0.25, 2), (3, 0.9, 2)])
+@pytest.mark.parametrize(
+    ("n", "fraction", "expected"), [(1, 0.2, 0), (2, 0.2, 1), (10, 0.25, 2), (3, 0.9, 2)]
+)
 def test_a_split_never_takes_all(n: int, fraction: float, expected: int) -> None:
     offsets = np.array([0, n, 2 * n])
     test = Split(fraction, seed=1).mask(offsets, None)
@@ -166,7 +196,10 @@ def test_the_task_is_detected(y: Any, task: str) -> None:
 
 def test_whole_numbers_stored_as_reals_raise_a_doubt(tmp_path: Path) -> None:
     path = npz(tmp_path, y=np.arange(12) % 2 * 1.0)
-    assert "regression, though all values are whole numbers: they may be classes" in read(path).describe()
+    assert (
+        "regression, though all values are whole numbers: they may be classes"
+        in read(path).describe()
+    )
     assert read(path, task="classification").outputs == 2
 
 
@@ -175,7 +208,9 @@ def test_whole_numbers_stored_as_reals_raise_a_doubt(tmp_path: Path) -> None:
 def test_gaps_of_every_kind_of_column_are_found(tmp_path: Path, column: str, dtype: str) -> None:
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.DataFrame({"user": [1, 1, 2, 2], "a": [0.5, 1, 2, 3], "y": [0, 1, 0, 1]})
-    frame[column] = pandas.array(["1", "0", None, "1"] if dtype == "string" else [1, 0, None, 1], dtype=dtype)
+    frame[column] = pandas.array(
+        ["1", "0", None, "1"] if dtype == "string" else [1, 0, None, 1], dtype=dtype
+    )
     frame.to_parquet(path := tmp_path / "gaps.parquet")
     refused(path, f"column {column!r}", "in row 2")
 
@@ -208,16 +243,25 @@ def test_bags_of_words_are_means_of_one_hots(tmp_path: Path) -> None:
     assert data.is_sparse
     assert (data.task, data.outputs, data.features) == ("multi-label", 3, 5)
     np.testing.assert_allclose(data.matrix(np.array([1, 2])), [[0.5, 0, 0, 0.25, 0.25], [0.0] * 5])
-    np.testing.assert_array_equal(data.targets(np.array([1, 2]), shift=0.1) + 0.1, [[1, 0, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(
+        data.targets(np.array([1, 2]), shift=0.1) + 0.1, [[1, 0, 1], [0, 0, 0]]
+    )
 
 
 def test_words_out_of_the_vocabulary_count_in_the_length(tmp_path: Path) -> None:
     np.savez(path := tmp_path / "bags.npz", **sparse_arrays(length=[6, 8, 5, 4]))
-    np.testing.assert_allclose(read(path).matrix(np.array([0, 1])), [[0, 0.5, 0, 0, 0], [0.25, 0, 0, 0.125, 0.125]])
+    np.testing.assert_allclose(
+        read(path).matrix(np.array([0, 1])), [[0, 0.5, 0, 0, 0], [0.25, 0, 0, 0.125, 0.125]]
+    )
 
 
 def test_plain_csr_with_classes(tmp_path: Path) -> None:
-    changes = {"counts": None, "tag_indptr": None, "data": np.array([1.5, -2, 1, 1, 4]), "y": [0, 1, 1, 0]}
+    changes = {
+        "counts": None,
+        "tag_indptr": None,
+        "data": np.array([1.5, -2, 1, 1, 4]),
+        "y": [0, 1, 1, 0],
+    }
     np.savez(path := tmp_path / "csr.npz", **sparse_arrays(**changes))
     data = read(path)
     assert data.task == "classification"
@@ -234,7 +278,11 @@ def test_what_is_written_is_read_again(tmp_path: Path, kind: str) -> None:
     if kind == "sparse":
         np.savez(path := tmp_path / "bags.npz", **sparse_arrays())
     else:
-        changes = {"y": SOURCE.normal(size=12)} if kind == "regression" else {"x": np.ones((12, 4), dtype=np.uint8)}
+        changes = (
+            {"y": SOURCE.normal(size=12)}
+            if kind == "regression"
+            else {"x": np.ones((12, 4), dtype=np.uint8)}
+        )
         path = npz(tmp_path, **changes)
     data = read(path).with_bias()
     write_npz(data, copy := tmp_path / "new" / "copy.npz")
@@ -245,7 +293,9 @@ def test_what_is_written_is_read_again(tmp_path: Path, kind: str) -> None:
 def test_users_with_too_few_rows_are_named(tmp_path: Path) -> None:
     user = np.array([0] * 8 + [1] * 3 + [2])
     path = npz(tmp_path, user=user, test=np.arange(12) == 0)
-    assert "fewer than 5 training rows, so smaller minibatches: 2 users: 1 (3), 2 (1)" in read(path).describe(5)
+    assert "fewer than 5 training rows, so smaller minibatches: 2 users: 1 (3), 2 (1)" in read(
+        path
+    ).describe(5)
     data = read(path, min_train=2)
     assert data.users == (0, 1)
     assert "left out 1 user: 2 (1) with fewer than 2 training rows" in data.describe()
@@ -261,16 +311,31 @@ def test_an_asked_for_split_passes_over_the_test_column(tmp_path: Path) -> None:
 BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no x": ({"x": None}, ("no array 'x' among user, y, test", "did you mean")),
     "no user": ({"user": None}, ("no array 'user' among",)),
-    "user with gaps": ({"user": np.array([0.0] * 5 + [np.nan] + [1.0] * 6)}, ("'user' is empty in row 5",)),
+    "user with gaps": (
+        {"user": np.array([0.0] * 5 + [np.nan] + [1.0] * 6)},
+        ("'user' is empty in row 5",),
+    ),
     "blank user": ({"user": np.array(["a"] * 11 + [" "])}, ("'user' is empty in row 11",)),
-    "labels from 1": ({"y": np.arange(12) % 3 + 1}, ("start at 0 and the least is 1, in row 0", "subtract 1", "task")),
-    "NaN feature": ({"x": np.where(np.arange(24) == 13, np.nan, 1.0).reshape(12, 2)}, ("feature 1", "in row 6")),
-    "infinite target": ({"y": np.where(np.arange(12) == 3, np.inf, 0.5)}, ("'y' is not a finite number in row 3",)),
+    "labels from 1": (
+        {"y": np.arange(12) % 3 + 1},
+        ("start at 0 and the least is 1, in row 0", "subtract 1", "task"),
+    ),
+    "NaN feature": (
+        {"x": np.where(np.arange(24) == 13, np.nan, 1.0).reshape(12, 2)},
+        ("feature 1", "in row 6"),
+    ),
+    "infinite target": (
+        {"y": np.where(np.arange(12) == 3, np.inf, 0.5)},
+        ("'y' is not a finite number in row 3",),
+    ),
     "lengths": ({"y": np.arange(11) % 2}, ("'y' has shape (11,) and 'user' has 12 rows",)),
-    "test-only user": ({"test": np.tile([False, True, False], 4)}, ("user 0 has test rows only", "in row 1")),
+    "test-only user": (
+        {"test": np.tile([False, True, False], 4)},
+        ("user 0 has test rows only", "in row 1"),
+    ),
     "test values": ({"test": np.arange(12)}, ("'test' is neither 0 nor 1 in row 2",)),
     "empty": ({"user": [], "x": np.empty((0, 2)), "y": [], "test": []}, ("there are no rows",)),
-    "one number": ({"user": 3}, ("'user' must have one value a row, got shape ()",)),
+    "one number": ({"user": 3}, ("'user' must have one value per row, got shape ()",)),
     "one target": ({"y": 3}, ("'y' has shape () and 'user' has 12",)),
     "words": ({"x": np.full((12, 2), "a")}, ("features must be real numbers",)),
 }
@@ -286,13 +351,18 @@ def test_a_bad_npz_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
     ("changes", "parts"),
     [
         ({"indptr": [0, 1, 4, 4, 6]}, ("'indptr' must rise from 0 to the length of 'indices', 5",)),
-        ({"indices": [1, 0, 3, 9, 2]}, ("'indices' has column 9 in row 1 and there are 5 columns",)),
+        (
+            {"indices": [1, 0, 3, 9, 2]},
+            ("'indices' has column 9 in row 1 and there are 5 columns",),
+        ),
         ({"counts": None}, ("no array 'data'",)),
         ({"tag_indices": None}, ("no array 'tag_indices'",)),
         ({"user": [0, 0, 1]}, ("'x' has shape (4, 5) and 'user' has 3 rows",)),
     ],
 )
-def test_bad_csr_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_bad_csr_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
     np.savez(path := tmp_path / "bags.npz", **sparse_arrays(**changes))
     refused(path, *parts)
 
@@ -312,19 +382,27 @@ def test_bad_csr_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any],
         ("", ("cannot be read as csv",)),
     ],
 )
-def test_a_bad_csv_is_refused_in_one_line(tmp_path: Path, text: str, parts: tuple[str, ...]) -> None:
+def test_a_bad_csv_is_refused_in_one_line(
+    tmp_path: Path, text: str, parts: tuple[str, ...]
+) -> None:
     refused(csv(tmp_path, text), *parts)
 
 
 def test_bad_columns_are_refused(tmp_path: Path) -> None:
     path = csv(tmp_path, RATINGS)
     named: dict[str, Any] = {"user": "reader", "target": "stars"}
-    refused(path, "feature column 'genre' is not numeric, 'a' in line 2", columns=Columns(**named, features=("genre",)))
+    refused(
+        path,
+        "feature column 'genre' is not numeric, 'a' in line 2",
+        columns=Columns(**named, features=("genre",)),
+    )
     refused(path, "'genre' is not a time ('a') in line 2", columns=Columns(**named, time="genre"))
     refused(path, "no column 'page'", "'pages'", columns=Columns(**named, time="page"))
     refused(path, "no column 'held'", columns=Columns(**named, test="held"))
     refused(path, "both given", columns=Columns(**named, test="day"), split=Split())
-    refused(npz(tmp_path), "feature columns are for .csv and .parquet", columns=Columns(features=("x",)))
+    refused(
+        npz(tmp_path), "feature columns are for .csv and .parquet", columns=Columns(features=("x",))
+    )
     with pytest.raises(ValueError, match="not both"):
         Columns(test="a", time="b")
     with pytest.raises(ValueError, match="between 0 and 1"):
@@ -350,14 +428,18 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_public_statistics_by_name_and_by_place(tmp_path: Path) -> None:
     data = read(csv(tmp_path, RATINGS), Columns(user="reader", target="stars"))
-    (path := tmp_path / "public.csv").write_text("feature,mean,std\npages,300,100\nday,2,1\n", encoding="utf-8")
+    (path := tmp_path / "public.csv").write_text(
+        "feature,mean,std\npages,300,100\nday,2,1\n", encoding="utf-8"
+    )
     mean, std = public_statistics(path, data)
     np.testing.assert_array_equal([mean, std], [[2, 300], [1, 100]])
     seen = data.standardised(mean, std)
     np.testing.assert_array_equal(seen.matrix(np.array([0])), [[1, -2]])
     np.savez(path := tmp_path / "public.npz", mean=mean, std=std)
     np.testing.assert_array_equal(public_statistics(path, data), [mean, std])
-    (path := tmp_path / "short.csv").write_text("feature,mean,std\npages,300,100\n", encoding="utf-8")
+    (path := tmp_path / "short.csv").write_text(
+        "feature,mean,std\npages,300,100\n", encoding="utf-8"
+    )
     with pytest.raises(ValueError, match="no feature 'day'"):
         public_statistics(path, data)
 
@@ -366,7 +448,12 @@ def test_public_statistics_by_name_and_by_place(tmp_path: Path) -> None:
 def test_the_writers_of_mnist_load() -> None:
     data = read(SHARED / "mnist_writer.npz")
     assert data.x.dtype == np.uint8
-    assert (len(data), data.outputs, data.train_sizes.sum(), data.test_sizes.sum()) == (580, 10, 58_916, 5_800)
+    assert (len(data), data.outputs, data.train_sizes.sum(), data.test_sizes.sum()) == (
+        580,
+        10,
+        58_916,
+        5_800,
+    )
     assert data.matrix(data.rows(3, test=False)).max() == 1.0
 
 

@@ -10,11 +10,12 @@ from flwr.app import ArrayRecord, Context
 from scipy import sparse
 
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
-from flwr_ppsgd.data import PerUser, linear_learner, network_learner
+from flwr_ppsgd.data.learners import linear_learner, network_learner
+from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.data.raw import Raw
-from flwr_ppsgd.data.synthetic import Minibatches
+from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.cnn import paper_cnn
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import Layout
 
 USERS, ROWS = 3, 8
@@ -33,7 +34,9 @@ def table(task: str = "classification", kind: str = "dense") -> PerUser:
     }
     x = sparse.csr_array(dense) if kind == "sparse" else dense
     user = np.repeat(np.arange(USERS), ROWS)
-    return Raw("table", user, x, y[task], test=np.tile(np.arange(ROWS) >= ROWS - 2, USERS)).assemble()
+    return Raw(
+        "table", user, x, y[task], test=np.tile(np.arange(ROWS) >= ROWS - 2, USERS)
+    ).assemble()
 
 
 def order(visit: int, **changes: Any) -> Order:
@@ -86,7 +89,8 @@ def test_bad_public_statistics_are_refused(mean: Any, std: Any, kind: str, messa
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 @pytest.mark.parametrize("task", ["classification", "multi-label", "regression"])
 def test_gradients_are_those_of_the_same_minibatch_anywhere(task: str, kind: str) -> None:
-    """Xᵀ(Xv − y)/m over the rows that ``Minibatches`` gives this user; targets minus .1 where there are classes."""
+    """Xᵀ(Xv − y)/m over the rows that ``Minibatches`` gives this user; targets minus .1 where
+    there are classes."""
     data = table(task, kind)
     shift = 0.0 if task == "regression" else 0.1
     learner = linear_learner(data, 1, batch_size=4, seed=5, shift=shift)
@@ -104,8 +108,13 @@ def test_gradients_are_those_of_the_same_minibatch_anywhere(task: str, kind: str
 
 
 def test_measures_by_task() -> None:
-    """On the two test rows: share of right classes, share of documents whose first label is right, RMSE."""
-    for task, name in (("classification", "accuracy"), ("multi-label", "precision_at_1"), ("regression", "rmse")):
+    """On the two test rows: share of right classes, share of documents whose first label is right,
+    RMSE."""
+    for task, name in (
+        ("classification", "accuracy"),
+        ("multi-label", "precision_at_1"),
+        ("regression", "rmse"),
+    ):
         data = table(task)
         learner = linear_learner(data, 2, batch_size=4, seed=0)
         w = np.random.default_rng(2).normal(size=4 * data.outputs)
@@ -122,7 +131,9 @@ def test_measures_by_task() -> None:
 
 
 def test_a_user_without_test_rows_measures_nothing() -> None:
-    data = Raw("t", np.array([0, 0]), np.ones((2, 1)), np.array([0, 1]), test=np.array([0, 0])).assemble()
+    data = Raw(
+        "t", np.array([0, 0]), np.ones((2, 1)), np.array([0, 1]), test=np.array([0, 0])
+    ).assemble()
     assert linear_learner(data, 0, batch_size=1, seed=0).evaluate(np.ones(2), np.ones(2)) == {}
 
 
@@ -142,13 +153,17 @@ def test_what_does_not_fit_is_refused(task: str, changes: dict[str, Any], messag
 
 
 def learner_for(context: Context) -> Any:
-    return linear_learner(table().with_bias(), int(context.node_config["partition-id"]), batch_size=3, seed=0)
+    return linear_learner(
+        table().with_bias(), int(context.node_config["partition-id"]), batch_size=3, seed=0
+    )
 
 
 def test_it_trains_through_the_strategy() -> None:
     """Through a real client app: the loss falls on users' test parts."""
     release = Release(Poisson(USERS, 1.0), clip_norm=10.0, noise_multiplier=0.0)
-    strategy = PPSGD(release=release, steps=Steps(shared=0.1, personal=0.1), delta=1e-4, evaluate_every=1)
+    strategy = PPSGD(
+        release=release, steps=Steps(shared=0.1, personal=0.1), delta=1e-4, evaluate_every=1
+    )
     grid = InProcessGrid(client_app(learner_for), num_nodes=USERS)
     result = strategy.start(grid=grid, initial_arrays=ArrayRecord([np.zeros((5, 3))]), num_rounds=4)
     losses = [float(str(record["loss"])) for record in result.evaluate_metrics_clientapp.values()]
@@ -160,7 +175,11 @@ def test_a_network_learns_from_a_table() -> None:
     source = np.random.default_rng(3)
     images, y = source.integers(0, 256, (12, 784), dtype=np.uint8), np.arange(12) % 10
     test = np.arange(12) % 4 == 3
-    data = Raw("t", np.repeat([0, 1], 6), images, y, test=test).assemble("classification", 10).standardised(0.0, 255.0)
+    data = (
+        Raw("t", np.repeat([0, 1], 6), images, y, test=test)
+        .assemble("classification", 10)
+        .standardised(0.0, 255.0)
+    )
     model = paper_cnn(0, dtype=torch.float64)
     learner = network_learner(model, data, 1, batch_size=2, seed=0)
     arrays = model.initial_arrays()
@@ -176,5 +195,9 @@ def test_only_renumbers_users() -> None:
     data = table()
     some = data.only([2, 0])
     assert some.users == (2, 0)
-    np.testing.assert_array_equal(some.matrix(some.rows(0, test=True)), data.matrix(data.rows(2, test=True)))
-    np.testing.assert_array_equal(some.targets(some.rows(1, test=False)), data.targets(data.rows(0, test=False)))
+    np.testing.assert_array_equal(
+        some.matrix(some.rows(0, test=True)), data.matrix(data.rows(2, test=True))
+    )
+    np.testing.assert_array_equal(
+        some.targets(some.rows(1, test=False)), data.targets(data.rows(0, test=False))
+    )

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from flwr_ppsgd.data.synthetic import FreshSamples, Minibatches, Synthetic, SyntheticLearner
+from flwr_ppsgd.data.synthetic import FreshSamples, Synthetic, SyntheticLearner
+from flwr_ppsgd.learner import Minibatches
 
 USERS, FEATURES = 400, 12
 PROBLEM = Synthetic.draw(USERS, FEATURES, seed=3)
@@ -23,7 +24,8 @@ def seen(batches: Minibatches, visits: int) -> list[float]:
 
 @pytest.mark.parametrize(("rows", "size"), [(20, 5), (20, 20), (1, 10), (7, 3), (10, 4)])
 def test_every_pass_uses_every_row_once(rows: int, size: int) -> None:
-    """Fresh samples first, then further epochs, each in an order of its own; also where m does not divide n."""
+    """Fresh samples first, then further epochs, each in an order of its own; also where m does not
+    divide n."""
     order = seen(numbered(rows, size), 3 * rows)
     for epoch in range(3):
         assert sorted(order[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
@@ -52,11 +54,17 @@ def test_rows_depend_on_seed_user_and_visit_alone() -> None:
     """Two instances agree, and the order in which visits are asked for does not matter."""
     forward, backward = numbered(20, 7), numbered(20, 7)
     late = {visit: backward.rows(visit).tolist() for visit in reversed(range(1, 10))}
-    assert [forward.rows(visit).tolist() for visit in range(1, 10)] == [late[visit] for visit in range(1, 10)]
+    assert [forward.rows(visit).tolist() for visit in range(1, 10)] == [
+        late[visit] for visit in range(1, 10)
+    ]
 
 
 def test_users_and_seeds_draw_different_orders() -> None:
-    orders = {tuple(seen(numbered(50, 10, seed=seed, user=user), 5)) for seed in range(3) for user in range(3)}
+    orders = {
+        tuple(seen(numbered(50, 10, seed=seed, user=user), 5))
+        for seed in range(3)
+        for user in range(3)
+    }
     assert len(orders) == 9
 
 
@@ -85,10 +93,13 @@ def test_the_common_part_has_a_standard_deviation_of_ten() -> None:
 
 
 def test_features_have_variances_1_over_k() -> None:
-    """x ~ N(0, diag(1/k)): scaled by √k, every coordinate is standard normal and uncorrelated with the others."""
+    """x ~ N(0, diag(1/k)): scaled by √k, every coordinate is standard normal and uncorrelated with
+    the others."""
     n = 20_000
     x, _ = PROBLEM.batch(0, 1, n)
-    np.testing.assert_allclose(PROBLEM.variances, [1 / k for k in range(1, FEATURES + 1)], rtol=1e-15)
+    np.testing.assert_allclose(
+        PROBLEM.variances, [1 / k for k in range(1, FEATURES + 1)], rtol=1e-15
+    )
     scaled = x * np.sqrt(np.arange(1, FEATURES + 1))
     second_moments = scaled.T @ scaled / n
     assert (abs(scaled.mean(axis=0)) < 5 / math.sqrt(n)).all()
@@ -106,7 +117,8 @@ def test_label_noise_has_a_standard_deviation_of_a_hundredth() -> None:
 
 @pytest.mark.parametrize("user", [0, 7])
 def test_excess_risk_is_the_mean_squared_error_above_the_noise(user: int) -> None:
-    """‖v − θ_i*‖²_Σ = E(xᵀv − y)² − τ². The error is Gaussian, so its mean square r has standard error r√(2/n)."""
+    """‖v − θ_i*‖²_Σ = E(xᵀv − y)² − τ². The error is Gaussian, so its mean square r has standard
+    error r√(2/n)."""
     n, v = 20_000, np.linspace(-1, 1, FEATURES)
     x, y = PROBLEM.batch(user, 1, n)
     closed_form = PROBLEM.excess_risk(user, v)
@@ -123,7 +135,8 @@ def test_excess_risk_by_hand() -> None:
 
 
 def test_samples_depend_on_seed_user_and_visit_alone() -> None:
-    """A second draw of the problem gives the same truth and the same samples, whatever was asked for before."""
+    """A second draw of the problem gives the same truth and the same samples, whatever was asked
+    for before."""
     again = Synthetic.draw(USERS, FEATURES, seed=3)
     np.testing.assert_array_equal(again.optima, PROBLEM.optima)
     again.batch(1, 1, 4)
@@ -134,12 +147,17 @@ def test_samples_depend_on_seed_user_and_visit_alone() -> None:
 def test_users_visits_and_seeds_have_samples_of_their_own() -> None:
     other_seed = Synthetic(PROBLEM.optima, seed=4)
     sources = [(PROBLEM, 0, 1), (PROBLEM, 1, 1), (PROBLEM, 0, 2), (other_seed, 0, 1)]
-    assert len({problem.batch(user, visit, 3)[0].tobytes() for problem, user, visit in sources}) == 4
+    assert (
+        len({problem.batch(user, visit, 3)[0].tobytes() for problem, user, visit in sources}) == 4
+    )
     assert (Synthetic.draw(2, 6, seed=4).optima != Synthetic.draw(2, 6, seed=3).optima).all()
 
 
 def test_the_stream_and_the_learner_are_those_of_their_user() -> None:
-    stream, learner = FreshSamples(PROBLEM, user=5, size=10), SyntheticLearner(PROBLEM, user=5, batch_size=10)
+    stream, learner = (
+        FreshSamples(PROBLEM, user=5, size=10),
+        SyntheticLearner(PROBLEM, user=5, batch_size=10),
+    )
     np.testing.assert_array_equal(stream(2)[0], PROBLEM.batch(5, 2, 10)[0])
     assert (stream.num_examples, learner.num_examples) == (10, 10)
     half = PROBLEM.optima[5] / 2

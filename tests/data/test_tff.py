@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_ppsgd.data import Columns, femnist, load, stackoverflow_tags, tff_emnist
+from flwr_ppsgd.data import Columns, load
 from flwr_ppsgd.data import tff as tff_module
+from flwr_ppsgd.data.emnist import femnist, tff_emnist
+from flwr_ppsgd.data.stackoverflow import stackoverflow_tags
 from flwr_ppsgd.data.tff import parse_example
 from tests.support import tff_files
-from tests.support.own_data import SHARED, needs_real_data
+from tests.support.own_data import needs_real_data
+from tests.support.paths import SHARED
 from tests.support.tff_files import Row, example
 
 SOURCE = np.random.default_rng(0)
@@ -22,7 +25,9 @@ SOURCE = np.random.default_rng(0)
 def test_messages_are_read_as_protobuf_wrote_them(packed: bool) -> None:
     floats = [0.0, -1.5, 3.25e-20, 1e30]
     whole = [0, 1, -1, 127, 128, 300, 2**62, -(2**63)]
-    found = parse_example(example({"f": floats, "i": whole, "b": [b"", "äö".encode(), b"x" * 300], "0": []}, packed))
+    found = parse_example(
+        example({"f": floats, "i": whole, "b": [b"", "äö".encode(), b"x" * 300], "0": []}, packed)
+    )
     np.testing.assert_array_equal(np.asarray(found["f"]), np.array(floats, dtype=np.float32))
     np.testing.assert_array_equal(np.asarray(found["i"]), np.array(whole, dtype=np.int64))
     assert found["b"] == [b"", "äö".encode(), b"x" * 300]
@@ -69,11 +74,14 @@ def test_pixels_between_bytes_stay_floats(tmp_path: Path) -> None:
     rows = emnist_rows(lambda level: [level / 1000] * 784)
     data = tff_emnist(tff_files.write(tmp_path / "e.sqlite", rows))
     assert data.x.dtype == np.float32
-    np.testing.assert_allclose(data.matrix(data.rows(1, test=False))[:, 5], [0, 0.01, 0.02], rtol=1e-6)
+    np.testing.assert_allclose(
+        data.matrix(data.rows(1, test=False))[:, 5], [0, 0.01, 0.02], rtol=1e-6
+    )
 
 
 def test_the_first_load_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second time no message is parsed; a change of the file or of the options is a first time."""
+    """The second time no message is parsed; a change of the file or of the options is a first
+    time."""
     path, kept = tff_files.write(tmp_path / "e.sqlite", emnist_rows()), tmp_path / "kept"
     first = tff_emnist(path, cache_dir=kept)
     with monkeypatch.context() as patched:
@@ -128,14 +136,28 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     path = tff_files.write(tmp_path / "so.sqlite", rows)
     refused(path, "no split 'digits_only_train' among test, train")
     refused(path, "example 0 of 'a' has no 'title'", by=stackoverflow_tags)
-    wrong = [(f"digits_only_{part}", "a", example({"pixels": [0.5] * 10, "label": [1]})) for part in ("train", "test")]
-    refused(tff_files.write(tmp_path / "short.sqlite", wrong), "example 0 of client 'a' has no 784 'pixels'")
+    wrong = [
+        (f"digits_only_{part}", "a", example({"pixels": [0.5] * 10, "label": [1]}))
+        for part in ("train", "test")
+    ]
+    refused(
+        tff_files.write(tmp_path / "short.sqlite", wrong),
+        "example 0 of client 'a' has no 784 'pixels'",
+    )
     damaged = [("digits_only_train", "a", b"\x0a\x05ab"), ("digits_only_test", "a", b"")]
-    refused(tff_files.write(tmp_path / "bad.sqlite", damaged), "example 0 of client 'a'", "is damaged")
+    refused(
+        tff_files.write(tmp_path / "bad.sqlite", damaged), "example 0 of client 'a'", "is damaged"
+    )
 
 
 def question(tokens: str, title: str, tags: str) -> bytes:
-    fields = {"tokens": tokens, "title": title, "tags": tags, "creation_date": "2017", "type": "question"}
+    fields = {
+        "tokens": tokens,
+        "title": title,
+        "tags": tags,
+        "creation_date": "2017",
+        "type": "question",
+    }
     return example({**{name: [text.encode()] for name, text in fields.items()}, "score": [1]})
 
 
@@ -157,19 +179,24 @@ def stackoverflow_rows() -> list[Row]:
 def counts(folder: Path) -> dict[str, Any]:
     """Public counts, one file as lines and one as JSON; the third most frequent is one too many."""
     (words := folder / "words.txt").write_text("a 9\nsort 20\nlist 20\nrare 1\n", encoding="utf-8")
-    (tags := folder / "tags.json").write_text(json.dumps({"list": 5, "python": 7, "c": 1}), encoding="utf-8")
+    (tags := folder / "tags.json").write_text(
+        json.dumps({"list": 5, "python": 7, "c": 1}), encoding="utf-8"
+    )
     return {"word_counts": words, "tag_counts": tags}
 
 
 def test_stackoverflow_by_hand(tmp_path: Path) -> None:
-    """ "how to sort a list sort list" is 7 words: list 2/7, sort 2/7, a 1/7; how and to count in the length only."""
+    """ "how to sort a list sort list" is 7 words: list 2/7, sort 2/7, a 1/7; how and to count in
+    the length only."""
     path = tff_files.write(tmp_path / "stackoverflow.sqlite", stackoverflow_rows())
     data = stackoverflow_tags(path, **counts(tmp_path), words=3, tags=2, max_train=2)
     assert data.is_sparse
     assert (data.users, data.task) == (("u1", "u3"), "multi-label")
     assert (data.feature_names, data.target_names) == (("list", "sort", "a"), ("python", "list"))
     np.testing.assert_array_equal(data.train_sizes, [2, 1])
-    np.testing.assert_allclose(data.matrix(data.rows(0, test=False)), [[2 / 7, 2 / 7, 1 / 7], [1 / 2, 0, 1 / 2]])
+    np.testing.assert_allclose(
+        data.matrix(data.rows(0, test=False)), [[2 / 7, 2 / 7, 1 / 7], [1 / 2, 0, 1 / 2]]
+    )
     np.testing.assert_allclose(data.matrix(data.rows(0, test=True)), [[0, 2 / 3, 0]])
     np.testing.assert_array_equal(data.targets(data.rows(0, test=False)), [[1, 1], [1, 0]])
     np.testing.assert_array_equal(data.targets(data.rows(0, test=True)), [[1, 0]])
@@ -186,7 +213,10 @@ def test_words_counted_in_private_documents_are_said_to_be(tmp_path: Path) -> No
     data = stackoverflow_tags(path, users=1, words=2, tags=1, cache_dir=tmp_path / "kept")
     assert data.users == ("u1",)
     assert (data.feature_names, data.target_names) == (("a", "list"), ("python",))
-    assert "vocabulary and tags counted in users' training documents: ε does not account for that" in data.describe()
+    assert (
+        "vocabulary and tags counted in users' training documents: ε does not account for that"
+        in data.describe()
+    )
 
 
 def test_bad_count_files_are_refused(tmp_path: Path) -> None:
@@ -217,7 +247,9 @@ def test_a_data_set_is_known_by_its_name(tmp_path: Path) -> None:
     refused(tmp_path / "absent.csv", "no such file", by=load)
 
 
-def test_a_cache_that_cannot_be_written_is_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_is_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tff_files.write(tmp_path / "emnist.sqlite", emnist_rows())
     (tmp_path / "file").touch()
     assert len(tff_emnist(path, cache_dir=tmp_path / "file" / "below")) == 2
@@ -229,10 +261,19 @@ def hub_folder(folder: Path, **changes: Any) -> Path:
     datasets = pytest.importorskip("datasets", reason="flwr-datasets is not installed")
     image = pytest.importorskip("PIL.Image", reason="flwr-datasets is not installed")
     drawn = [image.fromarray(np.full((28, 28), 10 * (i % 12), dtype=np.uint8)) for i in range(24)]
-    columns = {"image": drawn, "writer_id": ["w1"] * 12 + ["w0"] * 12, "character": [*range(12)] * 2, **changes}
+    columns = {
+        "image": drawn,
+        "writer_id": ["w1"] * 12 + ["w0"] * 12,
+        "character": [*range(12)] * 2,
+        **changes,
+    }
     (folder / "data").mkdir(parents=True)
-    table = datasets.Dataset.from_dict({name: column for name, column in columns.items() if column is not None})
-    table.cast_column("image", datasets.Image()).to_parquet(folder / "data" / "train-00000-of-00001.parquet")
+    table = datasets.Dataset.from_dict(
+        {name: column for name, column in columns.items() if column is not None}
+    )
+    table.cast_column("image", datasets.Image()).to_parquet(
+        folder / "data" / "train-00000-of-00001.parquet"
+    )
     return folder
 
 
@@ -264,7 +305,9 @@ def test_forty_writers(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_without_a_network_one_line_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_one_line_says_what_to_put_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = pytest.importorskip("flwr_datasets", reason="flwr-datasets is not installed")
 
     def unreachable(**_: Any) -> None:

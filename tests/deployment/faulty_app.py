@@ -1,7 +1,9 @@
-"""The app of the fault tests: clients that note what they are asked and fail as a file beside their data tells them.
+"""The app of the fault tests: clients that note what they are asked and fail as a file beside
+their data tells them.
 
-``fault`` in a node's directory holds one word and is used up: raise, exit (the process dies), hang. The server notes w
-after every round, and dies between charge and release where a file ``die-after-charge`` lies in its directory.
+``fault`` in a node's directory holds one word and is used up: raise, exit (the process dies), hang.
+The server notes w after every round, and dies between charge and release where a file
+``die-after-charge`` lies in its directory.
 """
 
 import json
@@ -22,8 +24,9 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Order, client_app
+from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.server.journal import Journal
-from flwr_ppsgd.server.legacy_api import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.server.legacy_api import PPSGDStrategy
 
 Floats = NDArray[np.float64]
 SIZE = 6
@@ -43,7 +46,10 @@ class Target:
 
     def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:
         with (self._place / f"{self._run}.jsonl").open("a") as log:
-            log.write(json.dumps({"visit": order.visit, "round": order.round, "start": len(order.starts)}) + "\n")
+            log.write(
+                json.dumps({"visit": order.visit, "round": order.round, "start": len(order.starts)})
+                + "\n"
+            )
         self._fail()
         gradient = w + theta - self._y
         return gradient, gradient
@@ -77,7 +83,8 @@ def note(out: Path, round_: int, w: Floats) -> None:
 
 
 class Dying(Journal):
-    """A journal whose process dies once, right after a charge is on the disk and before anything is released."""
+    """A journal whose process dies once, right after a charge is on the disk and before anything
+    is released."""
 
     def charge(self, round_: int, insecure: bool) -> None:
         super().charge(round_, insecure)
@@ -127,9 +134,13 @@ def client_fn(context: Context) -> Client:
 
 def server_fn(context: Context) -> ServerAppComponents:
     out = place_of(context.run_config)
-    strategy = Noting.from_config(context.run_config, initial_parameters=ndarrays_to_parameters([np.zeros(SIZE)]))
+    strategy = Noting.from_config(
+        context.run_config, initial_parameters=ndarrays_to_parameters([np.zeros(SIZE)])
+    )
     strategy.out = out
-    return ServerAppComponents(strategy=strategy, config=strategy.server_config(int(context.run_config["rounds"])))
+    return ServerAppComponents(
+        strategy=strategy, config=strategy.server_config(int(context.run_config["rounds"]))
+    )
 
 
 legacy_client = ClientApp(client_fn=client_fn)

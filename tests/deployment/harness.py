@@ -1,5 +1,5 @@
-"""A federation to break, and the two things that must hold whatever was broken: θ is a replay of the rounds that
-completed, and the ledger has every release."""
+"""A federation to break, and the two things that must hold whatever was broken: θ is a replay of
+the rounds that completed, and the ledger has every release."""
 
 import json
 import time
@@ -16,14 +16,15 @@ from simulations.deployment.federation import Federation, wait_for, write_app
 USERS = ("ada", "ben", "cleo")
 STEP, ALPHA_Q = 0.2, 0.5
 COMPONENTS = {
-    "message": {"serverapp": "server", "clientapp": "client"},
-    "legacy": {"serverapp": "legacy_server", "clientapp": "legacy_client"},
+    "message": {"serverapp": "faulty_app:server", "clientapp": "faulty_app:client"},
+    "legacy": {"serverapp": "faulty_app:legacy_server", "clientapp": "faulty_app:legacy_client"},
 }
 MODULE = Path(__file__).with_name("faulty_app.py")
 
 
 class Deployment:
-    """One SuperLink and a SuperNode for each user; any number of trainings, each under a name of its own."""
+    """One SuperLink and a SuperNode for each user; any number of trainings, each under a name of
+    its own."""
 
     def __init__(self, directory: Path, *, secure: bool = True) -> None:
         self.directory = directory
@@ -40,7 +41,11 @@ class Deployment:
             self.federation.start_supernode(user, self.node_config(user))
 
     def node_config(self, user: str) -> dict[str, str | int]:
-        return {"place": str(self.place(user)), "ppsgd-state-dir": str(self.place(user) / "state"), "ppsgd-user": user}
+        return {
+            "place": str(self.place(user)),
+            "ppsgd-state-dir": str(self.place(user) / "state"),
+            "ppsgd-user": user,
+        }
 
     def place(self, user: str) -> Path:
         return self.directory / user
@@ -55,17 +60,28 @@ class Deployment:
         """``flwr run`` of a training; under a name that was there before, it goes on."""
         self.server(name).mkdir(exist_ok=True)
         config = {
-            "population": len(USERS), "rate": 1.0, "clip-norm": 1.0, "noise-multiplier": 0.5, "delta": 1e-4,
-            "step": STEP, "alpha-q": ALPHA_Q, "rounds": rounds, "min-online": 0.6, "round-timeout": 60.0,
-            "checkpoint-dir": str(self.server(name)), "ppsgd-run": name,
+            "population": len(USERS),
+            "rate": 1.0,
+            "clip-norm": 1.0,
+            "noise-multiplier": 0.5,
+            "delta": 1e-4,
+            "step": STEP,
+            "alpha-q": ALPHA_Q,
+            "rounds": rounds,
+            "min-online": 0.6,
+            "round-timeout": 60.0,
+            "checkpoint-dir": str(self.server(name)),
+            "ppsgd-run": name,
             **({"enrolled": ",".join(USERS)} if self.secure else {}),
             **{key.replace("_", "-"): value for key, value in changes.items()},
-        }  # fmt: skip
-        app = write_app(self.directory / f"{api}-app", MODULE, COMPONENTS[api], config)
+        }
+        app = write_app(self.directory / f"{api}-app", [MODULE], COMPONENTS[api], config)
         return self.federation.run(app)
 
     def finish(self, run: int, seconds: float = 400) -> str:
-        wait_for("the run to end", lambda: self.federation.status(run).startswith("finished"), seconds)
+        wait_for(
+            "the run to end", lambda: self.federation.status(run).startswith("finished"), seconds
+        )
         return self.federation.status(run)
 
     def rounds_done(self, name: str) -> int:
@@ -78,7 +94,9 @@ class Deployment:
     def wait_for_visit(self, name: str, user: str, round_: int, seconds: float = 200) -> None:
         """Until this user's client is at work in a round."""
         wait_for(
-            f"{user} in round {round_}", lambda: any(n["round"] == round_ for n in self.notes(name, user)), seconds
+            f"{user} in round {round_}",
+            lambda: any(n["round"] == round_ for n in self.notes(name, user)),
+            seconds,
         )
 
     def notes(self, name: str, user: str) -> list[dict[str, int]]:
@@ -98,9 +116,11 @@ class Deployment:
 
 
 def replayed(deployment: Deployment, name: str, user: str) -> tuple[NDArray[np.float64], list[int]]:
-    """θ after the visits that this user's θ has had, each at the w of the round before; and the rounds they were in.
+    """θ after the visits that this user's θ has had, each at the w of the round before; and the
+    rounds they were in.
 
-    Of several notes for one visit the last one counts: the others failed, or were in rounds that the server lost.
+    Of several notes for one visit the last one counts: the others failed, or were in rounds that
+    the server lost.
     """
     save = deployment.kept(name, user)
     visits = {note["visit"]: note["round"] for note in deployment.notes(name, user)}
@@ -112,7 +132,9 @@ def replayed(deployment: Deployment, name: str, user: str) -> tuple[NDArray[np.f
     return theta, rounds
 
 
-def check(deployment: Deployment, name: str, rounds: int, users: Mapping[str, list[int]] | None = None) -> None:
+def check(
+    deployment: Deployment, name: str, rounds: int, users: Mapping[str, list[int]] | None = None
+) -> None:
     """Every θ is its replay, of rounds that follow each other, and every round of w is charged.
 
     users: the rounds in which each θ must have been stepped, where the test knows them.

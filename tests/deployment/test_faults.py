@@ -64,7 +64,9 @@ def test_a_client_that_raises_counts_as_zero_and_keeps_its_theta(deployment: Dep
 @slow
 @pytest.mark.parametrize("api", ["message", "legacy"])
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_supernode_that_ends_in_the_middle_of_a_round(deployment: Deployment, how: str, api: str) -> None:
+def test_a_supernode_that_ends_in_the_middle_of_a_round(
+    deployment: Deployment, how: str, api: str
+) -> None:
     """SIGTERM and SIGKILL: that round goes on without it; started again, it goes on with its θ."""
     name = f"supernode-{how}-{api}"
     run = deployment.begin(name, 4, api=api)
@@ -96,19 +98,25 @@ def test_a_client_process_that_is_killed(deployment: Deployment, api: str) -> No
 def test_a_client_that_hangs_past_the_timeout_counts_as_zero_and_is_not_counted_later(
     deployment: Deployment, api: str
 ) -> None:
-    """Its reply of round 1 comes when round 2 is open. w is only what the others sent in round 1."""
+    """Its reply of round 1 comes in round 2. w is only what the others sent in round 1."""
     name = f"hang-{api}"
     deployment.tell(ADA, "hang 45")
-    run = deployment.begin(name, 3, api=api, round_timeout=25.0, noise_multiplier=0.0, clip_norm=100.0)
+    run = deployment.begin(
+        name, 3, api=api, round_timeout=25.0, noise_multiplier=0.0, clip_norm=100.0
+    )
     assert deployment.finish(run) == "finished:completed"
     check(deployment, name, 3, {BEN: [1, 2, 3], CLEO: [1, 2, 3]})
     others = sum(np.load(deployment.place(user) / "y.npy") for user in (BEN, CLEO))
-    np.testing.assert_allclose(np.load(deployment.server(name) / "w-1.npy"), 0.1 * others / 3, atol=1e-6)
+    np.testing.assert_allclose(
+        np.load(deployment.server(name) / "w-1.npy"), 0.1 * others / 3, atol=1e-6
+    )
 
 
 @slow
 @pytest.mark.parametrize("api", ["message", "legacy"])
-def test_a_superlink_that_is_killed_and_started_with_its_database(deployment: Deployment, api: str) -> None:
+def test_a_superlink_that_is_killed_and_started_with_its_database(
+    deployment: Deployment, api: str
+) -> None:
     name = f"superlink-{api}"
     deployment.begin(name, 5, api=api)
     deployment.wait_for_round(name, 2)
@@ -123,7 +131,9 @@ def test_a_superlink_that_is_killed_and_started_with_its_database(deployment: De
 
 @slow
 @pytest.mark.parametrize("api", ["message", "legacy"])
-def test_a_serverapp_that_is_killed_between_charge_and_release(deployment: Deployment, api: str) -> None:
+def test_a_serverapp_that_is_killed_between_charge_and_release(
+    deployment: Deployment, api: str
+) -> None:
     """Charged twice, released once, θ stepped once."""
     name = f"charge-{api}"
     deployment.server(name).mkdir()
@@ -140,7 +150,8 @@ def test_a_serverapp_that_is_killed_between_charge_and_release(deployment: Deplo
 @slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
 def test_a_disk_that_takes_nothing(deployment: Deployment, number: int) -> None:
-    """Reported, the round counts as zero, θ as before; when there is room again, the client goes on."""
+    """Reported, the round counts as zero, θ as before; when there is room again, the client goes
+    on."""
     name = f"disk-{number}"
     deployment.federation.kill(CLEO)
     deployment.federation.start_supernode(CLEO, environment=faults(deployment, CLEO))
@@ -169,7 +180,8 @@ def test_two_runs_in_one_federation_at_once(deployment: Deployment) -> None:
 
 @slow
 def test_a_clock_that_goes_back(deployment: Deployment) -> None:
-    """An hour back on the server while a client hangs: the round still ends after its timeout, not an hour later."""
+    """An hour back on the server while a client hangs: the round still ends after its timeout, not
+    an hour later."""
     deployment.federation.kill("superlink")
     place = deployment.directory / "clock"
     place.mkdir()
@@ -193,13 +205,16 @@ def test_a_theta_file_of_another_user_is_refused(deployment: Deployment) -> None
     run = deployment.begin("copied", 1, min_online=1.0)
     deployment.finish(run)
     own, other = (
-        next(iter(Shelf(deployment.place(u) / "state", "copied", u).directory.glob("*.theta"))) for u in (ADA, BEN)
+        next(iter(Shelf(deployment.place(u) / "state", "copied", u).directory.glob("*.theta")))
+        for u in (ADA, BEN)
     )
     mine = own.read_bytes()
     own.write_bytes(other.read_bytes())
     run = deployment.begin("copied", 2)
     assert deployment.finish(run) == "finished:completed"
-    assert "holds the θ of user 'ben' in run 'copied', not that of 'ada'" in zeros(deployment, run, 2)
+    assert "holds the θ of user 'ben' in run 'copied', not that of 'ada'" in zeros(
+        deployment, run, 2
+    )
     own.write_bytes(mine)
     run = deployment.begin("copied", 3)
     assert deployment.finish(run) == "finished:completed"
@@ -223,7 +238,10 @@ def test_processes_killed_at_random(deployment: Deployment) -> None:
             deployment.federation.kill(victim)
             deployment.federation.start_superlink()
         else:
-            _kill_one(f"flwr-{victim}app" if victim == "client" else "flwr-serverapp", str(deployment.directory))
+            _kill_one(
+                f"flwr-{victim}app" if victim == "client" else "flwr-serverapp",
+                str(deployment.directory),
+            )
         if deployment.federation.status(run).startswith("finished") or victim == "superlink":
             run = deployment.begin(name, rounds, rate=0.6)
     assert deployment.finish(run, 600) == "finished:completed"
@@ -244,7 +262,8 @@ def _kill_one(program: str, home: str) -> None:
 
 
 class Tap:
-    """Passes bytes on between SuperNodes and a SuperLink, and remembers those that leave the SuperNodes."""
+    """Passes bytes on between SuperNodes and a SuperLink, and remembers those that leave the
+    SuperNodes."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -280,8 +299,11 @@ class Tap:
 
 
 @slow
-def test_theta_is_in_no_packet_and_restarts_are_not_covered_without_authentication(tmp_path: Path) -> None:
-    """Without TLS, so that the packets can be read. The gradient is found in them, θ is not, in any width."""
+def test_theta_is_in_no_packet_and_restarts_are_not_covered_without_authentication(
+    tmp_path: Path,
+) -> None:
+    """Without TLS, so that the packets can be read. The gradient is found in them, θ is not, in
+    any width."""
     made = Deployment(tmp_path, secure=False)
     with ExitStack() as stack, made.federation:
         made.federation.start_superlink()
@@ -297,10 +319,14 @@ def test_theta_is_in_no_packet_and_restarts_are_not_covered_without_authenticati
     for user in USERS:
         y = np.load(made.place(user) / "y.npy")
         sent = clip(-y, 1.0)
-        assert all(value.tobytes() in seen for value in sent), "the tap must see the gradient of round 1"
+        assert all(value.tobytes() in seen for value in sent), (
+            "the tap must see the gradient of round 1"
+        )
         for save in Shelf(made.place(user) / "state", "packets", user).saves():
             for width in (np.float64, np.float32):
-                assert not any(value.tobytes() in seen for value in save.vectors["theta"].astype(width)), user
+                assert not any(
+                    value.tobytes() in seen for value in save.vectors["theta"].astype(width)
+                ), user
     statement = (made.server("packets") / "statement.txt").read_text()
     assert "To each of the 3 enrolled nodes" in statement
     assert "User-level privacy across restarts of a node is NOT claimed" in statement

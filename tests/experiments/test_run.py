@@ -13,7 +13,10 @@ from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd import Ledger
 from flwr_ppsgd.data.synthetic import Synthetic
-from flwr_ppsgd.experiments.run import Experiment, Outcome, check_free, free_directory, run, save
+from flwr_ppsgd.experiments.outputs import check_free, free_directory, save
+from flwr_ppsgd.experiments.rows import RunRow
+from flwr_ppsgd.experiments.run import Outcome, run
+from flwr_ppsgd.experiments.settings import Experiment
 
 SMALL: dict[str, Any] = {"population": 4, "features": 6, "rounds": 3, "evaluate-every": 1}
 FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz"}
@@ -21,7 +24,9 @@ FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz"}
 
 def small(**changes: Any) -> Experiment:
     """The shipped experiment with 4 users; ``alpha_q=0.0`` for ``alpha-q = 0.0``."""
-    return Experiment.load(overrides={**SMALL, **{name.replace("_", "-"): value for name, value in changes.items()}})
+    return Experiment.load(
+        overrides={**SMALL, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    )
 
 
 def w(outcome: Outcome) -> list[float]:
@@ -29,11 +34,7 @@ def w(outcome: Outcome) -> list[float]:
     return [float(value) for value in array]
 
 
-def draw_nothing(outcome: Outcome, directory: Path) -> None:
-    """A picture is the caller's business."""
-
-
-def draw_and_fail(outcome: Outcome, directory: Path) -> None:  # noqa: ARG001
+def draw_and_fail(directory: Path) -> None:  # noqa: ARG001
     raise RuntimeError("no ink")
 
 
@@ -48,14 +49,16 @@ def outcome() -> Outcome:
 
 def test_the_shipped_experiment_is_the_default() -> None:
     experiment = Experiment.load()
-    assert (experiment.data, experiment.population, experiment.rate, experiment.rounds) == ("synthetic", 100, 1.0, 100)
-    assert (experiment.insecure_seed, experiment.max_epsilon) == (None, None)
+    training = experiment.training
+    assert experiment.problem.data == "synthetic"
+    assert (training.population, training.rate, training.rounds) == (100, 1.0, 100)
+    assert (training.insecure_seed, training.max_epsilon) == (None, None)
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(tomli_w.dumps(small().to_flat()))
-    experiment = Experiment.load(tmp_path / "own.toml", {"rounds": 7, "alpha-q": math.inf})
-    assert (experiment.population, experiment.rounds, experiment.alpha_q) == (4, 7, math.inf)
+    training = Experiment.load(tmp_path / "own.toml", {"rounds": 7, "alpha-q": math.inf}).training
+    assert (training.population, training.rounds, training.alpha_q) == (4, 7, math.inf)
 
 
 @pytest.mark.parametrize("text", [b"population = ", b"rounds 3", b"a = 1\na = 2", b"\xff\xfe"])
@@ -80,7 +83,11 @@ def test_a_nested_table_is_an_unknown_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
-    [("features", 4, "at least 5, got 4"), ("batch-size", 0, "at least 1, got 0"), ("precision", "half", "got 'half'")],
+    [
+        ("features", 4, "at least 5, got 4"),
+        ("batch-size", 0, "at least 1, got 0"),
+        ("precision", "half", "got 'half'"),
+    ],
 )
 def test_data_that_does_not_exist_is_refused(key: str, value: object, rule: str) -> None:
     with pytest.raises(ValueError, match=f"synthetic.toml: {key} must be .*{rule}"):
@@ -89,37 +96,40 @@ def test_data_that_does_not_exist_is_refused(key: str, value: object, rule: str)
 
 def test_rows_are_the_evaluated_rounds_with_epsilon_of_the_ledger(outcome: Outcome) -> None:
     """Round 0 is before training and costs nothing; ε after t rounds is that of t releases."""
-    assert [row["round"] for row in outcome.rows] == [0, 1, 2, 3]
-    spent = [Ledger(1e-4).record(outcome.strategy.release, int(row["round"])).epsilon() for row in outcome.rows]
-    assert [row["epsilon"] for row in outcome.rows] == spent
+    assert [row.round for row in outcome.rows] == [0, 1, 2, 3]
+    spent = [
+        Ledger(1e-4).record(outcome.strategy.release, row.round).epsilon() for row in outcome.rows
+    ]
+    assert [row.epsilon for row in outcome.rows] == spent
     assert outcome.strategy.ledger.epsilon() == spent[-1] > spent[1] > spent[0] == 0
     assert not outcome.stopped
 
 
 def test_the_first_row_is_the_risk_of_zero(outcome: Outcome) -> None:
     """w = θ = 0 before training: the mean over users of ‖θ_i*‖²_Σ."""
-    problem = Synthetic.draw(4, 6, seed=outcome.experiment.data_seed)
+    problem = Synthetic.draw(4, 6, seed=outcome.experiment.problem.data_seed)
     risks = [problem.excess_risk(user, np.zeros(6)) for user in range(4)]
-    assert outcome.rows[0]["excess_risk"] == pytest.approx(np.mean(risks))
+    assert outcome.rows[0].measures["excess_risk"] == pytest.approx(np.mean(risks))
 
 
 @pytest.mark.parametrize(("every", "rounds"), [(0, []), (2, [0, 2, 3]), (3, [0, 3])])
 def test_evaluate_every_says_which_rounds_have_rows(every: int, rounds: list[int]) -> None:
-    assert [row["round"] for row in run(small(evaluate_every=every)).rows] == rounds
+    assert [row.round for row in run(small(evaluate_every=every)).rows] == rounds
 
 
 def test_training_lowers_the_risk_where_nothing_disturbs_it() -> None:
     """z = 0 and a clip norm beyond every gradient: plain gradient descent."""
     rows = run(small(noise_multiplier=0.0, clip_norm=1e6, step=0.3, alpha_q=1.0, rounds=20)).rows
-    assert rows[-1]["excess_risk"] < 0.2 * rows[0]["excess_risk"]
+    assert rows[-1].measures["excess_risk"] < 0.2 * rows[0].measures["excess_risk"]
 
 
 def test_local_learning_costs_nothing_and_still_learns() -> None:
     """α = 0: w stays where it was, ε is 0 in every row, and θ alone moves."""
     local = run(small(alpha_q=0.0))
     assert w(local) == [0.0] * 6
-    assert {row["epsilon"] for row in local.rows} == {0.0}
-    assert local.rows[-1]["excess_risk"] < local.rows[0]["excess_risk"]
+    assert {row.epsilon for row in local.rows} == {0.0}
+    first, last = local.rows[0].measures, local.rows[-1].measures
+    assert last["excess_risk"] < first["excess_risk"]
     assert local.strategy.ledger.rounds == 0
 
 
@@ -141,22 +151,25 @@ def test_an_insecure_seed_is_said_to_void_the_guarantee(outcome: Outcome) -> Non
 
 def test_the_budget_ends_the_run_early() -> None:
     """Two rounds cost at most max-epsilon and three would cost more: two are run."""
-    release = small().release()
+    release = small().training.release()
     two, three = (Ledger(1e-4).record(release, rounds).epsilon() for rounds in (2, 3))
     budgeted = run(small(max_epsilon=(two + three) / 2, rounds=9))
     assert budgeted.strategy.ledger.rounds == 2
-    assert [row["round"] for row in budgeted.rows] == [0, 1, 2]
-    assert budgeted.rows[-1]["epsilon"] == two
+    assert [row.round for row in budgeted.rows] == [0, 1, 2]
+    assert budgeted.rows[-1].epsilon == two
 
 
 def test_epsilon_in_the_settings_holds_after_the_planned_rounds(tmp_path: Path) -> None:
     flat = {key: value for key, value in small().to_flat().items() if key != "noise-multiplier"}
     calibrated = run(Experiment.read({**flat, "epsilon": 1.5}, where="here"))
-    assert calibrated.rows[-1]["epsilon"] == pytest.approx(1.5, rel=1e-6)
-    assert calibrated.rows[-1]["epsilon"] <= 1.5
-    save(calibrated, tmp_path / "out", draw_nothing)
-    resolved = Experiment.load(tmp_path / "out" / "config.toml")
-    assert (resolved.epsilon, resolved.noise_multiplier) == (None, calibrated.strategy.release.noise_multiplier)
+    assert calibrated.rows[-1].epsilon == pytest.approx(1.5, rel=1e-6)
+    assert calibrated.rows[-1].epsilon <= 1.5
+    save(calibrated, tmp_path / "out")
+    resolved = Experiment.load(tmp_path / "out" / "config.toml").training
+    assert (resolved.epsilon, resolved.noise_multiplier) == (
+        None,
+        calibrated.strategy.release.noise_multiplier,
+    )
 
 
 def test_after_ctrl_c_epsilon_is_that_of_the_planned_rounds(tmp_path: Path) -> None:
@@ -167,24 +180,28 @@ def test_after_ctrl_c_epsilon_is_that_of_the_planned_rounds(tmp_path: Path) -> N
             raise KeyboardInterrupt
 
     interrupted = run(small(), interrupt)
-    save(interrupted, tmp_path / "out", draw_nothing)
+    save(interrupted, tmp_path / "out")
     privacy = json.loads((tmp_path / "out" / "privacy.json").read_text())
     planned = Ledger(1e-4).record(interrupted.strategy.release, 3).epsilon()
     assert interrupted.stopped
-    assert [row["round"] for row in interrupted.rows] == [0, 1]
-    assert (privacy["rounds_charged"], privacy["rounds_stated"], privacy["epsilon"]) == (1, 3, planned)
+    assert [row.round for row in interrupted.rows] == [0, 1]
+    assert (privacy["rounds_charged"], privacy["rounds_stated"], privacy["epsilon"]) == (
+        1,
+        3,
+        planned,
+    )
     assert "over 3 rounds (planned; stopped earlier)" in privacy["statement"]
 
 
 def test_the_output_directory_is_complete(outcome: Outcome, tmp_path: Path) -> None:
     """Settings that can be loaded again, a line for each row, the ledger, and w."""
-    save(outcome, tmp_path / "deep" / "out", draw_nothing)
+    save(outcome, tmp_path / "deep" / "out")
     out = tmp_path / "deep" / "out"
     assert {path.name for path in out.iterdir()} == FILES
     assert Experiment.load(out / "config.toml") == outcome.experiment
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert {tuple(line.pop("outside_the_guarantee")) for line in lines} == {("excess_risk",)}
-    assert lines == outcome.rows
+    assert [RunRow.from_json(line) for line in lines] == outcome.rows
     privacy = json.loads((out / "privacy.json").read_text())
     assert Ledger.from_json(json.dumps(privacy["ledger"])) == outcome.strategy.ledger
     assert privacy["statement"] == outcome.strategy.privacy_statement()
@@ -194,14 +211,16 @@ def test_the_output_directory_is_complete(outcome: Outcome, tmp_path: Path) -> N
 
 def test_the_output_directory_can_be_read_by_others(outcome: Outcome, tmp_path: Path) -> None:
     """``mkdtemp`` makes directories for their owner alone."""
-    save(outcome, tmp_path / "out", draw_nothing)
+    save(outcome, tmp_path / "out")
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
 
 
-def test_the_output_directory_appears_once_everything_is_in_it(outcome: Outcome, tmp_path: Path) -> None:
-    """The picture is drawn last, next to the other files, while there is no output directory yet."""
+def test_the_output_directory_appears_once_everything_is_in_it(
+    outcome: Outcome, tmp_path: Path
+) -> None:
+    """The picture is drawn last, next to the other files, before there is an output directory."""
 
-    def draw(_: Outcome, directory: Path) -> None:
+    def draw(directory: Path) -> None:
         assert not (tmp_path / "out").exists()
         (directory / "learning.png").touch()
 
@@ -216,7 +235,9 @@ def test_a_failure_while_drawing_leaves_nothing_behind(outcome: Outcome, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_while_drawing_leaves_an_empty_directory_as_it_was(outcome: Outcome, tmp_path: Path) -> None:
+def test_a_failure_while_drawing_leaves_an_empty_directory_as_it_was(
+    outcome: Outcome, tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(RuntimeError, match="no ink"):
         save(outcome, tmp_path / "out", draw_and_fail)
@@ -225,19 +246,22 @@ def test_a_failure_while_drawing_leaves_an_empty_directory_as_it_was(outcome: Ou
 
 def test_an_empty_directory_is_filled(outcome: Outcome, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    save(outcome, tmp_path / "out", draw_nothing)
+    save(outcome, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
 
 
 def test_what_is_there_is_never_overwritten(outcome: Outcome, tmp_path: Path) -> None:
-    """Neither by the check before the work nor, should something have come in the meantime, by ``save``."""
+    """Neither by the check before the work nor, should something have come in the meantime, by
+    ``save``."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("data")
-    with pytest.raises(ValueError, match="already holds something: choose another directory with --out"):
+    with pytest.raises(
+        ValueError, match="already holds something: choose another directory with --out"
+    ):
         check_free(out)
     with pytest.raises(ValueError, match="already holds something"):
-        save(outcome, out, draw_nothing)
+        save(outcome, out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (out / "precious").read_text() == "data"
 
@@ -264,8 +288,10 @@ def test_new_directories_are_numbered(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_without_noise_the_files_are_still_valid_json(tmp_path: Path) -> None:
     """z = 0: ε is infinite, which JSON has no number for."""
-    save(run(small(noise_multiplier=0.0)), tmp_path / "out", draw_nothing)
-    privacy = json.loads((tmp_path / "out" / "privacy.json").read_text(), parse_constant=refuse_constant)
+    save(run(small(noise_multiplier=0.0)), tmp_path / "out")
+    privacy = json.loads(
+        (tmp_path / "out" / "privacy.json").read_text(), parse_constant=refuse_constant
+    )
     assert (privacy["epsilon"], privacy["guarantee"]) == ("infinite", "none")
     assert privacy["statement"].startswith("NO GUARANTEE")
     for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines():
@@ -274,5 +300,5 @@ def test_without_noise_the_files_are_still_valid_json(tmp_path: Path) -> None:
 
 def test_global_learning_writes_settings_that_load(tmp_path: Path) -> None:
     """α = ∞ is ``inf`` in TOML."""
-    save(run(small(alpha_q=math.inf)), tmp_path / "out", draw_nothing)
+    save(run(small(alpha_q=math.inf)), tmp_path / "out")
     assert tomllib.loads((tmp_path / "out" / "config.toml").read_text())["alpha-q"] == math.inf

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_ppsgd.data.synthetic import Minibatches
 from flwr_ppsgd.experiments import snapshot
+from flwr_ppsgd.experiments.blocks import run_block
+from flwr_ppsgd.experiments.rows import Point
 from flwr_ppsgd.experiments.snapshot import Snapshot, clear
-from flwr_ppsgd.experiments.sweep import Point, Sweep, keys_of, run_block
+from flwr_ppsgd.experiments.sweep import Sweep
+from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.simulation.baselines import LocalStepsEngine
-from flwr_ppsgd.simulation.linear import CohortEngine, Engine
+from flwr_ppsgd.simulation.engine import Engine
+from flwr_ppsgd.simulation.linear import CohortEngine
 from flwr_ppsgd.simulation.networks import NetworkEngine
 from tests.experiments.test_sweep import load
 from tests.models.test_split import MODELS, images
@@ -37,12 +40,14 @@ def block_of(sweep: Sweep) -> list[Point]:
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("killed_at", [0, 1, 3, 4, 6])
-def test_a_killed_block_ends_with_the_same_rows(tmp_path: Path, killed_at: int, average: bool) -> None:
+def test_a_killed_block_ends_with_the_same_rows(
+    tmp_path: Path, killed_at: int, average: bool
+) -> None:
     """Killed before the report of a round, and after one in which settings had diverged."""
     sweep = load(tmp_path, average=average)
     flat, block = sweep.base.to_flat(), block_of(sweep)
     whole = run_block(flat, block)
-    assert any(row.get("diverged") for row in whole)
+    assert any(row.diverged for row in whole)
 
     def kill(round_: int, best: object) -> None:  # noqa: ARG001
         if round_ == killed_at:
@@ -55,7 +60,9 @@ def test_a_killed_block_ends_with_the_same_rows(tmp_path: Path, killed_at: int, 
     assert heard == list(range(killed_at, 7))
 
 
-def test_a_damaged_file_is_reported_and_the_block_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_reported_and_the_block_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sweep = load(tmp_path)
     flat, block = sweep.base.to_flat(), block_of(sweep)
     whole = run_block(flat, block, directory=tmp_path)
@@ -74,7 +81,7 @@ def test_a_full_disk_costs_the_snapshot_and_nothing_else(
     sweep = load(tmp_path)
     monkeypatch.setattr(np, "savez", full)
     rows = run_block(sweep.base.to_flat(), block_of(sweep), directory=tmp_path)
-    assert max(row["round"] for row in rows) == 6
+    assert max(row.round for row in rows) == 6
     assert "No space left on device" in caplog.text
     assert not list(tmp_path.glob(".block-*"))
 
@@ -84,10 +91,10 @@ def test_only_blocks_to_be_taken_up_are_kept(tmp_path: Path) -> None:
     blocks = [block_of(sweep)[:4], block_of(sweep)[4:]]
     for block in blocks:
         run_block(sweep.base.to_flat(), block, directory=tmp_path)
-    torn = tmp_path / ".block-torn.new"
+    torn = tmp_path / ".block-torn.npz.partial"
     torn.write_bytes(b"half")
-    clear(tmp_path, [keys_of(blocks[1])])
-    assert list(tmp_path.glob(".block-*")) == [Snapshot(tmp_path, keys_of(blocks[1])).path]
+    clear(tmp_path, [blocks[1]])
+    assert list(tmp_path.glob(".block-*")) == [Snapshot(tmp_path, blocks[1]).path]
 
 
 def cohort(average: bool) -> Engine:

@@ -1,4 +1,4 @@
-"""Grids, blocks, the store and the workers of a sweep: the same rows whatever happens on the way."""
+"""Grids, blocks, the store and the workers of a sweep: the same rows whatever happens."""
 
 import functools
 import json
@@ -20,9 +20,13 @@ import tomli_w
 from flwr_ppsgd import Ledger
 from flwr_ppsgd.experiments import outputs as store
 from flwr_ppsgd.experiments import workers
+from flwr_ppsgd.experiments.blocks import Best, Plan, best_among, plan, run_block
 from flwr_ppsgd.experiments.outputs import opened, read_rows
-from flwr_ppsgd.experiments.run import population_of, run_as_cohort
-from flwr_ppsgd.experiments.sweep import Best, Epsilons, Plan, Point, Row, Sweep, best_among, plan, run_block
+from flwr_ppsgd.experiments.rows import Point, SweepRow
+from flwr_ppsgd.experiments.run import run_as_cohort
+from flwr_ppsgd.experiments.settings import Experiment
+from flwr_ppsgd.experiments.sweep import Epsilons, Sweep
+from flwr_ppsgd.experiments.tasks import SyntheticTask
 from flwr_ppsgd.experiments.workers import run_sweep
 
 FLAT: dict[str, Any] = {
@@ -62,7 +66,9 @@ def small(tmp_path: Path) -> Sweep:
 
 def load(directory: Path, **changes: Any) -> Sweep:
     path = directory / "grid.toml"
-    path.write_text(tomli_w.dumps({**FLAT, **{key.replace("_", "-"): value for key, value in changes.items()}}))
+    path.write_text(
+        tomli_w.dumps({**FLAT, **{key.replace("_", "-"): value for key, value in changes.items()}})
+    )
     return Sweep.load(path)
 
 
@@ -74,7 +80,7 @@ def in_this_process(
     idle: Any,
     *,
     directory: Path,
-) -> Iterator[tuple[int, list[Row]]]:
+) -> Iterator[tuple[int, list[SweepRow]]]:
     """The workers without processes, which take seconds to start."""
     for number, block in enumerate(blocks):
         idle()
@@ -94,7 +100,9 @@ def test_the_grid_is_the_product_with_alpha_zero_once(small: Sweep) -> None:
     """3 steps × 2 seeds × (α = 0, and 2 α × 2 z): α = 0 is not run once per z."""
     points = small.points()
     assert len(points) == len(set(points)) == 3 * 2 * (1 + 2 * 2)
-    assert all((p.noise_multiplier is None) == (p.clip_norm is None) == (p.alpha_q == 0) for p in points)
+    assert all(
+        (p.noise_multiplier is None) == (p.clip_norm is None) == (p.alpha_q == 0) for p in points
+    )
 
 
 def test_a_point_survives_json(small: Sweep) -> None:
@@ -110,15 +118,22 @@ BAD_GRIDS = [
     ({"step": [0.1, -1.0]}, "step must be finite and not negative, got -1.0"),
     ({"step": [0.1, "much"]}, "step must be of type float, got 'much'"),
     ({"alpha-q": [0.3, math.nan]}, "alpha-q must be in"),
-    ({"step": [float(i) for i in range(1, 2000)], "insecure-seed": list(range(100))}, "more than 100000"),
+    (
+        {"step": [float(i) for i in range(1, 2000)], "insecure-seed": list(range(100))},
+        "more than 100000",
+    ),
     ({"evaluate-every": 0}, "'evaluate-every' is missing"),
     ({"max-epsilon": 1.0}, "'max-epsilon' has no meaning in a sweep"),
     ({"precision": "float16"}, "precision must be 'float64' or 'float32'"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD_GRIDS, ids=[message for _, message in BAD_GRIDS])
-def test_a_bad_grid_is_refused_with_the_file_and_the_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"), BAD_GRIDS, ids=[message for _, message in BAD_GRIDS]
+)
+def test_a_bad_grid_is_refused_with_the_file_and_the_key(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=r"grid\.toml: ") as refusal:
         load(tmp_path, **changes)
     assert message in str(refusal.value)
@@ -127,14 +142,18 @@ def test_a_bad_grid_is_refused_with_the_file_and_the_key(tmp_path: Path, changes
 
 def test_a_sweep_without_a_seed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "grid.toml"
-    path.write_text(tomli_w.dumps({key: value for key, value in FLAT.items() if key != "insecure-seed"}))
+    path.write_text(
+        tomli_w.dumps({key: value for key, value in FLAT.items() if key != "insecure-seed"})
+    )
     with pytest.raises(ValueError, match="'insecure-seed' is missing"):
         Sweep.load(path)
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 7])
 @pytest.mark.parametrize("memory", [GIGABYTE, 60_000])
-def test_blocks_hold_every_setting_once_and_fit_in_memory(small: Sweep, memory: int, jobs: int) -> None:
+def test_blocks_hold_every_setting_once_and_fit_in_memory(
+    small: Sweep, memory: int, jobs: int
+) -> None:
     chosen = plan(small, memory, jobs)
     assert sorted(point for block in chosen.blocks for point in block) == small.points()
     assert all(len({point.seed for point in block}) == 1 for block in chosen.blocks)
@@ -158,27 +177,32 @@ def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path) -> None:
     run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
     rows = read_rows(tmp_path / "out")
     for point in small.points():
-        own = {row["round"]: row for row in rows if Point.of(row) == point}
+        own = {row.round: row for row in rows if row.point == point}
         if point.step > 1:
-            assert any(row.get("diverged") for row in own.values())
+            assert any(row.diverged for row in own.values())
             continue
-        changes = {"step": point.step, "alpha-q": point.alpha_q, "noise-multiplier": point.noise_multiplier or 0.0}
+        changes = {
+            "step": point.step,
+            "alpha-q": point.alpha_q,
+            "noise-multiplier": point.noise_multiplier or 0.0,
+        }
         settings = {**small.base.to_flat(), **changes, "insecure-seed": point.seed}
-        alone = run_as_cohort(type(small.base).read(settings, where="here"))
-        assert [row["round"] for row in alone.rows] == sorted(own) == [0, 3, 6]
+        alone = run_as_cohort(Experiment.read(settings, where="here"))
+        assert [row.round for row in alone.rows] == sorted(own) == [0, 3, 6]
         for row in alone.rows:
-            assert own[row["round"]]["excess_risk"] == pytest.approx(row["excess_risk"], rel=1e-8)
-            assert own[row["round"]]["epsilon"] == (row["epsilon"] if row["epsilon"] < math.inf else "infinite")
+            swept = own[row.round]
+            assert swept.measures == pytest.approx(dict(row.measures), rel=1e-8)
+            assert swept.epsilon == row.epsilon
 
 
 @pytest.mark.usefixtures("quick")
 def test_diverged_settings_end_there_and_keep_no_infinity(small: Sweep, tmp_path: Path) -> None:
     run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
-    diverged = [row for row in read_rows(tmp_path / "out") if row.get("diverged")]
-    assert {row["step"] for row in diverged} == {1e8}
+    rows = read_rows(tmp_path / "out")
+    diverged = [row for row in rows if row.diverged]
+    assert {row.point.step for row in diverged} == {1e8}
     for row in diverged:
-        own = [other["round"] for other in read_rows(tmp_path / "out") if Point.of(other) == Point.of(row)]
-        assert max(own) == row["round"]
+        assert max(other.round for other in rows if other.point == row.point) == row.round
 
 
 def test_epsilon_is_priced_once_for_all_settings_of_a_noise_level(
@@ -215,7 +239,9 @@ def test_a_finished_sweep_has_nothing_left_to_do(small: Sweep, tmp_path: Path) -
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("quick")
-def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(small: Sweep, tmp_path: Path, seed: int) -> None:
+def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(
+    small: Sweep, tmp_path: Path, seed: int
+) -> None:
     """What a kill can leave behind: whole rows and a torn one, of any block."""
     run_sweep(small, tmp_path / "whole", Silent(), memory=60_000)
     run_sweep(small, tmp_path / "cut", Silent(), memory=60_000)
@@ -245,7 +271,10 @@ def test_blocks_of_a_directory_stay_as_they_were(small: Sweep, tmp_path: Path) -
 def test_a_directory_of_another_experiment_is_refused(small: Sweep, tmp_path: Path) -> None:
     run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    with pytest.raises(ValueError, match=r"out holds the results of another experiment: its rounds is 6, here it is 7"):
+    with pytest.raises(
+        ValueError,
+        match=r"out holds the results of another experiment: its rounds is 6, here it is 7",
+    ):
         run_sweep(load(tmp_path, rounds=7), tmp_path / "out", Silent(), memory=GIGABYTE)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
@@ -261,7 +290,10 @@ def test_a_directory_that_holds_something_else_is_refused(small: Sweep, tmp_path
 @pytest.mark.usefixtures("quick")
 def test_a_second_sweep_in_one_directory_is_refused(small: Sweep, tmp_path: Path) -> None:
     """The lock goes with the process: nothing has to be cleaned up after a kill."""
-    with opened(tmp_path / "out", small), pytest.raises(ValueError, match="another sweep is writing here"):
+    with (
+        opened(tmp_path / "out", small),
+        pytest.raises(ValueError, match="another sweep is writing here"),
+    ):
         run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
     assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 30
 
@@ -275,7 +307,9 @@ def test_a_damaged_row_is_named(small: Sweep, tmp_path: Path) -> None:
         run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
 
 
-def test_processes_and_ray_give_the_rows_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_and_ray_give_the_rows_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A local Ray cluster; the library's own warnings about it are not ours."""
     small = load(tmp_path, insecure_seed=1)
     run_sweep(small, tmp_path / "processes", Silent(), memory=GIGABYTE, jobs=2)
@@ -283,7 +317,16 @@ def test_processes_and_ray_give_the_rows_of_this_process(tmp_path: Path, monkeyp
     run_sweep(small, tmp_path / "here", Silent(), memory=GIGABYTE, jobs=2)
     assert sorted_bytes(tmp_path / "processes") == sorted_bytes(tmp_path / "here")
     pytest.importorskip("ray", reason="--ray needs the simulation extra")
-    command = [*COMMAND, str(tmp_path / "grid.toml"), "--out", str(tmp_path / "ray"), "--jobs", "2", "--ray", "local"]
+    command = [
+        *COMMAND,
+        str(tmp_path / "grid.toml"),
+        "--out",
+        str(tmp_path / "ray"),
+        "--jobs",
+        "2",
+        "--ray",
+        "local",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted_bytes(tmp_path / "ray") == sorted_bytes(tmp_path / "here")
@@ -292,7 +335,14 @@ def test_processes_and_ray_give_the_rows_of_this_process(tmp_path: Path, monkeyp
 def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
     load(tmp_path)
     pytest.importorskip("ray", reason="--ray needs the simulation extra")
-    command = [*COMMAND, str(tmp_path / "grid.toml"), "--out", str(tmp_path / "out"), "--ray", "no-such-scheme://x"]
+    command = [
+        *COMMAND,
+        str(tmp_path / "grid.toml"),
+        "--out",
+        str(tmp_path / "out"),
+        "--ray",
+        "no-such-scheme://x",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("ppsgd: --ray no-such-scheme://x")
@@ -300,11 +350,14 @@ def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
 
 
 def heed_ctrl_c() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so would what the tests start there."""
+    """What a shell starts in the background ignores Ctrl-C, and so would what the tests start
+    there."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name
+)
 def test_a_sweep_that_is_killed_goes_on_where_it_was(
     tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,7 +373,11 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(
         preexec_fn=heed_ctrl_c,  # noqa: PLW1509
     )
     rows, deadline = out / store.ROWS, time.monotonic() + 120
-    while not (rows.exists() and rows.stat().st_size) and time.monotonic() < deadline and process.poll() is None:
+    while (
+        not (rows.exists() and rows.stat().st_size)
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.02)
     process.send_signal(how)
     shown, _ = process.communicate(timeout=60)
@@ -330,16 +387,26 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(
     assert 0 < done < len(sweep.points()) * 4
     monkeypatch.setattr(workers, "on_this_machine", in_this_process)
     run_sweep(sweep, out, Silent(), jobs=1)
-    whole = [row for block in plan(sweep, GIGABYTE, 1).blocks for row in run_block(sweep.base.to_flat(), block)]
-    keys = [(Point.of(row), row["round"], row["excess_risk"]) for row in whole if "excess_risk" in row]
-    assert sorted(keys) == sorted(
-        (Point.of(r), r["round"], r["excess_risk"]) for r in read_rows(out) if "excess_risk" in r
-    )
+    whole = [
+        row
+        for block in plan(sweep, GIGABYTE, 1).blocks
+        for row in run_block(sweep.base.to_flat(), block)
+    ]
+    assert risks(whole) == risks(read_rows(out))
 
 
-def test_a_worker_that_dies_is_one_clear_line(small: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def risks(rows: Sequence[SweepRow]) -> list[tuple[Point, int, float]]:
+    measured = [row for row in rows if "excess_risk" in row.measures]
+    return sorted((row.point, row.round, row.measures["excess_risk"]) for row in measured)
+
+
+def test_a_worker_that_dies_is_one_clear_line(
+    small: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workers, "_work", die)
-    with pytest.raises(RuntimeError, match=r"the worker of block 0 ended with status 9.*lower --memory"):
+    with pytest.raises(
+        RuntimeError, match=r"the worker of block 0 ended with status 9.*lower --memory"
+    ):
         run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE, jobs=1)
     assert not multiprocessing.active_children()
 
@@ -354,8 +421,10 @@ def test_memory_that_is_free_is_known() -> None:
 
 def test_the_shipped_sweep_is_the_full_size_problem() -> None:
     sweep = Sweep.load(None)
-    assert (sweep.base.population, sweep.base.features, len(sweep.points())) == (1000, 100, 36)
-    assert len(population_of(sweep.base)) == 1000
+    task = sweep.base.task
+    assert isinstance(task, SyntheticTask)
+    assert (task.users, task.problem.features, len(sweep.points())) == (1000, 100, 36)
+    assert len(task.population(sweep.base.conditions())) == 1000
 
 
 def test_the_best_so_far_is_the_highest_accuracy_or_the_lowest_risk() -> None:

@@ -1,7 +1,5 @@
 """The paper's network against one recorded round of the authors' code, in float64."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,17 +8,18 @@ from flwr_ppsgd import FixedSize, Release, client_step, server_step
 from flwr_ppsgd.models.cnn import from_channels_last, mean_square, paper_cnn
 from flwr_ppsgd.models.split import AdditiveHead
 from flwr_ppsgd.wire import Layout
+from tests.support.paths import GOLDEN
 from tests.support.toy import Floats
 
 USERS, HEAD = 10, 320
 
 
 def recorded() -> dict[str, Floats]:
-    with np.load(Path(__file__).parents[1] / "golden" / "cnn_gradients.npz") as file:
+    with np.load(GOLDEN / "cnn_gradients.npz") as file:
         return {key: file[key] for key in file.files if key != "settings"}
 
 
-GOLDEN = recorded()
+RECORDED = recorded()
 
 
 def flat(model: AdditiveHead, head: Floats, parameters: list[Floats]) -> Floats:
@@ -38,37 +37,41 @@ def shared_vector(model: AdditiveHead) -> Floats:
 
 
 def parameters(prefix: str) -> list[Floats]:
-    return [GOLDEN[f"{prefix}{i}"] for i in range(6)]
+    return [RECORDED[f"{prefix}{i}"] for i in range(6)]
 
 
 def rows(user: int) -> tuple[Floats, Floats]:
-    return GOLDEN["X"][:, user].reshape(-1, 784), GOLDEN["y"][:, user]
+    return RECORDED["X"][:, user].reshape(-1, 784), RECORDED["y"][:, user]
 
 
 @pytest.mark.parametrize("clip", ["0.1", "0.55"])
 def test_a_round_is_that_of_the_authors_code(clip: str) -> None:
     """One joint clip over (W, w): at C=.1 everyone is clipped, at C=.55 some users are."""
     model = paper_cnn(0, dtype=torch.float64)
-    w = flat(model, GOLDEN["w"], parameters("param"))
+    w = flat(model, RECORDED["w"], parameters("param"))
     sent = []
     for user in range(USERS):
-        theta = GOLDEN["th"][user].reshape(-1)
+        theta = RECORDED["th"][user].reshape(-1)
         g_w, g_theta = model.gradients(w, theta, rows(user), "mean")
-        assert np.linalg.norm(g_w) == pytest.approx(GOLDEN["user_grad_norm"][user], rel=1e-8)
-        np.testing.assert_allclose(g_theta.reshape(32, 10), GOLDEN[f"C{clip}_gth"][user], rtol=0, atol=1e-8)
+        assert np.linalg.norm(g_w) == pytest.approx(RECORDED["user_grad_norm"][user], rel=1e-8)
+        np.testing.assert_allclose(
+            g_theta.reshape(32, 10), RECORDED[f"C{clip}_gth"][user], rtol=0, atol=1e-8
+        )
         vector, _ = client_step(theta, g_w, g_theta, float(clip), 1.0)
         sent.append(vector)
     release = Release(FixedSize(USERS, USERS), clip_norm=float(clip), noise_multiplier=0.0)
     mean = -server_step(np.zeros_like(w), sent, release, 1.0, noise=0.0)
-    expected = flat(model, GOLDEN[f"C{clip}_gw"], parameters(f"C{clip}_gp"))
+    expected = flat(model, RECORDED[f"C{clip}_gw"], parameters(f"C{clip}_gp"))
     np.testing.assert_allclose(mean, expected, rtol=0, atol=1e-8)
 
 
 def test_the_loss_is_that_of_the_authors_code() -> None:
     model = paper_cnn(0, dtype=torch.float64)
-    w = flat(model, GOLDEN["w"], parameters("param"))
-    losses = [model.evaluate(w, GOLDEN["th"][i].reshape(-1), rows(i))["loss"] for i in range(USERS)]
-    np.testing.assert_allclose(losses, GOLDEN["loss"], rtol=1e-8)
+    w = flat(model, RECORDED["w"], parameters("param"))
+    losses = [
+        model.evaluate(w, RECORDED["th"][i].reshape(-1), rows(i))["loss"] for i in range(USERS)
+    ]
+    np.testing.assert_allclose(losses, RECORDED["loss"], rtol=1e-8)
 
 
 def test_it_has_26000_shared_and_320_personal_parameters() -> None:
@@ -81,8 +84,10 @@ def test_it_has_26000_shared_and_320_personal_parameters() -> None:
 def test_it_starts_as_widely_spread_as_the_authors_network() -> None:
     """Standard deviations of n normal values agree to about 5/√(2n) on either side."""
     arrays = paper_cnn(3).initial_arrays()
-    golden = {"head": torch.as_tensor(GOLDEN["w"])}
-    golden |= {f"network.{name}": value for name, value in from_channels_last(parameters("param")).items()}
+    golden = {"head": torch.as_tensor(RECORDED["w"])}
+    golden |= {
+        f"network.{name}": value for name, value in from_channels_last(parameters("param")).items()
+    }
     for name, array in arrays.items():
         ours, theirs = array.numpy(), golden[name].numpy()
         assert abs(np.log(ours.std() / theirs.std())) < 2 * 5 / np.sqrt(2 * ours.size), name
@@ -107,7 +112,9 @@ def test_class_numbers_stand_for_one_hot_minus_a_tenth() -> None:
 
 def test_accuracy_is_measured_on_class_numbers() -> None:
     model, (x, y) = paper_cnn(0, dtype=torch.float64), rows(0)
-    w = flat(model, GOLDEN["w"], parameters("param"))
+    w = flat(model, RECORDED["w"], parameters("param"))
     measures = model.evaluate(w, model.initial_theta(), (x, y.argmax(axis=1)))
-    features = torch.as_tensor(GOLDEN["features_user0"]).numpy()
-    assert measures["accuracy"] == np.mean((features @ GOLDEN["w"]).argmax(axis=1) == y.argmax(axis=1))
+    features = torch.as_tensor(RECORDED["features_user0"]).numpy()
+    assert measures["accuracy"] == np.mean(
+        (features @ RECORDED["w"]).argmax(axis=1) == y.argmax(axis=1)
+    )

@@ -8,7 +8,7 @@ import torch
 from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
-from flwr_ppsgd.models.split import AdditiveLinear, Loss, Matrix, as_matrix
+from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, as_matrix
 from flwr_ppsgd.wire import Order
 
 FEATURES, OUTPUTS, ROWS = 4, 3, 6
@@ -51,14 +51,19 @@ def test_both_gradients_are_those_of_autograd(loss: Loss) -> None:
     w, theta = random.normal(size=(2, FEATURES * OUTPUTS))
     g_w, g_theta = AdditiveLinear(data, FEATURES, OUTPUTS, loss).gradients(w, theta, order("mean"))
     for argument, ours in enumerate((g_w, g_theta)):
-        theirs = grad(mean_loss, argnums=argument)(torch.from_numpy(w), torch.from_numpy(theta), data, loss)
+        theirs = grad(mean_loss, argnums=argument)(
+            torch.from_numpy(w), torch.from_numpy(theta), data, loss
+        )
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("loss", ["squared", "softmax"])
 def test_both_gradients_are_equal_and_depend_on_the_sum_of_w_and_theta(loss: Loss) -> None:
     """w and θ enter only as w + θ, so g_w = g_θ, and moving one into the other changes nothing."""
-    learner, v = AdditiveLinear(batch(loss), FEATURES, OUTPUTS, loss), np.linspace(-1, 1, FEATURES * OUTPUTS)
+    learner, v = (
+        AdditiveLinear(batch(loss), FEATURES, OUTPUTS, loss),
+        np.linspace(-1, 1, FEATURES * OUTPUTS),
+    )
     g_w, g_theta = learner.gradients(v, np.zeros_like(v), order("mean"))
     np.testing.assert_array_equal(g_w, g_theta)
     np.testing.assert_array_equal(g_w, learner.gradients(np.zeros_like(v), v, order("mean"))[0])
@@ -67,13 +72,16 @@ def test_both_gradients_are_equal_and_depend_on_the_sum_of_w_and_theta(loss: Los
 @pytest.mark.parametrize("loss", ["squared", "softmax"])
 def test_a_sum_is_the_mean_times_the_minibatch(loss: Loss) -> None:
     """Algorithm 2 sums over m_i samples where Algorithm 3 averages."""
-    learner, v = AdditiveLinear(batch(loss), FEATURES, OUTPUTS, loss), np.linspace(-1, 1, FEATURES * OUTPUTS)
+    learner, v = (
+        AdditiveLinear(batch(loss), FEATURES, OUTPUTS, loss),
+        np.linspace(-1, 1, FEATURES * OUTPUTS),
+    )
     total, mean = (learner.gradients(v, v, order(reduction))[0] for reduction in ("sum", "mean"))
     np.testing.assert_allclose(total, ROWS * mean, rtol=1e-14)
 
 
 def test_a_gradient_by_hand() -> None:
-    """x = (1, 2), y = 1, w + θ = (1, 1): the residual is 3 − 1 = 2 and the gradient 2·x = (2, 4)."""
+    """x = (1, 2), y = 1, w + θ = (1, 1): the residual is 3 − 1 = 2, the gradient 2·x = (2, 4)."""
     learner = AdditiveLinear(Fixed(np.array([[1.0, 2.0]]), np.array([[1.0]])), 2)
     g_w, _ = learner.gradients(np.array([1.0, 0.0]), np.array([0.0, 1.0]), order("mean"))
     assert g_w.tolist() == [2.0, 4.0]
@@ -82,7 +90,12 @@ def test_a_gradient_by_hand() -> None:
 def test_parameters_are_flattened_by_rows() -> None:
     """x = (1, 0), residuals (−3, −5): the gradient's d×K matrix is [[−3, −5], [0, 0]]."""
     learner = AdditiveLinear(Fixed(np.array([[1.0, 0.0]]), np.array([[3.0, 5.0]])), 2, 2)
-    assert learner.gradients(np.zeros(4), np.zeros(4), order("mean"))[0].tolist() == [-3.0, -5.0, 0.0, 0.0]
+    assert learner.gradients(np.zeros(4), np.zeros(4), order("mean"))[0].tolist() == [
+        -3.0,
+        -5.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_theta_starts_at_zero_with_one_entry_for_each_feature_and_output() -> None:
@@ -92,14 +105,19 @@ def test_theta_starts_at_zero_with_one_entry_for_each_feature_and_output() -> No
 
 
 def test_squared_measures_by_hand() -> None:
-    """Scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1+9), one of two classes right."""
+    """Scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1+9), one of two
+    classes right."""
     test = (np.eye(2), np.array([[1.0, 0.0], [1.0, 0.0]]))
     learner = AdditiveLinear(batch("squared"), 2, 2, "squared", test)
-    assert learner.evaluate(np.array([1.0, 0, 0, 1]), np.array([1.0, 0, 0, 2])) == {"loss": 2.75, "accuracy": 0.5}
+    assert learner.evaluate(np.array([1.0, 0, 0, 1]), np.array([1.0, 0, 0, 2])) == {
+        "loss": 2.75,
+        "accuracy": 0.5,
+    }
 
 
 def test_softmax_measures_by_hand() -> None:
-    """Chances (3/4, 1/4) for both samples, one of each class: loss (ln 4/3 + ln 4)/2, half of them right."""
+    """Chances (3/4, 1/4) for both samples, one of each class: loss (ln 4/3 + ln 4)/2, half of them
+    right."""
     test = (np.ones((2, 1)), np.eye(2))
     learner = AdditiveLinear(batch("softmax"), 1, 2, "softmax", test)
     measures = learner.evaluate(np.array([math.log(3), 0.0]), np.zeros(2))
@@ -108,23 +126,34 @@ def test_softmax_measures_by_hand() -> None:
 
 def test_softmax_loss_of_a_hopeless_score_is_its_margin() -> None:
     """−ln(e⁰ / (e¹⁰⁰⁰ + e⁰)) = 1000, though the chance itself is below the smallest float."""
-    learner = AdditiveLinear(batch("softmax"), 1, 2, "softmax", (np.ones((1, 1)), np.array([[0.0, 1.0]])))
+    learner = AdditiveLinear(
+        batch("softmax"), 1, 2, "softmax", (np.ones((1, 1)), np.array([[0.0, 1.0]]))
+    )
     assert learner.evaluate(np.array([1000.0, 0.0]), np.zeros(2))["loss"] == pytest.approx(1000)
 
 
 def test_large_scores_give_finite_gradients() -> None:
-    """Chances (1, 0) against (0, 1) at x = 1: the gradient is (1, −1), whatever the size of the scores."""
+    """Chances (1, 0) against (0, 1) at x = 1: the gradient is (1, −1), whatever the size of the
+    scores."""
     learner = AdditiveLinear(Fixed(np.ones((1, 1)), np.array([[0.0, 1.0]])), 1, 2, "softmax")
-    assert learner.gradients(np.array([1e4, 0.0]), np.zeros(2), order("mean"))[0].tolist() == [1.0, -1.0]
+    assert learner.gradients(np.array([1e4, 0.0]), np.zeros(2), order("mean"))[0].tolist() == [
+        1.0,
+        -1.0,
+    ]
 
 
 def test_one_output_has_a_loss_and_no_accuracy() -> None:
-    learner = AdditiveLinear(batch("squared"), 1, test=(np.array([[1.0], [2.0]]), np.array([[0.0], [0.0]])))
+    learner = AdditiveLinear(
+        batch("squared"), 1, test=(np.array([[1.0], [2.0]]), np.array([[0.0], [0.0]]))
+    )
     assert learner.evaluate(np.array([1.0]), np.array([1.0])) == {"loss": 5.0}  # (½·4 + ½·16) / 2
 
 
 def test_without_a_test_part_there_is_nothing_to_measure() -> None:
-    assert AdditiveLinear(batch("squared"), FEATURES, OUTPUTS).evaluate(np.zeros(12), np.zeros(12)) == {}
+    assert (
+        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS).evaluate(np.zeros(12), np.zeros(12))
+        == {}
+    )
 
 
 def test_tensors_and_images_become_matrices() -> None:

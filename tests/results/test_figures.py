@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +10,50 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from flwr_ppsgd.experiments.sweep import CAVEAT, Row
-from flwr_ppsgd.results.figures import best_curves, best_table, draw_sweep, means, printed, spreads, styles
+from flwr_ppsgd.experiments.rows import CAVEAT, PPSGD, Point, SweepRow
+from flwr_ppsgd.results.figures import draw_sweep, styles
+from flwr_ppsgd.results.summary import best_curves, best_table, means, printed, spreads
 
 
-def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> Row:
+def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> SweepRow:
     """ε is 10·round/z."""
-    epsilon: float | str = 0.0 if z is None else "infinite" if z == 0 else 10 * round_ / z
-    key = {"seed": 1, "alpha-q": "infinite" if math.isinf(a) else a, "step": step, "noise-multiplier": z}
-    return {**key, "clip-norm": None if z is None else 1.0, "round": round_, "epsilon": epsilon, "loss": value, **more}
+    clip_norm = None if z is None else 1.0
+    point = Point(1, a, step, z, clip_norm)
+    epsilon = 0.0
+    if z is not None:
+        epsilon = 10 * round_ / z if z else math.inf
+    return SweepRow(point, round_, {"loss": value}, epsilon=epsilon, **more)
+
+
+def reseeded(own: SweepRow, seed: int) -> SweepRow:
+    return replace(own, point=replace(own.point, seed=seed))
+
+
+def remeasured(own: SweepRow, **measures: float) -> SweepRow:
+    return replace(own, measures=measures)
+
+
+def curve(a: float, step: float, z: float | None, *values: float) -> list[SweepRow]:
+    """At rounds 0, 5 and 9."""
+    rounds = (0, 5, 9)
+    return [row(a, step, z, t, value) for t, value in zip(rounds, values, strict=True)]
 
 
 ROWS = [
-    row(0.0, 0.1, None, 0, 8.0), row(0.0, 0.1, None, 5, 4.0), row(0.0, 0.1, None, 9, 3.0),
-    row(0.3, 0.1, 1.0, 0, 8.0), row(0.3, 0.1, 1.0, 5, 3.0), row(0.3, 0.1, 1.0, 9, 1.0),
-    row(0.3, 0.2, 1.0, 0, 8.0), row(0.3, 0.2, 1.0, 5, 2.0), row(0.3, 0.2, 1.0, 9, 1.5),
-    row(0.3, 0.9, 1.0, 0, 8.0), row(0.3, 0.9, 1.0, 5, 0.1, diverged=True),
-    row(0.3, 0.1, 5.0, 0, 8.0), row(0.3, 0.1, 5.0, 5, 6.0), row(0.3, 0.1, 5.0, 9, 7.0),
-    row(math.inf, 0.1, 1.0, 0, 8.0), row(math.inf, 0.1, 1.0, 5, 5.0), row(math.inf, 0.1, 1.0, 9, 2.0),
-    row(math.inf, 0.1, 5.0, 0, 8.0), row(math.inf, 0.1, 5.0, 5, 7.0), row(math.inf, 0.1, 5.0, 9, 7.5),
-]  # fmt: skip
+    *curve(0.0, 0.1, None, 8.0, 4.0, 3.0),
+    *curve(0.3, 0.1, 1.0, 8.0, 3.0, 1.0),
+    *curve(0.3, 0.2, 1.0, 8.0, 2.0, 1.5),
+    row(0.3, 0.9, 1.0, 0, 8.0),
+    row(0.3, 0.9, 1.0, 5, 0.1, diverged=True),
+    *curve(0.3, 0.1, 5.0, 8.0, 6.0, 7.0),
+    *curve(math.inf, 0.1, 1.0, 8.0, 5.0, 2.0),
+    *curve(math.inf, 0.1, 5.0, 8.0, 7.0, 7.5),
+]
 
 
 def test_the_step_is_chosen_anew_at_each_round() -> None:
-    """Figure 1: at round 5 the larger step leads, at round 9 the smaller one; what diverged is never chosen."""
+    """Figure 1: at round 5 the larger step leads, at round 9 the smaller one; what diverged is
+    never chosen."""
     curve = best_curves(means(ROWS, "loss"), "loss")[0.3, 1.0]
     assert [(mean.round, mean.point.step, mean.value) for mean in curve] == [
         (0, 0.1, 8.0),
@@ -42,17 +63,17 @@ def test_the_step_is_chosen_anew_at_each_round() -> None:
 
 
 def test_the_best_accuracy_is_the_highest() -> None:
-    rows = [{**r, "accuracy": r["loss"]} for r in ROWS]
+    rows = [remeasured(r, accuracy=r.measures["loss"]) for r in ROWS]
     assert best_curves(means(rows, "accuracy"), "accuracy")[0.3, 1.0][2].point.step == 0.2
 
 
 def test_seeds_are_averaged_before_anything_is_chosen() -> None:
     """A setting that is lucky once does not win; one that diverged for a seed is out."""
-    lucky = [{**row(0.3, 0.1, 1.0, 9, value), "seed": seed} for seed, value in ((1, 0.0), (2, 10.0))]
-    steady = [{**row(0.3, 0.2, 1.0, 9, 4.0), "seed": seed} for seed in (1, 2)]
+    lucky = [row(0.3, 0.1, 1.0, 9, 0.0), reseeded(row(0.3, 0.1, 1.0, 9, 10.0), 2)]
+    steady = [reseeded(row(0.3, 0.2, 1.0, 9, 4.0), seed) for seed in (1, 2)]
     lost = [
         row(0.3, 0.3, 1.0, 5, 0.1),
-        {**row(0.3, 0.3, 1.0, 5, 0.1, diverged=True), "seed": 2},
+        reseeded(row(0.3, 0.3, 1.0, 5, 0.1, diverged=True), 2),
         row(0.3, 0.3, 1.0, 9, 0),
     ]
     curve = best_curves(means([*lucky, *steady], "loss"), "loss")[0.3, 1.0]
@@ -62,7 +83,7 @@ def test_seeds_are_averaged_before_anything_is_chosen() -> None:
 
 def test_the_table_names_the_best_setting_for_each_epsilon() -> None:
     """At z = 5 local learning is best, at no cost; ε is that of the setting it is compared with."""
-    table = best_table(means(ROWS, "loss"), "loss")
+    table = [choice.cells() for choice in best_table(means(ROWS, "loss"), "loss")]
     assert [(r["noise-multiplier"], r["epsilon"], r["alpha-q"], r["loss"]) for r in table] == [
         (1.0, 90.0, 0.3, 1.0),
         (5.0, 18.0, 0.0, 3.0),
@@ -88,7 +109,7 @@ def test_every_figure_and_table_is_written_with_its_caveat(tmp_path: Path) -> No
 def test_what_is_missing_is_left_out(tmp_path: Path, kept: str) -> None:
     """Local learning alone, z = 0 alone, and a sweep under way still make a picture."""
     rows = {
-        "local": [r for r in ROWS if r["alpha-q"] == 0],
+        "local": [r for r in ROWS if r.point.alpha_q == 0],
         "no noise": [row(0.3, 0.1, 0.0, t, 1.0 + t) for t in (0, 5)],
         "unfinished": ROWS[:5],
     }[kept]
@@ -104,41 +125,52 @@ def test_a_sweep_in_which_all_diverged_is_refused(tmp_path: Path) -> None:
 
 def test_no_two_curves_look_alike() -> None:
     values = [0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, math.inf]
-    looks = {tuple(sorted((k, str(v)) for k, v in look.items())) for look in styles(values).values()}
+    looks = {
+        tuple(sorted((k, str(v)) for k, v in look.items())) for look in styles(values).values()
+    }
     assert len(looks) == len(values)
     assert printed([]) == CAVEAT
 
 
-def users_row(a: float, z: float | None, values: list[float], **more: Any) -> Row:
+def users_row(a: float, z: float | None, values: list[float], method: str = PPSGD) -> SweepRow:
     """A last row with each user's accuracy."""
+    own = row(a, 0.1, z, 9, 0.0, by_user=tuple(values))
     mean = sum(values) / len(values)
-    return {**row(a, 0.1, z, 9, 1 - mean), "accuracy": mean, "by_user": values, **more}
+    measures = {"loss": 1 - mean, "accuracy": mean}
+    return replace(own, point=replace(own.point, method=method), measures=measures)
 
 
 USERS = [
-    users_row(0.0, None, [0.5, 0.6, 0.7, 0.9]), users_row(math.inf, 1.0, [0.8, 0.2, 0.7, 0.4]),
-    users_row(0.3, 1.0, [0.9, 0.7, 0.7, 0.8]), users_row(math.inf, 1.0, [0.7] * 4, method="fine-tuned"),
+    users_row(0.0, None, [0.5, 0.6, 0.7, 0.9]),
+    users_row(math.inf, 1.0, [0.8, 0.2, 0.7, 0.4]),
+    users_row(0.3, 1.0, [0.9, 0.7, 0.7, 0.8]),
+    users_row(math.inf, 1.0, [0.7] * 4, method="fine-tuned"),
     users_row(math.inf, 1.0, [0.6] * 4, method="fedavg"),
-]  # fmt: skip
+]
 
 
 def test_users_better_off_than_both_ends_are_counted() -> None:
     """.9 > .8, .7 > .6, .7 = .7, .8 < .9: two of four are better off, three are not worse off."""
     (found,) = spreads(USERS, means(USERS, "accuracy"), "accuracy")
-    assert "better than both local and global learning for 50% of users, and at least as good for 75%" in found.words()
+    assert (
+        "better than both local and global learning for 50% of users, and at least as good for 75%"
+        in found.words()
+    )
 
 
 def test_of_errors_the_smaller_is_better() -> None:
-    rows = [{**r, "rmse": r["accuracy"]} for r in USERS]
-    rows = [{key: value for key, value in r.items() if key != "accuracy"} for r in rows]
+    rows = [remeasured(r, rmse=r.measures["accuracy"]) for r in USERS]
     (found,) = spreads(rows, means(rows, "rmse"), "rmse")
     assert found.share(np.less) == 0.0
 
 
 def test_baselines_have_columns_of_their_own(tmp_path: Path) -> None:
     """They are neither global learning nor chosen as the best setting."""
-    (best,) = best_table(means(USERS, "accuracy"), "accuracy")
-    assert {name: best[name] for name in ("local", "global", "personalized", "fine-tuned", "fedavg")} == pytest.approx(
+    (choice,) = best_table(means(USERS, "accuracy"), "accuracy")
+    best = choice.cells()
+    assert {
+        name: best[name] for name in ("local", "global", "personalized", "fine-tuned", "fedavg")
+    } == pytest.approx(
         {"local": 0.675, "global": 0.525, "personalized": 0.775, "fine-tuned": 0.7, "fedavg": 0.6}
     )
     text, written = draw_sweep(USERS, tmp_path)
@@ -148,11 +180,11 @@ def test_baselines_have_columns_of_their_own(tmp_path: Path) -> None:
 
 def test_the_standard_error_is_over_seeds() -> None:
     """Values 1, 2, 3: standard deviation 1, over √3."""
-    rows = [{**row(0.3, 0.1, 1.0, 9, float(seed)), "seed": seed} for seed in (1, 2, 3)]
-    (best,) = best_table(means(rows, "loss"), "loss")
-    assert best["standard error"] == pytest.approx(1 / math.sqrt(3))
+    rows = [reseeded(row(0.3, 0.1, 1.0, 9, float(seed)), seed) for seed in (1, 2, 3)]
+    (choice,) = best_table(means(rows, "loss"), "loss")
+    assert choice.cells()["standard error"] == pytest.approx(1 / math.sqrt(3))
 
 
 def test_the_papers_epsilon_is_named_as_no_guarantee(tmp_path: Path) -> None:
-    text, _ = draw_sweep([{**r, "paper_epsilon": 0.1} for r in USERS], tmp_path)
+    text, _ = draw_sweep([replace(r, paper_epsilon=0.1) for r in USERS], tmp_path)
     assert "not a guarantee" in text

@@ -1,4 +1,5 @@
-"""One page from a directory: well formed, self-contained, escaped, the same every time; errors are one line."""
+"""One page from a directory: well formed, self-contained, escaped, the same every time; errors are
+one line."""
 
 import base64
 import gzip
@@ -6,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,14 +15,22 @@ import pytest
 import tomli_w
 
 from flwr_ppsgd import cli
-from flwr_ppsgd.experiments.sweep import CAVEAT
+from flwr_ppsgd.experiments.rows import CAVEAT
 from flwr_ppsgd.results.page import write_report
 from tests.results.test_figures import ROWS
 
 CONFIG = {
-    "population": 50, "rate": 0.2, "step": [0.1, 0.2, 0.9], "alpha-q": [0.0, 0.3, float("inf")], "clip-norm": 1.0,
-    "noise-multiplier": [1.0, 5.0], "delta": 1e-4, "rounds": 9, "data": "synthetic", "checkpoint-dir": "",
-}  # fmt: skip
+    "population": 50,
+    "rate": 0.2,
+    "step": [0.1, 0.2, 0.9],
+    "alpha-q": [0.0, 0.3, float("inf")],
+    "clip-norm": 1.0,
+    "noise-multiplier": [1.0, 5.0],
+    "delta": 1e-4,
+    "rounds": 9,
+    "data": "synthetic",
+    "checkpoint-dir": "",
+}
 HOSTILE = "<script>alert('x')</script>&\"quoted\""
 VOID = {"meta", "img"}
 
@@ -54,15 +64,24 @@ class Page(HTMLParser):
 def sweep_in(directory: Path, **changes: object) -> Path:
     directory.mkdir()
     (directory / "config.toml").write_text(tomli_w.dumps({**CONFIG, **changes}), encoding="utf-8")
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    (directory / "rows.jsonl").write_text(
+        "".join(json.dumps(row.to_json()) + "\n" for row in ROWS), encoding="utf-8"
+    )
     return directory
 
 
 def run_in(directory: Path) -> Path:
     directory.mkdir()
-    (directory / "config.toml").write_text(tomli_w.dumps({"population": 50, "alpha-q": 0.3}), encoding="utf-8")
-    rows = [{"round": t, "epsilon": 1.00001 * t, "loss": 9.0 - t, "outside_the_guarantee": ["loss"]} for t in (0, 4)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (directory / "config.toml").write_text(
+        tomli_w.dumps({"population": 50, "alpha-q": 0.3}), encoding="utf-8"
+    )
+    rows = [
+        {"round": t, "epsilon": 1.00001 * t, "loss": 9.0 - t, "outside_the_guarantee": ["loss"]}
+        for t in (0, 4)
+    ]
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     privacy = {"rounds_trained": 4, "statement": f"To each of the 50 enrolled users.\n{HOSTILE}"}
     (directory / "privacy.json").write_text(json.dumps(privacy), encoding="utf-8")
     return directory
@@ -76,10 +95,15 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_sweeps_page_says_what_was_run_and_what_is_guaranteed(swept: Path) -> None:
     page = Page(write_report(swept))
     for part in (
-        CAVEAT, "NO GUARANTEE: this is a simulation", "zero-out neighbours", "replace-one neighbours",
-        "3 of step, 3 of αQ, 2 of noise z", "50, each with chance 0.2 in each round, 9 rounds, δ = 0.0001",
-        "1 diverged", "the server itself, which is trusted",
-    ):  # fmt: skip
+        CAVEAT,
+        "NO GUARANTEE: this is a simulation",
+        "zero-out neighbours",
+        "replace-one neighbours",
+        "3 of step, 3 of αQ, 2 of noise z",
+        "50, each with chance 0.2 in each round, 9 rounds, δ = 0.0001",
+        "1 diverged",
+        "the server itself, which is trusted",
+    ):
         assert part in page.text
     assert "checkpoint-dir" not in page.text
     assert "amplification" not in page.text
@@ -90,7 +114,8 @@ def test_a_sweeps_page_says_what_was_run_and_what_is_guaranteed(swept: Path) -> 
 
 
 def test_the_page_holds_all_that_it_shows(swept: Path) -> None:
-    """No address but data and the rows beside it, no script; every figure is there, with words for it."""
+    """No address but data and the rows beside it, no script; every figure is there, with words for
+    it."""
     page = Page(write_report(swept))
     images = page.attributes("img")
     assert len(images) == 2
@@ -100,9 +125,14 @@ def test_the_page_holds_all_that_it_shows(swept: Path) -> None:
         assert len(image["alt"]) > 40
     addresses = [attributes["href"] for attributes in page.attributes("a")]
     assert addresses[0] == "rows.jsonl"
-    assert gzip.decompress(base64.b64decode(addresses[1].split(",")[1])) == (swept / "rows.jsonl").read_bytes()
+    assert (
+        gzip.decompress(base64.b64decode(addresses[1].split(",")[1]))
+        == (swept / "rows.jsonl").read_bytes()
+    )
     assert not {"script", "link", "iframe"} & {tag for tag, _ in page.seen}
-    text = re.sub(r"base64,[A-Za-z0-9+/=]*", "", (swept / "report.html").read_text(encoding="utf-8"))
+    text = re.sub(
+        r"base64,[A-Za-z0-9+/=]*", "", (swept / "report.html").read_text(encoding="utf-8")
+    )
     assert not re.search(r"//|@import|url\(", text)
 
 
@@ -114,7 +144,11 @@ def test_the_same_rows_make_the_same_page(swept: Path) -> None:
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
     """In the directory's name, a setting and a statement; a slash cannot be in a name."""
-    directory = sweep_in(tmp_path / HOSTILE.replace("/", ""), data=f"x{HOSTILE.replace('/', '')}", **{HOSTILE: HOSTILE})
+    directory = sweep_in(
+        tmp_path / HOSTILE.replace("/", ""),
+        data=f"x{HOSTILE.replace('/', '')}",
+        **{HOSTILE: HOSTILE},
+    )
     page, run = Page(write_report(directory)), Page(write_report(run_in(tmp_path / "run")))
     assert HOSTILE in page.text
     assert HOSTILE in run.text
@@ -131,7 +165,9 @@ def test_a_runs_page_holds_its_statement_and_never_rounds_epsilon_down(tmp_path:
 
 def test_a_sweep_under_way_says_so(tmp_path: Path) -> None:
     directory = sweep_in(tmp_path / "sweep", **{"cohort-size": 5})
-    (directory / "plan.json").write_text(json.dumps({"blocks": [[1] * 20, [1] * 10]}), encoding="utf-8")
+    (directory / "plan.json").write_text(
+        json.dumps({"blocks": [[1] * 20, [1] * 10]}), encoding="utf-8"
+    )
     text = Page(write_report(directory)).text
     assert "30 settings" in text
     assert "7 of them are finished" in text
@@ -145,7 +181,7 @@ def only_config(directory: Path) -> None:
 
 
 def broken_rows(directory: Path) -> None:
-    row = {k: v for k, v in ROWS[0].items() if k != "loss"}
+    row = replace(ROWS[0], measures={}).to_json()
     (sweep_in(directory) / "rows.jsonl").write_text(json.dumps(row) + "\n")
 
 
@@ -168,9 +204,12 @@ def broken_picture(directory: Path) -> None:
     ],
 )
 def test_a_directory_that_cannot_be_reported_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    make: Callable[[Path], None], message: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[Path], None],
+    message: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     make(Path("there"))
     monkeypatch.setattr(sys, "argv", ["ppsgd", "report", "there"])

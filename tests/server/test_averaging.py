@@ -10,7 +10,11 @@ from tests.support.toy import SIZE, Floats, flat, grid, release, strategy, targe
 
 def by_hand(rounds: int) -> tuple[Floats, Floats]:
     """(Σ_{t<n} w_t / n, Σ_{t<n} θ_{i,t} / n) of five toy users who all take part in every round."""
-    w, thetas, targets = np.zeros(SIZE), np.zeros((5, SIZE)), np.array([target(i) for i in range(5)])
+    w, thetas, targets = (
+        np.zeros(SIZE),
+        np.zeros((5, SIZE)),
+        np.array([target(i) for i in range(5)]),
+    )
     sum_w, sum_theta = np.zeros(SIZE), np.zeros((5, SIZE))
     for _ in range(rounds):
         sum_w, sum_theta = sum_w + w, sum_theta + thetas
@@ -21,7 +25,12 @@ def by_hand(rounds: int) -> tuple[Floats, Floats]:
 
 
 def averaging(**changes: object) -> PPSGD:
-    return strategy(release=release(clip_norm=100.0), steps=Steps(shared=0.2, personal=0.1), average=True, **changes)
+    return strategy(
+        release=release(clip_norm=100.0),
+        steps=Steps(shared=0.2, personal=0.1),
+        average=True,
+        **changes,
+    )
 
 
 def test_the_result_is_the_average_of_w_and_evaluation_uses_both_averages() -> None:
@@ -34,7 +43,8 @@ def test_the_result_is_the_average_of_w_and_evaluation_uses_both_averages() -> N
 
 
 def test_each_theta_is_weighted_by_the_rounds_it_stood() -> None:
-    """θ = 0 stands for rounds 0–2, 5 for rounds 3–6, 9 from round 7 on: average of the first 10 is (4·5 + 3·9)/10."""
+    """θ = 0 stands for rounds 0–2, 5 for rounds 3–6, 9 from round 7 on: average of the first 10 is
+    (4·5 + 3·9)/10."""
     personal = Personal(np.zeros(1), run=1).stepped(np.array([5.0]), 3, average=True)
     personal = personal.stepped(np.array([9.0]), 7, average=True)
     np.testing.assert_allclose(personal.average(10), [(3 * 0 + 4 * 5 + 3 * 9) / 10])

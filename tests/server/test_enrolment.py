@@ -10,15 +10,19 @@ from flwr.app import ConfigRecord, Message
 from flwr.proto.node_pb2 import NodeInfo
 
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from tests.support.toy import strategy, toy_learner, w0
 
 
 def key() -> tuple[bytes, str]:
     """A public key as Flower keeps it, and as ``ssh-keygen`` writes it."""
     public = ec.generate_private_key(ec.SECP384R1()).public_key()
-    pem = public.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return pem, public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+    pem = public.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return pem, public.public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    ).decode()
 
 
 class SuperNodes(InProcessGrid):
@@ -36,7 +40,11 @@ class SuperNodes(InProcessGrid):
 
 
 def node(number: int, name: str = "", public_key: bytes | None = None) -> NodeInfo:
-    return NodeInfo(node_id=1_000_000 + number, name=name, public_key=key()[0] if public_key is None else public_key)
+    return NodeInfo(
+        node_id=1_000_000 + number,
+        name=name,
+        public_key=key()[0] if public_key is None else public_key,
+    )
 
 
 def asked(ppsgd: PPSGD, on: SuperNodes, round_: int = 1) -> list[int]:
@@ -46,7 +54,9 @@ def asked(ppsgd: PPSGD, on: SuperNodes, round_: int = 1) -> list[int]:
 
 
 def users(population: int, enrolled: list[str | int] | None = None) -> PPSGD:
-    return strategy(release=Release(Poisson(population, 1.0), 1.0, 5.0), enrolled=enrolled, min_online=0.0)
+    return strategy(
+        release=Release(Poisson(population, 1.0), 1.0, 5.0), enrolled=enrolled, min_online=0.0
+    )
 
 
 def test_a_name_is_followed_to_wherever_its_node_is_now() -> None:
@@ -64,7 +74,9 @@ def test_a_name_is_followed_to_wherever_its_node_is_now() -> None:
 def test_a_public_key_is_an_identity_in_either_form() -> None:
     (pem, ssh), (other, _) = key(), key()
     ppsgd = users(2, [ssh, other.decode()])
-    assert asked(ppsgd, SuperNodes(node(4, public_key=other), node(5, public_key=pem), node(6))) == [5, 4]
+    assert asked(
+        ppsgd, SuperNodes(node(4, public_key=other), node(5, public_key=pem), node(6))
+    ) == [5, 4]
     assert "NOT claimed" not in ppsgd.privacy_statement()
 
 
@@ -89,7 +101,12 @@ def test_without_authentication_restarts_are_not_covered_and_the_statement_says_
 
 def test_a_simulation_has_no_restarts_to_speak_of() -> None:
     ppsgd = users(2)
-    asked(ppsgd, SuperNodes(node(1, public_key=secrets.token_bytes(32)), node(2, public_key=secrets.token_bytes(32))))
+    asked(
+        ppsgd,
+        SuperNodes(
+            node(1, public_key=secrets.token_bytes(32)), node(2, public_key=secrets.token_bytes(32))
+        ),
+    )
     assert "NOT claimed" not in ppsgd.privacy_statement()
 
 

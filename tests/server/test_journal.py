@@ -22,6 +22,7 @@ from flwr_ppsgd.server.checkpoint import Checkpoint, load, save
 from flwr_ppsgd.server.journal import NAME, Journal
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
 from tests.server.test_legacy_api import legacy, manager
+from tests.support.paths import ROOT
 from tests.support.toy import SIZE, flat, grid, release, strategy, w0
 
 NOISY = release(z=3.0)
@@ -54,7 +55,9 @@ def test_two_trainings_cannot_spend_one_budget(tmp_path: Path) -> None:
         training(tmp_path)
 
 
-def test_a_training_waits_for_the_one_before_to_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_waits_for_the_one_before_to_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a SuperLink was killed, its ServerApp still holds the lock for some seconds."""
     monkeypatch.setattr("flwr_ppsgd.server.journal.PATIENCE", 20.0)
     before = training(tmp_path)
@@ -79,7 +82,14 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    ["a torn last line", "a line changed", "a line lost", "lines swapped", "zeros at the end", "the settings gone"],
+    [
+        "a torn last line",
+        "a line changed",
+        "a line lost",
+        "lines swapped",
+        "zeros at the end",
+        "the settings gone",
+    ],
 )
 def test_a_damaged_journal_is_refused_and_left_as_it_is(tmp_path: Path, how: str) -> None:
     run(tmp_path, 4)
@@ -99,7 +109,8 @@ def test_charges_lost_at_the_end_of_the_journal_show_against_w(tmp_path: Path) -
 
 
 def test_a_training_goes_on_where_it_was(tmp_path: Path) -> None:
-    """3 + 4 rounds are 7 rounds: the same w as without the interruption, absolute rounds, all charged."""
+    """3 + 4 rounds are 7 rounds: the same w as without the interruption, absolute rounds, all
+    charged."""
     run(tmp_path / "a", 3, insecure_seed=9)
     ppsgd = training(tmp_path / "a", insecure_seed=9)
     seen: list[int] = []
@@ -119,7 +130,9 @@ def test_w_and_its_average_survive_to_the_last_bit(tmp_path: Path) -> None:
     first.close()
     second = training(tmp_path, insecure_seed=9, average=True)
     resumed = second.start(nodes, w0(), num_rounds=6)
-    straight = strategy(release=NOISY, insecure_seed=9, average=True).start(whole, w0(), num_rounds=6)
+    straight = strategy(release=NOISY, insecure_seed=9, average=True).start(
+        whole, w0(), num_rounds=6
+    )
     np.testing.assert_array_equal(flat(resumed.arrays), flat(straight.arrays))
 
 
@@ -132,7 +145,9 @@ def test_w_and_its_average_survive_to_the_last_bit(tmp_path: Path) -> None:
         ({"delta": 1e-6}, "delta was 0.0001 and is 1e-06"),
     ],
 )
-def test_other_privacy_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], names: str) -> None:
+def test_other_privacy_settings_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], names: str
+) -> None:
     run(tmp_path, 2)
     with pytest.raises(ValueError, match=names):
         training(tmp_path, **changes)
@@ -144,7 +159,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         training(tmp_path).start(grid(), w0(np.zeros(3)), num_rounds=4)
 
 
-def test_a_damaged_w_falls_back_and_the_ledger_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_w_falls_back_and_the_ledger_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run(tmp_path, 5)
     newest = sorted(tmp_path.glob("*.checkpoint"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"\0")
@@ -249,7 +266,9 @@ def test_the_lock_is_given_up_where_a_training_cannot_be_continued(tmp_path: Pat
     assert training(tmp_path).rounds_done == 3
 
 
-def test_a_full_disk_stops_before_anything_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_before_anything_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ppsgd = training(tmp_path)
     ppsgd.start(grid(), w0(), num_rounds=2)
     monkeypatch.setattr(os, "write", lambda *_: 3)
@@ -260,7 +279,9 @@ def test_a_full_disk_stops_before_anything_is_released(tmp_path: Path, monkeypat
     assert not released
 
 
-def test_the_charge_is_on_disk_before_noise_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_charge_is_on_disk_before_noise_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[int] = []
 
     def noisy(self: Any, coins: Any) -> Any:
@@ -273,8 +294,10 @@ def test_the_charge_is_on_disk_before_noise_is_added(tmp_path: Path, monkeypatch
     assert lines == [4, 5, 6], "the settings, the plan, the start, then one line for each round"
 
 
-def test_the_journal_is_synced_before_noise_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A charge in the page cache alone would be lost with the machine, and the release would not."""
+def test_the_journal_is_synced_before_noise_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A charge in the page cache alone would be lost with the machine, the release not."""
     events: list[str] = []
     ppsgd = training(tmp_path)
     journal, fsync, noisy = ppsgd._curator._journal, os.fsync, GridSum.noisy
@@ -291,7 +314,10 @@ def test_the_journal_is_synced_before_noise_is_added(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(GridSum, "noisy", released)
     ppsgd.start(grid(), w0(), num_rounds=2)
-    assert [event for event in events if event != "other"] == ["journal"] * 2 + ["journal", "release"] * 2
+    assert [event for event in events if event != "other"] == ["journal"] * 2 + [
+        "journal",
+        "release",
+    ] * 2
 
 
 CHILD = """
@@ -316,11 +342,14 @@ def test_killed_at_any_moment_the_ledger_never_shows_less_than_was_released(tmp_
     script, released = tmp_path / "child.py", tmp_path / "released"
     script.write_text(CHILD)
     released.touch()
-    root = Path(__file__).parents[2]
+    root = ROOT
     for attempt in range(6):
         command = [sys.executable, str(script), str(tmp_path / "run"), str(released)]
         child = subprocess.Popen(
-            command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL
+            command,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            stderr=subprocess.DEVNULL,
         )
         already = len(released.read_text().splitlines())
         deadline = time.monotonic() + 60
@@ -346,14 +375,23 @@ def test_a_checkpoint_survives_its_bytes(tmp_path: Path) -> None:
     assert again is not None
     assert (again.round, again.arrays, again.charged) == (7, checkpoint.arrays, 9)
     np.testing.assert_array_equal(np.asarray(again.iterates), np.arange(5.0))
-    for content in (checkpoint.to_bytes()[:-1], b"", checkpoint.to_bytes().replace(b"bytes", b"bites")):
+    content = b"".join(checkpoint.to_parts())
+    for damaged in (
+        content[:-1],
+        b"",
+        content.replace(b"bytes", b"bites"),
+    ):
         with pytest.raises(ValueError, match="checksum"):
-            Checkpoint.from_bytes(content)
+            Checkpoint.from_bytes(damaged)
 
 
 def test_only_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     run(tmp_path, 6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [NAME, "w-00000005.checkpoint", "w-00000006.checkpoint"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        NAME,
+        "w-00000005.checkpoint",
+        "w-00000006.checkpoint",
+    ]
     assert json.loads((tmp_path / NAME).read_text().splitlines()[0].split("\t")[0])["delta"] == 1e-4
 
 
@@ -383,7 +421,11 @@ def test_the_legacy_api_refuses_another_model(tmp_path: Path) -> None:
     drive(first, 2)
     first.close()
     with pytest.raises(ValueError, match="expected"):
-        legacy(release=NOISY, checkpoint_dir=tmp_path, initial_parameters=ndarrays_to_parameters([np.zeros(SIZE + 1)]))
+        legacy(
+            release=NOISY,
+            checkpoint_dir=tmp_path,
+            initial_parameters=ndarrays_to_parameters([np.zeros(SIZE + 1)]),
+        )
 
 
 def test_a_capped_cohort_is_part_of_the_settings(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,25 @@ import pytest
 from flwr.app import Context
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import (
+    Code,
+    EvaluateRes,
+    FitRes,
+    Parameters,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg, FedProx
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
-from flwr_ppsgd import Steps, client_app
+from flwr_ppsgd import PrivateMetrics, Steps, client_app
+from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.personal import recall
-from flwr_ppsgd.server.legacy_api import PPSGDClient, PPSGDStrategy
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.server.legacy_api import PPSGDStrategy
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from tests.support.toy import SIZE, Floats, flat, release, strategy, toy_learner, w0
 
 ONE = np.full(SIZE, 0.1)
@@ -57,14 +67,20 @@ def manager(count: int = 5) -> SimpleClientManager:
 
 
 def result(tensors: list[bytes] | None = None, *arrays: Floats) -> FitRes:
-    parameters = Parameters(tensors, "numpy.ndarray") if tensors is not None else ndarrays_to_parameters(list(arrays))
+    parameters = (
+        Parameters(tensors, "numpy.ndarray")
+        if tensors is not None
+        else ndarrays_to_parameters(list(arrays))
+    )
     return FitRes(Status(Code.OK, ""), parameters, 10**9, {"loss": 1e9})
 
 
 def run_legacy(server_strategy: Any, rounds: int, grid: InProcessGrid) -> Any:
     """A legacy ServerApp on the in-process grid; returns what it leaves behind."""
     app = ServerApp(
-        server_fn=lambda _: ServerAppComponents(config=ServerConfig(num_rounds=rounds), strategy=server_strategy)
+        server_fn=lambda _: ServerAppComponents(
+            config=ServerConfig(num_rounds=rounds), strategy=server_strategy
+        )
     )
     return app(grid, grid.context(grid.get_node_ids()[0]))
 
@@ -89,7 +105,9 @@ def test_a_legacy_app_gives_the_same_w_as_the_message_api() -> None:
     run_legacy(ppsgd, 4, InProcessGrid(ClientApp(client_fn=client_fn), 5))
     grid = InProcessGrid(client_app(toy_learner), 5)
     message_api = strategy(release=release(z=1.0), insecure_seed=4).start(grid, w0(), num_rounds=4)
-    np.testing.assert_array_equal(parameters_to_ndarrays(published[-1])[0], flat(message_api.arrays))
+    np.testing.assert_array_equal(
+        parameters_to_ndarrays(published[-1])[0], flat(message_api.arrays)
+    )
     assert ppsgd.ledger.rounds == 4
 
 
@@ -127,7 +145,9 @@ HOSTILE: dict[str, Callable[[], FitRes]] = {
 def test_a_result_that_cannot_be_used_counts_as_zero(kind: str) -> None:
     ppsgd, clients = legacy(release=release(z=1.0), insecure_seed=1), manager()
     asked = ppsgd.configure_fit(1, ppsgd._initial, clients)
-    good: list[tuple[ClientProxy, FitRes]] = [(client, result(None, ONE)) for client, _ in asked[1:]]
+    good: list[tuple[ClientProxy, FitRes]] = [
+        (client, result(None, ONE)) for client, _ in asked[1:]
+    ]
     hostile: list[tuple[ClientProxy, FitRes]] = [(asked[0][0], HOSTILE[kind]()), *good]
     w, _ = ppsgd.aggregate_fit(1, hostile, [OSError("gone")])
     other = legacy(release=release(z=1.0), insecure_seed=1)
@@ -177,8 +197,10 @@ def test_alpha_zero_sends_nothing_and_costs_nothing() -> None:
 
 def test_a_client_replies_with_the_gradient_and_no_count_or_metric() -> None:
     grid = InProcessGrid(ClientApp(client_fn=client_fn), 1)
-    client = PPSGDClient(toy_learner(grid.context(grid.get_node_ids()[0])), grid.context(grid.get_node_ids()[0]))
-    (gradient,), count, metrics = client.fit([np.zeros(SIZE)], legacy()._order(1))
+    client = PPSGDClient(
+        toy_learner(grid.context(grid.get_node_ids()[0])), grid.context(grid.get_node_ids()[0])
+    )
+    (gradient,), count, metrics = client.fit([np.zeros(SIZE)], legacy()._config(1))
     assert isinstance(client, NumPyClient)
     assert np.linalg.norm(gradient) <= 1.0
     assert (count, metrics) == (1, {})
@@ -199,13 +221,102 @@ def test_evaluation_is_averaged_over_users() -> None:
     assert "Evaluation on the users' own data was on" in ppsgd.privacy_statement()
 
 
+def evaluated(loss: float, count: int, **metrics: Any) -> tuple[ClientProxy, EvaluateRes]:
+    return Proxy("0"), EvaluateRes(Status(Code.OK, ""), loss, count, metrics)
+
+
+def test_what_is_not_finite_does_not_spoil_the_means() -> None:
+    results = [
+        evaluated(2.0, 1, distance=1.0),
+        evaluated(math.nan, 5, distance=math.inf),
+        evaluated(4.0, 3, distance=3.0, name="text"),
+    ]
+    loss, means = legacy().aggregate_evaluate(1, results, [])
+    assert loss == pytest.approx(3.5)
+    assert means == {"distance": pytest.approx(2.5)}
+
+
+def test_evaluation_goes_by_absolute_rounds_and_comes_after_the_last(tmp_path: Path) -> None:
+    """Three rounds, then a restart: rounds 4 and 5 follow, and 5 is the last of the plan."""
+    asked: list[int] = []
+
+    def train(total: int) -> None:
+        ppsgd = legacy(evaluate_every=2, checkpoint_dir=tmp_path)
+        ppsgd.server_config(total)
+        initial = ppsgd.initialize_parameters(manager())
+        for server_round in range(1, ppsgd.remaining_rounds(total) + 1):
+            ppsgd.configure_fit(server_round, initial, manager())
+            parameters, _ = ppsgd.aggregate_fit(server_round, [], [])
+            for _, instructions in ppsgd.configure_evaluate(server_round, parameters, manager())[
+                :1
+            ]:
+                asked.append(int(instructions.config["round"]))
+        ppsgd.close()
+
+    train(3)
+    train(5)
+    assert asked == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 2])
+def test_the_statement_is_logged_after_the_last_round(
+    evaluate_every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ppsgd = legacy(release=release(z=1.0), evaluate_every=evaluate_every)
+    config = ppsgd.server_config(3)
+    with caplog.at_level("INFO", logger="flwr.ppsgd"):
+        run_legacy(ppsgd, config.num_rounds, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    statements = [line for line in caplog.messages if line.startswith("To each of the 5 enrolled")]
+    assert statements == [ppsgd.privacy_statement()]
+
+
+def test_the_guarantee_as_data_is_that_of_the_message_api() -> None:
+    grid = InProcessGrid(ClientApp(client_fn=client_fn), 5)
+    ppsgd = legacy(release=release(z=1.0))
+    run_legacy(ppsgd, ppsgd.server_config(3).num_rounds, grid)
+    message_api = strategy(release=release(z=1.0))
+    message_api.start(InProcessGrid(client_app(toy_learner), 5), w0(), num_rounds=3)
+    assert ppsgd.privacy_data() == message_api.privacy_data()
+
+
+def test_clients_that_return_parameters_are_clipped_as_gradients() -> None:
+    """w − w_i, as of ``PPSGD(replies="parameters")``; such a client gets no Order."""
+    ppsgd = legacy(replies="parameters")
+    initial = ppsgd.initialize_parameters(manager())
+    asked = ppsgd.configure_fit(1, initial, manager())
+    assert [set(instructions.config) for _, instructions in asked] == [{"server_round"}] * 5
+    parameters, _ = ppsgd.aggregate_fit(1, [(asked[0][0], result(None, ONE))], [])
+    moved = parameters_to_ndarrays(parameters)[0]
+    np.testing.assert_allclose(moved, ONE / 5, rtol=1e-8)
+
+
+def test_private_measures_come_back_as_in_the_message_api() -> None:
+    metrics = PrivateMetrics({"loss": 2.0}, share=0.25)
+    ppsgd = legacy(metrics=metrics)
+    initial = ppsgd.initialize_parameters(manager())
+    asked = ppsgd.configure_fit(1, initial, manager())
+    replies = [
+        (client, FitRes(Status(Code.OK, ""), ndarrays_to_parameters([ONE]), 1, {"loss": 1.5}))
+        for client, _ in asked
+    ]
+    _, released = ppsgd.aggregate_fit(1, replies, [])
+    assert released["loss"] == pytest.approx(1.5, rel=1e-6)
+
+
 def test_a_legacy_strategy_from_a_run_config() -> None:
     config = {
-        "population": 5, "rate": 1.0, "clip-norm": 1.0, "noise-multiplier": 2.0, "step": 0.5, "alpha-q": 0.5,
-        "delta": 1e-5, "rounds": 9, "lr": 0.1,
-    }  # fmt: skip
+        "population": 5,
+        "rate": 1.0,
+        "clip-norm": 1.0,
+        "noise-multiplier": 2.0,
+        "step": 0.5,
+        "alpha-q": 0.5,
+        "delta": 1e-5,
+        "rounds": 9,
+        "lr": 0.1,
+        "replies": "parameters",
+    }
     initial = ndarrays_to_parameters([np.zeros(SIZE)])
     ppsgd = PPSGDStrategy.from_config(config, initial_parameters=initial)
     assert ppsgd.ledger.delta == 1e-5
-    with pytest.raises(ValueError, match="Message API"):
-        PPSGDStrategy.from_config({**config, "replies": "parameters"}, initial_parameters=initial)
+    assert ppsgd.training.replies == "parameters"

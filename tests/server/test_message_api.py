@@ -16,11 +16,33 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps, client_app, client_step, server_step
-from flwr_ppsgd.promise import _up
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd import (
+    PPSGD,
+    FixedSize,
+    Ledger,
+    Poisson,
+    Release,
+    Steps,
+    client_app,
+    client_step,
+    server_step,
+)
+from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, ORDER
-from tests.support.toy import SIZE, answer, flat, grid, make_replies, opened, release, strategy, target, toy_learner, w0
+from tests.support.toy import (
+    SIZE,
+    answer,
+    flat,
+    grid,
+    make_replies,
+    opened,
+    release,
+    strategy,
+    target,
+    toy_learner,
+    w0,
+)
 
 ONE = np.full(SIZE, 0.1)
 
@@ -53,10 +75,14 @@ def npy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:
 
 
 def record(**arrays: Array) -> RecordDict:
-    return RecordDict({GRADIENT: ArrayRecord({name.strip("_"): array for name, array in arrays.items()})})
+    return RecordDict(
+        {GRADIENT: ArrayRecord({name.strip("_"): array for name, array in arrays.items()})}
+    )
 
 
-def lying(data: bytes, shape: tuple[int, ...] = (SIZE,), stype: str = "numpy.ndarray") -> RecordDict:
+def lying(
+    data: bytes, shape: tuple[int, ...] = (SIZE,), stype: str = "numpy.ndarray"
+) -> RecordDict:
     return record(_0=Array("float64", shape, stype, data))
 
 
@@ -91,7 +117,9 @@ HOSTILE: dict[str, RecordDict] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_reply_that_cannot_be_used_counts_as_zero(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reply_that_cannot_be_used_counts_as_zero(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Same D, same charge, no exception; the others count as ever."""
     ppsgd, on = strategy(release=release(z=1.0), insecure_seed=1), grid()
     messages = opened(ppsgd, on)
@@ -107,7 +135,8 @@ def test_a_reply_that_cannot_be_used_counts_as_zero(kind: str, caplog: pytest.Lo
 
 
 def test_a_sum_that_fails_halfway_stops_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when memory runs out: a reply that was added in part must not be passed over, and come once more."""
+    """As when memory runs out: a reply that was added in part must not be passed over, and come
+    once more."""
 
     def out_of_memory(*_: object) -> None:
         raise MemoryError
@@ -140,7 +169,11 @@ def test_errors_and_silence_count_as_zero() -> None:
 def test_only_the_first_valid_reply_of_an_asked_node_counts() -> None:
     ppsgd, on = strategy(), grid()
     messages = opened(ppsgd, on)
-    twice = [answer(messages[0], math.nan * ONE), answer(messages[0], ONE), answer(messages[0], 3 * ONE)]
+    twice = [
+        answer(messages[0], math.nan * ONE),
+        answer(messages[0], ONE),
+        answer(messages[0], 3 * ONE),
+    ]
     arrays, _ = ppsgd.aggregate_train(1, twice)
     np.testing.assert_allclose(flat(arrays), -0.1 / 5, rtol=1e-8)
 
@@ -199,7 +232,9 @@ hostile_arrays = hnp.arrays(
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(hostile_arrays, min_size=5, max_size=5), st.sampled_from([GRADIENT, "arrays", "grad"]))
+@given(
+    st.lists(hostile_arrays, min_size=5, max_size=5), st.sampled_from([GRADIENT, "arrays", "grad"])
+)
 def test_no_reply_raises_or_exceeds_the_clip_norm(arrays: list[NDArray[Any]], name: str) -> None:
     """Five hostile users together move w by at most s_w·5·C/D = 1."""
     ppsgd, on = strategy(), grid()
@@ -233,7 +268,11 @@ def test_the_ledger_is_charged_before_the_new_w_exists(monkeypatch: pytest.Monke
 def test_noise_on_w_has_the_std_of_algorithm_1(seed: int) -> None:
     """Algorithm 1, last line: w gets std s_w·z·C/D, here .5·2·3/5."""
     d = 200_000
-    ppsgd = strategy(release=release(clip_norm=3.0, z=2.0), steps=Steps(shared=0.5, personal=0.0), insecure_seed=seed)
+    ppsgd = strategy(
+        release=release(clip_norm=3.0, z=2.0),
+        steps=Steps(shared=0.5, personal=0.0),
+        insecure_seed=seed,
+    )
     opened(ppsgd, grid(), w0(np.zeros(d)))
     arrays, _ = ppsgd.aggregate_train(1, [])
     noise = flat(arrays) / (0.5 * 2 * 3 / 5)
@@ -260,7 +299,9 @@ def test_the_released_step_is_a_whole_number_of_grid_steps() -> None:
     r = Release(Poisson(4, 1.0), clip_norm=1.0, noise_multiplier=1.0)
     ppsgd, on = strategy(release=r, steps=Steps(shared=1.0, personal=0.0)), grid(4)
     messages = opened(ppsgd, on)
-    arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda place: ONE * (place + 1) / 7))
+    arrays, _ = ppsgd.aggregate_train(
+        1, make_replies(messages, lambda place: ONE * (place + 1) / 7)
+    )
     k = -flat(arrays) * 4 * 2.0**32
     np.testing.assert_array_equal(k, np.rint(k))
 
@@ -276,14 +317,17 @@ def test_alpha_zero_sends_no_gradient_and_costs_nothing() -> None:
 
 
 def test_local_learning_still_learns() -> None:
-    result = strategy(steps=Steps.from_ratio(0.5, 0.0), evaluate_every=10).start(grid(), w0(), num_rounds=10)
+    result = strategy(steps=Steps.from_ratio(0.5, 0.0), evaluate_every=10).start(
+        grid(), w0(), num_rounds=10
+    )
     first, last = (result.evaluate_metrics_clientapp[t]["distance"] for t in (0, 10))
     assert isinstance(first, float)
     assert last == pytest.approx(first * 0.5**20, rel=1e-6)
 
 
 def test_cohorts_are_independent_coins_over_the_population() -> None:
-    """2,000 rounds at q=.1 over 50 users: each user's share, the spread of sizes, and independence of neighbours."""
+    """2,000 rounds at q=.1 over 50 users: each user's share, the spread of sizes, and independence
+    of neighbours."""
     ppsgd, on, rounds = strategy(release=release(population=50, rate=0.1)), grid(50), 2000
     first, drawn = min(on.get_node_ids()), np.zeros((2000, 50))
     for t in range(rounds):
@@ -322,7 +366,8 @@ def test_whoever_drives_the_rounds_gets_an_exception_before_anything_is_sent() -
 
 
 def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:
-    """A second call goes on with the same w; one that asks for no more rounds than were done says so."""
+    """A second call goes on with the same w; one that asks for no more rounds than were done says
+    so."""
     ppsgd, nodes = strategy(release=release(z=1.0), insecure_seed=2), grid()
     ppsgd.start(nodes, w0(), num_rounds=2)
     continued = ppsgd.start(nodes, w0(), num_rounds=4)
@@ -403,7 +448,9 @@ def test_nodes_that_come_later_take_the_free_places_of_the_population() -> None:
 
 
 def test_more_nodes_than_the_population_is_an_error_that_says_so() -> None:
-    with pytest.raises(ValueError, match=r"7 nodes are online but the cohort's population is 5.*enrolled"):
+    with pytest.raises(
+        ValueError, match=r"7 nodes are online but the cohort's population is 5.*enrolled"
+    ):
         strategy().start(grid(7), w0(), num_rounds=1)
 
 
@@ -444,9 +491,17 @@ def test_a_seeded_run_that_was_stopped_at_once_promises_nothing() -> None:
 
 
 def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
-    assert [_up(x) for x in (1.95161, 1.2340000001, 12345.6, 0.00012341, 2.0, 0.0, math.inf)] == [
-        "1.952", "1.235", "1.235e+04", "0.0001235", "2", "0", "inf",
-    ]  # fmt: skip
+    assert [
+        rounded_up(x) for x in (1.95161, 1.2340000001, 12345.6, 0.00012341, 2.0, 0.0, math.inf)
+    ] == [
+        "1.952",
+        "1.235",
+        "1.235e+04",
+        "0.0001235",
+        "2",
+        "0",
+        "inf",
+    ]
 
 
 def test_a_run_stopped_by_looking_states_the_planned_rounds() -> None:
@@ -469,21 +524,38 @@ def test_the_statement_holds_what_a_privacy_officer_needs(cohort: Poisson | Fixe
     ppsgd = strategy(release=replace(release(z=3.0), cohort=cohort))
     ppsgd.start(grid(), w0(), num_rounds=4)
     text = ppsgd.privacy_statement()
-    for fact in ("zero-out", "replace-one", "delta = 0.0001", "z = 3", "C = 1", "Sampling", "trusted", "one user"):
+    for fact in (
+        "zero-out",
+        "replace-one",
+        "delta = 0.0001",
+        "z = 3",
+        "C = 1",
+        "Sampling",
+        "trusted",
+        "one user",
+    ):
         assert fact in text
-    assert _up(ppsgd.ledger.epsilon()) in text
+    assert rounded_up(ppsgd.ledger.epsilon()) in text
     assert ("not a guarantee" in text) == isinstance(cohort, FixedSize)
 
 
 def test_metrics_and_data_do_not_tell_who_or_how_many_took_part() -> None:
     """Two runs that differ only in who replied have the same metrics and the same privacy data."""
 
-    def report(replying: Callable[[list[Message]], list[Message]]) -> tuple[dict[str, object], dict[str, object]]:
+    def report(
+        replying: Callable[[list[Message]], list[Message]],
+    ) -> tuple[dict[str, object], dict[str, object]]:
         ppsgd, on = strategy(release=release(z=1.0)), grid()
-        _, metrics = ppsgd.aggregate_train(1, make_replies(replying(opened(ppsgd, on)), lambda _: ONE))
+        _, metrics = ppsgd.aggregate_train(
+            1, make_replies(replying(opened(ppsgd, on)), lambda _: ONE)
+        )
         return dict(metrics), ppsgd.privacy_data()
 
-    assert report(lambda messages: messages) == report(lambda messages: messages[:1]) == report(lambda _: [])
+    assert (
+        report(lambda messages: messages)
+        == report(lambda messages: messages[:1])
+        == report(lambda _: [])
+    )
 
 
 def test_the_order_says_whether_minibatches_are_summed() -> None:
@@ -519,7 +591,9 @@ class Impatient(InProcessGrid):
         return list(super().send_and_receive(messages, timeout=timeout))[:-1]
 
 
-def test_a_round_has_a_timeout_and_whoever_is_later_counts_as_zero(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_has_a_timeout_and_whoever_is_later_counts_as_zero(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     on = Impatient(client_app(toy_learner), 5)
     strategy(round_timeout=7.5).start(on, w0(), num_rounds=1)
     assert on.waited == 7.5
@@ -536,5 +610,7 @@ def test_a_late_reply_of_the_round_before_counts_for_nobody() -> None:
     late = answer(first[-1], np.ones(SIZE))
     second = ppsgd.configure_train(2, w0(), ConfigRecord(), on)
     on.push_messages(second)
-    arrays, _ = ppsgd.aggregate_train(2, [late, *make_replies(second[:-1], lambda _: np.zeros(SIZE)), late])
+    arrays, _ = ppsgd.aggregate_train(
+        2, [late, *make_replies(second[:-1], lambda _: np.zeros(SIZE)), late]
+    )
     np.testing.assert_array_equal(flat(arrays), 0.0)

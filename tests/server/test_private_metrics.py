@@ -8,11 +8,23 @@ import pytest
 from flwr.app import ConfigRecord, Context, MetricRecord
 
 from flwr_ppsgd import Order, Poisson, Release, Steps, client_app
+from flwr_ppsgd.algorithm import PrivateMetrics
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.server.curator import PrivateMetrics
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, METRICS
-from tests.support.toy import SIZE, Floats, Toy, answer, flat, grid, opened, release, strategy, target, w0
+from tests.support.toy import (
+    SIZE,
+    Floats,
+    Toy,
+    answer,
+    flat,
+    grid,
+    opened,
+    release,
+    strategy,
+    target,
+    w0,
+)
 
 LOSS = PrivateMetrics({"loss": 4.0}, share=0.25)
 
@@ -53,9 +65,10 @@ def test_the_standard_error_is_that_of_the_noise() -> None:
 
 
 def test_gradient_and_measures_are_clipped_apart_and_stay_within_c_together() -> None:
-    """Both hostile: 10⁹ each. The sum's square is C², in exact integers; each part has its own share."""
+    """Both hostile: 10⁹ each. The sum's square is C², in exact integers; each part has its own
+    share."""
     r = Release(Poisson(5, 1.0), clip_norm=2.0, noise_multiplier=0.0)
-    total = GridSum(SIZE + 1, r, apart=(1, 0.25))
+    total = GridSum(SIZE, r, PrivateMetrics({"loss": 1.0}, share=0.25))
     total.add(np.full(SIZE + 1, 1e9))
     multiples = [int(k) for k in total._multiples]
     assert sum(k * k for k in multiples) <= 2**64
@@ -114,7 +127,8 @@ def test_a_learner_without_measures_is_told() -> None:
 
 
 def test_several_measures_at_their_bounds_count_in_full_whatever_the_algorithm() -> None:
-    """Two measures at their bounds; under Algorithm 2 the gradient's D is qM but a mean is over qN users."""
+    """Two measures at their bounds; under Algorithm 2 the gradient's D is qM but a mean is over qN
+    users."""
     two = PrivateMetrics({"loss": 4.0, "error": 1.0}, share=0.25)
     ppsgd = strategy(metrics=two, release=Release(Poisson(5, 1.0), 1.0, 0.0, total_batch=70))
     replies = []

@@ -29,7 +29,9 @@ def test_epsilon_by_round_and_nothing_else(tmp_path: Path, monkeypatch: pytest.M
     module: Any = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    result = strategy(release=release(z=2.0), tensorboard_dir=tmp_path).start(grid(), w0(), num_rounds=3)
+    result = strategy(release=release(z=2.0), tensorboard_dir=tmp_path).start(
+        grid(), w0(), num_rounds=3
+    )
     epsilons = [metrics["epsilon"] for metrics in result.train_metrics_clientapp.values()]
     assert [("ppsgd/epsilon", epsilon, n) for n, epsilon in enumerate(epsilons, start=1)] == WRITTEN
 

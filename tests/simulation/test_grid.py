@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from tests.support.toy import flat, grid, opened, release, strategy, w0
 
 stock = ClientApp()
@@ -28,8 +28,10 @@ stock = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """Half a step toward the node's own number."""
     w = flat(message.content.array_records["arrays"])
-    goal = 1.0 + int(context.node_config["partition-id"])  # never w itself: Flower's DP wrapper divides by ‖update‖
-    arrays, metrics = ArrayRecord([w + 0.5 * (goal - w)]), MetricRecord({"num-examples": 1, "loss": 0.5})
+    partition = int(context.node_config["partition-id"])
+    goal = 1.0 + partition  # never w itself: Flower's DP wrapper divides by ‖update‖
+    arrays = ArrayRecord([w + 0.5 * (goal - w)])
+    metrics = MetricRecord({"num-examples": 1, "loss": 0.5})
     context.state["seen"] = MetricRecord({"times": 1 + times(context)})
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
@@ -73,7 +75,9 @@ def test_fedavg_gives_what_it_should() -> None:
 def test_each_node_has_a_context_and_state_of_its_own() -> None:
     on = InProcessGrid(stock, 3, run_config={"lr": 0.1})
     node = on.get_node_ids()[1]
-    message = Message(RecordDict({"arrays": w0(np.zeros(1)), "config": ConfigRecord()}), node, "train")
+    message = Message(
+        RecordDict({"arrays": w0(np.zeros(1)), "config": ConfigRecord()}), node, "train"
+    )
     list(on.send_and_receive([message]))
     assert [times(on.context(n)) for n in on.get_node_ids()] == [0, 1, 0]
     assert on.context(node).node_config == {"partition-id": 1, "num-partitions": 3}
@@ -94,8 +98,10 @@ def deface(message: Message, context: Context) -> Message:
 
 
 def test_a_client_cannot_touch_what_others_get_and_its_failure_is_an_error_reply() -> None:
-    on, content = InProcessGrid(vandal, 2), RecordDict({"arrays": w0(np.ones(2)), "config": ConfigRecord()})
-    replies = list(on.send_and_receive([Message(content, node, "train") for node in on.get_node_ids()]))
+    on = InProcessGrid(vandal, 2)
+    content = RecordDict({"arrays": w0(np.ones(2)), "config": ConfigRecord()})
+    messages = [Message(content, node, "train") for node in on.get_node_ids()]
+    replies = list(on.send_and_receive(messages))
     assert [reply.error.code for reply in replies] == [2, 2]
     assert replies[0].error.reason == "RuntimeError: deliberate"
     assert flat(content.array_records["arrays"]).tolist() == [1.0, 1.0]
@@ -108,7 +114,9 @@ def test_replies_know_the_message_they_answer() -> None:
     on = grid()
     messages = opened(strategy(), on)
     replies = on.send_and_receive(messages)
-    assert [r.metadata.reply_to_message_id for r in replies] == [m.metadata.message_id for m in messages]
+    assert [r.metadata.reply_to_message_id for r in replies] == [
+        m.metadata.message_id for m in messages
+    ]
     assert len({m.metadata.message_id for m in messages}) == 5
 
 
@@ -120,7 +128,8 @@ def test_messages_to_unknown_nodes_are_dropped() -> None:
 def test_push_and_pull() -> None:
     on = grid()
     ids = on.push_messages(strategy().configure_train(1, w0(), ConfigRecord(), on))
-    assert {reply.metadata.reply_to_message_id for reply in on.pull_messages(ids[:2])} == set(ids[:2])
+    replies = on.pull_messages(ids[:2])
+    assert {reply.metadata.reply_to_message_id for reply in replies} == set(ids[:2])
     assert len(on.pull_messages(ids)) == 3
     assert on.pull_messages(ids) == []
 
@@ -136,10 +145,12 @@ def test_replies_can_be_read_as_a_list() -> None:
 
 def test_ppsgd_keeps_no_more_than_one_reply_at_a_time() -> None:
     """Server memory is that of the model, not of the cohort."""
-    on, ppsgd = grid(20), strategy(release=release(20))
+    on = grid(20)
+    ppsgd = strategy(release=release(20))
     replies = on.send_and_receive(opened(ppsgd, on))
     alive: list[weakref.ref[Message]] = []
-    most, answer = 0, replies._answer
+    most = 0
+    answer = replies._answer
 
     def counted(message: Message) -> Message:
         nonlocal most
@@ -156,5 +167,5 @@ def test_ppsgd_keeps_no_more_than_one_reply_at_a_time() -> None:
 
 
 def test_a_grid_without_nodes_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="num_nodes must be a whole number from 1"):
         grid(0)

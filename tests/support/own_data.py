@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+from tests.support.paths import SHARED
+
 needs_real_data = pytest.mark.skipif(
-    not SHARED.is_dir(), reason="real data, too large for the repository: they are looked for in ../shared/data"
+    not SHARED.is_dir(),
+    reason="real data, too large for the repository: they are looked for in ../shared/data",
 )
 USERS, FEATURES, CLASSES = 9, 4, 3
 FLAT: dict[str, Any] = {
@@ -32,9 +34,15 @@ def arrays(task: str = "classification", seed: int = 0) -> dict[str, Any]:
     user = np.repeat(np.arange(USERS), trained + tested)
     test = np.concatenate([np.arange(n + t) >= n for n, t in zip(trained, tested, strict=True)])
     x = draw.normal(size=(len(user), FEATURES))
-    optima = draw.normal(size=(FEATURES, CLASSES)) + 0.3 * draw.normal(size=(USERS, FEATURES, CLASSES))
+    optima = draw.normal(size=(FEATURES, CLASSES)) + 0.3 * draw.normal(
+        size=(USERS, FEATURES, CLASSES)
+    )
     scores = np.einsum("nd,ndk->nk", x, optima[user])
-    y = {"classification": scores.argmax(axis=1), "regression": scores[:, 0], "multi-label": (scores > 0) * 1}[task]
+    y = {
+        "classification": scores.argmax(axis=1),
+        "regression": scores[:, 0],
+        "multi-label": (scores > 0) * 1,
+    }[task]
     return {"user": user, "x": x, "y": y, "test": test}
 
 

@@ -11,17 +11,26 @@ from typing import Any
 Values = Sequence[bytes] | Sequence[float] | Sequence[int]
 Row = tuple[str, str, bytes]  # split, client, example
 
-LISTS = (("bytes_list", "BytesList", 12), ("float_list", "FloatList", 2), ("int64_list", "Int64List", 3))
+LISTS = (
+    ("bytes_list", "BytesList", 12),
+    ("float_list", "FloatList", 2),
+    ("int64_list", "Int64List", 3),
+)
 MESSAGE, STRING, OPTIONAL, REPEATED = 11, 9, 1, 3
 
 
 @functools.cache
 def example_class(packed: bool) -> Any:
-    """``tf.train.Example`` from its published definition; numbers packed, or one by one as old writers have them."""
+    """``tf.train.Example`` from its published definition; numbers packed, or one by one as old
+    writers have them."""
     descriptor_pb2 = importlib.import_module("google.protobuf.descriptor_pb2")
-    file = descriptor_pb2.FileDescriptorProto(name=f"example{packed}.proto", package=f"t{packed}", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name=f"example{packed}.proto", package=f"t{packed}", syntax="proto3"
+    )
 
-    def message(name: str, *fields: tuple[str, int, int, str | None, int], nested: Any = None) -> None:
+    def message(
+        name: str, *fields: tuple[str, int, int, str | None, int], nested: Any = None
+    ) -> None:
         made = (file.message_type if nested is None else nested).add(name=name)
         for field, number, kind, of, label in fields:
             added = made.field.add(name=field, number=number, type=kind, label=label)
@@ -32,7 +41,10 @@ def example_class(packed: bool) -> Any:
 
     for _, name, kind in LISTS:
         message(name, ("value", 1, kind, None, REPEATED))
-    message("Feature", *((field, i + 1, MESSAGE, name, OPTIONAL) for i, (field, name, _) in enumerate(LISTS)))
+    message(
+        "Feature",
+        *((field, i + 1, MESSAGE, name, OPTIONAL) for i, (field, name, _) in enumerate(LISTS)),
+    )
     message("Features", ("feature", 1, MESSAGE, "Features.FeatureEntry", REPEATED))
     entry = (("key", 1, STRING, None, OPTIONAL), ("value", 2, MESSAGE, "Feature", OPTIONAL))
     message("FeatureEntry", *entry, nested=file.message_type[-1].nested_type)
@@ -58,13 +70,19 @@ def write(path: Path, rows: Iterable[Row]) -> Path:
     """A file with these rows; packed with LZMA where its name says so."""
     rows, plain = list(rows), path.with_suffix("") if path.suffix == ".lzma" else path
     connection = sqlite3.connect(plain)
-    connection.execute("CREATE TABLE examples (split_name TEXT, client_id TEXT, serialized_example_proto BLOB)")
-    connection.execute("CREATE TABLE client_metadata (client_id TEXT, split_name TEXT, num_examples INTEGER)")
+    connection.execute(
+        "CREATE TABLE examples (split_name TEXT, client_id TEXT, serialized_example_proto BLOB)"
+    )
+    connection.execute(
+        "CREATE TABLE client_metadata (client_id TEXT, split_name TEXT, num_examples INTEGER)"
+    )
     connection.executemany("INSERT INTO examples VALUES (?, ?, ?)", rows)
     counts = {(client, split): 0 for split, client, _ in rows}
     for split, client, _ in rows:
         counts[client, split] += 1
-    connection.executemany("INSERT INTO client_metadata VALUES (?, ?, ?)", [(*key, n) for key, n in counts.items()])
+    connection.executemany(
+        "INSERT INTO client_metadata VALUES (?, ?, ?)", [(*key, n) for key, n in counts.items()]
+    )
     connection.commit()
     connection.close()
     if plain != path:

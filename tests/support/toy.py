@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
-from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
 
 SIZE = 6
@@ -46,7 +46,9 @@ def w0(*arrays: Floats) -> ArrayRecord:
     return ArrayRecord(list(arrays) or [np.zeros(SIZE)])
 
 
-def release(population: int = 5, rate: float = 1.0, clip_norm: float = 1.0, z: float = 0.0) -> Release:
+def release(
+    population: int = 5, rate: float = 1.0, clip_norm: float = 1.0, z: float = 0.0
+) -> Release:
     return Release(Poisson(population, rate), clip_norm, z)
 
 

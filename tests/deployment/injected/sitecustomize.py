@@ -1,6 +1,8 @@
-"""Makes the disk or the clock of one process fail while a file says so. Python imports this by itself.
+"""Makes the disk or the clock of one process fail while a file says so. Python imports this by
+itself.
 
-``PPSGD_TEST_FAULTS`` names a directory: ``disk`` in it holds an errno, ``clock`` the seconds that the clock is behind.
+``PPSGD_TEST_FAULTS`` names a directory: ``disk`` in it holds an errno, ``clock`` the seconds that
+the clock is behind.
 """
 
 import os

@@ -17,7 +17,9 @@ def train(msg: Message, context: Context) -> Message:
     trainloader, _ = load_data(partition_id, num_partitions, int(context.run_config["batch-size"]))
     train_loss = train_fn(model, trainloader, int(context.run_config["local-epochs"]), 0.1)
     metrics = MetricRecord({"train_loss": train_loss, "num-examples": len(trainloader.dataset)})  # type: ignore[arg-type]
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
+    return Message(
+        RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg
+    )
 
 
 @app.evaluate()
@@ -28,5 +30,6 @@ def evaluate(msg: Message, context: Context) -> Message:
     num_partitions = int(context.node_config["num-partitions"])
     _, valloader = load_data(partition_id, num_partitions, int(context.run_config["batch-size"]))
     eval_loss, eval_acc = test_fn(model, valloader)
-    metrics = MetricRecord({"eval_loss": eval_loss, "eval_acc": eval_acc, "num-examples": len(valloader.dataset)})  # type: ignore[arg-type]
+    count = len(valloader.dataset)  # type: ignore[arg-type]
+    metrics = MetricRecord({"eval_loss": eval_loss, "eval_acc": eval_acc, "num-examples": count})
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)

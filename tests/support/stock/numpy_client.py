@@ -14,12 +14,20 @@ class FlowerClient(NumPyClient):
     def __init__(self, net: torch.nn.Module, trainloader: Any, valloader: Any) -> None:
         self.net, self.trainloader, self.valloader = net, trainloader, valloader
 
-    def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:  # noqa: ARG002
+    def fit(
+        self,
+        parameters: NDArrays,
+        config: dict[str, Scalar],  # noqa: ARG002
+    ) -> tuple[NDArrays, int, dict[str, Scalar]]:
         set_weights(self.net, parameters)
         train(self.net, self.trainloader, 1, 0.1)
         return get_weights(self.net), len(self.trainloader.dataset), {}
 
-    def evaluate(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[float, int, dict[str, Scalar]]:  # noqa: ARG002
+    def evaluate(
+        self,
+        parameters: NDArrays,
+        config: dict[str, Scalar],  # noqa: ARG002
+    ) -> tuple[float, int, dict[str, Scalar]]:
         set_weights(self.net, parameters)
         loss, accuracy = test(self.net, self.valloader)
         return loss, len(self.valloader.dataset), {"accuracy": accuracy}
@@ -36,8 +44,12 @@ def set_weights(net: torch.nn.Module, parameters: NDArrays) -> None:
 
 def client_fn(context: Context) -> Client:
     net = Net()
-    partition_id, num_partitions = (int(context.node_config[k]) for k in ("partition-id", "num-partitions"))
-    trainloader, valloader = load_data(partition_id, num_partitions, int(context.run_config["batch-size"]))
+    partition_id, num_partitions = (
+        int(context.node_config[k]) for k in ("partition-id", "num-partitions")
+    )
+    trainloader, valloader = load_data(
+        partition_id, num_partitions, int(context.run_config["batch-size"])
+    )
     return FlowerClient(net, trainloader, valloader).to_client()
 
 

@@ -17,12 +17,16 @@ class Net(nn.Module):
         return out
 
 
-def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def load_data(
+    partition_id: int, num_partitions: int, batch_size: int
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
     source = torch.Generator().manual_seed(partition_id % num_partitions)
     x = torch.randn(40, 8, generator=source)
     y = x[:, :3].argmax(dim=1)
     train, test = TensorDataset(x[:30], y[:30]), TensorDataset(x[30:], y[30:])
-    return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(test, batch_size=batch_size)
+    return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(
+        test, batch_size=batch_size
+    )
 
 
 def train(net: nn.Module, trainloader: DataLoader[Any], epochs: int, lr: float) -> float:
@@ -41,4 +45,6 @@ def test(net: nn.Module, testloader: DataLoader[Any]) -> tuple[float, float]:
     with torch.no_grad():
         scored = [(net(x), y) for x, y in testloader]
     scores, y = torch.cat([s for s, _ in scored]), torch.cat([y for _, y in scored])
-    return float(nn.functional.cross_entropy(scores, y)), float((scores.argmax(1) == y).float().mean())
+    return float(nn.functional.cross_entropy(scores, y)), float(
+        (scores.argmax(1) == y).float().mean()
+    )

@@ -1,0 +1,80 @@
+"""Bad input becomes one line: the rule, the value that breaks it, and what to change."""
+
+import difflib
+import numbers
+from collections.abc import Collection, Iterable
+
+LARGEST_COUNT = 2**50
+SHORTEST_KEY = 5  # letters; shorter keys are one edit away from too many others
+
+
+def require(holds: bool, rule: str, value: object, remedy: str) -> None:
+    """Raise ValueError unless ``holds``. Write the condition so that NaN fails it."""
+    if not holds:
+        raise ValueError(f"{rule}, got {value!r}: {remedy}")
+
+
+def is_whole(value: object) -> bool:
+    """Whether ``value`` is a whole number, numpy's integers included; True and False are not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def count(name: str, value: int) -> int:
+    """``value`` as a plain int; ValueError unless it is a whole number of at least 1."""
+    rule = f"{name} must be a whole number from 1 to 2^50"
+    require(is_whole(value) and 1 <= value <= LARGEST_COUNT, rule, value, f"set {name}")
+    return int(value)
+
+
+def one_of(name: str, value: str, choices: Collection[str]) -> None:
+    """ValueError unless ``value`` is among ``choices``."""
+    rule = f"{name} must be one of {', '.join(choices)}"
+    require(value in choices, rule, value, f"did you mean {nearest(value, choices)!r}?")
+
+
+def nearest(key: object, known: Iterable[str]) -> str:
+    """The known word that is most like ``key``."""
+    return difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)[0]
+
+
+def misspelt(key: str, known: Iterable[str]) -> str | None:
+    """The known key that ``key`` is one edit away from: a letter more, less, replaced, or two
+    swapped.
+
+    Only known keys of five letters or more count. None if there is no such key.
+    """
+    for other in known:
+        if len(other) >= SHORTEST_KEY and key != other and _one_edit(key, other):
+            return other
+    return None
+
+
+def _one_edit(left: str, right: str) -> bool:
+    """Whether one insertion, deletion, replacement or swap of neighbours turns ``left`` into
+    ``right``."""
+    if abs(len(left) - len(right)) > 1:
+        return False
+    start = _common_start(left, right)
+    ends = [
+        (left[start + 1 :], right[start + 1 :]),  # one letter replaced
+        (left[start + 1 :], right[start:]),  # one letter too many
+        (left[start:], right[start + 1 :]),  # one letter missing
+    ]
+    swapped = left[start + 1 : start + 2] + left[start : start + 1] + left[start + 2 :]
+    return any(rest == wanted for rest, wanted in ends) or swapped == right[start:]
+
+
+def _common_start(left: str, right: str) -> int:
+    length = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length
+
+
+def printable(text: object, most: int) -> str:
+    """A text from somebody else as one line for a terminal: no control characters, not too long."""
+    words = " ".join(str(text)[: 4 * most].split())
+    shown = "".join(letter if letter.isprintable() else "?" for letter in words)
+    return shown[:most]

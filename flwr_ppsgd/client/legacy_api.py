@@ -1,0 +1,107 @@
+"""The legacy NumPyClient: the same visit as the Message API's client."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from flwr.app import ArrayRecord, Context
+from flwr.client import NumPyClient
+from flwr.common import NDArrays, Scalar
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.client.personal import all_or_nothing, mirror
+from flwr_ppsgd.client.sent import Leaving, norm_of
+from flwr_ppsgd.client.visit import LocalSteps, Sent, answer_order, answer_stock, measure
+from flwr_ppsgd.learner import Learner
+from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, Order, bytes_of
+
+
+class PPSGDClient(NumPyClient):
+    """A NumPyClient that keeps θ in ``context.state`` and sends a clipped gradient of w.
+
+    Args:
+        learner: the model with this user's data.
+        context: the node's context, as ``client_fn`` gets it.
+        local_step: as of ``client_app``, for stock strategies.
+        local_steps: as of ``client_app``, for stock strategies.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        context: Context,
+        *,
+        local_step: float | None = None,
+        local_steps: int | None = None,
+    ) -> None:
+        self._learner = learner
+        self._context = context
+        self._local_step = local_step
+        self._local_steps = local_steps
+
+    def fit(
+        self, parameters: NDArrays, config: dict[str, Scalar]
+    ) -> tuple[NDArrays, int, dict[str, Scalar]]:
+        """One visit.
+
+        What goes back under PPSGD is the clipped gradient; 1 stands for the number of examples,
+        which stays here.
+        """
+        order = _order(config)
+        w = _flat(parameters)
+
+        def answer() -> tuple[NDArrays, int, dict[str, Scalar]]:
+            if order is None:
+                sent = self._fit_locally(w, config)
+                return _arrays(sent, parameters), self._learner.num_examples, {}
+            sent = answer_order(self._context, self._learner, w, order)
+            return _arrays(sent, parameters), 1, {**sent.measures}
+
+        return all_or_nothing(
+            self._context,
+            answer,
+            lambda reply: _leaving(reply[0], order, bytes_of(ArrayRecord(parameters))),
+        )
+
+    def evaluate(
+        self, parameters: NDArrays, config: dict[str, Scalar]
+    ) -> tuple[float, int, dict[str, Scalar]]:
+        """The learner's measures, outside the guarantee."""
+        order = _order(config)
+        measures = measure(self._context, self._learner, _flat(parameters), order)
+        size = 8 * len(measures) + 8
+        mirror(self._context, lambda: Leaving({METRICS: size}, order=order), stepped=False)
+        loss = float(measures.get("loss", 0.0))
+        return loss, self._learner.num_examples, {**measures}
+
+    def _fit_locally(self, w: Vector, config: Mapping[str, Scalar]) -> Sent:
+        local = LocalSteps.of(self._context, self._local_step, self._local_steps)
+        proximal = float(config.get("proximal_mu", 0.0))
+        return answer_stock(self._context, self._learner, w, local, proximal)
+
+
+def _order(config: Mapping[str, Scalar]) -> Order | None:
+    return Order.from_flat(config) if "publishes" in config else None
+
+
+def _leaving(arrays: NDArrays, order: Order | None, w: Mapping[str, bytes]) -> Leaving:
+    """What a reply takes along, and what it answers."""
+    if not arrays:
+        return Leaving({}, None, order, w)
+    size = sum(array.nbytes for array in arrays)
+    if order is None:
+        return Leaving({ARRAYS: size}, None, order, w)
+    return Leaving({GRADIENT: size}, norm_of(arrays), order, w)
+
+
+def _flat(arrays: NDArrays) -> Vector:
+    return np.concatenate([array.reshape(-1).astype(np.float64) for array in arrays])
+
+
+def _arrays(sent: Sent, like: NDArrays) -> NDArrays:
+    """What is sent, in the shapes and dtypes of the arrays that came."""
+    if sent.vector is None:
+        return []
+    ends = np.cumsum([array.size for array in like])
+    parts = np.split(sent.vector, ends[:-1])
+    pairs = zip(parts, like, strict=True)
+    return [part.reshape(array.shape).astype(array.dtype) for part, array in pairs]

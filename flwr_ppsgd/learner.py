@@ -1,0 +1,173 @@
+"""A model together with one user's data: what a learner is, and the minibatches it draws."""
+
+import functools
+import hashlib
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import DTypeLike, NDArray
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.wire import Order
+
+Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load torch
+
+
+class Learner(Protocol):
+    """A model together with one user's data.
+
+    A complete one, for the mean of a user's numbers, f_i(w, θ) = ½·mean((w + θ − y)²)::
+
+        class MeanLearner:
+            def __init__(self, y):
+                self.y = y
+                self.num_examples = len(y)
+
+            def initial_theta(self):
+                return np.zeros(1)
+
+            def gradients(self, w, theta, order):
+                g = np.array([np.mean(w + theta - self.y)])
+                return g, g
+
+            def evaluate(self, w, theta):
+                return {"mse": float(np.mean((w + theta - self.y) ** 2))}
+    """
+
+    num_examples: int
+
+    def initial_theta(self) -> Vector:
+        """θ before the first visit."""
+        ...
+
+    def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
+        """(g_w, g_θ), both at (w, θ), over the minibatch of ``order.visit``.
+
+        Reduced as ``order.reduction`` says.
+        """
+        ...
+
+    def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
+        """Measures of (w, θ) on this user's data.
+
+        They are outside the guarantee once they leave the node.
+        """
+        ...
+
+    # Optional, for private training metrics: measures of (w, θ) on the minibatch of the visit.
+    # def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]
+
+
+class Batches(Protocol):
+    """One user's minibatches, by visit."""
+
+    num_examples: int
+
+    def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(x, y) of the given visit, counted from 1; one row per sample."""
+        ...
+
+
+class Minibatches:
+    """A user's own rows, shuffled anew for each epoch: fresh samples first, then further epochs.
+
+    Visit v takes rows (v−1)·m … v·m−1 of the endless sequence of epochs, so every row is used and
+    every minibatch has the same size m_i = min(size, rows). Which rows they are is decided by
+    (seed, user, visit) alone.
+
+    Args:
+        x: the user's rows: an array or a torch tensor.
+        y: their targets, one for each row.
+        size: the number of rows in a minibatch.
+        seed: of the shuffling.
+        user: whose rows they are: users shuffle differently.
+    """
+
+    def __init__(self, x: Rows, y: Rows, size: int, *, seed: int, user: int) -> None:
+        if not len(x) or len(x) != len(y) or size < 1:
+            raise ValueError(
+                f"a user needs at least one row and as many x as y, got {len(x)} and {len(y)}, "
+                f"size {size}"
+            )
+        self._x = as_array(x)
+        self._y = as_array(y)
+        self._size = min(size, len(x))
+        self._seed = seed
+        self._user = user
+        self.num_examples = len(x)
+
+    def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        rows = self.rows(visit)
+        return self._x[rows], self._y[rows]
+
+    def rows(self, visit: int) -> NDArray[np.intp]:
+        """The places of the rows of a visit."""
+        return minibatch_rows(self._seed, self._user, visit, self.num_examples, self._size)
+
+
+def minibatch_rows(
+    seed: int,
+    user: int,
+    visit: int,
+    length: int,
+    size: int,
+) -> NDArray[np.intp]:
+    """Rows (v−1)·m … v·m−1 of the sequence of shuffled epochs, with m = min(size, length)."""
+    size = min(size, length)
+    epoch, offset = divmod((visit - 1) * size, length)
+    here = _shuffle(seed, user, epoch, length)[offset : offset + size]
+    missing = size - len(here)
+    if not missing:
+        return here
+    following = _shuffle(seed, user, epoch + 1, length)
+    return np.concatenate([here, following[:missing]])
+
+
+@functools.lru_cache(maxsize=4096)
+def _shuffle(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
+    return generator("epoch", seed, user, epoch).permutation(length)
+
+
+def as_array(values: Rows) -> NDArray[Any]:
+    """A torch tensor or an array as an array, without a copy if none is needed."""
+    if hasattr(values, "detach"):
+        tensor: NDArray[Any] = values.detach().cpu().numpy()
+        return tensor
+    return np.asarray(values)
+
+
+class _NoSeed(ISeedSequence):
+    """For a generator that is seeded afterwards: numpy's own seeds take most of its time."""
+
+    def generate_state(self, n_words: int, dtype: DTypeLike = np.uint32) -> NDArray[Any]:
+        return np.zeros(n_words, dtype)
+
+
+def generator(*labels: object) -> np.random.Generator:
+    """A generator for data, decided by its labels alone.
+
+    Never for cohorts or noise: those are secret.
+    """
+    bits = np.random.PCG64(_NoSeed())  # type: ignore[arg-type]  # its stub knows one class only
+    source = np.random.Generator(bits)
+    reseed(source, *labels)
+    return source
+
+
+def reseed(source: np.random.Generator, *labels: object) -> None:
+    """Begin the stream of these labels: the state of PCG64 is their hash.
+
+    Much faster than a new generator.
+    """
+    digest = hashlib.sha256(repr(labels).encode()).digest()
+    state = {
+        "state": int.from_bytes(digest[:16]),
+        "inc": int.from_bytes(digest[16:]) | 1,
+    }
+    source.bit_generator.state = {
+        "bit_generator": "PCG64",
+        "state": state,
+        "has_uint32": 0,
+        "uinteger": 0,
+    }

@@ -1,0 +1,20 @@
+"""The door to Flower's legacy API: ``PPSGDStrategy`` for the server, ``PPSGDClient`` for the nodes.
+
+Each is loaded when it is first used: a client loads nothing of the server's.
+"""
+
+from typing import TYPE_CHECKING
+
+from flwr_ppsgd.door import opened
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.client.legacy_api import PPSGDClient
+    from flwr_ppsgd.server.legacy_api import PPSGDStrategy
+
+__all__ = ["PPSGDClient", "PPSGDStrategy"]
+
+_HOMES = {
+    "PPSGDClient": "flwr_ppsgd.client.legacy_api",
+    "PPSGDStrategy": "flwr_ppsgd.server.legacy_api",
+}
+__getattr__, __dir__ = opened(__name__, _HOMES)

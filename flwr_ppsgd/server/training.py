@@ -1,0 +1,103 @@
+"""All settings of one training, as one value that is checked once."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
+from flwr_ppsgd.checks import is_whole, require
+
+Identity: TypeAlias = int | str  # a node's id; or its name or public key, which outlive a restart
+ReplyKind: TypeAlias = Literal["gradient", "parameters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a training publishes, how far it moves, what it may cost, and who takes part.
+
+    Args:
+        release: what is published in a round.
+        steps: how far w and θ move.
+        delta: δ at which the guarantee is stated.
+        max_epsilon: the budget under zero-out neighbours; None is no budget.
+        evaluate_every: ask all enrolled nodes to evaluate in every round that this number divides,
+            and in the last one; 0 is never. The results are outside the guarantee.
+        enrolled: the population, by node id or, for nodes that outlive a restart, by the name or
+            public key under which they are registered. None: the first ``population`` nodes seen.
+        min_online: the share of the population to wait for before the first round. Whoever is
+            offline later counts as zero.
+        round_timeout: seconds after which a round goes on with the replies it has; whoever is later
+            counts as zero.
+        replies: "gradient" for clients made by ``client_app`` or ``PPSGDClient``; "parameters" for
+            any client that returns trained parameters w_i, whose w − w_i is then clipped as the
+            gradient. Arrays of whole numbers and BatchNorm's running statistics are not part of w
+            there: they travel to the clients and keep their initial values.
+        average: keep the average iterate (1/n)·Σ_{t<n} w_t, for which the paper's convergence
+            theorems hold. The result's arrays are then the average.
+        checkpoint_dir: where the journal of charges and the checkpoints of w live; a training that
+            is found there is continued.
+        checkpoint_every: write w in every round that this number divides. The journal is written in
+            every round.
+        metrics: training measures to release along with the gradient; None is none.
+        tensorboard_dir: where curves of ε by round go, if TensorBoard is installed.
+        insecure_seed: makes cohorts and noise repeatable, for simulation and tests. It voids the
+            guarantee, and the ledger and every report say so.
+    """
+
+    release: Release
+    steps: Steps
+    delta: float
+    max_epsilon: float | None = None
+    evaluate_every: int = 0
+    enrolled: tuple[Identity, ...] | None = None
+    min_online: float = 0.5
+    round_timeout: float = 3600.0
+    replies: ReplyKind = "gradient"
+    average: bool = False
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 1
+    metrics: PrivateMetrics | None = None
+    tensorboard_dir: Path | None = None
+    insecure_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_epsilon is not None:
+            rule = "max_epsilon must be positive and finite"
+            fits = 0 < self.max_epsilon < math.inf
+            require(fits, rule, self.max_epsilon, "leave it out for no budget")
+        whole = is_whole(self.evaluate_every) and self.evaluate_every >= 0
+        rule = "evaluate_every must be a whole number that is not negative"
+        require(whole, rule, self.evaluate_every, "0 is never")
+        whole = is_whole(self.checkpoint_every) and self.checkpoint_every >= 1
+        rule = "checkpoint_every must be a whole number of at least 1"
+        require(whole, rule, self.checkpoint_every, "1 writes w in every round")
+        rule = "min_online must be in [0, 1]"
+        require(0 <= self.min_online <= 1, rule, self.min_online, "it is a share of the population")
+        rule = "round_timeout must be positive"
+        require(self.round_timeout > 0, rule, self.round_timeout, "it is in seconds")
+        rule = "replies must be 'gradient' or 'parameters'"
+        known = self.replies in get_args(ReplyKind)
+        require(known, rule, self.replies, "it says what clients send")
+        if self.metrics is not None and self.replies != "gradient":
+            raise ValueError(
+                "private metrics need clients that know of them: use replies='gradient'"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        enrolled: Iterable[Identity] | None,
+        checkpoint_dir: Path | str | None,
+        tensorboard_dir: Path | str | None,
+        **more: Any,
+    ) -> Self:
+        """From the arguments of a strategy: lists and texts become tuples and paths."""
+        return cls(
+            enrolled=None if enrolled is None else tuple(enrolled),
+            checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
+            tensorboard_dir=None if tensorboard_dir is None else Path(tensorboard_dir),
+            **more,
+        )
