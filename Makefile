@@ -6,7 +6,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help demo swap deployment test test-all test-deployment check format bench clean
+.PHONY: help demo swap deployment test test-all test-deployment fuzz check format bench clean
 
 help:                            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /' | sort | awk '{printf "make %-16s", $$1; $$1 = ""; print}'
@@ -29,6 +29,9 @@ test-all: check                  ## test, and what needs real federations: about
 
 test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes: half an hour
 	$(PYTEST) -n 0 -m "deployment or not deployment" tests/deployment tests/client/test_shelf.py
+
+fuzz: $(BIN)/.installed          ## hostile bytes for minutes instead of seconds
+	$(PYTEST) -m fuzz --hypothesis-profile=fuzz tests
 
 check: $(BIN)/.installed         ## formatting, lint, types
 	$(BIN)/ruff format --check .

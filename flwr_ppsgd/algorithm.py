@@ -187,6 +187,18 @@ class Release:
         """z·C, on the scale of the sum."""
         return self.noise_multiplier * self.clip_norm
 
+    def signal_to_noise(self, size: int) -> float:
+        """qN/(z·√d) in one round: at best, if all users send the same vector of norm C.
+
+        Over T rounds that agree it grows by √T.
+
+        Args:
+            size: d, the number of shared parameters.
+        """
+        if self.noise_multiplier == 0:
+            return math.inf
+        return self.expected_users / (self.noise_multiplier * math.sqrt(size))
+
     @property
     def _exact_bits(self) -> int:
         """The most bits with which every reachable noisy sum is below 2⁵³ steps of the grid."""

@@ -427,9 +427,10 @@ def audit(
     logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
     training = Experiment.load(experiment, _overrides(settings or [])).training
     flat = training.to_flat()
-    for key in ("max-epsilon", "checkpoint-dir"):
+    for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "tensorboard-dir", "enrolled"):
         flat.pop(key, None)
-    found = auditing.audit(lambda: PPSGD.from_config(flat), training.rounds)
+    # its rounds are not those of a training: no budget ends them
+    found = auditing.audit(lambda: PPSGD.from_config(flat, max_epsilon=None), training.rounds)
     console.print(found.in_words(), highlight=False, markup=False)
     if out is not None:
         auditing.draw(found, out)
@@ -502,6 +503,47 @@ def plan(
         _show(planning.in_words(question, made))
 
 
+@app.command()
+def ledger(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(help="Checkpoint directories, or directories of budgets."),
+    ],
+    add: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Add N charges that are known to have happened."),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="How it is known: written into the journal.")] = "",
+) -> None:
+    """Show and check what was charged; with several directories, what they cost together."""
+    from flwr_ppsgd.server import ledgers
+
+    if add is not None:
+        if len(directories) != 1:
+            raise ValueError(f"--add needs one directory, got {len(directories)}: name one of them")
+        ledgers.add_charges(directories[0], add, reason)
+    _show(ledgers.describe(directories))
+
+
+@app.command()
+def budget(
+    directory: Annotated[Path, typer.Argument(help="Where the budget is kept.")],
+    *,
+    epsilon: Annotated[float, typer.Option(help="ε of all trainings of one population together.")],
+    delta: Annotated[float, typer.Option(help="δ, below 1/population.")],
+    everyone: Annotated[
+        bool,
+        typer.Option(help="Nobody is ever sampled (rate 1): the filter is then exact."),
+    ] = False,
+) -> None:
+    """Fix one budget for several trainings, before the first; trainings join by budget-dir."""
+    from flwr_ppsgd.server import ledgers
+    from flwr_ppsgd.server.budget import new_budget
+
+    new_budget(directory, epsilon, delta, "gaussian" if everyone else "rdp")
+    _show(ledgers.describe([directory]))
+
+
 @app.command("client-report")
 def client_report(
     state_dir: Annotated[Path, typer.Argument(help="The node config's ppsgd-state-dir.")],
@@ -565,10 +607,14 @@ def progress_bar(unit: str = "rounds") -> Progress:
 
 def progress_hook(progress: Progress, label: str, rounds: int) -> "Watch":
     """A callback that shows the round, ε and the latest measures."""
+    from flwr_ppsgd.promise import rounded_up
+
     task = progress.add_task(label, total=rounds, state="")
 
     def show(round_: int, result: "Result", ledger: "Ledger") -> None:
-        state = f"ε ≤ {ledger.quick_epsilon():.3g}  {_latest(result)}"
+        spent = rounded_up(ledger.quick_epsilon())
+        what = "a deployment: ε" if ledger.insecure_rounds else "ε"
+        state = f"{what} ≤ {spent}  {_latest(result)}"
         progress.update(task, completed=round_, state=state)
 
     return show

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -65,6 +65,21 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def make_private(directory: Path) -> None:
+    """Make a directory, and all that are missing above it, for their owner alone (mode 0700).
+
+    The name of each is durable when this returns. Directories that exist stay as they are.
+    """
+    missing = []
+    while not directory.exists():
+        missing.append(directory)
+        directory = directory.parent
+    for each in reversed(missing):
+        with suppress(FileExistsError):  # another process was quicker
+            each.mkdir(mode=PRIVATE_FOLDER)
+        sync_directory(each.parent)
+
+
 def append(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Add to the end of a file. When this returns, it is on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
@@ -101,6 +116,11 @@ def try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def unlock(descriptor: int) -> None:
+    """Give up a lock that ``try_lock`` took, and keep the file open."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 @contextmanager

@@ -56,8 +56,12 @@ class Coins:
 
     def uniforms(self, count: int) -> Vector:
         """Uniform on the multiples of 2⁻⁵³ in [0, 1)."""
-        top_bits = self.words(count) >> np.uint64(11)
-        return top_bits.astype(np.float64) * 2.0**-53
+        out = np.empty(count)
+        for start in range(0, count, BLOCK):
+            block = out[start : start + BLOCK]
+            top_bits = self.words(len(block)) >> np.uint64(11)
+            np.multiply(top_bits, 2.0**-53, out=block)
+        return out
 
     def exponentials(self, count: int) -> Vector:
         """−ln u with u from 128 bits: the far tail is as fine as the rest."""

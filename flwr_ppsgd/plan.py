@@ -420,7 +420,7 @@ def _price(
             delta,
         ),
         noise_std=noise_std,
-        signal_to_noise=release.denominator / (z * math.sqrt(question.dimension)),
+        signal_to_noise=release.signal_to_noise(question.dimension),
         constant=noise_std / formula,
     )
 

@@ -21,6 +21,8 @@ OUTSIDE = (
 )
 NOTHING_PUBLISHED = "epsilon is 0: nothing is published"
 DIGITS = 4
+WEAK = 10.0  # an ε above this is said to be weak
+SIMULATION_NOISE = "simulation noise: summed in floating point, for experiments only"
 
 
 @dataclass(frozen=True)
@@ -28,32 +30,64 @@ class Headline:
     """The part of a promise that clients get with every Order.
 
     Args:
-        epsilon: ε over the stated rounds, under zero-out neighbours.
+        cost: ε that the stated rounds cost with secret coins, under zero-out neighbours.
         delta: δ.
         rounds: the number of rounds for which ε is stated.
         insecure_rounds: how many of them drew their coins from a known seed.
         population: the number of enrolled users.
         unit: who is protected: "user", or "node" if a user may come back as another node.
+        simulation: why this is a simulation, which guarantees nothing; empty if it is none.
     """
 
-    epsilon: float
+    cost: float
     delta: float
     rounds: int
     insecure_rounds: int
     population: int
     unit: str = "user"
+    simulation: str = ""
+
+    @property
+    def epsilon(self) -> float:
+        """ε that is guaranteed: infinite if nothing is, 0 if nothing is published."""
+        if not self.rounds:
+            return 0.0
+        return math.inf if self.void else self.cost
 
     @property
     def void(self) -> bool:
         """Whether nothing is guaranteed."""
-        return self.insecure_rounds > 0 or math.isinf(self.epsilon)
+        return bool(self.why_void())
+
+    def why_void(self) -> str:
+        """Why nothing is guaranteed; empty if something is."""
+        if self.simulation:
+            return self.simulation
+        if not self.rounds:
+            return ""
+        if self.insecure_rounds:
+            return (
+                f"{self.insecure_rounds} of {self.rounds} rounds drew their coins from a known "
+                "seed (insecure_seed)."
+            )
+        if math.isinf(self.cost):
+            return (
+                "epsilon is infinite. Either nothing hides a user's contribution (noise multiplier "
+                "0), or a cap on the cohort needs more than the whole delta: raise it."
+            )
+        if self.delta * self.population >= 1:
+            return (
+                f"delta = {self.delta:g} is at least 1/population, and publishing all data of one "
+                f"random user would satisfy that: choose delta well below {1 / self.population:g}."
+            )
+        return ""
 
     def in_one_line(self) -> str:
         """For the users: what the planned rounds promise them."""
         if not self.rounds:
             return NOTHING_PUBLISHED
         if self.void:
-            return "NO GUARANTEE: coins from a known seed, or no noise"
+            return "NO GUARANTEE: " + self.why_void()
         return (
             f"({rounded_up(self.epsilon)}, {self.delta:g})-joint differential privacy over "
             f"{self.rounds} planned rounds for each of {self.population} {self.unit}s; the server "
@@ -65,22 +99,27 @@ class Headline:
 class Promise:
     """Everything that is stated about one training.
 
+    The numbers are what the stated rounds cost with secret coins. If nothing is guaranteed, none of
+    them is called ε: the data hold the word "infinite", and ``deployed_epsilon`` is what the same
+    rounds would cost in a deployment.
+
     Args:
         headline: ε, δ and whom they are about.
         release: what is published in a round.
         publishes: whether anything is published at all; not so at α = 0.
-        epsilon_replace_one: ε if a user's data are exchanged for any other.
-        epsilon_rdp: the RDP bound on ε, under zero-out neighbours.
+        method: the name of the bound that gave ε.
+        replace_one: ε if a user's data are exchanged for any other.
+        rdp: the RDP bound on ε, under zero-out neighbours.
         paper_epsilon: what the paper's figures would print; not a guarantee.
         delta_taken_by_cap: the part of δ that a cap on the cohort takes, zero-out.
         delta_taken_by_cap_replace_one: the same for replace-one neighbours.
-        delta_added_by_finite_precision: what the sampler's cut tail adds to δ at most.
+        delta_taken_by_precision: the part of δ that the sampler's cut tail takes at most.
         rounds_trained: the number of rounds that w has had.
         rounds_charged: the number of releases that were charged.
         metrics: training measures that are released along with the gradient.
-        caveat: why a place in the population may not be one user; empty if it is.
+        caveats: what else the reader must know.
         evaluated: whether there was evaluation on the users' own data.
-        simulation: terms of a simulation, which guarantees nothing; the first says why.
+        terms: further terms of a simulation.
         ledger: the ledger as data.
         release_data: the release as data.
     """
@@ -88,33 +127,25 @@ class Promise:
     headline: Headline
     release: Release
     publishes: bool
-    epsilon_replace_one: float
-    epsilon_rdp: float
+    method: str
+    replace_one: float
+    rdp: float
     paper_epsilon: float
     delta_taken_by_cap: float
     delta_taken_by_cap_replace_one: float
-    delta_added_by_finite_precision: float
+    delta_taken_by_precision: float
     rounds_trained: int
     rounds_charged: int
     metrics: PrivateMetrics | None = None
-    caveat: str = ""
+    caveats: tuple[str, ...] = ()
     evaluated: bool = False
-    simulation: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
     ledger: Mapping[str, Any] = field(default_factory=dict)
     release_data: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def void(self) -> bool:
-        """Whether nothing is guaranteed."""
-        return bool(self.simulation) or self.headline.void
-
     def statement(self) -> str:
         """The promise in words: what is promised, its terms, and what it does not cover."""
-        lines = [self._promise(), *self.simulation[1:], *self._terms()]
-        if self.caveat:
-            lines.append(
-                f"User-level privacy across restarts of a node is NOT claimed: {self.caveat}."
-            )
+        lines = [self._promise(), *self.terms, *self._terms(), *self.caveats]
         if self.evaluated:
             lines.append(
                 "Evaluation on the users' own data was on. Its results are outside the guarantee."
@@ -126,18 +157,21 @@ class Promise:
         """Everything in the statement, ready for JSON."""
         head = self.headline
         level = f"{head.unit}-level joint differential privacy"
-        unit = "one start of a node" if self.caveat else "one node, taken to be one user"
+        per_node = head.unit == "node"
         data = {
-            "guarantee": "none" if self.void else level,
-            "unit": unit,
+            "guarantee": "none" if head.void else level,
+            "unit": "one start of a node" if per_node else "one node, taken to be one user",
             "delta": head.delta,
             "epsilon": json_number(head.epsilon),
-            "epsilon_replace_one": json_number(self.epsilon_replace_one),
-            "epsilon_rdp": json_number(self.epsilon_rdp),
+            "epsilon_replace_one": json_number(self._stated(self.replace_one)),
+            "epsilon_rdp": json_number(self._stated(self.rdp)),
+            "epsilon_bound": self.method,
+            "deployed_epsilon": json_number(head.cost),
+            "deployed_epsilon_replace_one": json_number(self.replace_one),
             "paper_epsilon_not_a_guarantee": json_number(self.paper_epsilon),
             "delta_taken_by_cap": json_number(self.delta_taken_by_cap),
             "delta_taken_by_cap_replace_one": json_number(self.delta_taken_by_cap_replace_one),
-            "delta_added_by_finite_precision": self.delta_added_by_finite_precision,
+            "delta_taken_by_finite_precision": self.delta_taken_by_precision,
             "rounds_trained": self.rounds_trained,
             "rounds_charged": self.rounds_charged,
             "rounds_stated": head.rounds,
@@ -145,51 +179,61 @@ class Promise:
             "release": dict(self.release_data),
             "insecure_rounds": head.insecure_rounds,
             "evaluation_on_client_data": self.evaluated,
+            "caveats": list(self.caveats),
             "outside_the_guarantee": list(OUTSIDE),
             "ledger": dict(self.ledger),
             "statement": self.statement(),
         }
-        if self.simulation:
-            data["noise"] = "simulation noise: summed in floating point, for experiments only"
+        if head.simulation:
+            data["noise"] = SIMULATION_NOISE
         return data
+
+    def _stated(self, cost: float) -> float:
+        """A further ε, infinite if nothing is guaranteed."""
+        return math.inf if self.headline.void else cost
 
     def _promise(self) -> str:
         head = self.headline
-        if self.simulation:
-            cost = rounded_up(head.epsilon)
-            return f"{self.simulation[0]} A deployment would cost epsilon = {cost}."
+        if head.void:
+            return f"NO GUARANTEE: {head.why_void()}{self._deployed()}"
         if not self.publishes and not head.rounds:
             return (
                 "Nothing was published about anybody (local learning, alpha = 0): epsilon is 0 for "
                 "every user."
             )
-        if head.insecure_rounds:
-            return (
-                f"NO GUARANTEE: {head.insecure_rounds} of {head.rounds} rounds drew their coins "
-                "from a known seed (insecure_seed). With secret coins the same rounds would have "
-                f"cost epsilon = {rounded_up(head.epsilon)} at delta = {head.delta:g}."
-            )
-        if math.isinf(head.epsilon):
-            return (
-                "NO GUARANTEE: epsilon is infinite. Either nothing hides a user's contribution "
-                "(noise multiplier 0), or a cap on the cohort needs more than the whole delta: "
-                "raise it."
+        weak = ""
+        if head.epsilon > WEAK:
+            weak = (
+                f" An epsilon above {WEAK:g} is a weak promise: it lets somebody's odds of "
+                "guessing right about you change by a factor of more than "
+                f"{math.exp(WEAK):,.0f}."
             )
         return (
             f"To each of the {head.population} enrolled {head.unit}s: everybody else together, "
             "even pooling their data and personal models, learns no more about your data than "
-            f"({rounded_up(head.epsilon)}, {head.delta:g})-joint differential privacy allows."
+            f"({rounded_up(head.epsilon)}, {head.delta:g})-joint differential privacy allows.{weak}"
         )
+
+    def _deployed(self) -> str:
+        """What the same rounds would cost with secret coins, if that is a number."""
+        head = self.headline
+        seeded = head.simulation or head.insecure_rounds
+        if not seeded or math.isinf(head.cost):
+            return ""
+        cost = rounded_up(head.cost)
+        return f" A deployment would cost epsilon = {cost} at delta = {head.delta:g}."
 
     def _terms(self) -> list[str]:
         if not self.headline.rounds:
             return []
-        terms = [self._cost(), self._mechanism()]
+        terms = [] if self.headline.void else [self._cost()]
+        terms.append(self._mechanism())
         if self.delta_taken_by_cap:
             terms.append(
                 "Delta is the total: the cap on the users of a round takes "
                 f"{self.delta_taken_by_cap:.2g} of it for zero-out and "
-                f"{self.delta_taken_by_cap_replace_one:.2g} for replace-one neighbours."
+                f"{self.delta_taken_by_cap_replace_one:.2g} for replace-one neighbours, finite "
+                f"precision at most {self.delta_taken_by_precision:.2g}."
             )
         if self.metrics is not None:
             names = ", ".join(self.metrics.bounds)
@@ -208,8 +252,8 @@ class Promise:
         return (
             f"Epsilon at delta = {head.delta:g} over {head.rounds} rounds{stopped}: "
             f"{rounded_up(head.epsilon)} if a user contributes nothing instead (zero-out "
-            f"neighbours; RDP bound {rounded_up(self.epsilon_rdp)}), "
-            f"{rounded_up(self.epsilon_replace_one)} if a user's data are exchanged for any other "
+            f"neighbours; bound: {self.method}; RDP bound {rounded_up(self.rdp)}), "
+            f"{rounded_up(self.replace_one)} if a user's data are exchanged for any other "
             "(replace-one neighbours, the paper's definition)."
         )
 

@@ -61,11 +61,13 @@ class Settings:
     evaluate_every: int = 0
     min_online: float = 0.5
     enrolled: str = ""
+    wait_timeout: float = 600.0
     round_timeout: float = 3600.0
     replies: str = "gradient"
     average: bool = False
     checkpoint_dir: str = ""
     checkpoint_every: int = 1
+    budget_dir: str = ""
     tensorboard_dir: str = ""
     insecure_seed: int | None = None
 
@@ -207,11 +209,13 @@ class Settings:
             "evaluate_every": self.evaluate_every,
             "min_online": self.min_online,
             "enrolled": self.enrolled_names(),
+            "wait_timeout": self.wait_timeout,
             "round_timeout": self.round_timeout,
             "replies": self.replies,
             "average": self.average,
             "checkpoint_dir": self.checkpoint_dir or None,
             "checkpoint_every": self.checkpoint_every,
+            "budget_dir": self.budget_dir or None,
             "tensorboard_dir": self.tensorboard_dir or None,
             "insecure_seed": self.insecure_seed,
         }

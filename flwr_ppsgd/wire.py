@@ -9,15 +9,17 @@ import functools
 import io
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
+from flwr_ppsgd.checks import LARGEST_COUNT
 
 ARRAYS = "arrays"  # w, under the name that Flower's stock strategies use
 CONFIG = "config"
@@ -25,7 +27,14 @@ METRICS = "metrics"
 ORDER = "ppsgd-order"
 GRADIENT = "gradient"
 NUM_EXAMPLES = "num-examples"
-PROTOCOL = 1  # of the Order
+PROTOCOL = 2  # of the Order
+LARGEST_NUMBER = 2**63
+LONGEST_PROMISE = 1000  # characters
+LONGEST_NAME = 200  # characters: of a measure, a key, a signature
+LONGEST_SHOWN = 80  # characters of a wrong value that an error shows
+MOST_METRICS = 100
+MOST_STARTS = 1_000_000
+_NUMBER = re.compile(r"[1-9][0-9]{0,14}")
 LONGEST_HEADER = 4096  # bytes; numpy writes 128 for any array of parameters
 NUMPY = "numpy.ndarray"  # Flower's name for its serialisation of numpy arrays
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchNorm's buffers
@@ -50,7 +59,13 @@ class Order:
         training: a number that the training keeps over restarts of the server.
         starts: the first round of every start of the server in this training, this start last;
             empty if the server keeps nothing on disk and so cannot go back.
+        back: the number of rounds that the server may go back after it has died.
+        charges: the number of charges in the server's journal so far.
+        epsilon: ε that is promised for the planned rounds; infinite if nothing is guaranteed.
         promise: the guarantee in one line, for whoever runs the client.
+        server_key: the public key of the training; empty if the Order is not signed.
+        signature: over all other fields and the arrays that travel along, as of
+            ``flwr_ppsgd.signature``.
         protocol: the version of this record.
         visit: the number of rounds that this user has taken part in, this one included. Counted by
             the client, never sent.
@@ -65,34 +80,153 @@ class Order:
     metrics: tuple[str, ...] = ()
     training: int = 0
     starts: tuple[int, ...] = ()
+    back: int = 0
+    charges: int = 0
+    epsilon: float = math.inf
     promise: str = ""
+    server_key: str = ""
+    signature: str = ""
     protocol: int = PROTOCOL
     visit: int = 0
 
     def to_flat(self) -> dict[str, Any]:
-        """The Order as one flat record; lists are texts with commas."""
-        flat = asdict(self)
-        del flat["visit"]
+        """The Order as one flat record; lists are texts with commas, empty texts are left out.
+
+        Flower's size mods reject empty texts.
+        """
+        flat: dict[str, Any] = {name: kind(getattr(self, name)) for name, kind in _PLAIN.items()}
         flat["metrics"] = ",".join(self.metrics)
-        flat["starts"] = ",".join(map(str, self.starts))
-        return flat
+        flat["starts"] = ",".join(str(int(start)) for start in self.starts)
+        return {name: value for name, value in flat.items() if value != ""}
 
     @classmethod
-    def from_flat(cls, flat: Mapping[str, Any]) -> Self:
-        """The Order that ``to_flat`` gave; ValueError if it is of another protocol."""
-        protocol = flat.get("protocol")
-        if protocol != PROTOCOL:
-            raise ValueError(
-                f"an Order of protocol {protocol!r}, this client speaks {PROTOCOL}: install the "
-                "same flwr-ppsgd on the server and on the clients"
-            )
-        values = {name: flat[name] for name in _SENT}
-        values["metrics"] = tuple(filter(None, flat["metrics"].split(",")))
-        values["starts"] = tuple(map(int, filter(None, flat["starts"].split(","))))
-        return cls(**values)
+    def from_flat(cls, flat: Mapping[str, Any]) -> "Order":
+        """The Order that ``to_flat`` gave; ValueError unless every field is as it must be.
+
+        All clients of a simulation get the same Order: it is read once.
+        """
+        items = tuple((name, type(value), value) for name, value in flat.items())
+        try:
+            return _read_once(items)
+        except TypeError:  # a list cannot be looked up, and is no field either
+            return cls.read(dict(flat))
+
+    @classmethod
+    def read(cls, flat: Mapping[str, Any]) -> "Order":
+        """What ``from_flat`` does the first time."""
+        _check_protocol(flat)
+        flat = {**dict.fromkeys(_MAY_BE_EMPTY, ""), **flat}
+        _check_fields(flat)
+        values = {name: flat[name] for name in _PLAIN}
+        values["metrics"] = _names(flat["metrics"])
+        values["starts"] = _numbers(flat["starts"])
+        order = cls(**values)
+        order._check_values()
+        return order
+
+    def _check_values(self) -> None:
+        _check_count("round", self.round)
+        _check_count("back", self.back)
+        _check_count("charges", self.charges)
+        _check(0 <= self.training <= LARGEST_NUMBER, "training must be 0 to 2^63", self.training)
+        _check(0 <= self.step < math.inf, "step must be finite and at least 0", self.step)
+        _check(0 < self.clip_norm < math.inf, "clip_norm must be finite, above 0", self.clip_norm)
+        _check(self.epsilon >= 0, "epsilon must be at least 0", self.epsilon)
+        reductions = get_args(Reduction)
+        known = self.reduction in reductions
+        _check(known, f"reduction must be one of {reductions}", self.reduction)
+        _check_text("promise", self.promise, LONGEST_PROMISE)
+        _check_text("server_key", self.server_key, LONGEST_NAME)
+        _check_text("signature", self.signature, LONGEST_NAME)
+        # the evaluation before the first round of a start is of the round before it
+        last = max(self.starts[-1:], default=0)
+        _check(last <= self.round + 1, f"starts must not end after round {self.round}", last)
 
 
-_SENT = tuple(each.name for each in fields(Order) if each.name != "visit")
+@functools.lru_cache(maxsize=8)
+def _read_once(items: tuple[tuple[str, type, Any], ...]) -> Order:
+    """The types are part of the key: 1 and True are equal and not the same."""
+    return Order.read({name: value for name, _, value in items})
+
+
+# The fields that are sent and their types; metrics and starts travel as text.
+_PLAIN: dict[str, type] = {
+    "round": int,
+    "step": float,
+    "clip_norm": float,
+    "reduction": str,
+    "publishes": bool,
+    "average": bool,
+    "training": int,
+    "back": int,
+    "charges": int,
+    "epsilon": float,
+    "promise": str,
+    "server_key": str,
+    "signature": str,
+    "protocol": int,
+}
+_TYPES = {**_PLAIN, "metrics": str, "starts": str}
+_MAY_BE_EMPTY = ("metrics", "starts", "promise", "server_key", "signature")
+
+
+def _check(holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"in an Order {rule}, got {_shown(value)}: it is not obeyed")
+
+
+def _check_count(name: str, value: int) -> None:
+    _check(0 <= value <= LARGEST_COUNT, f"{name} must be a whole number from 0 to 2^50", value)
+
+
+def _check_text(name: str, value: str, longest: int) -> None:
+    fits = len(value) <= longest and value.isprintable()
+    _check(fits, f"{name} must be at most {longest} printable characters", value)
+
+
+def _check_protocol(flat: Mapping[str, Any]) -> None:
+    protocol = flat.get("protocol")
+    if type(protocol) is not int or protocol != PROTOCOL:
+        raise ValueError(
+            f"an Order of protocol {_shown(protocol)}, this client speaks {PROTOCOL}: install the "
+            "same flwr-ppsgd on the server and on the clients"
+        )
+
+
+def _check_fields(flat: Mapping[str, Any]) -> None:
+    """Every field is there, has exactly its type (a bool is no int), and there is no other."""
+    missing = sorted(_TYPES.keys() - flat.keys())
+    unknown = sorted(map(str, flat.keys() - _TYPES.keys()))
+    _check(not missing, "all fields must be there, missing", missing)
+    _check(not unknown, "there must be no unknown field", unknown)
+    for name, kind in _TYPES.items():
+        _check(type(flat[name]) is kind, f"{name} must be of type {kind.__name__}", flat[name])
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """The names of measures in a text with commas."""
+    names = tuple(text.split(",")) if text else ()
+    for name in names:
+        _check(bool(name.strip()), "metrics must be names", text)
+        _check_text("each name in metrics", name, LONGEST_NAME)
+    distinct = len(names) == len(set(names)) <= MOST_METRICS
+    _check(distinct, f"metrics must be at most {MOST_METRICS} different names", text)
+    return names
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers in a text with commas, written as ``str`` writes them."""
+    words = text.split(",") if text else []
+    _check(len(words) <= MOST_STARTS, f"starts must be at most {MOST_STARTS} rounds", len(words))
+    numbers = all(_NUMBER.fullmatch(word) for word in words)
+    _check(numbers, "starts must be whole numbers from 1 to 10^15", text)
+    return tuple(map(int, words))
+
+
+def _shown(value: object) -> str:
+    """A value that a server chose, for one line of a log: no control characters, not too long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "…"
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def show_server() -> None:
         rounds_per_second(),
         at_least=150,
     )
+    show("a. the same, a round of 10 of 10^6 nodes / of 1000 nodes", scale_ratio(), at_most=3)
     for dtype in (np.float32, np.float64):
         name = f"b. aggregate_train / FedAvg's, 10 {dtype.__name__} replies of"
         show(f"{name} 7,840", server_ratio(SMALL, dtype, repetitions=200), at_most=2)
@@ -249,6 +250,19 @@ def linear_learner(context: Context) -> AdditiveLinear:
     rows = slice(start, start + SAMPLES)
     batches = Minibatches(x[rows], y[rows], BATCH, seed=1, user=user)
     return AdditiveLinear(batches, FEATURES, CLASSES, loss="softmax")
+
+
+def scale_ratio(rounds: int = 30, repetitions: int = 5) -> float:
+    """What a larger population costs, if the cohorts stay the same size."""
+    turns = []
+    for nodes in (10**6, USERS):
+        server = strategy(Poisson(nodes, rate=REPLIES / nodes))
+        grid = InProcessGrid(client_app(linear_learner), nodes)
+        own = train(server, grid, ArrayRecord([np.zeros((FEATURES, CLASSES))]))
+        next(own)
+        turns.append(own)
+    many, few = turns
+    return ratio(lambda: take(rounds, many), lambda: take(rounds, few), repetitions)
 
 
 def rounds_per_second(rounds: int = 100, repetitions: int = 8) -> float:

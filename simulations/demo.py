@@ -11,6 +11,7 @@ from flwr_ppsgd.cli import SweepBar, console, progress_bar
 from flwr_ppsgd.experiments.outputs import free_directory, read_rows
 from flwr_ppsgd.experiments.sweep import Sweep
 from flwr_ppsgd.experiments.workers import run_sweep
+from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.results.figures import draw_sweep
 
 
@@ -29,18 +30,17 @@ def show(sweep: Sweep, out: Path) -> None:
     rows = read_rows(out)
     table, written = draw_sweep(rows, out)
     console.print(table, highlight=False, markup=False, soft_wrap=True)
-    epsilon = max(row.epsilon for row in rows if row.epsilon is not None)
+    spent = max(row.deployed_epsilon for row in rows if row.deployed_epsilon is not None)
+    epsilon = rounded_up(spent)
     training = sweep.base.training
     console.print(
         "Every curve is a release of its own, simulated here. In a deployment each would promise "
         f"to each of the {training.population} users: everybody else together learns no more about "
-        f"your data than ({epsilon:.4g}, {training.delta:g})-joint differential privacy allows; "
+        f"your data than ({epsilon}, {training.delta:g})-joint differential privacy allows; "
         "local learning releases nothing, its epsilon is 0.",
         highlight=False,
     )
-    console.print(
-        f"Picture: {written[0]}   epsilon = {epsilon:.4g}", highlight=False, soft_wrap=True
-    )
+    console.print(f"Picture: {written[0]}   epsilon = {epsilon}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

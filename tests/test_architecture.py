@@ -18,15 +18,16 @@ from tests.support.paths import ROOT
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 # A file imports only what stands above it: in the first list, and then in its own folder's.
 GROUND_FLOOR = """
-    door checks disk algorithm optimizers noise epsilon privacy promise wire learner theory settings
-    client server legacy models data simulation experiments results plan audit cli
+    door checks disk algorithm optimizers noise epsilon privacy promise wire signature learner
+    theory settings client server legacy models data simulation experiments results plan audit cli
 """
 FOLDERS = {
-    "client": "shelf sent personal visit message_api legacy_api model",
+    "client": "refusal policy shelf sent personal visit message_api legacy_api model",
     "server": """
-        training journal checkpoint curator enrolment tensorboard rounds message_api legacy_api
+        training record chain checkpoint journal budget ledgers curator enrolment tensorboard rounds
+        fetch message_api legacy_api
     """,
-    "models": "linear split cnn torch_app",
+    "models": "linear batch blocks losses loaders torch_optimizer split cnn torch_app",
     "data": """
         per_user raw columns frames npz files cache tff emnist stackoverflow synthetic learners
         by_name

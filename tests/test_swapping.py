@@ -76,20 +76,27 @@ def test_stock_strategies_leave_theta_alone() -> None:
     assert kept.visit == 4
 
 
-def test_a_client_without_local_steps_says_so_under_a_stock_strategy() -> None:
+def test_a_client_without_local_steps_says_so_under_a_stock_strategy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     on = grid()
-    (reply, *_) = on.send_and_receive(FedAvg().configure_train(1, w0(), ConfigRecord(), on))
-    assert "pass local_step to client_app" in str(reply.error.reason)
+    stock = FedAvg()
+    for messages in (
+        stock.configure_train(1, w0(), ConfigRecord(), on),
+        stock.configure_evaluate(1, w0(), ConfigRecord(), on),
+    ):
+        (reply, *_) = on.send_and_receive(messages)
+        assert reply.error.reason == "ClientError: refused-policy: ValueError"
+    assert "pass local_step to client_app" in caplog.text
 
 
-def test_other_record_keys_get_one_clear_line() -> None:
+def test_other_record_keys_get_one_clear_line(caplog: pytest.LogCaptureFixture) -> None:
     on = InProcessGrid(serves_all, 5)
     stock = FedAvg(arrayrecord_key="model")
     (reply, *_) = on.send_and_receive(stock.configure_train(1, w0(), ConfigRecord(), on))
-    assert "no ArrayRecord 'arrays' in a message that holds ['config', 'model']" in str(
-        reply.error.reason
-    )
-    assert "arrayrecord_key='arrays'" in str(reply.error.reason)
+    assert reply.error.reason == "ClientError: refused-message: ValueError"
+    assert "no ArrayRecord 'arrays' in a message that holds ['config', 'model']" in caplog.text
+    assert "arrayrecord_key='arrays'" in caplog.text
 
 
 def test_client_mods_work_under_both() -> None:
@@ -248,9 +255,44 @@ def test_a_learner_for_that_cannot_be_pickled_is_named_when_it_is_sent() -> None
         pickle.dumps(app)
 
 
-def test_local_steps_can_come_from_the_run_config() -> None:
-    on = InProcessGrid(client_app(toy_learner), 5, {"local-step": 0.5, "local-steps": 2})
-    result = FedAvg().start(on, w0(), num_rounds=1)
+class Nodes(InProcessGrid):
+    """Virtual nodes whose owner has set something in the node config."""
+
+    def __init__(self, node_config: dict[str, Any], run_config: dict[str, Any]) -> None:
+        super().__init__(client_app(toy_learner), 5, run_config)
+        self._node_config = node_config
+
+    def context(self, node_id: int) -> Context:
+        context = super().context(node_id)
+        context.node_config = {**context.node_config, **self._node_config}
+        return context
+
+
+STOCK: dict[str, Any] = {"local-step": 0.5, "local-steps": 2}
+
+
+def test_local_steps_can_come_from_the_run_config_if_the_owner_of_the_node_lets_them() -> None:
+    result = FedAvg().start(Nodes({"ppsgd-stock": True}, STOCK), w0(), num_rounds=1)
     np.testing.assert_allclose(
         flat(result.arrays), 0.75 * np.mean([target(i) for i in range(5)], axis=0)
     )
+
+
+def test_a_run_config_never_turns_a_ppsgd_client_into_a_stock_one() -> None:
+    """What a stock client returns are its parameters, unclipped."""
+    for on in (
+        InProcessGrid(client_app(toy_learner), 5, STOCK),
+        Nodes({"ppsgd-stock": False}, STOCK),
+        Nodes({}, {**STOCK, "ppsgd-stock": True}),
+    ):
+        replies = on.send_and_receive(FedAvg().configure_train(1, w0(), ConfigRecord(), on))
+        reasons = {reply.error.reason for reply in replies}
+        assert reasons == {"ClientError: refused-policy: ValueError"}
+
+
+@pytest.mark.parametrize("bad", [{}, {"local-step": "x"}, {"local-step": 0}, {"local-step": True}])
+def test_a_stock_client_needs_a_step(bad: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    on = Nodes({"ppsgd-stock": True}, bad)
+    (reply, *_) = on.send_and_receive(FedAvg().configure_train(1, w0(), ConfigRecord(), on))
+    assert reply.error.reason == "ClientError: refused-policy: ValueError"
+    assert "local-step must be a positive number" in caplog.text

@@ -1,17 +1,18 @@
 """w as named arrays and back; the Order."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import Order
-from flwr_ppsgd.wire import Layout, decode_vector, vector_record
+from flwr_ppsgd.wire import _MAY_BE_EMPTY, PROTOCOL, Layout, decode_vector, vector_record
 
 DTYPES: list[np.dtype[np.floating[Any]]] = [np.dtype("<f4"), np.dtype("<f8"), np.dtype(">f8")]
 floats = hnp.arrays(
@@ -67,6 +68,144 @@ def test_a_vector_of_another_length_is_refused() -> None:
 def test_an_order_survives_the_wire_without_its_visit() -> None:
     order = Order(round=7, step=0.25, clip_norm=3.0, reduction="sum", publishes=True, visit=9)
     assert Order.from_flat(ConfigRecord(order.to_flat())) == Order(7, 0.25, 3.0, "sum", True)
+
+
+ORDER = Order(
+    7,
+    0.25,
+    3.0,
+    "sum",
+    True,
+    metrics=("loss", "accuracy"),
+    training=2**62,
+    starts=(1, 5, 5, 8),
+    back=4,
+    charges=9,
+    epsilon=1.5,
+    promise="(1.5, 1e-05)-joint differential privacy; ε",
+    server_key="ed25519:abc",
+    signature="abc=",
+)
+
+
+def test_every_field_survives_the_wire() -> None:
+    assert Order.from_flat(ConfigRecord(ORDER.to_flat())) == ORDER
+
+
+def test_numbers_of_other_libraries_become_plain_ones() -> None:
+    order = Order(np.int64(7), np.float64(0.5), 3, "sum", True)  # type: ignore[arg-type]
+    flat = Order.from_flat(order.to_flat()).to_flat()
+    assert [type(flat[name]) for name in ("round", "step", "clip_norm")] == [int, float, float]
+
+
+MALFORMED: list[tuple[str, Any]] = [
+    ("round", 1.5),
+    ("round", True),
+    ("round", -1),
+    ("round", "1"),
+    ("round", 2**60),
+    ("step", -0.1),
+    ("step", math.nan),
+    ("step", math.inf),
+    ("step", 1),
+    ("step", [0.5]),
+    ("clip_norm", math.inf),
+    ("clip_norm", 0.0),
+    ("clip_norm", math.nan),
+    ("reduction", "max"),
+    ("publishes", 1),
+    ("average", "yes"),
+    ("metrics", "loss,,accuracy"),
+    ("metrics", "loss,loss"),
+    ("metrics", "lo\x1b[2Jss"),
+    ("metrics", "a" * 300),
+    ("training", -1),
+    ("training", 2**63 + 1),
+    ("training", 1.0),
+    ("starts", "1,x"),
+    ("starts", "1,-3"),
+    ("starts", "01"),
+    ("starts", "1, 3"),
+    ("starts", "1,99"),
+    ("starts", "9" * 400),
+    ("back", -1),
+    ("back", True),
+    ("charges", False),
+    ("charges", -1),
+    ("charges", None),
+    ("epsilon", -1.0),
+    ("epsilon", math.nan),
+    ("promise", "a\x1b[31mb"),
+    ("promise", "two\nlines"),
+    ("promise", "left\u202eright"),
+    ("promise", "a" * 1001),
+    ("server_key", "a" * 1001),
+    ("signature", b"bytes"),
+    ("protocol", 1),
+    ("protocol", True),
+    ("protocol", 2.0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), MALFORMED, ids=lambda v: repr(v)[:20])
+def test_a_malformed_order_is_refused_in_one_clean_line(name: str, value: Any) -> None:
+    Order.from_flat(ORDER.to_flat())  # what was read before is no excuse: 1 equals True
+    with pytest.raises(ValueError, match=name) as refused:
+        Order.from_flat({**ORDER.to_flat(), name: value})
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize("name", sorted(set(ORDER.to_flat()) - set(_MAY_BE_EMPTY)))
+def test_an_order_without_a_field_is_refused(name: str) -> None:
+    flat = ORDER.to_flat()
+    del flat[name]
+    with pytest.raises(ValueError, match=name):
+        Order.from_flat(flat)
+
+
+def test_empty_texts_are_left_out_of_an_order() -> None:
+    """Flower's size mods reject a record with an empty text."""
+    bare = Order(1, 0.5, 1.0, "mean", True)
+    assert "" not in bare.to_flat().values()
+    assert Order.from_flat(bare.to_flat()) == bare
+
+
+def test_an_order_with_a_field_too_many_is_refused() -> None:
+    with pytest.raises(ValueError, match="no unknown field, got \\['visit'\\]"):
+        Order.from_flat({**ORDER.to_flat(), "visit": 3})
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=30),
+    st.binary(max_size=10),
+    st.lists(st.integers(), max_size=3),
+)
+
+
+@pytest.mark.fuzz
+@given(st.dictionaries(st.sampled_from(sorted(ORDER.to_flat())), scalars, max_size=4))
+@example({"starts": "1,٣"})
+@settings(max_examples=500, deadline=None)
+def test_whatever_comes_is_an_order_that_is_sound_or_a_value_error(changes: dict[str, Any]) -> None:
+    try:
+        order = Order.from_flat({**ORDER.to_flat(), **changes})
+    except ValueError as refused:
+        assert str(refused).isprintable()  # noqa: PT017
+        return
+    assert order.protocol == PROTOCOL
+    assert 0 <= order.step < math.inf
+    assert 0 < order.clip_norm < math.inf
+    assert order.reduction in ("mean", "sum")
+    assert all(type(start) is int and start > 0 for start in order.starts)
+    assert order.promise.isprintable()
+    assert type(order.round) is int
+    given = {**ORDER.to_flat(), **changes}
+    assert order.to_flat() == {name: value for name, value in given.items() if value != ""}
 
 
 def test_vectors_of_a_nodes_own_state() -> None:

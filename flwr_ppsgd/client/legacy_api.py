@@ -8,11 +8,21 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.client.personal import all_or_nothing, mirror
-from flwr_ppsgd.client.sent import Leaving, norm_of
-from flwr_ppsgd.client.visit import LocalSteps, Sent, answer_order, answer_stock, measure
+from flwr_ppsgd.client.sent import EVALUATE, Leaving, norm_of
+from flwr_ppsgd.client.visit import (
+    LocalSteps,
+    Request,
+    Sent,
+    answer_order,
+    answer_stock,
+    measure,
+    serve,
+)
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, Order, bytes_of
+
+TRAIN = "train"
+ORDER_FIELDS = ("protocol", "publishes", "clip_norm")  # no stock strategy sends one of these
 
 
 class PPSGDClient(NumPyClient):
@@ -46,32 +56,51 @@ class PPSGDClient(NumPyClient):
         What goes back under PPSGD is the clipped gradient; 1 stands for the number of examples,
         which stays here.
         """
-        order = _order(config)
-        w = _flat(parameters)
 
-        def answer() -> tuple[NDArrays, int, dict[str, Scalar]]:
+        def answer(order: Order | None) -> tuple[NDArrays, int, dict[str, Scalar]]:
+            w = _flat(parameters)
             if order is None:
                 sent = self._fit_locally(w, config)
                 return _arrays(sent, parameters), self._learner.num_examples, {}
             sent = answer_order(self._context, self._learner, w, order)
             return _arrays(sent, parameters), 1, {**sent.measures}
 
-        return all_or_nothing(
+        return serve(
             self._context,
+            self._request(TRAIN, parameters, config),
             answer,
-            lambda reply: _leaving(reply[0], order, bytes_of(ArrayRecord(parameters))),
+            lambda reply, order: _leaving(reply[0], order, _serialised(parameters)),
         )
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
         """The learner's measures, outside the guarantee."""
-        order = _order(config)
-        measures = measure(self._context, self._learner, _flat(parameters), order)
-        size = 8 * len(measures) + 8
-        mirror(self._context, lambda: Leaving({METRICS: size}, order=order), stepped=False)
-        loss = float(measures.get("loss", 0.0))
-        return loss, self._learner.num_examples, {**measures}
+
+        def answer(order: Order | None) -> tuple[float, int, dict[str, Scalar]]:
+            measures = measure(self._context, self._learner, _flat(parameters), order)
+            numbers = {name: float(value) for name, value in measures.items()}
+            return numbers.get("loss", 0.0), self._learner.num_examples, {**numbers}
+
+        def leaving(reply: tuple[float, int, dict[str, Scalar]], order: Order | None) -> Leaving:
+            size = 8 * len(reply[2]) + 8
+            return Leaving(EVALUATE, {METRICS: size}, order=order)
+
+        return serve(
+            self._context,
+            self._request(EVALUATE, parameters, config),
+            answer,
+            leaving,
+        )
+
+    def _request(self, kind: str, parameters: NDArrays, config: Mapping[str, Scalar]) -> Request:
+        has_order = any(name in config for name in ORDER_FIELDS)
+        return Request(
+            kind=kind,
+            order=config if has_order else None,
+            arrays=lambda: _serialised(parameters),
+            serves_stock=self._local_step is not None,
+        )
 
     def _fit_locally(self, w: Vector, config: Mapping[str, Scalar]) -> Sent:
         local = LocalSteps.of(self._context, self._local_step, self._local_steps)
@@ -79,18 +108,19 @@ class PPSGDClient(NumPyClient):
         return answer_stock(self._context, self._learner, w, local, proximal)
 
 
-def _order(config: Mapping[str, Scalar]) -> Order | None:
-    return Order.from_flat(config) if "publishes" in config else None
-
-
 def _leaving(arrays: NDArrays, order: Order | None, w: Mapping[str, bytes]) -> Leaving:
     """What a reply takes along, and what it answers."""
     if not arrays:
-        return Leaving({}, None, order, w)
+        return Leaving(TRAIN, order=order, w=w)
     size = sum(array.nbytes for array in arrays)
     if order is None:
-        return Leaving({ARRAYS: size}, None, order, w)
-    return Leaving({GRADIENT: size}, norm_of(arrays), order, w)
+        return Leaving(TRAIN, {ARRAYS: size}, w=w)
+    return Leaving(TRAIN, {GRADIENT: size}, norm_of(arrays), order, w)
+
+
+def _serialised(parameters: NDArrays) -> dict[str, bytes]:
+    """The arrays as they travelled, under the names 0, 1, 2, …"""
+    return bytes_of(ArrayRecord(parameters))
 
 
 def _flat(arrays: NDArrays) -> Vector:

@@ -9,9 +9,17 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from flwr_ppsgd.client.personal import all_or_nothing
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.client.refusal import REFUSED_MESSAGE, REFUSED_ORDER, RefusedError, refusing
 from flwr_ppsgd.client.sent import Leaving
-from flwr_ppsgd.client.visit import LocalSteps, answer_order, answer_stock, measure
+from flwr_ppsgd.client.visit import (
+    LocalSteps,
+    Request,
+    answer_order,
+    answer_stock,
+    measure,
+    serve,
+)
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import (
     ARRAYS,
@@ -41,11 +49,12 @@ def client_app(
             function closes over goes along.
         local_step: the size of a step on w, in answer to a message without an Order, as stock
             strategies send it. θ is left alone; the reply is the parameters and ``num-examples``.
-            If it is not given, the run config's ``local-step`` is taken.
+            If it is not given, stock strategies are answered only if the node config has
+            ``ppsgd-stock = true``, with the run config's ``local-step``.
         local_steps: the number of such steps; default: the run config's ``local-steps``, or 1.
         mods: Flower client mods, applied to training and evaluation alike.
     """
-    app = _App(learner_for, mods)
+    app = _App(learner_for, mods, serves_stock=local_step is not None)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -59,24 +68,46 @@ def client_app(
     def evaluate(message: Message, context: Context) -> Message:
         return _evaluate(message, context, learner_for(context))
 
+    @app.query()
+    def check(message: Message, context: Context) -> Message:  # noqa: ARG001
+        """The Order is one that this client would obey; no data are read."""
+        return Message(RecordDict(), reply_to=message)
+
     return app
 
 
 class _App(ClientApp):
-    """A ClientApp that says what is wrong if it cannot be sent to Flower's workers."""
+    """A ClientApp that keeps to its owner's limits, and whose errors tell the server a code only.
 
-    def __init__(self, learner_for: Callable[[Context], Learner], mods: list[Mod] | None) -> None:
+    It also says what is wrong if it cannot be sent to Flower's workers.
+    """
+
+    def __init__(
+        self,
+        learner_for: Callable[[Context], Learner],
+        mods: list[Mod] | None,
+        serves_stock: bool,
+    ) -> None:
         super().__init__(mods=mods)
         self._learner_for = learner_for
+        self._serves_stock = serves_stock
 
     def __call__(self, message: Message, context: Context) -> Message:
         """The reply after all mods, and only then θ for good."""
         asked = message.content.copy()  # mods may change what the client sees
+        kind = message.metadata.message_type.partition(".")[0]
+        request = Request(
+            kind=kind,
+            order=asked.get(ORDER),  # from_flat refuses any other record
+            arrays=lambda: _arrays(asked),
+            serves_stock=self._serves_stock,
+        )
         answer = super().__call__
-        return all_or_nothing(
+        return serve(
             context,
-            lambda: answer(message, context),
-            lambda reply: _leaving(reply, asked),
+            request,
+            lambda _: _without_error(answer(message, context)),
+            lambda reply, order: Leaving.of(kind, reply.content, order, _arrays(asked)),
         )
 
     def __getstate__(self) -> dict[str, object]:
@@ -94,10 +125,10 @@ class _App(ClientApp):
 
 def _train(message: Message, context: Context, learner: Learner) -> Message:
     """The answer to an Order: the clipped gradient, private measures, and nothing else."""
-    record = _shared(message)
-    layout = Layout.of(record)
-    order = Order.from_flat(_order_record(message))
-    sent = answer_order(context, learner, layout.flatten(record), order)
+    layout, w = _shared(message)
+    order = _order(message)
+    assert order is not None
+    sent = answer_order(context, learner, w, order)
     content = RecordDict()
     if sent.vector is not None:
         content[GRADIENT] = layout.unflatten(sent.vector)
@@ -110,11 +141,10 @@ def _train_locally(
     message: Message, context: Context, learner: Learner, local: LocalSteps
 ) -> Message:
     """The answer to a stock strategy, with the proximal term of FedProx if it asks for one."""
-    record = _shared(message)
-    layout = Layout.of(record)
+    layout, w = _shared(message)
     config: Mapping[str, Any] = message.content.config_records.get(CONFIG, ConfigRecord())
     proximal = float(config.get("proximal-mu", 0.0))
-    sent = answer_stock(context, learner, layout.flatten(record), local, proximal)
+    sent = answer_stock(context, learner, w, local, proximal)
     assert sent.vector is not None
     metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
     content = RecordDict({ARRAYS: layout.unflatten(sent.vector), METRICS: metrics})
@@ -122,38 +152,40 @@ def _train_locally(
 
 
 def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
-    record = _shared(message)
-    w = Layout.of(record).flatten(record)
-    measures = measure(context, learner, w, _order(message.content))
+    _, w = _shared(message)
+    measures = measure(context, learner, w, _order(message))
     metrics = MetricRecord({**measures, NUM_EXAMPLES: learner.num_examples})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
 
-def _leaving(reply: Message, asked: RecordDict) -> Leaving:
-    """What a reply takes along, and what it answers."""
-    w = asked.get(ARRAYS)
-    arrays = bytes_of(w) if isinstance(w, ArrayRecord) else {}
-    content = reply.content if reply.has_content() else RecordDict()
-    return Leaving.of(content, _order(asked), arrays)
+def _without_error(reply: Message) -> Message:
+    """A reply that is no error: what a mod writes into one would be sent."""
+    if reply.has_error():
+        raise RuntimeError(f"a mod replied with an error: {reply.error.reason}")
+    return reply
 
 
-def _order(content: RecordDict) -> Order | None:
-    record = content.get(ORDER)
-    return Order.from_flat(record) if isinstance(record, ConfigRecord) else None
+def _order(message: Message) -> Order | None:
+    record: Any = message.content.get(ORDER)
+    if record is None:
+        return None
+    return refusing(REFUSED_ORDER, lambda: Order.from_flat(record))
 
 
-def _order_record(message: Message) -> ConfigRecord:
-    record = message.content.get(ORDER)
-    if not isinstance(record, ConfigRecord):
-        raise ValueError(f"{ORDER!r} is a {type(record).__name__} where a ConfigRecord is expected")
-    return record
+def _arrays(content: RecordDict) -> dict[str, bytes]:
+    """The serialised arrays in a message, by name; none if there are none."""
+    w = content.get(ARRAYS)
+    return bytes_of(w) if isinstance(w, ArrayRecord) else {}
 
 
-def _shared(message: Message) -> ArrayRecord:
+def _shared(message: Message) -> tuple[Layout, Vector]:
+    """w that came with a message, and its form."""
     record = message.content.get(ARRAYS)
     if not isinstance(record, ArrayRecord):
-        raise ValueError(
+        raise RefusedError(
+            REFUSED_MESSAGE,
             f"no ArrayRecord {ARRAYS!r} in a message that holds {sorted(message.content)}: let the "
-            f"strategy use arrayrecord_key={ARRAYS!r}"
+            f"strategy use arrayrecord_key={ARRAYS!r}",
         )
-    return record
+    layout = refusing(REFUSED_MESSAGE, lambda: Layout.of(record))
+    return layout, refusing(REFUSED_MESSAGE, lambda: layout.flatten(record))

@@ -58,11 +58,8 @@ class PersonalModel:
                 last round.
         """
         shelf = _shelf(Path(state_dir), user, run)
-        save = next(shelf.saves(), None)
-        if save is None:
-            raise ValueError(
-                f"{shelf.directory} holds no whole θ of user {user!r}: restore one from a backup"
-            )
+        save = shelf.last()
+        assert save is not None
         shared = record_from(shelf.shared().arrays) if w is None else _record(w)
         return cls(shared, save.vectors["theta"])
 
@@ -118,17 +115,13 @@ def personalize(
 
 def _shelf(root: Path, user: str, run: str | None) -> Shelf:
     """The only shelf of this user, in this run if one is named."""
-    shelves = Shelf.all_in(root)
-    of_user = [shelf for shelf in shelves if shelf.user == str(user)]
-    found = [shelf for shelf in of_user if run in (None, shelf.run)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        known = sorted({(shelf.run, shelf.user) for shelf in shelves})
+    shelf = Shelf.only(root, str(user), run)
+    if shelf is None:
+        shelves = Shelf.all_in(root)
+        known = sorted({(other.run, other.user) for other in shelves if other.holds_theta()})
         where = f" in run {run!r}" if run else ""
         raise ValueError(f"{root} holds no θ of user {user!r}{where}, only of {known}")
-    runs = [shelf.run for shelf in found]
-    raise ValueError(f"user {user!r} took part in {runs}: name one with run=")
+    return shelf
 
 
 def _record(w: Published) -> ArrayRecord:

@@ -17,14 +17,24 @@ import numpy as np
 from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.client.policy import check_keys
+from flwr_ppsgd.client.refusal import REFUSED_CHARGES, THETA_FOREIGN, TOO_LATE, RefusedError
 from flwr_ppsgd.client.sent import Leaving
-from flwr_ppsgd.client.shelf import Save, Shelf
+from flwr_ppsgd.client.shelf import (
+    RUN,
+    TRAININGS,
+    UNNAMED,
+    Save,
+    Shelf,
+    needed_before,
+    owner_of,
+)
 from flwr_ppsgd.wire import Order, decode_vector, vector_record
 
 log = logging.getLogger("flwr.ppsgd")
 
-STATE = "ppsgd-personal"
-BEFORE = "ppsgd-personal-before"
+STATE = "ppsgd-personal"  # the newest θ in a node's state; older ones are STATE-1, STATE-2, …
+LEAST_BACK = 2  # rounds that any server with a checkpoint_dir may go back
 Answer = TypeVar("Answer")
 
 
@@ -43,6 +53,7 @@ class Personal:
         since: the number of visits before that training.
         base: the number of the save on disk that θ was stepped from.
         seen: the number of the newest save when θ was read.
+        charges: the number of charges that the server had told of.
     """
 
     theta: Vector
@@ -55,6 +66,7 @@ class Personal:
     since: int = 0
     base: int = 0
     seen: int = 0
+    charges: int = 0
 
     def stepped(self, theta: Vector, round_: int, average: bool = False) -> Self:
         """After one more visit."""
@@ -86,6 +98,7 @@ class Personal:
             training=order.training,
             base=0,
             seen=0,
+            charges=0,
         )
 
     def stamp(self) -> dict[str, Any]:
@@ -108,39 +121,69 @@ _STAMP = tuple(each.name for each in fields(Personal) if each.name not in ("thet
 
 def recall(context: Context) -> Personal | None:
     """What this node kept last, or None if the user has not taken part yet."""
-    shelf = Shelf.of(context)
-    if shelf is not None:
-        on_disk = next(_from_disk(shelf.saves()), None)
-        if on_disk is not None:
-            return on_disk
-    return next(_from_node(context), None)
+    check_keys(context.node_config)
+    kept = next(_from_node(context), None)
+    shelf = Shelf.of(context, kept.training) if kept else _only_shelf(context)
+    return _last(context, shelf)
+
+
+def recall_or_begin(context: Context, initial: Callable[[], Vector]) -> Personal:
+    """The θ for a message without an Order: that of this node's training, or else a new one."""
+    training = training_in(context)
+    shelf = Shelf.of(context, training)
+    begun = Personal(initial(), context.run_id, training=training)
+    kept = _last(context, shelf) or begun
+    _refuse_other_model(kept, begun, shelf)
+    return kept
 
 
 def step_from(context: Context, order: Order, initial: Callable[[], Vector]) -> Personal:
     """The θ that this Order is to step: each round once, whatever the server lost."""
-    shelf = Shelf.of(context)
-    own, others = _lines(context, shelf, order.training)
-    newest = next(own, None)
-    if newest is not None:
-        _refuse_if_replaced(newest, order)
-        own = itertools.chain([newest], own)
-    chosen = choose(own, others, order, below=order.round)
-    if chosen is None:
-        if shelf is not None:
-            shelf.refuse_if_all_are_damaged()
-        chosen = Personal(initial(), context.run_id, training=order.training)
+    shelf = Shelf.of(context, order.training)
+    # before θ is read: what another task saves from now on must show
+    seen = shelf.newest(order.training) if shelf else 0
+    chosen = _chosen(context, shelf, order, initial, stepping=True)
     return replace(
         chosen,
         run=context.run_id,
         start=len(order.starts),
-        seen=shelf.newest(order.training) if shelf else 0,
+        seen=seen,
+        charges=order.charges,
     )
 
 
-def evaluate_with(context: Context, order: Order) -> Personal | None:
+def evaluate_with(context: Context, order: Order, initial: Callable[[], Vector]) -> Personal:
     """The θ after the Order's round, or the last one before it."""
-    own, others = _lines(context, Shelf.of(context), order.training)
-    return choose(own, others, order, below=order.round + 1)
+    shelf = Shelf.of(context, order.training)
+    return _chosen(context, shelf, order, initial, stepping=False)
+
+
+def _chosen(
+    context: Context,
+    shelf: Shelf | None,
+    order: Order,
+    initial: Callable[[], Vector],
+    stepping: bool,
+) -> Personal:
+    """The θ that counts for an Order, or a new one; RefusedError if there is a reason not to.
+
+    A step goes from the θ before the Order's round, an evaluation is at the θ after it.
+    """
+    own = _own(context, shelf, order.training)
+    newest = next(own, None)
+    if newest is not None:
+        _refuse_fewer_charges(newest, order)
+        if stepping:
+            _refuse_if_replaced(newest, order)
+        own = itertools.chain([newest], own)
+    begun = Personal(initial(), context.run_id, training=order.training)
+    below = order.round if stepping else order.round + 1
+    chosen = choose(own, _others(context, shelf, order.training), order, below)
+    if chosen is None:
+        _tell_of_older_version(shelf)
+        return begun
+    _refuse_other_model(chosen, begun, shelf)
+    return chosen
 
 
 def choose(
@@ -156,7 +199,7 @@ def choose(
     Args:
         own: what was kept in this training, newest first.
         others: the same for other trainings under the same name, from whose last θ a new training
-            goes on.
+            goes on. Read only if nothing in ``own`` counts.
         order: tells at which rounds the server started.
         below: the first round that is too late.
     """
@@ -176,17 +219,46 @@ def choose(
     return None if last is None else last.entering(order)
 
 
-def keep(context: Context, personal: Personal, before: Personal | None = None) -> None:
-    """Replace what this node's state holds.
+def keep(context: Context, personal: Personal, back: int = 0) -> None:
+    """Put θ into this node's state, with as many older ones as the server may go back to.
+
+    If the node has a directory, they are there.
 
     Args:
         context: the node.
         personal: θ after the visit.
-        before: θ before it, if the server can go back.
+        back: the number of rounds that the server may go back.
     """
-    if before is not None:
-        context.state[BEFORE] = _encode(before)
-    context.state[STATE] = _encode(personal)
+    kept = []
+    if owner_of(context) is None:
+        kept = _still_needed(personal, list(_from_node(context)), back)
+    for name in _state_names(context):
+        del context.state[name]
+    for place, each in enumerate([personal, *kept]):
+        context.state[_state_name(place)] = _encode(each)
+
+
+def _still_needed(personal: Personal, kept: list[Personal], back: int) -> list[Personal]:
+    """Those of the older θ that stay: what this one goes back to, and the last of other trainings.
+
+    θ of a round that the server has lost had more visits than the one that was stepped instead.
+    """
+    history = [
+        each for each in kept if each.training == personal.training and each.visit < personal.visit
+    ]
+    needed = needed_before(personal.round, [each.round for each in history], back)
+    last_of_others: dict[int, Personal] = {}
+    for each in kept:
+        if each.training != personal.training:
+            last_of_others.setdefault(each.training, each)
+    return [*history[:needed], *list(last_of_others.values())[: TRAININGS - 1]]
+
+
+def back_of(order: Order | None) -> int:
+    """The number of rounds that the server may go back."""
+    if order is None or not order.starts:
+        return 0
+    return max(LEAST_BACK, order.back)
 
 
 def all_or_nothing(
@@ -205,59 +277,154 @@ def all_or_nothing(
     try:
         reply = answer()
         stepped = context.state.get(STATE) is not before.get(STATE)
-        mirror(context, lambda: leaving(reply), stepped=stepped)
+        _mirror(context, lambda: leaving(reply), stepped=stepped)
     except BaseException:
         context.state = before
         raise
     return reply
 
 
-def mirror(context: Context, leaving: Callable[[], Leaving], stepped: bool) -> None:
+def note(context: Context, leaving: Leaving) -> None:
+    """In the node's directory, if it has one: note a reply that leaves θ as it is."""
+    _mirror(context, lambda: leaving, stepped=False)
+
+
+def training_in(context: Context) -> int:
+    """The training of the newest θ in this node's state; 0 if there is none."""
+    newest = next(_from_node(context), None)
+    return newest.training if newest else 0
+
+
+def _mirror(context: Context, leaving: Callable[[], Leaving], stepped: bool) -> None:
     """In the node's directory, if it has one: note what leaves, then w, and last θ."""
-    shelf = Shelf.of(context)
-    if shelf is None:
+    if owner_of(context) is None:
         return
+    reply = leaving()
+    training = reply.order.training if reply.order else training_in(context)
+    shelf = Shelf.of(context, training)
+    assert shelf is not None
+    personal = next(_from_node(context), None) if stepped else None
     with shelf.writing():
-        reply = leaving()
-        shelf.note(reply.as_line(context.run_id))
-        personal = next(_from_node(context), None)
-        if stepped and personal is not None:
-            shelf.put_shared(reply.w, personal.round, reply.promise)
-            shelf.put(
-                personal.training,
-                personal.stamp(),
-                personal.vectors(),
-                personal.seen,
-                personal.base,
-            )
+        if personal is not None:
+            shelf.refuse_if_busy(personal.training, personal.seen)
+        with shelf.noted(reply.as_line(context.run_id)):
+            if personal is not None:
+                _put(shelf, personal, reply)
+
+
+def _put(shelf: Shelf, personal: Personal, reply: Leaving) -> None:
+    shelf.put_shared(reply.w, personal.round, reply.promise)
+    shelf.put(
+        personal.training,
+        personal.stamp(),
+        personal.vectors(),
+        seen=personal.seen,
+        base=personal.base,
+        back=back_of(reply.order),
+    )
 
 
 def _refuse_if_replaced(newest: Personal, order: Order) -> None:
     """Refuse an Order that was overtaken: its round is over, or its server started again."""
     start = len(order.starts)
     if (start, order.round) < (newest.start, newest.round):
-        raise ValueError(
+        raise RefusedError(
+            TOO_LATE,
             f"round {order.round} of the server's start {start} is asked for after round "
             f"{newest.round} of start {newest.start}: it comes too late and θ stays as it is; give "
-            "another training another ppsgd-run"
+            f"another training another {RUN}",
         )
 
 
-def _lines(
-    context: Context, shelf: Shelf | None, training: int
-) -> tuple[Iterator[Personal], Iterator[Personal]]:
-    """What was kept in this training, and in others.
+def _refuse_fewer_charges(newest: Personal, order: Order) -> None:
+    """Refuse a server that has forgotten what it released: its ε would be too small."""
+    if order.charges < newest.charges:
+        raise RefusedError(
+            REFUSED_CHARGES,
+            f"the server has charged {order.charges} rounds of a training that had charged "
+            f"{newest.charges} before: its journal went back in time, so its epsilon is too small; "
+            "nothing is sent; ask its operator to add the missing charges with ppsgd ledger",
+        )
 
-    From the directory if anything is there, else from the node.
+
+def _refuse_other_model(kept: Personal, begun: Personal, shelf: Shelf | None) -> None:
+    """Refuse a θ of another size than the learner's own."""
+    if kept.theta.shape != begun.theta.shape:
+        place = f"run {shelf.run!r} in {shelf.root}" if shelf else "this node's state"
+        raise RefusedError(
+            THETA_FOREIGN,
+            f"the θ of {place} has {kept.theta.size} numbers and this learner's has "
+            f"{begun.theta.size}: it belongs to another model; go on with that one there, or name "
+            f"another {RUN} to begin anew",
+        )
+
+
+def _tell_of_older_version(shelf: Shelf | None) -> None:
+    """Version 0.1 kept all trainings without a name in one place and went on from there."""
+    if shelf is None or shelf.named:
+        return
+    old = Shelf(shelf.root, UNNAMED, shelf.user)
+    if old.serials():
+        log.warning(
+            "θ of user %r begins anew, and an older version of flwr-ppsgd has left one in %s: to "
+            "go on with that one, set %s = %r in the run config",
+            shelf.user,
+            old.directory,
+            RUN,
+            UNNAMED,
+        )
+
+
+def _last(context: Context, shelf: Shelf | None) -> Personal | None:
+    """The newest θ in the directory, or else in the node."""
+    save = shelf.last() if shelf else None
+    if save is not None:
+        return next(_from_disk([save]))
+    kept = next(_from_node(context), None)
+    return None if kept is None else replace(kept, seen=0)  # no save was seen
+
+
+def _only_shelf(context: Context) -> Shelf | None:
+    """The directory's only θ of this user; for a node that has just started."""
+    place = owner_of(context)
+    if place is None:
+        return None
+    root, user = place
+    run = str(context.run_config.get(RUN, ""))
+    if run:
+        return Shelf(root, run, user)
+    return Shelf.only(root, user)
+
+
+def _own(context: Context, shelf: Shelf | None, training: int) -> Iterator[Personal]:
+    """What was kept in this training, newest first: in the directory, or else in the node."""
+    found = False
+    if shelf is not None:
+        for personal in _from_disk(shelf.saves(lambda other: other == training)):
+            found = True
+            yield personal
+    if not found:
+        for personal in _from_node(context):
+            if personal.training == training:
+                yield personal
+
+
+def _others(context: Context, shelf: Shelf | None, training: int) -> Iterator[Personal]:
+    """The last θ of another training under the same name, if somebody named the run.
+
+    Asked for only if this training has none; refused if that is because of damage.
     """
-    if shelf is not None and shelf.serials():
-        own = shelf.saves(lambda other: other == training)
-        others = shelf.saves(lambda other: other != training)
-        return _from_disk(own), _from_disk(others)
-    kept = list(_from_node(context))
-    own_kept = [personal for personal in kept if personal.training == training]
-    others_kept = [personal for personal in kept if personal.training != training]
-    return iter(own_kept), iter(others_kept)
+    named = RUN in context.run_config
+    save = None
+    if shelf is not None:
+        if named:
+            save = next(shelf.saves(lambda other: other != training), None)
+        shelf.refuse_to_fall_back(save, training)
+    if save is not None:
+        yield from _from_disk([save])
+    elif named:
+        kept = _from_node(context)
+        yield from (personal for personal in kept if personal.training != training)
 
 
 def _from_disk(saves: Iterable[Save]) -> Iterator[Personal]:
@@ -267,12 +434,25 @@ def _from_disk(saves: Iterable[Save]) -> Iterator[Personal]:
 
 
 def _from_node(context: Context) -> Iterator[Personal]:
-    for name in (STATE, BEFORE):
-        kept = context.state.get(name)
-        if isinstance(kept, ArrayRecord):
-            stamp = json.loads(decode_vector(kept["stamp"]).tobytes())
-            stood = decode_vector(kept["stood"]) if "stood" in kept else None
-            yield Personal(decode_vector(kept["theta"]), stood=stood, **stamp)
+    """What the node's state holds, newest first."""
+    for name in _state_names(context):
+        kept = context.state[name]
+        assert isinstance(kept, ArrayRecord)
+        stamp = json.loads(decode_vector(kept["stamp"]).tobytes())
+        stood = decode_vector(kept["stood"]) if "stood" in kept else None
+        yield Personal(decode_vector(kept["theta"]), stood=stood, **stamp)
+
+
+def _state_names(context: Context) -> Iterator[str]:
+    for place in itertools.count():
+        name = _state_name(place)
+        if not isinstance(context.state.get(name), ArrayRecord):
+            return
+        yield name
+
+
+def _state_name(place: int) -> str:
+    return f"{STATE}-{place}" if place else STATE
 
 
 def _encode(personal: Personal) -> ArrayRecord:

@@ -3,23 +3,102 @@
 w comes in, a clipped gradient goes out, θ stays.
 """
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from flwr.app import Context
 
 from flwr_ppsgd.algorithm import Vector, client_step, length
-from flwr_ppsgd.client.personal import Personal, evaluate_with, keep, recall, step_from
+from flwr_ppsgd.checks import count, require
+from flwr_ppsgd.client.personal import (
+    Personal,
+    all_or_nothing,
+    back_of,
+    evaluate_with,
+    keep,
+    note,
+    recall_or_begin,
+    step_from,
+)
+from flwr_ppsgd.client.policy import Policy
+from flwr_ppsgd.client.refusal import REFUSED_ORDER, REFUSED_POLICY, coded, refusing
+from flwr_ppsgd.client.sent import Leaving
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import Order
 
-SERVES_PPSGD_ONLY = (
-    "a message without an Order: this client serves PPSGD only; for a stock strategy pass "
-    "local_step to client_app or PPSGDClient, or set local-step in the run config"
-)
+log = logging.getLogger("flwr.ppsgd")
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a message asks of this client, as it came.
+
+    Args:
+        kind: ``train``, ``evaluate``, or another type of message.
+        order: the Order as a flat record; None in a message of a stock strategy.
+        arrays: the serialised arrays that came along, by name.
+        serves_stock: whether the app was built with ``local_step``.
+    """
+
+    kind: str
+    order: Mapping[str, Any] | None
+    arrays: Callable[[], Mapping[str, bytes]]
+    serves_stock: bool
+
+
+def serve(
+    context: Context,
+    request: Request,
+    answer: Callable[[Order | None], Answer],
+    leaving: Callable[[Answer, Order | None], Leaving],
+) -> Answer:
+    """The reply, or a ClientError that says no more than a code; noted either way.
+
+    The owner's limits come first, before the learner or a mod sees anything.
+
+    Args:
+        context: the node.
+        request: what is asked.
+        answer: makes the reply.
+        leaving: what the reply takes along.
+    """
+    order = None
+    try:
+        policy = Policy.of(context.node_config)
+        order = _read(request)
+        policy.admit(
+            order,
+            request.kind,
+            serves_stock=request.serves_stock,
+            arrays=request.arrays,
+        )
+        return all_or_nothing(context, lambda: answer(order), lambda reply: leaving(reply, order))
+    except Exception as error:
+        told = coded(error)
+    _note_error(context, Leaving(request.kind, order=order, code=told.code))
+    # raised here, where no exception is being handled: what it would bring along is sent too
+    raise told
+
+
+def _read(request: Request) -> Order | None:
+    flat = request.order
+    if flat is None:
+        return None
+    return refusing(REFUSED_ORDER, lambda: Order.from_flat(flat))
+
+
+def _note_error(context: Context, leaving: Leaving) -> None:
+    """An error that cannot be noted is an error all the same."""
+    try:
+        note(context, leaving)
+    except Exception as error:
+        log.error("This reply could not be noted: %s", error)
 
 
 @dataclass(frozen=True)
@@ -40,22 +119,32 @@ class LocalSteps:
     """How a stock strategy is answered: by steps on w.
 
     Args:
-        size: of a step; None if the client was not told.
+        size: of a step.
         count: the number of steps.
     """
 
-    size: float | None
+    size: float
     count: int
 
     @classmethod
-    def of(cls, context: Context, size: float | None, count: int | None) -> Self:
-        """What the app says, or else the run config."""
-        config: Mapping[str, Any] = context.run_config
+    def of(cls, context: Context, size: float | None, steps: int | None) -> Self:
+        """What the app says, or else the run config.
+
+        Whether stock strategies are answered at all, no run config decides: see ``Policy``.
+        """
+        return refusing(REFUSED_POLICY, lambda: cls._read(context.run_config, size, steps))
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any], size: float | None, steps: int | None) -> Self:
         if size is None:
             size = config.get("local-step")
-        if count is None:
-            count = int(config.get("local-steps", 1))
-        return cls(None if size is None else float(size), count)
+        if steps is None:
+            steps = config.get("local-steps", 1)
+        number = isinstance(size, int | float) and not isinstance(size, bool)
+        rule = "local-step must be a positive number"
+        remedy = "set it in the run config, or pass local_step to client_app"
+        require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
+        return cls(float(size or 0), count("local-steps", steps or 0))
 
 
 def answer_order(context: Context, learner: Learner, w: Vector, order: Order) -> Sent:
@@ -70,7 +159,7 @@ def answer_order(context: Context, learner: Learner, w: Vector, order: Order) ->
     if order.publishes and order.metrics:
         measures = _measures(learner, w, personal.theta, order)
     after = personal.stepped(theta, order.round, order.average)
-    keep(context, after, before=personal if order.starts else None)
+    keep(context, after, back_of(order))
     return Sent(gradient if order.publishes else None, measures)
 
 
@@ -93,7 +182,7 @@ def answer_stock(
     trained, after = local_training(
         learner,
         w,
-        personal_of(context, learner),
+        recall_or_begin(context, learner.initial_theta),
         local=local,
         proximal=proximal,
     )
@@ -103,11 +192,11 @@ def answer_stock(
 
 def measure(context: Context, learner: Learner, w: Vector, order: Order | None) -> dict[str, float]:
     """The learner's measures at w and this user's θ, or its average if the server asks for that."""
-    kept = evaluate_with(context, order) if order else recall(context)
-    personal = kept or Personal(learner.initial_theta(), run=context.run_id)
-    theta = personal.theta
-    if order and order.average:
-        theta = personal.average(order.round)
+    if order is None:
+        kept = recall_or_begin(context, learner.initial_theta)
+        return learner.evaluate(w, kept.theta)
+    personal = evaluate_with(context, order, learner.initial_theta)
+    theta = personal.average(order.round) if order.average else personal.theta
     return learner.evaluate(w, theta)
 
 
@@ -135,8 +224,6 @@ def local_training(
     proximal: float,
 ) -> tuple[Vector, Personal]:
     """w after local steps on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit."""
-    if local.size is None:
-        raise ValueError(SERVES_PPSGD_ONLY)
     trained = w
     for _ in range(local.count):
         order = Order(0, 0.0, math.inf, "mean", True, visit=personal.visit + 1)
@@ -146,11 +233,6 @@ def local_training(
         trained = trained - local.size * (gradient + pull)
         personal = personal.stepped(personal.theta, personal.round)
     return trained, personal
-
-
-def personal_of(context: Context, learner: Learner) -> Personal:
-    """What this node keeps, or the learner's initial θ."""
-    return recall(context) or Personal(learner.initial_theta(), run=context.run_id)
 
 
 def _measures(learner: Learner, w: Vector, theta: Vector, order: Order) -> dict[str, float]:

@@ -14,8 +14,8 @@ FEDAVG = "fedavg"
 BASELINES = (FINE_TUNED, FEDAVG)
 GRID = ("step", "alpha-q", "noise-multiplier", "clip-norm", "insecure-seed")  # what may be a list
 CAVEAT = (
-    "ε is per setting, as if it alone had been run; choosing among settings is not covered. "
-    "Simulation noise."
+    "ε is what a deployment of one setting would cost, as if it alone had been run; choosing among "
+    "settings is not covered. Simulation noise: the sweep itself guarantees nothing."
 )
 INFINITE = "infinite"  # JSON has no infinity
 
@@ -68,7 +68,8 @@ class SweepRow:
         diverged: its parameters left for infinity here; it has no later row.
         personal_step: of a fine-tuned θ, the best step.
         by_user: at the end, the main measure of each user; None if users are not told apart.
-        epsilon: what the rounds would cost a deployment; None until it is worked out.
+        deployed_epsilon: what the rounds would cost a deployment; None until it is worked out. The
+            sweep itself guarantees nothing: it has simulation noise.
         paper_epsilon: what the paper would print for cohorts of a fixed size. Not a guarantee.
     """
 
@@ -78,7 +79,7 @@ class SweepRow:
     diverged: bool = False
     personal_step: float | None = None
     by_user: tuple[float, ...] | None = None
-    epsilon: float | None = None
+    deployed_epsilon: float | None = None
     paper_epsilon: float | None = None
 
     def is_last(self, rounds: int) -> bool:
@@ -86,9 +87,15 @@ class SweepRow:
         return self.round == rounds or self.diverged
 
     def shown_epsilon(self) -> float:
-        """The paper's ε for cohorts of a fixed size, the honest one for all others."""
-        spent = self.epsilon if self.paper_epsilon is None else self.paper_epsilon
+        """The paper's ε for cohorts of a fixed size, that of a deployment for all others."""
+        spent = self.deployed_epsilon if self.paper_epsilon is None else self.paper_epsilon
         return 0.0 if spent is None else spent
+
+    def epsilon(self) -> float | None:
+        """ε that is guaranteed: 0 if nothing was released, else infinite, as in any simulation."""
+        if self.deployed_epsilon is None:
+            return None
+        return 0.0 if self.deployed_epsilon == 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
         """The row as it stands in a file."""
@@ -98,7 +105,8 @@ class SweepRow:
         optional = {
             "personal-step": self.personal_step,
             "by_user": None if self.by_user is None else list(self.by_user),
-            "epsilon": _for_json(self.epsilon),
+            "epsilon": _for_json(self.epsilon()),
+            "deployed_epsilon": _for_json(self.deployed_epsilon),
             "paper_epsilon": _for_json(self.paper_epsilon),
         }
         given = {key: value for key, value in optional.items() if value is not None}
@@ -115,13 +123,22 @@ class SweepRow:
             diverged=bool(flat.get("diverged", False)),
             personal_step=_number(flat.get("personal-step")),
             by_user=None if by_user is None else tuple(by_user),
-            epsilon=_number(flat.get("epsilon")),
+            # rows of version 0.1 call it epsilon
+            deployed_epsilon=_number(flat.get("deployed_epsilon", flat.get("epsilon"))),
             paper_epsilon=_number(flat.get("paper_epsilon")),
         )
 
 
 SWEEP_KEYS = frozenset(
-    {"round", "diverged", "personal-step", "by_user", "epsilon", "paper_epsilon"}
+    {
+        "round",
+        "diverged",
+        "personal-step",
+        "by_user",
+        "epsilon",
+        "deployed_epsilon",
+        "paper_epsilon",
+    }
 )
 
 
@@ -131,20 +148,24 @@ class RunRow:
 
     Args:
         round: the number of rounds trained so far.
-        epsilon: what they have cost.
+        epsilon: what they have cost; infinite if nothing is guaranteed.
+        deployed_epsilon: what the same rounds would have cost with secret coins.
         measures: on the users' own data, outside the guarantee.
     """
 
     round: int
     epsilon: float
+    deployed_epsilon: float
     measures: Mapping[str, float]
 
     def to_json(self) -> dict[str, Any]:
         """The row as it stands in a file. It says what is outside the guarantee."""
-        measures = {name: _for_json(value) for name, value in self.measures.items()}
+        named = [name for name in self.measures if name not in RUN_KEYS]
+        measures = {name: _for_json(self.measures[name]) for name in named}
         return {
             "round": self.round,
             "epsilon": _for_json(self.epsilon),
+            "deployed_epsilon": _for_json(self.deployed_epsilon),
             **measures,
             "outside_the_guarantee": list(measures),
         }
@@ -155,10 +176,11 @@ class RunRow:
         epsilon = _number(flat["epsilon"])
         if epsilon is None:
             raise ValueError("epsilon is missing")
-        return cls(int(flat["round"]), epsilon, _measures(flat, RUN_KEYS))
+        deployed = _number(flat.get("deployed_epsilon", epsilon))
+        return cls(int(flat["round"]), epsilon, deployed, _measures(flat, RUN_KEYS))
 
 
-RUN_KEYS = frozenset({"round", "epsilon", "outside_the_guarantee"})
+RUN_KEYS = frozenset({"round", "epsilon", "deployed_epsilon", "outside_the_guarantee"})
 
 
 def _measures(flat: Mapping[str, Any], others: frozenset[str]) -> dict[str, float]:

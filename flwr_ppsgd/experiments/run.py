@@ -17,7 +17,7 @@ from flwr_ppsgd.experiments.settings import EXHAUSTED, Experiment
 from flwr_ppsgd.experiments.tasks import learner_for
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import Promise
-from flwr_ppsgd.server.curator import Curator
+from flwr_ppsgd.server.curator import Curator, headline_of
 from flwr_ppsgd.server.message_api import PPSGD
 from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.simulation.engine import Setting, left_for_infinity, train
@@ -26,7 +26,7 @@ from flwr_ppsgd.wire import Layout
 
 log = logging.getLogger("flwr.ppsgd")
 
-NO_GUARANTEE = "NO GUARANTEE: simulation noise (the cohort engine sums in floating point)."
+SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 
 Watch: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
 
@@ -100,8 +100,13 @@ def _rows(result: Result, ledgers: Mapping[int, Ledger]) -> list[RunRow]:
     rows = []
     for round_, metrics in result.evaluate_metrics_clientapp.items():
         if round_ in ledgers:
-            rows.append(RunRow(round_, ledgers[round_].epsilon(), _numbers(metrics)))
+            rows.append(_row(round_, ledgers[round_], _numbers(metrics)))
     return rows
+
+
+def _row(round_: int, ledger: Ledger, measures: Mapping[str, float]) -> RunRow:
+    head = headline_of(ledger)
+    return RunRow(round_, head.epsilon, head.cost, measures)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -148,7 +153,7 @@ def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outc
                 raise _diverged(experiment)
             measures = report.measures[0]
             latest.evaluate_metrics_clientapp[report.round] = MetricRecord({**measures})
-            rows.append(RunRow(report.round, simulated.ledger.epsilon(), measures))
+            rows.append(_row(report.round, simulated.ledger, measures))
             show(report.round)
     except KeyboardInterrupt:
         stopped = True
@@ -174,9 +179,7 @@ class Simulated:
             insecure_seed=settings.insecure_seed,
         )
         self.curator = Curator(training)
-        self._terms: tuple[str, ...] = (NO_GUARANTEE,)
-        if experiment.drop_exhausted:
-            self._terms = (NO_GUARANTEE, EXHAUSTED)
+        self._terms = (EXHAUSTED,) if experiment.drop_exhausted else ()
         if settings.evaluate_every:
             self.curator.note_evaluation()
 
@@ -199,4 +202,4 @@ class Simulated:
         return self._promise().as_data()
 
     def _promise(self) -> Promise:
-        return self.curator.promise(simulation=self._terms)
+        return self.curator.promise(simulation=SIMULATION, terms=self._terms)

@@ -213,5 +213,5 @@ def with_epsilon(rows: Iterable[SweepRow], epsilons: Epsilons) -> list[SweepRow]
     for row in rows:
         honest = epsilons(row.point, row.round)
         paper = epsilons.paper(row.point, row.round)
-        priced.append(replace(row, epsilon=honest, paper_epsilon=paper))
+        priced.append(replace(row, deployed_epsilon=honest, paper_epsilon=paper))
     return priced

@@ -111,8 +111,13 @@ def learning_curves(
     measure_axis(axes, measure)
     if len(curves) > 1:
         axes.legend()
-    dearest = max(curves.values(), key=lambda rows: rows[-1].epsilon)
-    epsilon_axis(axes, [row.round for row in dearest], [row.epsilon for row in dearest])
+    dearest = max(curves.values(), key=lambda rows: rows[-1].deployed_epsilon)
+    epsilon_axis(
+        axes,
+        [row.round for row in dearest],
+        [row.deployed_epsilon for row in dearest],
+        guaranteed=math.isfinite(dearest[-1].epsilon),
+    )
     figure.supxlabel(footnote, fontsize=8, color="0.3", wrap=True)
     figure.savefig(path, dpi=DOTS)
     plt.close(figure)
@@ -268,7 +273,7 @@ def figure_2(every: Sequence[Mean], measure: str, path: Path, kind: str = ZERO_O
         points = [own[z][0] for z in levels if z in own]
         _against_epsilon(axes, points, BASELINE_NAMES[method], BASELINE_STYLES[method])
     _front(axes, ends, levels, measure)
-    axes.set(xlabel=f"ε at the end of training ({kind})", ylabel=name_of_measure(measure))
+    axes.set(xlabel=f"ε that a deployment would cost ({kind})", ylabel=name_of_measure(measure))
     axes.set_xscale("log")
     measure_axis(axes, measure)
     plain_numbers(axes.xaxis)

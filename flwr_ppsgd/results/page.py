@@ -37,9 +37,11 @@ CEILING = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)  # ε is never
 READABLE = 2.65  # pixels of a figure per pixel of a small screen at which its text can be read
 PNG = b"\x89PNG"
 PNG_HEAD = 24  # bytes, of which the last 8 are width and height
+EPSILONS = ("epsilon", "deployed_epsilon")
 EMPTY_TAGS = ("img", "meta")
 NAMES = {
-    "epsilon": "ε",
+    "epsilon": "ε guaranteed",
+    "deployed_epsilon": "ε of a deployment",
     "noise-multiplier": "noise z",
     "alpha-q": "αQ",
     "clip-norm": "clip norm C",
@@ -200,7 +202,12 @@ def _about_run(directory: Path, config: Mapping[str, Any]) -> list[Html]:
 
 
 def _cells(row: RunRow) -> dict[str, float]:
-    return {"round": row.round, "epsilon": row.epsilon, **row.measures}
+    own = {
+        "round": row.round,
+        "epsilon": row.epsilon,
+        "deployed_epsilon": row.deployed_epsilon,
+    }
+    return {**row.measures, **own}
 
 
 def _section(heading: str, *inside: str, **attributes: str) -> Html:
@@ -236,7 +243,7 @@ def _table(rows: Sequence[Mapping[str, Any]], caption: str) -> Html:
     """A column for each key, ε first."""
     if not rows:
         return tag("p", "There is nothing to compare yet.")
-    keys = sorted(rows[0], key=lambda key: key != "epsilon")
+    keys = sorted(rows[0], key=lambda key: key not in EPSILONS)
     names = [tag("th", _name(key), scope="col") for key in keys]
     body = []
     for row in rows:
@@ -298,7 +305,7 @@ def _shown_number(value: float, key: str) -> str:
         return "0 (local)"
     if math.isinf(value):
         return "∞ (global)" if key == "alpha-q" else "∞"
-    if key == "epsilon":
+    if key in EPSILONS:
         return f"{CEILING.create_decimal_from_float(value):.4g}"
     return f"{value:.4g}"
 

@@ -59,7 +59,11 @@ def measure_axis(axes: Axes, measure: str) -> None:
 
 
 def epsilon_axis(
-    axes: Axes, rounds: Sequence[int], epsilons: Sequence[float], kind: str = ZERO_OUT
+    axes: Axes,
+    rounds: Sequence[int],
+    epsilons: Sequence[float],
+    kind: str = ZERO_OUT,
+    guaranteed: bool = False,
 ) -> None:
     """Whole rounds along the bottom, ε along the top.
 
@@ -70,6 +74,7 @@ def epsilon_axis(
         rounds: the reported rounds.
         epsilons: what each of them costs.
         kind: which ε is meant.
+        guaranteed: whether it is a guarantee, rather than what a deployment would cost.
     """
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     top = axes.secondary_xaxis("top")
@@ -78,7 +83,8 @@ def epsilon_axis(
     labels = [_short(epsilon) for epsilon in epsilons]
     top.set_xticks(rounds[::-apart], labels[::-apart])
     size = None if kind == ZERO_OUT else SMALL_LETTERS
-    top.set_xlabel(f"ε spent so far ({kind})", fontsize=size)
+    what = "ε spent so far" if guaranteed else "ε that a deployment would have spent"
+    top.set_xlabel(f"{what} ({kind})", fontsize=size)
 
 
 def _short(epsilon: float) -> str:

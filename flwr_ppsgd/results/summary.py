@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.experiments.rows import BASELINES, CAVEAT, PPSGD, Point, SweepRow
+from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.simulation.measures import badness, measure_of
 
 Key: TypeAlias = tuple[float, float | None]  # (αQ, z); z is None at α = 0
@@ -23,7 +24,7 @@ PERSONALIZED = "personalized"
 LOCAL = "local"
 GLOBAL = "global"
 ERROR = "standard error"
-COLUMNS = ("noise-multiplier", "epsilon", "alpha-q", "step", "clip-norm")
+COLUMNS = ("noise-multiplier", "deployed_epsilon", "alpha-q", "step", "clip-norm")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Mean:
     Args:
         point: the setting; its seed is 0.
         round: the number of rounds trained so far.
-        epsilon: the honest one; or for cohorts of a fixed size the one that the paper would print.
+        epsilon: of a deployment; or for cohorts of a fixed size what the paper would print.
         value: the measure.
         seeds: the number of seeds.
         error: the standard error of the value, None with one seed.
@@ -184,8 +185,9 @@ class Spread:
         better = self.share(np.less)
         not_worse = self.share(np.less_equal)
         return (
-            f"At epsilon = {self.epsilon:.3g} personalization is better than both local and global "
-            f"learning for {better:.0%} of users, and at least as good for {not_worse:.0%}."
+            f"At epsilon = {rounded_up(self.epsilon)} personalization is better than both local "
+            f"and global learning for {better:.0%} of users, and at least as good for "
+            f"{not_worse:.0%}."
         )
 
 

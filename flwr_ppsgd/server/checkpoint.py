@@ -59,15 +59,23 @@ class Checkpoint:
 def save(directory: Path, checkpoint: Checkpoint) -> None:
     """Atomic: whatever happens, the newest complete checkpoint is found again."""
     final = directory / f"w-{checkpoint.round:08d}.checkpoint"
-    disk.write(final, checkpoint.to_parts())
-    for old in _files(directory)[:-KEPT]:
+    try:
+        disk.write(final, checkpoint.to_parts())
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"w of round {checkpoint.round} could not be saved in {directory} ({error.strerror}): "
+            "the round is charged, and will be run and charged again; mend the disk before you "
+            "start again",
+        ) from error
+    for old in files(directory)[:-KEPT]:
         old.unlink()
 
 
 def load(directory: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole, saying which ones are not; None if there is none."""
-    files = _files(directory)
-    for path in reversed(files):
+    found = files(directory)
+    for path in reversed(found):
         try:
             return Checkpoint.from_bytes(path.read_bytes())
         except (ValueError, KeyError, OSError) as error:
@@ -76,7 +84,7 @@ def load(directory: Path) -> Checkpoint | None:
                 path,
                 error,
             )
-    if files:
+    if found:
         raise ValueError(
             f"no checkpoint of w in {directory} is whole: restore one, or start anew in another "
             "directory"
@@ -84,5 +92,6 @@ def load(directory: Path) -> Checkpoint | None:
     return None
 
 
-def _files(directory: Path) -> list[Path]:
+def files(directory: Path) -> list[Path]:
+    """The checkpoints that are there, whole or not, oldest first."""
     return sorted(directory.glob("w-*.checkpoint"))

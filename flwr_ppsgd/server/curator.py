@@ -6,21 +6,28 @@ Every way to run the algorithm (both Flower APIs, and in one process) has a cura
 import functools
 import json
 import logging
+import math
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 from numpy import intp
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, descend
+from flwr_ppsgd.epsilon import Bound, check_accountant
 from flwr_ppsgd.noise import GridSum, coins_for, residual_delta
 from flwr_ppsgd.privacy import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.promise import Headline, Promise, rounded_up
 from flwr_ppsgd.server import checkpoint
+from flwr_ppsgd.server.budget import Budget
 from flwr_ppsgd.server.checkpoint import Checkpoint
-from flwr_ppsgd.server.journal import Journal
+from flwr_ppsgd.server.journal import Journal, behind
 from flwr_ppsgd.server.training import Training
+from flwr_ppsgd.signature import TrainingKey
+
+KEY = "training.key"
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
 
@@ -39,42 +46,118 @@ class Curator:
         self.planned_charges = 0
         self.evaluated = False
         self.resumed: Checkpoint | None = None
-        self._caveat = ""
+        self.training_id = secrets.randbits(62)
+        self._planned_rounds = 0
+        self._caveats: dict[str, str] = {}  # and who is protected, "user" or "node"
         self._iterates: Vector | None = None  # Σ_{t<n} w_t
         self._last_round = 0  # of the plan
         self._covered = 0  # the number of charges that are known to be within the budget
         self._begun = False
         self._journal: Journal | None = None
-        if training.checkpoint_dir is not None:
-            self._journal = Journal(training.checkpoint_dir, training.release, training.delta)
-            self._resume(self._journal)
-        self.training_id = self._journal.training if self._journal else secrets.randbits(62)
+        self._budget: Budget | None = None
+        self._open()
+
+    @functools.cached_property
+    def key(self) -> TrainingKey:
+        """What Orders are signed with; kept beside the journal, if there is one."""
+        directory = self.training.checkpoint_dir
+        if directory is None:
+            return TrainingKey.new()
+        path = directory / KEY
+        if path.exists():
+            return TrainingKey.load(path)
+        key = TrainingKey.new()
+        key.save(path)
+        return key
+
+    # --- what is on the disk
+
+    def reopen(self) -> bool:
+        """Take the lock again after ``close``, and go on from the disk as after a restart.
+
+        Whether that happened: False if the journal is open, or if there is none.
+        """
+        journal_open = self._journal is None or self._journal.is_open
+        budget_open = self._budget is None or self._budget.is_open
+        if journal_open and budget_open:
+            return False
+        try:
+            self._open()
+        except OSError as error:
+            directory = self.training.checkpoint_dir
+            raise OSError(
+                error.errno,
+                f"the journal in {directory} cannot be opened again ({error.strerror or error}): "
+                "nothing was sent; make it readable and writable, then start again",
+            ) from None
+        return self._journal is not None
+
+    def close(self) -> None:
+        """Give up the lock on the checkpoint directory."""
+        if self._journal is not None:
+            self._journal.close()
+        if self._budget is not None:
+            self._budget.close()
+
+    def _open(self) -> None:
+        directory = self.training.checkpoint_dir
+        try:
+            if directory is not None:
+                journal = Journal(directory, self.training.release, self.training.delta)
+                self._resume(journal)
+            self._open_budget()
+        except BaseException:
+            self.close()
+            raise
 
     def _resume(self, journal: Journal) -> None:
         """Go on from what the journal and the checkpoints hold."""
         try:
-            self.ledger = journal.ledger
-            self.planned_charges = journal.planned
-            self.evaluated = journal.evaluated
             found = checkpoint.load(journal.directory)
-            if found is not None:
-                self._go_on_from(found, journal)
+            self._refuse_lost_charges(journal, found)
         except BaseException:
             journal.close()
             raise
-
-    def _go_on_from(self, found: Checkpoint, journal: Journal) -> None:
-        charged = self.ledger.rounds
-        if charged < found.charged:
-            raise ValueError(
-                f"the journal in {journal.directory} shows {charged} rounds but w has had "
-                f"{found.charged}: charges were lost, so the training is not continued; restore "
-                "the journal from a backup"
-            )
+        self._journal = journal
+        self.ledger = journal.ledger
+        self.training_id = journal.training
+        self.planned_charges = journal.story.planned
+        self._planned_rounds = journal.story.planned_rounds
+        self.evaluated = journal.story.evaluated
+        self._caveats |= journal.story.caveats
+        self._begun = False
         self.resumed = found
-        self.rounds_done = found.round
-        self._iterates = found.iterates
-        log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
+        self.rounds_done = found.round if found else 0
+        self._iterates = found.iterates if found else None
+        if found is not None:
+            charged = self.ledger.rounds
+            log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
+
+    def _refuse_lost_charges(self, journal: Journal, found: Checkpoint | None) -> None:
+        """ValueError if w, or this process, knows of more charges than the journal."""
+        charged = journal.ledger.rounds
+        if found is not None and charged < found.charged:
+            raise behind(journal.directory, charged, found.charged, "w has had")
+        if charged < self.ledger.rounds:
+            who = "this process has made"
+            raise behind(journal.directory, charged, self.ledger.rounds, who)
+
+    def _open_budget(self) -> None:
+        """Join the budget that the training is under, if there is one."""
+        directory = self.training.budget_dir
+        story = self._journal.story if self._journal else None
+        if directory is None:
+            if story is not None and story.budget is not None:
+                raise ValueError(
+                    f"this training is under the budget in {story.budget_dir}: set budget_dir to it"
+                )
+            return
+        self._budget = Budget(directory)
+        insecure = self.training.insecure_seed is not None
+        self._budget.admit(self.training.release, self.training.delta, insecure)
+        if self._journal is not None:
+            self._journal.join(self._budget.id, directory)
+            self._budget.catch_up(self.training_id, self._journal.story.counts)
 
     # --- the budget
 
@@ -102,6 +185,7 @@ class Curator:
         ε is stated for the planned rounds even if someone stops the run earlier: a stop chosen by
         looking at results is itself a function of the data.
         """
+        self.reopen()
         limit = self._paid_for(rounds)
         if limit < rounds:
             log.warning(
@@ -113,17 +197,31 @@ class Curator:
                 rounds,
                 self.training.release.noise_multiplier,
             )
+        limit = self._within_budget_dir(limit)
         self._last_round = limit
         if self.training.steps.publishes:
-            # a round that is charged twice counts twice
-            charges = self.ledger.rounds + max(0, limit - self.rounds_done)
-            self.planned_charges = max(self.planned_charges, charges)
-        if self._journal is not None:
-            self._journal.plan(self.planned_charges)
+            self._plan_charges(limit)
         return limit
 
+    def _plan_charges(self, rounds: int) -> None:
+        """Write the plan down. One that grows after charges is a choice, and a caveat."""
+        charged = self.ledger.rounds
+        before = self._planned_rounds
+        if charged and rounds > before and self._budget is None:
+            self._note(
+                f"the number of rounds was raised from {before} to {rounds} after {charged} "
+                "charges; if that was decided by looking at results, epsilon is what was spent so "
+                "far, and not a guarantee that was fixed in advance"
+            )
+        # a round that is charged twice counts twice
+        charges = charged + max(0, rounds - self.rounds_done)
+        self.planned_charges = max(self.planned_charges, charges)
+        self._planned_rounds = max(before, rounds)
+        if self._journal is not None:
+            self._journal.plan(self.planned_charges, self._planned_rounds)
+
     def _paid_for(self, rounds: int) -> int:
-        """How many of ``rounds`` rounds, counted over the whole training, the budget pays for."""
+        """How many of ``rounds`` rounds, counted over the whole training, max_epsilon pays for."""
         if self._unlimited:
             return rounds
         ahead = max(0, rounds - self.rounds_done)
@@ -131,8 +229,31 @@ class Curator:
         left = max(0, self._covered - self.ledger.rounds)
         return min(rounds, self.rounds_done + left)
 
+    def _within_budget_dir(self, rounds: int) -> int:
+        """How many of ``rounds`` rounds the budget of all trainings has room for now."""
+        if self._budget is None or not self.training.steps.publishes:
+            return rounds
+        room = self.rounds_done + self._budget.affords(self.training.release)
+        if room < rounds:
+            log.warning(
+                "The budget in %s has room for %d of %d rounds: the run ends there. For more raise "
+                "noise_multiplier (now %g), or sample fewer users.",
+                self._budget.directory,
+                room,
+                rounds,
+                self.training.release.noise_multiplier,
+            )
+        return min(rounds, room)
+
     def check_budget(self, round_: int) -> None:
-        """Raise before anything is sent in a round that the budget does not pay for."""
+        """Raise before anything is sent in a round that the budget does not pay for.
+
+        Also if the disk has no room to write the round down.
+        """
+        self.reopen()
+        self._reserve()
+        if self._budget is not None and self.training.steps.publishes:
+            self._budget.check(round_, self.training.release)
         charged = self.ledger.rounds
         if self._unlimited or charged < self._covered:
             return
@@ -148,6 +269,12 @@ class Curator:
             f"users, or raise noise_multiplier (now {release.noise_multiplier:g})."
         )
 
+    def _reserve(self) -> None:
+        if self._journal is not None:
+            self._journal.reserve()
+        if self._budget is not None:
+            self._budget.reserve()
+
     # --- what is promised
 
     def stated(self) -> Ledger:
@@ -156,61 +283,94 @@ class Curator:
         insecure = self.training.insecure_seed is not None
         return self.ledger.record(self.training.release, missing, insecure=insecure)
 
-    def headline(self) -> Headline:
-        """What clients get to know with every Order."""
-        ledger = self.stated()
-        return Headline(
-            epsilon=_zero_out(ledger),
-            delta=ledger.delta,
-            rounds=ledger.rounds,
-            insecure_rounds=ledger.insecure_rounds,
-            population=self.training.release.cohort.population,
-            unit="node" if self._caveat else "user",
-        )
+    def headline(self, simulation: str = "") -> Headline:
+        """What clients get to know with every Order.
 
-    def in_one_line(self) -> str:
-        """The promise for clients; nothing if no number of rounds was planned."""
+        Args:
+            simulation: why this is a simulation; empty if it is none.
+        """
+        head = headline_of(self.stated())
+        population = self.training.release.cohort.population
+        unit = "node" if self._caveat else "user"
+        head = replace(head, population=population, unit=unit, simulation=simulation)
+        if self._budget is not None:
+            head = replace(head, cost=self._budget.allowance.epsilon)
+        return head
+
+    def for_clients(self) -> tuple[float, str]:
+        """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self.planned_charges:
-            return ""
-        return self.headline().in_one_line()
+            return math.inf, ""
+        head = self.headline()
+        return head.epsilon, head.in_one_line()
 
-    def promise(self, size: int = 0, simulation: tuple[str, ...] = ()) -> Promise:
+    def promise(
+        self,
+        size: int = 0,
+        simulation: str = "",
+        terms: tuple[str, ...] = (),
+    ) -> Promise:
         """Everything that is stated about this training.
 
         Args:
             size: the number of coordinates that each release has.
-            simulation: the terms of a simulation, as of ``Promise``.
+            simulation: why this is a simulation; empty if it is none.
+            terms: further terms of a simulation.
         """
-        ledger = self.stated()
-        replace_one = ledger.epsilon("replace-one")
+        check_accountant()
+        stated = self.stated()
+        replace_one = stated.epsilon("replace-one")
+        residual = residual_delta(size, stated.rounds, replace_one)
+        # δ is the total: what finite precision takes is paid from it
+        ledger = replace(stated, delta=max(stated.delta - residual, stated.delta / 2))
+        head = self.headline(simulation)
+        bound = ledger.bound()
+        if self._budget is None:
+            head = replace(head, cost=bound.epsilon)
+            replace_one = ledger.epsilon("replace-one")
+            by_rdp = ledger.epsilon(method="rdp")
+        else:
+            bound = Bound(head.cost, "the budget's filter")
+            replace_one = self._budget.allowance.epsilon_replace_one()
+            by_rdp = head.cost
         return Promise(
-            headline=self.headline(),
+            headline=head,
             release=self.training.release,
             publishes=self.training.steps.publishes,
-            epsilon_replace_one=replace_one,
-            epsilon_rdp=ledger.epsilon(method="rdp"),
+            method=bound.method,
+            replace_one=replace_one,
+            rdp=by_rdp,
             paper_epsilon=ledger.paper_epsilon(),
             delta_taken_by_cap=ledger.delta_added(),
             delta_taken_by_cap_replace_one=ledger.delta_added("replace-one"),
-            delta_added_by_finite_precision=residual_delta(size, ledger.rounds, replace_one),
+            delta_taken_by_precision=residual,
             rounds_trained=self.rounds_done,
             rounds_charged=self.ledger.rounds,
             metrics=self.training.metrics,
-            caveat=self._caveat,
+            caveats=self._all_caveats(),
             evaluated=self.evaluated,
-            simulation=simulation,
+            terms=terms,
             ledger=json.loads(self.ledger.to_json()),
             release_data=release_to_dict(self.training.release),
         )
 
+    def _all_caveats(self) -> tuple[str, ...]:
+        """What the statement says besides its terms, as sentences."""
+        found = [f"{text[:1].upper()}{text[1:]}." for text in self.caveats]
+        if self._caveat:
+            lost = "User-level privacy across restarts of a node is NOT claimed: "
+            found.insert(0, f"{lost}{self._caveat}.")
+        return tuple(found)
+
     def epsilon_so_far(self) -> float:
-        """An upper bound, cheap enough for every round; at most what is stated for the plan."""
-        quick = self.ledger.quick_epsilon()
-        if not self.planned_charges:
-            return quick
-        missing = max(0, self.planned_charges - self.ledger.rounds)
-        planned = self.ledger.record(self.training.release, missing)
-        return min(quick, _zero_out(planned))
+        """An upper bound on what is guaranteed, cheap enough for every round.
+
+        At most what is stated for the plan; infinite if nothing is guaranteed.
+        """
+        head = headline_of(self.ledger, self.ledger.quick_epsilon())
+        if head.void or not self.planned_charges:
+            return head.epsilon
+        return min(head.cost, _zero_out(self.stated()))
 
     def note_evaluation(self) -> None:
         """From now on every statement says that there was evaluation on client data."""
@@ -219,8 +379,37 @@ class Curator:
         self.evaluated = True
 
     def note_caveat(self, caveat: str) -> None:
-        """From now on every statement says why a place in the population may not be one user."""
-        self._caveat = caveat
+        """From now on every statement says why a place in the population may not be one user.
+
+        Args:
+            caveat: the reason; empty if there is none.
+        """
+        if caveat:
+            self._note(caveat, "node")
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What every statement must say, besides ``note_caveat``'s reason."""
+        found = dict(self._caveats)
+        if self._journal is not None:
+            found |= self._journal.story.caveats
+        own = [text for text, unit in found.items() if unit == "user"]
+        shared = self._budget.caveats if self._budget is not None else []
+        return tuple(dict.fromkeys([*own, *shared]))
+
+    @property
+    def _caveat(self) -> str:
+        """Why a place in the population may not be one user; empty if it is."""
+        reasons = [text for text, unit in self._caveats.items() if unit == "node"]
+        return "; ".join(reasons)
+
+    def _note(self, caveat: str, unit: str = "user") -> None:
+        """Remember a caveat for good."""
+        if self._caveats.get(caveat) == unit:
+            return
+        if self._journal is not None:
+            self._journal.note_caveat(caveat, unit)
+        self._caveats[caveat] = unit
 
     # --- the rounds
 
@@ -235,7 +424,7 @@ class Curator:
         if not self._begun:
             self._journal.begin(self.rounds_done + 1)
             self._begun = True
-        return tuple(self._journal.starts)
+        return tuple(self._journal.story.starts)
 
     def draw(self, round_: int) -> NDArray[intp]:
         """Who takes part, as places in the enrolled population.
@@ -272,10 +461,16 @@ class Curator:
         return moved, self.training.metrics.decode(noisy[len(w) :], release)
 
     def _charge(self, round_: int) -> None:
+        """Write the release down in all places; only then may it be made."""
         insecure = self.training.insecure_seed is not None
-        if self._journal is not None:
+        release = self.training.release
+        if self._budget is not None:
+            self._budget.charge(self.training_id, round_, release)
+        if self._journal is None:
+            self.ledger = self.ledger.record(release, insecure=insecure)
+        else:
             self._journal.charge(round_, insecure)
-        self.ledger = self.ledger.record(self.training.release, insecure=insecure)
+            self.ledger = self._journal.ledger
 
     def simulate(self, round_: int) -> None:
         """Count the rounds up to ``round_`` as ones without a guarantee, which others have run."""
@@ -297,10 +492,22 @@ class Curator:
         """The average iterate so far, if it is kept; else ``w``, also before the first round."""
         return w if self._iterates is None else self._iterates / self.rounds_done
 
-    def close(self) -> None:
-        """Give up the lock on the checkpoint directory."""
-        if self._journal is not None:
-            self._journal.close()
+
+def headline_of(ledger: Ledger, cost: float | None = None) -> Headline:
+    """What a ledger guarantees to the users it is about.
+
+    Args:
+        ledger: what was released, or is planned.
+        cost: ε of it, if that is known already.
+    """
+    populations = [release.cohort.population for release, _ in ledger.releases]
+    return Headline(
+        cost=_zero_out(ledger) if cost is None else cost,
+        delta=ledger.delta,
+        rounds=ledger.rounds,
+        insecure_rounds=ledger.insecure_rounds,
+        population=max(populations, default=0),
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,29 +1,39 @@
 """Who the population is: a fixed list of nodes, whoever happens to be online."""
 
-import functools
 import hashlib
 import logging
 import math
+import operator
+import re
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, overload
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
+from flwr_ppsgd.checks import require
 from flwr_ppsgd.server.training import Identity
 
 log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
+SAY_SECONDS = 60.0
 RESTARTS = (
     "nodes are known by their ids, and without authentication a node that restarts comes back "
     "under a new one: for a while one user may hold two places. Start the SuperLink with "
     "--enable-supernode-auth, register each SuperNode with a --name, and enrol by name or public "
     "key"
 )
+OPEN = (
+    "enrolment is open, which is meant for simulations: whoever connects first has a place, and "
+    "one user can take several. Name the population with enrolled=[…], best by public keys"
+)
+KEY = "key:"  # before the SHA-256 of a public key
+FINGERPRINT = re.compile("key:[0-9a-f]{64}")
 
 
 class Present(NamedTuple):
@@ -46,35 +56,94 @@ class Present(NamedTuple):
         return cls(node.node_id, node.name, known_by, real)
 
 
-def present_in(grid: Grid) -> list[Present]:
+class Ids(Sequence[Present]):
+    """Nodes of which only the ids are known. Each is wrapped when it is looked at.
+
+    Args:
+        ids: as a range if they are one, which costs the same for any number of nodes.
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.ids = ids if isinstance(ids, range) and ids.step > 0 else tuple(ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Present: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Present]: ...
+    def __getitem__(self, index: int | slice) -> Present | Sequence[Present]:
+        if isinstance(index, slice):
+            return Ids(self.ids[index])
+        return Present(self.ids[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ids) and self.ids == other.ids
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Range(Mapping[Identity, Identity]):
+    """{id: id} for a range of ids, without a dict of them."""
+
+    def __init__(self, ids: range) -> None:
+        self.ids = ids
+
+    def __getitem__(self, node: Identity) -> Identity:
+        if node not in self:
+            raise KeyError(node)
+        return node
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, int) and node in self.ids  # for anything else a range would search
+
+    def __iter__(self) -> Iterator[Identity]:
+        return iter(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def present_in(grid: Grid) -> Sequence[Present]:
     """Who is online."""
-    if type(grid).get_nodes is Grid.get_nodes:  # nothing but ids is known: no need to wrap them
-        return [_by_id(node) for node in grid.get_node_ids()]
+    if type(grid).get_nodes is Grid.get_nodes:  # nothing but ids is known
+        return Ids(grid.get_node_ids())
     return [Present.of(node) for node in grid.get_nodes()]
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _by_id(node: int) -> Present:
-    return Present(node)
 
 
 def fingerprint(public_key: bytes) -> str:
     """A public key as a short name: ``key:`` and its SHA-256."""
-    return "key:" + hashlib.sha256(public_key.strip()).hexdigest()
+    return KEY + hashlib.sha256(public_key.strip()).hexdigest()
 
 
 def identity(enrolled: Identity) -> Identity:
-    """An entry of the enrolled list: a node id, a name, or a public key.
+    """An entry of the enrolled list: a node id, a name, a public key, or a key's ``fingerprint``.
 
     Keys are as ``ssh-keygen`` or OpenSSL write them.
     """
     if not isinstance(enrolled, str):
-        return enrolled
-    if enrolled.startswith("ecdsa-"):
-        return fingerprint(_pem(serialization.load_ssh_public_key(enrolled.encode())))
-    if enrolled.startswith("-----BEGIN"):
-        return fingerprint(_pem(serialization.load_pem_public_key(enrolled.encode())))
+        return operator.index(enrolled)
+    if enrolled.startswith(KEY):
+        rule = "an enrolled entry that begins with key: must go on with a SHA-256 in hexadecimal"
+        remedy = "give the public key itself, or a name that does not begin with key:"
+        require(FINGERPRINT.fullmatch(enrolled.lower()) is not None, rule, enrolled, remedy)
+        return enrolled.lower()
+    if enrolled.startswith(("ecdsa-", "ssh-", "-----BEGIN")):
+        return fingerprint(_pem(_read_key(enrolled)))
     return enrolled
+
+
+def _read_key(text: str) -> PublicKeyTypes:
+    in_pem = text.startswith("-----BEGIN")
+    load = serialization.load_pem_public_key if in_pem else serialization.load_ssh_public_key
+    try:
+        return load(text.encode())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ValueError(
+            f"an enrolled public key cannot be read ({error}), got {text[:40]!r}: give it as "
+            "ssh-keygen or OpenSSL has written it"
+        ) from None
 
 
 def _pem(key: PublicKeyTypes) -> bytes:
@@ -93,6 +162,7 @@ class Enrolment:
         population: the number of places.
         enrolled: who has them; None: the first nodes seen.
         min_online: the share of the population to wait for before the first round.
+        wait_timeout: how long to wait for it, in seconds.
     """
 
     def __init__(
@@ -100,19 +170,28 @@ class Enrolment:
         population: int,
         enrolled: Iterable[Identity] | None,
         min_online: float,
+        wait_timeout: float = 600.0,
     ) -> None:
-        self.known: list[Identity] = []
+        self.known: Sequence[Identity] = []
         self.open = enrolled is None
-        self.caveat = ""
         self._population = population
         self._min_online = min_online
+        self._wait_timeout = wait_timeout
         self._begun = False
         self._warned = False
-        self._latest: list[Present] = []
-        self._online: dict[Identity, Identity] = {}
+        self._caveats: dict[str, None] = {}  # in the order in which they came up
+        self._doubled: set[Identity] = set()
+        self._latest: Sequence[Present] = []
+        self._online: Mapping[Identity, Identity] = {}
+        self._settled: Mapping[Identity, Identity] | None = None  # who has been given places
         if enrolled is not None:
             self.known = list(dict.fromkeys(map(identity, enrolled)))
             self._check_count()
+
+    @property
+    def caveat(self) -> str:
+        """Why a place in the population may not be one user; empty if it is."""
+        return "; ".join(self._caveats)
 
     def _check_count(self) -> None:
         if len(self.known) != self._population:
@@ -122,7 +201,7 @@ class Enrolment:
                 "them equal"
             )
 
-    def refresh(self, look: Callable[[], Iterable[Present]]) -> dict[Identity, Identity]:
+    def refresh(self, look: Callable[[], Iterable[Present]]) -> Mapping[Identity, Identity]:
         """Who is online now, and at which address.
 
         The first call waits for ``min_online`` of the population and fixes who belongs to it.
@@ -133,74 +212,139 @@ class Enrolment:
         self._begun = True
         return online
 
-    def _enrol(self, online: dict[Identity, Identity]) -> None:
+    def _enrol(self, online: Mapping[Identity, Identity]) -> None:
         """Give free places to whoever is new."""
+        if online is self._settled:
+            return
+        self._settled = online
         free = self._population - len(self.known)
-        if free > 0:
-            fresh = sorted(set(online).difference(self.known), key=_in_order)
-            self.known += fresh[:free]
-        if not self._warned and not set(online).issubset(self.known):
+        fresh = self._newcomers(online)
+        given = fresh[:free]
+        self.known = [*self.known, *given] if self.known else given
+        if len(fresh) > free and not self._warned:
             self._warned = True
             log.warning(
                 "More nodes than population=%d have come: only the first ones take part",
                 self._population,
             )
 
+    def _newcomers(self, online: Mapping[Identity, Identity]) -> Sequence[Identity]:
+        """Who has no place yet, in a fixed order."""
+        if not self.known and isinstance(online, Range):
+            return online.ids
+        known = set(self.known)
+        fresh = [own for own in online if own not in known]
+        return sorted(fresh, key=_in_order)
+
     def nodes(self, places: Iterable[int]) -> list[Identity]:
         """The nodes at these places of the population; a free place is nobody."""
         return [self.known[place] for place in places if place < len(self.known)]
 
-    def _identified(self, present: Iterable[Present]) -> dict[Identity, Identity]:
-        """Each node under the name by which it is enrolled; of two under one the first counts."""
-        look = list(present)
+    def _identified(self, present: Iterable[Present]) -> Mapping[Identity, Identity]:
+        """The address of each node that may take part, under the name by which it is enrolled."""
+        look = present if isinstance(present, Ids) else list(present)
         if look != self._latest:
             self._latest = look
-            self._online = self._named(look)
+            self._online = self._addresses(look)
         return self._online
 
-    def _named(self, present: Iterable[Present]) -> dict[Identity, Identity]:
+    def _addresses(self, present: Sequence[Present]) -> Mapping[Identity, Identity]:
+        if isinstance(present, Ids):
+            ids = present.ids
+            return Range(ids) if isinstance(ids, range) else dict(zip(ids, ids, strict=True))
         listed = set(self.known)
         online: dict[Identity, Identity] = {}
+        doubled: set[Identity] = set()
         for node in present:
             own = self._own_name(node, listed) if node.real else node.address
+            if not self.open and own not in listed:
+                continue
+            self._note_caveats(node, own)
             if own in online:
-                log.warning("Two nodes are online under one name: only one of them takes part")
-            online.setdefault(own, node.address)
-            takes_part = self.open or own in listed
-            if node.real and own == node.address and takes_part:
-                self.caveat = RESTARTS
+                doubled.add(own)
+            online[own] = node.address
+        self._refuse_doubled(online, doubled)
         return online
+
+    def _note_caveats(self, node: Present, own: Identity) -> None:
+        """Only a machine of its own can restart, or belong to a user who has others."""
+        if not node.real:
+            return
+        if self.open and OPEN not in self._caveats:
+            self._caveats[OPEN] = None
+            log.warning("User-level privacy is not claimed: %s", OPEN)
+        if own == node.address:
+            self._caveats[RESTARTS] = None
+
+    def _refuse_doubled(self, online: dict[Identity, Identity], doubled: set[Identity]) -> None:
+        """Of two nodes under one name nobody can tell which one is the user's."""
+        for own in doubled:
+            del online[own]
+        if doubled and doubled != self._doubled:
+            log.warning(
+                "Two nodes are online under one enrolled name: neither takes part, and their place "
+                "counts as zero. Unregister one of them, or enrol by public key"
+            )
+            log.debug(
+                "Enrolled names under which two nodes are online: %s", sorted(map(str, doubled))
+            )
+        self._doubled = doubled
 
     @staticmethod
     def _own_name(node: Present, listed: set[Identity]) -> Identity:
-        """The name by which a node is on the list; if it is not, the one that lasts longest."""
-        for name in (node.name, node.fingerprint, node.address):
-            if name and name in listed:
-                return name
-        return node.name or node.address
+        """The entry of the list that a node is; if there is none, the name that lasts longest.
 
-    def _await(self, look: Callable[[], Iterable[Present]]) -> dict[Identity, Identity]:
-        """Wait until enough of the population is online."""
+        A key says more than a name, and a name that looks like a key is none.
+        """
+        name = "" if node.name.startswith(KEY) else node.name
+        for own in (node.fingerprint, name, node.address):
+            if own and own in listed:
+                return own
+        return name or node.address
+
+    def _await(self, look: Callable[[], Iterable[Present]]) -> Mapping[Identity, Identity]:
+        """Wait until enough of the population is online, and say every minute for what."""
         wanted = math.ceil(self._min_online * self._population)
+        begun = time.monotonic()
+        said = -math.inf
         seen = -1
         while True:
             online = self._identified(look())
             self._refuse_too_many(online)
-            belonging = len(online) if self.open else len(set(online).intersection(self.known))
+            belonging = self._belonging(online)
             if belonging >= wanted:
                 return online
-            if belonging != seen:
+            now = time.monotonic()
+            if now - begun >= self._wait_timeout:
+                raise self._gave_up(wanted, belonging)
+            if belonging != seen or now - said >= SAY_SECONDS:
                 seen = belonging
+                said = now
                 log.info(
-                    "Waiting for %d of %d enrolled nodes (min_online=%g): %d online",
+                    "Waiting for %d of %d enrolled nodes (min_online=%g): %d online, %.0f s left",
                     wanted,
                     self._population,
                     self._min_online,
                     seen,
+                    begun + self._wait_timeout - now,
                 )
             time.sleep(POLL_SECONDS)
 
-    def _refuse_too_many(self, online: dict[Identity, Identity]) -> None:
+    def _belonging(self, online: Mapping[Identity, Identity]) -> int:
+        if self.open:
+            return len(online)
+        return sum(own in online for own in self.known)
+
+    def _gave_up(self, wanted: int, online: int) -> TimeoutError:
+        return TimeoutError(
+            f"{online} of {self._population} enrolled nodes are online after "
+            f"{self._wait_timeout:g} s, and the training waits for {wanted} "
+            f"(min_online={self._min_online:g}): start more nodes (in a simulation with "
+            f"--federation-config 'num-supernodes={self._population}'), set population to what "
+            "there is, or raise wait_timeout"
+        )
+
+    def _refuse_too_many(self, online: Mapping[Identity, Identity]) -> None:
         if self.open and len(online) > self._population:
             raise ValueError(
                 f"{len(online)} nodes are online but the cohort's population is "

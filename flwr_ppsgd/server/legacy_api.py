@@ -58,11 +58,13 @@ class PPSGDStrategy(Strategy):
         evaluate_every: int = 0,
         enrolled: Iterable[Identity] | None = None,
         min_online: float = 0.5,
+        wait_timeout: float = 600.0,
         round_timeout: float = 3600.0,
         replies: ReplyKind = "gradient",
         average: bool = False,
         checkpoint_dir: Path | str | None = None,
         checkpoint_every: int = 1,
+        budget_dir: Path | str | None = None,
         metrics: PrivateMetrics | None = None,
         tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
@@ -81,11 +83,13 @@ class PPSGDStrategy(Strategy):
             evaluate_every=evaluate_every,
             enrolled=enrolled,
             min_online=min_online,
+            wait_timeout=wait_timeout,
             round_timeout=round_timeout,
             replies=replies,
             average=average,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
+            budget_dir=budget_dir,
             metrics=metrics,
             tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
@@ -123,7 +127,9 @@ class PPSGDStrategy(Strategy):
 
     def remaining_rounds(self, total: int) -> int:
         """How many of ``total`` rounds are left to run: not yet done, and within the budget."""
-        return max(0, self._rounds.plan(total) - self._first)
+        planned = self._rounds.plan(total)
+        self._rounds.say_whether_it_can_learn(self._layout.size)
+        return max(0, planned - self._first)
 
     def server_config(self, total: int) -> ServerConfig:
         """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout."""
@@ -163,7 +169,7 @@ class PPSGDStrategy(Strategy):
         asked = self._rounds.open(round_, w, self._layout, lambda: _present(client_manager))
         self._parameters_sent = parameters
         clients = _clients(client_manager)
-        instructions = FitIns(parameters, self._config(round_))
+        instructions = FitIns(parameters, self._config(round_, parameters))
         return _Asked((clients[str(cid)], instructions) for cid in asked if str(cid) in clients)
 
     def aggregate_fit(
@@ -179,11 +185,13 @@ class PPSGDStrategy(Strategy):
             opened.take(client.cid, lambda result=result: self._reply(result))  # type: ignore[misc]
         for failure in failures:
             opened.pass_over(UnusableError("client error", _failure(failure)))
-        w, released = self._rounds.publish(round_)
+        heard = bool(results or failures)
+        w, released = self._rounds.publish(round_, heard)
         parameters = self._parameters_sent
         if self.training.steps.publishes:
             parameters = self._parameters(w, parameters)
         self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
+        self._rounds.refuse_to_go_on()
         return parameters, {**released}
 
     def configure_evaluate(
@@ -193,7 +201,8 @@ class PPSGDStrategy(Strategy):
         round_ = self._absolute(server_round)
         asked = self._rounds.evaluators(round_, lambda: _present(client_manager))
         clients = _clients(client_manager)
-        instructions = EvaluateIns(self.averaged(parameters), self._config(round_))
+        average = self.averaged(parameters)
+        instructions = EvaluateIns(average, self._config(round_, average))
         chosen = [(clients[str(cid)], instructions) for cid in asked if str(cid) in clients]
         if not chosen:
             self._end(round_)
@@ -222,15 +231,16 @@ class PPSGDStrategy(Strategy):
         return self._first + server_round
 
     def _end(self, round_: int) -> None:
-        """Log the statement after the last planned round."""
+        """Log the statement after the last planned round, and give up the lock."""
         if round_ == self._rounds.last_round:
             log.info("%s", self.privacy_statement())
+            self.close()
 
-    def _config(self, round_: int) -> dict[str, Scalar]:
+    def _config(self, round_: int, parameters: Parameters) -> dict[str, Scalar]:
         """What a client gets beside w: an Order, or what Flower's stock strategies send."""
         if self.training.replies == "parameters":
             return {"server_round": round_}
-        return self._rounds.order(round_).to_flat()
+        return self._rounds.order(round_, record_of(parameters.tensors)).to_flat()
 
     def _reply(self, result: FitRes) -> Reply:
         if self.training.replies == "gradient":

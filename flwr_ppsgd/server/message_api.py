@@ -18,10 +18,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
+from flwr_ppsgd.checks import printable
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.enrolment import present_in
-from flwr_ppsgd.server.rounds import Reply, Rounds, ask, mean_of, one_line
+from flwr_ppsgd.server.fetch import ask, refusals_of
+from flwr_ppsgd.server.rounds import LONGEST_DETAIL, Reply, Rounds, mean_of
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, ORDER, Layout, bytes_of, record_from
@@ -50,11 +52,13 @@ class PPSGD(Strategy):
         evaluate_every: int = 0,
         enrolled: Iterable[Identity] | None = None,
         min_online: float = 0.5,
+        wait_timeout: float = 600.0,
         round_timeout: float = 3600.0,
         replies: ReplyKind = "gradient",
         average: bool = False,
         checkpoint_dir: Path | str | None = None,
         checkpoint_every: int = 1,
+        budget_dir: Path | str | None = None,
         metrics: PrivateMetrics | None = None,
         tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
@@ -67,11 +71,13 @@ class PPSGD(Strategy):
             evaluate_every=evaluate_every,
             enrolled=enrolled,
             min_online=min_online,
+            wait_timeout=wait_timeout,
             round_timeout=round_timeout,
             replies=replies,
             average=average,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
+            budget_dir=budget_dir,
             metrics=metrics,
             tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
@@ -80,9 +86,7 @@ class PPSGD(Strategy):
         self._curator = self._rounds.curator
         self._asked: list[Metadata] = []
         self._arrays = ArrayRecord()
-        self._latest: ArrayRecord | None = None
-        if self._curator.resumed is not None:
-            self._latest = record_from(self._curator.resumed.arrays)
+        self._latest = self._resumed()
 
     @classmethod
     def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
@@ -166,6 +170,33 @@ class PPSGD(Strategy):
         """
         if timeout is None:
             timeout = self.training.round_timeout
+        try:
+            first, last = self._plan(num_rounds)
+            result = Result(arrays=self._beginning(initial_arrays))
+            if last > first:
+                self._rounds.say_whether_it_can_learn(self._layout(result.arrays).size)
+                self._check_clients(grid, result.arrays, timeout)
+            for round_ in range(first, last + 1):
+                if round_ > first:
+                    self._run_round(round_, result, grid, timeout, train_config or ConfigRecord())
+                self._run_evaluation(
+                    round_, result, grid, timeout, evaluate_config or ConfigRecord()
+                )
+                central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
+                if central is not None:
+                    result.evaluate_metrics_serverapp[round_] = central
+                if on_round:
+                    on_round(round_, result)
+            log.info("%s", self.privacy_statement())
+            result.arrays = self.averaged(result.arrays)
+            return result
+        finally:
+            self._curator.close()  # another strategy may go on in checkpoint_dir
+
+    def _plan(self, num_rounds: int) -> tuple[int, int]:
+        """The round to go on from, and the last one that the budget pays for."""
+        if self._curator.reopen():
+            self._latest = self._resumed()
         rounds = self._rounds.plan(num_rounds)
         first = self.rounds_done
         if 0 < num_rounds <= first:
@@ -174,30 +205,29 @@ class PPSGD(Strategy):
             )
         log.info("Starting PPSGD for %d rounds:", rounds)
         self.summary()
-        result = Result(arrays=self._beginning(initial_arrays))
-        for round_ in range(first, max(first, rounds) + 1):
-            if round_ > first:
-                self._run_round(round_, result, grid, timeout, train_config or ConfigRecord())
-            self._run_evaluation(round_, result, grid, timeout, evaluate_config or ConfigRecord())
-            central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
-            if central is not None:
-                result.evaluate_metrics_serverapp[round_] = central
-            if on_round:
-                on_round(round_, result)
-        log.info("%s", self.privacy_statement())
-        result.arrays = self.averaged(result.arrays)
-        return result
+        return first, max(first, rounds)
+
+    def _check_clients(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+        """Ask a few clients whether they would obey an Order: no data are read, nothing charged."""
+        if self.training.replies != "gradient":
+            return
+        nodes = self._rounds.to_check(lambda: present_in(grid))
+        content = self._content(self.rounds_done, arrays, ConfigRecord())
+        messages = [Message(content, cast(int, node), MessageType.QUERY) for node in nodes]
+        refusals = refusals_of(grid, messages, timeout, _size(arrays))
+        self._rounds.refuse_if_nobody_obeys(len(messages), refusals)
 
     def _run_round(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
     ) -> None:
         messages = self.configure_train(round_, result.arrays, config, grid)
-        replies = ask(grid, messages, timeout)
+        replies = ask(grid, messages, timeout, _size(result.arrays))
         result.arrays, metrics = self.aggregate_train(round_, replies)
         result.train_metrics_clientapp[round_] = metrics
         spent = rounded_up(cast(float, metrics["epsilon"]))
         last = self._rounds.last_round
         log.info("[ROUND %d/%d] epsilon so far at most %s", round_, last, spent)
+        self._rounds.refuse_to_go_on()
 
     def _run_evaluation(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
@@ -205,7 +235,8 @@ class PPSGD(Strategy):
         messages = self.configure_evaluate(round_, result.arrays, config, grid)
         if not messages:
             return
-        metrics = self.aggregate_evaluate(round_, ask(grid, messages, timeout))
+        replies = ask(grid, messages, timeout, size=0)
+        metrics = self.aggregate_evaluate(round_, replies)
         if metrics is not None:
             result.evaluate_metrics_clientapp[round_] = metrics
 
@@ -265,7 +296,7 @@ class PPSGD(Strategy):
                 server_round,
                 len(failed),
                 len(answered),
-                one_line(failed[0].error.reason),
+                printable(failed[0].error.reason, LONGEST_DETAIL),
             )
         records = [reply.content.get(METRICS) for reply in answered if reply.has_content()]
         means = mean_of(record for record in records if isinstance(record, MetricRecord))
@@ -282,6 +313,11 @@ class PPSGD(Strategy):
     def close(self) -> None:
         """Give up the lock on ``checkpoint_dir``, so that another strategy can go on there."""
         self._curator.close()
+
+    def _resumed(self) -> ArrayRecord | None:
+        """The w that was found in ``checkpoint_dir``; None if there is none."""
+        found = self._curator.resumed
+        return None if found is None else record_from(found.arrays)
 
     def _beginning(self, initial: ArrayRecord) -> ArrayRecord:
         """The w to go on from: that of the last round, if there was one and it has this form."""
@@ -303,11 +339,16 @@ class PPSGD(Strategy):
         if self.training.replies == "parameters":
             told = ConfigRecord({**config, "server-round": round_})
             return RecordDict({ARRAYS: arrays, CONFIG: told})
-        order = ConfigRecord(self._rounds.order(round_).to_flat())
+        order = ConfigRecord(self._rounds.order(round_, arrays).to_flat())
         return RecordDict({ARRAYS: arrays, CONFIG: config, ORDER: order})
 
     def _layout(self, arrays: ArrayRecord) -> Layout:
         return Layout.of(arrays, self._rounds.hold())
+
+
+def _size(arrays: ArrayRecord) -> int:
+    """The number of bytes of the serialised arrays."""
+    return sum(len(array.data) for array in arrays.values())
 
 
 def _reply(message: Message, name: str) -> Reply:

@@ -3,30 +3,52 @@
 Each reply is a vector or zero, never an exception.
 """
 
+import itertools
 import logging
 import math
-import time
+import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.checks import printable
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Enrolment, Present
 from flwr_ppsgd.server.tensorboard import Scalars
 from flwr_ppsgd.server.training import Identity, Training
-from flwr_ppsgd.wire import ARRAYS, GRADIENT, NUM_EXAMPLES, Hold, Layout, Order, is_buffer
+from flwr_ppsgd.signature import signed
+from flwr_ppsgd.wire import (
+    ARRAYS,
+    GRADIENT,
+    LONGEST_PROMISE,
+    NUM_EXAMPLES,
+    Hold,
+    Layout,
+    Order,
+    bytes_of,
+    is_buffer,
+)
 
 log = logging.getLogger("flwr.ppsgd")
 
-POLL_SECONDS = 1.0
+NOT_FINITE = "not finite"
 LONGEST_DETAIL = 300  # characters of a client's error that the server's own log shows
+LONGEST_NAME = 64  # characters of a measure that a client names
+MOST_MEASURES = 50  # that are averaged over clients
+LARGEST_MEASURE = 1e100
+LARGEST_WEIGHT = 10.0  # of one client, in medians of all clients'
+OURS = ("round", "epsilon", "deployed_epsilon")  # names that no client's measure may have
+ENOUGH_ASKED = 10  # clients whose failing together says something about all
+
+
+class NobodyUsableError(RuntimeError):
+    """Nobody's reply could be used, twice in a row: the run would only cost ε."""
 
 
 class UnusableError(ValueError):
@@ -66,8 +88,14 @@ class Rounds:
         self.curator = Curator(training)
         self._scalars = Scalars(training.tensorboard_dir)
         population = training.release.cohort.population
-        self._enrolment = Enrolment(population, training.enrolled, training.min_online)
+        self._enrolment = Enrolment(
+            population,
+            training.enrolled,
+            training.min_online,
+            training.wait_timeout,
+        )
         self._open: OpenRound | None = None
+        self._useless = 0  # rounds in a row in which nobody could be used
         self.last_round = -1  # of the plan; -1 if there is none
 
     @property
@@ -79,6 +107,54 @@ class Rounds:
         """Fix the number of rounds, as of ``Curator.plan``."""
         self.last_round = self.curator.plan(rounds)
         return self.last_round
+
+    def to_check(self, look: Callable[[], Iterable[Present]]) -> list[Identity]:
+        """A few of the enrolled nodes online, to be asked whether they would obey an Order."""
+        online = self._online(look)
+        known = (node for node in self._enrolment.known if node in online)
+        return [online[node] for node in itertools.islice(known, ENOUGH_ASKED)]
+
+    def refuse_if_nobody_obeys(self, asked: int, refusals: Sequence[str]) -> None:
+        """NobodyUsableError if each client that was asked has refused; nothing is charged.
+
+        Args:
+            asked: the number of clients that got a check Order.
+            refusals: what those said who refused, or did not answer.
+        """
+        if not asked or len(refusals) < asked:
+            return
+        first = printable(refusals[0], LONGEST_DETAIL)
+        raise NobodyUsableError(
+            f"before round {self.curator.rounds_done + 1} none of {asked} clients would obey an "
+            f"Order; the first: {first}. Nothing was charged: look at a client's log or "
+            "`ppsgd client-report`, mend it, and start again"
+        )
+
+    def say_whether_it_can_learn(self, size: int) -> None:
+        """Log, from public numbers alone, what signal to noise the planned rounds can reach.
+
+        Args:
+            size: the number of shared parameters.
+        """
+        release = self.training.release
+        left = self.last_round - self.curator.rounds_done
+        if left < 1 or not self.training.steps.publishes or release.noise_multiplier == 0:
+            return
+        reached = math.sqrt(left) * release.signal_to_noise(size)
+        log.info("Signal to noise over %d rounds: at best %.2g, if all users agree", left, reached)
+        if reached < 1:
+            log.warning(
+                "This cannot learn: even if all users agree, the noise on %d shared parameters is "
+                "%.3g times as long as what %d users can say in %d rounds. Enrol about %.3g times "
+                "as many users, allow a larger epsilon, or share about %.3g times fewer "
+                "parameters.",
+                size,
+                1 / reached,
+                release.cohort.population,
+                left,
+                1 / reached,
+                1 / reached**2,
+            )
 
     def hold(self) -> Hold | None:
         """Which arrays travel along and are not part of w."""
@@ -112,17 +188,57 @@ class Rounds:
             raise not_configured(round_)
         return self._open
 
-    def publish(self, round_: int) -> tuple[Vector, dict[str, float]]:
-        """The new w, and what is released along with it."""
-        w, measures = self.opened(round_).close(round_)
+    def publish(self, round_: int, heard: bool = True) -> tuple[Vector, dict[str, float]]:
+        """The new w, and what is released along with it.
+
+        Args:
+            round_: the absolute round.
+            heard: whether the clients were really asked; False if somebody else drives the rounds
+                and brings neither replies nor failures.
+        """
+        opened = self.opened(round_)
+        w, measures = opened.close(round_)
         released = {"epsilon": self.curator.epsilon_so_far(), **measures}
         self._scalars.add(round_, released)
+        if heard:
+            self._count_useless(opened)
         return w, released
 
-    def order(self, round_: int) -> Order:
-        """What the server asks of each client in a round, and what it tells them about itself."""
+    def _count_useless(self, opened: "OpenRound") -> None:
+        """Two rounds in a row in which everyone asked has failed end the run after the second.
+
+        Both are charged. A round that asked too few clients to say anything changes nothing.
+        """
+        cohort = self.training.release.cohort
+        everyone = cohort.rate == 1 and opened.asked >= cohort.population
+        if opened.asked < ENOUGH_ASKED and not everyone:
+            return
+        self._useless = 0 if opened.usable else self._useless + 1
+
+    def refuse_to_go_on(self) -> None:
+        """NobodyUsableError after two rounds in a row in which nobody could be used."""
+        if self._useless < 2:
+            return
+        self._useless = 0
+        opened = self.opened(self.curator.rounds_done)
+        raise NobodyUsableError(
+            f"in rounds {self.curator.rounds_done - 1} and {self.curator.rounds_done} each of the "
+            f"{opened.asked} clients that were asked gave an error, a malformed reply or none"
+            f"{opened.first_failure}. Both rounds are charged. More rounds would only cost "
+            "epsilon: look at a client's log, mend it, and start again"
+        )
+
+    def order(self, round_: int, arrays: ArrayRecord) -> Order:
+        """What the server asks of each client in a round, and what it tells them about itself.
+
+        Args:
+            round_: the absolute round.
+            arrays: what travels along; the signature covers it.
+        """
         training = self.training
-        return Order(
+        persistent = training.checkpoint_dir is not None
+        epsilon, promise = self.curator.for_clients()
+        order = Order(
             round=round_,
             step=training.steps.personal,
             clip_norm=training.release.clip_norm,
@@ -132,8 +248,13 @@ class Rounds:
             metrics=tuple(training.metrics.bounds) if training.metrics else (),
             training=self.curator.training_id,
             starts=self.curator.starts(),
-            promise=self.curator.in_one_line(),
+            # w may fall back to the checkpoint before the last one
+            back=2 * training.checkpoint_every if persistent else 0,
+            charges=self.curator.ledger.rounds,
+            epsilon=epsilon,
+            promise=printable(promise, LONGEST_PROMISE),
         )
+        return signed(order, bytes_of(arrays), self.curator.key)
 
     def evaluators(self, round_: int, look: Callable[[], Iterable[Present]]) -> list[Identity]:
         """The enrolled nodes online, if evaluation is due in this round; else nobody."""
@@ -144,7 +265,7 @@ class Rounds:
         online = self._online(look)
         return [online[node] for node in self._enrolment.known if node in online]
 
-    def _online(self, look: Callable[[], Iterable[Present]]) -> dict[Identity, Identity]:
+    def _online(self, look: Callable[[], Iterable[Present]]) -> Mapping[Identity, Identity]:
         online = self._enrolment.refresh(look)
         self.curator.note_caveat(self._enrolment.caveat)
         return online
@@ -166,12 +287,18 @@ class OpenRound:
         self._w = w
         self._layout = layout
         self._waiting = set(asked)  # for a valid reply
+        self.asked = len(self._waiting)
         self._silent = set(self._waiting)
         self._total = curator.open_sum(len(w))
         self._used = 0
         self._zeros: Counter[str] = Counter()
-        self._first = ""
+        self.first_failure = ""
         self._closed = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether any reply had a form that can be used; a vector that is not finite has one."""
+        return self._used > 0 or self._zeros[NOT_FINITE] > 0
 
     def take(self, node: Hashable, read: Callable[[], Reply]) -> None:
         """Add the first valid reply of an asked node. Everything else is zero, and counted."""
@@ -192,8 +319,8 @@ class OpenRound:
     def pass_over(self, error: BaseException, node: Hashable = "unknown") -> None:
         """Count a reply as zero."""
         self._zeros[_reason(error)] += 1
-        if not self._first:
-            self._first = "; the first: " + one_line(error)
+        if not self.first_failure:
+            self.first_failure = "; the first: " + printable(error, LONGEST_DETAIL)
         log.debug("Round %d: a reply of node %s counts as zero: %s", self._number, node, error)
 
     def close(self, number: int) -> tuple[Vector, dict[str, float]]:
@@ -258,7 +385,7 @@ class OpenRound:
             self._used,
             sum(zeros.values()),
             reasons,
-            self._first,
+            self.first_failure,
         )
 
 
@@ -266,39 +393,7 @@ def _reason(error: BaseException) -> str:
     """Under which heading a reply that counts as zero is counted."""
     if isinstance(error, UnusableError):
         return error.reason
-    return "not finite" if isinstance(error, FloatingPointError) else "malformed"
-
-
-def one_line(error: object) -> str:
-    """An error as one line of bounded length."""
-    words = str(error).split()
-    return " ".join(words)[:LONGEST_DETAIL]
-
-
-def ask(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterable[Message]:
-    """Send, and wait for replies until all are there or the time is over.
-
-    Late replies are never fetched. Flower's own loop trusts the wall clock, which may go back and
-    keep a round open for as long.
-    """
-    if not _is_remote(grid):
-        return grid.send_and_receive(messages, timeout=timeout)
-    deadline = time.monotonic() + timeout
-    replies: list[Message] = []
-    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
-    while waiting:
-        found = list(grid.pull_messages(waiting))
-        replies += found
-        waiting -= {reply.metadata.reply_to_message_id for reply in found}
-        if not waiting or time.monotonic() >= deadline:
-            break
-        time.sleep(POLL_SECONDS)
-    return replies
-
-
-def _is_remote(grid: Grid) -> bool:
-    """Whether this is Flower's grid over HTTP, told by its name: importing it would be dear."""
-    return any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__)
+    return NOT_FINITE if isinstance(error, FloatingPointError) else "malformed"
 
 
 def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -306,24 +401,35 @@ def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in metrics.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, int | float) and abs(value) <= LARGEST_MEASURE
     }
 
 
 def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Σ n_i·m_i / Σ n_i of each measure, over the users in whose reply it is a finite number.
 
-    n_i is the measure ``num-examples``, or 1 if it is missing.
+    n_i is the measure ``num-examples``, or 1 if it is missing; it counts up to ten times the
+    median, so that no client can make itself the mean. Names that are ours, or that no terminal
+    should see, are left out.
     """
+    numbers = [finite(own) for own in measures]
+    weights = [max(0.0, own.pop(NUM_EXAMPLES, 1.0)) for own in numbers]
+    largest = LARGEST_WEIGHT * statistics.median(weights) if weights else 0.0
     sums: dict[str, float] = {}
-    weights: dict[str, float] = {}
-    for own in measures:
-        numbers = finite(own)
-        weight = max(0.0, numbers.pop(NUM_EXAMPLES, 1.0))
-        for name, value in numbers.items():
+    totals: dict[str, float] = {}
+    for own, given in zip(numbers, weights, strict=True):
+        weight = min(given, largest)
+        for name, value in own.items():
+            if name not in sums and (len(sums) >= MOST_MEASURES or not _is_name(name)):
+                continue
             sums[name] = sums.get(name, 0.0) + weight * value
-            weights[name] = weights.get(name, 0.0) + weight
-    return {name: total / weights[name] for name, total in sums.items() if weights[name] > 0}
+            totals[name] = totals.get(name, 0.0) + weight
+    return {name: total / totals[name] for name, total in sums.items() if totals[name] > 0}
+
+
+def _is_name(name: str) -> bool:
+    """Whether a client may call a measure so."""
+    return name not in OURS and 0 < len(name) <= LONGEST_NAME and name.isprintable()
 
 
 def not_configured(number: int) -> ValueError:

@@ -11,6 +11,7 @@ from flwr_ppsgd.checks import is_whole, require
 
 Identity: TypeAlias = int | str  # a node's id; or its name or public key, which outlive a restart
 ReplyKind: TypeAlias = Literal["gradient", "parameters"]
+LARGEST_DELTA = 0.1  # from here on δ itself is no protection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Training:
             public key under which they are registered. None: the first ``population`` nodes seen.
         min_online: the share of the population to wait for before the first round. Whoever is
             offline later counts as zero.
+        wait_timeout: seconds to wait for ``min_online`` before the first round.
         round_timeout: seconds after which a round goes on with the replies it has; whoever is later
             counts as zero.
         replies: "gradient" for clients made by ``client_app`` or ``PPSGDClient``; "parameters" for
@@ -40,6 +42,8 @@ class Training:
             is found there is continued.
         checkpoint_every: write w in every round that this number divides. The journal is written in
             every round.
+        budget_dir: a budget that several trainings of one population share, made before the first
+            of them by ``ppsgd budget``; None is none.
         metrics: training measures to release along with the gradient; None is none.
         tensorboard_dir: where curves of ε by round go, if TensorBoard is installed.
         insecure_seed: makes cohorts and noise repeatable, for simulation and tests. It voids the
@@ -53,16 +57,20 @@ class Training:
     evaluate_every: int = 0
     enrolled: tuple[Identity, ...] | None = None
     min_online: float = 0.5
+    wait_timeout: float = 600.0
     round_timeout: float = 3600.0
     replies: ReplyKind = "gradient"
     average: bool = False
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 1
+    budget_dir: Path | None = None
     metrics: PrivateMetrics | None = None
     tensorboard_dir: Path | None = None
     insecure_seed: int | None = None
 
     def __post_init__(self) -> None:
+        rule = f"delta must be in (0, {LARGEST_DELTA:g})"
+        require(0 < self.delta < LARGEST_DELTA, rule, self.delta, "choose it below 1/population")
         if self.max_epsilon is not None:
             rule = "max_epsilon must be positive and finite"
             fits = 0 < self.max_epsilon < math.inf
@@ -75,6 +83,8 @@ class Training:
         require(whole, rule, self.checkpoint_every, "1 writes w in every round")
         rule = "min_online must be in [0, 1]"
         require(0 <= self.min_online <= 1, rule, self.min_online, "it is a share of the population")
+        rule = "wait_timeout must be positive"
+        require(self.wait_timeout > 0, rule, self.wait_timeout, "it is in seconds")
         rule = "round_timeout must be positive"
         require(self.round_timeout > 0, rule, self.round_timeout, "it is in seconds")
         rule = "replies must be 'gradient' or 'parameters'"
@@ -91,6 +101,7 @@ class Training:
         *,
         enrolled: Iterable[Identity] | None,
         checkpoint_dir: Path | str | None,
+        budget_dir: Path | str | None,
         tensorboard_dir: Path | str | None,
         **more: Any,
     ) -> Self:
@@ -98,6 +109,7 @@ class Training:
         return cls(
             enrolled=None if enrolled is None else tuple(enrolled),
             checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
+            budget_dir=None if budget_dir is None else Path(budget_dir),
             tensorboard_dir=None if tensorboard_dir is None else Path(tensorboard_dir),
             **more,
         )

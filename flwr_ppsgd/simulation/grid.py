@@ -104,9 +104,9 @@ class InProcessGrid(Grid):
             run_config=dict(self._run_config),
         )
 
-    def get_node_ids(self) -> list[int]:
+    def get_node_ids(self) -> Sequence[int]:
         """The ids of all nodes, in the order of their ``partition-id``."""
-        return list(self._node_ids)
+        return self._node_ids
 
     def send_and_receive(
         self,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from flwr_ppsgd import Order, Steps, client_app
+from flwr_ppsgd import PPSGD, Order, Steps, client_app
 from flwr_ppsgd.client.personal import STATE, Personal, keep, recall
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
@@ -47,12 +47,18 @@ def fixed_gradient_learner(context: Context) -> Toy:
     return FixedGradient(target(int(context.node_config["partition-id"])))
 
 
+def kept_before(ppsgd: PPSGD, theta: Floats) -> Personal:
+    """A θ with two visits in this training, both before round 1 counts as begun anew."""
+    return Personal(theta, run=1, visit=2, training=ppsgd._curator.training_id)
+
+
 @pytest.mark.parametrize("theta", [np.zeros(SIZE), np.full(SIZE, 1e9), np.arange(SIZE) * np.pi])
 def test_with_g_w_fixed_every_outgoing_byte_is_the_same_whatever_theta_is(theta: Floats) -> None:
     def sent(kept: Floats) -> list[bytes]:
         on = grid(1, client_app(fixed_gradient_learner))
-        (message,) = opened(strategy(release=release(1)), on)
-        keep(on.context(message.metadata.dst_node_id), Personal(kept, run=1, round=3, visit=2))
+        ppsgd = strategy(release=release(1))
+        (message,) = opened(ppsgd, on)
+        keep(on.context(message.metadata.dst_node_id), kept_before(ppsgd, kept))
         (reply,) = on.send_and_receive([message])
         return bytes_of(reply.content)
 
@@ -107,18 +113,20 @@ class Broken(Toy):
 
 
 @pytest.mark.parametrize("fault", ["w:size", "w:shape", "w:nan", "t:size", "t:shape", "t:nan"])
-def test_a_learner_with_a_wrong_gradient_gets_one_clear_line_and_theta_stays(fault: str) -> None:
+def test_a_learner_with_a_wrong_gradient_gets_one_clear_line_and_theta_stays(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def learner(context: Context) -> Toy:  # noqa: ARG001
         return Broken(np.zeros(SIZE), fault=fault)
 
     on = grid(1, client_app(learner))
-    (message,) = opened(strategy(release=release(1)), on)
-    kept = Personal(np.ones(SIZE), run=1, round=3, visit=2)
+    ppsgd = strategy(release=release(1))
+    (message,) = opened(ppsgd, on)
+    kept = kept_before(ppsgd, np.ones(SIZE))
     keep(on.context(message.metadata.dst_node_id), kept)
     (reply,) = on.send_and_receive([message])
-    assert reply.has_error()
-    assert "Broken.gradients returned" in str(reply.error.reason)
-    assert "\n" not in str(reply.error.reason)
+    assert reply.error.reason == "ClientError: learner-failed: ValueError"
+    assert "Broken.gradients returned" in caplog.text
     after = recall(on.context(message.metadata.dst_node_id))
     assert after is not None
     np.testing.assert_array_equal(after.theta, kept.theta)

@@ -68,8 +68,6 @@ def test_whoever_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no θ of user 'eve', only of"):
         PersonalModel.load(tmp_path, "eve")
     strategy().start(Nodes(tmp_path, run="b"), w0(), num_rounds=1)
-    with pytest.raises(
-        ValueError, match=r"took part in \['b', 'unnamed-run'\]: name one with run="
-    ):
+    with pytest.raises(ValueError, match=r"took part in \['a run', 'b'\]: name one with run="):
         PersonalModel.load(tmp_path, "1")
     assert PersonalModel.load(tmp_path, "1", run="b").theta.size == SIZE

@@ -2,10 +2,16 @@
 
 import errno
 import logging
+import math
 import os
 import random
 import stat
-from collections.abc import Callable
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +26,14 @@ from hypothesis import strategies as st
 from flwr_ppsgd import PPSGD, Order, cli, client_app, disk
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.personal import Personal, choose, keep, recall, step_from
+from flwr_ppsgd.client.policy import STATE_DIR, USER
+from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.sent import client_report
-from flwr_ppsgd.client.shelf import RUN, STATE_DIR, UNNAMED, USER, Shelf
+from flwr_ppsgd.client.shelf import RUN, Shelf, run_of
 from flwr_ppsgd.simulation.grid import InProcessGrid
-from tests.support.toy import SIZE, Floats, release, strategy, target, toy_learner, w0
+from tests.support.toy import SIZE, Floats, Toy, release, strategy, target, toy_learner, w0
 
+NAMED = "a run"
 STEP = 0.5  # s_θ of tests.support.toy.strategy
 
 
@@ -36,7 +45,7 @@ class Nodes(InProcessGrid):
         directory: Path,
         app: ClientApp | None = None,
         nodes: int = 5,
-        run: str = "",
+        run: str = NAMED,
         run_id: int = 1,
     ):
         super().__init__(app or client_app(toy_learner), nodes, {RUN: run} if run else {}, run_id)
@@ -51,11 +60,11 @@ class Nodes(InProcessGrid):
         self._contexts.clear()
 
 
-def shelf(directory: Path, user: int = 0, run: str = UNNAMED) -> Shelf:
+def shelf(directory: Path, user: int = 0, run: str = NAMED) -> Shelf:
     return Shelf(directory, run, str(user))
 
 
-def theta(directory: Path, user: int = 0, run: str = UNNAMED) -> Floats:
+def theta(directory: Path, user: int = 0, run: str = NAMED) -> Floats:
     return next(shelf(directory, user, run).saves()).vectors["theta"]
 
 
@@ -69,6 +78,11 @@ def one_round(ppsgd: PPSGD, on: InProcessGrid, round_: int) -> list[Message]:
 
 def order(round_: int, starts: tuple[int, ...] = (1,), training: int = 7) -> Order:
     return Order(round_, STEP, 1.0, "mean", True, training=training, starts=starts)
+
+
+def told(message: Message) -> str:
+    """What the server gets to know about an error."""
+    return str(message.error.reason)
 
 
 def test_theta_is_on_disk_as_it_is_in_the_node(tmp_path: Path) -> None:
@@ -89,7 +103,21 @@ def test_files_are_private_and_as_many_as_are_needed(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 3
     for path in shelf(tmp_path).directory.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-    assert stat.S_IMODE(shelf(tmp_path).directory.stat().st_mode) == 0o700
+    directory = shelf(tmp_path).directory
+    for folder in (directory, directory.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_folders_that_others_could_read_are_closed(tmp_path: Path) -> None:
+    """Version 0.1 made the folder of a run with the permissions of the process."""
+    directory = shelf(tmp_path).directory
+    directory.mkdir(mode=0o755, parents=True)
+    new = tmp_path / "new" / "root"
+    for root in (tmp_path, new):
+        strategy().start(Nodes(root), w0(), num_rounds=1)
+        for folder in (shelf(root).directory, shelf(root).directory.parent):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(new.stat().st_mode) == 0o700
 
 
 def test_a_node_that_restarts_in_every_round_trains_as_one_that_never_does(tmp_path: Path) -> None:
@@ -174,6 +202,7 @@ def _next_order(ppsgd: PPSGD, round_: int) -> Order:
         True,
         training=ppsgd._curator.training_id,
         starts=ppsgd._curator.starts(),
+        charges=ppsgd.ledger.rounds,
     )
 
 
@@ -200,15 +229,9 @@ def test_the_choice_is_the_newest_that_the_server_still_has(visits: list[tuple[i
 def test_orders_that_were_overtaken_are_refused(tmp_path: Path) -> None:
     context = Nodes(tmp_path).context(1_000_000)
     keep(context, Personal(np.ones(SIZE), 1, round=5, visit=3, training=7, start=2))
-    for late in (order(4, (1, 5)), order(6, (1,))):
+    for late in (order(4, (1, 4)), order(6, (1,))):
         with pytest.raises(ValueError, match="comes too late and θ stays as it is"):
             step_from(context, late, lambda: np.zeros(SIZE))
-
-
-def rounds_kept(directory: Path, training: int) -> list[int]:
-    """The rounds of a training's saves, newest first."""
-    saves = shelf(directory).saves(lambda other: other == training)
-    return [save.stamp["round"] for save in saves]
 
 
 def test_two_trainings_under_one_name_do_not_step_each_others_theta(tmp_path: Path) -> None:
@@ -216,8 +239,9 @@ def test_two_trainings_under_one_name_do_not_step_each_others_theta(tmp_path: Pa
     for round_ in (1, 2, 3):
         for ppsgd in both:
             one_round(ppsgd, on, round_)
-    lines = [rounds_kept(tmp_path, ppsgd._curator.training_id) for ppsgd in both]
-    assert lines == [[3, 2, 1], [3, 2, 1]]
+    for ppsgd in both:
+        saves = [s for s in shelf(tmp_path).saves() if s.training == ppsgd._curator.training_id]
+        assert [save.stamp["round"] for save in saves] == [3, 2, 1]
 
 
 def test_a_server_that_went_back_further_than_is_kept_is_told(
@@ -254,7 +278,9 @@ def _damage(path: Path, how: str) -> None:
     )
 
 
-def test_where_every_file_is_damaged_theta_never_becomes_zero(tmp_path: Path) -> None:
+def test_where_every_file_is_damaged_theta_never_becomes_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ppsgd, on = strategy(), Nodes(tmp_path)
     ppsgd.start(on, w0(), num_rounds=3)
     on.restart()
@@ -263,34 +289,44 @@ def test_where_every_file_is_damaged_theta_never_becomes_zero(tmp_path: Path) ->
     for _ in range(2):
         replies = one_round(ppsgd, on, 4)
         assert [reply.has_error() for reply in replies] == [True, False, False, False, False]
-        assert "restore one from a backup" in str(replies[0].error.reason)
+        assert "theta-damaged: ValueError" in told(replies[0])
+    assert caplog.text.count("restore one from a backup") == 2
 
 
-def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_user_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ppsgd, on = strategy(), Nodes(tmp_path)
     ppsgd.start(on, w0(), num_rounds=2)
     on.restart()
     own, stranger = files(tmp_path, 0)[-1], files(tmp_path, 1)[-1]
     own.write_bytes(stranger.read_bytes())
     replies = one_round(ppsgd, on, 3)
-    assert "holds the θ of user '1' in run 'unnamed-run', not that of '0'" in str(
-        replies[0].error.reason
-    )
+    assert "theta-foreign: ValueError" in told(replies[0])
+    assert "holds the θ of user '1' in run 'a run', not that of '0'" in caplog.text
     assert not any(reply.has_error() for reply in replies[1:])
 
 
 @pytest.mark.parametrize("place", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_refuses_costs_the_round_and_leaves_theta(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, number: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+    number: int,
 ) -> None:
     ppsgd, on = strategy(), Nodes(tmp_path)
     ppsgd.start(on, w0(), num_rounds=2)
     before, state = theta(tmp_path), on.context(1_000_000).state.copy()
+    noted = len(list(shelf(tmp_path).notes()))
     with monkeypatch.context() as patch:
         _break_disk(patch, place, number)
         replies = one_round(ppsgd, on, 3)
-    assert all("this round counts as zero" in str(reply.error.reason) for reply in replies)
+    assert all("disk: OSError" in told(reply) for reply in replies)
+    assert "this round counts as zero" in caplog.text
+    codes = [line["code"] for line in shelf(tmp_path).notes()]
+    assert codes[noted:] == ["disk"], "the gradient that did not leave is not noted"
     np.testing.assert_array_equal(theta(tmp_path), before)
     assert on.context(1_000_000).state == state
     assert not list(tmp_path.rglob("*.partial"))
@@ -320,13 +356,15 @@ def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(tmp_path: Path)
     message = Message(
         RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train"
     )
-    with pytest.raises(RuntimeError, match="a mod that fails"):
+    with pytest.raises(ClientError, match=r"^learner-failed: RuntimeError$"):
         client_app(toy_learner, mods=[_raising])(message, context)
     assert not context.state
     assert not files(tmp_path)
 
 
-def test_of_two_tasks_at_work_on_one_theta_the_second_drops_its_step(tmp_path: Path) -> None:
+def test_of_two_tasks_at_work_on_one_theta_the_second_drops_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def overtaken(
         message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> Message:
@@ -338,12 +376,12 @@ def test_of_two_tasks_at_work_on_one_theta_the_second_drops_its_step(tmp_path: P
     message = Message(
         RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train"
     )
-    with pytest.raises(
-        ValueError, match="stepped by another task while this one was at work: this step is dropped"
-    ):
+    with pytest.raises(ClientError, match=r"^theta-busy: ValueError$"):
         client_app(toy_learner, mods=[overtaken])(message, context)
     assert not context.state
     assert [save.stamp["visit"] for save in shelf(tmp_path).saves()] == [1]
+    assert [line["code"] for line in shelf(tmp_path).notes()] == ["", "theta-busy"]
+    assert "this step is dropped" in caplog.text
 
 
 def test_a_stock_strategy_counts_visits_on_disk_and_leaves_theta(tmp_path: Path) -> None:
@@ -392,17 +430,404 @@ def test_a_typing_error_in_the_node_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="unknown key 'ppsgd-statedir': did you mean 'ppsgd-state-dir'"
     ):
-        Shelf.of(context)
+        recall(context)
     with pytest.raises(ValueError, match=f"add {USER}, or partition-id"):
-        Shelf.of(Context(1, 2, {STATE_DIR: str(tmp_path)}, RecordDict(), {}))
+        Shelf.of(Context(1, 2, {STATE_DIR: str(tmp_path)}, RecordDict(), {}), 7)
 
 
-@pytest.mark.parametrize("name", ["a", "..", "Ada L.", "x/../y", "ü%2F", "."])
+@pytest.mark.parametrize("name", ["a", "..", "Ada L.", "x/../y", "ü%2F", ".", "+"])
 def test_any_name_is_a_folder_of_its_own_inside_the_directory(tmp_path: Path, name: str) -> None:
     strategy(release=release(1)).start(Nodes(tmp_path / "s", nodes=1, run=name), w0(), num_rounds=1)
     (found,) = Shelf.all_in(tmp_path / "s")
     assert (found.run, found.user) == (name, "0")
     assert {path.name for path in tmp_path.iterdir()} == {"s"}
+
+
+@pytest.mark.parametrize("name", ["ü" * 100, "x" * 5000, "a/b" * 99, "\x00\n\x1b[2J"])
+def test_long_and_odd_names_of_users_are_folders_of_their_own(tmp_path: Path, name: str) -> None:
+    def context(user: str) -> Context:
+        node: dict[str, Any] = {"partition-id": 0, STATE_DIR: str(tmp_path), USER: user}
+        return Context(1, 2, node, RecordDict(), {})
+
+    for user in (name, name + "x"):
+        for round_ in (1, 2):
+            answer(context(user), order(round_))
+    found = Shelf.all_in(tmp_path)
+    assert sorted(shelf.user for shelf in found) == sorted([name, name + "x"])
+    kept = recall(context(name))
+    assert kept is not None
+    assert kept.visit == 2
+    assert "\x1b" not in client_report(tmp_path)
+
+
+def test_a_name_that_cannot_be_written_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node: dict[str, Any] = {"partition-id": 0, STATE_DIR: str(tmp_path), USER: "a\udc80"}
+    with pytest.raises(ClientError, match=r"^node-config: ValueError$"):
+        answer(Context(1, 2, node, RecordDict(), {}), order(1))
+    assert "choose another ppsgd-user" in caplog.text
+
+
+def message(an_order: Order, kind: str = "train", w: ArrayRecord | None = None) -> Message:
+    content = {"arrays": w or w0(), "ppsgd-order": ConfigRecord(an_order.to_flat())}
+    return Message(RecordDict(content), 5, kind)  # type: ignore[arg-type]
+
+
+def answer(context: Context, an_order: Order, kind: str = "train") -> Message:
+    return client_app(toy_learner)(message(an_order, kind), context)
+
+
+# --- the training's own θ
+
+
+def test_a_run_without_a_name_is_the_trainings_own(tmp_path: Path) -> None:
+    """Other trainings can neither go on with its θ nor push it out."""
+    first = strategy()
+    first.start(Nodes(tmp_path, run=""), w0(), num_rounds=2)
+    own = run_of(first._curator.training_id)
+    before = theta(tmp_path, run=own)
+    for _ in range(6):
+        other = strategy()
+        other.start(Nodes(tmp_path, run=""), w0(), num_rounds=1)
+        np.testing.assert_allclose(
+            theta(tmp_path, run=run_of(other._curator.training_id)), STEP * target(0), atol=1e-15
+        )
+    np.testing.assert_array_equal(theta(tmp_path, run=own), before)
+    assert first.rounds_done == 2
+    replies = one_round(first, Nodes(tmp_path, run=""), 3)
+    assert not any(reply.has_error() for reply in replies)
+    assert next(shelf(tmp_path, run=own).saves()).stamp["visit"] == 3
+
+
+def test_a_node_without_a_directory_keeps_trainings_apart_too() -> None:
+    on, both = (
+        InProcessGrid(client_app(toy_learner), 1),
+        [strategy(release=release(1)) for _ in "ab"],
+    )
+    for round_ in (1, 2, 3):
+        for ppsgd in both:
+            one_round(ppsgd, on, round_)
+    kept = recall(on.context(1_000_000))
+    assert kept is not None
+    assert (kept.round, kept.visit) == (3, 3)
+
+
+def test_stock_messages_in_a_run_without_a_name_have_a_theta_of_their_own(tmp_path: Path) -> None:
+    ppsgd = strategy()
+    ppsgd.start(Nodes(tmp_path, run=""), w0(), num_rounds=2)
+    own = run_of(ppsgd._curator.training_id)
+    before = theta(tmp_path, run=own)
+    FedAvg().start(
+        Nodes(tmp_path, client_app(toy_learner, local_step=0.1), run=""), w0(), num_rounds=1
+    )
+    np.testing.assert_array_equal(theta(tmp_path, run=own), before)
+    np.testing.assert_array_equal(theta(tmp_path, run="no-training"), 0.0)
+    with pytest.raises(ValueError, match=r"took part in .*: name one"):
+        recall(Nodes(tmp_path, run="").context(1_000_000))
+
+
+def _as_of_version_0_1(directory: Path, user: int, training: int, rounds: int) -> Floats:
+    """Saves as version 0.1 wrote them."""
+    folder = directory / "unnamed-run" / str(user)
+    folder.mkdir(parents=True)
+    kept = np.zeros(SIZE)
+    for round_ in range(1, rounds + 1):
+        kept = kept - STEP * (kept - target(user))
+        stamp = {
+            "run": 1,
+            "round": round_,
+            "visit": round_,
+            "training": training,
+            "start": 1,
+            "since": 0,
+            "base": round_ - 1,
+            "seen": round_ - 1,
+        }
+        head = {
+            "format": "flwr_ppsgd theta 1",
+            "run": "unnamed-run",
+            "user": str(user),
+            "stamp": stamp,
+            "vectors": {"theta": SIZE},
+        }
+        path = folder / f"{round_:010d}-{training:016x}.theta"
+        path.write_bytes(b"".join(disk.seal(head, [kept.tobytes()])))
+    return kept
+
+
+def test_a_training_of_version_0_1_goes_on(tmp_path: Path) -> None:
+    before = _as_of_version_0_1(tmp_path, 0, training=7, rounds=3)
+    on = Nodes(tmp_path, run="")
+    answer(on.context(1_000_000), order(4, (1, 4)))
+    (found,) = Shelf.all_in(tmp_path)
+    saves = list(found.saves())
+    assert [save.stamp["round"] for save in saves] == [4, 3, 2]
+    np.testing.assert_array_equal(saves[0].vectors["theta"], before - STEP * (before - target(0)))
+
+
+def test_another_training_says_where_the_theta_of_version_0_1_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = _as_of_version_0_1(tmp_path, 0, training=7, rounds=3)
+    answer(Nodes(tmp_path, run="").context(1_000_000), order(1, training=8))
+    assert "set ppsgd-run = 'unnamed-run' in the run config" in caplog.text
+    np.testing.assert_allclose(theta(tmp_path, run=run_of(8)), STEP * target(0), atol=1e-15)
+    answer(Nodes(tmp_path, run="unnamed-run").context(1_000_000), order(1, training=9))
+    np.testing.assert_array_equal(
+        theta(tmp_path, run="unnamed-run"), before - STEP * (before - target(0))
+    )
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_theta_of_another_model_is_refused_and_its_run_named(
+    tmp_path: Path, on_disk: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    on = Nodes(tmp_path) if on_disk else InProcessGrid(client_app(toy_learner), 1, {RUN: NAMED})
+    context = on.context(1_000_000)
+    answer(context, order(1))
+    for kind in ("train", "evaluate"):
+        with pytest.raises(ClientError, match=r"^theta-foreign: ValueError$"):
+            client_app(small_learner)(message(order(2), kind, w0(np.zeros(2))), context)
+    assert "has 6 numbers and this learner's has 2: it belongs to another model" in caplog.text
+    assert (f"run {NAMED!r} in {tmp_path}" if on_disk else "this node's state") in caplog.text
+
+
+def small_learner(context: Context) -> Toy:
+    return Toy(target(int(context.node_config["partition-id"]))[:2])
+
+
+# --- damage
+
+
+def test_damaged_saves_never_fall_back_to_the_theta_of_another_training(tmp_path: Path) -> None:
+    on = Nodes(tmp_path, nodes=1)
+    for training in (7, 8):
+        for round_ in (1, 2):
+            answer(on.context(1_000_000), order(round_, training=training))
+    on.restart()
+    for path in files(tmp_path)[2:]:
+        _damage(path, "flipped")
+    for training in (8, 9):
+        for kind in ("train", "evaluate"):
+            with pytest.raises(ClientError, match=r"^theta-damaged: ValueError$"):
+                answer(on.context(1_000_000), order(3, training=training), kind)
+    with pytest.raises(ValueError, match="no whole one of training 0000000000000008 is left"):
+        recall(on.context(1_000_000))
+    assert "no whole one of training 0000000000000008 is left" in client_report(tmp_path)
+    answer(on.context(1_000_000), order(3, training=7))
+
+
+@pytest.mark.fuzz
+@given(st.integers(0, 10**6), st.binary(max_size=3), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_whatever_the_bytes_of_a_save_are_it_is_whole_or_set_aside(
+    place: int, put: bytes, cut: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        own = Shelf(Path(directory), NAMED, "0")
+        with own.writing():
+            own.put(7, Personal(np.ones(3), 1).stamp(), {"theta": np.ones(3)}, seen=0, base=0)
+        (path,) = own.directory.glob("*.theta")
+        content = path.read_bytes()
+        place %= len(content)
+        rest = b"" if cut else content[place + len(put) :]
+        changed = content[:place] + put + rest
+        path.write_bytes(changed)
+        saves = list(own.saves())
+        assert len(saves) == (changed == content)
+        assert len(own.damaged()) == (changed != content)
+
+
+# --- rounds that come again
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("rate", [1, 2])
+def test_redone_rounds_step_theta_once_for_every_number_that_checkpoints_allow(
+    tmp_path: Path, every: int, on_disk: bool, rate: int
+) -> None:
+    """The server goes back k rounds, for every k up to 2·checkpoint_every; the user takes part in
+    every round, or in every second one."""
+    back, last = 2 * every, 20
+    for k in range(1, back + 1):
+        on = (
+            Nodes(tmp_path / str(k), nodes=1)
+            if on_disk
+            else InProcessGrid(client_app(toy_learner), 1)
+        )
+        context = on.context(1_000_000)
+        before = take_part(context, range(rate, last + 1, rate), (1,), back)
+        again = take_part(context, range(last - k + 1, last + 1), (1, last - k + 1), back)
+        kept = recall(context)
+        assert kept is not None
+        expected = [r for r in before if r <= last - k] + again
+        assert kept.visit == len(expected)
+        np.testing.assert_array_equal(kept.theta, replayed(expected))
+
+
+def take_part(context: Context, rounds: range, starts: tuple[int, ...], back: int) -> list[int]:
+    for round_ in rounds:
+        answer(context, replace(order(round_, starts), back=back))
+    return list(rounds)
+
+
+def replayed(rounds: list[int]) -> Floats:
+    """θ after these rounds, all at w = 0."""
+    kept = np.zeros(SIZE)
+    for _ in rounds:
+        kept = kept - STEP * (kept - target(0))
+    return kept
+
+
+def test_only_the_saves_that_are_needed_are_kept(tmp_path: Path) -> None:
+    """Of a user who takes part in every fifth round, far fewer than 2·checkpoint_every."""
+    context = Nodes(tmp_path, nodes=1).context(1_000_000)
+    take_part(context, range(5, 101, 5), (1,), back=20)
+    assert [save.stamp["round"] for save in shelf(tmp_path).saves()] == [100, 95, 90, 85, 80]
+
+
+# --- charges
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_server_that_forgot_charges_is_refused(
+    tmp_path: Path, on_disk: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    on = Nodes(tmp_path, nodes=1) if on_disk else InProcessGrid(client_app(toy_learner), 1)
+    context = on.context(1_000_000)
+    answer(context, replace(order(5), charges=4))
+    for kind in ("train", "evaluate"):
+        with pytest.raises(ClientError, match=r"^refused-charges: ValueError$"):
+            answer(context, replace(order(6), charges=3), kind)
+    assert "charged 3 rounds of a training that had charged 4 before" in caplog.text
+    answer(context, replace(order(4, (1, 4)), charges=6))  # w went back, the ledger did not
+    with pytest.raises(ClientError, match=r"^refused-charges"):
+        answer(context, replace(order(5, (1, 4)), charges=5))
+    answer(context, replace(order(1, training=8), charges=0))
+
+
+# --- two tasks on one θ
+
+
+class Counting(Toy):
+    """Each step adds one to θ."""
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
+        return np.zeros(1), np.full(1, -1 / STEP)
+
+
+def counting_learner(context: Context) -> Toy:  # noqa: ARG001
+    return Counting(np.zeros(1))
+
+
+def work(directory: Path, rounds: Iterator[int], lock: threading.Lock) -> int:
+    """Answer the Orders of ever new rounds, in a task of its own for each; how many accepted."""
+    app = client_app(counting_learner)
+    accepted = 0
+    while True:
+        with lock:
+            round_ = next(rounds, None)
+        if round_ is None:
+            return accepted
+        context = Nodes(directory, app, nodes=1).context(1_000_000)
+        try:
+            app(message(order(round_), w=w0(np.zeros(1))), context)
+        except ClientError as refused:
+            assert refused.code in {"theta-busy", "too-late"}  # noqa: PT017
+        else:
+            accepted += 1
+
+
+def test_tasks_on_one_theta_never_lose_an_accepted_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,600 steps by four threads: θ counts those that were accepted."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    logging.getLogger("flwr.ppsgd").setLevel(logging.CRITICAL)
+    work(tmp_path / "first", iter([1]), threading.Lock())  # Python 3.11.7 cannot parse in threads
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        rounds, lock = iter(range(1, 1601)), threading.Lock()
+        with ThreadPoolExecutor(4) as pool:
+            tasks = [pool.submit(work, tmp_path, rounds, lock) for _ in range(4)]
+            accepted = sum(task.result() for task in tasks)
+    finally:
+        sys.setswitchinterval(switch)
+        logging.getLogger("flwr.ppsgd").setLevel(logging.NOTSET)
+    newest = next(shelf(tmp_path).saves())
+    assert newest.vectors["theta"].tolist() == [accepted]
+    assert newest.stamp["visit"] == accepted
+    assert accepted > 100
+    noted = list(shelf(tmp_path).notes())
+    assert len(noted) == 1600
+    assert sum(not line["code"] for line in noted) == accepted
+
+
+# --- what has left
+
+
+def test_every_reply_is_noted_and_refusals_are_counted_by_code(tmp_path: Path) -> None:
+    context = Nodes(tmp_path, nodes=1).context(1_000_000)
+    answer(context, order(1))
+    answer(context, order(1), "evaluate")
+    with pytest.raises(ClientError):
+        answer(context, order(0))
+    for _ in range(2):
+        with pytest.raises(ClientError):
+            answer(context, replace(order(2), clip_norm=math.inf))
+    with pytest.raises(ClientError):
+        client_app(toy_learner)(Message(RecordDict({"arrays": w0()}), 5, "train"), context)
+    lines = list(shelf(tmp_path).notes())
+    assert [(line["kind"], line["code"]) for line in lines] == [
+        ("train", ""),
+        ("evaluate", ""),
+        ("train", "too-late"),
+        ("train", "refused-order"),
+        ("train", "refused-order"),
+        ("train", "refused-policy"),
+    ]
+    text = client_report(tmp_path)
+    assert "evaluations answered: 1, outside the guarantee" in text
+    assert "refused-order (2), refused-policy (1), too-late (1)" in text
+    assert "6 replies in 1 Flower runs" in text
+
+
+def test_a_torn_line_is_ended_before_the_next_one(tmp_path: Path) -> None:
+    own = shelf(tmp_path)
+    with own.writing():
+        own.note({"bytes": {"a": 1}})
+        path = own.directory / "sent.jsonl"
+        path.write_bytes(path.read_bytes() + b'{"bytes": {"b"')
+        own.note({"bytes": {"c": 1}})
+    assert [line["bytes"] for line in own.notes()] == [{"a": 1}, {"c": 1}]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_line_that_the_disk_takes_only_in_part_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, write = shelf(tmp_path), os.write
+    with own.writing():
+        own.note({"bytes": {"a": 1}})
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
+    with pytest.raises(OSError, match="could not be written"), own.writing():
+        own.note({"bytes": {"b": 1}})
+    assert (own.directory / "sent.jsonl").read_bytes().endswith(b"}\n")
+    assert [line["bytes"] for line in own.notes()] == [{"a": 1}]
+
+
+def test_control_characters_never_reach_the_report(tmp_path: Path) -> None:
+    """Neither from a promise that version 0.1 kept nor from the names of records."""
+    own = shelf(tmp_path)
+    with own.writing():
+        own.note({"bytes": {"a\x1b[2Jb": 1}, "code": "\x07", "kind": "train"})
+        own.put_shared({}, 1, "all is \x1b[32mwell\x1b[0m\r\nand safe")
+    text = client_report(tmp_path)
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert "all is �[32mwell" in text
 
 
 def test_the_report_says_what_left_and_what_is_promised(tmp_path: Path) -> None:
@@ -437,6 +862,6 @@ def test_the_command_prints_the_report_and_its_exit_status_means_something(
             cli.main()
         assert (ended.value.code or 0) == status
     captured = capsys.readouterr()
-    assert "Run 'unnamed-run', user '4'" in captured.out
+    assert "Run 'a run', user '4'" in captured.out
     assert "elsewhere holds no θ of any run" in captured.err
     logging.getLogger("flwr").setLevel(logging.DEBUG)

@@ -15,7 +15,7 @@ WHOLE = SweepRow(
     diverged=True,
     personal_step=0.2,
     by_user=(0.1, 0.4),
-    epsilon=math.inf,
+    deployed_epsilon=2.5,
     paper_epsilon=1.5,
 )
 
@@ -26,13 +26,31 @@ def test_a_row_of_a_sweep_survives_json(row: SweepRow) -> None:
 
 
 def test_a_row_of_a_sweep_has_its_keys_in_this_order() -> None:
-    """Sweeps that were begun by older versions go on with the same bytes."""
+    """A simulation guarantees nothing: epsilon is infinite, deployed_epsilon has its own name."""
     assert json.dumps(WHOLE.to_json()) == (
         '{"seed": 1, "alpha-q": "infinite", "step": 0.1, "noise-multiplier": 2.0, '
         '"clip-norm": 5.0, "method": "fine-tuned", "round": 6, "loss": 0.5, "accuracy": 0.25, '
         '"diverged": true, "personal-step": 0.2, "by_user": [0.1, 0.4], "epsilon": "infinite", '
-        '"paper_epsilon": 1.5}'
+        '"deployed_epsilon": 2.5, "paper_epsilon": 1.5}'
     )
+
+
+def test_rows_of_version_0_1_call_it_epsilon() -> None:
+    flat = WHOLE.to_json()
+    flat["epsilon"] = flat.pop("deployed_epsilon")
+    assert SweepRow.from_json(flat) == WHOLE
+
+
+def test_local_learning_costs_nothing() -> None:
+    row = SweepRow(Point(2, 0.0, 0.1, None, None), 3, {}, deployed_epsilon=0.0)
+    assert row.to_json()["epsilon"] == 0.0
+
+
+def test_names_of_measures_never_replace_ours_in_a_row_of_a_run() -> None:
+    row = RunRow(3, math.inf, 1.5, {"epsilon": 0.01, "round": 9.0, "loss": 0.5})
+    flat = row.to_json()
+    assert (flat["round"], flat["epsilon"], flat["deployed_epsilon"]) == (3, "infinite", 1.5)
+    assert flat["outside_the_guarantee"] == ["loss"]
 
 
 def test_rows_without_a_method_are_of_the_algorithm_itself() -> None:
@@ -41,9 +59,10 @@ def test_rows_without_a_method_are_of_the_algorithm_itself() -> None:
 
 
 def test_a_row_of_a_run_names_what_is_outside_the_guarantee() -> None:
-    row = RunRow(3, math.inf, {"loss": 0.5})
+    row = RunRow(3, math.inf, 1.5, {"loss": 0.5})
     assert json.dumps(row.to_json()) == (
-        '{"round": 3, "epsilon": "infinite", "loss": 0.5, "outside_the_guarantee": ["loss"]}'
+        '{"round": 3, "epsilon": "infinite", "deployed_epsilon": 1.5, "loss": 0.5, '
+        '"outside_the_guarantee": ["loss"]}'
     )
     assert RunRow.from_json(row.to_json()) == row
 

@@ -100,7 +100,8 @@ def test_rows_are_the_evaluated_rounds_with_epsilon_of_the_ledger(outcome: Outco
     spent = [
         Ledger(1e-4).record(outcome.strategy.release, row.round).epsilon() for row in outcome.rows
     ]
-    assert [row.epsilon for row in outcome.rows] == spent
+    assert [row.deployed_epsilon for row in outcome.rows] == spent
+    assert [row.epsilon for row in outcome.rows] == [0.0, math.inf, math.inf, math.inf]
     assert outcome.strategy.ledger.epsilon() == spent[-1] > spent[1] > spent[0] == 0
     assert not outcome.stopped
 

@@ -192,7 +192,7 @@ def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path) -> None:
         for row in alone.rows:
             swept = own[row.round]
             assert swept.measures == pytest.approx(dict(row.measures), rel=1e-8)
-            assert swept.epsilon == row.epsilon
+            assert swept.deployed_epsilon == row.deployed_epsilon
 
 
 @pytest.mark.usefixtures("quick")

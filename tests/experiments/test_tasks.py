@@ -35,7 +35,7 @@ def test_both_engines_agree(tmp_path: Path, task: str) -> None:
     assert MEASURES[task] in process.rows[-1].measures
     for ours, theirs in zip(process.rows, cohort.rows, strict=True):
         assert ours.round == theirs.round
-        assert ours.epsilon == pytest.approx(theirs.epsilon, rel=1e-6)
+        assert ours.deployed_epsilon == pytest.approx(theirs.deployed_epsilon, rel=1e-6)
         shared = {name: theirs.measures[name] for name in ours.measures}
         assert ours.measures == pytest.approx(shared, rel=1e-6)
     assert process.rows[0] != process.rows[-1]

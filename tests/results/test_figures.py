@@ -22,7 +22,7 @@ def row(a: float, step: float, z: float | None, round_: int, value: float, **mor
     epsilon = 0.0
     if z is not None:
         epsilon = 10 * round_ / z if z else math.inf
-    return SweepRow(point, round_, {"loss": value}, epsilon=epsilon, **more)
+    return SweepRow(point, round_, {"loss": value}, deployed_epsilon=epsilon, **more)
 
 
 def reseeded(own: SweepRow, seed: int) -> SweepRow:
@@ -84,7 +84,9 @@ def test_seeds_are_averaged_before_anything_is_chosen() -> None:
 def test_the_table_names_the_best_setting_for_each_epsilon() -> None:
     """At z = 5 local learning is best, at no cost; ε is that of the setting it is compared with."""
     table = [choice.cells() for choice in best_table(means(ROWS, "loss"), "loss")]
-    assert [(r["noise-multiplier"], r["epsilon"], r["alpha-q"], r["loss"]) for r in table] == [
+    assert [
+        (r["noise-multiplier"], r["deployed_epsilon"], r["alpha-q"], r["loss"]) for r in table
+    ] == [
         (1.0, 90.0, 0.3, 1.0),
         (5.0, 18.0, 0.0, 3.0),
     ]

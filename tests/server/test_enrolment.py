@@ -10,6 +10,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.proto.node_pb2 import NodeInfo
 
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
+from flwr_ppsgd.server.enrolment import fingerprint
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from tests.support.toy import strategy, toy_learner, w0
 
@@ -80,9 +81,62 @@ def test_a_public_key_is_an_identity_in_either_form() -> None:
     assert "NOT claimed" not in ppsgd.privacy_statement()
 
 
-def test_of_two_nodes_under_one_name_one_takes_part(caplog: pytest.LogCaptureFixture) -> None:
-    assert asked(users(1, ["ada"]), SuperNodes(node(1, "ada"), node(2, "ada"))) == [1]
-    assert "Two nodes are online under one name" in caplog.text
+@pytest.mark.parametrize("by", ["key", "fingerprint"])
+def test_a_node_that_is_named_like_a_key_takes_nobodys_place(by: str) -> None:
+    pem, ssh = key()
+    ppsgd = users(
+        2, [ssh if by == "key" else fingerprint(pem).upper().replace("KEY", "key"), "ben"]
+    )
+    impostor = node(1, fingerprint(pem))
+    assert asked(ppsgd, SuperNodes(impostor, node(2, "ben"))) == [2]
+    owner = node(3, "ben", pem)
+    assert asked(ppsgd, SuperNodes(impostor, node(2, "ben"), owner), 2) == [3, 2]
+    assert asked(ppsgd, SuperNodes(node(4, ssh), node(2, "ben")), 3) == [2]
+
+
+def test_an_open_enrolment_takes_no_key_for_a_name() -> None:
+    pem, _ = key()
+    ppsgd = users(2)
+    on = SuperNodes(node(1, fingerprint(pem)), node(2, public_key=pem))
+    assert asked(ppsgd, on) == [1, 2]
+
+
+@pytest.mark.parametrize("entry", ["key:", "key:board-3", "key:" + 63 * "a", "key:" + 65 * "a"])
+def test_an_entry_that_only_begins_like_a_fingerprint_is_refused(entry: str) -> None:
+    with pytest.raises(ValueError, match="must go on with a SHA-256"):
+        users(1, [entry])
+
+
+@pytest.mark.parametrize("entry", ["ecdsa-sha2-nistp384 AAAA", "ssh-rsa !", "-----BEGIN nothing"])
+def test_a_damaged_key_is_refused_and_never_taken_for_a_name(entry: str) -> None:
+    with pytest.raises(ValueError, match="an enrolled public key cannot be read"):
+        users(1, [entry])
+
+
+def test_of_two_nodes_under_one_name_neither_takes_part(caplog: pytest.LogCaptureFixture) -> None:
+    """The round goes on, charged, with that place counting as zero."""
+    ppsgd = users(2, ["ada", "ben"])
+    on = SuperNodes(node(1, "ada"), node(2, "ada"), node(3, "ben"))
+    caplog.set_level("DEBUG", logger="flwr.ppsgd")
+    assert asked(ppsgd, on) == [3]
+    on.nodes.append(node(4, "eve"))
+    assert asked(ppsgd, on, 2) == [3]
+    said = [each for each in caplog.records if "two nodes are online" in each.message.lower()]
+    assert [each.levelname for each in said] == ["WARNING", "DEBUG"], "once per change"
+    assert "ada" not in said[0].message
+    assert "ada" in said[1].message
+    on.nodes = [node(1, "ada"), node(3, "ben")]
+    assert asked(ppsgd, on, 3) == [1, 3]
+    on.nodes.append(node(2, "ada"))
+    assert asked(ppsgd, on, 4) == [3]
+    assert caplog.text.count("neither takes part") == 2
+    assert ppsgd.ledger.rounds == 4
+
+
+def test_strangers_under_one_name_are_nobodys_business(caplog: pytest.LogCaptureFixture) -> None:
+    on = SuperNodes(node(1, "ada"), node(2, "eve"), node(3, "eve"))
+    assert asked(users(1, ["ada"]), on) == [1]
+    assert "neither takes part" not in caplog.text
 
 
 @pytest.mark.parametrize("enrolled", [None, [1_000_001, 1_000_002]])
@@ -110,7 +164,13 @@ def test_a_simulation_has_no_restarts_to_speak_of() -> None:
     assert "NOT claimed" not in ppsgd.privacy_statement()
 
 
-def test_registered_names_are_an_enrolment_by_themselves() -> None:
+def test_open_enrolment_is_for_simulation_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     ppsgd = users(2)
-    assert asked(ppsgd, SuperNodes(node(1, "ada"), node(2, "ben"))) == [1, 2]
-    assert "NOT claimed" not in ppsgd.privacy_statement()
+    on = SuperNodes(node(1, "ada"), node(2, "ben"))
+    assert asked(ppsgd, on) == [1, 2]
+    assert asked(ppsgd, on, 2) == [1, 2]
+    assert caplog.text.count("enrolment is open, which is meant for simulations") == 1
+    statement = ppsgd.privacy_statement()
+    assert "To each of the 2 enrolled nodes" in statement
+    assert "whoever connects first has a place, and one user can take several" in statement
+    assert "--enable-supernode-auth" not in statement, "these nodes have names"

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
 from flwr_ppsgd import PPSGD, Poisson, Release, Steps
 from flwr_ppsgd.noise import GridSum
+from flwr_ppsgd.server import record
 from flwr_ppsgd.server.checkpoint import Checkpoint, load, save
 from flwr_ppsgd.server.journal import NAME, Journal
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
+from flwr_ppsgd.wire import bytes_of
 from tests.server.test_legacy_api import legacy, manager
 from tests.support.paths import ROOT
 from tests.support.toy import SIZE, flat, grid, release, strategy, w0
@@ -70,7 +73,6 @@ def test_a_training_waits_for_the_one_before_to_let_go(
 def damage(path: Path, how: str) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     changed = {
-        "a torn last line": [*lines[:-1], lines[-1][:-4]],
         "a line changed": [lines[0], lines[1].replace(b"a", b"b", 1), *lines[2:]],
         "a line lost": [*lines[:2], *lines[3:]],
         "lines swapped": [lines[0], lines[2], lines[1], *lines[3:]],
@@ -83,7 +85,6 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        "a torn last line",
         "a line changed",
         "a line lost",
         "lines swapped",
@@ -95,7 +96,7 @@ def test_a_damaged_journal_is_refused_and_left_as_it_is(tmp_path: Path, how: str
     run(tmp_path, 4)
     damage(tmp_path / NAME, how)
     before = (tmp_path / NAME).read_bytes()
-    with pytest.raises(ValueError, match=r"damaged at line \d.*restore the file from a backup"):
+    with pytest.raises(ValueError, match=r"damaged at line \d.*ppsgd ledger .* --add N"):
         training(tmp_path)
     assert (tmp_path / NAME).read_bytes() == before
 
@@ -104,7 +105,8 @@ def test_charges_lost_at_the_end_of_the_journal_show_against_w(tmp_path: Path) -
     run(tmp_path, 4)
     lines = (tmp_path / NAME).read_bytes().splitlines(keepends=True)
     (tmp_path / NAME).write_bytes(b"".join(lines[:-2]))
-    with pytest.raises(ValueError, match="shows 2 rounds but w has had 4"):
+    shutil.rmtree(record.home())
+    with pytest.raises(ValueError, match=r"shows 2 rounds but w has had 4: .* --add 2"):
         training(tmp_path)
 
 
@@ -294,37 +296,50 @@ def test_the_charge_is_on_disk_before_noise_is_added(
     assert lines == [4, 5, 6], "the settings, the plan, the start, then one line for each round"
 
 
-def test_the_journal_is_synced_before_noise_is_added(
+def test_the_journal_is_synced_before_the_record_and_that_before_noise_is_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A charge in the page cache alone would be lost with the machine, the release not."""
+    """A charge in the page cache alone would be lost with the machine; the release would not."""
     events: list[str] = []
     ppsgd = training(tmp_path)
-    journal, fsync, noisy = ppsgd._curator._journal, os.fsync, GridSum.noisy
+    journal, fsync, noisy, write = (
+        ppsgd._curator._journal,
+        os.fsync,
+        GridSum.noisy,
+        record.Record.write,
+    )
     assert journal is not None
 
     def synced(descriptor: int) -> None:
-        events.append("journal" if descriptor == journal._file else "other")
+        if descriptor == journal._chain._file:
+            events.append("journal")
         fsync(descriptor)
+
+    def recorded(self: Any, charges: int) -> None:
+        write(self, charges)
+        events.append(f"record {charges}")
 
     def released(self: Any, coins: Any) -> Any:
         events.append("release")
         return noisy(self, coins)
 
     monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(record.Record, "write", recorded)
     monkeypatch.setattr(GridSum, "noisy", released)
     ppsgd.start(grid(), w0(), num_rounds=2)
-    assert [event for event in events if event != "other"] == ["journal"] * 2 + [
-        "journal",
-        "release",
-    ] * 2
+    plan_and_start = ["journal", "journal"]
+    first = ["journal", "record 1", "release"]
+    second = ["journal", "record 2", "release"]
+    assert events == plan_and_start + first + second
 
 
 CHILD = """
 import sys, pathlib
 import numpy as np
 from flwr.app import ArrayRecord
-from tests.support.toy import grid, strategy, release, w0
+from flwr_ppsgd import client_app
+from tests.support.toy import Toy, grid, strategy, release, w0
+app = client_app(lambda _: Toy(np.ones(20_000)))
 directory, released = pathlib.Path(sys.argv[1]), open(sys.argv[2], "a", buffering=1)
 ppsgd = strategy(release=release(z=3.0), checkpoint_dir=directory)
 aggregate = ppsgd.aggregate_train
@@ -333,7 +348,7 @@ def watched(round_, replies):
     released.write(f"{round_}\\n")   # from here on the world knows this w
     return arrays, metrics
 ppsgd.aggregate_train = watched
-ppsgd.start(grid(), w0(np.zeros(20_000)), num_rounds=100_000)
+ppsgd.start(grid(5, app), w0(np.zeros(20_000)), num_rounds=100_000)
 """
 
 
@@ -389,6 +404,8 @@ def test_only_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     run(tmp_path, 6)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         NAME,
+        "reserve",
+        "training.key",
         "w-00000005.checkpoint",
         "w-00000006.checkpoint",
     ]
@@ -434,3 +451,79 @@ def test_a_capped_cohort_is_part_of_the_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cohort was"):
         training(tmp_path, release=Release(Poisson(5, 0.5), 1.0, 3.0))
     assert training(tmp_path, release=capped, steps=Steps(0.5, 0.5)).ledger.rounds == 2
+
+
+def test_start_gives_the_lock_up_when_it_ends(tmp_path: Path) -> None:
+    """A second strategy in the same process does not wait; conftest allows no waiting at all."""
+    first = training(tmp_path)
+    first.start(grid(), w0(), num_rounds=2)
+    second = training(tmp_path)
+    second.start(grid(), w0(), num_rounds=3)
+    result = first.start(grid(), w0(), num_rounds=4)
+    assert list(result.train_metrics_clientapp) == [4], "it goes on after what the second has done"
+    assert first.ledger.rounds == 4
+
+
+def test_start_gives_the_lock_up_when_it_fails(tmp_path: Path) -> None:
+    def stop(round_: int, _: object) -> None:
+        if round_ == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training(tmp_path).start(grid(), w0(), num_rounds=5, on_round=stop)
+    with pytest.raises(ValueError, match="continue with the same model"):
+        training(tmp_path).start(grid(), w0(np.zeros(3)), num_rounds=5)
+    assert training(tmp_path).ledger.rounds == 2
+
+
+def test_a_second_start_goes_on_from_the_disk_as_a_restart_does(tmp_path: Path) -> None:
+    """w of round 6 was not saved: the second call redoes rounds 5 and 6, and charges them again."""
+    ppsgd = training(tmp_path, checkpoint_every=4, average=True, insecure_seed=3)
+
+    def stop(round_: int, _: object) -> None:
+        if round_ == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ppsgd.start(grid(), w0(), num_rounds=8, on_round=stop)
+    assert ppsgd.rounds_done == 6
+    saved = load(tmp_path)
+    assert saved is not None
+    seen: list[dict[str, bytes]] = []
+    ppsgd.start(
+        grid(), w0(), num_rounds=8, on_round=lambda _, result: seen.append(bytes_of(result.arrays))
+    )
+    assert (saved.round, saved.arrays) == (4, seen[0])
+    assert (ppsgd.rounds_done, ppsgd.ledger.rounds) == (8, 10)
+    assert ppsgd._curator.starts() == (1, 5)
+    found = load(tmp_path)
+    assert found is not None
+    np.testing.assert_array_equal(np.asarray(found.iterates), ppsgd._curator._iterates)
+
+
+def test_a_second_start_does_not_forget_what_the_first_has_released(tmp_path: Path) -> None:
+    ppsgd = training(tmp_path)
+    ppsgd.start(grid(), w0(), num_rounds=2)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(ValueError, match="shows 0 rounds but this process has made 2"):
+        ppsgd.start(grid(), w0(), num_rounds=4)
+    assert ppsgd.ledger.rounds == 2
+
+
+def test_a_journal_that_cannot_be_opened_again_is_one_line(tmp_path: Path) -> None:
+    ppsgd = training(tmp_path / "run")
+    ppsgd.start(grid(), w0(), num_rounds=1)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").touch()
+    with pytest.raises(OSError, match=r"cannot be opened again.*nothing was sent") as caught:
+        ppsgd.start(grid(), w0(), num_rounds=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_legacy_strategy_gives_the_lock_up_after_the_last_round(tmp_path: Path) -> None:
+    first = legacy(release=NOISY, checkpoint_dir=tmp_path)
+    rounds = first.remaining_rounds(2)
+    drive(first, rounds)
+    first.configure_evaluate(rounds, first.initialize_parameters(manager()), manager())
+    second = legacy(release=NOISY, checkpoint_dir=tmp_path)
+    assert second.remaining_rounds(3) == 1

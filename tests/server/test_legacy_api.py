@@ -200,7 +200,9 @@ def test_a_client_replies_with_the_gradient_and_no_count_or_metric() -> None:
     client = PPSGDClient(
         toy_learner(grid.context(grid.get_node_ids()[0])), grid.context(grid.get_node_ids()[0])
     )
-    (gradient,), count, metrics = client.fit([np.zeros(SIZE)], legacy()._config(1))
+    ppsgd = legacy()
+    config = ppsgd._config(1, ppsgd.initialize_parameters(manager()))
+    (gradient,), count, metrics = client.fit([np.zeros(SIZE)], config)
     assert isinstance(client, NumPyClient)
     assert np.linalg.norm(gradient) <= 1.0
     assert (count, metrics) == (1, {})

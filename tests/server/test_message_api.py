@@ -5,11 +5,21 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,6 +38,7 @@ from flwr_ppsgd import (
     server_step,
 )
 from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.server.rounds import NobodyUsableError, mean_of
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, ORDER
 from tests.support.toy import (
@@ -413,7 +424,9 @@ class SomeOnline(InProcessGrid):
     looks: list[int]
 
     def get_node_ids(self) -> list[int]:
-        return super().get_node_ids()[: self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]]
+        return list(super().get_node_ids())[
+            : self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        ]
 
 
 def some_online(population: int, looks: list[int]) -> SomeOnline:
@@ -456,7 +469,7 @@ def test_more_nodes_than_the_population_is_an_error_that_says_so() -> None:
 
 def test_an_enrolled_list_names_the_population() -> None:
     on = grid(7)
-    chosen = on.get_node_ids()[2:]
+    chosen = list(on.get_node_ids())[2:]
     messages = opened(strategy(enrolled=chosen), on)
     assert [message.metadata.dst_node_id for message in messages] == chosen
     with pytest.raises(ValueError, match="enrolled names 3 different nodes"):
@@ -614,3 +627,190 @@ def test_a_late_reply_of_the_round_before_counts_for_nobody() -> None:
         2, [late, *make_replies(second[:-1], lambda _: np.zeros(SIZE)), late]
     )
     np.testing.assert_array_equal(flat(arrays), 0.0)
+
+
+def failing(message: Message, context: Context) -> Message:  # noqa: ARG001
+    raise RuntimeError("no data here")
+
+
+@pytest.mark.parametrize("population", [3, 12])
+def test_two_rounds_in_which_nobody_could_be_used_end_the_run(population: int) -> None:
+    """Both are charged; of a smaller population it takes everyone."""
+    ppsgd = strategy(release=release(population=population, z=1.0))
+    on = InProcessGrid(failing, population)  # type: ignore[arg-type]
+    with pytest.raises(NobodyUsableError, match=f"rounds 1 and 2 each of the {population} clients"):
+        ppsgd.start(on, w0(), num_rounds=9)
+    assert ppsgd.ledger.rounds == 2
+
+
+def test_a_vector_that_is_not_finite_is_no_failure_of_the_client() -> None:
+    def not_finite(message: Message, context: Context) -> Message:  # noqa: ARG001
+        return answer(message, np.full(SIZE, np.nan))
+
+    ppsgd = strategy()
+    ppsgd.start(InProcessGrid(not_finite, 5), w0(), num_rounds=4)  # type: ignore[arg-type]
+    assert ppsgd.ledger.rounds == 4
+
+
+def test_one_good_round_in_between_lets_the_run_go_on() -> None:
+    client = client_app(toy_learner)
+
+    def sometimes(message: Message, context: Context) -> Message:
+        if int(message.content.config_records[ORDER]["round"]) % 2:  # type: ignore[call-overload]
+            raise RuntimeError("odd")
+        return client(message, context)
+
+    ppsgd = strategy()
+    ppsgd.start(InProcessGrid(sometimes, 5), w0(), num_rounds=5)  # type: ignore[arg-type]
+    assert ppsgd.ledger.rounds == 5
+
+
+def test_small_and_empty_cohorts_never_end_a_run() -> None:
+    ppsgd = strategy(release=release(population=30, rate=0.1), insecure_seed=1)
+    ppsgd.start(InProcessGrid(failing, 30), w0(), num_rounds=8)  # type: ignore[arg-type]
+    assert ppsgd.ledger.rounds == 8
+
+
+def measured(*own: dict[str, float]) -> dict[str, float]:
+    return mean_of(own)
+
+
+def test_names_that_clients_choose_never_meet_names_that_are_ours() -> None:
+    hostile = {
+        "epsilon": 0.001,
+        "round": 7.0,
+        "deployed_epsilon": 0.1,
+        "\x1b[2Jloss": 1.0,
+        "n" * 65: 1.0,
+        "": 1.0,
+        "accuracy": 0.5,
+    }
+    assert measured(hostile) == {"accuracy": 0.5}
+    many = {f"m{place}": 1.0 for place in range(1000)}
+    assert len(measured(many)) == 50
+
+
+def test_no_client_can_make_itself_the_mean() -> None:
+    """Of 11 clients with weight 1, one claims 10¹⁸: it counts for ten."""
+    own = [{"accuracy": 1.0, "num-examples": 1.0}] * 10
+    hostile = {"accuracy": 0.0, "num-examples": 1e18}
+    assert measured(*own, hostile)["accuracy"] == pytest.approx(0.5)
+    assert measured(*own, {"accuracy": 1e308})["accuracy"] == 1.0
+
+
+def test_control_characters_of_a_client_never_reach_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def hostile(message: Message, context: Context) -> Message:  # noqa: ARG001
+        raise RuntimeError("\x1b]0;owned\x07\nround=1 epsilon=0")
+
+    ppsgd = strategy(release=release(population=30, rate=0.3), insecure_seed=2)
+    with caplog.at_level("INFO", logger="flwr.ppsgd"):
+        ppsgd.start(InProcessGrid(hostile, 30), w0(), num_rounds=2)  # type: ignore[arg-type]
+    private = [line for line in caplog.messages if line.startswith("server-private")]
+    assert private
+    assert all(line.isprintable() for line in private)
+
+
+@pytest.mark.parametrize(("population", "hopeless"), [(10, True), (100_000, False)])
+def test_before_round_one_it_is_said_whether_this_can_learn(
+    population: int, hopeless: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """√T·qN/(z·√d) for T = 4, z = 2, d = 60,000: 0.04 for ten users, 408 for a hundred thousand."""
+    ppsgd = strategy(release=release(population=population, z=2.0))
+    ppsgd._rounds.plan(4)
+    with caplog.at_level("INFO", logger="flwr.ppsgd"):
+        ppsgd._rounds.say_whether_it_can_learn(60_000)
+    expected = math.sqrt(4) * population / (2.0 * math.sqrt(60_000))
+    assert f"at best {expected:.2g}" in caplog.text
+    assert ("cannot learn" in caplog.text) == hopeless
+
+
+VOID: dict[str, dict[str, Any]] = {
+    "a known seed": {"release": release(z=1.0), "insecure_seed": 1},
+    "no noise": {"release": release(z=0.0)},
+    "a delta that is no protection": {"release": release(population=20, z=1.0), "delta": 0.05},
+}
+
+
+@pytest.mark.parametrize("why", VOID)
+def test_no_finite_epsilon_without_a_guarantee(why: str) -> None:
+    settings = VOID[why]
+    ppsgd = strategy(**settings)
+    population = settings["release"].cohort.population
+    result = ppsgd.start(grid(population), w0(), num_rounds=2)
+    spent = [metrics["epsilon"] for metrics in result.train_metrics_clientapp.values()]
+    assert spent == [math.inf, math.inf]
+    data = ppsgd.privacy_data()
+    assert data["guarantee"] == "none"
+    for key in ("epsilon", "epsilon_replace_one", "epsilon_rdp"):
+        assert data[key] == "infinite", key
+    statement = ppsgd.privacy_statement()
+    assert statement.startswith("NO GUARANTEE")
+    assert "Epsilon at delta" not in statement
+
+
+def test_what_a_deployment_would_cost_has_a_name_of_its_own() -> None:
+    ppsgd = strategy(release=release(z=1.0), insecure_seed=1)
+    ppsgd.start(grid(), w0(), num_rounds=2)
+    cost = ppsgd.ledger.epsilon()
+    assert ppsgd.privacy_data()["deployed_epsilon"] == pytest.approx(cost, rel=1e-9)
+    assert f"A deployment would cost epsilon = {rounded_up(cost)}" in ppsgd.privacy_statement()
+
+
+def test_a_delta_of_a_tenth_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"delta must be in \(0, 0.1\), got 0.1"):
+        strategy(delta=0.1)
+
+
+def test_a_large_epsilon_is_called_a_weak_promise() -> None:
+    weak = strategy(release=release(z=0.3))
+    weak.start(grid(), w0(), num_rounds=2)
+    assert "An epsilon above 10 is a weak promise" in weak.privacy_statement()
+    strong = strategy(release=release(z=5.0))
+    strong.start(grid(), w0(), num_rounds=2)
+    assert "weak promise" not in strong.privacy_statement()
+
+
+def test_the_statement_names_the_bound_and_delta_is_the_total() -> None:
+    ppsgd = strategy(release=release(rate=0.5, z=2.0), delta=1e-13)
+    ppsgd.start(grid(), w0(), num_rounds=20)
+    data = ppsgd.privacy_data()
+    assert data["epsilon_bound"] in ppsgd.privacy_statement()
+    assert data["epsilon_bound"] != "PLD"
+    assert 0 < data["delta_taken_by_finite_precision"] < 1e-20  # type: ignore[operator]
+
+
+def obeying_nobody(context: Context) -> Any:
+    raise AssertionError(f"data of node {context.node_id} were read")
+
+
+def test_before_round_one_a_client_must_say_that_it_would_obey() -> None:
+    """Clients that limit the clip norm refuse the Order: nothing is sent or charged."""
+    app = client_app(obeying_nobody)
+    ppsgd = strategy(release=release(clip_norm=5.0, z=1.0))
+    on = grid(5, app)
+    for node in on.get_node_ids():
+        on.context(node).node_config["ppsgd-max-clip-norm"] = 1.0
+    with pytest.raises(
+        NobodyUsableError, match=r"before round 1 none of 5 clients .*refused-policy"
+    ):
+        ppsgd.start(on, w0(), num_rounds=3)
+    assert ppsgd.ledger.rounds == 0
+
+
+def test_a_pinned_key_is_that_of_the_training_and_outlives_a_restart(tmp_path: Path) -> None:
+    """Clients pin the key in checkpoint_dir; a server without it is refused before round one."""
+    first = strategy(checkpoint_dir=tmp_path / "server", release=release(z=1.0))
+    on = grid()
+    for node in on.get_node_ids():
+        on.context(node).node_config["ppsgd-server-key"] = first._curator.key.public
+    first.start(on, w0(), num_rounds=1)
+    again = strategy(checkpoint_dir=tmp_path / "server", release=release(z=1.0), evaluate_every=1)
+    result = again.start(on, w0(), num_rounds=3)
+    assert result.evaluate_metrics_clientapp[3]["distance"] < 100  # type: ignore[operator]
+    assert again.ledger.rounds == 3
+    mode = (tmp_path / "server" / "training.key").stat().st_mode
+    assert mode & 0o777 == 0o600
+    with pytest.raises(NobodyUsableError, match="refused-signature"):
+        strategy(release=release(z=1.0)).start(on, w0(), num_rounds=1)

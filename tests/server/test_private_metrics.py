@@ -120,10 +120,12 @@ def test_it_costs_nothing_more_and_the_statement_says_what_it_takes() -> None:
     assert "Training measures" not in without.privacy_statement()
 
 
-def test_a_learner_without_measures_is_told() -> None:
+def test_a_learner_without_measures_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """In the client's own log: the server gets a code only."""
     on = grid()
     (reply, *_) = on.send_and_receive(opened(strategy(metrics=LOSS), on))
-    assert "Toy has no training_measures" in str(reply.error.reason)
+    assert "learner-failed: ValueError" in str(reply.error.reason)
+    assert "Toy has no training_measures" in caplog.text
 
 
 def test_several_measures_at_their_bounds_count_in_full_whatever_the_algorithm() -> None:

@@ -1,7 +1,10 @@
 """InProcessGrid: any ClientApp, any strategy, no Ray."""
 
 import gc
+import sys
+import tracemalloc
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -169,3 +172,75 @@ def test_ppsgd_keeps_no_more_than_one_reply_at_a_time() -> None:
 def test_a_grid_without_nodes_is_refused() -> None:
     with pytest.raises(ValueError, match="num_nodes must be a whole number from 1"):
         grid(0)
+
+
+def work(call: Callable[[], object]) -> int:
+    """How many functions a call has called, Python's and C's."""
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def memory(call: Callable[[], object]) -> int:
+    """The most bytes that a call holds at once."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_round_asks_a_million_users_at_the_price_of_a_thousand(listed: bool) -> None:
+    """Ten are drawn. Per user of the population there is a uniform of 8 bytes and a bit of a mask;
+    not even a list of ids, which takes 40 bytes each."""
+
+    def turns(population: int) -> Callable[[], object]:
+        on = grid(population)
+        ppsgd = strategy(
+            release=release(population, rate=10 / population, z=1.0),
+            delta=1e-9,
+            insecure_seed=1,
+            enrolled=on.get_node_ids() if listed else None,
+        )
+        rounds = iter(range(1, 100))
+
+        def turn() -> None:
+            round_ = next(rounds)
+            messages = ppsgd.configure_train(round_, w0(), ConfigRecord(), on)
+            assert len(messages) < 30
+            ppsgd.aggregate_train(round_, on.send_and_receive(messages))
+
+        turn()
+        return turn
+
+    few = turns(10**3)
+    many = turns(10**6)
+    calls = [sum(work(turn) for _ in range(10)) for turn in (few, many)]
+    assert calls[1] < 2 * calls[0], "10^6 coins are drawn in 31 blocks"
+    assert memory(many) < memory(few) + 12 * 10**6
+
+
+def test_who_is_drawn_does_not_depend_on_how_the_nodes_are_listed() -> None:
+    class Listed(InProcessGrid):
+        def get_node_ids(self) -> list[int]:
+            return list(super().get_node_ids())
+
+    for round_ in (1, 2):
+        asked = []
+        for kind in (InProcessGrid, Listed):
+            ppsgd = strategy(release=release(50, rate=0.2), insecure_seed=3)
+            messages = ppsgd.configure_train(round_, w0(), ConfigRecord(), kind(stock, 50))
+            asked.append([message.metadata.dst_node_id for message in messages])
+        assert asked[0] == asked[1]
+        assert asked[0]

@@ -1,0 +1,108 @@
+"""What the server is told if a client cannot answer: a code and a class, never a text.
+
+Flower sends ``str(exception)``, and in a simulation the traceback with its causes too. A learner's
+message may hold its data or θ, so it stays on this machine, in the log.
+"""
+
+import builtins
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+log = logging.getLogger("flwr.ppsgd")
+
+REFUSED_ORDER = "refused-order"
+REFUSED_POLICY = "refused-policy"
+REFUSED_SIGNATURE = "refused-signature"
+REFUSED_CHARGES = "refused-charges"
+REFUSED_MESSAGE = "refused-message"
+NODE_CONFIG = "node-config"
+TOO_LATE = "too-late"
+THETA_BUSY = "theta-busy"
+THETA_DAMAGED = "theta-damaged"
+THETA_FOREIGN = "theta-foreign"
+DISK = "disk"
+LEARNER_FAILED = "learner-failed"
+CODES = (
+    REFUSED_ORDER,
+    REFUSED_POLICY,
+    REFUSED_SIGNATURE,
+    REFUSED_CHARGES,
+    REFUSED_MESSAGE,
+    NODE_CONFIG,
+    TOO_LATE,
+    THETA_BUSY,
+    THETA_DAMAGED,
+    THETA_FOREIGN,
+    DISK,
+    LEARNER_FAILED,
+)
+Value = TypeVar("Value")
+
+
+class RefusedError(ValueError):
+    """This client does not do what it was asked for.
+
+    Args:
+        code: one of the codes above, for the server.
+        reason: the rule, the value and what to change, for whoever runs this client.
+    """
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class DiskError(OSError):
+    """θ could not be read, or θ or the list of what has left could not be written."""
+
+    code = DISK
+
+
+class ClientError(Exception):
+    """All that the server gets to know about an error: ``CODE: ClassName``.
+
+    Args:
+        code: one of ``CODES``.
+        kind: the name of a class that Python itself defines.
+    """
+
+    def __init__(self, code: str, kind: str) -> None:
+        super().__init__(code, kind)
+        self.code = code
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.kind}"
+
+
+def coded(error: Exception) -> ClientError:
+    """The error for the server; the full text goes into this machine's log."""
+    code = LEARNER_FAILED
+    if isinstance(error, RefusedError | DiskError) and error.code in CODES:
+        code = error.code
+    told = ClientError(code, _class_of(error))
+    if code == LEARNER_FAILED:
+        log.error("The client failed; the server is told %r", str(told), exc_info=error)
+    else:
+        log.error("%s; the server is told %r", error, str(told))
+    return told
+
+
+def refusing(code: str, read: Callable[[], Value]) -> Value:
+    """What ``read`` returns; a ValueError of it becomes a refusal with this code."""
+    try:
+        return read()
+    except RefusedError:
+        raise
+    except ValueError as error:
+        raise RefusedError(code, str(error)) from None
+
+
+def _class_of(error: Exception) -> str:
+    """The nearest of its classes that Python itself defines: no name that anyone else chose."""
+    for kind in type(error).__mro__:
+        name = kind.__name__
+        if vars(builtins).get(name) is kind:
+            return name
+    return "Exception"

@@ -1,0 +1,254 @@
+"""Replies from a SuperLink, one by one: bytes are hostile before they are a message.
+
+Flower's own ``pull_messages`` inflates all replies together, and one that is malformed raises and
+ends the run. Here each reply is fetched by itself, within a bound on its size; one that cannot be
+read becomes an error reply of that node, which counts as zero. All names of Flower that are not
+public are in this file; they are imported when they are first needed.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from flwr.app import Error, Message, Metadata
+from flwr.serverapp import Grid
+
+log = logging.getLogger("flwr.ppsgd")
+
+POLL_SECONDS = 1.0
+LOCAL_POLL_SECONDS = 0.1
+REFUSALS = ("refused-", "node-config")  # in the codes with which our clients refuse
+MALFORMED = 2  # Flower's code for a client that raised
+SPARE_BYTES = 1 << 20  # for names, heads and measures
+TIMES_W = 4  # the most bytes of a reply, in sizes of w
+MOST_OBJECTS = 10_000
+MOST_DEPTH = 8
+
+
+class HostileReplyError(ValueError):
+    """A reply whose bytes are not what a reply may be."""
+
+
+def ask(
+    grid: Grid,
+    messages: Sequence[Message],
+    timeout: float,
+    size: int,
+) -> Iterable[Message]:
+    """Send, and wait for replies until all are there or the time is over.
+
+    Late replies are never fetched. Flower's own loop trusts the wall clock, which may go back and
+    keep a round open for as long.
+
+    Args:
+        grid: the nodes.
+        messages: one for each asked node.
+        timeout: in seconds.
+        size: of w, in bytes; a reply may inflate to a few times that.
+    """
+    if not _is_remote(grid):
+        return grid.send_and_receive(messages, timeout=timeout)
+    return _fetched(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
+
+
+def refusals_of(
+    grid: Grid,
+    messages: Sequence[Message],
+    timeout: float,
+    size: int,
+) -> list[str]:
+    """What those said who would not obey; nothing as soon as one client would.
+
+    An error that is no refusal of ours may come from a client that does not know checks: it counts
+    as one that would obey. Who does not answer in time counts as one that would not.
+
+    Args:
+        grid: the nodes.
+        messages: a check for each of them.
+        timeout: in seconds.
+        size: of w, in bytes.
+    """
+    refused: list[str] = []
+    for reply in _checked(grid, messages, timeout, size):
+        reason = str(reply.error.reason) if reply.has_error() else ""
+        if not any(word in reason for word in REFUSALS):
+            return []
+        refused.append(reason)
+    silent = len(messages) - len(refused)
+    return refused + [f"no answer within {timeout:g} s"] * silent
+
+
+def _checked(
+    grid: Grid, messages: Sequence[Message], timeout: float, size: int
+) -> Iterator[Message]:
+    """Replies as they come."""
+    if _is_remote(grid):
+        yield from _fetched(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
+        return
+    deadline = time.monotonic() + timeout
+    waiting = set(grid.push_messages(messages))
+    while waiting:
+        for reply in grid.pull_messages(sorted(waiting)):
+            waiting.discard(reply.metadata.reply_to_message_id)
+            yield reply
+        if not waiting or time.monotonic() >= deadline:
+            return
+        time.sleep(LOCAL_POLL_SECONDS)
+
+
+def _is_remote(grid: Grid) -> bool:
+    """Whether this is Flower's grid over HTTP, told by its name: importing it would be dear."""
+    return any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__)
+
+
+def _fetched(
+    grid: Any, messages: Sequence[Message], timeout: float, most: int
+) -> Iterator[Message]:
+    """Replies as they come, each forgotten here once it is handed out."""
+    deadline = time.monotonic() + timeout
+    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
+    while waiting:
+        for answered, reply in _ready(grid, waiting, most):
+            waiting.discard(answered)
+            yield reply
+        if not waiting or time.monotonic() >= deadline:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _ready(grid: Any, waiting: set[str], most: int) -> Iterator[tuple[str, Message]]:
+    """The replies that the SuperLink has, with the ids of the messages that they answer."""
+    from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+
+    client = getattr(grid, "_runtime_client", None)
+    if client is None or not hasattr(client, "PullObject"):
+        raise RuntimeError(
+            f"flwr {version('flwr')} keeps its connection elsewhere than 1.41 does, so replies "
+            "cannot be fetched one by one: install flwr==1.41.0"
+        )
+    found = client.PullMessages(PullAppMessagesRequest(message_ids=sorted(waiting)))
+    for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+        answered = proto.metadata.reply_to_message_id
+        if answered not in waiting:
+            continue
+        try:
+            reply = _inflated(grid, client, proto, tree, most)
+        except Exception as error:  # whatever a client sent, it is never a reason to stop a round
+            reply = _error_reply(grid, proto.metadata, f"{type(error).__name__}: {error}")
+        yield answered, reply
+
+
+def _inflated(grid: Any, client: Any, proto: Any, tree: Any, most: int) -> Message:
+    """One reply; HostileReplyError if its objects or its size are not what a reply may be."""
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    message_id = proto.metadata.message_id
+    try:
+        contents = _contents(grid, client, tree, most)
+    finally:
+        _confirm(grid, client, message_id)
+    check_inflated_size(contents, most)
+    message = inflate_object_from_contents(message_id, contents)
+    if not isinstance(message, Message):
+        raise HostileReplyError(f"a {type(message).__name__} where a Message was expected")
+    # what the sender says of itself must be what the SuperLink knows
+    claimed = (message.metadata.src_node_id, message.metadata.reply_to_message_id)
+    known = (proto.metadata.src_node_id, proto.metadata.reply_to_message_id)
+    if claimed != known:
+        raise HostileReplyError(f"a reply that says it is {claimed} and is {known}")
+    message.metadata.__dict__["_message_id"] = message_id
+    return message
+
+
+def _contents(grid: Any, client: Any, tree: Any, most: int) -> dict[str, bytes]:
+    """The reply's objects, at most ``most`` bytes of them."""
+    from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+    run_id = grid.run.run_id
+    pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id)
+    ids = list(dict.fromkeys(object_ids(tree)))
+    return pull_objects(ids, bounded(pull, most))
+
+
+def bounded(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
+    """The same function, which raises once it has given more than ``most`` bytes."""
+    total = 0
+
+    def pull_within(object_id: str) -> bytes:
+        nonlocal total
+        content = pull(object_id)
+        total += len(content)
+        if total > most:
+            raise HostileReplyError(f"more than {most} bytes")
+        return content
+
+    return pull_within
+
+
+def object_ids(tree: Any) -> Iterator[str]:
+    """The ids in an object tree, which may be neither deep nor large."""
+    count = 0
+    waiting = [(tree, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        count += 1
+        if count > MOST_OBJECTS or depth > MOST_DEPTH:
+            raise HostileReplyError(f"more than {MOST_OBJECTS} objects, or {MOST_DEPTH} levels")
+        yield node.object_id
+        waiting += [(child, depth + 1) for child in node.children]
+
+
+def check_inflated_size(contents: Mapping[str, bytes], most: int) -> None:
+    """Refuse arrays that name a chunk so often that they would inflate to more than ``most``."""
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_object_children_ids_from_object_content,
+        get_object_type_from_object_content,
+    )
+
+    total = 0
+    for content in contents.values():
+        if get_object_type_from_object_content(content) != "Array":
+            continue
+        children = get_object_children_ids_from_object_content(content)
+        sizes = [len(contents[child]) for child in children]
+        _, _, body = content.partition(b"\x00")
+        chunks = json.loads(body)["arraychunk_ids"]
+        total += sum(sizes[chunk] for chunk in chunks)
+        if total > most:
+            raise HostileReplyError(f"arrays that would inflate to more than {most} bytes")
+
+
+def _confirm(grid: Any, client: Any, message_id: str) -> None:
+    """Tell the SuperLink that the reply can be forgotten."""
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+
+    request = ConfirmMessageReceivedRequest(
+        node=grid.node,
+        run_id=grid.run.run_id,
+        message_object_id=message_id,
+    )
+    client.ConfirmMessageReceived(request)
+
+
+def _error_reply(grid: Any, metadata: Any, reason: str) -> Message:
+    """An error in the name of the node whose reply cannot be read."""
+    from flwr.app.message import make_message
+
+    return make_message(
+        metadata=Metadata(
+            run_id=grid.run.run_id,
+            message_id="",
+            src_node_id=metadata.src_node_id,
+            dst_node_id=metadata.dst_node_id,
+            reply_to_message_id=metadata.reply_to_message_id,
+            group_id=metadata.group_id,
+            created_at=time.time(),
+            ttl=metadata.ttl,
+            message_type=metadata.message_type,
+        ),
+        error=Error(MALFORMED, f"a reply that cannot be read: {reason}"),
+    )

@@ -1,0 +1,144 @@
+"""A signature on an Order: whoever holds the training's key wrote it, and nobody changed w.
+
+Flower authenticates who pushes a message, not what the message says it is: an enrolled node could
+send an Order in the server's name. A client that pins the key in its node config refuses it.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from flwr_ppsgd import disk
+from flwr_ppsgd.wire import Order
+
+PUBLIC = "ed25519:"
+PRIVATE = "ed25519-private:"
+PURPOSE = b"flwr_ppsgd order\n"  # a signature for anything else is not one for an Order
+KEY_SIZE = 32  # bytes, of either half
+
+
+@dataclass(frozen=True)
+class TrainingKey:
+    """The key of one training; who has it gives Orders.
+
+    Args:
+        private: the private half.
+    """
+
+    private: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Self:
+        """A key that nobody had before."""
+        return cls(Ed25519PrivateKey.generate().private_bytes_raw())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The key in a file that ``save`` wrote."""
+        try:
+            return cls(_decode(PRIVATE, path.read_text(encoding="ascii").strip()))
+        except ValueError:
+            raise ValueError(
+                f"{path} holds no training key: restore it from a backup; or remove it for a new "
+                "key, which clients that pin the old one refuse"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        """Write it to a file that only the owner can read."""
+        disk.write(path, [_encode(PRIVATE, self.private).encode() + b"\n"], mode=disk.PRIVATE_FILE)
+
+    @property
+    def public(self) -> str:
+        """The public half, as clients pin it: ``ed25519:BASE64``."""
+        return _encode(PUBLIC, self._key.public_key().public_bytes_raw())
+
+    def sign(self, order_flat: Mapping[str, Any], w_digest: bytes) -> str:
+        """The signature over every field but itself, and over the arrays that travel along.
+
+        Args:
+            order_flat: the Order as it is sent.
+            w_digest: of the arrays, as of ``digest``.
+        """
+        signature = self._key.sign(_statement(order_flat, w_digest))
+        return base64.b64encode(signature).decode()
+
+    @property
+    def _key(self) -> Ed25519PrivateKey:
+        return Ed25519PrivateKey.from_private_bytes(self.private)
+
+
+def digest(arrays: Mapping[str, bytes]) -> bytes:
+    """SHA-256 over the names and bytes of serialised arrays, in their order."""
+    sha = hashlib.sha256()
+    for name, data in arrays.items():
+        title = name.encode("utf-8", "surrogatepass")
+        sha.update(len(title).to_bytes(8) + title)
+        sha.update(len(data).to_bytes(8))
+        sha.update(data)
+    return sha.digest()
+
+
+def signed(order: Order, arrays: Mapping[str, bytes], key: TrainingKey) -> Order:
+    """The Order with the training's public key and its signature.
+
+    Args:
+        order: an Order that is finished but for these two.
+        arrays: the serialised arrays that travel with it, by name.
+        key: the training's key.
+    """
+    keyed = replace(order, server_key=key.public, signature="")
+    return replace(keyed, signature=key.sign(keyed.to_flat(), digest(arrays)))
+
+
+def verify(order: Order, arrays: Mapping[str, bytes], server_key: str) -> bool:
+    """Whether this Order and these arrays were signed with the key of that public half.
+
+    Args:
+        order: an Order as it came.
+        arrays: the serialised arrays that came with it, by name.
+        server_key: the public half that the client's owner pinned.
+    """
+    if order.server_key != server_key:
+        return False
+    try:
+        signature = base64.b64decode(order.signature, validate=True)
+        statement = _statement(order.to_flat(), digest(arrays))
+        public_key(server_key).verify(signature, statement)
+    except (ValueError, InvalidSignature):
+        return False
+    return True
+
+
+def public_key(text: str) -> Ed25519PublicKey:
+    """The public key in ``ed25519:BASE64``; ValueError if there is none."""
+    return Ed25519PublicKey.from_public_bytes(_decode(PUBLIC, text))
+
+
+def _statement(order_flat: Mapping[str, Any], w_digest: bytes) -> bytes:
+    """What is signed: the same bytes for the same fields, whatever their order."""
+    fields = {name: value for name, value in order_flat.items() if name != "signature"}
+    for name, value in fields.items():
+        if isinstance(value, float):
+            fields[name] = value.hex()
+    text = json.dumps(fields, sort_keys=True)
+    return PURPOSE + w_digest + text.encode()
+
+
+def _encode(prefix: str, key: bytes) -> str:
+    return prefix + base64.b64encode(key).decode()
+
+
+def _decode(prefix: str, text: str) -> bytes:
+    if not text.startswith(prefix):
+        raise ValueError(f"no key that begins with {prefix}")
+    key = base64.b64decode(text.removeprefix(prefix), validate=True)
+    if len(key) != KEY_SIZE:
+        raise ValueError(f"a key of {len(key)} bytes where {KEY_SIZE} were expected")
+    return key

@@ -1,0 +1,284 @@
+"""The owner of a node sets limits, and no server, run config or insider gets round them."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
+from flwr.proto.message_pb2 import PullObjectRequest, PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.server.superlink.linkstate import LinkState, LinkStateFactory
+from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.superlink.federation.noop_federation_manager import NoOpFederationManager
+from flwr.superlink.servicer.fleet import fleet_handlers
+
+from flwr_ppsgd import Order, client_app
+from flwr_ppsgd.client.legacy_api import PPSGDClient
+from flwr_ppsgd.client.policy import KEYS, Policy
+from flwr_ppsgd.client.refusal import ClientError
+from flwr_ppsgd.client.sent import client_report
+from flwr_ppsgd.signature import TrainingKey, signed
+from flwr_ppsgd.simulation.flower_internals import adopt_identity
+from flwr_ppsgd.wire import bytes_of
+from tests.support.toy import SIZE, toy_learner, w0
+
+adopt_identity(1)  # without it Flower lets nobody make a message
+ORDER = Order(1, 0.5, 1.0, "mean", True, training=7, epsilon=2.0)
+KEY = TrainingKey.new()
+KINDS = ["train", "evaluate"]
+
+
+def context(**node: Any) -> Context:
+    config: dict[str, Any] = {"partition-id": 0}
+    config |= {"ppsgd-" + key.replace("_", "-"): value for key, value in node.items()}
+    return Context(1, 2, config, RecordDict(), {})
+
+
+def message(order: Order | None, kind: str = "train", w: ArrayRecord | None = None) -> Message:
+    content = RecordDict({"arrays": w or w0()})
+    if order is not None:
+        content["ppsgd-order"] = ConfigRecord(order.to_flat())
+    return Message(content, 5, kind)
+
+
+def by_message(on: Context, order: Order | None, kind: str, w: ArrayRecord | None = None) -> Any:
+    return client_app(toy_learner)(message(order, kind, w), on)
+
+
+def by_legacy(on: Context, order: Order | None, kind: str, w: ArrayRecord | None = None) -> Any:
+    client = PPSGDClient(toy_learner(on), on)
+    arrays = (w or w0()).to_numpy_ndarrays()
+    flat = order.to_flat() if order else {}
+    return client.fit(arrays, flat) if kind == "train" else client.evaluate(arrays, flat)
+
+
+both_apis = pytest.mark.parametrize("ask", [by_message, by_legacy])
+
+
+@both_apis
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("node", "change"),
+    [
+        ({"max_clip_norm": 1.0}, {"clip_norm": 1.001}),
+        ({"max_step": 0.5}, {"step": 0.6}),
+        ({"max_epsilon": 2}, {"epsilon": 2.1}),
+        ({"max_epsilon": 2}, {"epsilon": math.inf}),
+    ],
+)
+def test_what_is_above_a_limit_is_refused(
+    ask: Any, kind: str, node: dict[str, float], change: dict[str, float]
+) -> None:
+    on = context(**node)
+    with pytest.raises(ClientError, match=r"^refused-policy: ValueError$"):
+        ask(on, replace(ORDER, **change), kind)  # type: ignore[arg-type]
+    assert not on.state
+    ask(on, ORDER, kind)
+
+
+@both_apis
+def test_evaluation_can_be_switched_off(ask: Any) -> None:
+    """Twelve evaluations at chosen w tell a user's data."""
+    on = context(evaluate=False)
+    with pytest.raises(ClientError, match=r"^refused-policy: ValueError$"):
+        ask(on, ORDER, "evaluate")
+    ask(on, ORDER, "train")
+
+
+@both_apis
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_without_an_order_is_refused_unless_the_owner_lets_it(
+    ask: Any, kind: str
+) -> None:
+    with pytest.raises(ClientError, match=r"^refused-policy: ValueError$"):
+        ask(context(), None, kind)
+    on = context(stock=True)
+    on.run_config["local-step"] = 0.5
+    ask(on, None, kind)
+
+
+@both_apis
+@pytest.mark.parametrize("kind", KINDS)
+def test_malformed_orders_are_refused_and_theta_stays(ask: Any, kind: str) -> None:
+    for change in ({"clip_norm": math.inf}, {"step": -1.0}, {"promise": "\x1b[2J"}):
+        on = context()
+        with pytest.raises(ClientError, match=r"^refused-order: ValueError$"):
+            ask(on, replace(ORDER, **change), kind)
+        assert not on.state
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ({"max_clip_norm": "x"}, "ppsgd-max-clip-norm must be a number of at least 0, got 'x'"),
+        ({"max_step": -1}, "ppsgd-max-step must be a number of at least 0, got -1"),
+        ({"max_epsilon": math.nan}, "ppsgd-max-epsilon must be a number of at least 0, got nan"),
+        ({"max_epsilon": True}, "ppsgd-max-epsilon must be a number of at least 0, got True"),
+        ({"evaluate": "false"}, "ppsgd-evaluate must be true or false, got 'false'"),
+        ({"stock": 1}, "ppsgd-stock must be true or false, got 1"),
+        ({"server_key": "abc"}, "ppsgd-server-key must be a public key ed25519:BASE64, got 'abc'"),
+        ({"server_key": "ed25519:YWJj"}, "a key of 3 bytes where 32 were expected"),
+        ({"max_clipnorm": 1}, "'ppsgd-max-clipnorm': did you mean 'ppsgd-max-clip-norm'?"),
+        ({"sever_key": "x"}, "'ppsgd-sever-key': did you mean 'ppsgd-server-key'?"),
+        ({"stock": True, "server_key": KEY.public}, "ppsgd-stock and ppsgd-server-key exclude"),
+    ],
+)
+def test_a_wrong_node_config_is_one_clear_line_and_nothing_is_answered(
+    node: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ClientError, match=r"^node-config: ValueError$"):
+        by_message(context(**node), ORDER, "train")
+    assert says in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_private_key_in_the_wrong_place_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = "ed25519-private:" + KEY.private.hex()
+    with pytest.raises(ClientError):
+        by_message(context(server_key=wrong), ORDER, "train")
+    assert KEY.private.hex() not in caplog.text
+
+
+def test_every_key_is_read() -> None:
+    config = {
+        "ppsgd-state-dir": "x",
+        "ppsgd-user": "ada",
+        "ppsgd-max-clip-norm": 1,
+        "ppsgd-max-step": 2,
+        "ppsgd-max-epsilon": 3.5,
+        "ppsgd-evaluate": False,
+        "ppsgd-stock": False,
+        "ppsgd-server-key": KEY.public,
+        "partition-id": 3,
+        "another": "key",
+    }
+    assert set(KEYS) <= set(config)
+    assert Policy.of(config) == Policy(1.0, 2.0, 3.5, False, False, KEY.public)
+    assert Policy.of({}) == Policy()
+
+
+# --- the signature
+
+
+def signed_order(w: ArrayRecord, key: TrainingKey = KEY) -> Order:
+    return signed(ORDER, bytes_of(w), key)
+
+
+@both_apis
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_that_pins_a_key_obeys_nobody_else(ask: Any, kind: str) -> None:
+    w = w0(np.arange(SIZE) / 10, np.ones((2, 0)))
+    own = signed_order(w)
+    ask(context(server_key=KEY.public), own, kind, w)
+    refused = [
+        (ORDER, w),
+        (None, w),
+        (signed_order(w, TrainingKey.new()), w),
+        (replace(own, clip_norm=2.0), w),
+        (own, w0(np.arange(SIZE) / 9, np.ones((2, 0)))),
+    ]
+    for order, arrays in refused:
+        on = context(server_key=KEY.public)
+        with pytest.raises(ClientError, match=r"^refused-signature: ValueError$"):
+            ask(on, order, kind, arrays)
+        assert not on.state
+
+
+def test_a_client_that_pins_nothing_does_not_pay_for_hashing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> bytes:
+        raise AssertionError("hashed")
+
+    monkeypatch.setattr("flwr_ppsgd.signature.digest", fail)
+    by_message(context(), ORDER, "train")
+
+
+def test_a_pinned_client_built_for_stock_strategies_serves_none() -> None:
+    app = client_app(toy_learner, local_step=0.5)
+    with pytest.raises(ClientError, match=r"^refused-signature: ValueError$"):
+        app(message(None), context(server_key=KEY.public))
+
+
+# --- an insider: through Flower's own handlers, as an enrolled SuperNode reaches them
+
+
+def superlink() -> tuple[LinkState, int, int, int]:
+    """A SuperLink with a running run and two enrolled nodes: (state, run, insider, victim)."""
+    memory = ":flwr-in-memory:"
+    factory = LinkStateFactory(memory, NoOpFederationManager(), ObjectStoreFactory(memory))
+    state = factory.state()
+    insider, victim = (state.create_node("a", "a", key, 30.0) for key in (b"one", b"two"))
+    for node in (insider, victim):
+        state.activate_node(node, 30.0)
+    run = state.create_run("f", "1", "h", {}, NOOP_FEDERATION_ID, None, "a", TaskType.SERVER_APP)
+    task = state.get_run_info(run_ids=[run])[0].primary_task_id
+    assert task is not None
+    state.claim_task(task)
+    state.activate_task(task)
+    return state, run, insider, victim
+
+
+def forge(state: LinkState, run: int, insider: int, victim: int, order: Order) -> None:
+    """What a node may push: who pushes is checked, what the message says about itself is not."""
+    forged = message(order)
+    forged.metadata.__dict__.update(_run_id=run, _src_node_id=1, _dst_node_id=victim)
+    forged.metadata.__dict__["_message_id"] = forged.object_id
+    node = Node(node_id=insider)
+    pushed = fleet_handlers.push_messages(
+        PushMessagesRequest(
+            node=node,
+            messages_list=[message_to_proto(remove_content_from_message(forged))],
+            message_object_trees=[get_object_tree(forged)],
+        ),
+        state,
+    )
+    objects = get_all_nested_objects(forged)
+    for name in pushed.objects_to_push:
+        one = PushObjectRequest(
+            node=node,
+            run_id=run,
+            session_id=pushed.session_id,
+            object_id=name,
+            object_content=objects[name].deflate(),
+        )
+        fleet_handlers.push_object(one, state)
+
+
+def received(state: LinkState, run: int, victim: int) -> Message:
+    node = Node(node_id=victim)
+    pulled = fleet_handlers.pull_messages(PullMessagesRequest(node=node), state, state.object_store)
+
+    def content(name: str) -> bytes:
+        request = PullObjectRequest(node=node, run_id=run, object_id=name)
+        return fleet_handlers.pull_object(request, state).object_content
+
+    return pull_and_inflate_object_from_tree(
+        pulled.message_object_trees[0], content, lambda _: None, return_type=Message
+    )
+
+
+def test_an_insider_can_send_an_order_in_the_servers_name_and_a_pinned_client_refuses_it(
+    tmp_path: Path,
+) -> None:
+    state, run, insider, victim = superlink()
+    forge(state, run, insider, victim, replace(ORDER, server_key=KEY.public))
+    arrived = received(state, run, victim)
+    assert arrived.metadata.src_node_id == 1, "it says that it comes from the SuperLink"
+    unpinned = context()
+    client_app(toy_learner)(arrived, unpinned)
+    assert unpinned.state, "whoever pins nothing obeys"
+    pinned = context(server_key=KEY.public, state_dir=str(tmp_path))
+    with pytest.raises(ClientError, match=r"^refused-signature: ValueError$"):
+        client_app(toy_learner)(arrived, pinned)
+    assert not pinned.state
+    assert "refused-signature (1)" in client_report(tmp_path)

@@ -1,0 +1,341 @@
+"""One budget for several trainings, fixed before the first: the filter never lets more through."""
+
+import math
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.serverapp.exception import PrivacyBudgetExhausted
+
+from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, affordable_rounds
+from flwr_ppsgd.algorithm import Steps
+from flwr_ppsgd.epsilon import gaussian
+from flwr_ppsgd.server import record
+from flwr_ppsgd.server.budget import NAME, Allowance, Budget, new_budget, read_spending
+from flwr_ppsgd.server.curator import Curator
+from flwr_ppsgd.server.journal import NAME as JOURNAL
+from flwr_ppsgd.server.journal import NO_RECORD
+from flwr_ppsgd.server.training import Training
+from tests.support.toy import grid, strategy, w0
+from tests.support.toy import release as toy_release
+
+DELTA = 1e-5
+SAMPLED = Release(Poisson(1000, 0.01), 1.0, 2.0)
+EVERYONE = Release(Poisson(1000, 1.0), 1.0, 20.0)
+
+
+def curator(directory: Path | None, budget: Path | None, **changes: Any) -> Curator:
+    settings: dict[str, Any] = {
+        "release": SAMPLED,
+        "steps": Steps(0.1, 0.1),
+        "delta": DELTA,
+        "checkpoint_dir": directory,
+        "budget_dir": budget,
+        **changes,
+    }
+    return Curator(Training(**settings))
+
+
+def one_round(of: Curator, round_: int) -> None:
+    of.check_budget(round_)
+    w = np.zeros(3)
+    of.publish(round_, w, of.open_sum(len(w)))
+
+
+@pytest.mark.parametrize("filter_", ["rdp", "gaussian"])
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0, 50.0])
+def test_what_the_filter_lets_through_is_within_the_budget(filter_: Any, epsilon: float) -> None:
+    """The same releases, priced in one piece: a valid filter never allows more than that."""
+    allowance = Allowance.of(epsilon, DELTA, filter_)
+    dice = random.Random(1)
+    for _ in range(5):
+        spent = 0.0
+        ledger = Ledger(DELTA)
+        while True:
+            z = dice.uniform(2.0, 40.0) / min(1.0, epsilon)
+            rate = 1.0 if filter_ == "gaussian" else dice.choice([1.0, 0.3, 0.05])
+            release = Release(Poisson(1000, rate), 1.0, z)
+            times = dice.randrange(1, 60)
+            spent += times * allowance.cost(release)
+            if spent > allowance.limit:
+                break
+            ledger = ledger.record(release, times)
+        by_rdp = ledger.epsilon(method="rdp")
+        exact = ledger.quick_epsilon() if filter_ == "gaussian" else by_rdp
+        assert exact <= epsilon * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.5, 3.0, 20.0])
+def test_the_gaussian_filter_is_exact(epsilon: float) -> None:
+    """Without sampling all rounds of the budget fit, as if they had been planned in advance."""
+    allowance = Allowance.of(epsilon, DELTA, "gaussian")
+    release = Release(Poisson(100, 1.0), 1.0, 30.0 / epsilon)
+    planned = affordable_rounds(max_epsilon=epsilon, delta=DELTA, release=release)
+    allowed = math.floor(allowance.limit / allowance.cost(release))
+    assert planned - 1 <= allowed <= planned
+
+
+@pytest.mark.parametrize(
+    ("release", "share"),
+    [(EVERYONE, 0.98), (SAMPLED, 0.98), (Release(FixedSize(1000, 10), 1.0, 20.0), 0.98)],
+)
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+def test_the_rdp_filter_allows_nearly_as_many_rounds_as_an_rdp_plan(
+    release: Release, share: float, epsilon: float
+) -> None:
+    """One order, fixed in advance, instead of the best one for these rounds."""
+    allowance = Allowance.of(epsilon, DELTA)
+    planned = affordable_rounds(max_epsilon=epsilon, delta=DELTA, release=release, method="rdp")
+    allowed = math.floor(allowance.limit / allowance.cost(release))
+    assert share * planned - 1 <= allowed <= planned
+
+
+def test_replace_one_neighbours_under_a_budget_cost_more() -> None:
+    exact = Allowance.of(1.0, DELTA, "gaussian")
+    sigma = 1 / math.sqrt(exact.limit)
+    assert gaussian(sigma, DELTA) == pytest.approx(1.0, rel=1e-6)
+    assert exact.epsilon_replace_one() == pytest.approx(gaussian(sigma / 2, DELTA))
+    by_rdp = Allowance.of(1.0, DELTA).epsilon_replace_one()
+    assert 2.0 < by_rdp < 3.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ((0.0, DELTA), "epsilon must be positive and finite, got 0.0"),
+        ((math.inf, DELTA), "epsilon must be positive and finite, got inf"),
+        ((1.0, 0.0), r"delta must be in \(0, 1\), got 0.0"),
+        ((1e-6, 1e-12), "epsilon is too small for an RDP filter"),
+        ((1.0, DELTA, "rpd"), "did you mean 'rdp'"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(
+    tmp_path: Path, settings: tuple[Any, ...], names: str
+) -> None:
+    with pytest.raises(ValueError, match=names):
+        new_budget(tmp_path / "budget", *settings)
+    assert not (tmp_path / "budget").exists()
+
+
+def test_a_budget_is_fixed_for_ever(tmp_path: Path) -> None:
+    new_budget(tmp_path, 1.0, DELTA)
+    with pytest.raises(ValueError, match="has a budget already"):
+        new_budget(tmp_path, 2.0, DELTA)
+    assert Budget(tmp_path).allowance.epsilon == 1.0
+
+
+def test_there_must_be_a_budget(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no budget in .* --epsilon"):
+        curator(None, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_trainings_share_a_budget_and_stop_when_it_is_spent(tmp_path: Path) -> None:
+    new_budget(tmp_path / "budget", 1.0, DELTA)
+    first = curator(tmp_path / "a", tmp_path / "budget", release=EVERYONE)
+    second = curator(tmp_path / "b", tmp_path / "budget")
+    assert first.plan(3) == 3
+    for round_ in (1, 2, 3):
+        one_round(first, round_)
+    allowed = second.plan(10**6)
+    alone = affordable_rounds(max_epsilon=1.0, delta=DELTA, release=SAMPLED, method="rdp")
+    assert 0 < allowed < alone
+    budget = second._budget
+    assert budget is not None
+    budget.catch_up(second.training_id, {SAMPLED: allowed - 1})  # as if it had run them
+    one_round(second, 1)
+    with pytest.raises(PrivacyBudgetExhausted, match=r"round 2 does not fit .*% is spent by \d+"):
+        second.check_budget(2)
+    both = Ledger(DELTA).record(EVERYONE, 3).record(SAMPLED, allowed)
+    assert both.epsilon() <= 1.0
+    spending = read_spending(tmp_path / "budget")
+    assert spending.charged == 3 + allowed
+    assert spending.counts_of(first.training_id) == {EVERYONE: 3}
+
+
+def test_the_statement_is_that_of_the_budget(tmp_path: Path) -> None:
+    new_budget(tmp_path / "budget", 1.0, DELTA)
+    of = curator(tmp_path / "a", tmp_path / "budget")
+    of.plan(2)
+    one_round(of, 1)
+    assert of.headline().epsilon == 1.0
+    assert of.headline().delta == DELTA
+    assert of.promise().replace_one == of._budget.allowance.epsilon_replace_one()  # type: ignore[union-attr]
+
+
+def test_a_release_is_in_the_budget_and_in_its_record_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_budget(tmp_path, 1.0, DELTA)
+    of = curator(None, tmp_path)
+    seen: list[tuple[int, int | None]] = []
+
+    def descend(*_: Any) -> Any:
+        spending = read_spending(tmp_path)
+        seen.append((spending.charged, record.Record(spending.budget, tmp_path).read()))
+        return np.zeros(3)
+
+    monkeypatch.setattr("flwr_ppsgd.server.curator.descend", descend)
+    one_round(of, 1)
+    one_round(of, 2)
+    assert seen == [(1, 1), (2, 2)]
+
+
+def test_a_charge_that_another_training_has_made_impossible_is_not_released(tmp_path: Path) -> None:
+    new_budget(tmp_path / "budget", 1.0, DELTA)
+    first = curator(tmp_path / "a", tmp_path / "budget")
+    first.check_budget(1)
+    other = Budget(tmp_path / "budget")
+    other.catch_up(7, {SAMPLED: other.affords(SAMPLED)})
+    with pytest.raises(PrivacyBudgetExhausted):
+        first.publish(1, np.zeros(3), first.open_sum(3))
+    assert first.ledger.rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"delta": 1e-6}, "delta must be that of the budget .* got 1e-06: use delta=1e-05"),
+        ({"insecure_seed": 3}, "cannot have a known seed"),
+        ({"release": Release(Poisson(1000, 0.01, cap=50), 1.0, 1.0)}, "cannot have a cap"),
+    ],
+)
+def test_what_a_budget_cannot_cover_is_refused(
+    tmp_path: Path, changes: dict[str, Any], names: str
+) -> None:
+    new_budget(tmp_path / "budget", 1.0, DELTA)
+    with pytest.raises(ValueError, match=names):
+        curator(tmp_path / "a", tmp_path / "budget", **changes)
+    (tmp_path / "a" / JOURNAL).unlink()
+    curator(tmp_path / "a", tmp_path / "budget")  # the lock was given up
+
+
+def test_a_gaussian_budget_refuses_sampled_users(tmp_path: Path) -> None:
+    new_budget(tmp_path, 1.0, DELTA, "gaussian")
+    with pytest.raises(ValueError, match=r"no price for sampled users, got rate=0.01"):
+        curator(None, tmp_path)
+    one_round(curator(None, tmp_path, release=EVERYONE), 1)
+
+
+def test_without_noise_nothing_fits(tmp_path: Path) -> None:
+    new_budget(tmp_path, 1.0, DELTA)
+    of = curator(None, tmp_path, release=Release(Poisson(10, 1.0), 1.0, 0.0))
+    assert of.plan(3) == 0
+    with pytest.raises(PrivacyBudgetExhausted):
+        of.check_budget(1)
+
+
+def test_a_training_joins_before_its_first_round_and_never_leaves(tmp_path: Path) -> None:
+    new_budget(tmp_path / "budget", 1.0, DELTA)
+    new_budget(tmp_path / "other", 1.0, DELTA)
+    free = curator(tmp_path / "free", None)
+    one_round(free, 1)
+    free.close()
+    with pytest.raises(ValueError, match=r"1 charges that the budget in .* never saw"):
+        curator(tmp_path / "free", tmp_path / "budget")
+    bound = curator(tmp_path / "bound", tmp_path / "budget")
+    one_round(bound, 1)
+    bound.close()
+    with pytest.raises(ValueError, match=r"is under the budget in .*budget: set budget_dir"):
+        curator(tmp_path / "bound", None)
+    with pytest.raises(ValueError, match=r"not under the one in .*other"):
+        curator(tmp_path / "bound", tmp_path / "other")
+    again = curator(tmp_path / "bound", tmp_path / "budget")
+    assert again.ledger.rounds == 1
+    assert again.plan(5) == 5
+    assert again.caveats == (), "a longer plan is no caveat under a budget"
+
+
+def test_charges_that_only_the_journal_shows_are_brought_into_the_budget(tmp_path: Path) -> None:
+    new_budget(tmp_path / "budget", 1.0, DELTA)
+    of = curator(tmp_path / "a", tmp_path / "budget")
+    one_round(of, 1)
+    of.close()
+    path = tmp_path / "a" / JOURNAL
+    path.write_bytes(path.read_bytes() + b'{"round": 2, "ki')  # killed in the middle of a charge
+    again = curator(tmp_path / "a", tmp_path / "budget")
+    assert again.ledger.rounds == 2
+    assert read_spending(tmp_path / "budget").counts_of(again.training_id) == {SAMPLED: 2}
+
+
+def test_a_budget_that_went_back_in_time_is_refused(tmp_path: Path) -> None:
+    new_budget(tmp_path, 1.0, DELTA)
+    backup = (tmp_path / NAME).read_bytes()
+    of = curator(None, tmp_path)
+    one_round(of, 1)
+    of.close()
+    (tmp_path / NAME).write_bytes(backup)
+    with pytest.raises(ValueError, match=r"shows 0 rounds but the record .* shows 1: .* --add 1"):
+        curator(None, tmp_path)
+
+
+def test_a_torn_line_of_a_budget_costs_as_much_as_the_dearest_release(tmp_path: Path) -> None:
+    new_budget(tmp_path, 1.0, DELTA)
+    budget = Budget(tmp_path)
+    budget.charge(1, 1, SAMPLED)
+    budget.charge(2, 1, EVERYONE)
+    budget.close()
+    (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[:-5])
+    found = read_spending(tmp_path)
+    costs = [found.allowance.cost(each) for each in (SAMPLED, EVERYONE)]
+    assert found.charged == 2
+    assert found.spent() == pytest.approx(costs[0] + max(costs))
+    Budget(tmp_path).charge(1, 2, SAMPLED)
+    assert read_spending(tmp_path).charged == 3
+
+
+def test_a_budget_without_its_record_says_so(tmp_path: Path) -> None:
+    new_budget(tmp_path, 1.0, DELTA)
+    Budget(tmp_path).charge(1, 1, SAMPLED)
+    shutil.rmtree(record.home())
+    of = curator(None, tmp_path)
+    assert of.caveats == (NO_RECORD,)
+    of.close()
+    assert curator(None, tmp_path).caveats == (NO_RECORD,)
+
+
+def test_trainings_that_run_at_once_lose_no_charge(tmp_path: Path) -> None:
+    new_budget(tmp_path, 5.0, DELTA)
+
+    def train(training: int) -> None:
+        budget = Budget(tmp_path)
+        for round_ in range(1, 16):
+            budget.charge(training, round_, EVERYONE)
+
+    threads = [threading.Thread(target=train, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spending = read_spending(tmp_path)
+    assert spending.charged == 60
+    assert {training for training, _ in spending.charges} == {0, 1, 2, 3}
+
+
+def test_a_curator_without_a_journal_opens_its_budget_again(tmp_path: Path) -> None:
+    new_budget(tmp_path, 1.0, DELTA)
+    of = curator(None, tmp_path)
+    one_round(of, 1)
+    of.close()
+    assert of.reopen() is False, "nothing is read from a journal"
+    one_round(of, 2)
+    assert (of.rounds_done, of.ledger.rounds) == (2, 2)
+    assert read_spending(tmp_path).charged == 2
+
+
+def test_a_strategy_stops_at_the_budget_and_states_it(tmp_path: Path) -> None:
+    release = toy_release(z=40.0)
+    new_budget(tmp_path / "budget", 0.5, DELTA)
+    room = Budget(tmp_path / "budget").affords(release)
+    settings = {"release": release, "delta": DELTA, "budget_dir": str(tmp_path / "budget")}
+    first = strategy(**settings, checkpoint_dir=tmp_path / "a")
+    first.start(grid(), w0(), num_rounds=room - 2)
+    second = strategy(**settings, checkpoint_dir=tmp_path / "b")
+    second.start(grid(), w0(), num_rounds=10)
+    assert (first.ledger.rounds, second.ledger.rounds) == (room - 2, 2)
+    assert second.privacy_data()["delta"] == DELTA
+    assert "(0.5, 1e-05)-joint" in second.privacy_statement()

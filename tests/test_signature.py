@@ -1,0 +1,85 @@
+"""Orders are signed: every field, and every byte of w."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flwr_ppsgd import Order
+from flwr_ppsgd.signature import TrainingKey, digest, signed, verify
+from tests.test_wire import ORDER
+
+W = {"0": b"first array", "1": b"second"}
+KEY = TrainingKey.new()
+SIGNED = signed(ORDER, W, KEY)
+
+OTHER: dict[str, Any] = {
+    "round": 8,
+    "step": 0.5,
+    "clip_norm": 4.0,
+    "reduction": "mean",
+    "publishes": False,
+    "average": True,
+    "metrics": "loss",
+    "training": 5,
+    "starts": "1,5,5,7",
+    "back": 5,
+    "charges": 10,
+    "epsilon": 1.0,
+    "promise": "everything",
+}
+
+
+def test_a_signed_order_is_accepted_after_the_wire() -> None:
+    assert verify(Order.from_flat(SIGNED.to_flat()), W, KEY.public)
+
+
+def test_the_list_of_fields_is_complete() -> None:
+    assert {*OTHER, "server_key", "signature", "protocol"} == set(SIGNED.to_flat())
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_change_of_any_field_shows(name: str) -> None:
+    changed = Order.from_flat({**SIGNED.to_flat(), name: OTHER[name]})
+    assert not verify(changed, W, KEY.public)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"0": b"first array", "1": b"Second"},
+        {"1": b"second", "0": b"first array"},
+        {"0": b"first array", "2": b"second"},
+        {"0": b"first array"},
+        {"0": b"first array1", "1": b"second"},
+        {},
+    ],
+)
+def test_a_change_of_w_shows(arrays: dict[str, bytes]) -> None:
+    assert digest(arrays) != digest(W)
+    assert not verify(SIGNED, arrays, KEY.public)
+
+
+def test_unsigned_orders_and_those_of_another_key_are_not_accepted() -> None:
+    foreign = TrainingKey.new()
+    assert not verify(ORDER, W, KEY.public)
+    assert not verify(signed(ORDER, W, foreign), W, KEY.public)
+    claimed = Order.from_flat({**signed(ORDER, W, foreign).to_flat(), "server_key": KEY.public})
+    assert not verify(claimed, W, KEY.public)
+    for nonsense in ("", "====", "ä", "YWJj"):
+        assert not verify(
+            Order.from_flat({**SIGNED.to_flat(), "signature": nonsense}), W, KEY.public
+        )
+
+
+def test_the_key_is_kept_for_the_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "training.key"
+    KEY.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert TrainingKey.load(path) == KEY
+    assert KEY.public.startswith("ed25519:")
+    assert "private" not in repr(KEY)
+    path.write_text(KEY.public)
+    with pytest.raises(ValueError, match="holds no training key: restore it from a backup"):
+        TrainingKey.load(path)
