@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from flwr_ppsgd.learner import Learner, Minibatches
     from flwr_ppsgd.models.linear import AdditiveLinear
     from flwr_ppsgd.models.split import AdditiveHead, SplitModel
-    from flwr_ppsgd.models.torch_app import shared_arrays, torch_client, torch_learner
+    from flwr_ppsgd.models.torch_app import (
+        shared_arrays,
+        torch_client,
+        torch_learner,
+        whole_module,
+    )
     from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
     from flwr_ppsgd.server.message_api import PPSGD
     from flwr_ppsgd.wire import Order
@@ -56,6 +61,7 @@ __all__ = [
     "shared_arrays",
     "torch_client",
     "torch_learner",
+    "whole_module",
 ]
 
 _HOMES = {
@@ -84,5 +90,6 @@ _HOMES = {
     "shared_arrays": "flwr_ppsgd.models.torch_app",
     "torch_client": "flwr_ppsgd.models.torch_app",
     "torch_learner": "flwr_ppsgd.models.torch_app",
+    "whole_module": "flwr_ppsgd.models.torch_app",
 }
 __getattr__, __dir__ = opened(__name__, _HOMES)

@@ -103,9 +103,11 @@ class FixedSize:
         return False
 
     def members(self, uniforms: Vector) -> NDArray[np.intp]:
-        """The users with the ``size`` smallest uniforms."""
-        order = np.argsort(uniforms, kind="stable")
-        return np.sort(order[: self.size])
+        """The users with the ``size`` smallest uniforms; of equal ones the first."""
+        largest = np.partition(uniforms, self.size - 1)[self.size - 1]
+        candidates = np.flatnonzero(uniforms <= largest)
+        order = np.argsort(uniforms[candidates], kind="stable")
+        return np.sort(candidates[order[: self.size]])
 
 
 Cohort: TypeAlias = Poisson | FixedSize

@@ -1,14 +1,28 @@
 """Does the running code give the noise that it charges for? A conformance audit by canaries.
 
-Canary clients send vectors ten times too long, along a few known directions, through the real
-strategy. The auditor knows who replied and looks only at what is released: how far the known
-directions move (gain: the clip, the denominator), and how the rest scatters (noise). ẑ =
-noise / gain is then compared with the z that the ledger charges for. Run it on a strategy of its
-own, never on a user's training.
+Canary clients send vectors ten times too long through the real strategy: most of them along a few
+known directions, some along a coordinate of their own. The auditor knows who replied and looks only
+at what is released: how far the known directions move (gain: the clip, the denominator), and how
+the rest scatters (noise). ẑ = noise / gain is then compared with the z that the ledger charges for.
+The noise of all coordinates and rounds, as one long row of numbers, must not resemble itself at any
+distance.
+
+A lower bound on ε needs no model of the mechanism's inside. Whoever knows who took part in a round
+guesses that a canary was there if its coordinate is above half a clip norm. With the share p of
+canaries that are found and the share f of other coordinates that are taken for one, both at the far
+end of a Clopper–Pearson interval of ``CONFIDENCE`` together,
+
+    μ ≥ Φ⁻¹(p) − Φ⁻¹(f)   and   ε ≥ that of a Gaussian of sensitivity μ and standard deviation 1,
+
+for one round at the ledger's δ. The second step takes the trade-off between p and f to be a
+Gaussian's, which the other measures here are to show (Nasr et al. 2023). It is compared with the ε
+that one round without secret sampling is charged for.
+
+Run the audit on a strategy of its own, never on a user's training.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,9 +31,10 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
-from scipy.stats import chi2
+from scipy import fft
+from scipy.stats import beta, chi2, norm
 
-from flwr_ppsgd.algorithm import Release
+from flwr_ppsgd.algorithm import Poisson, Release
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.server.message_api import PPSGD
 from flwr_ppsgd.simulation.grid import InProcessGrid
@@ -36,10 +51,18 @@ MOST_REPLIES = 1000  # per round
 FEWEST_ROUNDS = 20
 MOST_ROUNDS = 200
 MOST_MESSAGES = 15_000  # over all rounds
+MOST_NUMBERS = 6 * 10**8  # in all messages together
+OWN_SHARE = 0.2  # of the replies are along a coordinate of their own
+MOST_OWN = 50  # of these per round
+SMALLEST_SENSITIVITY = 1e-3  # in standard deviations of the noise
+CONFIDENCE = 0.999  # of the lower bound on ε
 LIMIT = 4.0  # standard errors
 UNLIKELY = 6.3e-5  # the chance to be off by more than LIMIT, on either side
 WANTED = 0.01  # standard error of ẑ / z to aim for
 INCONCLUSIVE = 0.02
+MOST_COMPARED = 8 * 10**6  # numbers that are compared with each other at every distance
+FEWEST_COMPARED = 10_000  # pairs at a distance: their mean is close to normal
+CELL = 1024  # coordinates whose noise in one round is looked at by itself
 MOST_DRAWN = 100_000  # residuals that are kept for the picture
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -78,11 +101,15 @@ class Audit:
         gain: how far a canary moves the sum, in units of its share of C.
         others: everything else that independent Gaussian noise in every coordinate and round must
             show, by name.
-        quietest: the chance of a coordinate as quiet as the quietest one.
+        quietest: the chance of a coordinate, or of a stretch of one round, as quiet as the
+            quietest one.
+        resemblance: of the noise to itself, at the distance where it is largest.
         charged: what the ledger holds.
         planned_rounds: the rounds for which ε is computed.
         epsilon_charged: ε of the planned rounds at the noise that is charged for.
         epsilon_measured: the same at the noise that was measured.
+        one_round: ε of one round to whoever knows who took part, as charged.
+        one_round_at_least: what the canaries show it to be at least, with ``CONFIDENCE``.
         residuals: in units of their own standard deviation, for the picture.
     """
 
@@ -93,10 +120,13 @@ class Audit:
     gain: Estimate
     others: Mapping[str, Estimate]
     quietest: float
+    resemblance: "Resemblance"
     charged: tuple[tuple[Release, int], ...]
     planned_rounds: int
     epsilon_charged: float
     epsilon_measured: float
+    one_round: float
+    one_round_at_least: float
     residuals: Floats
 
     @property
@@ -117,8 +147,15 @@ class Audit:
                 )
         if self.quietest < UNLIKELY:
             lines.append(
-                "a coordinate has so little noise that by chance it would happen in "
-                f"{self.quietest:.2g} of all audits"
+                "a coordinate has so little noise, or a stretch of one round, that by chance it "
+                f"would happen in {self.quietest:.2g} of all audits"
+            )
+        if self.resemblance.chance < UNLIKELY:
+            lines.append(f"noise repeats itself: {self.resemblance.in_words(self.size)}")
+        if self.one_round_at_least > self.one_round:
+            lines.append(
+                f"epsilon of one round is at least {self.one_round_at_least:.4g}, and "
+                f"{self.one_round:.4g} is charged"
             )
         if self.charged != ((self.release, self.rounds),):
             lines.append(
@@ -159,8 +196,36 @@ class Audit:
             f"Epsilon of {self.planned_rounds} rounds: {self.epsilon_charged:.4g} as charged, "
             f"{self.epsilon_measured:.4g} at the measured noise"
         )
+        lines.append(
+            f"Epsilon of one round to whoever knows who took part: at least "
+            f"{self.one_round_at_least:.4g} by the canaries ({CONFIDENCE:.1%} confidence), "
+            f"{self.one_round:.4g} as charged"
+        )
         lines += [f"FOUND: {line}" for line in self.findings]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Resemblance:
+    """How much the noise is like itself further on.
+
+    Args:
+        correlation: the largest one.
+        distance: at which it is, in numbers of the row that all rounds form one after the other.
+        chance: of one as large or larger at any distance.
+    """
+
+    correlation: float
+    distance: int
+    chance: float
+
+    def in_words(self, size: int) -> str:
+        """For a finding; ``size`` is the number of coordinates."""
+        rounds, coordinates = divmod(self.distance, size)
+        return (
+            f"correlation {self.correlation:+.2g} at a distance of {rounds} rounds and "
+            f"{coordinates} coordinates"
+        )
 
 
 def audit(
@@ -186,20 +251,19 @@ def audit(
         )
     if not strategy.enrols_whoever_comes:
         raise ValueError("the audit brings its own nodes: build the strategy without enrolled")
+    effort = _Effort.of(strategy.release, size)
     canaries = _Canaries(
         strategy.release,
         size,
         seed,
         strategy.training.replies,
+        effort.most_replies,
     )
-    counts, released = canaries.watch(strategy, _enough_rounds(strategy.release))
-    return _estimate(
-        strategy,
-        counts,
-        released,
-        canaries.directions,
-        planned_rounds,
-    )
+    rounds = effort.rounds
+    if strategy.affordable_rounds is not None:
+        rounds = min(rounds, strategy.affordable_rounds)
+    seen = canaries.watch(strategy, rounds)
+    return _estimate(strategy, seen, planned_rounds)
 
 
 def draw(found: Audit, path: Path) -> None:
@@ -272,24 +336,66 @@ def _draw_estimates(axes: "Axes", found: Audit) -> None:
     axes.invert_yaxis()
 
 
-def _enough_rounds(release: Release) -> int:
-    """As many rounds as bring the standard error of the gain to ``WANTED``, within reason."""
-    cohort = release.cohort
-    replying = min(MOST_REPLIES, (1 - DROPPED) * cohort.rate * cohort.population)
-    per_round = max(replying**2 / DIRECTIONS, 1e-9) * (1 - 1 / EMPTY_EVERY)
-    wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
-    affordable = max(FEWEST_ROUNDS, MOST_MESSAGES / max(replying, 1))
-    return int(min(max(FEWEST_ROUNDS, wanted), MOST_ROUNDS, affordable))
+@dataclass(frozen=True)
+class _Effort:
+    """How much to send. More makes the estimates better; vectors that are long are sent less often.
+
+    Args:
+        rounds: the number of rounds.
+        most_replies: the most canaries that reply in a round.
+    """
+
+    rounds: int
+    most_replies: int
+
+    @classmethod
+    def of(cls, release: Release, size: int) -> "_Effort":
+        """As many rounds as bring the standard error of the gain to ``WANTED``, within reason."""
+        cohort = release.cohort
+        messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
+        most_replies = max(1, min(MOST_REPLIES, int(messages / FEWEST_ROUNDS)))
+        replying = min(most_replies, (1 - DROPPED) * cohort.rate * cohort.population)
+        along = (1 - OWN_SHARE) * replying
+        per_round = max(along**2 / DIRECTIONS, 1e-9) * (1 - 1 / EMPTY_EVERY)
+        wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
+        affordable = max(FEWEST_ROUNDS, messages / max(replying, 1))
+        rounds = int(min(max(FEWEST_ROUNDS, wanted), MOST_ROUNDS, affordable))
+        return cls(rounds, most_replies)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What went in and what came out; one row per round.
+
+    Args:
+        along: the sum of the canaries along directions, each of length 1; rounds × coordinates.
+        own: the coordinates of the canaries that have one of their own.
+        released: on the scale of the sum; rounds × coordinates.
+        replied: whether anybody replied.
+    """
+
+    along: Floats
+    own: list[NDArray[np.intp]]
+    released: Floats
+    replied: NDArray[np.bool_]
+
+    def sent(self) -> Floats:
+        """The sum of all canaries, each of length 1; rounds × coordinates."""
+        total = self.along.copy()
+        for row, coordinates in zip(total, self.own, strict=True):
+            row[coordinates] += 1.0
+        return total
 
 
 class _Canaries:
-    """Clients that send 10·C along one of a few directions with disjoint supports.
+    """Clients that send 10·C, most along one of a few directions with disjoint supports.
 
     Args:
         release: of the strategy that is audited.
         size: the number of coordinates.
         seed: decides directions and whose replies are withheld.
         replies: "gradient" or "parameters", as the strategy expects them.
+        most_replies: the most that reply in a round.
     """
 
     def __init__(
@@ -298,69 +404,92 @@ class _Canaries:
         size: int,
         seed: int,
         replies: str,
+        most_replies: int,
     ) -> None:
         self._release = release
+        self._size = size
+        self._most_replies = most_replies
         self._source = np.random.default_rng(seed)
         self._w = ArrayRecord([np.zeros(size)])
+        self._layout = Layout.of(self._w)
         self._name = GRADIENT
-        length = OVER_NORM * release.clip_norm
+        self._length = OVER_NORM * release.clip_norm
         if replies != "gradient":
             self._name = ARRAYS
-            length = -length  # w is 0 here: w − w_i = −w_i
-        width = size // DIRECTIONS
-        signs = self._source.choice([-1.0, 1.0], size) / math.sqrt(width)
-        self.directions = np.zeros((DIRECTIONS, size))
-        for number, direction in enumerate(self.directions):
+            self._length = -self._length  # w is 0 here: w − w_i = −w_i
+        self._directions = self._draw_directions()
+        self._records = [self._record(direction) for direction in self._directions]
+
+    def _draw_directions(self) -> Floats:
+        width = self._size // DIRECTIONS
+        signs = self._source.choice([-1.0, 1.0], self._size) / math.sqrt(width)
+        directions = np.zeros((DIRECTIONS, self._size))
+        for number, direction in enumerate(directions):
             block = slice(number * width, (number + 1) * width)
             direction[block] = signs[block]
-        layout = Layout.of(self._w)
-        self._records = [layout.unflatten(length * direction) for direction in self.directions]
+        return directions
 
-    def watch(self, strategy: PPSGD, rounds: int) -> tuple[Floats, Floats]:
-        """What goes in and what comes out, round by round.
+    def _record(self, direction: Floats) -> RecordDict:
+        arrays = self._layout.unflatten(self._length * direction)
+        return RecordDict({self._name: arrays})
 
-        Returns:
-            The number of canaries of each direction that replied, and what was released on the
-            scale of the sum; one row per round.
-        """
+    def watch(self, strategy: PPSGD, rounds: int) -> _Seen:
+        """What goes in and what comes out, round by round."""
         grid = InProcessGrid(ClientApp(), self._release.cohort.population)
-        layout = Layout.of(self._w)
         scale = self._release.denominator / strategy.steps.shared
-        counts = []
-        released = []
-        for round_ in range(1, rounds + 1):
-            asked = list(
-                strategy.configure_train(
-                    round_,
-                    self._w,
-                    ConfigRecord(),
-                    grid,
-                )
-            )
+        seen = _Seen(
+            along=np.zeros((rounds, self._size)),
+            own=[],
+            released=np.empty((rounds, self._size)),
+            replied=np.zeros(rounds, dtype=bool),
+        )
+        for row in range(rounds):
+            round_ = row + 1
+            asked = strategy.configure_train(round_, self._w, ConfigRecord(), grid)
             grid.push_messages(asked)
-            replies, count = self._replies(asked, nobody=round_ % EMPTY_EVERY == 0)
-            arrays, _ = strategy.aggregate_train(round_, replies)
-            released.append(-scale * layout.flatten(arrays))
-            counts.append(count)
-        return np.array(counts), np.array(released)
+            replying = self._replying(asked, nobody=round_ % EMPTY_EVERY == 0)
+            kinds, own = self._roles(len(replying))
+            arrays, _ = strategy.aggregate_train(round_, self._replies(replying, kinds, own))
+            counts = np.bincount(kinds, minlength=DIRECTIONS).astype(float)
+            seen.along[row] = counts @ self._directions
+            seen.own.append(own)
+            seen.released[row] = -scale * self._layout.flatten(arrays)
+            seen.replied[row] = bool(replying)
+        return seen
 
-    def _replies(self, asked: list[Message], nobody: bool) -> tuple[list[Message], Floats]:
-        """The replies of some of those asked, and how many there are of each direction."""
-        keep = min(MOST_REPLIES, round((1 - DROPPED) * len(asked)))
+    def _replying(self, asked: list[Message], nobody: bool) -> list[Message]:
+        """Those of the asked whose reply is not withheld."""
+        keep = min(self._most_replies, round((1 - DROPPED) * len(asked)))
         if nobody:
             keep = 0
         chosen = self._source.permutation(len(asked))[:keep]
-        kinds = self._source.integers(0, DIRECTIONS, keep)
-        replies = []
-        for place, kind in zip(chosen, kinds, strict=True):
-            content = RecordDict({self._name: self._records[kind]})
-            replies.append(Message(content, reply_to=asked[place]))
-        return replies, np.bincount(kinds, minlength=DIRECTIONS).astype(float)
+        return [asked[place] for place in chosen]
+
+    def _roles(self, replying: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """The directions of the first ones, and the coordinates of the others, no two the same."""
+        alone = min(MOST_OWN, int(OWN_SHARE * replying), self._size)
+        kinds = self._source.integers(0, DIRECTIONS, replying - alone)
+        own = self._source.choice(self._size, alone, replace=False)
+        return kinds.astype(np.intp), own.astype(np.intp)
+
+    def _replies(
+        self,
+        replying: list[Message],
+        kinds: NDArray[np.intp],
+        own: NDArray[np.intp],
+    ) -> Iterator[Message]:
+        """One after the other: long vectors need not all be there at once."""
+        for message, kind in zip(replying, kinds, strict=False):
+            yield Message(self._records[kind], reply_to=message)
+        for message, coordinate in zip(replying[len(kinds) :], own, strict=True):
+            direction = np.zeros(self._size)
+            direction[coordinate] = 1.0
+            yield Message(self._record(direction), reply_to=message)
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """released = gain · limit · (counts @ directions) + noise, by least squares.
+    """released = gain · limit · sent + noise, by least squares.
 
     Args:
         gain: and its standard error.
@@ -375,24 +504,19 @@ class _Fit:
     noise: Floats
 
     @classmethod
-    def of(
-        cls,
-        counts: Floats,
-        released: Floats,
-        directions: Floats,
-        limit: float,
-    ) -> "_Fit":
+    def of(cls, seen: _Seen, limit: float) -> "_Fit":
         """``limit``: the length to which a canary's gradient is clipped."""
         gain = math.nan
         gain_error = math.inf
-        noise = released
-        replied = released
-        weight = float(np.sum(counts**2))
+        noise = seen.released
+        replied = seen.released
+        sent = seen.sent()
+        weight = float(np.vdot(sent, sent))
         if weight:
-            signal = released @ directions.T  # gain·limit·count plus noise, rounds × directions
-            gain = float(np.sum(counts * signal)) / weight / limit
-            noise = released - gain * limit * (counts @ directions)
-            replied = noise[counts.sum(axis=1) > 0]
+            gain = float(np.vdot(sent, seen.released)) / weight / limit
+            sent *= gain * limit
+            noise = np.subtract(seen.released, sent, out=sent)
+            replied = noise[seen.replied]
         std = float(np.sqrt(np.mean(replied**2)))
         if weight:
             gain_error = std / limit / math.sqrt(weight)
@@ -404,32 +528,24 @@ class _Fit:
             noise=noise,
         )
 
-    def noise_multiplier(self, release: Release, limit: float) -> Estimate:
+    def noise_multiplier(self, release: Release) -> Estimate:
         """ẑ = noise / gain, in units of C."""
-        z = self.std / (self.gain * limit) * limit / release.clip_norm
+        z = self.std / self.gain / release.clip_norm
         error = math.inf
         if self.std:
-            relative = math.hypot(
-                self.std_error / self.std, self.gain_error
-            )  # the gain should be 1
-            error = abs(z) * relative
+            relative_std_error = self.std_error / self.std
+            error = abs(z) * math.hypot(relative_std_error, self.gain_error)  # the gain should be 1
         return Estimate(z, error, release.noise_multiplier)
 
 
-def _estimate(
-    strategy: PPSGD,
-    counts: Floats,
-    released: Floats,
-    directions: Floats,
-    planned: int,
-) -> Audit:
+def _estimate(strategy: PPSGD, seen: _Seen, planned: int) -> Audit:
     release = strategy.release
-    rounds, size = released.shape
+    rounds, size = seen.released.shape
     metrics = strategy.training.metrics
     share = 0.0 if metrics is None else metrics.share
     limit = release.clip_norm * math.sqrt(1 - share)
-    fit = _Fit.of(counts, released, directions, limit)
-    z = fit.noise_multiplier(release, limit)
+    fit = _Fit.of(seen, limit)
+    z = fit.noise_multiplier(release)
     charged = strategy.ledger.releases
     last_charged = charged[-1][0] if charged else release
     nothing = Ledger(strategy.ledger.delta)
@@ -440,14 +556,56 @@ def _estimate(
         size=size,
         noise_multiplier=z,
         gain=Estimate(fit.gain, fit.gain_error, 1.0),
-        others=_independence(fit.noise, counts),
+        others=_independence(fit.noise, seen.replied),
         quietest=_quietest(fit.noise),
+        resemblance=_resemblance(fit.noise),
         charged=charged,
         planned_rounds=planned,
         epsilon_charged=nothing.record(last_charged, planned).epsilon(),
         epsilon_measured=nothing.record(_measured(release, z.value), planned).epsilon(),
+        one_round=_one_round(nothing, last_charged, last_charged.noise_multiplier),
+        one_round_at_least=_shown(nothing, last_charged, _sensitivity(seen, fit, limit)),
         residuals=fit.noise.reshape(-1)[::every] / (fit.std or 1.0),
     )
+
+
+def _one_round(nothing: Ledger, release: Release, z: float) -> float:
+    """ε of one round in which everyone is known to take part, at a noise multiplier z."""
+    everyone = Poisson(release.cohort.population, 1.0)
+    return nothing.record(replace(release, cohort=everyone, noise_multiplier=z)).epsilon()
+
+
+def _shown(nothing: Ledger, release: Release, sensitivity: float) -> float:
+    """ε of one round if one user moves the release by μ standard deviations of its noise.
+
+    Args:
+        nothing: an empty ledger.
+        release: whose cohort is meant.
+        sensitivity: μ; 0 is a good bound for a very small one.
+    """
+    if not sensitivity > SMALLEST_SENSITIVITY:
+        return 0.0
+    return _one_round(nothing, release, 1 / sensitivity)
+
+
+def _sensitivity(seen: _Seen, fit: _Fit, limit: float) -> float:
+    """μ ≥ Φ⁻¹(p) − Φ⁻¹(f), from who is found and who is taken for a canary at limit / 2."""
+    mine = np.zeros(seen.released.shape, dtype=bool)
+    for row, coordinates in zip(mine, seen.own, strict=True):
+        row[coordinates] = True
+    canaries = int(np.count_nonzero(mine))
+    if not canaries:
+        return 0.0
+    above = seen.released - fit.gain * limit * seen.along > limit / 2
+    found = int(np.count_nonzero(above & mine))
+    mistaken = int(np.count_nonzero(above & ~mine))
+    others = mine.size - canaries
+    doubt = (1 - CONFIDENCE) / 2
+    if not found or mistaken == others:
+        return 0.0
+    p = beta.ppf(doubt, found, canaries - found + 1)
+    f = beta.ppf(1 - doubt, mistaken + 1, others - mistaken)
+    return float(norm.ppf(p) - norm.ppf(f))
 
 
 def _measured(release: Release, z: float) -> Release:
@@ -457,12 +615,37 @@ def _measured(release: Release, z: float) -> Release:
     return replace(release, noise_multiplier=min(max(z, 1e-3), 1e6))
 
 
-def _independence(noise: Floats, counts: Floats) -> dict[str, Estimate]:
+def _resemblance(noise: Floats) -> Resemblance:
+    """The largest correlation of the noise with itself, at any distance in coordinates and rounds.
+
+    Σ_i n_i·n_{i+k} for all k at once, as the inverse transform of |transform|²; each is 0 ± √pairs
+    for independent values of variance 1.
+    """
+    rounds = max(1, MOST_COMPARED // noise.shape[1])
+    row = noise[:rounds].astype(np.float32).reshape(-1)
+    std = float(np.sqrt(np.mean(row.astype(np.float64) ** 2)))
+    if not std:
+        return Resemblance(1.0, 1, 0.0)
+    row /= std
+    fewest = min(FEWEST_COMPARED, len(row) // 2)
+    padded = fft.next_fast_len(2 * len(row), real=True)
+    spectrum = fft.rfft(row, padded)
+    power = np.square(spectrum.real) + np.square(spectrum.imag)
+    products = fft.irfft(power, padded)[1 : len(row) - fewest + 1]
+    pairs = len(row) - np.arange(1, len(products) + 1)
+    off = products / np.sqrt(pairs)  # standard errors
+    worst = int(np.argmax(np.abs(off)))
+    chance = 2 * len(off) * float(norm.sf(abs(off[worst])))
+    correlation = float(products[worst] / pairs[worst])
+    return Resemblance(correlation, worst + 1, min(1.0, chance))
+
+
+def _independence(noise: Floats, replied: NDArray[np.bool_]) -> dict[str, Estimate]:
     half = noise.shape[1] // 2
     first = noise[:, :half]
     second = noise[:, half : 2 * half]
     return {
-        "noise of empty rounds": _empty_rounds(noise, counts),
+        "noise of empty rounds": _empty_rounds(noise, replied),
         "correlation between rounds": _correlation(noise[1:], noise[:-1]),
         "correlation two rounds apart": _correlation(noise[2:], noise[:-2]),
         "correlation between coordinates": _correlation(noise[:, 1:], noise[:, :-1]),
@@ -481,25 +664,28 @@ def _kurtosis(noise: Floats) -> Estimate:
 
 
 def _quietest(noise: Floats) -> float:
-    """The chance that the quietest of all coordinates is as quiet as the one that was found."""
-    rounds, size = noise.shape
-    squares = np.sum(noise**2, axis=0)
-    typical = float(np.mean(squares)) / rounds
+    """The chance of a coordinate, or of CELL coordinates of a round, as quiet as was found."""
+    typical = float(np.mean(noise**2))
     if not typical:
         return 0.0
-    least = squares.min() / typical
-    chance = float(chi2.cdf(least, rounds))
-    expected = float(size * chance)
-    return min(1.0, expected)
+    rounds, size = noise.shape
+    by_coordinate = np.sum(noise**2, axis=0) / typical
+    chances = [size * chi2.cdf(by_coordinate.min(), rounds)]
+    cells = size // CELL
+    if cells:
+        # rounds × cells × CELL
+        stretches = noise[:, : cells * CELL].reshape(rounds, cells, CELL)
+        by_cell = np.einsum("rck,rck->rc", stretches, stretches) / typical
+        chances.append(by_cell.size * chi2.cdf(by_cell.min(), CELL))
+    return min(1.0, len(chances) * float(min(chances)))
 
 
-def _empty_rounds(noise: Floats, counts: Floats) -> Estimate:
+def _empty_rounds(noise: Floats, replied: NDArray[np.bool_]) -> Estimate:
     """The standard deviation of the rounds in which nobody replied, relative to the others."""
-    is_empty = counts.sum(axis=1) == 0
-    if is_empty.all() or not is_empty.any():
+    if replied.all() or not replied.any():
         return Estimate(1.0, 0.0, 1.0)
-    empty = noise[is_empty]
-    others = noise[~is_empty]
+    empty = noise[~replied]
+    others = noise[replied]
     ratio = math.inf
     typical = float(np.sqrt(np.mean(others**2)))
     if typical:

@@ -57,6 +57,10 @@ class Learner(Protocol):
 
     # Optional, for private training metrics: measures of (w, θ) on the minibatch of the visit.
     # def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]
+    # Optional, instead of θ − s_θ·g_θ: θ after this visit, in whatever way the user trains it.
+    # def personal_step(self, w: Vector, theta: Vector, order: Order) -> Vector
+    # Optional: ValueError unless the arrays of these names are the shared parameters.
+    # def check_shared(self, names: Sequence[str]) -> None
 
 
 class Batches(Protocol):

@@ -7,7 +7,8 @@ and errors.
 import math
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -19,7 +20,6 @@ from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, Steps
 from flwr_ppsgd.checks import is_whole, misspelt, nearest, require
 
 THEORY = "theory"  # the word that an experiment replaces by a number for alpha-q
-REPLIES = ("gradient", "parameters")
 OWN_PREFIX = "ppsgd-"
 RUN_KEYS = ("ppsgd-run", "local-step", "local-steps", "out")  # of a run config, beside settings
 NODE_KEYS = ("ppsgd-state-dir", "ppsgd-user", "partition-id", "num-partitions")
@@ -33,6 +33,7 @@ ALTERNATIVES = (
     ("evaluate-every", "evaluations"),
 )
 T = TypeVar("T")
+RUN_CONFIG = "run config"  # how errors call it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,60 +73,16 @@ class Settings:
     insecure_seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Whatever a constructor would refuse is refused here, before any work."""
+        """What only the flat keys have. ``server.training.Training`` checks all else."""
         _exactly_one(self, "rate", "cohort_size")
         _exactly_one(self, "noise_multiplier", "epsilon")
-        self._check_rounds()
-        self._check_budget()
-        in_range = 0 <= self.min_online <= 1
-        require(
-            in_range,
-            "min_online must be in [0, 1]",
-            self.min_online,
-            "it is a share of the population",
-        )
-        require(
-            self.round_timeout > 0,
-            "round_timeout must be positive",
-            self.round_timeout,
-            "in seconds",
-        )
-        require(
-            self.replies in REPLIES,
-            "replies must be 'gradient' or 'parameters'",
-            self.replies,
-            "it says what clients send",
-        )
-        Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0, self.total_batch)
-        self._check_delta()
-        self.steps()
-
-    def _check_rounds(self) -> None:
         require(self.rounds >= 1, "rounds must be at least 1", self.rounds, "plan at least one")
-        require(
-            self.evaluate_every >= 0,
-            "evaluate_every must not be negative",
-            self.evaluate_every,
-            "0 is never",
-        )
-        require(
-            self.checkpoint_every >= 1,
-            "checkpoint_every must be at least 1",
-            self.checkpoint_every,
-            "1 writes a checkpoint after every round",
-        )
-
-    def _check_budget(self) -> None:
-        for name in ("epsilon", "max_epsilon"):
-            value = getattr(self, name)
-            holds = value is None or 0 < value < math.inf
-            rule = f"{name} must be positive and finite"
-            require(holds, rule, value, "leave it out for no budget")
-
-    def _check_delta(self) -> None:
-        from flwr_ppsgd.privacy import Ledger
-
-        Ledger(self.delta)
+        if self.epsilon is not None:
+            rule = "epsilon must be positive and finite"
+            fits = 0 < self.epsilon < math.inf
+            require(fits, rule, self.epsilon, "name the ε that you can afford")
+        self.uncalibrated()
+        self.steps()
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
@@ -148,7 +105,7 @@ class Settings:
         """From a Flower run config. It may hold keys of the app, but no misspelt ones of ours."""
         flat = with_keys(run_config)
         check_run_config(flat, keys_of(cls))
-        return cls.read(part_of(flat, cls), where="run config")
+        return cls.read(part_of(flat, cls), where=RUN_CONFIG)
 
     def to_flat(self) -> dict[str, Any]:
         """The settings that are given, by their flat keys."""
@@ -165,6 +122,11 @@ class Settings:
             return FixedSize(self.population, self.cohort_size)
         assert self.rate is not None
         return Poisson(self.population, self.rate, self.cap)
+
+    def uncalibrated(self) -> Release:
+        """The release; if ``epsilon`` is given, still without its noise."""
+        noise = self.noise_multiplier or 0.0
+        return Release(self.cohort(), self.clip_norm, noise, self.total_batch)
 
     def release(self) -> Release:
         """The release. If ``epsilon`` is given, its noise is calibrated for the planned rounds."""
@@ -199,10 +161,14 @@ class Settings:
             return None
         return [name.strip() for name in self.enrolled.split(",")]
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that the strategies of both APIs have in common."""
+    def arguments(self, release: Release | None = None) -> dict[str, Any]:
+        """The arguments that the strategies of both APIs have in common.
+
+        Args:
+            release: instead of the one that these settings stand for.
+        """
         return {
-            "release": self.release(),
+            "release": release or self.release(),
             "steps": self.steps(),
             "delta": self.delta,
             "max_epsilon": self.budget(),
@@ -321,6 +287,15 @@ def check_run_config(flat: Mapping[str, Any], own: Iterable[str]) -> None:
             raise ValueError(f"run config: unknown key {key!r}: did you mean {meant!r}?")
         if key.startswith(OWN_PREFIX):
             check_known(key, known, "run config")
+
+
+@contextmanager
+def named_in_keys(where: str) -> Iterator[None]:
+    """Errors of a constructor in the words of the file: ``clip-norm`` for ``clip_norm``."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {in_keys(str(error), Settings)}") from None
 
 
 def in_keys(message: str, kind: type) -> str:

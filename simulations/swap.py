@@ -53,7 +53,7 @@ def curve(strategy: Strategy, experiment: Experiment) -> list[RunRow]:
     rows = []
     for round_, metrics in result.evaluate_metrics_clientapp.items():
         if round_ > 0:
-            rows.append(RunRow(round_, 0.0, {MEASURE: _number(metrics[MEASURE])}))
+            rows.append(RunRow(round_, 0.0, 0.0, {MEASURE: _number(metrics[MEASURE])}))
     return rows
 
 

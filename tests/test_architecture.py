@@ -22,7 +22,7 @@ GROUND_FLOOR = """
     theory settings client server legacy models data simulation experiments results plan audit cli
 """
 FOLDERS = {
-    "client": "refusal policy shelf sent personal visit message_api legacy_api model",
+    "client": "refusal policy mods shelf sent personal visit message_api legacy_api model",
     "server": """
         training record chain checkpoint journal budget ledgers curator enrolment tensorboard rounds
         fetch message_api legacy_api

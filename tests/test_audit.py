@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flwr_ppsgd import PPSGD, FixedSize, Poisson, Release, Steps
+from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import PrivateMetrics
-from flwr_ppsgd.audit import Audit, Estimate, audit
-from flwr_ppsgd.noise import Coins, GridSum
+from flwr_ppsgd.audit import Audit, Estimate, _Effort, audit
+from flwr_ppsgd.cli import app
+from flwr_ppsgd.noise import BLOCK, Coins, GridSum
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.rounds import OpenRound
 
@@ -23,8 +25,8 @@ def make(release: Release = HUNDRED, seed: int | None = 1) -> Callable[[], PPSGD
     return lambda: PPSGD(release=release, steps=Steps(0.3, 0.1), delta=1e-5, insecure_seed=seed)
 
 
-def audited(release: Release = HUNDRED, seed: int | None = 1) -> Audit:
-    return audit(make(release, seed), planned_rounds=50, size=SIZE)
+def audited(release: Release = HUNDRED, seed: int | None = 1, size: int = SIZE) -> Audit:
+    return audit(make(release, seed), planned_rounds=50, size=size)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,7 @@ def test_the_real_mechanism_conforms(release: Release) -> None:
     assert found.verdict == "conforms", found.in_words()
     assert found.noise_multiplier.value == pytest.approx(release.noise_multiplier, rel=0.05)
     assert found.epsilon_measured == pytest.approx(found.epsilon_charged, rel=0.15)
+    assert found.one_round_at_least < found.one_round
 
 
 def test_secret_coins_conform_too() -> None:
@@ -169,6 +172,106 @@ def test_a_broken_mechanism_is_convicted(kind: str, monkeypatch: pytest.MonkeyPa
     assert any(finding in line for line in found.findings), found.in_words()
 
 
+LONG = 100_000  # more than three blocks of the generator
+
+
+def overlapping_rounds(patch: pytest.MonkeyPatch) -> None:
+    """Each round begins with the end of the one before."""
+    normals = Coins.normals
+    ends: list[Any] = []
+
+    def wrong(self: Coins, count: int) -> Any:
+        made = normals(self, count)
+        if count == LONG:
+            if ends:
+                made[:30_000] = ends[-1]
+            ends.append(made[-30_000:].copy())
+        return made
+
+    patch.setattr(Coins, "normals", wrong)
+
+
+def long_noise(shape: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Leaves the draws inside the generator alone."""
+    return shaped_noise(lambda n: shape(n) if len(n) == LONG else n)
+
+
+def quiet_stretch(n: Any) -> Any:
+    """Half the noise in one stretch; the rest is a bit louder, so that the whole stays the same."""
+    n[70_000:72_000] *= 0.5
+    return n * math.sqrt(LONG / (LONG - 1500))
+
+
+BROKEN_BLOCKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "every block repeats the first": (
+        long_noise(lambda n: np.resize(n[:BLOCK], LONG)),
+        "distance of 0 rounds and 32768 coordinates",
+    ),
+    "the last block repeats the first": (
+        long_noise(lambda n: np.append(n[: 3 * BLOCK], n[: LONG - 3 * BLOCK])),
+        "distance of 0 rounds and 98304 coordinates",
+    ),
+    "a round begins with the end of the one before": (
+        overlapping_rounds,
+        "distance of 0 rounds and 30000 coordinates",
+    ),
+    "a stretch with half the noise": (long_noise(quiet_stretch), "a stretch of one round"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_BLOCKS)
+def test_every_block_of_the_noise_is_covered(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it, finding = BROKEN_BLOCKS[kind]
+    break_it(monkeypatch)
+    found = audited(size=LONG)
+    assert found.verdict == "convicted"
+    assert any(finding in line for line in found.findings), found.in_words()
+
+
+def test_a_long_vector_takes_seconds() -> None:
+    """With more users than it can afford to hear at this size; 6·10⁸ numbers take about 3 s."""
+    release = Release(Poisson(2000, 0.5), 1.0, 1.0)
+    effort = _Effort.of(release, LONG)
+    assert effort.rounds * effort.most_replies * LONG <= 6e8
+    found = audited(release, size=LONG)
+    assert found.rounds == effort.rounds
+    assert found.verdict == "conforms", found.in_words()
+
+
+@pytest.mark.parametrize("z", [0.5, 1.0, 5.0])
+def test_the_lower_bound_on_epsilon_tells_a_quarter_of_the_noise_from_all_of_it(
+    z: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One round at rate 1 is a Gaussian of z: below its ε, and above it with a quarter of z."""
+    release = Release(Poisson(1000, 0.5), 1.0, z)
+    sound = audited(release)
+    assert 0 < sound.one_round_at_least < sound.one_round
+    alone = replace(release, cohort=Poisson(1000, 1.0))
+    assert sound.one_round == Ledger(1e-5).record(alone).epsilon()
+    assert "99.9% confidence" in sound.in_words()
+    scaled_noise(1 / 4)(monkeypatch)
+    broken = audited(release)
+    assert broken.one_round_at_least > broken.one_round
+    assert any("epsilon of one round is at least" in line for line in broken.findings)
+
+
+def test_the_lower_bound_is_one() -> None:
+    """At 99.9 % confidence one of 40 audits above the true ε would happen in 4 % of all tests."""
+    found = [audit(make(seed=seed), planned_rounds=5, size=1000, seed=seed) for seed in range(40)]
+    assert sum(each.one_round_at_least > each.one_round for each in found) <= 1
+    assert np.mean([each.one_round_at_least for each in found]) > 0.5 * found[0].one_round
+
+
+def test_a_budget_ends_the_audit_early_and_not_with_an_exception() -> None:
+    release = Release(Poisson(100, 0.1), 1.0, 5.0)
+    planned = Ledger(1e-5).record(release, 30).epsilon()
+
+    def limited() -> PPSGD:
+        return PPSGD(release=release, steps=Steps(0.3, 0.1), delta=1e-5, max_epsilon=planned)
+
+    assert audit(limited, planned_rounds=30, size=SIZE).rounds == 30
+
+
 def test_there_is_nothing_to_audit_without_a_release_or_noise() -> None:
     with pytest.raises(ValueError, match="nothing to audit"):
         audited(Release(Poisson(10, 1.0), 1.0, 0.0))
@@ -199,3 +302,18 @@ def test_standard_errors_are_honest() -> None:
         estimates: list[Estimate] = [a.estimates[name] for a in found]
         squares = [((e.value - e.expected) / e.error) ** 2 for e in estimates]
         assert abs(np.sum(squares) - 30) < 5 * math.sqrt(60)
+
+
+def test_the_command_audits_settings_that_name_an_epsilon(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its rounds may be more than those that the ε pays for, and nobody's budget is charged."""
+    caplog.set_level("ERROR", logger="flwr")  # as the command does, which would leave it so
+    budget = tmp_path / "budget"
+    given = ["epsilon=2.0", "population=500", "rounds=5", f"budget-dir={budget}"]
+    options = [word for setting in given for word in ("--set", setting)]
+    app(["audit", *options], standalone_mode=False)
+    assert "Verdict: conforms" in capsys.readouterr().out
+    assert not budget.exists()

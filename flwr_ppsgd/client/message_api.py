@@ -10,6 +10,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.client.mods import guarded_mod
 from flwr_ppsgd.client.refusal import REFUSED_MESSAGE, REFUSED_ORDER, RefusedError, refusing
 from flwr_ppsgd.client.sent import Leaving
 from flwr_ppsgd.client.visit import (
@@ -52,9 +53,12 @@ def client_app(
             If it is not given, stock strategies are answered only if the node config has
             ``ppsgd-stock = true``, with the run config's ``local-step``.
         local_steps: the number of such steps; default: the run config's ``local-steps``, or 1.
-        mods: Flower client mods, applied to training and evaluation alike.
+        mods: Flower client mods, applied to training and evaluation alike. Those that take every
+            reply for trained parameters are refused, or kept for stock strategies.
     """
-    app = _App(learner_for, mods, serves_stock=local_step is not None)
+    serves_stock = local_step is not None
+    guarded = [guarded_mod(mod, serves_stock) for mod in mods or []]
+    app = _App(learner_for, guarded, serves_stock)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -128,6 +132,9 @@ def _train(message: Message, context: Context, learner: Learner) -> Message:
     layout, w = _shared(message)
     order = _order(message)
     assert order is not None
+    check_shared = getattr(learner, "check_shared", None)
+    if check_shared is not None:
+        check_shared(layout.names)
     sent = answer_order(context, learner, w, order)
     content = RecordDict()
     if sent.vector is not None:

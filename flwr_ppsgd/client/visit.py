@@ -203,7 +203,8 @@ def measure(context: Context, learner: Learner, w: Vector, order: Order | None) 
 def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
     """(what is sent, the new θ).
 
-    ValueError if the learner's gradients do not fit; θ stays as it was.
+    A learner may step θ in its own way, by ``personal_step(w, theta, order)``: that costs no
+    privacy. ValueError if the learner's gradients do not fit; θ stays as it was.
     """
     g_w, g_theta = learner.gradients(w, theta, order)
     _check(learner, "g_w", g_w, w)
@@ -211,6 +212,9 @@ def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vec
         _check(learner, "g_θ", g_theta, theta)
     with np.errstate(all="ignore"):
         sent, stepped = client_step(theta, g_w, g_theta, order.clip_norm, order.step)
+    personal_step = getattr(learner, "personal_step", None)
+    if personal_step is not None:
+        stepped = personal_step(w, theta, order)
     _check(learner, "a step of θ", stepped, theta)
     return sent, stepped
 

@@ -14,6 +14,7 @@ from flwr_ppsgd.experiments.problem import Problem, place_of
 from flwr_ppsgd.experiments.rows import BASELINES
 from flwr_ppsgd.experiments.shipped import preset
 from flwr_ppsgd.experiments.tasks import Conditions, Task, task_of
+from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.settings import (
     THEORY,
     Settings,
@@ -86,6 +87,7 @@ class Experiment:
     local_steps: int = 5
 
     def __post_init__(self) -> None:
+        Training.of(**self.training.arguments(self.training.uncalibrated()))
         replies = self.training.replies
         remedy = "the clients of experiments send gradients"
         require(replies == "gradient", "replies must be 'gradient' here", replies, remedy)

@@ -1,121 +1,234 @@
-"""DataLoaders of an existing torch app as one user's learner."""
+"""An existing torch app's network and loaders as a ClientApp, a learner, and the server's w."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from flwr.app import ArrayRecord, Context
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from flwr.clientapp.typing import Mod
+from numpy.typing import NDArray
+from torch import nn
 
+from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.message_api import client_app
-from flwr_ppsgd.learner import Minibatches
+from flwr_ppsgd.models.batch import Part, Parts
+from flwr_ppsgd.models.blocks import blocks, refuse_running_statistics
 from flwr_ppsgd.models.linear import Loss
-from flwr_ppsgd.models.split import LossFunction, SplitLearner, SplitModel
+from flwr_ppsgd.models.loaders import MOST_BYTES, Loader, LoaderBatches
+from flwr_ppsgd.models.losses import LossFunction
+from flwr_ppsgd.models.split import SplitLearner, SplitModel
+from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, Schedule
 
-Loader: TypeAlias = Iterable[Any]
 Loaders: TypeAlias = Callable[[Context], tuple[Loader, Loader | None]]
+PARTITION = ("partition-id", "num-partitions")
 
 
 def torch_client(
     network: Callable[[], nn.Module],
-    personal: Sequence[str],
+    personal: str | Sequence[str],
     loaders: Loaders,
     *,
+    additive: bool = False,
     loss: Loss | LossFunction = "softmax",
+    inputs: Part | Sequence[Part] | None = None,
+    target: Part | None = None,
+    device: str | torch.device | None = "auto",
+    optimizer: OptimizerFactory | None = None,
+    personal_steps: int = 1,
+    weight_decay: float = 0.0,
+    schedule: Schedule | None = None,
+    full_batch: bool = False,
+    most_bytes: int = MOST_BYTES,
     local_step: float | None = None,
+    local_steps: int | None = None,
+    mods: list[Mod] | None = None,
 ) -> ClientApp:
     """A ClientApp for a torch module and a node's training and test loaders.
+
+    The network is made once here, without values, so that a wrong pattern is seen now and not when
+    messages arrive.
 
     Args:
         network: a module-level function or class that makes the module.
         personal: as for ``SplitModel``.
         loaders: a module-level function that returns a node's training loader and its test loader
             or None.
+        additive: as for ``SplitModel``.
         loss: as for ``SplitModel``.
+        inputs: as for ``torch_learner``.
+        target: as for ``torch_learner``.
+        device: as for ``SplitModel``.
+        optimizer: as for ``torch_learner``.
+        personal_steps: as for ``torch_learner``.
+        weight_decay: as for ``torch_learner``.
+        schedule: as for ``torch_learner``.
+        full_batch: as for ``torch_learner``.
+        most_bytes: as for ``torch_learner``.
         local_step: as for ``client_app``.
+        local_steps: as for ``client_app``.
+        mods: as for ``client_app``. Flower's clipping and local DP mods take a reply for trained
+            parameters, so they serve stock strategies only.
     """
-    learner_for = functools.partial(
-        _learner_for,
-        network,
-        personal,
-        loaders,
-        loss,
-    )
-    return client_app(learner_for, local_step=local_step)
-
-
-def _learner_for(
-    network: Callable[[], nn.Module],
-    personal: Sequence[str],
-    loaders: Loaders,
-    loss: Loss | LossFunction,
-    context: Context,
-) -> SplitLearner:
-    train, test = loaders(context)
-    user = int(context.node_config.get("partition-id", 0))
-    return torch_learner(
-        network(),
-        personal,
-        train,
-        test,
+    _check_patterns(network, personal)
+    learner = functools.partial(
+        torch_learner,
+        additive=additive,
         loss=loss,
-        user=user,
+        inputs=inputs,
+        target=target,
+        device=device,
+        optimizer=optimizer,
+        personal_steps=personal_steps,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        full_batch=full_batch,
+        most_bytes=most_bytes,
     )
+    learner_for = _LearnerFor(network, personal, loaders, learner)
+    return client_app(learner_for, local_step=local_step, local_steps=local_steps, mods=mods)
+
+
+@dataclass(frozen=True)
+class _LearnerFor:
+    """A node's learner, made from its context."""
+
+    network: Callable[[], nn.Module]
+    personal: str | Sequence[str]
+    loaders: Loaders
+    learner: Callable[..., SplitLearner]
+
+    def __call__(self, context: Context) -> SplitLearner:
+        train, test = self._loaders(context)
+        user = int(context.node_config.get("partition-id", 0))
+        return self.learner(self.network(), self.personal, train, test, user=user)
+
+    def _loaders(self, context: Context) -> tuple[Loader, Loader | None]:
+        try:
+            made: Any = self.loaders(context)
+        except KeyError as error:
+            if error.args and error.args[0] in PARTITION:
+                raise ValueError(
+                    f"loaders asks for the node config's {error.args[0]!r}, and this node has "
+                    f"{sorted(context.node_config)}: start its SuperNode with --node-config "
+                    "'partition-id=0 num-partitions=10', or let loaders find this node's data "
+                    "without it"
+                ) from None
+            raise
+        if not isinstance(made, list | tuple) or len(made) != 2:
+            raise ValueError(
+                f"loaders returned a {type(made).__name__}, not two loaders: return (train, test), "
+                "or (train, None)"
+            )
+        train, test = made
+        return train, test
+
+
+def _check_patterns(network: Callable[[], nn.Module], personal: str | Sequence[str]) -> None:
+    """ValueError if the network cannot be split this way."""
+    try:
+        with torch.device("meta"):
+            module = network()
+    except Exception:  # not every network can be made without values
+        module = network()
+    refuse_running_statistics(module)
+    blocks(module, personal)
 
 
 def torch_learner(
     module: nn.Module,
-    personal: Sequence[str],
+    personal: str | Sequence[str],
     train: Loader,
     test: Loader | None = None,
     *,
+    additive: bool = False,
     loss: Loss | LossFunction = "softmax",
+    inputs: Part | Sequence[Part] | None = None,
+    target: Part | None = None,
+    device: str | torch.device | None = "auto",
+    optimizer: OptimizerFactory | None = None,
+    personal_steps: int = 1,
+    weight_decay: float = 0.0,
+    schedule: Schedule | None = None,
+    full_batch: bool = False,
+    most_bytes: int = MOST_BYTES,
     user: int = 0,
 ) -> SplitLearner:
     """A ``SplitModel`` of ``module`` with the rows of a user's loaders.
+
+    Batches are (x, y), or mappings whose target has a usual name (label, labels, target, targets or
+    y). Of a mapping, several inputs are passed by keyword; of a tuple, by position.
 
     Args:
         module: the network.
         personal: as for ``SplitModel``.
         train: the training loader; its batch size is the size of minibatches.
         test: the test loader, if there is one.
+        additive: as for ``SplitModel``.
         loss: as for ``SplitModel``.
+        inputs: the names, or in tuples the positions, of a batch's inputs; None: all but the
+            target.
+        target: the name or position of the target, if it has no usual name.
+        device: as for ``SplitModel``.
+        optimizer: of θ: a class of ``torch.optim``, whose learning rate is then the server's s_θ,
+            or a function of the parameters that makes one; None is θ − s_θ·g_θ.
+        personal_steps: the number of steps that θ takes in one visit.
+        weight_decay: of θ.
+        schedule: the factor on θ's learning rate at visit 1, 2, …
+        full_batch: whether the gradient of w is that of all training rows.
+        most_bytes: the most data that is held in memory; a larger loader is read batch by batch.
         user: decides the order of minibatches.
     """
-    x, y = rows_of(train)
-    size = getattr(train, "batch_size", None) or len(x)
-    batches = Minibatches(x, y, size, seed=0, user=user)
-    model = SplitModel(module, personal, loss)
-    if test is None:
-        return model.learner(batches)
-    return model.learner(batches, rows_of(test))
+    model = SplitModel(module, personal, loss, additive=additive, device=device)
+    parts = Parts(inputs, target)
+    batches = LoaderBatches(train, parts, user=user, most_bytes=most_bytes)
+    test_batches = None
+    if test is not None:
+        test_batches = LoaderBatches(test, parts, most_bytes=0)
+    return model.learner(
+        batches,
+        test_batches,
+        optimizer=optimizer,
+        personal_steps=personal_steps,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        full_batch=full_batch,
+    )
 
 
-def shared_arrays(module: nn.Module, personal: Sequence[str]) -> ArrayRecord:
-    """The part of a module that the server holds: everything that is not personal."""
-    return SplitModel(module, personal).initial_arrays()
-
-
-def rows_of(loader: Loader) -> tuple[Tensor, Tensor]:
-    """All batches of a loader in one.
+def shared_arrays(
+    module: nn.Module, personal: str | Sequence[str], *, additive: bool = False
+) -> ArrayRecord:
+    """The part of a module that the server holds: everything that is not personal.
 
     Args:
-        loader: batches that are (x, y), or a mapping with those two in that order.
+        module: the network.
+        personal: as for ``SplitModel``.
+        additive: as for ``SplitModel``: then it is everything that is not frozen.
     """
-    pairs = [_pair(batch) for batch in loader]
-    if not pairs:
-        raise ValueError("a loader has no batch: a user needs at least one row")
-    xs, ys = zip(*pairs, strict=True)
-    return torch.cat(xs), torch.cat(ys)
+    return SplitModel(module, personal, additive=additive).initial_arrays()
 
 
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    parts = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
-    if len(parts) != 2:
-        raise ValueError(
-            f"a batch must be (x, y), got {len(parts)} parts: build the learner from tensors"
-        )
-    x, y = parts
-    return x, y
+def whole_module(
+    module: nn.Module,
+    arrays: ArrayRecord | Sequence[NDArray[Any]],
+    personal: str | Sequence[str],
+    theta: Vector | None = None,
+) -> nn.Module:
+    """A copy of ``module`` that holds w, and a θ if there is one, in evaluation mode.
+
+    It is for ``evaluate_fn``, and for saving: its ``state_dict`` is that of the whole module.
+    Without θ the personal layers are those of w if θ is added to it, and else stay as they are in
+    ``module``.
+
+    Args:
+        module: the network.
+        arrays: w, as ``evaluate_fn`` gets it or as ``result.arrays``; in the legacy API a list.
+        personal: as for ``SplitModel``.
+        theta: one user's personal parameters, such as ``recall(context).theta``.
+    """
+    shared, own = blocks(module, personal)
+    additive = len(arrays) == len(shared) + len(own)
+    return SplitModel(module, personal, additive=additive).module_with(arrays, theta)

@@ -117,6 +117,11 @@ def fingerprint(public_key: bytes) -> str:
     return KEY + hashlib.sha256(public_key.strip()).hexdigest()
 
 
+def looks_like_a_fingerprint(text: str) -> bool:
+    """Whether it begins as one; then it is never a name, whatever follows."""
+    return text.strip().lower().startswith(KEY)
+
+
 def identity(enrolled: Identity) -> Identity:
     """An entry of the enrolled list: a node id, a name, a public key, or a key's ``fingerprint``.
 
@@ -124,13 +129,14 @@ def identity(enrolled: Identity) -> Identity:
     """
     if not isinstance(enrolled, str):
         return operator.index(enrolled)
-    if enrolled.startswith(KEY):
+    text = enrolled.strip()
+    if looks_like_a_fingerprint(text):
         rule = "an enrolled entry that begins with key: must go on with a SHA-256 in hexadecimal"
         remedy = "give the public key itself, or a name that does not begin with key:"
-        require(FINGERPRINT.fullmatch(enrolled.lower()) is not None, rule, enrolled, remedy)
-        return enrolled.lower()
-    if enrolled.startswith(("ecdsa-", "ssh-", "-----BEGIN")):
-        return fingerprint(_pem(_read_key(enrolled)))
+        require(FINGERPRINT.fullmatch(text.lower()) is not None, rule, enrolled, remedy)
+        return text.lower()
+    if text.startswith(("ecdsa-", "ssh-", "-----BEGIN")):
+        return fingerprint(_pem(_read_key(text)))
     return enrolled
 
 
@@ -296,7 +302,7 @@ class Enrolment:
 
         A key says more than a name, and a name that looks like a key is none.
         """
-        name = "" if node.name.startswith(KEY) else node.name
+        name = "" if looks_like_a_fingerprint(node.name) else node.name
         for own in (node.fingerprint, name, node.address):
             if own and own in listed:
                 return own

@@ -1,11 +1,20 @@
 """PPSGD for Flower's legacy API: the same rounds behind ``flwr.server.strategy.Strategy``."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
+from flwr.common import (
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    NDArrays,
+    Parameters,
+    Scalar,
+    parameters_to_ndarrays,
+)
 from flwr.server import ServerConfig
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -16,10 +25,15 @@ from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.server.enrolment import Present, present_in
 from flwr_ppsgd.server.rounds import Reply, Rounds, UnusableError, mean_of
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
-from flwr_ppsgd.settings import Settings
+from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, NUMPY, Layout, record_of
 
 log = logging.getLogger("flwr.ppsgd")
+
+
+Central: TypeAlias = Callable[
+    [int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None
+]
 
 
 class _Asked(list[Any]):
@@ -43,6 +57,8 @@ class PPSGDStrategy(Strategy):
 
     Args:
         initial_parameters: w before the first round; required, so that no client is asked for it.
+        evaluate_fn: central evaluation, as of Flower's legacy strategies: called with the absolute
+            round, w as a list of arrays and an empty config, before the first round and after each.
 
     The other arguments are those of ``PPSGD``, explained in ``flwr_ppsgd.server.training``.
     """
@@ -68,6 +84,7 @@ class PPSGDStrategy(Strategy):
         metrics: PrivateMetrics | None = None,
         tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
+        evaluate_fn: Central | None = None,
     ) -> None:
         if not isinstance(initial_parameters, Parameters):
             raise ValueError(
@@ -104,6 +121,7 @@ class PPSGDStrategy(Strategy):
             self._initial = Parameters(list(arrays.values()), NUMPY)
         self._flatten(self._initial.tensors)  # a checkpoint of another model is refused here
         self._parameters_sent = self._initial
+        self._evaluate_fn = evaluate_fn
         self._warned = False
 
     @classmethod
@@ -113,7 +131,8 @@ class PPSGDStrategy(Strategy):
         """From the flat keys of a Flower run config, as ``PPSGD.from_config``."""
         settings = Settings.from_run_config(run_config)
         given = {**settings.arguments(), **more}
-        return cls(initial_parameters=initial_parameters, **given)
+        with named_in_keys(RUN_CONFIG):
+            return cls(initial_parameters=initial_parameters, **given)
 
     @property
     def ledger(self) -> Ledger:
@@ -223,8 +242,14 @@ class PPSGDStrategy(Strategy):
         self._end(self._absolute(server_round))
         return means.pop("loss", None), means
 
-    def evaluate(self, server_round: int, parameters: Parameters) -> None:
-        """No central evaluation."""
+    def evaluate(
+        self, server_round: int, parameters: Parameters
+    ) -> tuple[float, dict[str, Scalar]] | None:
+        """Central evaluation, if there is an ``evaluate_fn``."""
+        if self._evaluate_fn is None:
+            return None
+        arrays = parameters_to_ndarrays(self.averaged(parameters))
+        return self._evaluate_fn(self._absolute(server_round), arrays, {})
 
     def _absolute(self, server_round: int) -> int:
         """The round over the whole training: the legacy loop counts from 1 after a restart."""

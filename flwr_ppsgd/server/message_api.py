@@ -25,7 +25,7 @@ from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, refusals_of
 from flwr_ppsgd.server.rounds import LONGEST_DETAIL, Reply, Rounds, mean_of
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
-from flwr_ppsgd.settings import Settings
+from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, ORDER, Layout, bytes_of, record_from
 
 log = logging.getLogger("flwr.ppsgd")
@@ -97,7 +97,9 @@ class PPSGD(Strategy):
             more: arguments as of ``PPSGD``, which come before the run config's.
         """
         settings = Settings.from_run_config(run_config)
-        return cls(**{**settings.arguments(), **more})
+        given = {**settings.arguments(), **more}
+        with named_in_keys(RUN_CONFIG):
+            return cls(**given)
 
     @property
     def release(self) -> Release:

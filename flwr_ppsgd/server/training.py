@@ -70,7 +70,8 @@ class Training:
 
     def __post_init__(self) -> None:
         rule = f"delta must be in (0, {LARGEST_DELTA:g})"
-        require(0 < self.delta < LARGEST_DELTA, rule, self.delta, "choose it below 1/population")
+        remedy = "choose it well below 1/population"
+        require(0 < self.delta < LARGEST_DELTA, rule, self.delta, remedy)
         if self.max_epsilon is not None:
             rule = "max_epsilon must be positive and finite"
             fits = 0 < self.max_epsilon < math.inf

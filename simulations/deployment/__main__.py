@@ -1,19 +1,21 @@
 """PPSGD in a deployment that is killed and goes on: ``python -m simulations.deployment``.
 
-Makes keys and certificates, starts a SuperLink (TLS, authentication, a database) and a SuperNode
-for each user on free loopback ports, trains with ``flwr run``, kills a SuperNode in the middle of a
-round and later the SuperLink, starts both again, and shows that θ, w and the ledger went on. Exit
-status: 0 if all of them did, 1 if not, 2 for wrong arguments, 130 after Ctrl-C. Takes about five
-minutes.
+Makes keys and certificates, starts a SuperLink (TLS, authentication, a database), a proxy in front
+of it that lets only SuperNodes through (if nginx is installed), and a SuperNode for each user, all
+on free loopback ports. Trains with ``flwr run``, kills a SuperNode in the middle of a round and
+later the SuperLink, starts both again, and shows that θ, w and the ledger went on. Exit status: 0
+if all of them did, 1 if not, 2 for wrong arguments, 130 after Ctrl-C, 143 after SIGTERM; nothing is
+left running in any case. Takes about five minutes.
 """
 
 import argparse
 import logging
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.server import checkpoint
 from flwr_ppsgd.wire import record_from
 from simulations.deployment.client_app import learner_from
-from simulations.deployment.federation import Federation, wait_for, write_app
+from simulations.deployment.federation import Federation, has_nginx, wait_for, write_app
 
 USERS = ("ada", "ben", "cleo", "dan")
 RUN = "deployment-example"
@@ -41,14 +43,15 @@ class Story:
     def __init__(
         self, directory: Path, federation: Federation, api: str, data: Path | None
     ) -> None:
-        self.directory, self.federation = directory, federation
+        self.directory = directory
+        self.federation = federation
         self.server = directory / "server"
         sizes = split(directory, data)
         self.app = write_app(
             directory / "deployed",
             MODULES,
             COMPONENTS[api],
-            config(self.server, sizes),
+            config(self.server, sizes, list(map(federation.public_key, USERS))),
         )
         self._began = time.monotonic()
 
@@ -60,6 +63,7 @@ class Story:
         self.say(
             f"SuperLink on 127.0.0.1:{self.federation.port} with TLS, authentication and a database"
         )
+        self.start_proxy()
         for user in USERS:
             home = self.directory / user
             self.federation.register(user)
@@ -70,6 +74,18 @@ class Story:
             }
             self.federation.start_supernode(user, own)
         self.say(f"SuperNodes registered by public key and started: {', '.join(USERS)}")
+
+    def start_proxy(self) -> None:
+        if not has_nginx():
+            self.say(
+                "NO PROXY: nginx is not installed. On a network, whoever reaches this SuperLink "
+                "could run code on every client"
+            )
+            return
+        self.federation.start_proxy()
+        self.say(
+            f"proxy on 127.0.0.1:{self.federation.proxy_port}: SuperNodes pass, nobody else does"
+        )
 
     def rounds_done(self) -> int:
         found = checkpoint.load(self.server) if self.server.exists() else None
@@ -199,12 +215,15 @@ def from_file(path: Path) -> list[dict[str, Any]]:
     return users
 
 
-def config(server: Path, sizes: tuple[int, int]) -> dict[str, Any]:
-    """The run config. Four users cannot hide in a crowd: the noise here is for show, not for a
-    small epsilon."""
+def config(server: Path, sizes: tuple[int, int], keys: list[str]) -> dict[str, Any]:
+    """The run config.
+
+    Four users cannot hide in a crowd: the noise here is for show, not for a small epsilon. They are
+    enrolled by their public keys: a name is not an identity.
+    """
     return {
         "population": len(USERS),
-        "enrolled": ",".join(USERS),
+        "enrolled": ",".join(keys),
         "min-online": 1.0,
         "rate": 1.0,
         "clip-norm": 1.0,
@@ -220,6 +239,12 @@ def config(server: Path, sizes: tuple[int, int]) -> dict[str, Any]:
         "outputs": sizes[1],
         "batch-size": 20,
     }
+
+
+def end(number: int, _frame: object) -> NoReturn:
+    """Leave through every ``with``: they stop what they have started."""
+    signal.signal(number, signal.SIG_IGN)  # once is enough
+    raise SystemExit(128 + number)
 
 
 def main() -> int:
@@ -239,6 +264,8 @@ def main() -> int:
         "--keep", type=Path, metavar="DIR", help="work in DIR and leave everything there"
     )
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGHUP, end)
     logging.getLogger("flwr").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as temporary:
         directory = (given.keep or Path(temporary)).resolve()

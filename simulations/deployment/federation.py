@@ -29,7 +29,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 CONNECTION = "deployment"
+PROXY_CONFIG = Path(__file__).with_name("nginx.conf")
 PATIENCE = 180.0
+_SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -45,15 +47,17 @@ class Federation:
     """
 
     def __init__(self, directory: Path, *, secure: bool = True) -> None:
-        self.directory, self._secure = directory.resolve(), secure
-        self.port = free_ports(1)[0]
+        self.directory = directory.resolve()
+        self._secure = secure
+        self.port, self.proxy_port = free_ports(2)
+        self._entrance = self.port  # where SuperNodes connect
         self._keys = self.directory / "keys"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._configs: dict[str, str] = {}
-        self._commands: dict[
-            str, Callable[[], None]
-        ] = {}  # how to start again what should be running
+        # how to start again what should be running
+        self._commands: dict[str, Callable[[], None]] = {}
         self._lock = threading.RLock()
+        self._closed = False
         self._keys.mkdir(parents=True, exist_ok=True)
         make_certificates(self._keys)
         self._write_connection()
@@ -63,8 +67,10 @@ class Federation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in list(self._processes):
-            self.kill(name)
+        with self._lock:  # nothing is started again meanwhile
+            self._closed = True
+            for name in list(self._processes):
+                self.kill(name)
 
     def start_superlink(self, environment: Mapping[str, str] | None = None) -> None:
         """Start it, or start it again with the same database, and wait until it answers."""
@@ -92,14 +98,53 @@ class Federation:
         )
         wait_for("the SuperLink to answer", lambda: _answers(self.port))
 
+    def start_proxy(self) -> None:
+        """nginx between SuperNodes and SuperLink, which lets nothing else through.
+
+        SuperNodes that are started from now on connect to it.
+        """
+        config = self.directory / "nginx.conf"
+        config.write_text(self.proxy_config())
+        errors = self.directory / "nginx-error.log"
+        command = ["nginx", "-p", self.directory, "-e", errors, "-c", config, "-g", "daemon off;"]
+        self._start("proxy", command, None)
+        self._commands["proxy"] = lambda: self._start("proxy", command, None)
+        wait_for("the proxy to answer", lambda: _answers(self.proxy_port))
+        self._entrance = self.proxy_port
+
+    def proxy_config(self) -> str:
+        """``nginx.conf`` for this federation."""
+        words = {
+            "LISTEN": f"127.0.0.1:{self.proxy_port}",
+            "SUPERLINK": f"127.0.0.1:{self.port}",
+            "SUPERLINK_NAME": "localhost",
+            "CA": self._keys / "ca.crt",
+            "CERTIFICATE": self._keys / "server.crt",
+            "KEY": self._keys / "server.key",
+            "DIRECTORY": self.directory,
+        }
+        text = PROXY_CONFIG.read_text(encoding="utf-8")
+        head, _, body = text.partition("\npid ")
+        for word, value in words.items():
+            body = body.replace(f"@{word}@", str(value))
+        return f"{head}\npid {body}"
+
     def register(self, name: str) -> None:
-        """Make a key pair for a SuperNode and register its public half under a name."""
-        public = make_key_pair(self._keys / name)
+        """Register the public key of a SuperNode under a name."""
+        self.public_key(name)
+        public = self._keys / f"{name}.pub"
         out = self.flwr(
             "supernode", "register", str(public), CONNECTION, "--name", name, "--format", "json"
         )
         if not json.loads(out).get("success"):
             raise RuntimeError(f"SuperNode {name} could not be registered: {out}")
+
+    def public_key(self, name: str) -> str:
+        """That of a SuperNode, as ``ssh-keygen`` writes it; its key pair is made on first use."""
+        public = self._keys / f"{name}.pub"
+        if not public.exists():
+            make_key_pair(self._keys / name)
+        return public.read_text()
 
     def start_supernode(
         self,
@@ -109,8 +154,14 @@ class Federation:
         port: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it, or start it again as it was. port: that of the SuperLink, or of something in
-        between."""
+        """Start it, or start it again as it was.
+
+        Args:
+            name: of the SuperNode.
+            config: its node config; None: as before.
+            port: to connect to, if it is neither the proxy's nor the SuperLink's.
+            environment: more variables.
+        """
         if config is not None:
             self._configs[name] = " ".join(
                 f"{key}={json.dumps(value)}" for key, value in config.items()
@@ -124,7 +175,7 @@ class Federation:
         command = [
             "flower-supernode",
             "--superlink",
-            f"127.0.0.1:{port or self.port}",
+            f"127.0.0.1:{port or self._entrance}",
             "--port",
             str(free_ports(1)[0]),
             "--node-config",
@@ -133,6 +184,11 @@ class Federation:
         ]
         self._start(name, command, environment)
         self._commands[name] = lambda: self._start(name, command, environment)
+
+    @property
+    def ca_certificate(self) -> Path:
+        """What every client has, and so every stranger may have."""
+        return self._keys / "ca.crt"
 
     def stop(self, name: str) -> None:
         """As an operator would, or a machine that shuts down: SIGTERM."""
@@ -188,6 +244,8 @@ class Federation:
     ) -> None:
         line = [program(str(command[0])), *map(str, command[1:])]
         with self._lock, (self.directory / f"{name}.log").open("ab") as log:
+            if self._closed:
+                return
             self._processes[name] = subprocess.Popen(
                 line,
                 env={**self._environment(name), **(environment or {})},
@@ -205,20 +263,23 @@ class Federation:
             process.send_signal(how)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=20)
-        _sweep(process)
+        _sweep(process, self._home(name))
 
     def _watch(self) -> None:
         """Start again whatever has ended by itself."""
-        while True:
+        while not self._closed:
             time.sleep(2)
             with self._lock:
                 for name, start in list(self._commands.items()):
                     if self._processes[name].poll() is not None:
-                        _sweep(self._processes[name])
+                        _sweep(self._processes[name], self._home(name))
                         start()
 
+    def _home(self, name: str) -> Path:
+        return self.directory / "homes" / name
+
     def _environment(self, name: str) -> dict[str, str]:
-        home = self.directory / "homes" / name
+        home = self._home(name)
         home.mkdir(parents=True, exist_ok=True)
         path = str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")
         return {**os.environ, **FLOWER, "FLWR_HOME": str(home), "PATH": path}
@@ -235,11 +296,36 @@ class Federation:
         (home / "config.toml").write_text(tomli_w.dumps(config))
 
 
-def _sweep(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and whatever is left of its session."""
+def has_nginx() -> bool:
+    """Whether nginx can be started here."""
+    return shutil.which("nginx", path=_SEARCH) is not None
+
+
+def _sweep(process: subprocess.Popen[bytes], home: Path) -> None:
+    """Kill a process, its session, and what it has started in sessions of their own.
+
+    Flower's ``flower-superexec`` is such a one. All of them know the home that only this process
+    was given.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    while left := _at_home(home):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _at_home(home: Path) -> list[int]:
+    """The processes with this Flower home; none where there is no /proc to tell."""
+    wanted = f"FLWR_HOME={home}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
 
 
 def write_app(
@@ -323,7 +409,9 @@ def free_ports(count: int) -> list[int]:
 def program(name: str) -> str:
     """Beside this Python, where an installation puts it, or else wherever it is found."""
     beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else shutil.which(name) or str(beside)
+    if beside.exists():
+        return str(beside)
+    return shutil.which(name, path=_SEARCH) or str(beside)
 
 
 def _certificate(

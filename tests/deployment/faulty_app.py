@@ -23,7 +23,7 @@ from flwr.server import ServerAppComponents
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
-from flwr_ppsgd import PPSGD, Order, client_app
+from flwr_ppsgd import PPSGD, Order, Release, client_app
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.server.journal import Journal
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
@@ -86,8 +86,8 @@ class Dying(Journal):
     """A journal whose process dies once, right after a charge is on the disk and before anything
     is released."""
 
-    def charge(self, round_: int, insecure: bool) -> None:
-        super().charge(round_, insecure)
+    def charge(self, round_: int, insecure: bool, release: Release | None = None) -> None:
+        super().charge(round_, insecure, release)
         told = self._path.parent / "die-after-charge"
         if told.exists() and int(told.read_text()) == round_:
             told.unlink()

@@ -31,8 +31,10 @@ class Deployment:
         self.federation = Federation(directory, secure=secure)
         self.secure = secure
 
-    def start(self, users: tuple[str, ...] = USERS) -> None:
+    def start(self, users: tuple[str, ...] = USERS, *, proxy: bool = False) -> None:
         self.federation.start_superlink()
+        if proxy:
+            self.federation.start_proxy()
         for number, user in enumerate(users):
             self.place(user).mkdir(exist_ok=True)
             np.save(self.place(user) / "y.npy", np.random.default_rng(number).normal(size=6))

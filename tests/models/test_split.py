@@ -145,13 +145,17 @@ def test_batchnorm_by_batch_statistics_is_supported() -> None:
     assert np.all(np.isfinite(g_w))
 
 
-@pytest.mark.parametrize(
-    ("patterns", "block"), [(["nothing.*"], "personal"), ([], "personal"), (["*"], "shared")]
-)
-def test_patterns_that_match_nothing_or_everything_are_refused(
-    patterns: list[str], block: str
-) -> None:
+@pytest.mark.parametrize(("patterns", "block"), [([], "personal"), (["*"], "shared")])
+def test_patterns_for_nothing_or_everything_are_refused(patterns: list[str], block: str) -> None:
     with pytest.raises(ValueError, match=rf"leaves no {block} parameter among \['0.bias'"):
+        SplitModel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), personal=patterns)
+
+
+@pytest.mark.parametrize("patterns", ["2.*", ["1.*", "2.*"]])
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(
+    patterns: str | list[str],
+) -> None:
+    with pytest.raises(ValueError, match=r"'2.\*' matches no parameter of Sequential; .*'1.bias'"):
         SplitModel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), personal=patterns)
 
 

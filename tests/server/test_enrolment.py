@@ -84,14 +84,16 @@ def test_a_public_key_is_an_identity_in_either_form() -> None:
 @pytest.mark.parametrize("by", ["key", "fingerprint"])
 def test_a_node_that_is_named_like_a_key_takes_nobodys_place(by: str) -> None:
     pem, ssh = key()
-    ppsgd = users(
-        2, [ssh if by == "key" else fingerprint(pem).upper().replace("KEY", "key"), "ben"]
-    )
+    entry = ssh if by == "key" else fingerprint(pem).upper()
+    ppsgd = users(2, [entry, "ben"])
     impostor = node(1, fingerprint(pem))
     assert asked(ppsgd, SuperNodes(impostor, node(2, "ben"))) == [2]
     owner = node(3, "ben", pem)
     assert asked(ppsgd, SuperNodes(impostor, node(2, "ben"), owner), 2) == [3, 2]
-    assert asked(ppsgd, SuperNodes(node(4, ssh), node(2, "ben")), 3) == [2]
+    for name in (ssh, fingerprint(pem).upper(), f" {fingerprint(pem)}"):
+        assert asked(ppsgd, SuperNodes(node(4, name), node(2, "ben")), ppsgd.ledger.rounds + 1) == [
+            2
+        ]
 
 
 def test_an_open_enrolment_takes_no_key_for_a_name() -> None:

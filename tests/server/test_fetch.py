@@ -204,7 +204,7 @@ def test_a_reply_that_claims_another_sender_is_refused() -> None:
     assert object_id
     (found,) = fetched(store, messages)
     assert found.has_error()
-    assert "says it is" in found.error.reason
+    assert "says it is" in str(found.error.reason)
 
 
 def test_a_reply_larger_than_a_few_models_is_not_fetched_whole() -> None:
@@ -214,7 +214,7 @@ def test_a_reply_larger_than_a_few_models_is_not_fetched_whole() -> None:
     store.put(Message(content, reply_to=messages[0]))
     (found,) = fetched(store, messages)
     assert found.has_error()
-    assert f"more than {MOST} bytes" in found.error.reason
+    assert f"more than {MOST} bytes" in str(found.error.reason)
 
 
 def test_a_tree_of_many_objects_or_levels_is_refused() -> None:

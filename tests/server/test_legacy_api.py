@@ -322,3 +322,21 @@ def test_a_legacy_strategy_from_a_run_config() -> None:
     ppsgd = PPSGDStrategy.from_config(config, initial_parameters=initial)
     assert ppsgd.ledger.delta == 1e-5
     assert ppsgd.training.replies == "parameters"
+
+
+def test_central_evaluation_gets_the_absolute_round_and_w(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def central(round_: int, arrays: list[Floats], config: dict[str, Any]) -> tuple[float, Any]:
+        assert config == {}
+        assert arrays[0].shape == (SIZE,)
+        seen.append(round_)
+        return 0.5, {"accuracy": 0.25}
+
+    for total in (2, 3):
+        ppsgd = legacy(evaluate_fn=central, checkpoint_dir=tmp_path)
+        rounds = ppsgd.server_config(total).num_rounds
+        run_legacy(ppsgd, rounds, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+        ppsgd.close()
+    assert seen == [0, 1, 2, 2, 3]
+    assert legacy().evaluate(1, ppsgd.initialize_parameters(manager())) is None

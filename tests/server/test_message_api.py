@@ -656,7 +656,7 @@ def test_one_good_round_in_between_lets_the_run_go_on() -> None:
     client = client_app(toy_learner)
 
     def sometimes(message: Message, context: Context) -> Message:
-        if int(message.content.config_records[ORDER]["round"]) % 2:  # type: ignore[call-overload]
+        if int(str(message.content.config_records[ORDER]["round"])) % 2:
             raise RuntimeError("odd")
         return client(message, context)
 
@@ -776,7 +776,7 @@ def test_the_statement_names_the_bound_and_delta_is_the_total() -> None:
     ppsgd = strategy(release=release(rate=0.5, z=2.0), delta=1e-13)
     ppsgd.start(grid(), w0(), num_rounds=20)
     data = ppsgd.privacy_data()
-    assert data["epsilon_bound"] in ppsgd.privacy_statement()
+    assert str(data["epsilon_bound"]) in ppsgd.privacy_statement()
     assert data["epsilon_bound"] != "PLD"
     assert 0 < data["delta_taken_by_finite_precision"] < 1e-20  # type: ignore[operator]
 

@@ -1,0 +1,145 @@
+"""Loaders by visit: which rows, how much of a loader is read, what is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
+
+from flwr_ppsgd.models.batch import Parts
+from flwr_ppsgd.models.loaders import LoaderBatches
+
+ROWS = 10
+
+
+class Counted(Dataset[dict[str, Tensor]]):
+    """Ten rows, and how many of them were fetched."""
+
+    def __init__(self) -> None:
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        self.fetched += 1
+        return {"img": torch.full((2,), float(row)), "label": torch.tensor(row)}
+
+
+class Stream(IterableDataset[Any]):
+    """Batches without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in range(3):
+            yield torch.full((2,), float(row)), row
+
+
+def batches(loader: Any, **options: Any) -> LoaderBatches:
+    return LoaderBatches(loader, Parts(), **options)
+
+
+def targets(source: LoaderBatches, visit: int) -> list[int]:
+    return [int(y) for y in source(visit)[1]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_visit_fetches_its_own_rows_alone(shuffle: bool) -> None:
+    data = Counted()
+    source = batches(DataLoader(data, batch_size=3, shuffle=shuffle))
+    x, y = source(1)
+    assert data.fetched == 3
+    assert x["img"][:, 0].tolist() == y.tolist()
+    assert source.num_examples == ROWS
+
+
+def test_an_epoch_of_visits_has_every_row_once_and_users_differ() -> None:
+    seen = []
+    for user in (0, 1):
+        source = batches(DataLoader(Counted(), batch_size=5, shuffle=True), user=user)
+        seen.append([*targets(source, 1), *targets(source, 2)])
+        assert sorted(seen[-1]) == list(range(ROWS))
+    assert seen[0] != seen[1]
+    again = batches(DataLoader(Counted(), batch_size=5, shuffle=True), user=0)
+    assert targets(again, 1) == seen[0][:5]
+
+
+def test_rows_that_a_sampler_leaves_out_are_never_seen() -> None:
+    loader = DataLoader(Counted(), batch_size=2, sampler=SubsetRandomSampler([1, 3, 5]))
+    source = batches(loader)
+    found = {row for visit in range(1, 9) for row in targets(source, visit)}
+    assert found == {1, 3, 5}
+    assert source.num_examples == 3
+
+
+def test_a_small_iterable_is_read_once() -> None:
+    reads = []
+
+    class Listed(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            reads.append(1)
+            return super().__iter__()
+
+    pairs = [(torch.ones(2, 1), torch.tensor([0, 1])), (torch.ones(2, 1), torch.tensor([2, 3]))]
+    source = batches(Listed(pairs))
+    before = len(reads)
+    found = {row for visit in (1, 2) for row in targets(source, visit)}
+    assert found == {0, 1, 2, 3}
+    assert len(reads) == before
+
+
+def test_a_large_iterable_is_read_batch_by_batch() -> None:
+    pairs = [(torch.ones(2, 1), torch.tensor([0, 1])), (torch.ones(2, 1), torch.tensor([2, 3]))]
+    source = batches(pairs, most_bytes=40)
+    assert [targets(source, visit) for visit in (1, 2, 3)] == [[0, 1], [2, 3], [0, 1]]
+    assert source.num_examples == 4
+
+
+def test_a_stream_without_a_length_is_read_batch_by_batch_and_begun_again() -> None:
+    source = batches(DataLoader(Stream(), batch_size=2))
+    assert [targets(source, visit) for visit in (1, 2, 3)] == [[0, 1], [2], [0, 1]]
+    assert len(list(source.epoch())) == 2
+
+
+def test_several_inputs_are_held_together() -> None:
+    ids = torch.arange(8).reshape(4, 2)
+    pairs = [((ids[:2], ids[:2] + 1), torch.tensor([0, 1]))]
+    pairs += [((ids[2:], ids[2:] + 1), torch.tensor([2, 3]))]
+    (one, other), y = batches(pairs)(1)
+    np.testing.assert_array_equal(one + 1, other)
+    np.testing.assert_array_equal(one[:, 0], 2 * y)
+
+
+@pytest.mark.parametrize("loader", [[], DataLoader(torch.utils.data.TensorDataset(torch.ones(0)))])
+def test_an_empty_loader_is_refused(loader: Any) -> None:
+    with pytest.raises(ValueError, match=r"no batch: a user needs at least one row.*enrolled"):
+        batches(loader)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((torch.ones(1), torch.ones(1), torch.ones(1)), r"3 parts where .* inputs=\[0, 1\], targ"),
+        ({"img": torch.ones(1), "y": torch.ones(1), "label": torch.ones(1)}, r"add target="),
+        (torch.ones(3), "a batch is a Tensor, not"),
+        ((torch.tensor([1.0, float("nan")]), torch.ones(2)), "part 'x' .* NaN or infinity"),
+        ({"img": torch.ones(2), "y": torch.tensor([1, float("inf")])}, "part 'target' .* NaN"),
+    ],
+)
+def test_a_batch_that_does_not_fit_says_what_to_change(batch: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        batches([batch])
+
+
+def test_positions_beyond_a_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"has 3 parts, and \[3\] were asked for"):
+        LoaderBatches([(torch.ones(1),) * 3], Parts(inputs=[0, 1], target=3))
+
+
+def test_a_target_may_come_first() -> None:
+    source = LoaderBatches([(torch.tensor([7]), torch.ones(1, 2))], Parts(target=0))
+    x, y = source(1)
+    assert y.tolist() == [7]
+    assert x.shape == (1, 2)

@@ -1,0 +1,137 @@
+"""``torch_client``: what is seen when the app is made, and what a node's owner is told."""
+
+import contextlib
+import functools
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from flwr.clientapp.mod import (
+    LocalDpMod,
+    adaptiveclipping_mod,
+    arrays_size_mod,
+    fixedclipping_mod,
+    message_size_mod,
+)
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+from torch import nn
+
+from flwr_ppsgd import PPSGD, Poisson, Release, Steps, shared_arrays, torch_client
+from flwr_ppsgd.simulation.grid import InProcessGrid
+
+MADE: list[torch.device] = []
+
+
+def network() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    MADE.append(module[0].weight.device)  # type: ignore[arg-type]
+    return module
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def pairs(context: Context) -> Any:
+    context.node_config["partition-id"]
+    return [(torch.ones(2, 2), torch.tensor([0, 1]))], None
+
+
+def one(context: Context) -> Any:  # noqa: ARG001
+    return [(torch.ones(2, 2), torch.tensor([0, 1]))]
+
+
+def node(**config: Any) -> Context:
+    return Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
+
+
+def learner_of(app: Any, context: Context) -> Any:
+    return app._learner_for(context)
+
+
+def test_a_wrong_pattern_is_seen_when_the_app_is_made() -> None:
+    with pytest.raises(ValueError, match=r"'fc3.\*' matches no parameter of Sequential"):
+        torch_client(network, "fc3.*", pairs)
+    with pytest.raises(ValueError, match="tracks running statistics"):
+        torch_client(normalised, "2.*", pairs)
+
+
+def test_the_check_needs_no_values() -> None:
+    """A large network is not filled with numbers twice."""
+    MADE.clear()
+    torch_client(network, "1.*", pairs)
+    assert [device.type for device in MADE] == ["meta"]
+
+
+def test_the_app_goes_to_flowers_workers() -> None:
+    app = torch_client(network, "1.*", pairs, optimizer=torch.optim.Adam, personal_steps=2)
+    learner_for = pickle.loads(pickle.dumps(app._learner_for))  # type: ignore[attr-defined]
+    assert learner_for(node(**{"partition-id": 0})).num_examples == 2
+
+
+def test_a_node_without_a_partition_is_told_how_to_start() -> None:
+    app = torch_client(network, "1.*", pairs)
+    with pytest.raises(
+        ValueError, match=r"'partition-id', and this node has \['ppsgd-user'\].*--n"
+    ):
+        learner_of(app, node(**{"ppsgd-user": "ada"}))
+
+
+def test_loaders_that_return_one_loader_are_told_so() -> None:
+    app = torch_client(network, "1.*", one)
+    assert learner_of(torch_client(network, "1.*", pairs), node(**{"partition-id": 3}))
+    with pytest.raises(ValueError, match=r"not two loaders: return \(train, test\)"):
+        learner_of(app, node())
+
+
+SIZES = [message_size_mod, arrays_size_mod]
+CLIPPING = [fixedclipping_mod, adaptiveclipping_mod, LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
+
+
+def ppsgd() -> PPSGD:
+    release = Release(Poisson(3, 1.0), clip_norm=1.0, noise_multiplier=1.0)
+    return PPSGD(release=release, steps=Steps.from_ratio(0.1, 0.3), delta=1e-3)
+
+
+@pytest.mark.parametrize("mod", SIZES)
+def test_flowers_size_mods_work(mod: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="flwr")
+    app = torch_client(network, "1.*", pairs, mods=[mod])
+    ppsgd().start(InProcessGrid(app, 3), shared_arrays(network(), "1.*"), num_rounds=1)
+    assert "replies=3 zeros=0" in caplog.text
+
+
+@pytest.mark.parametrize("mod", CLIPPING)
+def test_mods_that_clip_parameters_are_refused(mod: Any) -> None:
+    """LocalDpMod would send w + clip(g − w) plus noise in place of a gradient, unnoticed."""
+    with pytest.raises(
+        ValueError, match=r"a reply to PPSGD is a gradient.*out of mods.*local_step"
+    ):
+        torch_client(network, "1.*", pairs, mods=[mod])
+
+
+@pytest.mark.parametrize("mod", CLIPPING)
+def test_where_stock_strategies_are_served_they_are_refused_under_ppsgd(
+    mod: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = torch_client(network, "1.*", pairs, mods=[mod], local_step=0.1)
+    pickle.dumps(app._learner_for)  # type: ignore[attr-defined]
+    caplog.set_level(logging.INFO, logger="flwr")
+    start = functools.partial(ppsgd().start, InProcessGrid(app, 3), num_rounds=1)
+    with contextlib.suppress(Exception):
+        start(shared_arrays(network(), "1.*"))
+    assert "replies=3 zeros=0" not in caplog.text
+    assert "leave" in caplog.text
+
+
+def test_and_serve_the_stock_strategy_they_are_for() -> None:
+    app = torch_client(network, "1.*", pairs, mods=[fixedclipping_mod], local_step=0.1)
+    stock = FedAvg(fraction_evaluate=0.0)
+    wrapped = DifferentialPrivacyClientSideFixedClipping(stock, 0.01, 1.0, 3)
+    arrays = shared_arrays(network(), "1.*")
+    result = wrapped.start(InProcessGrid(app, 3), arrays, num_rounds=1)
+    before = arrays.to_numpy_ndarrays()[0]
+    assert (result.arrays.to_numpy_ndarrays()[0] != before).any()
