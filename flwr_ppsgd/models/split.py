@@ -260,10 +260,11 @@ class SplitModel:
         """ValueError unless these are the names of this model's shared parameters.
 
         Args:
-            names: of the arrays that a server sent; legacy servers send numbers.
+            names: of the arrays that a server sent. Numbers say nothing: legacy servers send them,
+                and so does whoever sends w as one vector.
         """
-        numbered = [str(place) for place in range(len(self._shared))]
-        if set(names) == set(self._shared) or list(names) == numbered:
+        numbered = all(name.isdigit() for name in names)
+        if numbered or set(names) == set(self._shared):
             return
         here = sorted(set(self._shared) - set(names))
         there = sorted(set(names) - set(self._shared))

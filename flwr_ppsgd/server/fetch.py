@@ -20,6 +20,7 @@ log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
 LOCAL_POLL_SECONDS = 0.1
+CHECK_SECONDS = 120.0  # to wait for the answers to a check
 REFUSALS = ("refused-", "node-config")  # in the codes with which our clients refuse
 MALFORMED = 2  # Flower's code for a client that raised
 SPARE_BYTES = 1 << 20  # for names, heads and measures
@@ -60,10 +61,12 @@ def refusals_of(
     timeout: float,
     size: int,
 ) -> list[str]:
-    """What those said who would not obey; nothing as soon as one client would.
+    """What those said who would not obey; nothing if one client would.
 
     An error that is no refusal of ours may come from a client that does not know checks: it counts
-    as one that would obey. Who does not answer in time counts as one that would not.
+    as one that would obey. Who does not answer in time counts as one that would not. All answers
+    are waited for: in a simulation, a check that is still at work on a node would put the node's
+    state back to what it was before the first round.
 
     Args:
         grid: the nodes.
@@ -71,14 +74,13 @@ def refusals_of(
         timeout: in seconds.
         size: of w, in bytes.
     """
-    refused: list[str] = []
-    for reply in _checked(grid, messages, timeout, size):
-        reason = str(reply.error.reason) if reply.has_error() else ""
-        if not any(word in reason for word in REFUSALS):
-            return []
-        refused.append(reason)
-    silent = len(messages) - len(refused)
-    return refused + [f"no answer within {timeout:g} s"] * silent
+    replies = list(_checked(grid, messages, min(timeout, CHECK_SECONDS), size))
+    reasons = [str(reply.error.reason) if reply.has_error() else "" for reply in replies]
+    refused = [reason for reason in reasons if any(word in reason for word in REFUSALS)]
+    if len(refused) < len(replies):
+        return []
+    silent = len(messages) - len(replies)
+    return refused + [f"no answer within {CHECK_SECONDS:g} s"] * silent
 
 
 def _checked(

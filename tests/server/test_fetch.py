@@ -2,7 +2,7 @@
 
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ from flwr.supercore.inflatable.inflatable_object import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flwr_ppsgd import client_app
 from flwr_ppsgd.server import fetch
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
-from tests.support.toy import SIZE, flat, grid, make_replies, opened, strategy, w0
+from tests.support.toy import SIZE, flat, grid, make_replies, opened, strategy, toy_learner, w0
 
 W_BYTES = 176
 MOST = fetch.TIMES_W * W_BYTES + fetch.SPARE_BYTES
@@ -270,3 +272,23 @@ def test_the_head_of_an_object_is_as_flower_writes_it() -> None:
     """``check_inflated_size`` reads bodies after the first zero byte."""
     value = w0()["0"]
     assert add_header_to_object_body(b"body", value).partition(b"\x00")[2] == b"body"
+
+
+class TwoPolls(InProcessGrid):
+    """A grid whose replies come one per poll."""
+
+    polls = 0
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        self.polls += 1
+        return super().pull_messages(list(message_ids)[:1])
+
+
+def test_a_check_waits_for_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check still at work on a node would put its state back to before the first round."""
+    monkeypatch.setattr(fetch, "LOCAL_POLL_SECONDS", 0.0)
+    on = TwoPolls(client_app(toy_learner), 3)
+    content = RecordDict({"arrays": w0()})
+    messages = [Message(content, node, "query") for node in on.get_node_ids()]
+    fetch.refusals_of(on, messages, 5.0, W_BYTES)
+    assert on.polls == 3
