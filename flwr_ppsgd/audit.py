@@ -36,6 +36,7 @@ from scipy.stats import beta, chi2, norm
 
 from flwr_ppsgd.algorithm import Poisson, Release
 from flwr_ppsgd.privacy import Ledger
+from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.message_api import PPSGD
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, Layout
@@ -193,11 +194,12 @@ class Audit:
                 f"{title} {found.value:+.2g} ± {found.error:.1g}, expected {found.expected:g}"
             )
         lines.append(
-            f"Epsilon of {self.planned_rounds} rounds: {self.epsilon_charged:.4g} as charged, "
-            f"{self.epsilon_measured:.4g} at the measured noise"
+            f"A deployment of {self.planned_rounds} rounds would cost epsilon = "
+            f"{rounded_up(self.epsilon_charged)} as charged, "
+            f"{rounded_up(self.epsilon_measured)} at the measured noise"
         )
         lines.append(
-            f"Epsilon of one round to whoever knows who took part: at least "
+            "Epsilon of one round to whoever knows who took part: at least "
             f"{self.one_round_at_least:.4g} by the canaries ({CONFIDENCE:.1%} confidence), "
             f"{self.one_round:.4g} as charged"
         )

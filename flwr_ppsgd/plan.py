@@ -15,7 +15,7 @@ import numpy as np
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
-from flwr_ppsgd.promise import json_number
+from flwr_ppsgd.promise import json_number, rounded_up
 from flwr_ppsgd.settings import key_of, name_of, override, part_of, read_toml, typed, with_keys
 from flwr_ppsgd.theory import (
     Bound,
@@ -685,13 +685,13 @@ def _price_lines(question: Question, price: Price) -> list[str]:
         ("noise multiplier z", _noise_words(question, price)),
         (
             f"ε at δ = {question.delta:g}",
-            f"{price.epsilon:.4g} zero-out: a user contributes nothing "
-            f"(RDP {price.epsilon_rdp:.4g})",
+            f"{rounded_up(price.epsilon)} zero-out: a user contributes nothing "
+            f"(RDP {rounded_up(price.epsilon_rdp)})",
         ),
         (
             "",
-            f"{price.epsilon_replace_one:.4g} replace-one: a user's data exchanged, the paper's "
-            "definition",
+            f"{rounded_up(price.epsilon_replace_one)} replace-one: a user's data exchanged, the "
+            "paper's definition",
         ),
         (
             "rounds affordable",

@@ -17,7 +17,9 @@ OUTSIDE = (
     "parameters",
     "the choice of settings (step, alpha, rounds, clip norm) by looking at results of several runs",
     "a user who is behind more than one node: one node is taken to be one user",
-    "other trainings on the same users: their epsilons add up",
+    "other trainings on the same users, unless all of them are under one budget (budget_dir)",
+    "whoever may submit a run to the SuperLink: they control the code on the clients",
+    "the fact that a run ended because nobody's reply could be used",
 )
 NOTHING_PUBLISHED = "epsilon is 0: nothing is published"
 DIGITS = 4
@@ -283,13 +285,13 @@ def _sampling(cohort: Cohort) -> str:
     )
 
 
-def rounded_up(value: float) -> str:
+def rounded_up(value: float, digits: int = DIGITS) -> str:
     """Four digits, rounded up: a promise is never printed smaller than it is."""
     if not 0 < value < math.inf:
         return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(value)) - DIGITS + 1)
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
     steps = math.ceil(value / unit * (1 - 1e-12))
-    return f"{steps * unit:.{DIGITS}g}"
+    return f"{steps * unit:.{digits}g}"
 
 
 def json_number(value: float) -> float | str:

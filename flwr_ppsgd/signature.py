@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from flwr_ppsgd import disk
 from flwr_ppsgd.wire import Order
 
+KEY = "training.key"  # its name in checkpoint_dir
 PUBLIC = "ed25519:"
 PRIVATE = "ed25519-private:"
 PURPOSE = b"flwr_ppsgd order\n"  # a signature for anything else is not one for an Order

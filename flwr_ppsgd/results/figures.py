@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.experiments.outputs import PICTURE, read_config, read_run, write_best
 from flwr_ppsgd.experiments.rows import CAVEAT, FEDAVG, FINE_TUNED, RunRow, SweepRow
+from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.results.plots import (
     COLOURS,
     STYLES,
@@ -331,7 +332,7 @@ def _user_panel(panel: Axes, own: Spread, measure: str) -> None:
     better = own.share(np.less)
     panel.set(
         xlabel="% of users",
-        title=f"ε = {own.epsilon:.3g}: better than both for {better:.0%}",
+        title=f"ε = {rounded_up(own.epsilon)}: better than both for {better:.0%}",
     )
     panel.grid(alpha=0.3, lw=0.5)
 

@@ -5,7 +5,6 @@ font of its own.
 """
 
 import base64
-import decimal
 import gzip
 import html
 import math
@@ -28,12 +27,11 @@ from flwr_ppsgd.experiments.outputs import (
     write_page,
 )
 from flwr_ppsgd.experiments.rows import CAVEAT, GRID, RunRow, SweepRow
-from flwr_ppsgd.promise import OUTSIDE
+from flwr_ppsgd.promise import OUTSIDE, rounded_up
 from flwr_ppsgd.results.figures import draw_figures
 from flwr_ppsgd.results.summary import summarise
 
 MOST_EMBEDDED = 8_000_000  # bytes of compressed rows in a page; beyond, it only names the file
-CEILING = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)  # ε is never shown too small
 READABLE = 2.65  # pixels of a figure per pixel of a small screen at which its text can be read
 PNG = b"\x89PNG"
 PNG_HEAD = 24  # bytes, of which the last 8 are width and height
@@ -306,7 +304,7 @@ def _shown_number(value: float, key: str) -> str:
     if math.isinf(value):
         return "∞ (global)" if key == "alpha-q" else "∞"
     if key in EPSILONS:
-        return f"{CEILING.create_decimal_from_float(value):.4g}"
+        return rounded_up(value)
     return f"{value:.4g}"
 
 

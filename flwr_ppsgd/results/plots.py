@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
+from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.results.summary import ZERO_OUT
 from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER
 
@@ -88,9 +89,9 @@ def epsilon_axis(
 
 
 def _short(epsilon: float) -> str:
-    """Two digits or whole, in a few letters: seven of them stand side by side."""
+    """Two digits or whole, rounded up, in a few letters: seven of them stand side by side."""
     if math.isinf(epsilon):
         return "∞"
-    if 99.5 <= epsilon < 99_999.5:
-        return f"{epsilon:.0f}"
-    return f"{epsilon:.2g}"
+    if 99 < epsilon <= 99_999:
+        return f"{math.ceil(epsilon)}"
+    return rounded_up(epsilon, digits=2)

@@ -25,9 +25,7 @@ from flwr_ppsgd.server.budget import Budget
 from flwr_ppsgd.server.checkpoint import Checkpoint
 from flwr_ppsgd.server.journal import Journal, behind
 from flwr_ppsgd.server.training import Training
-from flwr_ppsgd.signature import TrainingKey
-
-KEY = "training.key"
+from flwr_ppsgd.signature import KEY, TrainingKey
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
 

@@ -16,6 +16,7 @@ from flwr_ppsgd.server.budget import Budget, Spending, read_spending, spending_o
 from flwr_ppsgd.server.chain import Chain
 from flwr_ppsgd.server.journal import Story, read_story, story_of
 from flwr_ppsgd.server.record import Record
+from flwr_ppsgd.signature import KEY, TrainingKey
 
 
 def describe(directories: Sequence[Path]) -> str:
@@ -113,6 +114,9 @@ def _journal_in_words(directory: Path, story: Story) -> str:
         f"insecure rounds: {ledger.insecure_rounds}",
         f"torn lines: {story.torn}, each counted as one charge",
     ]
+    key = directory / KEY
+    if key.is_file():
+        lines.append(f"clients may pin ppsgd-server-key = {TrainingKey.load(key).public}")
     for times, reason in story.added:
         lines.append(f"added by hand: {times} charges ({reason})")
     for caveat in story.caveats:
