@@ -160,16 +160,24 @@ def pld_round_off(releases: Releases) -> float:
 
 
 def _twice(releases: Releases, delta: float) -> float:
-    """Replace-one neighbours as two zero-outs: 2ε₀, with (1 + e^ε₀)·δ₀ ≤ δ.
+    """``as_two_zero_outs`` with the RDP bound."""
+    return as_two_zero_outs(
+        lambda log_delta: by_rdp(releases, math.exp(log_delta), "zero-out"), delta
+    )
 
-    ε₀ is the RDP bound at δ₀. The largest such δ₀ is found by bisection of its logarithm.
+
+def as_two_zero_outs(cost: Callable[[float], float], delta: float) -> float:
+    """Replace-one neighbours as two zero-outs: 2ε₀, with (1 + e^ε₀)·δ₀ ≤ δ and ε₀ = ε(δ₀).
+
+    The largest such δ₀ is found by bisection of its logarithm.
+
+    Args:
+        cost: ε under zero-out neighbours, for a logarithm of δ.
+        delta: δ.
     """
 
-    def cost(log_delta: float) -> float:
-        return by_rdp(releases, math.exp(log_delta), "zero-out")
-
     def fits(log_delta: float) -> bool:
-        epsilon = cost(log_delta)
+        epsilon = max(0.0, cost(log_delta))
         if epsilon >= LARGEST_EXPONENT:
             return False
         return log_delta + math.log1p(math.exp(epsilon)) <= math.log(delta)
@@ -178,13 +186,13 @@ def _twice(releases: Releases, delta: float) -> float:
     high = math.log(delta)
     if not fits(low):
         return math.inf
-    for _ in range(40):
+    for _ in range(60):
         middle = (low + high) / 2
         if fits(middle):
             low = middle
         else:
             high = middle
-    return 2 * cost(low)
+    return 2 * max(0.0, cost(low))
 
 
 @functools.cache

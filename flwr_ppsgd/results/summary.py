@@ -24,7 +24,8 @@ PERSONALIZED = "personalized"
 LOCAL = "local"
 GLOBAL = "global"
 ERROR = "standard error"
-COLUMNS = ("noise-multiplier", "deployed_epsilon", "alpha-q", "step", "clip-norm")
+EPSILON = "deployed_epsilon"
+COLUMNS = ("noise-multiplier", EPSILON, "alpha-q", "step", "clip-norm")
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ def printed(table: Sequence[Choice]) -> str:
     lines = [header]
     for choice in table:
         cells = choice.cells()
-        lines.append([_cell(cells[name]) for name in header])
+        lines.append([_cell(name, cells[name]) for name in header])
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     text = ["Best setting for each noise level, at the end of training:"]
     for line in lines:
@@ -307,8 +308,10 @@ def printed(table: Sequence[Choice]) -> str:
     return "\n".join([*text, CAVEAT])
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return rounded_up(value) if name == EPSILON else f"{value:.4g}"
 
 
 @dataclass(frozen=True)

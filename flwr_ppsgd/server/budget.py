@@ -30,7 +30,7 @@ from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr_ppsgd import disk
 from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.checks import one_of, require
-from flwr_ppsgd.epsilon import LARGEST_EXPONENT, Priced, gaussian
+from flwr_ppsgd.epsilon import Priced, as_two_zero_outs, gaussian
 from flwr_ppsgd.privacy import MOST_ROUNDS, release_from_dict, release_to_dict
 from flwr_ppsgd.server.chain import Chain, Told, load_charge, read_only
 from flwr_ppsgd.server.journal import NO_RECORD, RECORD_NOT_WRITTEN, behind
@@ -136,28 +136,12 @@ def _conversion(delta: float, order: float) -> float:
 
 
 def _twice(limit: float, order: float, delta: float) -> float:
-    """Replace-one neighbours as two zero-outs: 2ε₀, with (1 + e^ε₀)·δ₀ ≤ δ and ε₀ = ε(δ₀)."""
+    """ε under replace-one neighbours of whatever stays within the limit at this order."""
 
     def cost(log_delta: float) -> float:
         return limit + math.log1p(-1 / order) - (log_delta + math.log(order)) / (order - 1)
 
-    def fits(log_delta: float) -> bool:
-        epsilon = max(0.0, cost(log_delta))
-        if epsilon >= LARGEST_EXPONENT:
-            return False
-        return log_delta + math.log1p(math.exp(epsilon)) <= math.log(delta)
-
-    low = math.log(1e-300)
-    high = math.log(delta)
-    if not fits(low):
-        return math.inf
-    for _ in range(60):
-        middle = (low + high) / 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return 2 * max(0.0, cost(low))
+    return as_two_zero_outs(cost, delta)
 
 
 @functools.lru_cache(maxsize=256)
