@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.proto.node_pb2 import NodeInfo
 
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
-from flwr_ppsgd.server.enrolment import fingerprint
+from flwr_ppsgd.server.enrolment import Enrolment, Present, fingerprint
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from tests.support.toy import strategy, toy_learner, w0
 
@@ -176,3 +176,20 @@ def test_open_enrolment_is_for_simulation_and_says_so(caplog: pytest.LogCaptureF
     assert "To each of the 2 enrolled nodes" in statement
     assert "whoever connects first has a place, and one user can take several" in statement
     assert "--enable-supernode-auth" not in statement, "these nodes have names"
+
+
+def test_waiting_ends_with_a_line_that_says_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of ten are online. It is said at once and then every minute, for five minutes."""
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr("flwr_ppsgd.server.enrolment.time.sleep", lambda _: None)
+    monkeypatch.setattr("flwr_ppsgd.server.enrolment.time.monotonic", lambda: float(next(clock)))
+    enrolment = Enrolment(10, None, 0.5, wait_timeout=300.0)
+    with (
+        caplog.at_level("INFO", logger="flwr.ppsgd"),
+        pytest.raises(TimeoutError, match=r"2 of 10 .* waits for 5 .*num-supernodes=10"),
+    ):
+        enrolment.refresh(lambda: [Present(1), Present(2)])
+    said = [line for line in caplog.messages if line.startswith("Waiting for 5 of 10")]
+    assert len(said) == 5
