@@ -60,11 +60,13 @@ class Ids(Sequence[Present]):
     """Nodes of which only the ids are known. Each is wrapped when it is looked at.
 
     Args:
-        ids: as a range if they are one, which costs the same for any number of nodes.
+        ids: a list that has a ``span`` stands for that range, which costs the same for any number
+            of nodes.
     """
 
     def __init__(self, ids: Iterable[int]) -> None:
-        self.ids = ids if isinstance(ids, range) and ids.step > 0 else tuple(ids)
+        span = getattr(ids, "span", None)
+        self.ids: Sequence[int] = span if isinstance(span, range) else tuple(ids)
 
     def __len__(self) -> int:
         return len(self.ids)

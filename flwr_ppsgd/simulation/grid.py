@@ -1,6 +1,7 @@
 """A Flower Grid that runs any ClientApp for any number of virtual nodes in this process, without
 Ray."""
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,6 +58,18 @@ class Replies(Sequence[Message]):
         yield from map(self._answer, unanswered)
 
 
+class NodeIds(list[int]):
+    """A list of consecutive ids, made once, that also knows that it is one.
+
+    Args:
+        span: the ids as a range.
+    """
+
+    def __init__(self, span: range) -> None:
+        super().__init__(span)
+        self.span = span
+
+
 class InProcessGrid(Grid):
     """Virtual nodes in this process, each with a Context of its own; node i has ``partition-id`` i.
 
@@ -104,9 +117,13 @@ class InProcessGrid(Grid):
             run_config=dict(self._run_config),
         )
 
-    def get_node_ids(self) -> Sequence[int]:
+    def get_node_ids(self) -> list[int]:
         """The ids of all nodes, in the order of their ``partition-id``."""
-        return self._node_ids
+        return self._listed_ids
+
+    @functools.cached_property
+    def _listed_ids(self) -> "NodeIds":
+        return NodeIds(self._node_ids)
 
     def send_and_receive(
         self,
