@@ -1,6 +1,7 @@
 """Learning curves of a run; the paper's Figure 1 and Figure 2 of a sweep. Nothing here trains."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -61,6 +62,7 @@ USER_STYLES: dict[str, Look] = {
     LOCAL: {"color": "black", "ls": "-", "lw": 1.2},
     GLOBAL: {"color": "black", "ls": "--", "lw": 1.2},
 }
+LETTERS_PER_INCH = 15  # of a footnote
 
 
 # --- one run
@@ -341,6 +343,7 @@ def _finish(figure: Figure, named: Axes, path: Path, title: str) -> None:
     handles, labels = named.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=9)
     figure.suptitle(title, fontsize=11)
-    figure.supxlabel(CAVEAT, fontsize=8, color="0.3")
+    letters = int(LETTERS_PER_INCH * figure.get_figwidth())
+    figure.supxlabel(textwrap.fill(CAVEAT, letters), fontsize=8, color="0.3")
     figure.savefig(path, dpi=DOTS)
     plt.close(figure)
