@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flwr_ppsgd.client.message_api import client_app
     from flwr_ppsgd.client.model import PersonalModel, personalize
     from flwr_ppsgd.client.personal import recall
-    from flwr_ppsgd.learner import Learner, Minibatches
+    from flwr_ppsgd.learner import Learner, Minibatches, Solution
     from flwr_ppsgd.models.linear import AdditiveLinear
     from flwr_ppsgd.models.split import AdditiveHead, SplitModel
     from flwr_ppsgd.models.torch_app import (
@@ -48,6 +48,7 @@ __all__ = [
     "Poisson",
     "PrivateMetrics",
     "Release",
+    "Solution",
     "SplitModel",
     "Steps",
     "affordable_rounds",
@@ -77,6 +78,7 @@ _HOMES = {
     "Poisson": "flwr_ppsgd.algorithm",
     "PrivateMetrics": "flwr_ppsgd.algorithm",
     "Release": "flwr_ppsgd.algorithm",
+    "Solution": "flwr_ppsgd.learner",
     "SplitModel": "flwr_ppsgd.models.split",
     "Steps": "flwr_ppsgd.algorithm",
     "affordable_rounds": "flwr_ppsgd.privacy",

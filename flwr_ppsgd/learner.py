@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -12,6 +14,21 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.wire import Order
 
 Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load torch
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """The best personal part that a user finds for a published w, from own rows alone.
+
+    Args:
+        theta: θ: the model at (w, θ) is the user's personal model. For additive models
+            θ = (β − 1)·w plus the user's own part, β saying how far the user trusts w.
+        chosen: what the user chose and gained, by name, such as "beta" and "loo" (the estimated
+            error on a row that was left out). It stays on the node.
+    """
+
+    theta: Vector
+    chosen: Mapping[str, float] = field(default_factory=dict)
 
 
 class Learner(Protocol):
@@ -44,7 +61,8 @@ class Learner(Protocol):
     def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
         """(g_w, g_θ), both at (w, θ), over the minibatch of ``order.visit``.
 
-        Reduced as ``order.reduction`` says.
+        Over all of the user's rows if ``order.full_batch`` is set. Reduced as ``order.reduction``
+        says.
         """
         ...
 
@@ -61,6 +79,16 @@ class Learner(Protocol):
     # def personal_step(self, w: Vector, theta: Vector, order: Order) -> Vector
     # Optional: ValueError unless the arrays of these names are the shared parameters.
     # def check_shared(self, names: Sequence[str]) -> None
+    # Optional, for ``personal="solve"``: the best θ for the published w. It costs no privacy:
+    # nothing leaves the node.
+    # def solve(self, w: Vector) -> Solution
+    # Optional, for the private vote on the rate: the typical size of the user's own solution, the
+    # root mean square of the local ridge solution over the features that the user has. 0 if it
+    # cannot say.
+    # def own_size(self) -> float
+    # Optional, for ``personal="solve"``: the θ at which g_w is taken. Without it this is
+    # ``initial_theta()``; for models in which that θ is no model, it is a θ trained for this w.
+    # def anchor(self, w: Vector, theta: Vector, order: Order) -> Vector
 
 
 class Batches(Protocol):
