@@ -18,14 +18,15 @@ from tests.support.paths import ROOT
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 # A file imports only what stands above it: in the first list, and then in its own folder's.
 GROUND_FLOOR = """
-    door checks disk algorithm optimizers noise epsilon privacy promise wire signature learner
-    theory settings client server legacy models data simulation experiments results plan audit cli
+    door callers checks disk algorithm optimizers noise epsilon privacy promise wire signature
+    learner theory settings client server legacy models data simulation experiments results plan
+    audit cli
 """
 FOLDERS = {
     "client": "refusal policy mods shelf sent personal visit message_api legacy_api model",
     "server": """
         training record chain checkpoint journal budget ledgers curator enrolment tensorboard rounds
-        fetch message_api legacy_api
+        fetch numpy_clients message_api legacy_api
     """,
     "models": "linear batch blocks losses loaders torch_optimizer split cnn torch_app",
     "data": """

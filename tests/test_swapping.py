@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import arrays_size_mod, fixedclipping_mod
+from flwr.common import NDArrays
 from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
     FedAvg,
@@ -207,9 +211,122 @@ def test_the_difference_is_clipped_as_the_gradient() -> None:
 
 
 def test_messages_to_ordinary_clients_look_like_flowers_own() -> None:
-    (message, *_) = opened(parameters_strategy(), grid())
+    """Once they have answered: the first message must reach NumPyClients too."""
+    ppsgd, on = parameters_strategy(), grid()
+    messages = opened(ppsgd, on)
+    assert list(messages[0].content)[:2] == ["arrays", "config"]
+    assert messages[0].content.config_records["config"]["server-round"] == 1
+    replies = [Message(RecordDict({"arrays": w0()}), reply_to=message) for message in messages]
+    arrays, _ = ppsgd.aggregate_train(1, replies)
+    (message, *_) = ppsgd.configure_train(2, arrays, ConfigRecord(), on)
     assert list(message.content) == ["arrays", "config"]
-    assert message.content.config_records["config"]["server-round"] == 1
+
+
+class PullsToItsTarget(NumPyClient):
+    """Two arrays in, both moved halfway to the user's target out."""
+
+    def __init__(self, user: int) -> None:
+        self.user = user
+
+    def fit(self, parameters: NDArrays, config: dict[str, Any]) -> Any:
+        assert set(config) == {"server_round", "lr"}
+        moved = [array + 0.5 * (target(self.user)[:3] - array) for array in parameters]
+        return moved, 10**6, {"loss": 1.0}
+
+    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> Any:  # noqa: ARG002
+        return 2.0, 10, {"distance": float(np.sum(parameters[0] ** 2))}
+
+
+def numpy_client(context: Context) -> Client:
+    return PullsToItsTarget(int(context.node_config["partition-id"])).to_client()
+
+
+def failing_client(context: Context) -> Client:
+    if context.node_config["partition-id"] == 0:
+        raise RuntimeError("no data")
+    return numpy_client(context)
+
+
+def two_arrays() -> ArrayRecord:
+    return ArrayRecord({"one": Array(np.zeros(3)), "two": Array(np.ones(3))})
+
+
+def test_numpy_clients_are_driven_under_the_message_api() -> None:
+    """w − w_i = ½(w − y_i), unclipped, without noise: w moves halfway to the mean target."""
+    ppsgd = parameters_strategy(evaluate_every=1, release=release(clip_norm=1e3))
+    on = InProcessGrid(ClientApp(client_fn=numpy_client), 5)
+    config = ConfigRecord({"lr": 0.1, "names": ["only scalars reach a NumPyClient"]})
+    result = ppsgd.start(on, two_arrays(), num_rounds=1, train_config=config)
+    centre = np.mean([target(user)[:3] for user in range(5)], axis=0)
+    np.testing.assert_allclose(result.arrays["one"].numpy(), 0.5 * centre, rtol=1e-6)
+    np.testing.assert_allclose(result.arrays["two"].numpy(), 0.5 + 0.5 * centre, rtol=1e-6)
+    assert result.evaluate_metrics_clientapp[0] == {"distance": 0.0, "loss": 2.0}
+    assert set(result.train_metrics_clientapp[1]) == {"epsilon"}
+
+
+def test_a_message_holds_both_forms_until_all_who_answer_are_of_one_kind() -> None:
+    """One who fails, or lies about its kind, must not keep the others from their form."""
+    ppsgd = parameters_strategy(release=release(clip_norm=1e3))
+    on = InProcessGrid(ClientApp(client_fn=numpy_client), 5)
+    both = ["arrays", "config", "fitins.parameters", "fitins.config"]
+    arrays = two_arrays()
+    config = ConfigRecord({"lr": 0.1})
+    liar = ConfigRecord({"lr": 0.1})
+    for round_, (app, seen) in enumerate(
+        [(numpy_client, both), (numpy_client, both[2:]), (failing_client, both[2:])], start=1
+    ):
+        on._app = ClientApp(client_fn=app)
+        messages = ppsgd.configure_train(round_, arrays, config, on)
+        assert list(messages[0].content) == seen
+        arrays, _ = ppsgd.aggregate_train(round_, list(on.send_and_receive(messages)))
+    messages = ppsgd.configure_train(4, arrays, config, on)
+    assert list(messages[0].content) == both
+    replies = list(on.send_and_receive(messages))
+    replies[0] = Message(RecordDict({"arrays": arrays}), reply_to=messages[0])
+    arrays, _ = ppsgd.aggregate_train(4, replies)
+    (message, *_) = ppsgd.configure_train(5, arrays, liar, on)
+    assert list(message.content) == both
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_numpy_client_with_another_number_of_arrays_counts_as_zero(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ppsgd, on = parameters_strategy(), grid()
+    messages = ppsgd.configure_train(1, two_arrays(), ConfigRecord(), on)
+    on.push_messages(messages)
+    numbered = ArrayRecord([np.full(3, 5.0)] * count)
+    reply = Message(RecordDict({"fitres.parameters": numbered}), reply_to=messages[0])
+    with caplog.at_level(logging.INFO, logger="flwr.ppsgd"):
+        arrays, _ = ppsgd.aggregate_train(1, [reply])
+    np.testing.assert_array_equal(arrays["one"].numpy(), 0.0)
+    assert "replies=0 zeros=5 missing=4 of-wrong-keys,-shape-or-dtype=1" in caplog.text
+
+
+WRAPPERS = [
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("replies", ["gradient", "parameters"])
+def test_flowers_dp_strategies_are_refused_around_ppsgd(wrapper: Any, replies: Any) -> None:
+    """Before anything is sent, whoever drives the rounds."""
+    numbers = {"noise_multiplier": 0.1, "num_sampled_clients": 5}
+    if "Fixed" in wrapper.__name__:
+        numbers["clipping_norm"] = 1.0
+    ppsgd = strategy(replies=replies)
+    wrapped = wrapper(ppsgd, **numbers)
+    words = f"PPSGD inside Flower's {wrapper.__name__}: .*use it without {wrapper.__name__}"
+    with pytest.raises(ValueError, match=words):
+        wrapped.start(grid(), w0(), num_rounds=1)
+    with pytest.raises(ValueError, match=words):
+        wrapped.configure_train(1, w0(), ConfigRecord(), grid())
+    assert ppsgd.ledger.rounds == 0
+    assert np.any(flat(ppsgd.start(grid(), w0(), num_rounds=1).arrays)) == (replies == "gradient")
 
 
 def test_a_stock_client_without_the_setting_gets_a_line_that_names_it(

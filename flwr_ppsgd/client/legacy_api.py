@@ -8,6 +8,7 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.client.mods import refuse_clipping_mods
 from flwr_ppsgd.client.sent import EVALUATE, Leaving, norm_of
 from flwr_ppsgd.client.visit import (
     LocalSteps,
@@ -62,6 +63,7 @@ class PPSGDClient(NumPyClient):
             if order is None:
                 sent = self._fit_locally(w, config)
                 return _arrays(sent, parameters), self._learner.num_examples, {}
+            refuse_clipping_mods()
             sent = answer_order(self._context, self._learner, w, order)
             return _arrays(sent, parameters), 1, {**sent.measures}
 

@@ -21,9 +21,10 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
+from flwr_ppsgd.callers import refuse_dp_strategy
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.server.enrolment import Present, present_in
-from flwr_ppsgd.server.rounds import Reply, Rounds, UnusableError, mean_of
+from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, NUMPY, Layout, record_of
@@ -177,12 +178,14 @@ class PPSGDStrategy(Strategy):
         return self._parameters(average, parameters)
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:  # noqa: ARG002
+        refuse_dp_strategy("PPSGDStrategy")
         return self._initial
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
+        refuse_dp_strategy("PPSGDStrategy")
         round_ = self._absolute(server_round)
         w = self._flatten(parameters.tensors)
         asked = self._rounds.open(round_, w, self._layout, lambda: _present(client_manager))
@@ -203,7 +206,7 @@ class PPSGDStrategy(Strategy):
         for client, result in results:
             opened.take(client.cid, lambda result=result: self._reply(result))  # type: ignore[misc]
         for failure in failures:
-            opened.pass_over(UnusableError("client error", _failure(failure)))
+            _count_failure(opened, failure)
         heard = bool(results or failures)
         w, released = self._rounds.publish(round_, heard)
         parameters = self._parameters_sent
@@ -293,10 +296,14 @@ class PPSGDStrategy(Strategy):
         return Parameters([array.data for array in record.values()], NUMPY)
 
 
-def _failure(failure: tuple[ClientProxy, FitRes] | BaseException) -> str:
+def _count_failure(opened: OpenRound, failure: tuple[ClientProxy, FitRes] | BaseException) -> None:
+    """Count a failure as zero; Flower does not say whose an exception is."""
     if isinstance(failure, BaseException):
-        return str(failure)
-    return failure[1].status.message
+        opened.fail(str(failure))
+        return
+    client, result = failure
+    error = result.status.message or "a status that is not OK"
+    opened.take(client.cid, lambda: Reply(error=error))
 
 
 def _clients(client_manager: ClientManager) -> dict[str, ClientProxy]:

@@ -18,11 +18,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
+from flwr_ppsgd.callers import refuse_dp_strategy
 from flwr_ppsgd.checks import printable
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, refusals_of
+from flwr_ppsgd.server.numpy_clients import Addressing, Task, failure, measured, trained
 from flwr_ppsgd.server.rounds import LONGEST_DETAIL, Reply, Rounds, mean_of
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
@@ -84,6 +86,7 @@ class PPSGD(Strategy):
         )
         self._rounds = Rounds(self.training)
         self._curator = self._rounds.curator
+        self._addressing = Addressing()
         self._asked: list[Metadata] = []
         self._arrays = ArrayRecord()
         self._latest = self._resumed()
@@ -142,6 +145,7 @@ class PPSGD(Strategy):
 
     def summary(self) -> None:
         """Log the settings that make up the promise."""
+        refuse_dp_strategy("PPSGD")
         log.info("\t├──> %s", self.release)
         log.info("\t└──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
 
@@ -214,7 +218,7 @@ class PPSGD(Strategy):
         if self.training.replies != "gradient":
             return
         nodes = self._rounds.to_check(lambda: present_in(grid))
-        content = self._content(self.rounds_done, arrays, ConfigRecord())
+        content = self._content("fit", self.rounds_done, arrays, ConfigRecord())
         messages = [Message(content, cast(int, node), MessageType.QUERY) for node in nodes]
         refusals = refusals_of(grid, messages, timeout, _size(arrays))
         self._rounds.refuse_if_nobody_obeys(len(messages), refusals)
@@ -246,10 +250,11 @@ class PPSGD(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
+        refuse_dp_strategy("PPSGD")
         layout = self._layout(arrays)
         w = layout.flatten(arrays)
         nodes = self._rounds.open(server_round, w, layout, lambda: present_in(grid))
-        content = self._content(server_round, arrays, config)
+        content = self._content("fit", server_round, arrays, config)
         messages = [Message(content, cast(int, node), MessageType.TRAIN) for node in nodes]
         self._arrays = arrays
         # a grid fills in the message ids when it sends them
@@ -261,12 +266,11 @@ class PPSGD(Strategy):
     ) -> tuple[ArrayRecord, MetricRecord]:
         """One noisy step; each reply is a vector or zero."""
         opened = self._rounds.opened(server_round)
-        name = GRADIENT if self.training.replies == "gradient" else ARRAYS
         asked = {each.message_id: each.dst_node_id for each in self._asked if each.message_id}
         # InProcessGrid forgets each reply once it is read
         for reply in getattr(replies, "once", replies.__iter__)():
             node = _answered_node(reply, asked)
-            opened.take(node, lambda reply=reply: _reply(reply, name))  # type: ignore[misc]
+            opened.take(node, lambda reply=reply: self._reply(reply))  # type: ignore[misc]
         w, released = self._rounds.publish(server_round)
         arrays = self._arrays
         if self.steps.publishes:
@@ -282,7 +286,7 @@ class PPSGD(Strategy):
         nodes = self._rounds.evaluators(server_round, lambda: present_in(grid))
         if not nodes:
             return []
-        content = self._content(server_round, self.averaged(arrays), config)
+        content = self._content("evaluate", server_round, self.averaged(arrays), config)
         return [Message(content, cast(int, node), MessageType.EVALUATE) for node in nodes]
 
     def aggregate_evaluate(
@@ -300,8 +304,10 @@ class PPSGD(Strategy):
                 len(answered),
                 printable(failed[0].error.reason, LONGEST_DETAIL),
             )
-        records = [reply.content.get(METRICS) for reply in answered if reply.has_content()]
-        means = mean_of(record for record in records if isinstance(record, MetricRecord))
+        for reply in answered:
+            self._addressing.hear(reply)
+        records = [measured(reply.content) for reply in answered if reply.has_content()]
+        means = mean_of(record for record in records if record is not None)
         return MetricRecord({**means}) if means else None
 
     def averaged(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -333,16 +339,27 @@ class PPSGD(Strategy):
             )
         return self._latest
 
-    def _content(self, round_: int, arrays: ArrayRecord, config: ConfigRecord) -> RecordDict:
+    def _content(
+        self, task: Task, round_: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> RecordDict:
         """What a client gets.
 
         One that returns parameters gets what Flower's stock strategies send.
         """
         if self.training.replies == "parameters":
-            told = ConfigRecord({**config, "server-round": round_})
-            return RecordDict({ARRAYS: arrays, CONFIG: told})
+            return self._addressing.content(task, arrays, config, round_)
         order = ConfigRecord(self._rounds.order(round_, arrays).to_flat())
         return RecordDict({ARRAYS: arrays, CONFIG: config, ORDER: order})
+
+    def _reply(self, message: Message) -> Reply:
+        """The arrays of a message and its measures, and nothing else of it."""
+        if self.training.replies == "gradient":
+            return _reply(message, GRADIENT)
+        self._addressing.hear(message)
+        if message.has_error() or ARRAYS in message.content:
+            return _reply(message, ARRAYS)
+        content = message.content
+        return Reply(trained(content, self._arrays), error=failure(content), found=list(content))
 
     def _layout(self, arrays: ArrayRecord) -> Layout:
         return Layout.of(arrays, self._rounds.hold())

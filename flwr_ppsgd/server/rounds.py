@@ -289,6 +289,7 @@ class OpenRound:
         self._waiting = set(asked)  # for a valid reply
         self.asked = len(self._waiting)
         self._silent = set(self._waiting)
+        self._unnamed = 0  # failures of asked nodes, nobody knows of which
         self._total = curator.open_sum(len(w))
         self._used = 0
         self._zeros: Counter[str] = Counter()
@@ -315,6 +316,11 @@ class OpenRound:
         self._waiting.discard(node)
         self._used += 1
         self._total.put(vector, scales)
+
+    def fail(self, detail: str) -> None:
+        """Count the failure of an asked node, of which nobody knows which it is."""
+        self._unnamed += 1
+        self.pass_over(UnusableError("client error", detail))
 
     def pass_over(self, error: BaseException, node: Hashable = "unknown") -> None:
         """Count a reply as zero."""
@@ -370,7 +376,7 @@ class OpenRound:
 
         How many replies counted must not leave the server; who sent them is not even in the line.
         """
-        self._zeros["missing"] += len(self._silent)
+        self._zeros["missing"] += max(0, len(self._silent) - self._unnamed)
         zeros = {reason: count for reason, count in sorted(self._zeros.items()) if count}
         nobody = zeros and not self._used
         level = logging.WARNING if nobody else logging.INFO

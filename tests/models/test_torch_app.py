@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from flwr.client import mod as legacy
 from flwr.clientapp.mod import (
     LocalDpMod,
     adaptiveclipping_mod,
@@ -89,6 +90,7 @@ def test_loaders_that_return_one_loader_are_told_so() -> None:
 
 SIZES = [message_size_mod, arrays_size_mod]
 CLIPPING = [fixedclipping_mod, adaptiveclipping_mod, LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
+LEGACY = [legacy.fixedclipping_mod, legacy.adaptiveclipping_mod, legacy.LocalDpMod(1, 1, 1, 1e-3)]
 
 
 def ppsgd() -> PPSGD:
@@ -104,7 +106,7 @@ def test_flowers_size_mods_work(mod: Any, caplog: pytest.LogCaptureFixture) -> N
     assert "replies=3 zeros=0" in caplog.text
 
 
-@pytest.mark.parametrize("mod", CLIPPING)
+@pytest.mark.parametrize("mod", [*CLIPPING, *LEGACY])
 def test_mods_that_clip_parameters_are_refused(mod: Any) -> None:
     """LocalDpMod would send w + clip(g − w) plus noise in place of a gradient, unnoticed."""
     with pytest.raises(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Context
 from flwr.client import Client, NumPyClient
+from flwr.client.mod import LocalDpMod, message_size_mod
 from flwr.clientapp import ClientApp
 from flwr.common import (
     Code,
@@ -21,13 +22,21 @@ from flwr.common import (
 )
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
-from flwr.server.strategy import FedAvg, FedProx
+from flwr.server.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+    FedProx,
+)
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from flwr_ppsgd import PrivateMetrics, Steps, client_app
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.personal import recall
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
+from flwr_ppsgd.server.rounds import NobodyUsableError
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from tests.support.toy import SIZE, Floats, flat, release, strategy, toy_learner, w0
 
@@ -340,3 +349,49 @@ def test_central_evaluation_gets_the_absolute_round_and_w(tmp_path: Path) -> Non
         ppsgd.close()
     assert seen == [0, 1, 2, 2, 3]
     assert legacy().evaluate(1, ppsgd.initialize_parameters(manager())) is None
+
+
+WRAPPERS: list[Any] = [
+    lambda inner: DifferentialPrivacyServerSideFixedClipping(inner, 1.0, 1.0, 5),
+    lambda inner: DifferentialPrivacyServerSideAdaptiveClipping(inner, 0.1, 5),
+    lambda inner: DifferentialPrivacyClientSideFixedClipping(inner, 1.0, 1.0, 5),
+    lambda inner: DifferentialPrivacyClientSideAdaptiveClipping(inner, 0.1, 5),
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_flowers_dp_strategies_are_refused_around_ours(wrap: Any) -> None:
+    inner = legacy()
+    wrapped = wrap(inner)
+    words = r"PPSGDStrategy inside Flower's DifferentialPrivacy\w+: .*use it without"
+    with pytest.raises(ValueError, match=words):
+        wrapped.initialize_parameters(manager())
+    with pytest.raises(ValueError, match=words):
+        wrapped.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
+    assert inner.ledger.rounds == 0
+    assert inner.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
+
+
+def test_a_local_dp_mod_before_our_client_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """It would send w + clip(g − w) plus noise in place of a gradient, unnoticed."""
+    app = ClientApp(client_fn, mods=[LocalDpMod(1.0, 1.0, 1.0, 1e-3)])
+    with pytest.raises(NobodyUsableError, match="refused-message"):
+        run_legacy(legacy(), 2, InProcessGrid(app, 5))
+    assert "leave LocalDpMod out of mods" in caplog.text
+    caplog.clear()
+    run_legacy(legacy(), 2, InProcessGrid(ClientApp(client_fn, mods=[message_size_mod]), 5))
+    assert caplog.text.count("replies=5 zeros=0") == 2
+
+
+FAILED = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, "no data"), Parameters([], ""), 0, {})
+
+
+@pytest.mark.parametrize("failure", [(Proxy("3"), FAILED), RuntimeError("no data")])
+def test_a_failure_is_counted_once(failure: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of five, three answer, one fails and one is silent."""
+    ppsgd = legacy()
+    ppsgd.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
+    results = [(Proxy(str(user)), result(None, ONE)) for user in range(3)]
+    with caplog.at_level("INFO", logger="flwr.ppsgd"):
+        ppsgd.aggregate_fit(1, results, [failure])  # type: ignore[arg-type]
+    assert "replies=3 zeros=2 client-error=1 missing=1; the first: no data" in caplog.text

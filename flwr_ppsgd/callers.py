@@ -1,0 +1,42 @@
+"""Flower's DP strategies and mods around our code, found among the callers.
+
+A strategy that is wrapped, and a client behind a mod, are not told so by Flower. What is running
+above them on the stack tells.
+"""
+
+import sys
+
+STRATEGIES = ("DifferentialPrivacy", "DPFedAvg")
+MODS = ("LocalDpMod", "fixedclipping_mod", "adaptiveclipping_mod")
+
+
+def flower_caller(names: tuple[str, ...]) -> str | None:
+    """The outermost of Flower's functions or classes that is running; None if there is none.
+
+    Args:
+        names: how those that count begin.
+    """
+    found = None
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        owner, _, _ = frame.f_code.co_qualname.partition(".")
+        if module.startswith("flwr.") and owner.startswith(names):
+            found = owner
+        frame = frame.f_back
+    return found
+
+
+def refuse_dp_strategy(ours: str) -> None:
+    """ValueError if one of Flower's DP strategies drives this one.
+
+    Args:
+        ours: the name of our strategy.
+    """
+    wrapper = flower_caller(STRATEGIES)
+    if wrapper is not None:
+        raise ValueError(
+            f"{ours} inside Flower's {wrapper}: that would take gradients for parameters, clip "
+            f"and add noise a second time, and no stated epsilon would know of it. {ours} does "
+            f"all of this itself: use it without {wrapper}"
+        )
