@@ -526,6 +526,21 @@ def ledger(
 
 
 @app.command()
+def status(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for monitoring.")] = False,
+) -> None:
+    """How a training does, while it runs too: rounds, ε, replies, the last error, the disk."""
+    from flwr_ppsgd.server.status import status_of
+
+    found = status_of(directory)
+    if as_json:
+        _show(json.dumps(found.as_data(), ensure_ascii=False, indent=2))
+    else:
+        _show(found.in_words())
+
+
+@app.command()
 def budget(
     directory: Annotated[Path, typer.Argument(help="Where the budget is kept.")],
     *,

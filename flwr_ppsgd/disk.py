@@ -80,12 +80,20 @@ def make_private(directory: Path) -> None:
         sync_directory(each.parent)
 
 
-def append(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Add to the end of a file. When this returns, it is on the disk."""
+def append(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True) -> None:
+    """Add to the end of a file. When this returns, it is on the disk.
+
+    Args:
+        path: the file; it is made if it is missing.
+        data: what to add.
+        mode: permissions of a new file, less the umask.
+        sync: wait for the disk.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         write_all(file.fileno(), data)
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -99,6 +107,14 @@ def whole_lines(content: bytes) -> list[bytes]:
     """The lines that end in a newline; a torn last one is left out."""
     whole, _, _ = content.rpartition(b"\n")
     return whole.splitlines()
+
+
+def ends_whole(path: Path) -> bool:
+    """Whether a file of lines is empty or ends in a newline."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) in (b"", b"\n")
 
 
 def cut_torn_line(path: Path) -> None:
@@ -121,6 +137,21 @@ def try_lock(descriptor: int) -> bool:
 def unlock(descriptor: int) -> None:
     """Give up a lock that ``try_lock`` took, and keep the file open."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process that this machine shows holds the lock on a file.
+
+    The lock itself is not touched. Known by the file's number alone: some file systems show another
+    device here than there. None if the system does not tell: only Linux has /proc/locks.
+    """
+    try:
+        held = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    number = str(path.stat().st_ino)
+    locks = [line.split() for line in held]
+    return any("FLOCK" in lock and lock[-3].rpartition(":")[2] == number for lock in locks)
 
 
 @contextmanager

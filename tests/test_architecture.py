@@ -25,8 +25,8 @@ GROUND_FLOOR = """
 FOLDERS = {
     "client": "refusal policy mods shelf sent personal visit message_api legacy_api model",
     "server": """
-        training record chain checkpoint journal budget ledgers curator enrolment tensorboard rounds
-        fetch numpy_clients message_api legacy_api
+        training private_log record chain checkpoint journal budget ledgers curator status enrolment
+        tensorboard rounds fetch numpy_clients message_api legacy_api
     """,
     "models": "linear batch blocks losses loaders torch_optimizer split cnn torch_app",
     "data": """

@@ -1,6 +1,8 @@
 """w on disk: written beside the old one, synced, renamed into place; the one before is kept."""
 
+import json
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +91,19 @@ def load(directory: Path) -> Checkpoint | None:
             f"no checkpoint of w in {directory} is whole: restore one, or start anew in another "
             "directory"
         )
+    return None
+
+
+def newest(directory: Path) -> tuple[int, int] | None:
+    """The round and the charges that the newest checkpoint names; None if there is none.
+
+    Only its head is read, and not checked: quick, whatever the size of w, while a training runs.
+    """
+    for path in reversed(files(directory)):
+        with suppress(OSError, ValueError, KeyError), path.open("rb") as file:
+            file.readline()  # the checksum
+            head = json.loads(file.readline())
+            return int(head["round"]), int(head["charged"])
     return None
 
 

@@ -15,13 +15,15 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from flwr_ppsgd.checks import require
+from flwr_ppsgd.checks import printable, require
 from flwr_ppsgd.server.training import Identity
 
 log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
 SAY_SECONDS = 60.0
+MOST_TOLD = 20  # nodes at a time
+LONGEST_NAME = 100  # characters
 RESTARTS = (
     "nodes are known by their ids, and without authentication a node that restarts comes back "
     "under a new one: for a while one user may hold two places. Start the SuperLink with "
@@ -171,6 +173,7 @@ class Enrolment:
         enrolled: who has them; None: the first nodes seen.
         min_online: the share of the population to wait for before the first round.
         wait_timeout: how long to wait for it, in seconds.
+        tell: is told which nodes need the operator. Flower's log holds no names.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class Enrolment:
         enrolled: Iterable[Identity] | None,
         min_online: float,
         wait_timeout: float = 600.0,
+        tell: Callable[[str], None] = log.debug,
     ) -> None:
         self.known: Sequence[Identity] = []
         self.open = enrolled is None
@@ -188,7 +192,9 @@ class Enrolment:
         self._begun = False
         self._warned = False
         self._caveats: dict[str, None] = {}  # in the order in which they came up
+        self._tell = tell
         self._doubled: set[Identity] = set()
+        self._strangers: set[Present] = set()  # not enrolled, and told of
         self._latest: Sequence[Present] = []
         self._online: Mapping[Identity, Identity] = {}
         self._settled: Mapping[Identity, Identity] | None = None  # who has been given places
@@ -263,16 +269,39 @@ class Enrolment:
         listed = set(self.known)
         online: dict[Identity, Identity] = {}
         doubled: set[Identity] = set()
+        strangers: set[Present] = set()
         for node in present:
             own = self._own_name(node, listed) if node.real else node.address
             if not self.open and own not in listed:
+                if node.real:
+                    strangers.add(node)
                 continue
             self._note_caveats(node, own)
             if own in online:
                 doubled.add(own)
             online[own] = node.address
         self._refuse_doubled(online, doubled)
+        self._tell_of(strangers)
         return online
+
+    def _tell_of(self, strangers: set[Present]) -> None:
+        """Say once of each node that it has no place: it may be a user's, under another key."""
+        fresh = sorted(strangers - self._strangers)
+        self._strangers |= strangers
+        if not fresh:
+            return
+        log.info(
+            "Nodes that are not enrolled are online (%d): they take no part. A user who comes back "
+            "under another key has no place until that key is enrolled, or registered under the "
+            "enrolled name in place of the old one",
+            len(fresh),
+        )
+        for node in fresh[:MOST_TOLD]:
+            name = printable(node.name, LONGEST_NAME)
+            self._tell(
+                f"node {node.address} (name {name!r}, {node.fingerprint}) is online and not "
+                "enrolled: it takes no part"
+            )
 
     def _note_caveats(self, node: Present, own: Identity) -> None:
         """Only a machine of its own can restart, or belong to a user who has others."""
@@ -293,8 +322,10 @@ class Enrolment:
                 "Two nodes are online under one enrolled name: neither takes part, and their place "
                 "counts as zero. Unregister one of them, or enrol by public key"
             )
-            log.debug(
-                "Enrolled names under which two nodes are online: %s", sorted(map(str, doubled))
+            names = [printable(own, LONGEST_NAME) for own in sorted(map(str, doubled))]
+            self._tell(
+                "enrolled names under which two nodes are online, so that nobody has the place: "
+                f"{', '.join(names[:MOST_TOLD])}"
             )
         self._doubled = doubled
 

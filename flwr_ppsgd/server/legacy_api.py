@@ -1,9 +1,10 @@
 """PPSGD for Flower's legacy API: the same rounds behind ``flwr.server.strategy.Strategy``."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
 
 from flwr.common import (
     EvaluateIns,
@@ -30,8 +31,18 @@ from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, NUMPY, Layout, record_of
 
 log = logging.getLogger("flwr.ppsgd")
+flower_log = logging.getLogger("flwr")
 
-
+# Lines of Flower's own legacy loop that tell how many take part in a round: server-private.
+COHORT_SIZES = (
+    "configure_fit: strategy sampled",
+    "configure_fit: no clients selected",
+    "aggregate_fit: received",
+    "configure_evaluate: strategy sampled",
+    "aggregate_evaluate: received",
+)
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 Central: TypeAlias = Callable[
     [int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None
 ]
@@ -45,6 +56,29 @@ class _Asked(list[Any]):
 
     def __bool__(self) -> bool:
         return True
+
+
+def _without_cohort_sizes(record: logging.LogRecord) -> bool:
+    """Whether a record of Flower's may be logged."""
+    return not str(record.msg).startswith(COHORT_SIZES)
+
+
+def _noted(
+    method: Callable[Concatenate["PPSGDStrategy", Arguments], Returned],
+) -> Callable[Concatenate["PPSGDStrategy", Arguments], Returned]:
+    """The method, noting for the operator what ends a run in it."""
+
+    @functools.wraps(method)
+    def noting(
+        self: "PPSGDStrategy", /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Returned:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            self._rounds.private.note_error(error)
+            raise
+
+    return noting
 
 
 class PPSGDStrategy(Strategy):
@@ -112,6 +146,7 @@ class PPSGDStrategy(Strategy):
             tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
         )
+        flower_log.addFilter(_without_cohort_sizes)  # while this process lives
         self._rounds = Rounds(self.training)
         self._curator = self._rounds.curator
         self._layout = Layout.of(record_of(initial_parameters.tensors), self._rounds.hold())
@@ -181,6 +216,7 @@ class PPSGDStrategy(Strategy):
         refuse_dp_strategy("PPSGDStrategy")
         return self._initial
 
+    @_noted
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
@@ -194,6 +230,7 @@ class PPSGDStrategy(Strategy):
         instructions = FitIns(parameters, self._config(round_, parameters))
         return _Asked((clients[str(cid)], instructions) for cid in asked if str(cid) in clients)
 
+    @_noted
     def aggregate_fit(
         self,
         server_round: int,
@@ -234,15 +271,17 @@ class PPSGDStrategy(Strategy):
         self,
         server_round: int,
         results: list[tuple[ClientProxy, EvaluateRes]],
-        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],  # noqa: ARG002
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Means over users, weighted by their number of examples. Outside the guarantee."""
+        round_ = self._absolute(server_round)
+        self._rounds.note_failed_evaluations(round_, list(map(_failure, failures)), len(results))
         measures = [
             {**result.metrics, "loss": result.loss, NUM_EXAMPLES: result.num_examples}
             for _, result in results
         ]
         means: dict[str, Any] = {**mean_of(measures)}
-        self._end(self._absolute(server_round))
+        self._end(round_)
         return means.pop("loss", None), means
 
     def evaluate(
@@ -277,12 +316,12 @@ class PPSGDStrategy(Strategy):
         return Reply(arrays=arrays, measures=result.metrics, found=[ARRAYS] if arrays else [])
 
     def _warn_of_stock_clients(self, result: FitRes) -> None:
-        """Say once that a client looks like one that returns parameters."""
+        """Tell the operator once that a client looks like one that returns parameters."""
         known = set(self.training.metrics.bounds) if self.training.metrics else set()
         stock = result.num_examples != 1 or set(result.metrics) - known
         if stock and not self._warned:
             self._warned = True
-            log.warning(
+            self._rounds.private.note_problem(
                 "A client reports its number of examples or metrics, as stock clients do and "
                 "PPSGDClient does not: its parameters are taken for a gradient. Use PPSGDClient, "
                 "or PPSGDStrategy(replies='parameters')"
@@ -296,14 +335,20 @@ class PPSGDStrategy(Strategy):
         return Parameters([array.data for array in record.values()], NUMPY)
 
 
+def _failure(failure: tuple[ClientProxy, FitRes | EvaluateRes] | BaseException) -> str:
+    """What a client that failed has said."""
+    if isinstance(failure, BaseException):
+        return str(failure)
+    return failure[1].status.message or "a status that is not OK"
+
+
 def _count_failure(opened: OpenRound, failure: tuple[ClientProxy, FitRes] | BaseException) -> None:
     """Count a failure as zero; Flower does not say whose an exception is."""
     if isinstance(failure, BaseException):
-        opened.fail(str(failure))
+        opened.fail(_failure(failure))
         return
-    client, result = failure
-    error = result.status.message or "a status that is not OK"
-    opened.take(client.cid, lambda: Reply(error=error))
+    client, _ = failure
+    opened.take(client.cid, lambda: Reply(error=_failure(failure)))
 
 
 def _clients(client_manager: ClientManager) -> dict[str, ClientProxy]:

@@ -19,13 +19,12 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
 from flwr_ppsgd.callers import refuse_dp_strategy
-from flwr_ppsgd.checks import printable
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, refusals_of
 from flwr_ppsgd.server.numpy_clients import Addressing, Task, failure, measured, trained
-from flwr_ppsgd.server.rounds import LONGEST_DETAIL, Reply, Rounds, mean_of
+from flwr_ppsgd.server.rounds import Reply, Rounds, mean_of
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, ORDER, Layout, bytes_of, record_from
@@ -147,7 +146,8 @@ class PPSGD(Strategy):
         """Log the settings that make up the promise."""
         refuse_dp_strategy("PPSGD")
         log.info("\t├──> %s", self.release)
-        log.info("\t└──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
+        log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
+        log.info("\t└──> %s", self._rounds.private.where)
 
     def start(  # noqa: PLR0917 - Flower's own signature
         self,
@@ -196,6 +196,9 @@ class PPSGD(Strategy):
             log.info("%s", self.privacy_statement())
             result.arrays = self.averaged(result.arrays)
             return result
+        except BaseException as error:
+            self._rounds.private.note_error(error)
+            raise
         finally:
             self._curator.close()  # another strategy may go on in checkpoint_dir
 
@@ -295,15 +298,8 @@ class PPSGD(Strategy):
         """Mean over users, weighted by their number of examples. Outside the guarantee."""
         log.debug("Round %d: metrics from client data are outside the guarantee", server_round)
         answered = list(replies)
-        failed = [reply for reply in answered if reply.has_error()]
-        if failed:
-            log.warning(
-                "Round %d (server-private): %d of %d evaluations failed; the first: %s",
-                server_round,
-                len(failed),
-                len(answered),
-                printable(failed[0].error.reason, LONGEST_DETAIL),
-            )
+        failures = [str(reply.error.reason) for reply in answered if reply.has_error()]
+        self._rounds.note_failed_evaluations(server_round, failures, len(answered) - len(failures))
         for reply in answered:
             self._addressing.hear(reply)
         records = [measured(reply.content) for reply in answered if reply.has_content()]

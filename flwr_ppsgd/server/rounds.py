@@ -17,9 +17,9 @@ from flwr.app import ArrayRecord
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import printable
-from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Enrolment, Present
+from flwr_ppsgd.server.private_log import PrivateLog, RoundFacts
 from flwr_ppsgd.server.tensorboard import Scalars
 from flwr_ppsgd.server.training import Identity, Training
 from flwr_ppsgd.signature import signed
@@ -86,6 +86,8 @@ class Rounds:
     def __init__(self, training: Training) -> None:
         self.training = training
         self.curator = Curator(training)
+        secret = training.insecure_seed is None
+        self.private = PrivateLog(training.checkpoint_dir, secret)
         self._scalars = Scalars(training.tensorboard_dir)
         population = training.release.cohort.population
         self._enrolment = Enrolment(
@@ -93,6 +95,7 @@ class Rounds:
             training.enrolled,
             training.min_online,
             training.wait_timeout,
+            tell=self.private.note_problem,
         )
         self._open: OpenRound | None = None
         self._useless = 0  # rounds in a row in which nobody could be used
@@ -179,7 +182,8 @@ class Rounds:
         online = self._online(look)
         drawn = self._enrolment.nodes(self.curator.draw(round_))
         asked = [online[node] for node in drawn if node in online]
-        self._open = OpenRound(self.curator, round_, w, layout, asked)
+        offline = len(drawn) - len(asked)
+        self._open = OpenRound(self.curator, round_, w, layout, asked, offline=offline)
         return asked
 
     def opened(self, round_: int) -> "OpenRound":
@@ -199,6 +203,7 @@ class Rounds:
         opened = self.opened(round_)
         w, measures = opened.close(round_)
         released = {"epsilon": self.curator.epsilon_so_far(), **measures}
+        self.private.note_round(opened.facts())
         self._scalars.add(round_, released)
         if heard:
             self._count_useless(opened)
@@ -220,12 +225,14 @@ class Rounds:
         if self._useless < 2:
             return
         self._useless = 0
-        opened = self.opened(self.curator.rounds_done)
+        done = self.curator.rounds_done
+        said = self.private.where
+        if self.private.path is None:
+            said = f"the first: {self.opened(done).first_failure or 'no reply'}"
         raise NobodyUsableError(
-            f"in rounds {self.curator.rounds_done - 1} and {self.curator.rounds_done} each of the "
-            f"{opened.asked} clients that were asked gave an error, a malformed reply or none"
-            f"{opened.first_failure}. Both rounds are charged. More rounds would only cost "
-            "epsilon: look at a client's log, mend it, and start again"
+            f"in rounds {done - 1} and {done} each client that was asked gave an error, a "
+            f"malformed reply or none ({said}). Both rounds are charged. More rounds would only "
+            "cost epsilon: look at a client's log, mend it, and start again"
         )
 
     def order(self, round_: int, arrays: ArrayRecord) -> Order:
@@ -265,6 +272,22 @@ class Rounds:
         online = self._online(look)
         return [online[node] for node in self._enrolment.known if node in online]
 
+    def note_failed_evaluations(self, round_: int, failures: Sequence[str], others: int) -> None:
+        """Note for the operator how many evaluations failed, if any did, and why the first.
+
+        Args:
+            round_: the absolute round.
+            failures: what the clients said.
+            others: the number of evaluations that did not fail.
+        """
+        if not failures:
+            return
+        first = printable(failures[0], LONGEST_DETAIL)
+        self.private.note_problem(
+            f"round {round_}: {len(failures)} of {len(failures) + others} evaluations failed; the "
+            f"first: {first}"
+        )
+
     def _online(self, look: Callable[[], Iterable[Present]]) -> Mapping[Identity, Identity]:
         online = self._enrolment.refresh(look)
         self.curator.note_caveat(self._enrolment.caveat)
@@ -281,6 +304,8 @@ class OpenRound:
         w: Vector,
         layout: Layout,
         asked: Iterable[Hashable],
+        *,
+        offline: int = 0,
     ) -> None:
         self._curator = curator
         self._number = number
@@ -292,7 +317,7 @@ class OpenRound:
         self._unnamed = 0  # failures of asked nodes, nobody knows of which
         self._total = curator.open_sum(len(w))
         self._used = 0
-        self._zeros: Counter[str] = Counter()
+        self._zeros = Counter({"offline": offline})  # drawn, and not there to be asked
         self.first_failure = ""
         self._closed = False
 
@@ -326,7 +351,7 @@ class OpenRound:
         """Count a reply as zero."""
         self._zeros[_reason(error)] += 1
         if not self.first_failure:
-            self.first_failure = "; the first: " + printable(error, LONGEST_DETAIL)
+            self.first_failure = printable(error, LONGEST_DETAIL)
         log.debug("Round %d: a reply of node %s counts as zero: %s", self._number, node, error)
 
     def close(self, number: int) -> tuple[Vector, dict[str, float]]:
@@ -337,9 +362,17 @@ class OpenRound:
         if self._closed or number != self._number:
             raise not_configured(number)
         self._closed = True
-        published = self._curator.publish(self._number, self._w, self._total)
-        self._report()
-        return published
+        return self._curator.publish(self._number, self._w, self._total)
+
+    def facts(self) -> RoundFacts:
+        """How many replies counted, and why others did not. It must not leave the server.
+
+        Who sent them is not even there.
+        """
+        missing = max(0, len(self._silent) - self._unnamed)
+        counts = self._zeros + Counter({"missing": missing})
+        zeros = dict(sorted(counts.items()))
+        return RoundFacts(self._number, self._used, zeros, self.first_failure)
 
     def _vector(self, reply: Reply) -> Vector:
         """What of a reply is clipped and summed."""
@@ -370,29 +403,6 @@ class OpenRound:
             return self._layout.flatten(reply.arrays)
         except ValueError as error:
             raise UnusableError("of wrong keys, shape or dtype", str(error)) from None
-
-    def _report(self) -> None:
-        """A line per round for the server's own log.
-
-        How many replies counted must not leave the server; who sent them is not even in the line.
-        """
-        self._zeros["missing"] += max(0, len(self._silent) - self._unnamed)
-        zeros = {reason: count for reason, count in sorted(self._zeros.items()) if count}
-        nobody = zeros and not self._used
-        level = logging.WARNING if nobody else logging.INFO
-        if not log.isEnabledFor(level):
-            return
-        reasons = "".join(f" {name.replace(' ', '-')}={count}" for name, count in zeros.items())
-        log.log(
-            level,
-            "server-private: round=%d epsilon=%s replies=%d zeros=%d%s%s",
-            self._number,
-            rounded_up(self._curator.epsilon_so_far()),
-            self._used,
-            sum(zeros.values()),
-            reasons,
-            self.first_failure,
-        )
 
 
 def _reason(error: BaseException) -> str:

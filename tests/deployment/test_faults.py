@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ import pytest
 from flwr_ppsgd import clip
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.client.shelf import Shelf
+from flwr_ppsgd.server import private_log
 from tests.deployment.harness import USERS, Deployment, check
 
 slow = pytest.mark.deployment
@@ -40,10 +41,10 @@ def faults(deployment: Deployment, user: str) -> dict[str, str]:
     return {"PYTHONPATH": path, "PPSGD_TEST_FAULTS": str(deployment.place(user))}
 
 
-def zeros(deployment: Deployment, run: int, round_: int) -> str:
-    """The server-private line of a round."""
-    lines = deployment.federation.flwr("log", str(run), "deployment", "--show").splitlines()
-    return next(line for line in lines if f"server-private: round={round_} " in line)
+def heard(deployment: Deployment, name: str, round_: int) -> dict[str, Any]:
+    """The server-private line of a round; of one that was run twice, the last."""
+    found = private_log.entries(deployment.server(name))
+    return [entry for entry in found if entry.get("round") == round_][-1]
 
 
 def test_a_client_that_raises_counts_as_zero_and_keeps_its_theta(deployment: Deployment) -> None:
@@ -52,7 +53,12 @@ def test_a_client_that_raises_counts_as_zero_and_keeps_its_theta(deployment: Dep
     run = deployment.begin("raise", 2, min_online=1.0)
     assert deployment.finish(run) == "finished:completed"
     check(deployment, "raise", 2, {ADA: [2], BEN: [1, 2], CLEO: [1, 2]})
-    assert "replies=2 zeros=1 client-error=1" in zeros(deployment, run, 1)
+    facts = heard(deployment, "raise", 1)
+    assert (facts["used"], facts["zeros"]) == (2, {"client error": 1})
+    shown = deployment.federation.flwr("log", str(run), "deployment", "--show")
+    assert "[ROUND 2/2]" in shown
+    assert "private" not in shown
+    assert "client error" not in shown
     statement = (deployment.server("raise") / "statement.txt").read_text()
     assert "To each of the 3 enrolled users" in statement
     assert "NOT claimed" not in statement
@@ -163,10 +169,10 @@ def test_a_disk_that_takes_nothing(deployment: Deployment, number: int) -> None:
     (deployment.place(CLEO) / "disk").unlink()
     assert deployment.finish(run) == "finished:completed"
     check(deployment, name, 4, {ADA: [1, 2, 3, 4], BEN: [1, 2, 3, 4]})
-    lost = [line for r in range(1, 5) if os.strerror(number) in (line := zeros(deployment, run, r))]
+    lost = [heard(deployment, name, round_) for round_ in range(1, 5)]
+    lost = [facts for facts in lost if "disk: OSError" in facts["first_failure"]]
     assert lost
-    assert "this round counts as zero" in lost[0]
-    assert "replies=2 zeros=1 client-error=1" in lost[0]
+    assert (lost[0]["used"], lost[0]["zeros"]) == (2, {"client error": 1})
 
 
 @slow
@@ -212,9 +218,7 @@ def test_a_theta_file_of_another_user_is_refused(deployment: Deployment) -> None
     own.write_bytes(other.read_bytes())
     run = deployment.begin("copied", 2)
     assert deployment.finish(run) == "finished:completed"
-    assert "holds the θ of user 'ben' in run 'copied', not that of 'ada'" in zeros(
-        deployment, run, 2
-    )
+    assert "theta-foreign" in heard(deployment, "copied", 2)["first_failure"]
     own.write_bytes(mine)
     run = deployment.begin("copied", 3)
     assert deployment.finish(run) == "finished:completed"

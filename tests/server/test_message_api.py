@@ -608,9 +608,10 @@ def test_a_round_has_a_timeout_and_whoever_is_later_counts_as_zero(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     on = Impatient(client_app(toy_learner), 5)
-    strategy(round_timeout=7.5).start(on, w0(), num_rounds=1)
+    with caplog.at_level("DEBUG", logger="flwr.ppsgd"):
+        strategy(round_timeout=7.5).start(on, w0(), num_rounds=1)
     assert on.waited == 7.5
-    assert "server-private: round=1 epsilon=inf replies=4 zeros=1 missing=1" in caplog.text
+    assert "server-private: round=1 replies=4 zeros=1 missing=1" in caplog.text
     with pytest.raises(ValueError, match="round_timeout must be positive"):
         strategy(round_timeout=0)
 
@@ -638,7 +639,7 @@ def test_two_rounds_in_which_nobody_could_be_used_end_the_run(population: int) -
     """Both are charged; of a smaller population it takes everyone."""
     ppsgd = strategy(release=release(population=population, z=1.0))
     on = InProcessGrid(failing, population)  # type: ignore[arg-type]
-    with pytest.raises(NobodyUsableError, match=f"rounds 1 and 2 each of the {population} clients"):
+    with pytest.raises(NobodyUsableError, match="in rounds 1 and 2 each client that was asked"):
         ppsgd.start(on, w0(), num_rounds=9)
     assert ppsgd.ledger.rounds == 2
 
