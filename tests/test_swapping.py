@@ -297,7 +297,7 @@ def test_a_numpy_client_with_another_number_of_arrays_counts_as_zero(
     on.push_messages(messages)
     numbered = ArrayRecord([np.full(3, 5.0)] * count)
     reply = Message(RecordDict({"fitres.parameters": numbered}), reply_to=messages[0])
-    with caplog.at_level(logging.INFO, logger="flwr.ppsgd"):
+    with caplog.at_level(logging.DEBUG, logger="flwr.ppsgd"):
         arrays, _ = ppsgd.aggregate_train(1, [reply])
     np.testing.assert_array_equal(arrays["one"].numpy(), 0.0)
     assert "replies=0 zeros=5 missing=4 of-wrong-keys,-shape-or-dtype=1" in caplog.text
@@ -336,7 +336,7 @@ def test_a_stock_client_without_the_setting_gets_a_line_that_names_it(
     replies = [
         Message(RecordDict({"arrays": w0()}), reply_to=message) for message in opened(ppsgd, on)
     ]
-    with caplog.at_level(logging.WARNING, logger="flwr.ppsgd"):
+    with caplog.at_level(logging.DEBUG, logger="flwr.ppsgd"):
         ppsgd.aggregate_train(1, replies)
     assert "PPSGD(replies='parameters')" in caplog.text
 

@@ -379,6 +379,7 @@ def test_a_local_dp_mod_before_our_client_is_refused(caplog: pytest.LogCaptureFi
         run_legacy(legacy(), 2, InProcessGrid(app, 5))
     assert "leave LocalDpMod out of mods" in caplog.text
     caplog.clear()
+    caplog.set_level("DEBUG", logger="flwr.ppsgd")
     run_legacy(legacy(), 2, InProcessGrid(ClientApp(client_fn, mods=[message_size_mod]), 5))
     assert caplog.text.count("replies=5 zeros=0") == 2
 
@@ -392,6 +393,6 @@ def test_a_failure_is_counted_once(failure: Any, caplog: pytest.LogCaptureFixtur
     ppsgd = legacy()
     ppsgd.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
     results = [(Proxy(str(user)), result(None, ONE)) for user in range(3)]
-    with caplog.at_level("INFO", logger="flwr.ppsgd"):
+    with caplog.at_level("DEBUG", logger="flwr.ppsgd"):
         ppsgd.aggregate_fit(1, results, [failure])  # type: ignore[arg-type]
     assert "replies=3 zeros=2 client-error=1 missing=1; the first: no data" in caplog.text
