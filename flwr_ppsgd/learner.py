@@ -77,8 +77,8 @@ class Learner(Protocol):
     # def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]
     # Optional, instead of θ − s_θ·g_θ: θ after this visit, in whatever way the user trains it.
     # def personal_step(self, w: Vector, theta: Vector, order: Order) -> Vector
-    # Optional: ValueError unless the arrays of these names are the shared parameters.
-    # def check_shared(self, names: Sequence[str]) -> None
+    # Optional: ValueError unless the server's arrays, shapes by name, are the shared parameters.
+    # def check_shared(self, shapes: Mapping[str, Sequence[int]]) -> None
     # Optional, for ``personal="solve"``: the best θ for the published w. It costs no privacy:
     # nothing leaves the node.
     # def solve(self, w: Vector) -> Solution

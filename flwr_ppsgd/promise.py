@@ -77,12 +77,7 @@ class Headline:
                 "epsilon is infinite. Either nothing hides a user's contribution (noise multiplier "
                 "0), or a cap on the cohort needs more than the whole delta: raise it."
             )
-        if self.delta * self.population >= 1:
-            return (
-                f"delta = {self.delta:g} is at least 1/population, and publishing all data of one "
-                f"random user would satisfy that: choose delta well below {1 / self.population:g}."
-            )
-        return ""
+        return why_delta_is_void(self.delta, self.population)
 
     def in_one_line(self) -> str:
         """For the users: what the planned rounds promise them."""
@@ -95,6 +90,16 @@ class Headline:
             f"{self.rounds} planned rounds for each of {self.population} {self.unit}s; the server "
             "is trusted"
         )
+
+
+def why_delta_is_void(delta: float, population: int) -> str:
+    """Why δ protects nobody among so many users; empty if it protects."""
+    if delta * population < 1:
+        return ""
+    return (
+        f"delta = {delta:g} is at least 1/population, and publishing all data of one random user "
+        f"would satisfy that: choose delta well below {1 / population:g}."
+    )
 
 
 @dataclass(frozen=True)

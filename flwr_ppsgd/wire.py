@@ -250,6 +250,20 @@ class Layout:
         return _layout(headers, hold)
 
     @functools.cached_property
+    def shape_of(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the arrays, by name."""
+        return dict(zip(self.names, self.shapes, strict=True))
+
+    def difference(self, other: "Layout") -> str:
+        """Where two layouts differ, in words; empty if names and shapes are the same."""
+        if self.names != other.names:
+            return f"the arrays {list(self.names)} and {list(other.names)}"
+        for name, shape in self.shape_of.items():
+            if shape != other.shape_of[name]:
+                return f"{name!r} of shape {shape} and {other.shape_of[name]}"
+        return ""
+
+    @functools.cached_property
     def size(self) -> int:
         """The number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes)

@@ -16,6 +16,7 @@ from flwr_ppsgd.client.visit import (
     Sent,
     answer_order,
     answer_stock,
+    check_shared,
     measure,
     serve,
 )
@@ -64,6 +65,8 @@ class PPSGDClient(NumPyClient):
                 sent = self._fit_locally(w, config)
                 return _arrays(sent, parameters), self._learner.num_examples, {}
             refuse_clipping_mods()
+            shapes = {str(place): array.shape for place, array in enumerate(parameters)}
+            check_shared(self._learner, shapes)
             sent = answer_order(self._context, self._learner, w, order)
             return _arrays(sent, parameters), 1, {**sent.measures}
 

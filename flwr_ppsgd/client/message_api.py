@@ -18,6 +18,7 @@ from flwr_ppsgd.client.visit import (
     Request,
     answer_order,
     answer_stock,
+    check_shared,
     measure,
     serve,
 )
@@ -74,7 +75,9 @@ def client_app(
 
     @app.query()
     def check(message: Message, context: Context) -> Message:  # noqa: ARG001
-        """The Order is one that this client would obey; no data are read."""
+        """The Order is one that this client would obey, for this w; no data are read."""
+        layout, _ = _shared(message)
+        refusing(REFUSED_MESSAGE, lambda: check_shared(learner_for, layout.shape_of))
         return Message(RecordDict(), reply_to=message)
 
     return app
@@ -132,9 +135,7 @@ def _train(message: Message, context: Context, learner: Learner) -> Message:
     layout, w = _shared(message)
     order = _order(message)
     assert order is not None
-    check_shared = getattr(learner, "check_shared", None)
-    if check_shared is not None:
-        check_shared(layout.names)
+    check_shared(learner, layout.shape_of)
     sent = answer_order(context, learner, w, order)
     content = RecordDict()
     if sent.vector is not None:

@@ -6,6 +6,7 @@ message may hold its data or θ, so it stays on this machine, in the log.
 
 import builtins
 import logging
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -82,11 +83,20 @@ def coded(error: Exception) -> ClientError:
     if isinstance(error, RefusedError | DiskError) and error.code in CODES:
         code = error.code
     told = ClientError(code, _class_of(error))
-    if code == LEARNER_FAILED:
+    if code == LEARNER_FAILED and not _explains_itself(error):
         log.error("The client failed; the server is told %r", str(told), exc_info=error)
     else:
         log.error("%s; the server is told %r", error, str(told))
     return told
+
+
+def _explains_itself(error: Exception) -> bool:
+    """Whether it is a line of this package about somebody's input: no traceback is needed."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames or not isinstance(error, ValueError):
+        return False
+    innermost, _ = frames[-1]
+    return str(innermost.f_globals.get("__name__")).startswith("flwr_ppsgd.")
 
 
 def refusing(code: str, read: Callable[[], Value]) -> Value:

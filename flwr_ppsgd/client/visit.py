@@ -5,7 +5,7 @@ w comes in, a clipped gradient goes out, θ stays.
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -145,6 +145,18 @@ class LocalSteps:
         remedy = "set it in the run config, or pass local_step to client_app"
         require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
         return cls(float(size or 0), count("local-steps", steps or 0))
+
+
+def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
+    """ValueError if a learner, or what makes one, knows its shared parameters and has others.
+
+    Args:
+        model: the learner; one without ``check_shared`` takes what comes.
+        shapes: of the server's arrays, by name.
+    """
+    check = getattr(model, "check_shared", None)
+    if check is not None:
+        check(shapes)
 
 
 def answer_order(context: Context, learner: Learner, w: Vector, order: Order) -> Sent:

@@ -2,12 +2,14 @@
 
 import difflib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+Shapes: TypeAlias = Mapping[str, Sequence[int]]
 MOST_SUGGESTED = 3
 
 
@@ -43,6 +45,35 @@ def blocks(
                 "some of them, not none and not all"
             )
     return shared, own
+
+
+def refuse_other_shared(there: Shapes, here: Shapes, split: str) -> None:
+    """ValueError unless a server's w has the shared parameters of this client, in their shapes.
+
+    Numbers for names say nothing: legacy servers send them, and so does whoever sends w as one
+    vector.
+
+    Args:
+        there: the shapes of the server's arrays, by name.
+        here: those of this client's shared parameters.
+        split: how this client tells shared from personal parameters, for the error.
+    """
+    if all(name.isdigit() for name in there):
+        return
+    missing = sorted(set(here) - set(there))
+    unknown = sorted(set(there) - set(here))
+    if missing or unknown:
+        raise ValueError(
+            f"the server's w has {unknown or 'nothing'} that is not shared here, and lacks "
+            f"{missing or 'nothing'} that is: {split} on this client must be those of "
+            "shared_arrays(module, personal) on the server"
+        )
+    for name, shape in there.items():
+        if tuple(shape) != tuple(here[name]):
+            raise ValueError(
+                f"{name!r} has shape {tuple(shape)} in the server's w and {tuple(here[name])} in "
+                "this client's network: make the network with the same sizes on both sides"
+            )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

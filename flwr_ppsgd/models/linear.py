@@ -1,5 +1,7 @@
 """The additive linear model in numpy."""
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -60,6 +62,17 @@ class AdditiveLinear:
         """Zeros."""
         features, outputs = self._shape
         return np.zeros(features * outputs)
+
+    def check_shared(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """ValueError unless the server's w has a number for each feature and output."""
+        found = sum(math.prod(shape) for shape in shapes.values())
+        features, outputs = self._shape
+        if found != features * outputs:
+            raise ValueError(
+                f"the server's w has {found} parameters and this client's has {features} features "
+                f"× {outputs} outputs = {features * outputs}: make initial_arrays, or this "
+                "client's rows, of the same width"
+            )
 
     def gradients(
         self,

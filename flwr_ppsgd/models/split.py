@@ -13,10 +13,12 @@ from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.batch import Feeding, scores_of
 from flwr_ppsgd.models.blocks import (
+    Shapes,
     allows_channels_last,
     blocks,
     device_for,
     patterns_of,
+    refuse_other_shared,
     refuse_running_statistics,
     refuse_without_values,
 )
@@ -256,23 +258,11 @@ class SplitModel:
             means[name] = sum(weighted) / everything
         return means
 
-    def check_shared(self, names: Sequence[str]) -> None:
-        """ValueError unless these are the names of this model's shared parameters.
-
-        Args:
-            names: of the arrays that a server sent. Numbers say nothing: legacy servers send them,
-                and so does whoever sends w as one vector.
-        """
-        numbered = all(name.isdigit() for name in names)
-        if numbered or set(names) == set(self._shared):
-            return
-        here = sorted(set(self._shared) - set(names))
-        there = sorted(set(names) - set(self._shared))
-        raise ValueError(
-            f"the server's w has {there or 'nothing'} that is not shared here, and lacks "
-            f"{here or 'nothing'} that is: personal={self._patterns}, additive={self._additive} on "
-            "this client must be those of shared_arrays(module, personal) on the server"
-        )
+    def check_shared(self, shapes: Shapes) -> None:
+        """ValueError unless these are the names and shapes of this model's shared parameters."""
+        here = {name: self._parameters[name].shape for name in self._shared}
+        split = f"personal={self._patterns}, additive={self._additive}"
+        refuse_other_shared(shapes, here, split)
 
     def _measured(self, rows: tuple[Rows, Rows]) -> dict[str, float]:
         with torch.no_grad():
@@ -366,7 +356,7 @@ class SplitModel:
             w = ArrayRecord(list(w))
         if not isinstance(w, ArrayRecord):
             return w  # type: ignore[return-value]
-        self.check_shared(list(w))
+        self.check_shared(Layout.of(w).shape_of)
         if set(w) == set(self._shared):
             w = ArrayRecord({name: w[name] for name in self._shared})
         return Layout.of(w).flatten(w)
@@ -446,9 +436,9 @@ class SplitLearner:
         """θ as the module has it."""
         return self._model.initial_theta()
 
-    def check_shared(self, names: Sequence[str]) -> None:
+    def check_shared(self, shapes: Shapes) -> None:
         """ValueError unless the server's arrays are this model's shared parameters."""
-        self._model.check_shared(names)
+        self._model.check_shared(shapes)
 
     def gradients(
         self,

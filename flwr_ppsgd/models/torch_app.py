@@ -15,7 +15,13 @@ from torch import nn
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.message_api import client_app
 from flwr_ppsgd.models.batch import Part, Parts
-from flwr_ppsgd.models.blocks import blocks, refuse_running_statistics
+from flwr_ppsgd.models.blocks import (
+    Shapes,
+    blocks,
+    patterns_of,
+    refuse_other_shared,
+    refuse_running_statistics,
+)
 from flwr_ppsgd.models.linear import Loss
 from flwr_ppsgd.models.loaders import MOST_BYTES, Loader, LoaderBatches
 from flwr_ppsgd.models.losses import LossFunction
@@ -72,7 +78,7 @@ def torch_client(
         mods: as for ``client_app``. Flower's clipping and local DP mods take a reply for trained
             parameters, so they serve stock strategies only.
     """
-    _check_patterns(network, personal)
+    _split(network, personal, additive)
     learner = functools.partial(
         torch_learner,
         additive=additive,
@@ -87,7 +93,7 @@ def torch_client(
         full_batch=full_batch,
         most_bytes=most_bytes,
     )
-    learner_for = _LearnerFor(network, personal, loaders, learner)
+    learner_for = _LearnerFor(network, personal, additive, loaders, learner)
     return client_app(learner_for, local_step=local_step, local_steps=local_steps, mods=mods)
 
 
@@ -97,8 +103,18 @@ class _LearnerFor:
 
     network: Callable[[], nn.Module]
     personal: str | Sequence[str]
+    additive: bool
     loaders: Loaders
     learner: Callable[..., SplitLearner]
+
+    def __repr__(self) -> str:
+        return f"torch_client(network={self.network!r}, loaders={self.loaders!r})"
+
+    def check_shared(self, shapes: Shapes) -> None:
+        """ValueError unless the server's arrays are the network's shared parameters."""
+        here = _split(self.network, self.personal, self.additive)
+        split = f"personal={patterns_of(self.personal)}, additive={self.additive}"
+        refuse_other_shared(shapes, here, split)
 
     def __call__(self, context: Context) -> SplitLearner:
         train, test = self._loaders(context)
@@ -126,15 +142,19 @@ class _LearnerFor:
         return train, test
 
 
-def _check_patterns(network: Callable[[], nn.Module], personal: str | Sequence[str]) -> None:
-    """ValueError if the network cannot be split this way."""
+def _split(
+    network: Callable[[], nn.Module], personal: str | Sequence[str], additive: bool
+) -> Shapes:
+    """The shapes of the shared parameters; ValueError if the network cannot be split this way."""
     try:
         with torch.device("meta"):
             module = network()
     except Exception:  # not every network can be made without values
         module = network()
     refuse_running_statistics(module)
-    blocks(module, personal)
+    shared, _ = blocks(module, personal, additive)
+    parameters = dict(module.named_parameters())
+    return {name: parameters[name].shape for name in shared}
 
 
 def torch_learner(

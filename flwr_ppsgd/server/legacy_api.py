@@ -25,7 +25,7 @@ from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
 from flwr_ppsgd.callers import refuse_dp_strategy
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.server.enrolment import Present, present_in
-from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of
+from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_other_model
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, NUMPY, Layout, record_of
@@ -155,7 +155,9 @@ class PPSGDStrategy(Strategy):
         if self._curator.resumed is not None:
             arrays = self._curator.resumed.arrays
             self._initial = Parameters(list(arrays.values()), NUMPY)
-        self._flatten(self._initial.tensors)  # a checkpoint of another model is refused here
+            so_far = Layout.of(record_of(self._initial.tensors), self._rounds.hold())
+            refuse_other_model(so_far, self._layout)
+        self._flatten(self._initial.tensors)  # what was resumed must be readable
         self._parameters_sent = self._initial
         self._evaluate_fn = evaluate_fn
         self._warned = False

@@ -24,7 +24,7 @@ from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, refusals_of
 from flwr_ppsgd.server.numpy_clients import Addressing, Task, failure, measured, trained
-from flwr_ppsgd.server.rounds import Reply, Rounds, mean_of
+from flwr_ppsgd.server.rounds import Reply, Rounds, mean_of, refuse_other_model
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, ORDER, Layout, bytes_of, record_from
@@ -327,12 +327,7 @@ class PPSGD(Strategy):
         """The w to go on from: that of the last round, if there was one and it has this form."""
         if self._latest is None:
             return initial
-        if self._layout(self._latest) != self._layout(initial):
-            raise ValueError(
-                f"the training so far has the arrays {list(self._latest)} and initial_arrays has "
-                f"{list(initial)}, or other shapes: continue with the same model, or start anew in "
-                "another checkpoint_dir"
-            )
+        refuse_other_model(self._layout(self._latest), self._layout(initial))
         return self._latest
 
     def _content(

@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import printable
+from flwr_ppsgd.promise import why_delta_is_void
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Enrolment, Present
 from flwr_ppsgd.server.private_log import PrivateLog, RoundFacts
@@ -107,8 +108,12 @@ class Rounds:
         return self._enrolment.open
 
     def plan(self, rounds: int) -> int:
-        """Fix the number of rounds, as of ``Curator.plan``."""
+        """Fix the number of rounds, as of ``Curator.plan``; warn if δ protects nobody."""
         self.last_round = self.curator.plan(rounds)
+        population = self.training.release.cohort.population
+        void = why_delta_is_void(self.training.delta, population)
+        if void:
+            log.warning("NO GUARANTEE: %s", void)
         return self.last_round
 
     def to_check(self, look: Callable[[], Iterable[Present]]) -> list[Identity]:
@@ -446,6 +451,16 @@ def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def _is_name(name: str) -> bool:
     """Whether a client may call a measure so."""
     return name not in OURS and 0 < len(name) <= LONGEST_NAME and name.isprintable()
+
+
+def refuse_other_model(so_far: Layout, initial: Layout) -> None:
+    """ValueError if a training would go on with another model than it began with."""
+    difference = so_far.difference(initial)
+    if difference:
+        raise ValueError(
+            f"the training so far and the initial parameters have {difference}: continue with the "
+            "same model, or start anew in another checkpoint_dir"
+        )
 
 
 def not_configured(number: int) -> ValueError:

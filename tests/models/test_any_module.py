@@ -363,9 +363,12 @@ def test_other_personal_layers_are_named_on_both_sides() -> None:
         whole_module(ViewNet(), arrays, "head.*")
     learner = torch_learner(ViewNet(), "head.*", [(images(), classes())])
     with pytest.raises(ValueError, match=r"personal=\['head.\*'\], additive=False on this client"):
-        learner.check_shared(list(arrays))
-    learner.check_shared(["conv.weight", "conv.bias"])
-    learner.check_shared(["0", "1"])
+        learner.check_shared(Layout.of(arrays).shape_of)
+    learner.check_shared({"conv.weight": (4, 3, 3, 3), "conv.bias": (4,)})
+    learner.check_shared({"0": (4, 3, 3, 3), "1": (4,)})
+    words = r"'conv.bias' has shape \(5,\) in the server's w and \(4,\) in this client's"
+    with pytest.raises(ValueError, match=words):
+        learner.check_shared({"conv.bias": (5,), "conv.weight": (5, 3, 3, 3)})
 
 
 def test_theta_may_be_added_to_layers_that_are_shared() -> None:

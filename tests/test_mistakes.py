@@ -1,0 +1,223 @@
+"""What a new user gets wrong, and the one line that each mistake brings."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.client import Client
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_ppsgd import (
+    PPSGD,
+    AdditiveLinear,
+    Minibatches,
+    Poisson,
+    Release,
+    Steps,
+    client_app,
+    shared_arrays,
+    torch_client,
+    torch_learner,
+)
+from flwr_ppsgd.client.legacy_api import PPSGDClient
+from flwr_ppsgd.server.legacy_api import PPSGDStrategy
+from flwr_ppsgd.server.rounds import NobodyUsableError
+from flwr_ppsgd.simulation.grid import InProcessGrid
+from tests.server.test_legacy_api import run_legacy
+
+NODES = 10
+PERSONAL = "2.*"
+
+
+def network(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def wider() -> nn.Module:
+    return network(5)
+
+
+def rows(count: int = 6, bad: float = 0.0) -> TensorDataset:
+    x = torch.ones(count, 3)
+    x[:, 0] += bad
+    return TensorDataset(x, torch.arange(count) % 2)
+
+
+def loaders(context: Context) -> Any:  # noqa: ARG001
+    return DataLoader(rows(), batch_size=3), None
+
+
+def empty(context: Context) -> Any:  # noqa: ARG001
+    return DataLoader(rows(0), batch_size=3), None
+
+
+def triples(context: Context) -> Any:  # noqa: ARG001
+    return DataLoader(TensorDataset(*rows().tensors, torch.ones(6)), batch_size=3), None
+
+
+def not_a_number(context: Context) -> Any:  # noqa: ARG001
+    return DataLoader(rows(bad=float("nan")), batch_size=3), None
+
+
+def by_partition(context: Context) -> Any:
+    return DataLoader(rows(int(context.node_config["patient-id"])), batch_size=3), None
+
+
+def narrow(context: Context) -> AdditiveLinear:  # noqa: ARG001
+    batches = Minibatches(np.ones((6, 3)), np.ones(6), 3, seed=0, user=0)
+    return AdditiveLinear(batches, num_features=3)
+
+
+def settings(**changes: Any) -> Any:
+    release = Release(Poisson(NODES, 1.0), clip_norm=1.0, noise_multiplier=1.0)
+    steps = Steps.from_ratio(0.1, 0.3)
+    return {"release": release, "steps": steps, "delta": 1e-3, **changes}
+
+
+def shared() -> ArrayRecord:
+    return shared_arrays(network(), PERSONAL)
+
+
+def start(app: ClientApp, arrays: ArrayRecord | None = None, **changes: Any) -> PPSGD:
+    ppsgd = PPSGD(**settings(**changes))
+    ppsgd.start(InProcessGrid(app, NODES), arrays or shared(), num_rounds=2)
+    return ppsgd
+
+
+@pytest.mark.parametrize(
+    ("app", "words"),
+    [
+        (
+            torch_client(wider, PERSONAL, loaders),
+            "'0.weight' has shape (4, 3) in the server's w and (5, 3) in this client's network",
+        ),
+        (
+            torch_client(network, "0.*", loaders),
+            "the server's w has ['0.bias', '0.weight'] that is not shared here, and lacks "
+            "['2.bias', '2.weight'] that is: personal=['0.*'], additive=False on this client",
+        ),
+        (
+            torch_client(network, PERSONAL, loaders, additive=True),
+            "lacks ['2.bias', '2.weight'] that is: personal=['2.*'], additive=True on this client",
+        ),
+    ],
+    ids=["width", "personal", "additive"],
+)
+def test_another_model_on_the_clients_costs_nothing(
+    app: ClientApp, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is seen in the check before the first round, which reads no data."""
+    ppsgd = PPSGD(**settings())
+    with pytest.raises(NobodyUsableError, match=r"refused-message.*Nothing was charged"):
+        ppsgd.start(InProcessGrid(app, NODES), shared(), num_rounds=2)
+    assert words in caplog.text
+    assert ppsgd.ledger.rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (empty, "a loader has no batch: a user needs at least one row; give this node data"),
+        (triples, "a batch has 3 parts where (x, y) has 2: say which are which, such as inputs="),
+        (not_a_number, "part 'x' of a batch holds NaN or infinity: clean this user's data"),
+    ],
+)
+def test_wrong_loaders_bring_one_line_on_the_client(
+    wrong: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(NobodyUsableError, match="learner-failed: ValueError"):
+        start(torch_client(network, PERSONAL, wrong))
+    lines = [record for record in caplog.records if words in record.getMessage()]
+    assert len(lines) == 2 * NODES
+    assert not any(record.exc_info for record in lines)
+
+
+def test_an_error_in_a_users_own_code_keeps_its_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(NobodyUsableError, match="learner-failed: KeyError"):
+        start(torch_client(network, PERSONAL, by_partition))
+    assert "in by_partition" in caplog.text
+    assert "KeyError: 'patient-id'" in caplog.text
+
+
+def test_another_width_of_a_linear_model_is_named_in_both_apis(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words = "the server's w has 4 parameters and this client's has 3 features × 1 outputs = 3"
+    with pytest.raises(NobodyUsableError):
+        start(client_app(narrow), ArrayRecord([np.zeros((4, 1))]))
+    assert words in caplog.text
+    caplog.clear()
+    initial = ndarrays_to_parameters([np.zeros((4, 1))])
+
+    def client_fn(context: Context) -> Client:
+        return PPSGDClient(narrow(context), context).to_client()
+
+    strategy = PPSGDStrategy(**settings(initial_parameters=initial))
+    with pytest.raises(NobodyUsableError):
+        run_legacy(strategy, 2, InProcessGrid(ClientApp(client_fn), NODES))
+    assert words in caplog.text
+
+
+def test_a_delta_that_protects_nobody_is_said_before_the_first_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="flwr.ppsgd")
+    start(torch_client(network, PERSONAL, loaders), delta=1 / NODES - 1e-9)
+    assert "NO GUARANTEE" not in caplog.text
+    caplog.clear()
+    start(torch_client(network, PERSONAL, loaders), delta=0.09, **twelve_nodes())
+    said = [record.getMessage() for record in caplog.records]
+    (first, *_) = [place for place, text in enumerate(said) if "NO GUARANTEE: delta = 0.09" in text]
+    assert "choose delta well below 0.0833333" in said[first]
+    assert first < min(place for place, text in enumerate(said) if "round=1 " in text)
+
+
+def twelve_nodes() -> dict[str, Any]:
+    release = Release(Poisson(12, 1.0), clip_norm=1.0, noise_multiplier=1.0)
+    return {"release": release, "min_online": 0.5}
+
+
+def test_an_epsilon_too_small_to_learn_is_said_before_the_first_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = Release(Poisson(NODES, 1.0), clip_norm=1.0, noise_multiplier=50.0)
+    start(torch_client(network, PERSONAL, loaders), release=release)
+    assert "This cannot learn: even if all users agree" in caplog.text
+    assert "allow a larger epsilon, or share about" in caplog.text
+
+
+def test_a_training_is_not_resumed_with_another_model(tmp_path: Path) -> None:
+    words = r"have '0.weight' of shape \(4, 3\) and \(5, 3\): continue with the same model"
+    start(torch_client(network, PERSONAL, loaders), checkpoint_dir=tmp_path / "message")
+    with pytest.raises(ValueError, match=words):
+        start(
+            torch_client(wider, PERSONAL, loaders),
+            shared_arrays(wider(), PERSONAL),
+            checkpoint_dir=tmp_path / "message",
+        )
+
+
+def test_nor_in_the_legacy_api(tmp_path: Path) -> None:
+    def client_fn(context: Context) -> Client:
+        train, _ = loaders(context)
+        return PPSGDClient(torch_learner(network(), PERSONAL, train), context).to_client()
+
+    def strategy(module: nn.Module) -> PPSGDStrategy:
+        arrays = shared_arrays(module, PERSONAL).to_numpy_ndarrays()
+        initial = ndarrays_to_parameters(arrays)
+        return PPSGDStrategy(**settings(initial_parameters=initial, checkpoint_dir=tmp_path))
+
+    first = strategy(network())
+    run_legacy(first, 1, InProcessGrid(ClientApp(client_fn), NODES))
+    first.close()
+    with pytest.raises(ValueError, match=r"have '0' of shape \(4, 3\) and \(5, 3\): continue"):
+        strategy(wider())
