@@ -170,7 +170,7 @@ def test_another_width_of_a_linear_model_is_named_in_both_apis(
 def test_a_delta_that_protects_nobody_is_said_before_the_first_round(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="flwr.ppsgd")
+    caplog.set_level(logging.DEBUG, logger="flwr.ppsgd")
     start(torch_client(network, PERSONAL, loaders), delta=1 / NODES - 1e-9)
     assert "NO GUARANTEE" not in caplog.text
     caplog.clear()

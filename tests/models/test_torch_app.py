@@ -100,7 +100,7 @@ def ppsgd() -> PPSGD:
 
 @pytest.mark.parametrize("mod", SIZES)
 def test_flowers_size_mods_work(mod: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="flwr")
+    caplog.set_level(logging.DEBUG, logger="flwr")
     app = torch_client(network, "1.*", pairs, mods=[mod])
     ppsgd().start(InProcessGrid(app, 3), shared_arrays(network(), "1.*"), num_rounds=1)
     assert "replies=3 zeros=0" in caplog.text
@@ -121,7 +121,7 @@ def test_where_stock_strategies_are_served_they_are_refused_under_ppsgd(
 ) -> None:
     app = torch_client(network, "1.*", pairs, mods=[mod], local_step=0.1)
     pickle.dumps(app._learner_for)  # type: ignore[attr-defined]
-    caplog.set_level(logging.INFO, logger="flwr")
+    caplog.set_level(logging.DEBUG, logger="flwr")
     start = functools.partial(ppsgd().start, InProcessGrid(app, 3), num_rounds=1)
     with contextlib.suppress(Exception):
         start(shared_arrays(network(), "1.*"))
