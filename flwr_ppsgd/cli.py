@@ -128,6 +128,34 @@ Task = Annotated[
     ),
 ]
 
+Exclude = Annotated[
+    str | None, typer.Option("--exclude", metavar="A,B,…", help="Columns that are not used.")
+]
+Categorical = Annotated[
+    str | None,
+    typer.Option(
+        "--categorical", metavar="A,B,…", help="Columns of categories: one-hot, hashed where many."
+    ),
+]
+Text = Annotated[
+    str | None,
+    typer.Option("--text", metavar="A,B,…", help="Columns of text: shares of hashed words."),
+]
+Sep = Annotated[
+    str | None, typer.Option("--sep", metavar="CHARACTER", help="Separates values; default: ,")
+]
+Encoding = Annotated[
+    str | None, typer.Option("--encoding", metavar="NAME", help="Of a .csv; default: utf-8.")
+]
+Impute = Annotated[
+    str | None,
+    typer.Option(
+        "--impute",
+        metavar="RULE",
+        help="For gaps: drop (the row), zero or own-mean; default: refuse.",
+    ),
+]
+
 
 def _show(text: str) -> None:
     """Print text as it is, however wide the terminal."""
@@ -193,19 +221,16 @@ def run(  # noqa: PLR0917 - typer's own way
     time: Time = None,
     test_fraction: Fraction = None,
     task: Task = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    text: Text = None,
+    sep: Sep = None,
+    encoding: Encoding = None,
+    impute: Impute = None,
     _: NoList = False,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
-    about_data = _about_data(
-        data=data,
-        user=user,
-        target=target,
-        features=features,
-        test=test,
-        time=time,
-        test_fraction=test_fraction,
-        task=task,
-    )
+    about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or []) | _given({"rounds": rounds})
     from flwr_ppsgd.experiments.outputs import check_free, free_directory
     from flwr_ppsgd.experiments.settings import Experiment
@@ -225,29 +250,27 @@ def run(  # noqa: PLR0917 - typer's own way
         )
 
 
-def _about_data(
-    *,
-    data: str | None,
-    user: str | None,
-    target: str | None,
-    features: str | None,
-    test: str | None,
-    time: str | None,
-    test_fraction: float | None,
-    task: str | None,
-) -> dict[str, Any]:
+ABOUT_DATA = {  # a command's options about data, and the settings that they stand for
+    "data": "data",
+    "user": "user-column",
+    "target": "target-column",
+    "features": "feature-columns",
+    "test": "test-column",
+    "time": "time-column",
+    "test_fraction": "test-fraction",
+    "task": "task",
+    "exclude": "exclude-columns",
+    "categorical": "categorical-columns",
+    "text": "text-columns",
+    "sep": "separator",
+    "encoding": "encoding",
+    "impute": "impute",
+}
+
+
+def _about_data(typed: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a command's options about data stand for."""
-    settings = {
-        "data": data,
-        "user-column": user,
-        "target-column": target,
-        "feature-columns": features,
-        "test-column": test,
-        "time-column": time,
-        "test-fraction": test_fraction,
-        "task": task,
-    }
-    return _given(settings)
+    return _given({key: typed[option] for option, key in ABOUT_DATA.items()})
 
 
 def _describe(experiment: "Experiment") -> None:
@@ -331,19 +354,16 @@ def sweep(  # noqa: PLR0917 - typer's own way
     time: Time = None,
     test_fraction: Fraction = None,
     task: Task = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    text: Text = None,
+    sep: Sep = None,
+    encoding: Encoding = None,
+    impute: Impute = None,
     _: NoList = False,
 ) -> None:
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
-    about_data = _about_data(
-        data=data,
-        user=user,
-        target=target,
-        features=features,
-        test=test,
-        time=time,
-        test_fraction=test_fraction,
-        task=task,
-    )
+    about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or [])
     from flwr_ppsgd.experiments.outputs import ROWS, RUNS
     from flwr_ppsgd.experiments.rows import CAVEAT

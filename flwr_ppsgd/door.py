@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-EXTRAS = {"torch": "torch", "matplotlib": "plots", "ray": "simulation", "pandas": "data"}
+EXTRAS = {"torch": "torch", "matplotlib": "plots", "ray": "simulation", "pyarrow": "data"}
 
 
 def opened(

@@ -30,8 +30,8 @@ FOLDERS = {
     """,
     "models": "linear batch blocks losses loaders torch_optimizer split cnn torch_app",
     "data": """
-        per_user raw columns frames npz files cache tff emnist stackoverflow synthetic learners
-        by_name
+        per_user raw columns frames features scaling tables npz files cache tff emnist stackoverflow
+        synthetic learners by_name look
     """,
     "simulation": "flower_internals grid measures batches thetas engine linear networks baselines",
     "experiments": """
@@ -150,7 +150,7 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-HEAVY = {"dp_accounting", "scipy", "matplotlib", "torch", "ray", "pandas", "flwr.superlink"}
+HEAVY = {"dp_accounting", "scipy", "matplotlib", "torch", "ray", "pyarrow", "flwr.superlink"}
 SERVER = {"flwr_ppsgd.server", "flwr_ppsgd.privacy", "flwr_ppsgd.epsilon"}
 CLIENTS = [
     "from flwr_ppsgd import client_app; client_app(print)",

@@ -432,15 +432,15 @@ def test_bad_rows_are_one_line_that_says_where(
 
 
 def test_stars_are_amounts_if_one_says_so(ppsgd: Command) -> None:
-    """Whole numbers from 1 to 5 look like classes that do not start at 0: the line says which
-    option to use."""
+    """Whole numbers from 1 to 5 look like classes: a line says which option makes them amounts."""
     stars = ["user,x,stars", *(f"{u},{h},{1 + (u + h) % 5}" for u in range(4) for h in range(6))]
     Path("stars.csv").write_text("\n".join(stars))
     common = ("run", "--data", "stars.csv", "--target", "stars", *QUICK, "--out", "out")
     ended = ppsgd(*common)
-    assert ended.status == 2
-    assert "must start at 0 and the least is 1, in line" in ended.err
-    assert "use --task regression if they are amounts" in ended.err
+    assert ended.status == 0
+    assert "since it has only 5 different whole numbers (--task changes it)" in ended.out
+    assert "classes are 1, 2, 3, 4, 5" in ended.out
+    common = (*common[:-1], "amounts")
     assert ppsgd(*common, "--task", "regression", "--set", "target-shift=3.0").status == 0
 
 

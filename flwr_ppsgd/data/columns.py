@@ -7,8 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flwr_ppsgd.checks import nearest
-from flwr_ppsgd.data.raw import Raw, Split
+from flwr_ppsgd.checks import nearest, one_of, require
+from flwr_ppsgd.data.raw import IMPUTE, REFUSE, Raw, Split
 
 MOST_SHOWN = 12  # names that an error lists
 
@@ -25,6 +25,12 @@ class Columns:
         time: each user's last rows are the test part.
         features: the default is all other numeric columns. An .npz has ``x``, or CSR in ``indptr``,
             ``indices`` and ``counts`` or ``data``.
+        exclude: columns that are not used.
+        categorical: columns of categories: one feature for each value, hashed if there are many.
+        text: columns of text: the share of each word, hashed.
+        sep: what separates the values of a .csv.
+        encoding: of a .csv.
+        impute: what stands for a feature that is missing or not finite, see ``raw.IMPUTE``.
     """
 
     user: str = "user"
@@ -32,8 +38,17 @@ class Columns:
     test: str | None = None
     time: str | None = None
     features: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+    sep: str = ","
+    encoding: str = "utf-8"
+    impute: str = REFUSE
 
     def __post_init__(self) -> None:
+        one_of("impute", self.impute, IMPUTE)
+        rule = "sep must be one character"
+        require(len(self.sep) == 1, rule, self.sep, "as in --sep ';' or --sep '\\t'")
         if self.test is not None and self.time is not None:
             raise ValueError(
                 f"give a test column or a time column, not both, got {self.test!r} and "

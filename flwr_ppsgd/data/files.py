@@ -8,16 +8,17 @@ import numpy as np
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.data.columns import Columns, known, need
-from flwr_ppsgd.data.frames import frame_of, read_frame
+from flwr_ppsgd.data.frames import frame_of, numbers, plain
 from flwr_ppsgd.data.npz import arrays_of, read_npz
 from flwr_ppsgd.data.per_user import PerUser, Task
 from flwr_ppsgd.data.raw import Split
+from flwr_ppsgd.data.tables import read_table
 
 Reader: TypeAlias = Callable[[Path, Columns, Split | None, Task | None], PerUser]
 READERS: dict[str, Reader] = {
     ".npz": read_npz,
-    ".csv": read_frame,
-    ".parquet": read_frame,
+    ".csv": read_table,
+    ".parquet": read_table,
 }
 
 
@@ -75,13 +76,11 @@ def public_statistics(path: str | Path, data: PerUser) -> tuple[Vector, Vector]:
         raise ValueError(
             f"{path}: the features of {data.source} have no names: give an .npz with mean and std"
         )
-    frame = frame_of(path)
+    frame, _ = frame_of(path)
     for key in ("feature", "mean", "std"):
-        known(key, frame.columns, path, "column")
-    frame = frame.set_index("feature")
-    names = list(data.feature_names)
-    for name in names:
-        known(name, frame.index, path, "feature")
-    means = frame["mean"].loc[names]
-    stds = frame["std"].loc[names]
-    return means.to_numpy(np.float64), stds.to_numpy(np.float64)
+        known(key, frame.column_names, path, "column")
+    features = plain(frame.column("feature")).tolist()
+    places = [features.index(known(name, features, path, "feature")) for name in data.feature_names]
+    means = numbers(frame.column("mean"))
+    stds = numbers(frame.column("std"))
+    return means[places], stds[places]

@@ -45,7 +45,8 @@ def read_npz(
     task: Task | None,
 ) -> PerUser:
     """The users of an .npz file."""
-    if columns.features is not None:
+    named = columns.features or columns.exclude or columns.categorical or columns.text
+    if named:
         raise ValueError(
             f"{path}: feature columns are for .csv and .parquet files: an .npz has all of them in "
             "'x'"
@@ -63,6 +64,7 @@ def read_npz(
         feature_names=_names(about.get("feature_names", arrays.get("vocab", ()))),
         target_names=_names(about.get("target_names", arrays.get("tag_names", ()))),
         labels=tuple(about.get("users", ())),
+        impute=columns.impute,
         notes=tuple(about.get("notes", ())),
     )
     raw = with_test_part(raw, arrays, columns, split, path)
@@ -135,11 +137,31 @@ def arrays_of(path: Path) -> Arrays:
     """All arrays of an .npz file, by name."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return dict(file)
+            return {name: _array_of(file, name, path) for name in file.files}
+    except PickledError:
+        raise
     except UNREADABLE as error:
         raise ValueError(
             f"{path}: cannot be read as npz ({error}): save it again with numpy.savez"
         ) from None
+
+
+class PickledError(ValueError):
+    """An array of Python objects: reading it would run code that came with the file."""
+
+
+def _array_of(file: Any, name: str, path: Path) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = file[name]
+    except ValueError as error:
+        if "pickle" not in str(error):
+            raise
+        raise PickledError(
+            f"{path}: array {name!r} holds Python objects, which are never read (reading them "
+            "would run code from the file): save it as numbers or text, as in "
+            f"numpy.array({name}, dtype=str)"
+        ) from None
+    return array
 
 
 def _about(arrays: Arrays) -> dict[str, Any]:

@@ -18,6 +18,35 @@ MOST_NAMED = 5  # users that a message names
 
 
 @dataclass(frozen=True, eq=False)
+class OwnScale:
+    """What each user has done to the own rows, on the device.
+
+    Args:
+        columns: the columns of x that were scaled.
+        mean: users × columns, of the user's training rows.
+        std: the same.
+        centre: users × K, subtracted from the user's targets.
+    """
+
+    columns: Indices
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+    centre: NDArray[np.float64]
+
+    def of_rows(
+        self, by_user: NDArray[np.float64], offsets: Indices, axes: int
+    ) -> NDArray[np.float64]:
+        """A row of ``by_user`` for each row of data; without its last axis if ``axes`` is 1."""
+        repeated = np.repeat(by_user, np.diff(offsets), axis=0)
+        return repeated[:, 0] if axes == 1 else repeated
+
+    def only(self, users: Sequence[int] | Indices) -> "OwnScale":
+        """These users alone."""
+        which = np.asarray(users, dtype=np.intp)
+        return replace(self, mean=self.mean[which], std=self.std[which], centre=self.centre[which])
+
+
+@dataclass(frozen=True, eq=False)
 class PerUser:
     """Rows of many users, sorted by user: user i has the rows offsets[i] … offsets[i+1]−1.
 
@@ -38,6 +67,7 @@ class PerUser:
         feature_names: a name for each column of x, or none.
         target_names: a name for each output, or none.
         notes: what a reader decided or left out, in sentences: print them.
+        own: what users have done to their rows; x and y are as after it.
     """
 
     source: str
@@ -54,6 +84,7 @@ class PerUser:
     feature_names: tuple[str, ...] = ()
     target_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    own: OwnScale | None = None
 
     def __len__(self) -> int:
         """The number of users."""
@@ -146,7 +177,7 @@ class PerUser:
         std = self._statistic("std", std)
         wrong = np.flatnonzero(~(np.atleast_1d(std) > 0))
         if wrong.size:
-            column = self._column(int(wrong[0]))
+            column = self.column_name(int(wrong[0]))
             raise ValueError(
                 f"{self.source}: public std of {column} must be above 0: leave that column out, or "
                 "use 1"
@@ -184,6 +215,7 @@ class PerUser:
             test=self.test[rows],
             offsets=np.cumsum([0, *sizes]),
             users=tuple(self.users[int(user)] for user in users),
+            own=None if self.own is None else self.own.only(users),
         )
 
     def describe(self, batch_size: int = 10) -> str:
@@ -255,7 +287,17 @@ class PerUser:
             x = sparse.csr_array(sparse.hstack([x, ones]))
         return x
 
-    def _column(self, index: int) -> str:
+    def amounts(self, rows: Indices) -> Matrix:
+        """Targets of regression in the units of the source: rows × K."""
+        found = self.targets(rows)
+        if self.own is None:
+            return found
+        user = np.searchsorted(self.offsets, rows, side="right") - 1
+        back: Matrix = found + self.own.centre[user]
+        return back
+
+    def column_name(self, index: int) -> str:
+        """A column of x, for messages."""
         if not self.feature_names:
             return f"feature {index}"
         return f"column {self.feature_names[index]!r}"

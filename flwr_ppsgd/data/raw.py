@@ -1,8 +1,9 @@
 """From a file's columns to a ``PerUser``: checked, detected and split alike for every format."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,18 @@ from flwr_ppsgd.learner import generator
 
 MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
 MOST_CLASSES_WITH_GAPS = 20
+MOST_SHOWN = 3  # labels that a note names
+# what stands for a feature that is missing or not finite
+REFUSE = "refuse"
+DROP = "drop"
+ZERO = "zero"
+OWN_MEAN = "own-mean"
+IMPUTE = {
+    REFUSE: "the file is refused",
+    DROP: "rows with gaps are left out",
+    ZERO: "0",
+    OWN_MEAN: "the mean of the user's own training rows; 0 if there is none",
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,99 @@ class Split:
         return f"test part: the {which} {self.fraction:.0%} of each user's rows"
 
 
+@dataclass(frozen=True)
+class Origin:
+    """A file, and how messages count its rows.
+
+    Args:
+        source: the file.
+        row_word: "row", or "line" below a header.
+        first_row: the number of the first row in a message.
+    """
+
+    source: str
+    row_word: str = "row"
+    first_row: int = 0
+
+    def at(self, row: int) -> str:
+        """Where a row is."""
+        return f" in {self.row_word} {row + self.first_row}"
+
+    def refuse(self, what: str, remedy: str, row: int | None = None) -> ValueError:
+        """An error in one line: the file, what is wrong, in which row, what to do."""
+        where = "" if row is None else self.at(row)
+        return ValueError(f"{self.source}: {what}{where}: {remedy}")
+
+
+class Numbered(NamedTuple):
+    """Values that stand for users or classes.
+
+    Args:
+        labels: each one once, sorted.
+        places: for each value, the number of its label.
+        notes: what was written in more than one way.
+    """
+
+    labels: tuple[int | str, ...]
+    places: Indices
+    notes: tuple[str, ...]
+
+
+def numbered(values: Sequence[Any], what: str) -> Numbered:
+    """Labels for different values: 1, "1" and "1.0" are one, and so are "a" and " a".
+
+    They are numbers if all of them are whole numbers without leading zeros.
+
+    Args:
+        values: the values, each once.
+        what: what they are, for notes.
+    """
+    texts = [_canonical(value) for value in values]
+    labels: list[int | str] = sorted(set(texts))
+    if all(is_plain_number(text) for text in texts):
+        labels = sorted(int(text) for text in set(texts))
+    place_of = {str(label): place for place, label in enumerate(labels)}
+    places = np.array([place_of[text] for text in texts], dtype=np.intp)
+    notes = _spelling_notes(values, texts, what)
+    return Numbered(tuple(labels), places, notes)
+
+
+def _canonical(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value).strip()
+    return re.sub(r"^(-?[1-9][0-9]*|0)\.0+$", r"\1", text)
+
+
+def is_plain_number(text: str) -> bool:
+    """Whether a text is a whole number as it is usually written."""
+    return re.fullmatch(r"-?[1-9][0-9]*|0", text) is not None
+
+
+def _spelling_notes(values: Sequence[Any], texts: Sequence[str], what: str) -> tuple[str, ...]:
+    """Which values are taken to be one, and which differ by upper and lower case alone."""
+    notes = []
+    same = _groups(texts, [str(value) for value in values])
+    if same:
+        notes.append(f"{what} that are written in several ways are taken as one: {same}")
+    cases = _groups([text.casefold() for text in texts], texts)
+    if cases:
+        notes.append(f"{what} that differ by upper and lower case alone stay apart: {cases}")
+    return tuple(notes)
+
+
+def _groups(keys: Sequence[str], shown: Sequence[str]) -> str:
+    """The first few groups of different texts that have the same key; empty if there is none."""
+    found: dict[str, set[str]] = {}
+    for key, text in zip(keys, shown, strict=True):
+        found.setdefault(key, set()).add(text)
+    several = [sorted(group) for group in found.values() if len(group) > 1]
+    words = [" and ".join(repr(text) for text in group) for group in several[:MOST_SHOWN]]
+    if len(several) > MOST_SHOWN:
+        words.append(f"and {len(several) - MOST_SHOWN:,} more")
+    return ", ".join(words)
+
+
 class Targets(NamedTuple):
     """What was found in the target columns.
 
@@ -98,8 +204,9 @@ class Raw:
         feature_names: a name for each column of x, or none.
         target_names: a name for each output, or none.
         labels: the users' labels, if ``user`` holds numbers 0 … U−1 that stand for them.
-        row_word: how a message counts rows: "row", or "line" below a header.
-        first_row: the number of the first row in a message.
+        row_word: how a message counts rows, as of ``Origin``.
+        first_row: the same.
+        impute: a rule of ``IMPUTE``.
         notes: what a reader decided or left out.
     """
 
@@ -119,6 +226,7 @@ class Raw:
     labels: tuple[int | str, ...] = ()
     row_word: str = "row"
     first_row: int = 0
+    impute: str = REFUSE
     notes: tuple[str, ...] = ()
 
     def refuse(
@@ -128,10 +236,8 @@ class Raw:
         row: int | None = None,
     ) -> ValueError:
         """An error in one line: the file, what is wrong, in which row, what to do."""
-        where = ""
-        if row is not None:
-            where = f" in {self.row_word} {row + self.first_row}"
-        return ValueError(f"{self.source}: {what}{where}: {remedy}")
+        origin = Origin(self.source, self.row_word, self.first_row)
+        return origin.refuse(what, remedy, row)
 
     def assemble(self, task: Task | None = None, outputs: int | None = None) -> PerUser:
         """Checked, sorted by user, with a test part for each user.
@@ -141,8 +247,10 @@ class Raw:
             outputs: the least number of classes.
         """
         self._check_lengths()
-        labels, number = self._users()
-        self._check_features()
+        gaps = self._gaps()
+        if gaps.any() and self.impute == DROP:
+            return self._without(gaps).assemble(task, outputs)
+        labels, number, user_notes = self._users()
         targets = self._targets(task, outputs)
         order = np.argsort(number, kind="stable")
         everyone = np.arange(len(labels) + 1)
@@ -154,7 +262,17 @@ class Raw:
         if (np.diff(number) < 0).any():
             x = x[order]
             y = y[order]
-        gaps = _gap_notes(labels, self.user_name)
+        if gaps.any():
+            x = self._filled(x, number[order], ~test)
+        notes = (
+            *self.notes,
+            *self._filled_notes(gaps),
+            *user_notes,
+            *targets.notes,
+            *test_notes,
+            *_gap_notes(self.labels or labels, self.user_name),
+            *_single_notes(labels),
+        )
         return PerUser(
             source=self.source,
             x=x,
@@ -166,7 +284,7 @@ class Raw:
             outputs=targets.outputs,
             feature_names=self.feature_names,
             target_names=targets.names,
-            notes=(*self.notes, *targets.notes, *test_notes, *gaps),
+            notes=tuple(dict.fromkeys(notes)),
         )
 
     def _check_lengths(self) -> None:
@@ -191,39 +309,101 @@ class Raw:
         if not rows:
             raise self.refuse("there are no rows", "give at least one row for each user")
         if not self.x.shape[1]:
-            raise self.refuse(
-                "there is no numeric feature column beside user, target, test and time", "add one"
-            )
+            left_out = [note for note in self.notes if note.startswith("left out")]
+            what = "there is no numeric feature column beside user, target, test and time"
+            raise self.refuse("; ".join([what, *left_out]), "add one")
 
-    def _users(self) -> tuple[tuple[int | str, ...], Indices]:
-        """The users' labels, sorted, and for each row the number of its user."""
+    def _users(self) -> tuple[tuple[int | str, ...], Indices, tuple[str, ...]]:
+        """The users' labels, sorted; for each row the number of its user; notes."""
         gap = _first_missing(self.user)
         if gap is not None:
             what = f"column {self.user_name!r} is empty"
             raise self.refuse(what, "every row needs its user", gap)
         user = self.user
-        if user.dtype.kind == "f" and (user == np.rint(user)).all():
-            user = user.astype(np.int64)
         if user.dtype.kind == "O":
             user = user.astype(str)
-        labels, number = np.unique(user, return_inverse=True)
-        return tuple(labels.tolist()), number.astype(np.intp)
+        values, number = np.unique(user, return_inverse=True)
+        found = numbered(values.tolist(), f"users in column {self.user_name!r}")
+        return found.labels, found.places[number], found.notes
 
-    def _check_features(self) -> None:
+    def _gaps(self) -> NDArray[np.bool_]:
+        """Which rows have a feature that is missing or not finite; refused if that is the rule."""
         values = self.x.data if sparse.issparse(self.x) else self.x
+        none = np.zeros(len(self.user), dtype=np.bool_)
         if values.dtype.kind in "biu":
-            return
+            return none
         if values.dtype.kind != "f":
             raise self.refuse(f"x has type {values.dtype}", "features must be real numbers")
-        if np.isfinite(values).all():
-            return
+        if all_finite(values):
+            return none
+        if self.impute == REFUSE:
+            raise self._refused_gap()
+        if sparse.issparse(self.x):
+            bad = ~np.isfinite(self.x.data)
+            none[np.repeat(np.arange(len(none)), np.diff(self.x.indptr))[bad]] = True
+            return none
+        return np.asarray(~np.isfinite(self.x).all(axis=1))
+
+    def _refused_gap(self) -> ValueError:
         row, column = self._first_infinite()
         name = f"x, feature {column},"
+        exclude = ""
         if self.feature_names:
             name = f"column {self.feature_names[column]!r}"
-        raise self.refuse(
-            f"{name} is not a finite number", "fill it in, or leave the row or the column out", row
+            exclude = f", or --exclude {self.feature_names[column]}"
+        rules = ", ".join(rule for rule in IMPUTE if rule != REFUSE)
+        return self.refuse(
+            f"{name} is not a finite number", f"add --impute with one of {rules}{exclude}", row
         )
+
+    def _without(self, gaps: NDArray[np.bool_]) -> "Raw":
+        """Without these rows."""
+        kept = np.flatnonzero(~gaps)
+        if not len(kept):
+            raise self.refuse("every row has a gap", "use --impute zero or own-mean, or --exclude")
+        users, number = np.unique(self.user[kept], return_inverse=True)
+        labels = tuple(self.labels[int(user)] for user in users) if self.labels else ()
+        note = f"left out {int(gaps.sum()):,} rows with gaps (impute = drop)"
+        return replace(
+            self,
+            user=number if labels else self.user[kept],
+            labels=labels,
+            x=self.x[kept],
+            y=self.y[kept],
+            test=None if self.test is None else self.test[kept],
+            time=None if self.time is None else self.time[kept],
+            notes=(*self.notes, note),
+        )
+
+    def _filled(self, x: Table, number: Indices, trained: NDArray[np.bool_]) -> Table:
+        """x, sorted by user, with gaps filled in.
+
+        Args:
+            x: sorted by user.
+            number: the user of each row.
+            trained: which rows are training rows.
+        """
+        if sparse.issparse(x):
+            x = x.copy()
+            x.data[~np.isfinite(x.data)] = 0.0
+            return x
+        rows, columns = np.nonzero(~np.isfinite(x))
+        x[rows, columns] = np.nan
+        if self.impute == ZERO:
+            x[rows, columns] = 0.0
+            return x
+        for column in np.unique(columns).tolist():
+            own = np.where(trained, x[:, column], np.nan)
+            means = _means(own, number)
+            here = rows[columns == column]
+            x[here, column] = means[number[here]]
+        return x
+
+    def _filled_notes(self, gaps: NDArray[np.bool_]) -> tuple[str, ...]:
+        if not gaps.any():
+            return ()
+        rule = IMPUTE[ZERO if sparse.issparse(self.x) else self.impute]
+        return (f"{int(gaps.sum()):,} rows have gaps, filled with: {rule}",)
 
     def _first_infinite(self) -> tuple[int, int]:
         """The row and the column of a feature that is not a finite number."""
@@ -242,9 +422,10 @@ class Raw:
                 int(self.y.shape[1]),
                 self.target_names,
             )
-        y, names = self._numbers(task)
-        kind = task or detect(y)
-        notes = () if task else (self._detected(y, kind),)
+        y, names, spelling = self._numbers(task)
+        words = self.y.dtype.kind in "OUSb" and y.ndim == 1
+        kind: Task = task or ("classification" if words else detect(y))
+        notes = spelling if task else (*spelling, self._detected(y, kind, words))
         if kind == "regression":
             width = 1 if y.ndim == 1 else y.shape[1]
             return Targets(y, kind, width, names, notes)
@@ -256,20 +437,27 @@ class Raw:
                 names,
                 notes,
             )
-        classes = self._classes(y, detected=task is None)
+        classes, renamed = self._classes(y)
         count = max(outputs or 0, int(classes.max()) + 1, 2)
-        return Targets(classes, kind, count, names, notes)
+        if renamed:
+            notes = (*notes, f"classes are {', '.join(renamed[:9])}{', …' * (len(renamed) > 9)}")
+        return Targets(classes, kind, count, renamed or names, notes)
 
-    def _numbers(self, task: Task | None) -> tuple[NDArray[Any], tuple[str, ...]]:
-        """Targets as finite numbers, a single column without its second axis; their names."""
+    def _numbers(self, task: Task | None) -> tuple[NDArray[Any], tuple[str, ...], tuple[str, ...]]:
+        """Targets as finite numbers, a single column without its second axis; names; notes."""
         y = self.y
         names = self.target_names
+        notes: tuple[str, ...] = ()
         column = f"column {self.target_name!r}"
         if y.dtype.kind in "OUSb" and task != "regression":
-            y, names = self._coded(y)
+            y, names, notes = self._coded(y)
         if y.dtype.kind not in "biuf":
+            row = _first_word(y)
+            shown = y.reshape(-1)[row]
             raise self.refuse(
-                f"{column} has type {y.dtype}", "a target must be a number or a class"
+                f"{column} is not a number ({shown!r})",
+                "leave out --task regression if it is a class, or name another --target",
+                row,
             )
         rows = y.reshape(len(y), -1)
         finite = np.isfinite(rows).all(axis=1)
@@ -278,23 +466,35 @@ class Raw:
             raise self.refuse(f"{column} is not a finite number", "leave the row out", row)
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
-        return y, names
+        return y, names, notes
 
-    def _detected(self, y: NDArray[Any], kind: Task) -> str:
-        doubt = ""
+    def _detected(self, y: NDArray[Any], kind: Task, words: bool) -> str:
+        doubt = f", since {_reason(y, kind, words)}"
         if kind == "regression" and _are_whole_floats(y):
-            doubt = ", though all values are whole numbers: they may be classes"
-        return f"detected from {self.target_name!r}: {kind}{doubt} (give the task to change it)"
+            doubt += ", though all values are whole numbers: they may be classes"
+        return f"detected from {self.target_name!r}: {kind}{doubt} (--task changes it)"
 
-    def _coded(self, y: NDArray[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
-        """Classes that are words, numbered in sorted order."""
+    def _coded(self, y: NDArray[Any]) -> tuple[NDArray[Any], tuple[str, ...], tuple[str, ...]]:
+        """Classes that are words, numbered in sorted order; their names; notes."""
         gap = _first_missing(y.reshape(-1))
         if gap is not None:
             raise self.refuse(f"column {self.target_name!r} is empty", "leave the row out", gap)
         if y.ndim > 1:
-            return y.astype(np.int64), self.target_names
+            return self._several(y), self.target_names, ()
         words, codes = np.unique(y.astype(str), return_inverse=True)
-        return codes, tuple(words.tolist())
+        found = numbered(words.tolist(), f"classes in column {self.target_name!r}")
+        names = tuple(str(label) for label in found.labels)
+        return found.places[codes], names, found.notes
+
+    def _several(self, y: NDArray[Any]) -> NDArray[np.float64]:
+        """Several target columns as numbers."""
+        try:
+            return y.astype(np.float64)
+        except (TypeError, ValueError):
+            raise self.refuse(
+                f"columns {self.target_name!r} hold words: several targets must be numbers",
+                "name one --target of classes, or columns of 0 and 1",
+            ) from None
 
     def _multi_hot(self, y: NDArray[Any]) -> sparse.csr_array:
         if y.ndim != 2:
@@ -308,21 +508,15 @@ class Raw:
             raise self.refuse(what, "multi-label targets are 0 and 1", int(rows[0]))
         return sparse.csr_array(y.astype(np.float64))
 
-    def _classes(self, y: NDArray[Any], detected: bool) -> NDArray[np.int64]:
+    def _classes(self, y: NDArray[Any]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+        """Class numbers from 0 on; the names of classes that are numbered otherwise."""
         column = f"column {self.target_name!r}"
         if y.ndim > 1 or (y != np.rint(y)).any():
             raise self.refuse(f"{column} does not hold class numbers", "use --task regression")
-        least = int(y.min())
-        if least != 0:
-            remedy = f"subtract {least}" if least > 0 else "number them 0, 1, 2, …"
-            if detected:
-                remedy += ", or use --task regression if they are amounts"
-            raise self.refuse(
-                f"class numbers in {column} must start at 0 and the least is {least},",
-                remedy,
-                int(np.argmin(y)),
-            )
-        return y.astype(np.int64)
+        if int(y.min()) == 0:
+            return y.astype(np.int64), ()
+        values, codes = np.unique(y.astype(np.int64), return_inverse=True)
+        return codes.astype(np.int64), tuple(str(value) for value in values.tolist())
 
     def _test(self, order: Indices, offsets: Indices) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
         """Which rows, sorted by user, are test rows; how they were chosen."""
@@ -389,6 +583,45 @@ def detect(y: NDArray[Any]) -> Task:
     return "classification" if len(values) <= most else "regression"
 
 
+def _reason(y: NDArray[Any], kind: Task, words: bool) -> str:
+    """Why targets were taken to be of this kind."""
+    if words:
+        return "its values are words"
+    if y.ndim > 1:
+        return "all values are 0 and 1" if kind == "multi-label" else "there are several numbers"
+    if y.dtype.kind == "f":
+        return "its values are real numbers"
+    count = len(np.unique(y))
+    few = "only" if kind == "classification" else "as many as"
+    return f"it has {few} {count} different whole numbers"
+
+
+def all_finite(values: NDArray[Any]) -> bool:
+    """Whether all values are finite, without an array as large as theirs."""
+    flat = values.reshape(-1)
+    step = 1 << 20
+    return all(
+        bool(np.isfinite(flat[start : start + step]).all()) for start in range(0, len(flat), step)
+    )
+
+
+def _means(values: NDArray[np.float64], number: Indices) -> NDArray[np.float64]:
+    """The mean of each user's values that are there; 0 if there is none."""
+    there = np.isfinite(values)
+    users = int(number[-1]) + 1
+    counts = np.bincount(number[there], minlength=users)
+    sums = np.bincount(number[there], weights=values[there], minlength=users)
+    return np.asarray(sums / np.maximum(counts, 1))
+
+
+def _first_word(values: NDArray[Any]) -> int:
+    """The first value that is not a number."""
+    for place, value in enumerate(values.reshape(-1).tolist()):
+        if not isinstance(value, int | float):
+            return place
+    return 0
+
+
 def _are_whole_floats(y: NDArray[Any]) -> bool:
     """Whether whole numbers are stored as real numbers, in one column."""
     if y.ndim > 1 or y.dtype.kind != "f":
@@ -402,13 +635,17 @@ def _first(found: NDArray[np.bool_]) -> int:
 
 
 def _first_missing(values: NDArray[Any]) -> int | None:
+    if values.dtype.kind in "biu":
+        return None
+    if values.dtype.kind == "f":
+        return _first(np.isnan(values)) if np.isnan(values).any() else None
     for place, value in enumerate(values.tolist()):
-        if _is_missing(value):
+        if is_missing(value):
             return place
     return None
 
 
-def _is_missing(value: object) -> bool:
+def is_missing(value: object) -> bool:
     """None, NaN and blank text."""
     if isinstance(value, float):
         return math.isnan(value)
@@ -429,6 +666,12 @@ def _gap_notes(labels: Sequence[int | str], name: str) -> tuple[str, ...]:
         f"ids in column {name!r} leave gaps (the first: {gap}): users are numbered 0 to {last} "
         "by id",
     )
+
+
+def _single_notes(labels: Sequence[int | str]) -> tuple[str, ...]:
+    if len(labels) > 1:
+        return ()
+    return ("there is one user: nobody to share a model with, and no crowd to hide in",)
 
 
 def _first_unused(numbers: Iterable[int | str]) -> int:

@@ -25,6 +25,7 @@ WORDS = {
     "task": ("", "classification", "multi-label", "regression"),
     "model": (LINEAR, CNN),
     "loss": ("squared", "softmax"),
+    "scale": ("none", "own", "auto"),
 }
 LEAST = {"users": 1, "min_train": 1, "features": 5, "batch_size": 1}
 CHECKSUM_LETTERS = 16
@@ -46,9 +47,17 @@ class Problem:
         test_column: the column that marks test rows.
         time_column: the column that orders a user's rows.
         feature_columns: the columns to predict from, separated by commas.
+        exclude_columns: columns that are not used, separated by commas.
+        categorical_columns: columns of categories, made one-hot, or hashed if there are many.
+        text_columns: columns of text, made shares of hashed words.
+        separator: what separates the values of a .csv.
+        encoding: of a .csv.
+        impute: for features that are missing: refuse, drop (the row), zero, or own-mean.
         test_fraction: each user's test part; the last rows if there is a time column.
         task: classification, regression or multi-label; detected if it is not given.
         standardise: a file of *public* means and standard deviations.
+        scale: without such a file: "own" (each user's own mean and deviation, on the device),
+            "auto" (the same, for columns far from a scale of 1) or "none".
         bias: add a column of ones.
         data_seed: of the synthetic problem, of the test part, of minibatches and of a network's
             first values.
@@ -68,9 +77,16 @@ class Problem:
     test_column: str = ""
     time_column: str = ""
     feature_columns: str = ""
+    exclude_columns: str = ""
+    categorical_columns: str = ""
+    text_columns: str = ""
+    separator: str = ""
+    encoding: str = ""
+    impute: str = ""
     test_fraction: float | None = None
     task: str = ""
     standardise: str = ""
+    scale: str = "none"
     bias: bool = False
     data_seed: int = 0
     features: int = 100
@@ -134,6 +150,12 @@ class Problem:
             "test": self.test_column,
             "time": self.time_column,
             "features": tuple(listed(self.feature_columns)),
+            "exclude": tuple(listed(self.exclude_columns)),
+            "categorical": tuple(listed(self.categorical_columns)),
+            "text": tuple(listed(self.text_columns)),
+            "sep": self.separator.replace("\\t", "\t"),
+            "encoding": self.encoding,
+            "impute": self.impute,
         }
         given = {key: value for key, value in named.items() if value}
         return Columns(**given) if given else None
@@ -166,6 +188,7 @@ class Problem:
 def _read(problem: Problem) -> "PerUser":
     from flwr_ppsgd.data.by_name import load
     from flwr_ppsgd.data.files import public_statistics
+    from flwr_ppsgd.data.scaling import own_scaled
 
     task: Any = problem.task or None
     data = load(
@@ -179,6 +202,8 @@ def _read(problem: Problem) -> "PerUser":
     if problem.standardise:
         mean, std = public_statistics(problem.standardise, data)
         data = data.standardised(mean, std)
+    if problem.scale != "none":
+        data = own_scaled(data, problem.scale)
     return data.with_bias() if problem.bias else data
 
 

@@ -1,0 +1,182 @@
+"""Features on raw scales without public numbers: each user's own mean and deviation, on the device.
+
+A user computes them from the own training rows and they never leave the device, so they cost no
+privacy. Only *which* columns need it may have been decided by looking at everyone's rows ("auto"):
+that is not covered by any ε, and a note says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from flwr_ppsgd.data.features import LOOKED, is_encoded
+from flwr_ppsgd.data.per_user import Indices, OwnScale, PerUser, Table
+
+NONE = "none"
+OWN = "own"
+AUTO = "auto"
+SCALES = (NONE, OWN, AUTO)
+FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought there
+LARGEST = 10.0  # root mean square of a column that may stay as it is
+SMALLEST = 0.05  # its deviation
+MOST_OFF = 5.0  # its mean, in deviations
+SAME = 1e-9  # a deviation below this share of the mean is round-off
+MOST_NAMED = 6
+
+
+def own_scaled(data: PerUser, scale: str = AUTO) -> PerUser:
+    """(x − m_i) / s_i with each user's own mean and deviation; amounts minus the user's own mean.
+
+    Args:
+        data: everyone's rows.
+        scale: "own" scales every column of numbers; "auto" only those that are far from a scale of
+            1 and not 0 and 1 alone, and the target only if its mean is larger than its deviation.
+    """
+    standardised = np.any(data.std != 1.0) or np.any(data.mean != 0.0)
+    columns = np.zeros(0, dtype=np.intp)
+    if not standardised:
+        columns = _columns(data, scale)
+    centred = data.task == "regression" and (scale == OWN or _is_off(data))
+    if not len(columns) and not centred:
+        return data
+    mean, std = _own_statistics(data, columns)
+    centre = _own_centres(data) if centred else np.zeros((len(data), data.outputs))
+    own = OwnScale(columns, mean, std, centre)
+    y = data.y - own.of_rows(centre, data.offsets, data.y.ndim) if centred else data.y
+    notes = _notes(data, columns, centred, scale)
+    x = _scaled(data, own) if len(columns) else data.x
+    return replace(data, x=x, y=y, own=own, notes=(*data.notes, *notes))
+
+
+def _columns(data: PerUser, scale: str) -> Indices:
+    """The columns of numbers to scale."""
+    if data.x.dtype == np.uint8:
+        return np.zeros(0, dtype=np.intp)
+    candidates = np.array(_numbers(data), dtype=np.intp)
+    if scale == OWN:
+        return candidates
+    trained = np.flatnonzero(~data.test)
+    far = [not _may_stay(_column(data.x, column)[trained]) for column in candidates.tolist()]
+    return candidates[np.array(far, dtype=np.bool_)]
+
+
+def _may_stay(values: NDArray[np.float64]) -> bool:
+    """Whether a column is 0 and 1 alone, or on a scale of about 1."""
+    return is_flag(values) or is_near_one(values)
+
+
+def is_flag(values: NDArray[np.float64]) -> bool:
+    """Whether all values are 0 and 1."""
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _numbers(data: PerUser) -> list[int]:
+    """The columns that are neither one-hot nor words; of a sparse table without names, none."""
+    if not data.feature_names:
+        return [] if data.is_sparse else list(range(data.x.shape[1]))
+    return [at for at, name in enumerate(data.feature_names) if not is_encoded(name)]
+
+
+def _column(x: Table, column: int) -> NDArray[np.float64]:
+    if sparse.issparse(x):
+        return np.asarray(x[:, [column]].toarray()).reshape(-1)
+    return np.asarray(x[:, column], dtype=np.float64)
+
+
+def is_near_one(values: NDArray[np.float64]) -> bool:
+    """Whether a column is on a scale of about 1 already."""
+    mean = abs(float(values.mean()))
+    std = float(values.std())
+    return std >= SMALLEST and float(np.hypot(mean, std)) <= LARGEST and mean <= MOST_OFF * std
+
+
+def _is_off(data: PerUser) -> bool:
+    """Whether the mean of a target is larger than its deviation."""
+    trained = np.asarray(data.y[~data.test], dtype=np.float64).reshape(-1, data.outputs)
+    return bool((np.abs(trained.mean(axis=0)) > trained.std(axis=0)).any())
+
+
+def _own_statistics(
+    data: PerUser, columns: Indices
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Means and deviations of each user's training rows: users × columns."""
+    mean = np.zeros((len(data), len(columns)))
+    std = np.ones((len(data), len(columns)))
+    if not len(columns):
+        return mean, std
+    for user in range(len(data)):
+        own = _dense(data.x, data.rows(user, test=False), columns)
+        mean[user] = own.mean(axis=0)
+        found = own.std(axis=0)
+        std[user] = np.where(found > SAME * np.abs(mean[user]), found, 1.0)
+    return mean, std
+
+
+def _dense(x: Table, rows: Any, columns: Indices) -> NDArray[np.float64]:
+    taken = x[rows][:, columns]
+    if sparse.issparse(taken):
+        taken = taken.toarray()
+    return np.asarray(taken, dtype=np.float64)
+
+
+def _own_centres(data: PerUser) -> NDArray[np.float64]:
+    """The mean target of each user's training rows: users × K."""
+    centres = np.zeros((len(data), data.outputs))
+    for user in range(len(data)):
+        centres[user] = data.targets(data.rows(user, test=False)).mean(axis=0)
+    return centres
+
+
+def _scaled(data: PerUser, own: OwnScale) -> Table:
+    """x with the columns of ``own`` scaled, as a copy."""
+    if data.is_sparse:
+        return _scaled_sparse(data, own)
+    x = data.x.astype(np.float64)  # a copy
+    for user in range(len(data)):
+        start = int(data.offsets[user])
+        stop = int(data.offsets[user + 1])
+        x[start:stop, own.columns] = scaled_by(x[start:stop, own.columns], own, user)
+    return x
+
+
+def _scaled_sparse(data: PerUser, own: OwnScale) -> Table:
+    """The same for CSR: the columns that are scaled are filled, the others stay sparse."""
+    everything = np.arange(data.x.shape[1])
+    filled = _dense(data.x, slice(None), own.columns)
+    for user in range(len(data)):
+        here = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
+        filled[here] = scaled_by(filled[here], own, user)
+    others = np.setdiff1d(everything, own.columns)
+    parts = sparse.hstack([sparse.csr_array(filled), data.x[:, others]], format="csr")
+    order = np.argsort(np.concatenate([own.columns, others]))
+    return sparse.csr_array(parts[:, order])
+
+
+def scaled_by(values: NDArray[np.float64], own: OwnScale, user: int) -> NDArray[np.float64]:
+    """Rows of one user, the columns of ``own`` alone, as that user's model sees them."""
+    moved = (values - own.mean[user]) / own.std[user]
+    return np.asarray(np.clip(moved, -FARTHEST, FARTHEST))
+
+
+def _notes(data: PerUser, columns: Indices, centred: bool, scale: str) -> list[str]:
+    notes = []
+    if len(columns):
+        named = _listed([data.column_name(column) for column in columns.tolist()])
+        notes.append(
+            f"scaled on each device by the user's own mean and deviation, at most {FARTHEST:g} "
+            f"of them: {named}"
+        )
+    if centred:
+        notes.append("targets: each user's own mean is subtracted, on the device")
+    if scale == AUTO:
+        notes.append(f"what to scale was {LOOKED} (scale = 'own' or 'none' decides without)")
+    return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMED])
+    return f"{shown}, … ({len(names)} in all)" if len(names) > MOST_NAMED else shown
