@@ -589,6 +589,21 @@ def client_report(
     _show(sent.client_report(state_dir))
 
 
+@app.command("check-node")
+def check_node(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the proxy, or of the SuperLink.")],
+    *,
+    root_certificates: Annotated[
+        Path, typer.Option(help="The certificate authority that the SuperNode trusts.")
+    ],
+    key: Annotated[Path, typer.Option(help="The SuperNode's private key.")],
+) -> None:
+    """On a client: would the SuperLink let this SuperNode in? One line that says why not."""
+    from flwr_ppsgd.client.connection import check_connection
+
+    _show(check_connection(address, root_certificates, key))
+
+
 class SweepBar:
     """Settings × rounds, time left and the best measure so far.
 

@@ -18,7 +18,8 @@ OUTSIDE = (
     "the choice of settings (step, alpha, rounds, clip norm) by looking at results of several runs",
     "a user who is behind more than one node: one node is taken to be one user",
     "other trainings on the same users, unless all of them are under one budget (budget_dir)",
-    "whoever may submit a run to the SuperLink: they control the code on the clients",
+    "whoever may submit a run to the SuperLink: they control the code on the clients, and Flower's "
+    "counters of traffic show them how many clients take part",
     "the fact that a run ended because nobody's reply could be used",
 )
 NOTHING_PUBLISHED = "epsilon is 0: nothing is published"

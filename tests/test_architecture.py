@@ -23,7 +23,9 @@ GROUND_FLOOR = """
     audit cli
 """
 FOLDERS = {
-    "client": "refusal policy mods shelf sent personal visit message_api legacy_api model",
+    "client": """
+        connection refusal policy mods shelf sent personal visit message_api legacy_api model
+    """,
     "server": """
         training private_log record chain checkpoint journal budget ledgers curator status enrolment
         tensorboard rounds fetch numpy_clients message_api legacy_api

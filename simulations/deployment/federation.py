@@ -129,15 +129,23 @@ class Federation:
             body = body.replace(f"@{word}@", str(value))
         return f"{head}\npid {body}"
 
-    def register(self, name: str) -> None:
-        """Register the public key of a SuperNode under a name."""
-        self.public_key(name)
-        public = self._keys / f"{name}.pub"
-        out = self.flwr(
-            "supernode", "register", str(public), CONNECTION, "--name", name, "--format", "json"
-        )
+    def register(self, key: str, name: str | None = None) -> None:
+        """Register the public key of a SuperNode.
+
+        Args:
+            key: of the SuperNode that is called so here.
+            name: under which it is registered; None: the same.
+        """
+        self.public_key(key)
+        public = str(self._keys / f"{key}.pub")
+        named = ["--name", name or key, "--format", "json"]
+        out = self.flwr("supernode", "register", public, CONNECTION, *named)
         if not json.loads(out).get("success"):
-            raise RuntimeError(f"SuperNode {name} could not be registered: {out}")
+            raise RuntimeError(f"SuperNode {key} could not be registered: {out}")
+
+    def key(self, name: str) -> Path:
+        """Where the private key of a SuperNode is."""
+        return self._keys / name
 
     def public_key(self, name: str) -> str:
         """That of a SuperNode, as ``ssh-keygen`` writes it; its key pair is made on first use."""
@@ -381,17 +389,30 @@ def make_key_pair(path: Path) -> Path:
     return public
 
 
-def make_certificates(directory: Path) -> None:
-    """A certificate authority, and a certificate of it for a server on the loopback address."""
+def make_certificates(directory: Path, *, authority_age: int = 1, server_age: int = 1) -> None:
+    """A certificate authority, and a certificate of it for a server on the loopback address.
+
+    Args:
+        directory: where they go, with the server's key.
+        authority_age: days for which the authority's is valid already, of a year and a day.
+        server_age: the same for the server's.
+    """
     ca_key, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     ca_name, server_name = _name("PPSGD example authority"), _name("127.0.0.1")
     ca = _certificate(
-        ca_name, ca_key.public_key(), ca_name, ca_key, x509.BasicConstraints(ca=True, path_length=0)
+        ca_name,
+        ca_key.public_key(),
+        ca_name,
+        ca_key,
+        x509.BasicConstraints(ca=True, path_length=0),
+        authority_age,
     )
     loopback = x509.SubjectAlternativeName(
         [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
     )
-    server = _certificate(server_name, server_key.public_key(), ca_name, ca_key, loopback)
+    server = _certificate(
+        server_name, server_key.public_key(), ca_name, ca_key, loopback, server_age
+    )
     (directory / "ca.crt").write_bytes(ca.public_bytes(serialization.Encoding.PEM))
     (directory / "server.crt").write_bytes(server.public_bytes(serialization.Encoding.PEM))
     (directory / "server.key").write_bytes(_private(server_key, serialization.PrivateFormat.PKCS8))
@@ -414,22 +435,23 @@ def program(name: str) -> str:
     return shutil.which(name, path=_SEARCH) or str(beside)
 
 
-def _certificate(
+def _certificate(  # noqa: PLR0917 - one for each field
     subject: x509.Name,
     key: ec.EllipticCurvePublicKey,
     issuer: x509.Name,
     signer: ec.EllipticCurvePrivateKey,
     extension: x509.ExtensionType,
+    age: int,
 ) -> x509.Certificate:
-    now = datetime.datetime.now(datetime.UTC)
+    begins = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=age)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=365))
+        .not_valid_before(begins)
+        .not_valid_after(begins + datetime.timedelta(days=366))
         .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
         .sign(signer, hashes.SHA256())
     )

@@ -1,11 +1,14 @@
 """The proxy in front of a SuperLink: SuperNodes pass, strangers with the CA certificate do not."""
 
 import http.client
+import json
 import re
+import shutil
 import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -13,12 +16,15 @@ from flwr.supercore.protobuf import translation
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.supernode import fleet_http_client
 
+from flwr_ppsgd.client.connection import NotLetInError, check_connection
+from flwr_ppsgd.server import private_log
 from simulations.deployment.federation import (
     PROXY_CONFIG,
     Federation,
     has_nginx,
     make_key_pair,
     program,
+    wait_for,
     write_app,
 )
 from tests.deployment.harness import COMPONENTS, MODULE, USERS, Deployment, check, pause
@@ -187,3 +193,70 @@ def test_no_spelling_of_a_path_leads_past_the_proxy(stranger: Stranger) -> None:
         assert stranger.post(path) == 401, f"{path} without a signature"
         assert stranger.post(path, method="GET") == 404
     assert stranger.post("/v1/fleet/push-object", bytes(17 << 20)) == 413
+
+
+@needs_nginx
+@pytest.mark.deployment
+def test_whoever_is_not_let_in_reads_one_line_that_says_why(deployment: Deployment) -> None:
+    """Through the real proxy, to a real SuperLink; whoever asks is online no more than before."""
+    federation = deployment.federation
+    address = f"127.0.0.1:{federation.proxy_port}"
+
+    def ask(name: str) -> str:
+        return check_connection(address, federation.ca_certificate, federation.key(name))
+
+    assert "lets this SuperNode in" in ask(USERS[0])
+    federation.public_key("eve")
+    with pytest.raises(NotLetInError, match="is not registered at the SuperLink, or no longer"):
+        ask("eve")
+    federation.register("eve")
+    assert "lets this SuperNode in" in ask("eve")
+    listed = federation.flwr("supernode", "list", "deployment", "--format", "json")
+    nodes = json.loads(listed)["nodes"]
+    assert sorted(node["status"] for node in nodes) == ["online"] * len(USERS) + ["registered"]
+    (eve,) = (node["node-id"] for node in nodes if node["status"] == "registered")
+    federation.flwr("supernode", "unregister", eve, "deployment")
+    with pytest.raises(NotLetInError, match="or no longer"):
+        ask("eve")
+
+
+@needs_nginx
+@pytest.mark.deployment
+def test_a_taken_name_and_a_supernode_under_another_key(deployment: Deployment) -> None:
+    """Two nodes named ada: neither takes part. Enrolled by key, the second takes nobody's place.
+
+    ada's θ is kept all the while, and goes on.
+    """
+    federation = deployment.federation
+    ada = USERS[0]
+    federation.register("mallory", name=ada)
+    federation.start_supernode("mallory", deployment.node_config("mallory"))
+    deployment.place("mallory").mkdir(exist_ok=True)
+    shutil.copy(deployment.place(ada) / "y.npy", deployment.place("mallory"))
+    wait_for("mallory", lambda: online(federation) == len(USERS) + 1)
+    deployment.finish(deployment.begin("named", 1, min_online=0.5))
+    problems = [entry["problem"] for entry in told(deployment, "named")]
+    assert problems == [
+        "enrolled names under which two nodes are online, so that nobody has the place: ada"
+    ]
+    keys = ",".join(map(federation.public_key, USERS))
+    deployment.finish(deployment.begin("keyed", 1, min_online=1.0, enrolled=keys))
+    (problem,) = (entry["problem"] for entry in told(deployment, "keyed"))
+    assert re.fullmatch(r"node \d+ \(name 'ada', key:\w{64}\) is online and not .*", problem)
+    check(deployment, "keyed", 1, {user: [1] for user in USERS})
+    federation.stop("mallory")
+    wait_for("mallory to leave", lambda: online(federation) == len(USERS))
+    run = deployment.begin("named", 2, min_online=1.0)
+    assert deployment.finish(run) == "finished:completed"
+    check(deployment, "named", 2, {ada: [2], USERS[1]: [1, 2], USERS[2]: [1, 2]})
+    assert not list(deployment.place("mallory").glob("*.jsonl")), "it was never asked"
+
+
+def online(federation: Federation) -> int:
+    return federation.flwr("supernode", "list", "deployment", "--format", "json").count('"online"')
+
+
+def told(deployment: Deployment, name: str) -> list[dict[str, Any]]:
+    """What the operator was told of in a training, besides rounds."""
+    found = private_log.entries(deployment.server(name))
+    return [entry for entry in found if "problem" in entry]

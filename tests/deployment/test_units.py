@@ -27,7 +27,7 @@ def test_systemd_takes_it(unit: Path, tmp_path: Path) -> None:
         return program(name) if Path(program(name)).exists() else "/bin/true"
 
     text = unit.read_text(encoding="utf-8")
-    changed = re.sub(r"(?<=ExecStart=)\S+", here, text)
+    changed = re.sub(r"(?<=ExecStart=)\S+|(?<=ExecStartPre=-)\S+", here, text)
     (tmp_path / unit.name).write_text(changed, encoding="utf-8")
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(tmp_path / unit.name)],
