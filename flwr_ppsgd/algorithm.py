@@ -27,6 +27,8 @@ LARGEST_NORMAL = 14.0  # standard deviations, where the sampler in `noise` is cu
 LEAST_NOISE = 1e-6  # a smaller z protects nobody, and no accountant can tell it from 0
 CLIP_MARGIN = 2.0**-40  # relative; the rounding of a norm and of a product stays far below it
 LEAST_SCALE = 1e-280  # a smaller factor has too few digits left
+SHORTEST_DIRECTION = 1e-280  # a shorter or longer vector is not normalised: it counts as zero
+LONGEST_DIRECTION = 1e280
 STANDARD_ERROR = "-standard-error"
 
 
@@ -117,6 +119,8 @@ Cohort: TypeAlias = Poisson | FixedSize
 class Release:
     """One publication of the server: (Σ_i clip(g_i, C) + N(0, z²C² I)) / D.
 
+    With ``normalise``, C·g_i/‖g_i‖ stands in for clip(g_i, C).
+
     The noise that is added and the noise that is charged both come from this object, so they cannot
     drift apart.
 
@@ -127,18 +131,27 @@ class Release:
             0 gives no privacy.
         total_batch: M = Σ_i m_i for Algorithm 2, where users send sums over their minibatches;
             public. None is Algorithm 3 (and 1), where they send means.
+        normalise: bring each gradient *to* norm C, not only below it: every user then speaks with
+            the same weight, and with an optimizer that ignores scale C needs no tuning. Private
+            measures stay clipped.
     """
 
     cohort: Cohort
     clip_norm: float
     noise_multiplier: float
     total_batch: int | None = None
+    normalise: bool = False
 
     def __post_init__(self) -> None:
         self._check_clip_norm()
         self._check_noise()
         if self.total_batch is not None:
             _plain(self, total_batch=count("total_batch", self.total_batch))
+        if self.normalise and self.total_batch is not None:
+            raise ValueError(
+                f"normalise and total_batch={self.total_batch} exclude each other: a normalised "
+                "gradient has no weight; leave out total_batch"
+            )
         self._check_grid()
 
     def _check_clip_norm(self) -> None:
@@ -421,6 +434,38 @@ def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MA
     return np.where(lengths <= within, 1.0, scales)
 
 
+def normal_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
+    """The factor that brings ‖g‖ to ``limit``, whether that is longer or shorter.
+
+    A vector shorter than 10⁻²⁸⁰, longer than 10²⁸⁰ or not finite becomes zero. That is decided
+    before anything is scaled: its direction has too few digits.
+    """
+    actual = length(g)
+    if not SHORTEST_DIRECTION <= actual <= LONGEST_DIRECTION:
+        return 0.0
+    scale = limit * (1 - margin) / actual
+    return scale if LEAST_SCALE < scale < math.inf else 0.0
+
+
+def normal_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
+    """``normal_scale`` of many vectors at once, from their lengths."""
+    usable = (lengths >= SHORTEST_DIRECTION) & (lengths <= LONGEST_DIRECTION)
+    with np.errstate(all="ignore"):
+        scales: Vector = limits * (1 - margin) / lengths
+    return np.where(usable & (scales > LEAST_SCALE) & np.isfinite(scales), scales, 0.0)
+
+
+def normalised(g: Vector, norm: float) -> Vector:
+    """C·g/‖g‖, or zero if g has no direction (see ``normal_scale``)."""
+    scale = normal_scale(g, norm)
+    return g * scale if scale else np.zeros_like(g)
+
+
+def bounded(g: Vector, norm: float, normalise: bool) -> Vector:
+    """What of one user enters the sum: the clipped gradient, or the normalised one."""
+    return normalised(g, norm) if normalise else clip(g, norm)
+
+
 def clip(g: Vector, norm: float) -> Vector:
     """g / max(1, ‖g‖/C)   (Algorithm 1, line 8).
 
@@ -476,7 +521,7 @@ def server_step(
     """
     total = np.zeros_like(w)
     for gradient in gradients:
-        total += clip(gradient, release.clip_norm)
+        total += bounded(gradient, release.clip_norm, release.normalise)
     return descend(w, total + noise, release, step)
 
 

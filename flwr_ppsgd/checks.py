@@ -33,8 +33,12 @@ def one_of(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def nearest(key: object, known: Iterable[str]) -> str:
-    """The known word that is most like ``key``."""
-    return difflib.get_close_matches(str(key), list(known), n=1, cutoff=0.0)[0]
+    """The known word that begins with ``key``, or else the one that is most like it."""
+    known = list(known)
+    longer = [word for word in known if word.startswith(f"{key}-")]
+    if longer:
+        return longer[0]
+    return difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
 
 
 def misspelt(key: str, known: Iterable[str]) -> str | None:

@@ -17,13 +17,22 @@ thousand rounds.
 import hashlib
 import math
 import secrets
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import LARGEST_NORMAL, PrivateMetrics, Release, Vector, clip_scale
+from flwr_ppsgd.algorithm import (
+    LARGEST_NORMAL,
+    PrivateMetrics,
+    Release,
+    Vector,
+    clip_scale,
+    normal_scale,
+)
 
 GRID_CLIP_MARGIN = 1e-9  # relative; keeps the truncated vector below C in exact integers
 ROUNDING = 2.0**-53  # of each term of a norm, which the margin covers besides
@@ -166,14 +175,22 @@ def _tail(coins: Coins, count: int) -> Vector:
     return found
 
 
+class _Part(NamedTuple):
+    """A part of the vectors that are summed, which has a bound of its own."""
+
+    place: slice
+    limit: float
+    scale: Callable[[Vector, float, float], float]  # of a vector, its limit and a margin
+
+
 class GridSum:
-    """Σ_i clip(g_i, C) in whole multiples of ``release.grid``.
+    """Σ_i clip(g_i, C) in whole multiples of ``release.grid``, or Σ_i C·g_i/‖g_i‖ if it normalises.
 
     Exact, and the same in any order of the replies.
 
     Args:
         size: the number of coordinates.
-        release: C, z and the grid.
+        release: C, z, the grid, and whether gradients are normalised.
         metrics: private measures that follow after the ``size`` coordinates. They are clipped by
             themselves, to C·√ρ, and the rest to C·√(1−ρ): together they stay within C.
     """
@@ -183,9 +200,14 @@ class GridSum:
         measures = len(metrics.bounds) if metrics else 0
         self._multiples = np.zeros(size + measures)  # whole numbers, each below 2^53
         share = metrics.share if metrics else 0.0
-        gradient = (slice(0, size), release.clip_norm * math.sqrt(1 - share))
-        own = (slice(size, size + measures), release.clip_norm * math.sqrt(share))
-        self._parts = [part for part in (gradient, own) if part[0].start < part[0].stop]
+        scale = normal_scale if release.normalise else clip_scale
+        gradient = _Part(slice(0, size), release.clip_norm * math.sqrt(1 - share), scale)
+        own = _Part(
+            slice(size, size + measures),
+            release.clip_norm * math.sqrt(share),
+            clip_scale,
+        )
+        self._parts = [part for part in (gradient, own) if part.place.start < part.place.stop]
 
     def add(self, vector: Vector) -> None:
         """Clip, truncate toward zero onto the grid, and add."""
@@ -200,22 +222,23 @@ class GridSum:
         if vector.shape != expected.shape or vector.dtype != np.float64:
             found = f"{vector.dtype}{vector.shape}"
             raise ValueError(f"a vector of {found} where the sum is of float64{expected.shape}")
-        return [self._scale(vector[part], limit) for part, limit in self._parts]
+        return [self._scale(vector[part.place], part) for part in self._parts]
 
     def put(self, vector: Vector, scales: list[float]) -> None:
         """Add a vector by the ``scales`` that were worked out for it."""
-        for (part, _), scale in zip(self._parts, scales, strict=True):
-            for start in range(part.start, part.stop, BLOCK):
-                end = min(start + BLOCK, part.stop)
+        for part, scale in zip(self._parts, scales, strict=True):
+            for start in range(part.place.start, part.place.stop, BLOCK):
+                end = min(start + BLOCK, part.place.stop)
                 block = vector[start:end] * scale
                 self._multiples[start:end] += np.trunc(block, out=block)
 
-    def _scale(self, part: Vector, limit: float) -> float:
-        margin = GRID_CLIP_MARGIN + ROUNDING * len(part)
-        scale = clip_scale(part, limit, margin)
-        if scale == 0.0 and not np.all(np.isfinite(part)):
+    def _scale(self, values: Vector, part: _Part) -> float:
+        margin = GRID_CLIP_MARGIN + ROUNDING * len(values)
+        scale = part.scale(values, part.limit, margin)
+        if scale == 0.0 and not np.all(np.isfinite(values)):
             raise FloatingPointError("a vector that holds NaN or infinity")
-        return scale / self._release.grid
+        to_grid = scale / self._release.grid
+        return to_grid if to_grid < math.inf else 0.0
 
     def noisy(self, coins: Coins) -> Vector:
         """g·k with k = Σ + rint(z·C·n/g) a vector of whole numbers.

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, get_args
 
@@ -80,7 +80,8 @@ class Ledger:
         return any(release.noise_multiplier == 0 for release, _ in self.releases)
 
     @property
-    def _amplified(self) -> bool:
+    def amplified(self) -> bool:
+        """Whether any release gains from sampling."""
         return any(release.cohort.amplifies for release, _ in self.releases)
 
     def epsilon(self, relation: Relation = "zero-out", method: Method = "pld") -> float:
@@ -156,7 +157,7 @@ class Ledger:
 
         RDP if users are sampled, exact if they are not.
         """
-        return self.epsilon(method="rdp" if self._amplified else "pld")
+        return self.epsilon(method="rdp" if self.amplified else "pld")
 
     def paper_epsilon(self) -> float:
         """The number that the paper's figures would print. **Not a guarantee** for ``FixedSize``.
@@ -236,6 +237,12 @@ def release_from_dict(data: dict[str, Any]) -> Release:
     return Release(**{**data, "cohort": kind(**cohort)})
 
 
+def _recorded(ledger: Ledger, releases: Iterable[tuple[Release, int]]) -> Ledger:
+    for release, times in releases:
+        ledger = ledger.record(release, times)
+    return ledger
+
+
 def calibrate_noise(
     *,
     epsilon: float,
@@ -244,6 +251,7 @@ def calibrate_noise(
     rounds: int,
     relation: Relation = "zero-out",
     method: Method = "pld",
+    also: Iterable[tuple[Release, int]] = (),
 ) -> float:
     """The smallest noise multiplier z whose ε after ``rounds`` rounds is at most ``epsilon``.
 
@@ -254,8 +262,10 @@ def calibrate_noise(
         rounds: the planned number of rounds.
         relation: neighbours, as of ``Ledger.epsilon``.
         method: accountant, as of ``Ledger.epsilon``.
+        also: what else is released, each with how often: all together meet ``epsilon``.
     """
-    nothing = Ledger(delta)
+    others = tuple(also)
+    nothing = _recorded(Ledger(delta), others)
     remedy = "name the ε that you can afford"
     require(0 < epsilon < math.inf, "epsilon must be positive and finite", epsilon, remedy)
     remedy = "noise is calibrated for a planned number of rounds"
@@ -266,10 +276,18 @@ def calibrate_noise(
         release = Release(cohort, clip_norm=1.0, noise_multiplier=z)
         return nothing.record(release, rounds).epsilon(relation, method)
 
-    plain = not cohort.amplifies and _cap_bites(cohort) == 0
+    spent = nothing.epsilon(relation, method)
+    if spent >= epsilon:
+        raise ValueError(
+            f"what else is released costs epsilon={spent:.4g} at delta={delta:g} by itself, and "
+            f"nothing is left of {epsilon:g}: raise epsilon, or give it more noise"
+        )
+    plain = not cohort.amplifies and _cap_bites(cohort) == 0 and not nothing.amplified
     if method == "pld" and plain:  # closed form, up to its last digits
         one_round = float(dp_accounting.get_sigma_gaussian(epsilon, delta))
-        exact = one_round * math.sqrt(rounds) * sensitivity(relation)
+        allowed = 1 / (one_round * sensitivity(relation)) ** 2
+        taken = sum(times / release.noise_multiplier**2 for release, times in others)
+        exact = math.sqrt(rounds / (allowed - taken)) if taken < allowed else math.inf
         for slack in (0.0, 1e-9, NOISE_TOLERANCE):
             if cost(exact * (1 + slack)) <= epsilon:
                 return exact * (1 + slack)
@@ -339,6 +357,7 @@ def affordable_rounds(
     relation: Relation = "zero-out",
     method: Method = "pld",
     at_most: int = MOST_ROUNDS,
+    also: Iterable[tuple[Release, int]] = (),
 ) -> int:
     """The largest number of rounds of ``release`` whose ε is at most ``max_epsilon``.
 
@@ -352,10 +371,11 @@ def affordable_rounds(
         relation: neighbours, as of ``Ledger.epsilon``.
         method: accountant, as of ``Ledger.epsilon``.
         at_most: the largest number that is of interest.
+        also: what else is released, each with how often, out of the same ε.
     """
     rule = "max_epsilon must be positive and finite"
     require(0 < max_epsilon < math.inf, rule, max_epsilon, "leave it out for no budget")
-    nothing = Ledger(delta)
+    nothing = _recorded(Ledger(delta), also)
 
     def pays_for(rounds: int, by: Method = method) -> bool:
         return nothing.record(release, rounds).epsilon(relation, by) <= max_epsilon
@@ -363,7 +383,8 @@ def affordable_rounds(
     if at_most < 1 or not pays_for(1):
         return 0
     low = 1
-    if release.cohort.amplifies and relation == "zero-out" and method == "pld":
+    amplified = release.cohort.amplifies or nothing.amplified
+    if amplified and relation == "zero-out" and method == "pld":
         low = max(1, _last(lambda rounds: pays_for(rounds, "rdp"), at_most))
     if low > MOST_BY_PLD:
         return low

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, PrivateMetrics, Release
+from flwr_ppsgd.tuning import SizeVote
 
 OUTSIDE = (
     "the server itself, which is trusted: it sees each clipped gradient",
@@ -130,6 +131,9 @@ class Promise:
         terms: further terms of a simulation.
         ledger: the ledger as data.
         release_data: the release as data.
+        vote: on the size of users' own solutions, before the first round; None if there is none.
+        voted_size: what it found; None if it found nothing, or was not held yet.
+        personal: how θ is made: "step" or "solve".
     """
 
     headline: Headline
@@ -150,6 +154,9 @@ class Promise:
     terms: tuple[str, ...] = ()
     ledger: Mapping[str, Any] = field(default_factory=dict)
     release_data: Mapping[str, Any] = field(default_factory=dict)
+    vote: SizeVote | None = None
+    voted_size: float | None = None
+    personal: str = "step"
 
     def statement(self) -> str:
         """The promise in words: what is promised, its terms, and what it does not cover."""
@@ -185,6 +192,8 @@ class Promise:
             "rounds_stated": head.rounds,
             "denominator": self.release.denominator,
             "release": dict(self.release_data),
+            "vote": self._vote_as_data(),
+            "personal": self.personal,
             "insecure_rounds": head.insecure_rounds,
             "evaluation_on_client_data": self.evaluated,
             "caveats": list(self.caveats),
@@ -195,6 +204,15 @@ class Promise:
         if head.simulation:
             data["noise"] = SIMULATION_NOISE
         return data
+
+    def _vote_as_data(self) -> dict[str, Any] | None:
+        if self.vote is None:
+            return None
+        return {
+            "noise_multiplier": self.vote.release.noise_multiplier,
+            "powers_of_two": [self.vote.lowest, self.vote.lowest + self.vote.powers - 1],
+            "size": self.voted_size,
+        }
 
     def _stated(self, cost: float) -> float:
         """A further ε, infinite if nothing is guaranteed."""
@@ -243,6 +261,13 @@ class Promise:
                 f"{self.delta_taken_by_cap_replace_one:.2g} for replace-one neighbours, finite "
                 f"precision at most {self.delta_taken_by_precision:.2g}."
             )
+        if self.vote is not None:
+            terms.append(self._voting())
+        if self.personal == "solve":
+            terms.append(
+                "Personal parts are worked out by the users from the published parameters and "
+                "their own data. That costs no epsilon; what they chose and gained stays with them."
+            )
         if self.metrics is not None:
             names = ", ".join(self.metrics.bounds)
             terms.append(
@@ -258,17 +283,34 @@ class Promise:
         head = self.headline
         stopped = " (planned; stopped earlier)" if head.rounds > self.rounds_charged else ""
         return (
-            f"Epsilon at delta = {head.delta:g} over {head.rounds} rounds{stopped}: "
+            f"Epsilon at delta = {head.delta:g} over {self._releases()}{stopped}: "
             f"{rounded_up(head.epsilon)} if a user contributes nothing instead (zero-out "
             f"neighbours; bound: {self.method}; RDP bound {rounded_up(self.rdp)}), "
             f"{rounded_up(self.replace_one)} if a user's data are exchanged for any other "
             "(replace-one neighbours, the paper's definition)."
         )
 
+    def _releases(self) -> str:
+        """The number of rounds for which ε is stated, and the vote if there is one."""
+        if self.vote is None:
+            return f"{self.headline.rounds} rounds"
+        return f"{self.headline.rounds} releases (a vote, and rounds)"
+
+    def _voting(self) -> str:
+        assert self.vote is not None
+        release = self.vote.release
+        return (
+            "Before the first round everybody was asked once for the size of their own solution, "
+            f"as one of {self.vote.powers} powers of two. The counts were published with Gaussian "
+            f"noise of standard deviation {release.noise_multiplier:g}; they are inside the "
+            "guarantee."
+        )
+
     def _mechanism(self) -> str:
         release = self.release
+        how = "brought" if release.normalise else "clipped"
         return (
-            "Mechanism: sum of one vector per user, clipped by the server to norm "
+            f"Mechanism: sum of one vector per user, {how} by the server to norm "
             f"C = {release.clip_norm:g}, plus Gaussian noise of standard deviation z*C with "
             f"z = {release.noise_multiplier:g}, divided by the fixed number "
             f"D = {release.denominator:g}; a client that fails counts as zero. "

@@ -12,12 +12,17 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, Steps
-from flwr_ppsgd.checks import is_whole, misspelt, nearest, require
+from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, require
+from flwr_ppsgd.optimizers import SGD, Adam, Course, Momentum, Optimizer, Schedule
+from flwr_ppsgd.tuning import ROUNDS, AdaptiveClip
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.recipe import Recipe
 
 THEORY = "theory"  # the word that an experiment replaces by a number for alpha-q
 OWN_PREFIX = "ppsgd-"
@@ -32,6 +37,21 @@ ALTERNATIVES = (
     ("rounds", "passes"),
     ("evaluate-every", "evaluations"),
 )
+PAPER = "paper"
+AUTO = "auto"
+METHODS = (PAPER, AUTO)
+OPTIMIZERS = ("sgd", "momentum", "adam")
+OF_PAPER = ("clip_norm", "step", "alpha_q")  # which the recipe decides
+CHOICES_OF_PAPER = (
+    "cohort_size",
+    "cap",
+    "total_batch",
+    "normalise",
+    "server_optimizer",
+    "server_momentum",
+    "server_schedule",
+    "adaptive_clip",
+)
 T = TypeVar("T")
 RUN_CONFIG = "run config"  # how errors call it
 
@@ -44,18 +64,24 @@ class Settings:
     ``epsilon``, which calibrates it for the planned ``rounds`` and is the budget too, unless
     ``max-epsilon`` is given. There is no default for noise, δ or a seed. ``enrolled`` lists the
     names of the registered nodes, with commas.
+
+    ``method = "auto"`` is the recipe of ``flwr_ppsgd.recipe``: it needs neither clip norm nor
+    steps, has everyone take part in 50 rounds unless ``rate`` or ``rounds`` say otherwise, and
+    ``personal`` is "solve". ``server-optimizer``, ``normalise`` and ``adaptive-clip`` are for
+    ``method = "paper"``, the default.
     """
 
     population: int
+    method: str = PAPER
     rate: float | None = None
     cohort_size: int | None = None
     cap: int | None = None
-    clip_norm: float
+    clip_norm: float | None = None
     noise_multiplier: float | None = None
     epsilon: float | None = None
     total_batch: int | None = None
-    step: float
-    alpha_q: float
+    step: float | None = None
+    alpha_q: float | None = None
     delta: float
     rounds: int
     max_epsilon: float | None = None
@@ -71,9 +97,20 @@ class Settings:
     budget_dir: str = ""
     tensorboard_dir: str = ""
     insecure_seed: int | None = None
+    normalise: bool = False
+    server_optimizer: str = "sgd"
+    server_momentum: float = 0.9
+    server_schedule: str = "constant"
+    personal: str | None = None
+    solve_in_training: bool = False
+    full_batch: bool | None = None
+    adaptive_clip: float | None = None
 
     def __post_init__(self) -> None:
         """What only the flat keys have. ``server.training.Training`` checks all else."""
+        one_of("method", self.method, METHODS)
+        one_of("server_optimizer", self.server_optimizer, OPTIMIZERS)
+        self._check_method()
         _exactly_one(self, "rate", "cohort_size")
         _exactly_one(self, "noise_multiplier", "epsilon")
         require(self.rounds >= 1, "rounds must be at least 1", self.rounds, "plan at least one")
@@ -83,6 +120,26 @@ class Settings:
             require(fits, rule, self.epsilon, "name the ε that you can afford")
         self.uncalibrated()
         self.steps()
+
+    def _check_method(self) -> None:
+        if self.method == PAPER:
+            for name in OF_PAPER:
+                if getattr(self, name) is None:
+                    key = key_of(name)
+                    raise ValueError(f"{key!r} is missing: add it, as in {key} = …")
+            return
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in (*OF_PAPER, *CHOICES_OF_PAPER):
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"{key_of(name)} is for method = {PAPER!r}, and {AUTO!r} decides it: leave one "
+                    "of the two out"
+                )
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the recipe decides what is not given."""
+        return self.method == AUTO
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
@@ -98,7 +155,7 @@ class Settings:
                 f"{where}: alpha-q 'theory' is known to experiments only: let `ppsgd plan` work it "
                 "out and write the number here"
             )
-        return build(cls, flat, where)
+        return build(cls, completed(with_keys(flat)), where)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Self:
@@ -125,16 +182,34 @@ class Settings:
 
     def uncalibrated(self) -> Release:
         """The release; if ``epsilon`` is given, still without its noise."""
-        noise = self.noise_multiplier or 0.0
-        return Release(self.cohort(), self.clip_norm, noise, self.total_batch)
+        return self._release(self.noise_multiplier or 0.0)
 
     def release(self) -> Release:
         """The release. If ``epsilon`` is given, its noise is calibrated for the planned rounds."""
-        cohort = self.cohort()
+        if self.automatic:
+            return self.recipe().release
         noise = self.noise_multiplier
         if noise is None:
-            noise = self._calibrated(cohort)
-        return Release(cohort, self.clip_norm, noise, self.total_batch)
+            noise = self._calibrated(self.cohort())
+        return self._release(noise)
+
+    def _release(self, noise: float) -> Release:
+        clip_norm = 1.0 if self.clip_norm is None else self.clip_norm
+        normalise = self.normalise or self.automatic
+        return Release(self.cohort(), clip_norm, noise, self.total_batch, normalise)
+
+    def recipe(self) -> "Recipe":
+        """Everything that ``method = "auto"`` decides."""
+        from flwr_ppsgd.recipe import recipe
+
+        return recipe(
+            population=self.population,
+            delta=self.delta,
+            epsilon=self.epsilon,
+            noise_multiplier=self.noise_multiplier,
+            rounds=self.rounds,
+            rate=self.cohort().rate,
+        )
 
     def _calibrated(self, cohort: Cohort) -> float:
         from flwr_ppsgd.privacy import calibrate_noise
@@ -149,6 +224,8 @@ class Settings:
 
     def steps(self) -> Steps:
         """Both step sizes: the larger one is ``step``, their ratio is ``alpha-q``."""
+        if self.step is None or self.alpha_q is None:
+            return Steps(shared=1.0, personal=0.0)  # in place of the recipe's
         return Steps.from_ratio(self.step, self.alpha_q)
 
     def budget(self) -> float | None:
@@ -168,8 +245,7 @@ class Settings:
             release: instead of the one that these settings stand for.
         """
         return {
-            "release": release or self.release(),
-            "steps": self.steps(),
+            **self._published(release),
             "delta": self.delta,
             "max_epsilon": self.budget(),
             "evaluate_every": self.evaluate_every,
@@ -185,6 +261,50 @@ class Settings:
             "tensorboard_dir": self.tensorboard_dir or None,
             "insecure_seed": self.insecure_seed,
         }
+
+    def _published(self, release: Release | None) -> dict[str, Any]:
+        """What is released, how w moves by it, and how θ is made."""
+        if self.automatic and release is None:
+            return {**self.recipe().arguments(), **self._given_beside_recipe()}
+        values: dict[str, Any] = {
+            "release": release or self.release(),
+            "steps": self.steps(),
+            "optimizer": self.chosen_optimizer(),
+            "personal": self.personal or "step",
+            "solve_in_training": self.solve_in_training,
+            "full_batch": bool(self.full_batch),
+        }
+        if self.adaptive_clip is not None:
+            values["adaptive_clip"] = AdaptiveClip(self.adaptive_clip)
+        return values
+
+    def _given_beside_recipe(self) -> dict[str, Any]:
+        """How θ is made and how much of the data a gradient takes, where that is said."""
+        given: dict[str, Any] = {"solve_in_training": self.solve_in_training}
+        if self.personal is not None:
+            given["personal"] = self.personal
+        if self.full_batch is not None:
+            given["full_batch"] = self.full_batch
+        return given
+
+    def chosen_optimizer(self) -> Optimizer:
+        """What the server does with a released gradient."""
+        schedule = Schedule(cast(Course, self.server_schedule), self.rounds)
+        if self.server_optimizer == "momentum":
+            return Momentum(self.server_momentum, schedule=schedule)
+        if self.server_optimizer == "adam":
+            return Adam(schedule=schedule)
+        return SGD(schedule)
+
+
+def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings with what ``method = "auto"`` leaves open filled in, hyphens in their keys."""
+    if flat.get("method") != AUTO:
+        return dict(flat)
+    defaults: dict[str, Any] = {"rounds": ROUNDS}
+    if not any(key in flat for key in ("rate", "cohort-mean", "cohort-size")):
+        defaults["rate"] = 1.0
+    return {**defaults, **flat}
 
 
 def _exactly_one(settings: Settings, first: str, second: str) -> None:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.checks import LARGEST_COUNT
+from flwr_ppsgd.tuning import MOST_POWERS
 
 ARRAYS = "arrays"  # w, under the name that Flower's stock strategies use
 CONFIG = "config"
 METRICS = "metrics"
 ORDER = "ppsgd-order"
 GRADIENT = "gradient"
+VOTE = "vote"  # the only array of a vote, in the record of the gradient
 NUM_EXAMPLES = "num-examples"
-PROTOCOL = 2  # of the Order
+PROTOCOL = 3  # of the Order
 LARGEST_NUMBER = 2**63
 LONGEST_PROMISE = 1000  # characters
 LONGEST_NAME = 200  # characters: of a measure, a key, a signature
@@ -39,6 +41,8 @@ LONGEST_HEADER = 4096  # bytes; numpy writes 128 for any array of parameters
 NUMPY = "numpy.ndarray"  # Flower's name for its serialisation of numpy arrays
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchNorm's buffers
 
+Making: TypeAlias = Literal["step", "solve"]  # of θ
+Asked: TypeAlias = Literal["gradient", "size"]  # for, in an Order
 Hold: TypeAlias = Callable[[str, np.dtype[Any]], bool]
 
 
@@ -52,6 +56,14 @@ class Order:
         clip_norm: C.
         reduction: whether gradients over a minibatch are averaged (Algorithm 3) or summed
             (Algorithm 2).
+        normalise: bring the gradient to norm C, not only below it.
+        full_batch: take the gradient over all of the user's rows, not over a minibatch.
+        personal: how θ is made: "step" moves the kept θ by s_θ, "solve" works out the best θ for
+            the w at hand.
+        solve_in_training: with "solve", take the gradient of w at the solved θ; else at θ = 0.
+        asks: "gradient", or "size" for a vote on the size of the user's own solution.
+        lowest: of a vote, the exponent of the first bin.
+        powers: of a vote, the number of bins.
         publishes: whether a gradient is wanted; at α = 0 none is sent.
         average: whether the average iterate of θ is kept, and used in evaluation.
         metrics: names of training measures to send along, which are released with the gradient's
@@ -76,6 +88,13 @@ class Order:
     clip_norm: float
     reduction: Reduction
     publishes: bool
+    normalise: bool = False
+    full_batch: bool = False
+    personal: Making = "step"
+    solve_in_training: bool = False
+    asks: Asked = "gradient"
+    lowest: int = 0
+    powers: int = 0
     average: bool = False
     metrics: tuple[str, ...] = ()
     training: int = 0
@@ -132,9 +151,13 @@ class Order:
         _check(0 <= self.step < math.inf, "step must be finite and at least 0", self.step)
         _check(0 < self.clip_norm < math.inf, "clip_norm must be finite, above 0", self.clip_norm)
         _check(self.epsilon >= 0, "epsilon must be at least 0", self.epsilon)
-        reductions = get_args(Reduction)
-        known = self.reduction in reductions
-        _check(known, f"reduction must be one of {reductions}", self.reduction)
+        _check_word("reduction", self.reduction, get_args(Reduction))
+        _check_word("personal", self.personal, get_args(Making))
+        _check_word("asks", self.asks, get_args(Asked))
+        _check(abs(self.lowest) <= MOST_POWERS, "lowest must be -1000 to 1000", self.lowest)
+        _check(0 <= self.powers <= MOST_POWERS, "powers must be 0 to 1000", self.powers)
+        votes = self.powers > 0
+        _check(votes == (self.asks == "size"), "powers must be there for a vote", self.powers)
         _check_text("promise", self.promise, LONGEST_PROMISE)
         _check_text("server_key", self.server_key, LONGEST_NAME)
         _check_text("signature", self.signature, LONGEST_NAME)
@@ -156,6 +179,13 @@ _PLAIN: dict[str, type] = {
     "clip_norm": float,
     "reduction": str,
     "publishes": bool,
+    "normalise": bool,
+    "full_batch": bool,
+    "personal": str,
+    "solve_in_training": bool,
+    "asks": str,
+    "lowest": int,
+    "powers": int,
     "average": bool,
     "training": int,
     "back": int,
@@ -177,6 +207,10 @@ def _check(holds: bool, rule: str, value: object) -> None:
 
 def _check_count(name: str, value: int) -> None:
     _check(0 <= value <= LARGEST_COUNT, f"{name} must be a whole number from 0 to 2^50", value)
+
+
+def _check_word(name: str, value: str, words: tuple[str, ...]) -> None:
+    _check(value in words, f"{name} must be one of {words}", value)
 
 
 def _check_text(name: str, value: str, longest: int) -> None:

@@ -73,7 +73,7 @@ def divided_by_the_number_received(patch: pytest.MonkeyPatch) -> None:
     close = OpenRound.close
 
     def wrong(self: Any, number: int) -> Any:
-        before = self._w
+        before = self._wanted._w
         w, measures = close(self, number)
         return before + (w - before) * self._curator.training.release.denominator / max(
             1, self._used

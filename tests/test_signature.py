@@ -20,6 +20,13 @@ OTHER: dict[str, Any] = {
     "clip_norm": 4.0,
     "reduction": "mean",
     "publishes": False,
+    "normalise": True,
+    "full_batch": True,
+    "personal": "solve",
+    "solve_in_training": True,
+    "asks": "size",
+    "lowest": -3,
+    "powers": 4,
     "average": True,
     "metrics": "loss",
     "training": 5,
@@ -41,7 +48,10 @@ def test_the_list_of_fields_is_complete() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_change_of_any_field_shows(name: str) -> None:
-    changed = Order.from_flat({**SIGNED.to_flat(), name: OTHER[name]})
+    # a vote has both, and neither goes without the other
+    names = ("asks", "powers") if name in ("asks", "powers") else (name,)
+    changes = {each: OTHER[each] for each in names}
+    changed = Order.from_flat({**SIGNED.to_flat(), **changes})
     assert not verify(changed, W, KEY.public)
 
 

@@ -554,6 +554,7 @@ def test_alpha_q_by_theory_becomes_the_number_of_the_smallest_bound(
         variance_theta=constants.variance_theta / 10,
         noise_std=release.noise_std / 5,
     )
+    assert training.alpha_q is not None
     best = theorem.bound(training.alpha_q / 5, constants.minimiser)
     assert all(best.total <= theorem.bound(a / 5, constants.minimiser).total for a in ALPHA_QS)
     assert found.to_flat()["alpha-q"] == training.alpha_q
@@ -564,7 +565,9 @@ def test_alpha_q_by_theory_becomes_the_number_of_the_smallest_bound(
 def test_much_noise_makes_the_theory_choose_less_of_w() -> None:
     def chosen(noise_multiplier: float) -> float:
         flat = {**SMALL, "alpha-q": "theory", "noise-multiplier": noise_multiplier}
-        return Experiment.read(flat, where="here").training.alpha_q
+        alpha_q = Experiment.read(flat, where="here").training.alpha_q
+        assert alpha_q is not None
+        return alpha_q
 
     assert chosen(1e5) < chosen(0.1)
 

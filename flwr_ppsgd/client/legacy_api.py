@@ -68,6 +68,9 @@ class PPSGDClient(NumPyClient):
             shapes = {str(place): array.shape for place, array in enumerate(parameters)}
             check_shared(self._learner, shapes)
             sent = answer_order(self._context, self._learner, w, order)
+            if order.asks == "size":
+                assert sent.vector is not None
+                return [sent.vector], 1, {}
             return _arrays(sent, parameters), 1, {**sent.measures}
 
         return serve(

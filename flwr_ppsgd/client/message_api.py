@@ -30,9 +30,11 @@ from flwr_ppsgd.wire import (
     METRICS,
     NUM_EXAMPLES,
     ORDER,
+    VOTE,
     Layout,
     Order,
     bytes_of,
+    vector_record,
 )
 
 
@@ -138,7 +140,10 @@ def _train(message: Message, context: Context, learner: Learner) -> Message:
     check_shared(learner, layout.shape_of)
     sent = answer_order(context, learner, w, order)
     content = RecordDict()
-    if sent.vector is not None:
+    if order.asks == "size":
+        assert sent.vector is not None
+        content[GRADIENT] = vector_record({VOTE: sent.vector})
+    elif sent.vector is not None:
         content[GRADIENT] = layout.unflatten(sent.vector)
     if sent.measures:
         content[METRICS] = MetricRecord({**sent.measures})

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.shelf import Shelf
-from flwr_ppsgd.client.visit import visit
+from flwr_ppsgd.client.visit import solved, visit
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import Layout, Order, record_from
 
+STEP = 0.1  # of θ, for somebody who never took part
+VISITS = 100
 Published: TypeAlias = ArrayRecord | Mapping[str, NDArray[Any]] | Vector
 
 
@@ -47,6 +49,7 @@ class PersonalModel:
         *,
         run: str | None = None,
         w: Published | None = None,
+        learner: Learner | None = None,
     ) -> Self:
         """What the node of ``user`` kept last.
 
@@ -56,17 +59,20 @@ class PersonalModel:
             run: the ``ppsgd-run``, if the user took part in more than one.
             w: the published parameters, if they are newer than those that came with the user's
                 last round.
+            learner: the user's model and data: θ is then solved anew for w, if the learner can.
         """
         shelf = _shelf(Path(state_dir), user, run)
         save = shelf.last()
         assert save is not None
         shared = record_from(shelf.shared().arrays) if w is None else _record(w)
-        return cls(shared, save.vectors["theta"])
+        theta = save.vectors["theta"]
+        solution = None if learner is None else solved(learner, _flat(shared))
+        return cls(shared, theta if solution is None else solution.theta)
 
     @property
     def w(self) -> Vector:
         """The shared parameters as one flat vector."""
-        return Layout.of(self.shared).flatten(self.shared)
+        return _flat(self.shared)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """w + θ under w's names and in its shapes, for additive models.
@@ -91,26 +97,38 @@ def personalize(
     w: Published,
     data: Learner,
     *,
-    step: float = 0.1,
-    visits: int = 100,
+    step: float | None = None,
+    visits: int | None = None,
     theta: Vector | None = None,
 ) -> PersonalModel:
-    """θ for a user who never took part: steps on θ alone, at the published w.
+    """θ for a user who never took part, at the published w.
+
+    A learner that can solve for θ does so. Without that, or if ``step``, ``visits`` or ``theta`` is
+    given, θ alone is moved by steps.
 
     Args:
         w: the published parameters.
         data: the user's learner, which is the model together with the user's data.
-        step: the size of a step.
-        visits: the number of steps.
+        step: the size of a step; 0.1 unless given.
+        visits: the number of steps; 100 unless given.
         theta: where to begin; the learner's initial θ unless given.
     """
     record = _record(w)
-    flat = Layout.of(record).flatten(record)
+    flat = _flat(record)
+    if step is None and visits is None and theta is None:
+        solution = solved(data, flat)
+        if solution is not None:
+            return PersonalModel(record, solution.theta)
     now = data.initial_theta() if theta is None else theta
-    for number in range(1, visits + 1):
-        order = Order(0, step, math.inf, "mean", False, visit=number)
+    size = STEP if step is None else step
+    for number in range(1, (VISITS if visits is None else visits) + 1):
+        order = Order(0, size, math.inf, "mean", False, visit=number)
         _, now = visit(data, flat, now, order)
     return PersonalModel(record, now)
+
+
+def _flat(record: ArrayRecord) -> Vector:
+    return Layout.of(record).flatten(record)
 
 
 def _shelf(root: Path, user: str, run: str | None) -> Shelf:

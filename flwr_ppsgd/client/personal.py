@@ -295,6 +295,11 @@ def training_in(context: Context) -> int:
     return newest.training if newest else 0
 
 
+def keeps_on_disk(context: Context) -> bool:
+    """Whether the node has a directory for θ."""
+    return owner_of(context) is not None
+
+
 def _mirror(context: Context, leaving: Callable[[], Leaving], stepped: bool) -> None:
     """In the node's directory, if it has one: note what leaves, then w, and last θ."""
     if owner_of(context) is None:

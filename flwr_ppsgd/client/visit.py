@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from flwr.app import Context
 
-from flwr_ppsgd.algorithm import Vector, client_step, length
+from flwr_ppsgd.algorithm import Vector, bounded, length
 from flwr_ppsgd.checks import count, require
 from flwr_ppsgd.client.personal import (
     Personal,
@@ -20,6 +20,7 @@ from flwr_ppsgd.client.personal import (
     back_of,
     evaluate_with,
     keep,
+    keeps_on_disk,
     note,
     recall_or_begin,
     step_from,
@@ -27,11 +28,14 @@ from flwr_ppsgd.client.personal import (
 from flwr_ppsgd.client.policy import Policy
 from flwr_ppsgd.client.refusal import REFUSED_ORDER, REFUSED_POLICY, coded, refusing
 from flwr_ppsgd.client.sent import Leaving
-from flwr_ppsgd.learner import Learner
+from flwr_ppsgd.learner import Learner, Solution
+from flwr_ppsgd.tuning import BELOW, encode_size
 from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
 
+LOCAL = "local_"  # before the name of a measure: of a model from own rows alone
+SHARED = "shared_"  # of w alone
 Answer = TypeVar("Answer")
 
 
@@ -160,19 +164,70 @@ def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def answer_order(context: Context, learner: Learner, w: Vector, order: Order) -> Sent:
-    """Serve one Order: send the clipped gradient, step θ and keep it in the node's state.
+    """Serve one Order: send the bounded gradient, make θ and keep it in the node's state.
 
-    θ is kept last: an exception before it leaves θ as it was.
+    θ is kept last: an exception before it leaves θ as it was. A vote leaves θ alone.
     """
+    if order.asks == "size":
+        return Sent(_vote(learner, order), {})
     personal = step_from(context, order, learner.initial_theta)
     order = replace(order, visit=personal.visit + 1)
-    gradient, theta = visit(learner, w, personal.theta, order)
+    at = personal.theta
+    if order.personal == "solve":
+        at = _anchor(learner, w, at, order)
+    g_w, theta = visit(learner, w, at, order)
     measures = {}
     if order.publishes and order.metrics:
-        measures = _measures(learner, w, personal.theta, order)
+        measures = _measures(learner, w, at, order, g_w)
+    if order.personal == "solve" and keeps_on_disk(context):
+        theta = _for_later(learner, w, theta)
     after = personal.stepped(theta, order.round, order.average)
     keep(context, after, back_of(order))
-    return Sent(gradient if order.publishes else None, measures)
+    sent = bounded(g_w, order.clip_norm, order.normalise) if order.publishes else None
+    return Sent(sent, measures)
+
+
+def _for_later(learner: Learner, w: Vector, theta: Vector) -> Vector:
+    """The solved θ, which ``PersonalModel`` finds on the node's disk; θ as it is if none can be."""
+    solution = solved(learner, w)
+    return theta if solution is None else solution.theta
+
+
+def _vote(learner: Learner, order: Order) -> Vector:
+    """The bin of the size of the user's own solution; zeros if the learner cannot say."""
+    own_size = getattr(learner, "own_size", None)
+    size = 0.0 if own_size is None else float(own_size())
+    return encode_size(size, order.lowest, order.powers, order.clip_norm)
+
+
+def _anchor(learner: Learner, w: Vector, kept: Vector, order: Order) -> Vector:
+    """The θ at which the gradient of w is taken if θ is solved rather than stepped.
+
+    The solved θ if the server asks for that; else the one before the first visit, or what the
+    learner itself trains where that is no model.
+    """
+    if order.solve_in_training:
+        solution = solved(learner, w)
+        if solution is not None:
+            return solution.theta
+    anchor = getattr(learner, "anchor", None)
+    if anchor is None:
+        return learner.initial_theta()
+    trained: Vector = anchor(w, kept, order)
+    return trained
+
+
+def solved(learner: Learner, w: Vector) -> Solution | None:
+    """The best θ for w, from own rows alone; None if the learner cannot solve.
+
+    ValueError if what it found does not fit.
+    """
+    solve = getattr(learner, "solve", None)
+    if solve is None:
+        return None
+    solution: Solution = solve(w)
+    _check(learner, "a solved θ", solution.theta, learner.initial_theta())
+    return solution
 
 
 def answer_stock(
@@ -203,32 +258,62 @@ def answer_stock(
 
 
 def measure(context: Context, learner: Learner, w: Vector, order: Order | None) -> dict[str, float]:
-    """The learner's measures at w and this user's θ, or its average if the server asks for that."""
+    """The learner's measures at w and this user's θ, or its average if the server asks for that.
+
+    If θ is solved, also those of the user's own model (``local_…``) and of w alone (``shared_…``).
+    """
     if order is None:
         kept = recall_or_begin(context, learner.initial_theta)
         return learner.evaluate(w, kept.theta)
+    if order.personal == "solve":
+        solution = solved(learner, w)
+        if solution is not None:
+            return compared(learner, w, solution.theta)
     personal = evaluate_with(context, order, learner.initial_theta)
     theta = personal.average(order.round) if order.average else personal.theta
     return learner.evaluate(w, theta)
 
 
+def compared(learner: Learner, w: Vector, theta: Vector) -> dict[str, float]:
+    """The measures of (w, θ), beside those of a model from own rows alone and of w alone.
+
+    Where θ = 0 is no model, there is nothing to compare with.
+    """
+    measures = learner.evaluate(w, theta)
+    if getattr(learner, "anchor", None) is not None:
+        return measures
+    nothing = np.zeros_like(w)
+    alone = solved(learner, nothing)
+    assert alone is not None
+    local = learner.evaluate(nothing, alone.theta)
+    shared = learner.evaluate(w, learner.initial_theta())
+    return {
+        **measures,
+        **{LOCAL + name: value for name, value in local.items()},
+        **{SHARED + name: value for name, value in shared.items()},
+    }
+
+
 def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
-    """(what is sent, the new θ).
+    """(g_w, θ after the visit).
 
     A learner may step θ in its own way, by ``personal_step(w, theta, order)``: that costs no
-    privacy. ValueError if the learner's gradients do not fit; θ stays as it was.
+    privacy. If θ is solved, it stays where g_w was taken. ValueError if the learner's gradients do
+    not fit; θ stays as it was.
     """
     g_w, g_theta = learner.gradients(w, theta, order)
     _check(learner, "g_w", g_w, w)
+    if order.personal == "solve":
+        return g_w, theta
     if g_theta is not g_w:
         _check(learner, "g_θ", g_theta, theta)
     with np.errstate(all="ignore"):
-        sent, stepped = client_step(theta, g_w, g_theta, order.clip_norm, order.step)
+        stepped = theta - order.step * g_theta
     personal_step = getattr(learner, "personal_step", None)
     if personal_step is not None:
         stepped = personal_step(w, theta, order)
     _check(learner, "a step of θ", stepped, theta)
-    return sent, stepped
+    return g_w, stepped
 
 
 def local_training(
@@ -251,22 +336,30 @@ def local_training(
     return trained, personal
 
 
-def _measures(learner: Learner, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
+def _measures(
+    learner: Learner, w: Vector, theta: Vector, order: Order, g_w: Vector
+) -> dict[str, float]:
     """The training measures that the server releases privately; only those it names leave."""
+    measures: dict[str, float] = {}
+    asked = [name for name in order.metrics if name != BELOW]
+    if len(asked) < len(order.metrics):
+        measures[BELOW] = 0.5 if length(g_w) <= order.clip_norm else -0.5
+    if not asked:
+        return measures
     name = type(learner).__name__
     training_measures = getattr(learner, "training_measures", None)
     if training_measures is None:
         raise ValueError(
-            f"the server asks for {', '.join(order.metrics)} and {name} has no "
+            f"the server asks for {', '.join(asked)} and {name} has no "
             "training_measures(w, theta, order): add it, or leave out metrics"
         )
     given = training_measures(w, theta, order)
-    missing = set(order.metrics).difference(given)
+    missing = set(asked).difference(given)
     if missing:
         raise ValueError(
             f"{name} has no measure {sorted(missing)}, only {sorted(given)}: ask for those"
         )
-    return {measure: float(given[measure]) for measure in order.metrics}
+    return {**measures, **{measure: float(given[measure]) for measure in asked}}
 
 
 def _check(learner: Learner, name: str, vector: Vector, at: Vector) -> None:

@@ -18,7 +18,7 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -185,16 +185,18 @@ class Spending:
             parts.append(self.unknown * max(costs.values(), default=math.inf))
         return math.fsum(parts)
 
-    def affords(self, release: Release) -> int:
-        """How many more releases of this kind fit."""
+    def affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
+        """How many more releases of this kind fit, after what has to fit before them."""
         cost = self.allowance.cost(release)
         if math.isinf(cost):
             return 0
-        left = self.allowance.limit - self.spent()
+        before = sum(times * self.allowance.cost(other) for other, times in first)
+        spent = self.spent() + before
+        left = self.allowance.limit - spent
         if left < cost:
             return 0
         most = math.floor(min(left / cost, MOST_ROUNDS))
-        return most if self.spent() + most * cost <= self.allowance.limit else most - 1
+        return most if spent + most * cost <= self.allowance.limit else most - 1
 
     def counts_of(self, training: int) -> dict[Release, int]:
         """How often a training charged each release."""
@@ -336,10 +338,15 @@ class Budget:
         """What every statement under this budget must say."""
         return spending_of(self._chain.told, self._chain.path).caveats
 
-    def affords(self, release: Release) -> int:
-        """How many more releases of this kind fit."""
+    def affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
+        """How many more releases of this kind fit.
+
+        Args:
+            release: the kind.
+            first: what has to fit before them, each with how often.
+        """
         with self._current() as spending:
-            return spending.affords(release)
+            return spending.affords(release, first)
 
     def check(self, round_: int, release: Release) -> None:
         """Raise PrivacyBudgetExhausted unless one more release fits."""

@@ -2,8 +2,9 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from flwr_ppsgd.algorithm import Vector
 
 log = logging.getLogger("flwr.ppsgd")
 
-FORMAT = "flwr_ppsgd checkpoint 1"
+FORMAT = "flwr_ppsgd checkpoint 2"
+FORMATS = ("flwr_ppsgd checkpoint 1", FORMAT)  # the first one had no state
 KEPT = 2
 
 
@@ -26,12 +28,14 @@ class Checkpoint:
         arrays: w as named serialised arrays.
         charged: the number of charges up to then.
         iterates: Σ_{t<n} w_t, if the average iterate is kept.
+        state: of the server's optimizer, and the clip norm if it adapts, as named vectors.
     """
 
     round: int
     arrays: dict[str, bytes]
     charged: int
     iterates: Vector | None = None
+    state: Mapping[str, Vector] = field(default_factory=dict)
 
     def to_parts(self) -> list[disk.Part]:
         """A sealed file: a head that says what follows, then the arrays."""
@@ -42,20 +46,30 @@ class Checkpoint:
             "charged": self.charged,
             "arrays": {name: len(data) for name, data in self.arrays.items()},
             "iterates": len(iterates),
+            "state": {name: vector.nbytes for name, vector in self.state.items()},
         }
-        return disk.seal(head, [*self.arrays.values(), iterates])
+        state = [np.asarray(vector, np.float64).tobytes() for vector in self.state.values()]
+        return disk.seal(head, [*self.arrays.values(), iterates, *state])
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Checkpoint":
         """ValueError unless every byte is as it was written."""
         head, data = disk.unseal(content)
-        if head["format"] != FORMAT:
+        if head["format"] not in FORMATS:
             raise ValueError(f"format {head['format']!r}, expected {FORMAT!r}")
-        sizes = head["arrays"]
-        *parts, rest = disk.cut(data, [*sizes.values(), head["iterates"]])
-        arrays = {name: bytes(part) for name, part in zip(sizes, parts, strict=True)}
-        iterates = np.frombuffer(rest) if head["iterates"] else None
-        return cls(head["round"], arrays, head["charged"], iterates)
+        arrays = head["arrays"]
+        state = head.get("state", {})
+        parts = disk.cut(data, [*arrays.values(), head["iterates"], *state.values()])
+        own = [bytes(part) for part in parts[: len(arrays)]]
+        kept = [np.frombuffer(part) for part in parts[len(arrays) + 1 :]]
+        iterates = np.frombuffer(parts[len(arrays)]) if head["iterates"] else None
+        return cls(
+            round=head["round"],
+            arrays=dict(zip(arrays, own, strict=True)),
+            charged=head["charged"],
+            iterates=iterates,
+            state=dict(zip(state, kept, strict=True)),
+        )
 
 
 def save(directory: Path, checkpoint: Checkpoint) -> None:

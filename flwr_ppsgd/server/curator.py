@@ -11,13 +11,15 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 from numpy import intp
 from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import Vector, descend
+from flwr_ppsgd.algorithm import Release, Vector
 from flwr_ppsgd.epsilon import Bound, check_accountant
 from flwr_ppsgd.noise import GridSum, coins_for, residual_delta
+from flwr_ppsgd.optimizers import Released, State
 from flwr_ppsgd.privacy import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.promise import Headline, Promise, rounded_up
 from flwr_ppsgd.server import checkpoint
@@ -26,8 +28,11 @@ from flwr_ppsgd.server.checkpoint import Checkpoint
 from flwr_ppsgd.server.journal import Journal, behind
 from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.signature import KEY, TrainingKey
+from flwr_ppsgd.tuning import BELOW
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
+
+CLIP_NORM = "clip-norm"  # in the state of a checkpoint, beside the optimizer's own vectors
 
 
 class Curator:
@@ -48,6 +53,9 @@ class Curator:
         self._planned_rounds = 0
         self._caveats: dict[str, str] = {}  # and who is protected, "user" or "node"
         self._iterates: Vector | None = None  # Σ_{t<n} w_t
+        self._optimizing: State | None = None  # of the optimizer
+        self.clip_norm = training.release.clip_norm  # of the next round, if it adapts
+        self.votes: Vector | None = None  # the noisy counts of the vote, once it was held
         self._last_round = 0  # of the plan
         self._covered = 0  # the number of charges that are known to be within the budget
         self._begun = False
@@ -127,9 +135,21 @@ class Curator:
         self.resumed = found
         self.rounds_done = found.round if found else 0
         self._iterates = found.iterates if found else None
+        if journal.story.vote is not None:
+            self.votes = np.array(journal.story.vote)
+        self._restore(found.state if found else {})
         if found is not None:
             charged = self.ledger.rounds
             log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
+
+    def _restore(self, state: Mapping[str, Vector]) -> None:
+        """Go on with the optimizer's state, and the clip norm, of the checkpoint."""
+        kept = dict(state)
+        clip_norm = kept.pop(CLIP_NORM, None)
+        self.clip_norm = self.training.release.clip_norm
+        if clip_norm is not None:
+            self.clip_norm = float(clip_norm[0])
+        self._optimizing = kept or None
 
     def _refuse_lost_charges(self, journal: Journal, found: Checkpoint | None) -> None:
         """ValueError if w, or this process, knows of more charges than the journal."""
@@ -169,13 +189,33 @@ class Curator:
         return self.training.max_epsilon is None or not self.training.steps.publishes
 
     def _affordable(self, at_most: int = MOST_ROUNDS) -> int:
+        """How many rounds, those charged included, beside everything else that is released."""
         assert self.training.max_epsilon is not None
         return affordable_rounds(
             max_epsilon=self.training.max_epsilon,
             delta=self.training.delta,
             release=self.training.release,
             at_most=at_most,
+            also=self._besides_rounds(),
         )
+
+    @property
+    def _charged_rounds(self) -> int:
+        """How many of all charges are for rounds: a round that is charged twice counts twice."""
+        release = self.training.release
+        return sum(times for charged, times in self.ledger.releases if charged == release)
+
+    def _besides_rounds(self) -> list[tuple[Release, int]]:
+        """What was charged for anything but rounds, and the vote that is still to come."""
+        release = self.training.release
+        others = [each for each in self.ledger.releases if each[0] != release]
+        return [*others, *self._coming_vote()]
+
+    def _coming_vote(self) -> list[tuple[Release, int]]:
+        """The vote that is still to come, as a release with how often; nothing if there is none."""
+        if self.training.vote is None or not self.vote_pending:
+            return []
+        return [(self.training.vote.release, 1)]
 
     def plan(self, rounds: int) -> int:
         """Fix the number of rounds before the first one: as many as wanted and as can be paid for.
@@ -205,14 +245,14 @@ class Curator:
         """Write the plan down. One that grows after charges is a choice, and a caveat."""
         charged = self.ledger.rounds
         before = self._planned_rounds
-        if charged and rounds > before and self._budget is None:
+        if self._charged_rounds and rounds > before and self._budget is None:
             self._note(
                 f"the number of rounds was raised from {before} to {rounds} after {charged} "
                 "charges; if that was decided by looking at results, epsilon is what was spent so "
                 "far, and not a guarantee that was fixed in advance"
             )
         # a round that is charged twice counts twice
-        charges = charged + max(0, rounds - self.rounds_done)
+        charges = charged + max(0, rounds - self.rounds_done) + self.vote_pending
         self.planned_charges = max(self.planned_charges, charges)
         self._planned_rounds = max(before, rounds)
         if self._journal is not None:
@@ -223,15 +263,16 @@ class Curator:
         if self._unlimited:
             return rounds
         ahead = max(0, rounds - self.rounds_done)
-        self._covered = self._affordable(self.ledger.rounds + ahead)
-        left = max(0, self._covered - self.ledger.rounds)
+        self._covered = self._affordable(self._charged_rounds + ahead)
+        left = max(0, self._covered - self._charged_rounds)
         return min(rounds, self.rounds_done + left)
 
     def _within_budget_dir(self, rounds: int) -> int:
         """How many of ``rounds`` rounds the budget of all trainings has room for now."""
         if self._budget is None or not self.training.steps.publishes:
             return rounds
-        room = self.rounds_done + self._budget.affords(self.training.release)
+        fits = self._budget.affords(self.training.release, self._coming_vote())
+        room = self.rounds_done + fits
         if room < rounds:
             log.warning(
                 "The budget in %s has room for %d of %d rounds: the run ends there. For more raise "
@@ -252,7 +293,7 @@ class Curator:
         self._reserve()
         if self._budget is not None and self.training.steps.publishes:
             self._budget.check(round_, self.training.release)
-        charged = self.ledger.rounds
+        charged = self._charged_rounds
         if self._unlimited or charged < self._covered:
             return
         self._covered = self._affordable(2 * charged + 1)  # far enough ahead not to ask again soon
@@ -267,6 +308,22 @@ class Curator:
             f"users, or raise noise_multiplier (now {release.noise_multiplier:g})."
         )
 
+    def check_vote(self) -> None:
+        """Raise before anything is sent in a vote that the budget does not pay for."""
+        self.reopen()
+        self._reserve()
+        for vote, _ in self._coming_vote():
+            if self._budget is not None:
+                self._budget.check(0, vote)
+            limit = self.training.max_epsilon
+            after = self.ledger.record(vote).epsilon()
+            if limit is not None and after > limit:
+                raise PrivacyBudgetExhausted(
+                    f"the vote before round 1 would bring epsilon to {rounded_up(after)} at "
+                    f"delta={self.ledger.delta:g}, above max_epsilon={limit:g}. Give it more "
+                    f"noise (noise_multiplier is {vote.noise_multiplier:g}), or leave it out."
+                )
+
     def _reserve(self) -> None:
         if self._journal is not None:
             self._journal.reserve()
@@ -277,9 +334,13 @@ class Curator:
 
     def stated(self) -> Ledger:
         """The ledger for which ε is stated: what was released, and planned rounds that were not."""
-        missing = max(0, self.planned_charges - self.ledger.rounds)
         insecure = self.training.insecure_seed is not None
-        return self.ledger.record(self.training.release, missing, insecure=insecure)
+        missing = max(0, self.planned_charges - self.ledger.rounds)
+        ledger = self.ledger
+        for vote, times in self._coming_vote() if missing else ():
+            ledger = ledger.record(vote, times, insecure=insecure)
+            missing -= times
+        return ledger.record(self.training.release, missing, insecure=insecure)
 
     def headline(self, simulation: str = "") -> Headline:
         """What clients get to know with every Order.
@@ -344,7 +405,10 @@ class Curator:
             delta_taken_by_precision=residual,
             rounds_trained=self.rounds_done,
             rounds_charged=self.ledger.rounds,
-            metrics=self.training.metrics,
+            metrics=self.training.measures,
+            vote=self.training.vote,
+            voted_size=self.voted_size,
+            personal=self.training.personal,
             caveats=self._all_caveats(),
             evaluated=self.evaluated,
             terms=terms,
@@ -437,10 +501,15 @@ class Curator:
         """An empty sum for vectors of ``size``, and for private measures if there are any."""
         if not self.training.steps.publishes:
             return GridSum(0, self.training.release)
-        return GridSum(size, self.training.release, self.training.metrics)
+        return GridSum(size, self.training.release, self.training.measures)
+
+    @property
+    def scale(self) -> float:
+        """C_t/C: by which a gradient is divided before it is summed, if the clip norm adapts."""
+        return self.clip_norm / self.training.release.clip_norm
 
     def publish(self, round_: int, w: Vector, total: GridSum) -> tuple[Vector, dict[str, float]]:
-        """(w − s_w·g·k/D, private measures).
+        """(w after the optimizer's step on g·k/D, private measures).
 
         Charged before either exists. At α = 0 nothing is released or charged.
         """
@@ -449,25 +518,96 @@ class Curator:
         if not self.training.steps.publishes:
             self.rounds_done = round_
             return w, {}
+        state = self._state_for(len(w))
         self._charge(round_)
         self.rounds_done = round_
-        release = self.training.release
         noisy = total.noisy(coins_for(self.training.insecure_seed, "noise", round_))
-        moved = descend(w, noisy[: len(w)], release, self.training.steps.shared)
-        if self.training.metrics is None:
-            return moved, {}
-        return moved, self.training.metrics.decode(noisy[len(w) :], release)
+        return self._moved(w, noisy, state)
 
-    def _charge(self, round_: int) -> None:
-        """Write the release down in all places; only then may it be made."""
-        insecure = self.training.insecure_seed is not None
+    def _moved(self, w: Vector, noisy: Vector, state: State) -> tuple[Vector, dict[str, float]]:
+        """What follows from a released sum: the new w, measures, and the next clip norm."""
+        training = self.training
+        gradient = noisy[: len(w)]
+        if self.scale != 1.0:
+            gradient = gradient * self.scale
+        released = Released(gradient, training.release, self._noise_std(), self.clip_norm)
+        step = training.steps.shared * self.size
+        moved, self._optimizing = training.optimizer.moved(w, released, step, state)
+        if training.measures is None:
+            return moved, {}
+        measures = training.measures.decode(noisy[len(w) :], training.release)
+        if training.adaptive_clip is not None:
+            measures["clip-norm"] = self.clip_norm
+            first = training.release.clip_norm
+            bit = measures[BELOW]
+            self.clip_norm = training.adaptive_clip.after(self.clip_norm, bit, first)
+        return moved, measures
+
+    def _noise_std(self) -> float:
+        """Of the noise that a round has added to the mean."""
         release = self.training.release
+        return release.noise_std * self.scale / release.denominator
+
+    def _state_for(self, size: int) -> State:
+        """The optimizer's state; ValueError, before anything is charged, if it is another's."""
+        fresh = self.training.optimizer.initial(size)
+        if self._optimizing is None:
+            return fresh
+        kept = {name: vector.shape for name, vector in self._optimizing.items()}
+        if kept != {name: vector.shape for name, vector in fresh.items()}:
+            raise ValueError(
+                f"the training so far was optimized with {sorted(kept)} and "
+                f"{type(self.training.optimizer).__name__} keeps {sorted(fresh)}, or other sizes: "
+                "go on with the same optimizer, or start anew in another checkpoint_dir"
+            )
+        return self._optimizing
+
+    # --- the vote
+
+    @property
+    def vote_pending(self) -> bool:
+        """Whether a vote is to be held before the first round, and was not."""
+        wanted = self.training.vote is not None and self.training.steps.publishes
+        return wanted and self.votes is None
+
+    def publish_vote(self, total: GridSum) -> Vector:
+        """The noisy counts, charged before they exist and written down for a restart."""
+        assert self.training.vote is not None
+        self._charge(0, self.training.vote.release)
+        votes = total.noisy(coins_for(self.training.insecure_seed, "vote", 0))
+        if self._journal is not None:
+            self._journal.note_vote(votes.tolist())
+        self.votes = votes
+        return votes
+
+    @property
+    def voted_size(self) -> float | None:
+        """The typical size of users' own solutions; None if no vote has found one."""
+        if self.votes is None or self.training.vote is None:
+            return None
+        return self.training.vote.typical(self.votes)
+
+    @property
+    def size(self) -> float:
+        """The unit of the server's steps: what the vote found, or the default."""
+        voted = self.voted_size
+        return self.training.default_size if voted is None else voted
+
+    def _charge(self, round_: int, release: Release | None = None) -> None:
+        """Write the release down in all places; only then may it be made.
+
+        Args:
+            round_: the absolute round; 0 for a vote.
+            release: None is that of a round.
+        """
+        release = release or self.training.release
+        insecure = self.training.insecure_seed is not None
         if self._budget is not None:
             self._budget.charge(self.training_id, round_, release)
         if self._journal is None:
             self.ledger = self.ledger.record(release, insecure=insecure)
         else:
-            self._journal.charge(round_, insecure)
+            self._journal.charge(round_, insecure, release)
             self.ledger = self._journal.ledger
 
     def simulate(self, round_: int) -> None:
@@ -477,14 +617,33 @@ class Curator:
         if self.training.steps.publishes:
             self.ledger = self.ledger.record(self.training.release, times, insecure=True)
 
+    def simulate_vote(self, votes: Vector) -> None:
+        """Count a vote without a guarantee, which others have held."""
+        assert self.training.vote is not None
+        self.ledger = self.ledger.record(self.training.vote.release, insecure=True)
+        self.votes = votes
+
     def save(self, arrays: Mapping[str, bytes]) -> None:
         """Write w of the round just published, if it is due."""
         directory = self.training.checkpoint_dir
         regular = self.rounds_done % self.training.checkpoint_every == 0
         if directory is None or not (regular or self.rounds_done == self._last_round):
             return
-        found = Checkpoint(self.rounds_done, dict(arrays), self.ledger.rounds, self._iterates)
+        found = Checkpoint(
+            self.rounds_done,
+            dict(arrays),
+            self.ledger.rounds,
+            self._iterates,
+            self._kept_state(),
+        )
         checkpoint.save(directory, found)
+
+    def _kept_state(self) -> dict[str, Vector]:
+        """What the next round needs besides w."""
+        state = dict(self._optimizing or {})
+        if self.training.adaptive_clip is not None:
+            state[CLIP_NORM] = np.array([self.clip_norm])
+        return state
 
     def averaged(self, w: Vector) -> Vector:
         """The average iterate so far, if it is kept; else ``w``, also before the first round."""

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,9 @@ class Story:
         delta: δ at which ε is stated.
         kinds: the releases that charges may be of, by number.
         charges: how often each kind was charged, and whether with coins from a known seed.
-        torn: the number of torn lines, each of which counts as one charge of the first kind.
-        added: charges that were added by hand with their reasons; of the first kind too.
+        torn: the number of torn lines, each of which counts as one charge of the dearest kind.
+        added: charges that were added by hand with their reasons; of the dearest kind too.
+        vote: the noisy counts of the vote before the first round; None if there was none.
         planned: the largest number of charges that was planned.
         planned_rounds: the largest number of rounds that was planned.
         starts: the first round of each start of the server.
@@ -75,12 +76,19 @@ class Story:
     caveats: dict[str, str] = field(default_factory=dict)
     budget: int | None = None
     budget_dir: str = ""
+    vote: list[float] | None = None
 
     @property
     def counts(self) -> dict[Release, int]:
-        """How often each release was charged, in all."""
+        """How often each release was charged, in all.
+
+        Of a charge that cannot be read, or was added by hand, the kind is not known: it counts as
+        each that might be the dearest.
+        """
         counts: Counter[Release] = Counter()
-        counts[self.kinds[FIRST]] = self.torn + sum(times for times, _ in self.added)
+        unknown = self.torn + sum(times for times, _ in self.added)
+        for release in _dearest(self.kinds.values()):
+            counts[release] += unknown
         for (kind, _), times in self.charges.items():
             counts[self.kinds[kind]] += times
         return {release: times for release, times in counts.items() if times}
@@ -111,6 +119,8 @@ class Story:
                 self.kinds[int(kind)] = release_from_dict(data)
             case {"added": times, "reason": reason}:
                 self.added.append((int(times), reason))
+            case {"vote": counts}:
+                self.vote = [float(number) for number in counts]
             case {"budget": budget, "directory": directory}:
                 self.budget = int(budget)
                 self.budget_dir = directory
@@ -122,6 +132,32 @@ class Story:
         if kind not in self.kinds:
             raise ValueError(f"release kind {kind} is charged and not defined")
         self.charges[kind, insecure] += times
+
+
+def _dearest(kinds: Iterable[Release]) -> list[Release]:
+    """Those releases that no other one is sure to cost at least as much as."""
+    found = list(dict.fromkeys(kinds))
+    return [
+        release
+        for release in found
+        if not any(_costs_at_least(other, release) for other in found if other is not release)
+    ]
+
+
+def _costs_at_least(one: Release, other: Release) -> bool:
+    """Whether a release has no more noise and no more sampling than another.
+
+    Of two that cost the same, one is taken for the dearer.
+    """
+    price = (one.noise_multiplier, -_amplifying_rate(one))
+    reference = (other.noise_multiplier, -_amplifying_rate(other))
+    if price == reference:
+        return repr(one) < repr(other)
+    return price[0] <= reference[0] and price[1] <= reference[1]
+
+
+def _amplifying_rate(release: Release) -> float:
+    return release.cohort.rate if release.cohort.amplifies else 1.0
 
 
 def story_of(told: Told, path: Path) -> Story:
@@ -214,6 +250,10 @@ class Journal:
         What clients did in this round or later counts for nothing.
         """
         self._note({"begins": round_})
+
+    def note_vote(self, counts: list[float]) -> None:
+        """Write down what a vote has released, so that nobody votes again after a restart."""
+        self._note({"vote": counts})
 
     def note_evaluation(self) -> None:
         """Write down that there is evaluation on client data."""

@@ -23,12 +23,24 @@ from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
 from flwr_ppsgd.callers import refuse_dp_strategy
+from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
+from flwr_ppsgd.recipe import recipe
 from flwr_ppsgd.server.enrolment import Present, present_in
 from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_other_model
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
-from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, NUMPY, Layout, record_of
+from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
+from flwr_ppsgd.wire import (
+    ARRAYS,
+    NUM_EXAMPLES,
+    NUMPY,
+    VOTE,
+    Layout,
+    Making,
+    record_from,
+    record_of,
+)
 
 log = logging.getLogger("flwr.ppsgd")
 flower_log = logging.getLogger("flwr")
@@ -119,6 +131,13 @@ class PPSGDStrategy(Strategy):
         metrics: PrivateMetrics | None = None,
         tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
+        optimizer: Optimizer = PLAIN,
+        personal: Making = "step",
+        solve_in_training: bool = False,
+        full_batch: bool = False,
+        vote: SizeVote | None = None,
+        default_size: float = 1.0,
+        adaptive_clip: AdaptiveClip | None = None,
         evaluate_fn: Central | None = None,
     ) -> None:
         if not isinstance(initial_parameters, Parameters):
@@ -145,12 +164,20 @@ class PPSGDStrategy(Strategy):
             metrics=metrics,
             tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
+            optimizer=optimizer,
+            personal=personal,
+            solve_in_training=solve_in_training,
+            full_batch=full_batch,
+            vote=vote,
+            default_size=default_size,
+            adaptive_clip=adaptive_clip,
         )
         flower_log.addFilter(_without_cohort_sizes)  # while this process lives
         self._rounds = Rounds(self.training)
         self._curator = self._rounds.curator
         self._layout = Layout.of(record_of(initial_parameters.tensors), self._rounds.hold())
-        self._first = self._curator.rounds_done
+        # a vote takes a round of Flower's loop, which is round 0 of the training
+        self._first = self._curator.rounds_done - self._curator.vote_pending
         self._initial = initial_parameters
         if self._curator.resumed is not None:
             arrays = self._curator.resumed.arrays
@@ -161,6 +188,7 @@ class PPSGDStrategy(Strategy):
         self._parameters_sent = self._initial
         self._evaluate_fn = evaluate_fn
         self._warned = False
+        self._planned_rounds: int | None = None  # by ``auto``
 
     @classmethod
     def from_config(
@@ -171,6 +199,31 @@ class PPSGDStrategy(Strategy):
         given = {**settings.arguments(), **more}
         with named_in_keys(RUN_CONFIG):
             return cls(initial_parameters=initial_parameters, **given)
+
+    @classmethod
+    def auto(
+        cls,
+        *,
+        initial_parameters: Parameters,
+        population: int,
+        epsilon: float,
+        delta: float,
+        rounds: int | None = None,
+        rate: float = 1.0,
+        **more: Any,
+    ) -> Self:
+        """With nothing to tune, as ``PPSGD.auto``; ``server_config()`` has the planned rounds."""
+        made = recipe(
+            population=population,
+            epsilon=epsilon,
+            delta=delta,
+            rounds=rounds,
+            rate=rate,
+        )
+        log.info("The server's rate is %s", made.rate_from)
+        strategy = cls(initial_parameters=initial_parameters, **{**made.arguments(), **more})
+        strategy._planned_rounds = made.rounds
+        return strategy
 
     @property
     def ledger(self) -> Ledger:
@@ -186,10 +239,20 @@ class PPSGDStrategy(Strategy):
         """How many of ``total`` rounds are left to run: not yet done, and within the budget."""
         planned = self._rounds.plan(total)
         self._rounds.say_whether_it_can_learn(self._layout.size)
-        return max(0, planned - self._first)
+        if planned <= self._curator.rounds_done:
+            return 0
+        return planned - self._first
 
-    def server_config(self, total: int) -> ServerConfig:
-        """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout."""
+    def server_config(self, total: int | None = None) -> ServerConfig:
+        """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout.
+
+        Args:
+            total: the number of rounds; unless given, the number that ``auto`` has planned.
+        """
+        if total is None:
+            total = self._planned_rounds
+        if total is None:
+            raise ValueError("server_config needs the number of rounds: only auto plans one")
         return ServerConfig(
             num_rounds=self.remaining_rounds(total),
             round_timeout=self.training.round_timeout,
@@ -225,11 +288,16 @@ class PPSGDStrategy(Strategy):
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
         refuse_dp_strategy("PPSGDStrategy")
         round_ = self._absolute(server_round)
-        w = self._flatten(parameters.tensors)
-        asked = self._rounds.open(round_, w, self._layout, lambda: _present(client_manager))
         self._parameters_sent = parameters
+        if round_ == 0:
+            asked = self._rounds.open_vote(lambda: _present(client_manager))
+            record = record_of(parameters.tensors)
+            instructions = FitIns(parameters, self._rounds.vote_order(record).to_flat())
+        else:
+            w = self._flatten(parameters.tensors)
+            asked = self._rounds.open(round_, w, self._layout, lambda: _present(client_manager))
+            instructions = FitIns(parameters, self._config(round_, parameters))
         clients = _clients(client_manager)
-        instructions = FitIns(parameters, self._config(round_, parameters))
         return _Asked((clients[str(cid)], instructions) for cid in asked if str(cid) in clients)
 
     @_noted
@@ -242,10 +310,14 @@ class PPSGDStrategy(Strategy):
         """One noisy step; each result is a vector or zero."""
         round_ = self._absolute(server_round)
         opened = self._rounds.opened(round_)
+        read = _vote if round_ == 0 else self._reply
         for client, result in results:
-            opened.take(client.cid, lambda result=result: self._reply(result))  # type: ignore[misc]
+            opened.take(client.cid, lambda result=result: read(result))  # type: ignore[misc]
         for failure in failures:
             _count_failure(opened, failure)
+        if round_ == 0:
+            self._rounds.publish_vote()
+            return self._parameters_sent, {}
         heard = bool(results or failures)
         w, released = self._rounds.publish(round_, heard)
         parameters = self._parameters_sent
@@ -297,7 +369,7 @@ class PPSGDStrategy(Strategy):
 
     def _absolute(self, server_round: int) -> int:
         """The round over the whole training: the legacy loop counts from 1 after a restart."""
-        return self._first + server_round
+        return max(0, self._first + server_round)
 
     def _end(self, round_: int) -> None:
         """Log the statement after the last planned round, and give up the lock."""
@@ -314,12 +386,13 @@ class PPSGDStrategy(Strategy):
     def _reply(self, result: FitRes) -> Reply:
         if self.training.replies == "gradient":
             self._warn_of_stock_clients(result)
-        arrays = record_of(result.parameters.tensors) if result.parameters.tensors else None
+        tensors = result.parameters.tensors
+        arrays = record_of(tensors) if tensors else None
         return Reply(arrays=arrays, measures=result.metrics, found=[ARRAYS] if arrays else [])
 
     def _warn_of_stock_clients(self, result: FitRes) -> None:
         """Tell the operator once that a client looks like one that returns parameters."""
-        known = set(self.training.metrics.bounds) if self.training.metrics else set()
+        known = set(self.training.measures.bounds) if self.training.measures else set()
         stock = result.num_examples != 1 or set(result.metrics) - known
         if stock and not self._warned:
             self._warned = True
@@ -335,6 +408,12 @@ class PPSGDStrategy(Strategy):
     def _parameters(self, w: Vector, like: Parameters) -> Parameters:
         record = self._layout.unflatten(w, like=record_of(like.tensors))
         return Parameters([array.data for array in record.values()], NUMPY)
+
+
+def _vote(result: FitRes) -> Reply:
+    """A reply to the vote: one array, which the legacy API does not name."""
+    tensors = result.parameters.tensors
+    return Reply(arrays=record_from({VOTE: tensors[0]}) if len(tensors) == 1 else None)
 
 
 def _failure(failure: tuple[ClientProxy, FitRes | EvaluateRes] | BaseException) -> str:

@@ -19,17 +19,32 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
 from flwr_ppsgd.callers import refuse_dp_strategy
+from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.recipe import recipe
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, refusals_of
 from flwr_ppsgd.server.numpy_clients import Addressing, Task, failure, measured, trained
-from flwr_ppsgd.server.rounds import Reply, Rounds, mean_of, refuse_other_model
+from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_other_model
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
-from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, ORDER, Layout, bytes_of, record_from
+from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
+from flwr_ppsgd.wire import (
+    ARRAYS,
+    CONFIG,
+    GRADIENT,
+    METRICS,
+    ORDER,
+    Layout,
+    Making,
+    bytes_of,
+    record_from,
+)
 
 log = logging.getLogger("flwr.ppsgd")
+
+FLOWER_ROUNDS = 3  # of a Flower strategy, if nobody says how many
 
 
 class PPSGD(Strategy):
@@ -63,6 +78,13 @@ class PPSGD(Strategy):
         metrics: PrivateMetrics | None = None,
         tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
+        optimizer: Optimizer = PLAIN,
+        personal: Making = "step",
+        solve_in_training: bool = False,
+        full_batch: bool = False,
+        vote: SizeVote | None = None,
+        default_size: float = 1.0,
+        adaptive_clip: AdaptiveClip | None = None,
     ) -> None:
         self.training = Training.of(
             release=release,
@@ -82,12 +104,20 @@ class PPSGD(Strategy):
             metrics=metrics,
             tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
+            optimizer=optimizer,
+            personal=personal,
+            solve_in_training=solve_in_training,
+            full_batch=full_batch,
+            vote=vote,
+            default_size=default_size,
+            adaptive_clip=adaptive_clip,
         )
         self._rounds = Rounds(self.training)
         self._curator = self._rounds.curator
         self._addressing = Addressing()
         self._asked: list[Metadata] = []
         self._arrays = ArrayRecord()
+        self._planned_rounds: int | None = None  # by ``auto``
         self._latest = self._resumed()
 
     @classmethod
@@ -102,6 +132,45 @@ class PPSGD(Strategy):
         given = {**settings.arguments(), **more}
         with named_in_keys(RUN_CONFIG):
             return cls(**given)
+
+    @classmethod
+    def auto(
+        cls,
+        *,
+        population: int,
+        epsilon: float,
+        delta: float,
+        rounds: int | None = None,
+        rate: float = 1.0,
+        **more: Any,
+    ) -> Self:
+        """With nothing to tune: the recipe of ``flwr_ppsgd.recipe`` for a population and a budget.
+
+        ``start`` then runs the planned rounds, unless it is told another number.
+
+        Args:
+            population: N, the number of enrolled users.
+            epsilon: ε of everything that is released, under zero-out neighbours.
+            delta: δ, well below 1/population.
+            rounds: the number of rounds; 50 unless given.
+            rate: the share of users per round; 1 is everyone.
+            more: arguments as of ``PPSGD``, which come before the recipe's.
+        """
+        made = recipe(
+            population=population,
+            epsilon=epsilon,
+            delta=delta,
+            rounds=rounds,
+            rate=rate,
+        )
+        return cls._planned(made.rounds, {**made.arguments(), **more}, made.rate_from)
+
+    @classmethod
+    def _planned(cls, rounds: int, arguments: dict[str, Any], rate_from: str) -> Self:
+        log.info("The server's rate is %s", rate_from)
+        strategy = cls(**arguments)
+        strategy._planned_rounds = rounds
+        return strategy
 
     @property
     def release(self) -> Release:
@@ -146,14 +215,17 @@ class PPSGD(Strategy):
         """Log the settings that make up the promise."""
         refuse_dp_strategy("PPSGD")
         log.info("\t├──> %s", self.release)
-        log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
+        if self.training.personal == "solve":
+            log.info("\t├──> %s, personal parts are solved", self.training.optimizer)
+        else:
+            log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
         log.info("\t└──> %s", self._rounds.private.where)
 
     def start(  # noqa: PLR0917 - Flower's own signature
         self,
         grid: Grid,
         initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
+        num_rounds: int | None = None,
         timeout: float | None = None,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
@@ -166,7 +238,8 @@ class PPSGD(Strategy):
             grid: the nodes.
             initial_arrays: w before the first round. One strategy is one training: a second call,
                 or one that finds a training in ``checkpoint_dir``, goes on from where it was.
-            num_rounds: the total, earlier calls and restarts included.
+            num_rounds: the total, earlier calls and restarts included. Unless given, the number
+                that ``auto`` has planned, or 3.
             timeout: of a round, in seconds; ``round_timeout`` unless given.
             train_config: sent to the clients in training.
             evaluate_config: sent to the clients in evaluation.
@@ -176,12 +249,15 @@ class PPSGD(Strategy):
         """
         if timeout is None:
             timeout = self.training.round_timeout
+        if num_rounds is None:
+            num_rounds = self._planned_rounds or FLOWER_ROUNDS
         try:
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._beginning(initial_arrays))
             if last > first:
                 self._rounds.say_whether_it_can_learn(self._layout(result.arrays).size)
                 self._check_clients(grid, result.arrays, timeout)
+                self._hold_vote(grid, result.arrays, timeout)
             for round_ in range(first, last + 1):
                 if round_ > first:
                     self._run_round(round_, result, grid, timeout, train_config or ConfigRecord())
@@ -226,6 +302,19 @@ class PPSGD(Strategy):
         refusals = refusals_of(grid, messages, timeout, _size(arrays))
         self._rounds.refuse_if_nobody_obeys(len(messages), refusals)
 
+    def _hold_vote(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+        """Ask everybody for the size of their own solution, unless that was done or is not due."""
+        if not self._curator.vote_pending:
+            return
+        nodes = self._rounds.open_vote(lambda: present_in(grid))
+        order = ConfigRecord(self._rounds.vote_order(arrays).to_flat())
+        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord(), ORDER: order})
+        messages = [Message(content, cast(int, node), MessageType.TRAIN) for node in nodes]
+        self._asked = [message.metadata for message in messages]
+        replies = ask(grid, messages, timeout, _size(arrays))
+        self._take(self._rounds.opened(0), replies)
+        self._rounds.publish_vote()
+
     def _run_round(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
     ) -> None:
@@ -268,12 +357,7 @@ class PPSGD(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord]:
         """One noisy step; each reply is a vector or zero."""
-        opened = self._rounds.opened(server_round)
-        asked = {each.message_id: each.dst_node_id for each in self._asked if each.message_id}
-        # InProcessGrid forgets each reply once it is read
-        for reply in getattr(replies, "once", replies.__iter__)():
-            node = _answered_node(reply, asked)
-            opened.take(node, lambda reply=reply: self._reply(reply))  # type: ignore[misc]
+        self._take(self._rounds.opened(server_round), replies)
         w, released = self._rounds.publish(server_round)
         arrays = self._arrays
         if self.steps.publishes:
@@ -281,6 +365,14 @@ class PPSGD(Strategy):
         self._curator.save(bytes_of(arrays))
         self._latest = arrays
         return arrays, MetricRecord({**released})
+
+    def _take(self, opened: OpenRound, replies: Iterable[Message]) -> None:
+        """Add each reply to what was asked for."""
+        asked = {each.message_id: each.dst_node_id for each in self._asked if each.message_id}
+        # InProcessGrid forgets each reply once it is read
+        for reply in getattr(replies, "once", replies.__iter__)():
+            node = _answered_node(reply, asked)
+            opened.take(node, lambda reply=reply: self._reply(reply))  # type: ignore[misc]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

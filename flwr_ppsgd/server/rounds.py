@@ -9,14 +9,15 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import printable
+from flwr_ppsgd.noise import GridSum
 from flwr_ppsgd.promise import why_delta_is_void
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Enrolment, Present
@@ -29,11 +30,13 @@ from flwr_ppsgd.wire import (
     GRADIENT,
     LONGEST_PROMISE,
     NUM_EXAMPLES,
+    VOTE,
     Hold,
     Layout,
     Order,
     bytes_of,
     is_buffer,
+    vector_record,
 )
 
 log = logging.getLogger("flwr.ppsgd")
@@ -188,8 +191,32 @@ class Rounds:
         drawn = self._enrolment.nodes(self.curator.draw(round_))
         asked = [online[node] for node in drawn if node in online]
         offline = len(drawn) - len(asked)
-        self._open = OpenRound(self.curator, round_, w, layout, asked, offline=offline)
+        wanted = Gradients(self.curator, round_, w, layout)
+        self._open = OpenRound(self.curator, round_, wanted, asked, offline=offline)
         return asked
+
+    def open_vote(self, look: Callable[[], Iterable[Present]]) -> list[Identity]:
+        """Budget, then everybody who is enrolled: the addresses of those online."""
+        self.curator.check_vote()
+        online = self._online(look)
+        asked = [online[node] for node in self._enrolment.known if node in online]
+        self._open = OpenRound(self.curator, 0, Votes(self.curator), asked)
+        return asked
+
+    def publish_vote(self) -> None:
+        """Release the counts, and say what follows from them."""
+        opened = self.opened(0)
+        opened.close(0)
+        self.private.note_round(opened.facts())
+        size = self.curator.size
+        if self.curator.voted_size is None:
+            log.warning(
+                "The vote on the size of users' own solutions found none that stands out from the "
+                "noise: the default, %.3g, is taken",
+                size,
+            )
+        else:
+            log.info("By a private vote, users' own solutions have a typical size of %.3g", size)
 
     def opened(self, round_: int) -> "OpenRound":
         """The round that was configured last; ValueError if there is none."""
@@ -240,6 +267,20 @@ class Rounds:
             "cost epsilon: look at a client's log, mend it, and start again"
         )
 
+    def vote_order(self, arrays: ArrayRecord) -> Order:
+        """What the server asks of everybody before the first round."""
+        vote = self.training.vote
+        assert vote is not None
+        order = replace(
+            self._order(0),
+            clip_norm=vote.release.clip_norm,
+            asks="size",
+            lowest=vote.lowest,
+            powers=vote.powers,
+            metrics=(),
+        )
+        return signed(order, bytes_of(arrays), self.curator.key)
+
     def order(self, round_: int, arrays: ArrayRecord) -> Order:
         """What the server asks of each client in a round, and what it tells them about itself.
 
@@ -247,17 +288,25 @@ class Rounds:
             round_: the absolute round.
             arrays: what travels along; the signature covers it.
         """
+        return signed(self._order(round_), bytes_of(arrays), self.curator.key)
+
+    def _order(self, round_: int) -> Order:
+        """An Order without its signature."""
         training = self.training
         persistent = training.checkpoint_dir is not None
         epsilon, promise = self.curator.for_clients()
-        order = Order(
+        return Order(
             round=round_,
             step=training.steps.personal,
-            clip_norm=training.release.clip_norm,
+            clip_norm=self.curator.clip_norm,
             reduction=training.release.reduction,
             publishes=training.steps.publishes,
+            normalise=training.release.normalise,
+            full_batch=training.full_batch,
+            personal=training.personal,
+            solve_in_training=training.solve_in_training,
             average=training.average,
-            metrics=tuple(training.metrics.bounds) if training.metrics else (),
+            metrics=tuple(training.measures.bounds) if training.measures else (),
             training=self.curator.training_id,
             starts=self.curator.starts(),
             # w may fall back to the checkpoint before the last one
@@ -266,7 +315,6 @@ class Rounds:
             epsilon=epsilon,
             promise=printable(promise, LONGEST_PROMISE),
         )
-        return signed(order, bytes_of(arrays), self.curator.key)
 
     def evaluators(self, round_: int, look: Callable[[], Iterable[Present]]) -> list[Identity]:
         """The enrolled nodes online, if evaluation is due in this round; else nobody."""
@@ -299,6 +347,97 @@ class Rounds:
         return online
 
 
+class Wanted(Protocol):
+    """What is asked for in one exchange: how a reply becomes a vector, and what is published."""
+
+    total: GridSum
+
+    def vector(self, reply: Reply) -> Vector:
+        """What of a reply is bounded and summed; an exception if it counts as zero."""
+        ...
+
+    def publish(self) -> tuple[Vector, dict[str, float]]:
+        """Charge, and release."""
+        ...
+
+
+class Gradients:
+    """A round of training: gradients at w, and private measures if there are any.
+
+    Args:
+        curator: charges and releases.
+        number: the absolute round.
+        w: the shared parameters as one flat vector.
+        layout: their names and shapes.
+    """
+
+    def __init__(self, curator: Curator, number: int, w: Vector, layout: Layout) -> None:
+        self._curator = curator
+        self._number = number
+        self._w = w
+        self._layout = layout
+        self.total = curator.open_sum(len(w))
+
+    def publish(self) -> tuple[Vector, dict[str, float]]:
+        """The new w, and private measures."""
+        return self._curator.publish(self._number, self._w, self.total)
+
+    def vector(self, reply: Reply) -> Vector:
+        """The gradient, or w − w_i of a client that returns parameters; measures follow."""
+        training = self._curator.training
+        if not training.steps.publishes:
+            return np.zeros(0)  # at α = 0 a client has nothing to say
+        sent = _sent(reply, self._layout, training.replies)
+        if training.replies == "parameters":
+            sent = self._w - sent
+        if self._curator.scale != 1.0:
+            with np.errstate(all="ignore"):
+                sent = sent / self._curator.scale
+        if training.measures is None:
+            return sent
+        measures = finite(reply.measures)
+        encoded = training.measures.encode(measures, training.release.clip_norm)
+        return np.append(sent, encoded)
+
+
+class Votes:
+    """The vote before the first round: one count per power of two.
+
+    Args:
+        curator: charges and releases.
+    """
+
+    def __init__(self, curator: Curator) -> None:
+        vote = curator.training.vote
+        assert vote is not None
+        self._curator = curator
+        self._layout = Layout.of(vector_record({VOTE: np.zeros(vote.powers)}))
+        self.total = GridSum(vote.powers, vote.release)
+
+    def publish(self) -> tuple[Vector, dict[str, float]]:
+        """The noisy counts."""
+        return self._curator.publish_vote(self.total), {}
+
+    def vector(self, reply: Reply) -> Vector:
+        """One user's vote."""
+        return _sent(reply, self._layout, "gradient")
+
+
+def _sent(reply: Reply, layout: Layout, kind: str) -> Vector:
+    """The arrays of a reply as one vector."""
+    if reply.arrays is None:
+        name = GRADIENT if kind == "gradient" else ARRAYS
+        hint = ""
+        if ARRAYS in reply.found:
+            hint = " (a client that returns parameters needs PPSGD(replies='parameters'))"
+        detail = f"no ArrayRecord {name!r} among {sorted(reply.found)}{hint}"
+        raise UnusableError(f"without {name}", detail)
+    try:
+        return layout.flatten(reply.arrays)
+    except ValueError as error:
+        raise UnusableError("of wrong keys, shape or dtype", str(error)) from None
+
+
 class OpenRound:
     """Who was asked, what has been summed, what counted as zero and why."""
 
@@ -306,21 +445,18 @@ class OpenRound:
         self,
         curator: Curator,
         number: int,
-        w: Vector,
-        layout: Layout,
+        wanted: Wanted,
         asked: Iterable[Hashable],
         *,
         offline: int = 0,
     ) -> None:
         self._curator = curator
         self._number = number
-        self._w = w
-        self._layout = layout
+        self._wanted = wanted
         self._waiting = set(asked)  # for a valid reply
         self.asked = len(self._waiting)
         self._silent = set(self._waiting)
         self._unnamed = 0  # failures of asked nodes, nobody knows of which
-        self._total = curator.open_sum(len(w))
         self._used = 0
         self._zeros = Counter({"offline": offline})  # drawn, and not there to be asked
         self.first_failure = ""
@@ -339,13 +475,13 @@ class OpenRound:
                 detail = "a reply of a node that was not asked, or has answered"
                 raise UnusableError("not asked for", detail)
             vector = self._vector(read())
-            scales = self._total.scales(vector)
+            scales = self._wanted.total.scales(vector)
         except Exception as error:  # a reply is never a reason to stop a round
             self.pass_over(error, node)
             return
         self._waiting.discard(node)
         self._used += 1
-        self._total.put(vector, scales)
+        self._wanted.total.put(vector, scales)
 
     def fail(self, detail: str) -> None:
         """Count the failure of an asked node, of which nobody knows which it is."""
@@ -367,7 +503,7 @@ class OpenRound:
         if self._closed or number != self._number:
             raise not_configured(number)
         self._closed = True
-        return self._curator.publish(self._number, self._w, self._total)
+        return self._wanted.publish()
 
     def facts(self) -> RoundFacts:
         """How many replies counted, and why others did not. It must not leave the server.
@@ -380,34 +516,10 @@ class OpenRound:
         return RoundFacts(self._number, self._used, zeros, self.first_failure)
 
     def _vector(self, reply: Reply) -> Vector:
-        """What of a reply is clipped and summed."""
-        training = self._curator.training
+        """What of a reply is bounded and summed."""
         if reply.error:
             raise UnusableError("client error", reply.error)
-        if not training.steps.publishes:
-            return np.zeros(0)  # at α = 0 a client has nothing to say
-        sent = self._sent(reply, training.replies)
-        if training.replies == "parameters":
-            return self._w - sent
-        if training.metrics is None:
-            return sent
-        measures = finite(reply.measures)
-        encoded = training.metrics.encode(measures, training.release.clip_norm)
-        return np.append(sent, encoded)
-
-    def _sent(self, reply: Reply, kind: str) -> Vector:
-        """The arrays of a reply as one vector."""
-        if reply.arrays is None:
-            name = GRADIENT if kind == "gradient" else ARRAYS
-            hint = ""
-            if ARRAYS in reply.found:
-                hint = " (a client that returns parameters needs PPSGD(replies='parameters'))"
-            detail = f"no ArrayRecord {name!r} among {sorted(reply.found)}{hint}"
-            raise UnusableError(f"without {name}", detail)
-        try:
-            return self._layout.flatten(reply.arrays)
-        except ValueError as error:
-            raise UnusableError("of wrong keys, shape or dtype", str(error)) from None
+        return self._wanted.vector(reply)
 
 
 def _reason(error: BaseException) -> str:

@@ -179,7 +179,7 @@ def test_a_release_is_in_the_budget_and_in_its_record_before_it_is_made(
         seen.append((spending.charged, record.Record(spending.budget, tmp_path).read()))
         return np.zeros(3)
 
-    monkeypatch.setattr("flwr_ppsgd.server.curator.descend", descend)
+    monkeypatch.setattr("flwr_ppsgd.optimizers.descend", descend)
     one_round(of, 1)
     one_round(of, 2)
     assert seen == [(1, 1), (2, 2)]

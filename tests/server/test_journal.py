@@ -275,7 +275,7 @@ def test_a_full_disk_stops_before_anything_is_released(
     ppsgd.start(grid(), w0(), num_rounds=2)
     monkeypatch.setattr(os, "write", lambda *_: 3)
     released: list[int] = []
-    monkeypatch.setattr("flwr_ppsgd.server.curator.descend", lambda *_: released.append(1))
+    monkeypatch.setattr("flwr_ppsgd.optimizers.descend", lambda *_: released.append(1))
     with pytest.raises(OSError, match="nothing was released"):
         ppsgd.start(grid(), w0(), num_rounds=4)
     assert not released

@@ -269,7 +269,7 @@ def test_the_ledger_is_charged_before_the_new_w_exists(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("flwr_ppsgd.server.curator.descend", fail)
+    monkeypatch.setattr("flwr_ppsgd.optimizers.descend", fail)
     with pytest.raises(MemoryError):
         ppsgd.aggregate_train(1, [])
     assert ppsgd.ledger.rounds == 1

@@ -1,0 +1,142 @@
+"""The recipe: everything about a training that nobody has to tune, from public numbers alone.
+
+Few rounds with everyone, full-batch gradients of norm C, an Adam that knows its noise, a rate in
+units of users' own solutions, and personal parts that are solved. Whoever names ε, δ and the
+population gets all the rest.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import dp_accounting
+
+from flwr_ppsgd.algorithm import Poisson, Release, Steps
+from flwr_ppsgd.checks import count, require
+from flwr_ppsgd.optimizers import Adam
+from flwr_ppsgd.privacy import calibrate_noise
+from flwr_ppsgd.tuning import ROUNDS, SizeVote
+
+RATE = 0.15  # of the typical size of a user's own solution, per round
+DEFAULT_SIZE = 0.05  # of a user's own solution, where there is no vote
+CLIP_NORM = 1.0  # of no consequence: Adam cancels it
+PEOPLE_PER_NOISE = 16  # a vote's noise may be a sixteenth of the population at most
+LEAST_VOTE_SHARE = 0.01  # of the privacy budget, in units of 1/z²: half a percent more noise
+MOST_VOTE_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What ``PPSGD.auto`` and ``method = "auto"`` run.
+
+    Args:
+        release: what is published in a round.
+        vote: on the rate, before the first round; None if the population is too small for one.
+        rounds: the number of rounds.
+        epsilon: what all of it costs, at most; infinite without noise.
+        delta: δ at which that is stated.
+    """
+
+    release: Release
+    vote: SizeVote | None
+    rounds: int
+    epsilon: float
+    delta: float
+
+    @property
+    def rate_from(self) -> str:
+        """In words, where the rate of the server's steps comes from."""
+        if self.vote is None:
+            return (
+                f"a default, {RATE:g} × {DEFAULT_SIZE:g} (a population of "
+                f"{self.release.cohort.population} is too small for a private vote on it)"
+            )
+        return (
+            f"{RATE:g} × the typical size of users' own solutions, by a private vote before round 1"
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of both strategies."""
+        return {
+            "release": self.release,
+            "steps": Steps(shared=RATE, personal=0.0),
+            "delta": self.delta,
+            "max_epsilon": self.epsilon if math.isfinite(self.epsilon) else None,
+            "optimizer": Adam(),
+            "personal": "solve",
+            "full_batch": True,
+            "vote": self.vote,
+            "default_size": DEFAULT_SIZE,
+        }
+
+
+def recipe(
+    *,
+    population: int,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    rounds: int | None = None,
+    rate: float = 1.0,
+) -> Recipe:
+    """The recipe for a population and a budget.
+
+    Args:
+        population: N, the number of enrolled users.
+        delta: δ, well below 1/N.
+        epsilon: ε of everything together, under zero-out neighbours; infinite is no noise.
+        noise_multiplier: z of the rounds, in place of ``epsilon``. The vote then has the same.
+        rounds: the number of rounds; 50 unless given.
+        rate: the share of users per round. 1 is everyone; a tenth loses little, and serves very
+            large populations.
+    """
+    if (epsilon is None) == (noise_multiplier is None):
+        raise ValueError("give either epsilon or noise_multiplier: it decides how much noise")
+    planned = ROUNDS if rounds is None else count("rounds", rounds)
+    cohort = Poisson(population, rate)
+    if epsilon is None:
+        assert noise_multiplier is not None
+        vote = _vote(population, noise_multiplier)
+        release = Release(cohort, CLIP_NORM, noise_multiplier, normalise=True)
+        return Recipe(release, vote, planned, math.inf, delta)
+    require(epsilon > 0, "epsilon must be positive", epsilon, "inf trains without noise")
+    noise = vote_noise(population, epsilon, delta)
+    vote = None if noise is None else _vote(population, noise)
+    z = _training_noise(cohort, vote, planned, epsilon, delta)
+    release = Release(cohort, CLIP_NORM, z, normalise=True)
+    return Recipe(release, vote, planned, epsilon, delta)
+
+
+def _vote(population: int, noise: float) -> SizeVote | None:
+    """A vote with this noise; None if it would tell too little."""
+    if noise > population / PEOPLE_PER_NOISE:
+        return None
+    everyone = Poisson(population, 1.0)
+    return SizeVote(Release(everyone, clip_norm=1.0, noise_multiplier=noise))
+
+
+def vote_noise(population: int, epsilon: float, delta: float) -> float | None:
+    """The noise multiplier of a vote, or None if it would cost too much or tell too little.
+
+    A vote takes 1 % of the budget (in units of 1/z²) if the population is large, and up to 5 % so
+    that its noise stays below a sixteenth of the population.
+    """
+    if math.isinf(epsilon):
+        return 0.0
+    alone = float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+    cheapest = alone / math.sqrt(LEAST_VOTE_SHARE)
+    dearest = alone / math.sqrt(MOST_VOTE_SHARE)
+    readable = population / PEOPLE_PER_NOISE
+    if readable < dearest:
+        return None
+    return min(cheapest, readable)
+
+
+def _training_noise(
+    cohort: Poisson, vote: SizeVote | None, rounds: int, epsilon: float, delta: float
+) -> float:
+    """z of the rounds, so that they and the vote together cost ε."""
+    if math.isinf(epsilon):
+        return 0.0
+    also = [] if vote is None else [(vote.release, 1)]
+    return calibrate_noise(epsilon=epsilon, delta=delta, cohort=cohort, rounds=rounds, also=also)
