@@ -33,8 +33,11 @@ def one_of(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def nearest(key: object, known: Iterable[str]) -> str:
-    """The known word that begins with ``key``, or else the one that is most like it."""
+    """The known word that is one edit away, or begins with ``key``, or is most like it."""
     known = list(known)
+    near = misspelt(str(key), known)
+    if near is not None:
+        return near
     longer = [word for word in known if word.startswith(f"{key}-")]
     if longer:
         return longer[0]

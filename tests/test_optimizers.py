@@ -137,5 +137,5 @@ def test_the_schedule_goes_on_where_the_state_is() -> None:
     ],
 )
 def test_values_that_make_no_sense_are_refused(make: object) -> None:
-    with pytest.raises(ValueError, match="must be|needs rounds"):
+    with pytest.raises(ValueError, match=r"must be|needs rounds"):
         make()  # type: ignore[operator]
