@@ -194,6 +194,46 @@ def experiments() -> None:
 
 
 @app.command()
+def look(  # noqa: PLR0917 - typer's own way
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Means and deviations to review; default: FILE's name-standardise.csv."),
+    ] = None,
+    user: User = None,
+    target: Target = None,
+    features: Features = None,
+    test: Test = None,
+    time: Time = None,
+    test_fraction: Fraction = None,
+    task: Task = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    text: Text = None,
+    sep: Sep = None,
+    encoding: Encoding = None,
+    impute: Impute = None,
+) -> None:
+    """Before anything else: users, rows, features, scales, gaps, the task, trivial answers."""
+    about_data = _about_data(locals())
+    from flwr_ppsgd.data import look as looking
+    from flwr_ppsgd.experiments.problem import Problem
+
+    problem = Problem.of(about_data).found()
+    raw = problem.per_user()
+    _show(looking.report(raw, problem.as_by_default().per_user()))
+    out = out or Path(f"{Path(data).stem}-standardise.csv")
+    if looking.write_review(raw, out):
+        _show(f"Written, to review: {out} (public numbers in it: --set standardise={out})")
+
+
+@app.command()
 def run(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
         Path | None,
@@ -506,13 +546,34 @@ def plan(
         float | None, typer.Option(help="How far the users' optima are from the common one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="FILE", help="Take N, d, n and L from users' rows."),
+    ] = None,
+    user: User = None,
+    target: Target = None,
+    features: Features = None,
+    test: Test = None,
+    time: Time = None,
+    test_fraction: Fraction = None,
+    task: Task = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    text: Text = None,
+    sep: Sep = None,
+    encoding: Encoding = None,
+    impute: Impute = None,
 ) -> None:
     """Before training: the noise for an ε, the signal to noise, and the α to start with."""
     typed = dict(locals())
-    given = {name: typed[name] for name in typed if name not in ("experiment", "as_json")}
+    about_data = _about_data(typed)
+    others = {"experiment", "as_json", *ABOUT_DATA}
+    given = {name: value for name, value in typed.items() if name not in others}
     from flwr_ppsgd import plan as planning
 
     flat = planning.gather(experiment, given)
+    if data is not None:
+        flat = {**_seen_for_plan(about_data, quiet=as_json), **flat}
     if sys.stdin.isatty() and not as_json:
         flat = planning.ask(flat, typer.prompt)
     question = planning.Question.read(flat)
@@ -521,6 +582,24 @@ def plan(
         _show(json.dumps(made.as_data(), ensure_ascii=False, indent=2))
     else:
         _show(planning.in_words(question, made))
+
+
+def _seen_for_plan(about_data: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
+    """The numbers that a plan takes from users' rows, and a line on what that means."""
+    from flwr_ppsgd.data.features import LOOKED
+    from flwr_ppsgd.data.look import numbers_for_plan
+    from flwr_ppsgd.experiments.problem import Problem
+
+    seen = Problem.of(about_data).found().as_by_default().per_user()
+    found = numbers_for_plan(seen)
+    if not quiet:
+        _show(
+            f"From {about_data['data']}: N = {found['population']:,} users and "
+            f"d = {found['dimension']:,} parameters, taken to be public. "
+            f"n = {found['samples-per-user']:.3g} samples per user and "
+            f"L = {found['smoothness']:.3g}: {LOOKED}."
+        )
+    return found
 
 
 @app.command()

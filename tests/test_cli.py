@@ -451,3 +451,23 @@ def test_a_list_of_steps_may_be_written_as_a_person_would() -> None:
         "data": "a.b.npz",
         "rate": 0.5,
     }
+
+
+def test_look_says_what_a_file_holds_and_plan_takes_numbers_from_it(ppsgd: Command) -> None:
+    rows = ["person;films;stars"]
+    rows += [f"p{u};{1900 + 7 * h};{u + h / 3:.3f}" for u in range(5) for h in range(6)]
+    Path("stars.csv").write_text("\n".join(rows))
+    ended = ppsgd("look", "stars.csv", "--user", "person", "--target", "stars")
+    assert ended.status == 2
+    assert "add --sep ';'" in ended.err
+    options = ("--user", "person", "--target", "stars", "--sep", ";")
+    ended = ppsgd("look", "stars.csv", *options)
+    assert ended.status == 0
+    assert "features: 'films', a constant" in ended.out
+    assert "without features: rmse" in ended.out
+    assert Path("stars-standardise.csv").exists()
+    numbers = ("--rate", "1", "--rounds", "9", "--batch-size", "2", "--epsilon", "2")
+    ended = ppsgd("plan", "--data", "stars.csv", *options, *numbers, "--delta", "1e-3")
+    assert ended.status == 0
+    assert "N = 5 users and d = 2 parameters, taken to be public" in ended.out
+    assert "chosen by looking at data: not covered" in ended.out

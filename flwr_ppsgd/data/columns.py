@@ -11,6 +11,7 @@ from flwr_ppsgd.checks import nearest, one_of, require
 from flwr_ppsgd.data.raw import IMPUTE, REFUSE, Raw, Split
 
 MOST_SHOWN = 12  # names that an error lists
+OPTIONS = {"user": " (--user names the column)", "y": " (--target names the column)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,4 +124,7 @@ def known(
     if len(names) > MOST_SHOWN:
         shown += ", …"
     close = nearest(name, names) if names else "nothing"
-    raise ValueError(f"{path}: there is no {what} {name!r} among {shown}: did you mean {close!r}?")
+    option = OPTIONS.get(name, "")
+    raise ValueError(
+        f"{path}: there is no {what} {name!r} among {shown}: did you mean {close!r}?{option}"
+    )

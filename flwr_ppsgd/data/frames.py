@@ -4,6 +4,7 @@ import codecs
 import csv
 import importlib
 import io
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -46,12 +47,13 @@ def frame_of(path: Path, columns: Columns | None = None) -> tuple[Frame, tuple[s
     need_module("pyarrow", f"{path}: a {path.suffix} file")
     start = _start_of(path)
     first = _first_text(start, columns, path)
-    header = _header(first, columns, path)
+    skipped = _comments(first)
+    header = _header("\n".join(first.splitlines()[skipped:]), columns, path)
     names, notes = _distinct(header)
     comma = _has_decimal_comma(first, columns)
     if comma:
         notes = (*notes, "numbers have a decimal comma")
-    file = _Csv(path, columns, tuple(names), "," if comma else ".")
+    file = _Csv(path, columns, tuple(names), "," if comma else ".", skipped + 1)
     return file.read(first), notes
 
 
@@ -119,6 +121,12 @@ def _wrongly_encoded(path: Path, columns: Columns, where: str, start: bytes = b"
     )
 
 
+def _comments(text: str) -> int:
+    """The number of lines at the top that begin with #."""
+    lines = text.splitlines()
+    return next((at for at, line in enumerate(lines) if not line.startswith("#")), 0)
+
+
 def _header(text: str, columns: Columns, path: Path) -> list[str]:
     """The names in the first line; ValueError if another character seems to separate them."""
     names = _split(text, columns.sep)
@@ -168,12 +176,14 @@ class _Csv:
         columns: how it is written.
         names: of its columns.
         decimal_point: "." or ",".
+        above: the number of lines above the first row.
     """
 
     path: Path
     columns: Columns
     names: tuple[str, ...]
     decimal_point: str
+    above: int
 
     def read(self, start: str) -> Frame:
         """The whole file, whose beginning is ``start``.
@@ -199,7 +209,7 @@ class _Csv:
         """An error that names the first line with another number of values; None if all agree."""
         with self.path.open(encoding=self.columns.encoding, newline="") as file:
             rows = csv.reader(file, delimiter=self.columns.sep)
-            for row in rows:
+            for row in itertools.islice(rows, self.above, None):
                 if row and len(row) != len(self.names):
                     return ValueError(
                         f"{self.path}: cannot be read as csv: line {rows.line_num} has {len(row)} "
@@ -215,7 +225,7 @@ class _Csv:
 
         kept = {*self.columns.target.split(","), "test", self.columns.test, self.columns.time}
         whole_lines = start[: start.rfind("\n") + 1]
-        if whole_lines.count("\n") < 2:
+        if whole_lines.count("\n") <= self.above:
             return {}
         found = {}
         in_utf_8 = replace(self, columns=replace(self.columns, encoding="utf-8"))
@@ -233,7 +243,7 @@ class _Csv:
         return reader.read_csv(
             file,
             reader.ReadOptions(
-                column_names=list(self.names), skip_rows=1, encoding=self.columns.encoding
+                column_names=list(self.names), skip_rows=self.above, encoding=self.columns.encoding
             ),
             reader.ParseOptions(delimiter=self.columns.sep, newlines_in_values=newlines),
             reader.ConvertOptions(
@@ -248,7 +258,7 @@ class _Csv:
         for name in frame.column_names:
             if types.is_binary(frame.column(name).type):
                 row = _first_undecoded(frame.column(name), self.columns.encoding)
-                where = f"column {name!r} in line {row + 2}"
+                where = f"column {name!r} in line {row + self.above + 1}"
                 raise _wrongly_encoded(self.path, self.columns, where)
         return frame
 

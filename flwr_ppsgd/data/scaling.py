@@ -23,7 +23,7 @@ SCALES = (NONE, OWN, AUTO)
 FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought there
 LARGEST = 10.0  # root mean square of a column that may stay as it is
 SMALLEST = 0.05  # its deviation
-MOST_OFF = 5.0  # its mean, in deviations
+MOST_OFF = 3.0  # its mean, in deviations
 SAME = 1e-9  # a deviation below this share of the mean is round-off
 MOST_NAMED = 6
 

@@ -38,10 +38,10 @@ def raw_table(path: Path, columns: Columns, split: Split | None) -> Raw:
     """The columns of a .csv or .parquet file, unchecked."""
     frame, name_notes = frame_of(path, columns)
     origin = origin_of(path)
+    users, found = _users(lookup(frame, columns.user, path), columns.user, origin)
     targets = []
     for name in columns.target.split(","):
         targets.append(known(name.strip(), frame.column_names, path, "column"))
-    users, found = _users(lookup(frame, columns.user, path), columns.user, origin)
     special = {columns.user, *targets, "test", columns.test, columns.time}
     features = features_of(frame, columns, special, origin)
     raw = Raw(

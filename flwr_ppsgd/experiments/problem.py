@@ -140,6 +140,10 @@ class Problem:
             standardise = str(Path(standardise).resolve())
         return replace(self, data=data, data_checksum=checksum, standardise=standardise)
 
+    def as_by_default(self) -> "Problem":
+        """As ``ppsgd run --data`` shows the rows to a model if nothing else is said."""
+        return replace(self, scale="auto", bias=True)
+
     def columns(self) -> "Columns | None":
         """The columns that are named; None if none is."""
         from flwr_ppsgd.data.columns import Columns

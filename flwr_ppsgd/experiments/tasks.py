@@ -274,7 +274,10 @@ class OwnDataTask:
 
     def describe(self) -> str:
         """The users and their rows."""
-        return self.problem.per_user().describe(self.problem.batch_size)
+        from flwr_ppsgd.data.look import brief
+
+        data = self.problem.per_user()
+        return "\n".join([data.describe(self.problem.batch_size), *brief(data)])
 
     def assumed_public(self) -> list[str]:
         """The total number of samples."""
