@@ -14,14 +14,16 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.checks import count, require
+from flwr_ppsgd.checks import count, is_whole, require
 
 Vector: TypeAlias = NDArray[np.float64]
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 FLOAT_INTEGER_BITS = 53  # float64 holds every integer up to 2^53
+WORD_BITS = 63  # sums modulo 2^64 hold every integer of this size, with its sign
 FINEST_GRID_BITS = 32
 COARSEST_GRID_BITS = 20
+LEAST_SHARE_BITS = 20  # of a client's share of the noise, in steps of the grid
 NOISE_BITS = 26  # a finer grid would show how many floats of noise each of its steps holds
 LARGEST_NORMAL = 14.0  # standard deviations, where the sampler in `noise` is cut off
 LEAST_NOISE = 1e-6  # a smaller z protects nobody, and no accountant can tell it from 0
@@ -30,6 +32,9 @@ LEAST_SCALE = 1e-280  # a smaller factor has too few digits left
 SHORTEST_DIRECTION = 1e-280  # a shorter or longer vector is not normalised: it counts as zero
 LONGEST_DIRECTION = 1e280
 STANDARD_ERROR = "-standard-error"
+EVERYONE = 40  # up to so many clients of a secure sum are all neighbours of each other
+MOST_CLIENTS = 1 << 20  # of a secure sum
+LARGEST_FAILURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,54 @@ Cohort: TypeAlias = Poisson | FixedSize
 
 
 @dataclass(frozen=True)
+class SecureSum:
+    """Secure aggregation: the server learns the noisy sum of a round and no single vector.
+
+    Each client adds its share of the noise, of variance (z·C)²/h, before it masks its vector. What
+    is promised holds against the server together with at most t clients. A round has a sum if at
+    least h + t clients stay to its end.
+
+    Args:
+        honest: h, the number of honest clients that stay in a round on which the guarantee counts.
+            Beyond h the noise is more than what is charged for.
+        colluding: t, the largest number of clients that may tell the server all they know, or leave
+            out their noise.
+        failure: η, the largest chance per round that neighbours chosen at random do not protect
+            somebody. δ pays for it; not needed for up to 40 clients, all of whom are neighbours.
+        neighbours: the least number of neighbours of a client. More are used if ``failure`` needs
+            them.
+    """
+
+    honest: int
+    colluding: int
+    failure: float = 2.0**-40
+    neighbours: int = 0
+
+    def __post_init__(self) -> None:
+        _plain(self, honest=count("honest", self.honest))
+        rule = "honest must be at least 2"
+        require(self.honest > 1, rule, self.honest, "a sum of one vector hides nothing")
+        for name in ("colluding", "neighbours"):
+            value = getattr(self, name)
+            rule = f"{name} must be a whole number from 0 to 2^20"
+            require(is_whole(value) and 0 <= value <= MOST_CLIENTS, rule, value, f"set {name}")
+            _plain(self, **{name: int(value)})
+        rule = "failure must be in (0, 1e-6]"
+        remedy = "it is paid from δ in every round; 2**-40 is the default"
+        require(0 < self.failure <= LARGEST_FAILURE, rule, self.failure, remedy)
+        _plain(self, failure=float(self.failure))
+
+    @property
+    def least(self) -> int:
+        """h + t, the fewest clients whose sum is unmasked."""
+        return self.honest + self.colluding
+
+    def is_complete(self, participants: int) -> bool:
+        """Whether all of so many clients are neighbours of each other."""
+        return participants <= EVERYONE or self.neighbours >= participants - 1
+
+
+@dataclass(frozen=True)
 class Release:
     """One publication of the server: (Σ_i clip(g_i, C) + N(0, z²C² I)) / D.
 
@@ -134,6 +187,8 @@ class Release:
         normalise: bring each gradient *to* norm C, not only below it: every user then speaks with
             the same weight, and with an optimizer that ignores scale C needs no tuning. Private
             measures stay clipped.
+        aggregation: ``SecureSum`` if clients add the noise and the server sees the sum only. None:
+            the server adds it, and is trusted.
     """
 
     cohort: Cohort
@@ -141,6 +196,7 @@ class Release:
     noise_multiplier: float
     total_batch: int | None = None
     normalise: bool = False
+    aggregation: SecureSum | None = None
 
     def __post_init__(self) -> None:
         self._check_clip_norm()
@@ -153,6 +209,8 @@ class Release:
                 "gradient has no weight; leave out total_batch"
             )
         self._check_grid()
+        if self.aggregation is not None:
+            self._check_share(self.aggregation)
 
     def _check_clip_norm(self) -> None:
         rule = "clip_norm must be positive and finite (1e-100 to 1e100)"
@@ -174,6 +232,50 @@ class Release:
         remedy = f"keep population + {LARGEST_NORMAL:g}·z below 2^{most}"
         fits = self._exact_bits >= COARSEST_GRID_BITS
         require(fits, rule, self.noise_multiplier, remedy)
+
+    def _check_share(self, rules: SecureSum) -> None:
+        """Enough clients to form a sum, and a share of the noise that the grid can show."""
+        clients = self._most_users
+        rule = f"honest + colluding must be at most the {clients} clients that a round may have"
+        require(rules.least <= clients, rule, rules.least, "lower honest, or draw more clients")
+        rule = f"a share of the noise, z/√honest = {self._share_multiplier:g}, is too small for the"
+        fits = self.noise_multiplier == 0 or self.share_std >= 2**LEAST_SHARE_BITS * self.grid
+        require(fits, f"{rule} grid", self.noise_multiplier, "raise noise_multiplier")
+
+    @property
+    def _most_users(self) -> int:
+        """The most clients that a round may have."""
+        if isinstance(self.cohort, FixedSize):
+            return self.cohort.size
+        return min(self.cohort.population, self.cohort.cap or self.cohort.population)
+
+    @property
+    def amplifies(self) -> bool:
+        """Whether sampling lowers ε. It never does with ``SecureSum``: neighbours see each other's
+        keys, so who takes part is no secret."""
+        return self.aggregation is None and self.cohort.amplifies
+
+    @property
+    def failure(self) -> float:
+        """The part of δ that each round's random neighbours take; 0 if there are none."""
+        if self.aggregation is None or self.aggregation.is_complete(self._most_users):
+            return 0.0
+        return self.aggregation.failure
+
+    @property
+    def noise_shares(self) -> int:
+        """How many independent noises make up what is charged: h, or the server's one."""
+        return 1 if self.aggregation is None else self.aggregation.honest
+
+    @property
+    def _share_multiplier(self) -> float:
+        """z/√h: the standard deviation of one share of the noise, in units of C."""
+        return self.noise_multiplier / math.sqrt(self.noise_shares)
+
+    @property
+    def share_std(self) -> float:
+        """z·C/√h, the standard deviation of the noise that one client adds."""
+        return self._share_multiplier * self.clip_norm
 
     @property
     def denominator(self) -> float:
@@ -216,18 +318,26 @@ class Release:
 
     @property
     def _exact_bits(self) -> int:
-        """The most bits with which every reachable noisy sum is below 2⁵³ steps of the grid."""
-        reach = self.cohort.population + LARGEST_NORMAL * self.noise_multiplier
-        return FLOAT_INTEGER_BITS - 1 - math.ceil(math.log2(reach + 1))
+        """The most bits with which every reachable noisy sum is below 2⁵³ steps of the grid.
+
+        Below 2⁶³ if it is a secure sum, which is taken in whole numbers of 64 bits: each client
+        then adds a noise of its own.
+        """
+        population = self.cohort.population
+        if self.aggregation is None:
+            reach = population + LARGEST_NORMAL * self.noise_multiplier
+            return FLOAT_INTEGER_BITS - 1 - math.ceil(math.log2(reach + 1))
+        reach = population * (1 + LARGEST_NORMAL * self._share_multiplier)
+        return WORD_BITS - 1 - math.ceil(math.log2(reach + 1))
 
     @property
     def grid_bits(self) -> int:
-        """b, so that sums are exact in whole multiples of C·2⁻ᵇ and the noise is at most 2²⁶ of
-        them."""
+        """b, so that sums are exact in whole multiples of C·2⁻ᵇ and the noise, or one client's
+        share of it, is at most 2²⁶ of them."""
         finest = min(FINEST_GRID_BITS, self._exact_bits)
         if self.noise_multiplier == 0:
             return finest
-        return min(finest, NOISE_BITS - math.ceil(math.log2(self.noise_multiplier)))
+        return min(finest, NOISE_BITS - math.ceil(math.log2(self._share_multiplier)))
 
     @property
     def grid(self) -> float:

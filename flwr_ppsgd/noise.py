@@ -14,6 +14,7 @@ divergence of order a for each coordinate and round: 10⁻⁶·a for a million c
 thousand rounds.
 """
 
+import contextlib
 import hashlib
 import math
 import secrets
@@ -258,13 +259,52 @@ class GridSum:
             block *= grid
         return noise
 
+    def with_share(self, coins: Coins) -> NDArray[np.int64]:
+        """k = Σ + rint(z·C·n/(√h·g)): a client's own multiples with its share of the noise."""
+        words = self._multiples.astype(np.int64)
+        if self._release.noise_multiplier == 0:
+            return words
+        noise = coins.normals(len(words))
+        noise *= self._release.share_std / self._release.grid
+        words += np.rint(noise, out=noise).astype(np.int64)
+        return words
 
-def residual_delta(size: int, rounds: int, epsilon: float) -> float:
-    """At most what the cut tail of the sampler adds to δ: (1 + e^ε)·2⁻¹⁴⁵ per coordinate and round.
+
+def secure_input(
+    vector: Vector | None,
+    size: int,
+    release: Release,
+    metrics: PrivateMetrics | None,
+    coins: Coins,
+) -> NDArray[np.int64]:
+    """x_u: one client's bounded vector plus its share of the noise, in whole multiples of the grid.
+
+    Without noise these are the numbers that ``GridSum`` adds up. The sum of rounded shares is that
+    of a Gaussian plus uniforms, rounded: post-processing of the ideal one, up to aliasing of order
+    exp(−2π²s²) for shares of s ≥ 2²⁰ steps.
+
+    Args:
+        vector: gradient and encoded measures; None, NaN or infinity count as zero.
+        size: the number of coordinates of w.
+        release: C, z, h and the grid.
+        metrics: private measures that follow after the ``size`` coordinates.
+        coins: secret ones, of this client and this round.
+    """
+    own = GridSum(size, release, metrics)
+    if vector is not None:
+        with contextlib.suppress(FloatingPointError):
+            own.add(vector)
+    return own.with_share(coins)
+
+
+def residual_delta(size: int, rounds: int, epsilon: float, shares: int = 1) -> float:
+    """At most what the cut tail of the sampler adds to δ: (1 + e^ε)·2⁻¹⁴⁵ per coordinate, round
+    and share.
 
     Args:
         size: the number of coordinates.
         rounds: the number of rounds.
         epsilon: ε of all rounds.
+        shares: the number of independent noises that make up what is charged.
     """
-    return size * rounds * CUT_TAIL * (1 + math.exp(min(epsilon, 600.0)))
+    return shares * size * rounds * CUT_TAIL * (1 + math.exp(min(epsilon, 600.0)))

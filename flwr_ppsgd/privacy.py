@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 from scipy.stats import binom
 
 from flwr_ppsgd import epsilon as accounting
-from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release
+from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum
 from flwr_ppsgd.checks import is_whole, one_of, require
 from flwr_ppsgd.epsilon import (
     LARGEST_EXPONENT,
@@ -82,7 +82,7 @@ class Ledger:
     @property
     def amplified(self) -> bool:
         """Whether any release gains from sampling."""
-        return any(release.cohort.amplifies for release, _ in self.releases)
+        return any(release.amplifies for release, _ in self.releases)
 
     def epsilon(self, relation: Relation = "zero-out", method: Method = "pld") -> float:
         """ε of everything released so far, at ``delta``.
@@ -106,31 +106,42 @@ class Ledger:
             return Bound(0.0, "exact")
         if self._noiseless:
             return Bound(math.inf, "exact")
+        left = self.delta - self.failure
+        if left <= 0:
+            return Bound(math.inf, "random neighbours need more than the whole delta")
         if self._cap_bites():
-            return self._capped(relation, method)
-        return self._plain(relation, method)
+            return self._capped(relation, method, left)
+        return self._plain(relation, method, left)
 
-    def _plain(self, relation: Relation, method: Method) -> Bound:
-        """ε if no cap can bite."""
+    @property
+    def failure(self) -> float:
+        """The part of δ that the random neighbours of secure sums take: T·η.
+
+        They fail, if they do, in the same rounds whatever anybody's data are: so no e^ε.
+        """
+        return sum(times * release.failure for release, times in self.releases)
+
+    def _plain(self, relation: Relation, method: Method, delta: float) -> Bound:
+        """ε at a δ, if no cap can bite."""
         releases = _priced(self.releases)
         if method == "rdp":
-            return Bound(accounting.by_rdp(releases, self.delta, relation), "RDP")
-        return accounting.tightest(releases, self.delta, relation)
+            return Bound(accounting.by_rdp(releases, delta, relation), "RDP")
+        return accounting.tightest(releases, delta, relation)
 
-    def _capped(self, relation: Relation, method: Method) -> Bound:
+    def _capped(self, relation: Relation, method: Method, delta: float) -> Bound:
         """The ε of a smaller δ', such that δ' and what the caps take are at most δ.
 
         Infinite if nothing is left. Half of δ is tried first. What is left over is then given
         back, which lowers ε and with it what the caps take.
         """
         bound = Bound(math.inf, "exact")
-        spare = self.delta / 2
+        spare = delta / 2
         for _ in range(3):
-            bound = replace(self, delta=spare)._plain(relation, method)
+            bound = self._plain(relation, method, spare)
             taken = self._taken_by_caps(bound.epsilon)
-            if not taken <= self.delta - spare:
+            if not taken <= delta - spare:
                 return Bound(math.inf, "the cap needs more than the whole delta")
-            spare = (self.delta - taken) * (1 - 1e-9)
+            spare = (delta - taken) * (1 - 1e-9)
         return bound
 
     def delta_added(self, relation: Relation = "zero-out") -> float:
@@ -150,7 +161,7 @@ class Ledger:
 
     def _cap_bites(self) -> float:
         """Σ_t P[Bin(N, q) > B]: how many rounds are expected to lose users."""
-        return sum(times * _cap_bites(release.cohort) for release, times in self.releases)
+        return sum(times * _cap_bites(release) for release, times in self.releases)
 
     def quick_epsilon(self) -> float:
         """An upper bound on ``epsilon()`` in well under a millisecond, for use in every round.
@@ -218,7 +229,7 @@ def _priced(releases: tuple[tuple[Release, int], ...]) -> Releases:
     """What an accountant needs to know: releases of equal price are counted together."""
     counts: dict[tuple[float, float], int] = defaultdict(int)
     for release, times in releases:
-        rate = release.cohort.rate if release.cohort.amplifies else 1.0
+        rate = release.cohort.rate if release.amplifies else 1.0
         counts[rate, release.noise_multiplier] += times
     return tuple(sorted(Priced(rate, z, times) for (rate, z), times in counts.items()))
 
@@ -226,7 +237,10 @@ def _priced(releases: tuple[tuple[Release, int], ...]) -> Releases:
 def release_to_dict(release: Release) -> dict[str, Any]:
     """A release as data for JSON."""
     cohort = {"kind": type(release.cohort).__name__, **asdict(release.cohort)}
-    return {**asdict(release), "cohort": cohort}
+    data = {**asdict(release), "cohort": cohort}
+    if release.aggregation is None:  # as it was written before there was any other
+        del data["aggregation"]
+    return data
 
 
 def release_from_dict(data: dict[str, Any]) -> Release:
@@ -234,7 +248,9 @@ def release_from_dict(data: dict[str, Any]) -> Release:
     cohort = dict(data["cohort"])
     kinds: dict[str, Callable[..., Cohort]] = {"Poisson": Poisson, "FixedSize": FixedSize}
     kind = kinds[cohort.pop("kind")]
-    return Release(**{**data, "cohort": kind(**cohort)})
+    rules = data.get("aggregation")
+    aggregation = None if rules is None else SecureSum(**rules)
+    return Release(**{**data, "cohort": kind(**cohort), "aggregation": aggregation})
 
 
 def _recorded(ledger: Ledger, releases: Iterable[tuple[Release, int]]) -> Ledger:
@@ -252,6 +268,7 @@ def calibrate_noise(
     relation: Relation = "zero-out",
     method: Method = "pld",
     also: Iterable[tuple[Release, int]] = (),
+    aggregation: SecureSum | None = None,
 ) -> float:
     """The smallest noise multiplier z whose ε after ``rounds`` rounds is at most ``epsilon``.
 
@@ -263,6 +280,8 @@ def calibrate_noise(
         relation: neighbours, as of ``Ledger.epsilon``.
         method: accountant, as of ``Ledger.epsilon``.
         also: what else is released, each with how often: all together meet ``epsilon``.
+        aggregation: ``SecureSum`` if clients add the noise: sampling then gains nothing, and δ pays
+            for random neighbours.
     """
     others = tuple(also)
     nothing = _recorded(Ledger(delta), others)
@@ -273,7 +292,7 @@ def calibrate_noise(
 
     @functools.cache
     def cost(z: float, relation: Relation = relation, method: Method = method) -> float:
-        release = Release(cohort, clip_norm=1.0, noise_multiplier=z)
+        release = Release(cohort, 1.0, z, aggregation=aggregation)
         return nothing.record(release, rounds).epsilon(relation, method)
 
     spent = nothing.epsilon(relation, method)
@@ -282,9 +301,14 @@ def calibrate_noise(
             f"what else is released costs epsilon={spent:.4g} at delta={delta:g} by itself, and "
             f"nothing is left of {epsilon:g}: raise epsilon, or give it more noise"
         )
-    plain = not cohort.amplifies and _cap_bites(cohort) == 0 and not nothing.amplified
+    example = Release(cohort, 1.0, 1.0, aggregation=aggregation)
+    failure = nothing.record(example, rounds).failure
+    rule = f"delta must be above what random neighbours take of it in {rounds} rounds"
+    remedy = f"raise it above {failure:.2g}, or lower SecureSum.failure"
+    require(failure < delta, rule, delta, remedy)
+    plain = not example.amplifies and _cap_bites(example) == 0 and not nothing.amplified
     if method == "pld" and plain:  # closed form, up to its last digits
-        one_round = float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+        one_round = float(dp_accounting.get_sigma_gaussian(epsilon, delta - failure))
         allowed = 1 / (one_round * sensitivity(relation)) ** 2
         taken = sum(times / release.noise_multiplier**2 for release, times in others)
         exact = math.sqrt(rounds / (allowed - taken)) if taken < allowed else math.inf
@@ -383,7 +407,7 @@ def affordable_rounds(
     if at_most < 1 or not pays_for(1):
         return 0
     low = 1
-    amplified = release.cohort.amplifies or nothing.amplified
+    amplified = release.amplifies or nothing.amplified
     if amplified and relation == "zero-out" and method == "pld":
         low = max(1, _last(lambda rounds: pays_for(rounds, "rdp"), at_most))
     if low > MOST_BY_PLD:
@@ -412,8 +436,9 @@ def _last(holds: Callable[[int], bool], at_most: int, known: int = 0) -> int:
     return low
 
 
-def _cap_bites(cohort: Cohort) -> float:
-    """P[Bin(N, q) > B]."""
-    if isinstance(cohort, FixedSize) or cohort.cap is None:
+def _cap_bites(release: Release) -> float:
+    """P[Bin(N, q) > B]; 0 if no secret coins are claimed, which a cap would take something from."""
+    cohort = release.cohort
+    if isinstance(cohort, FixedSize) or cohort.cap is None or release.aggregation is not None:
         return 0.0
     return float(binom.sf(cohort.cap, cohort.population, cohort.rate))

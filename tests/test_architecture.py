@@ -18,11 +18,12 @@ from tests.support.paths import ROOT
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 # A file imports only what stands above it: in the first list, and then in its own folder's.
 GROUND_FLOOR = """
-    door callers checks disk algorithm optimizers tuning noise epsilon privacy recipe promise wire
-    signature learner theory settings client server legacy models data simulation experiments
+    door callers checks disk algorithm optimizers tuning noise secure epsilon privacy recipe promise
+    wire signature learner theory settings client server legacy models data simulation experiments
     results plan audit cli
 """
 FOLDERS = {
+    "secure": "shamir keys masks graph messages participant coordinator",
     "client": """
         connection refusal policy mods shelf sent personal visit message_api legacy_api model
     """,
@@ -220,8 +221,10 @@ def test_a_name_whose_extra_is_missing_raises_the_pip_command() -> None:
 
 
 def test_the_core_knows_neither_flower_nor_torch() -> None:
-    for name in ("algorithm", "noise", "epsilon", "privacy", "promise"):
-        tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+    values = ("algorithm", "noise", "epsilon", "privacy", "promise")
+    core = [PACKAGE / f"{name}.py" for name in values]
+    for path in [*core, *(PACKAGE / "secure").glob("*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         roots = {str(node.module).split(".")[0] for node in froms}
         assert not roots & {"flwr", "torch", "ray"}

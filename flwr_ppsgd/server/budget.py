@@ -89,7 +89,7 @@ class Allowance:
         z = release.noise_multiplier
         if z == 0:
             return math.inf
-        sampled = release.cohort.amplifies
+        sampled = release.amplifies
         if self.filter == "gaussian":
             if sampled:
                 raise ValueError(
@@ -331,6 +331,9 @@ class Budget:
         cap = getattr(release.cohort, "cap", None)
         rule = "a training under a budget cannot have a cap on the cohort, which takes part of δ"
         require(cap is None, rule, cap, "leave the cap out")
+        rule = "a training under a budget cannot have random neighbours, which take part of δ"
+        remedy = "set SecureSum.neighbours to the population, so that all are neighbours"
+        require(not release.failure, rule, release.failure, remedy)
         allowance.cost(release)
 
     @property

@@ -157,7 +157,7 @@ def _costs_at_least(one: Release, other: Release) -> bool:
 
 
 def _amplifying_rate(release: Release) -> float:
-    return release.cohort.rate if release.cohort.amplifies else 1.0
+    return release.cohort.rate if release.amplifies else 1.0
 
 
 def story_of(told: Told, path: Path) -> Story:

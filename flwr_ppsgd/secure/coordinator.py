@@ -1,0 +1,273 @@
+"""The server's part of a secure sum: it passes messages on and learns the sum, or nothing.
+
+A message that is wrong, late or double is left out, as if its sender had dropped out. The vectors
+are added as they come: memory does not grow with their number.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_ppsgd.algorithm import SecureSum
+from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.secure.graph import design, draw
+from flwr_ppsgd.secure.keys import KeyPair
+from flwr_ppsgd.secure.masks import Words, add_mask, subtract_mask
+from flwr_ppsgd.secure.messages import (
+    Partners,
+    PublicKeys,
+    Revealed,
+    Roster,
+    Shares,
+    bitmap,
+    hash_of,
+)
+from flwr_ppsgd.secure.participant import (
+    KEY,
+    SEED,
+    Session,
+    own_key,
+    pair_key,
+    seed_hash,
+    share_hash,
+)
+from flwr_ppsgd.secure.shamir import join
+
+Node = TypeVar("Node", bound=Hashable)
+
+
+class NoSumError(RuntimeError):
+    """Too few stayed: nothing can be unmasked, and nothing is known about anybody."""
+
+
+class Stage(IntEnum):
+    """What the coordinator waits for."""
+
+    KEYS = 1
+    SHARES = 2
+    MASKED = 3
+    REVEALED = 4
+
+
+@dataclass
+class Coordinator(Generic[Node]):
+    """One secure sum, from the first keys to the sum.
+
+    Args:
+        rules: h, t, η.
+        session: which sum it is.
+        size: the number of coordinates.
+        coins: for the graph; secret ones.
+    """
+
+    rules: SecureSum
+    session: Session
+    size: int
+    coins: Coins = field(default_factory=Coins.secret)
+
+    def __post_init__(self) -> None:
+        self._stage = Stage.KEYS
+        self._probe = KeyPair.new()
+        self._keys: dict[Node, PublicKeys] = {}
+        self._known: set[bytes] = set()
+        self._nodes: list[Node] = []
+        self._places: dict[Node, int] = {}
+        self._graph: list[frozenset[int]] = []
+        self._shares: dict[int, Shares] = {}
+        self._members: frozenset[int] = frozenset()  # U₂
+        self._survivors: set[int] = set()  # U₃
+        self._revealed: dict[int, dict[int, bytes]] = {}  # by owner and holder
+        self._answered: set[int] = set()
+        self._total: Words = np.zeros(self.size, np.uint64)
+
+    # --- exchange 1
+
+    def take_keys(self, node: Node, data: bytes) -> bool:
+        """Whether these are keys that can be used; the first ones of a node count."""
+        self._require(Stage.KEYS)
+        keys = _read(lambda: PublicKeys.from_bytes(data))
+        if keys is None or node in self._keys:
+            return False
+        halves = {keys.channel, keys.mask}
+        if len(halves) < 2 or halves & self._known or not all(map(self._is_public, halves)):
+            return False
+        self._known |= halves
+        self._keys[node] = keys
+        return True
+
+    def _is_public(self, key: bytes) -> bool:
+        """Whether a public key can be used: some give the same secret to everybody."""
+        try:
+            self._probe.secret_with(key)
+        except ValueError:
+            return False
+        return True
+
+    def rosters(self) -> dict[Node, bytes]:
+        """Exchange 2, down: each participant's neighbours. The graph is drawn here."""
+        self._enter(Stage.SHARES, len(self._keys), "sent keys")
+        self._nodes = list(self._keys)
+        self._places = {node: place for place, node in enumerate(self._nodes)}
+        count = len(self._nodes)
+        self._graph = draw(design(self.rules, count), count, self.coins)
+        return {node: self._roster(place).to_bytes() for node, place in self._places.items()}
+
+    def _roster(self, place: int) -> Roster:
+        others = {other: self._keys[self._nodes[other]] for other in self._graph[place]}
+        return Roster(place, len(self._nodes), others)
+
+    # --- exchange 2
+
+    def take_shares(self, node: Node, data: bytes) -> bool:
+        """Whether these are shares for exactly the node's neighbours."""
+        self._require(Stage.SHARES)
+        place = self._places.get(node)
+        if place is None or place in self._shares:
+            return False
+        shares = _read(lambda: Shares.from_bytes(data, len(self._nodes)))
+        if shares is None or shares.portions.keys() != self._graph[place]:
+            return False
+        self._shares[place] = shares
+        return True
+
+    def partners(self) -> dict[Node, bytes]:
+        """Exchange 3, down: U₂, and for each of its members the shares that it holds."""
+        self._enter(Stage.MASKED, len(self._shares), "sent shares")
+        self._members = frozenset(self._shares)
+        return {self._nodes[place]: self._partners(place) for place in sorted(self._members)}
+
+    def _partners(self, place: int) -> bytes:
+        here = self._graph[place] & self._members
+        sealed = {other: self._shares[other].portions[place].sealed for other in here}
+        return Partners(self._members, sealed).to_bytes(len(self._nodes))
+
+    # --- exchange 3
+
+    def take_masked(self, node: Node, vector: NDArray[np.uint64]) -> bool:
+        """Whether this is the node's first vector of the right form; it is added."""
+        self._require(Stage.MASKED)
+        place = self._places.get(node)
+        if place not in self._members or place in self._survivors:
+            return False
+        if vector.dtype != np.uint64 or vector.shape != self._total.shape:
+            return False
+        self._total += vector
+        self._survivors.add(place)
+        return True
+
+    def survivors(self) -> dict[Node, bytes]:
+        """Exchange 4, down: U₃. Charge the release before this is sent."""
+        self._enter(Stage.REVEALED, len(self._survivors), "sent a masked vector")
+        named = bitmap(self._survivors, len(self._nodes))
+        return {self._nodes[place]: named for place in sorted(self._survivors)}
+
+    @property
+    def counted(self) -> int:
+        """|U₃|: how many vectors, and shares of the noise, are in the sum."""
+        return len(self._survivors)
+
+    # --- exchange 4
+
+    def take_revealed(self, node: Node, data: bytes) -> bool:
+        """Whether the answer can be read. Each share in it that is wrong is left out."""
+        self._require(Stage.REVEALED)
+        holder = self._places.get(node)
+        if holder not in self._survivors or holder in self._answered:
+            return False
+        revealed = _read(lambda: Revealed.from_bytes(data, len(self._nodes)))
+        if revealed is None:
+            return False
+        self._answered.add(holder)
+        for owner, share in revealed.shares.items():
+            if owner in self._graph[holder] & self._members and self._fits(owner, holder, share):
+                self._revealed.setdefault(owner, {})[holder] = share
+        return True
+
+    def _fits(self, owner: int, holder: int, share: bytes) -> bool:
+        """Whether this is the share that its owner gave to this holder."""
+        portion = self._shares[owner].portions[holder]
+        if owner in self._survivors:
+            secret = SEED
+            known = portion.seed_hash
+        else:
+            secret = KEY
+            known = portion.key_hash
+        return share_hash(share, self.session, secret, owner, holder) == known
+
+    def total(self) -> NDArray[np.int64]:
+        """Σ_{u ∈ U₃} x_u, exactly if it is below 2⁶³; NoSumError if a mask cannot be taken off."""
+        self._require(Stage.REVEALED)
+        members = hash_of(self._members, len(self._nodes))
+        gone = [place for place in sorted(self._members) if place not in self._survivors]
+        seeds = {place: self._seed(place) for place in sorted(self._survivors)}
+        pairs = {place: self._mask_key(place) for place in gone if self._masks_with(place)}
+        total = self._total.copy()
+        for place, seed in seeds.items():
+            subtract_mask(total, own_key(seed, self.session, place, members))
+        for place, pair in pairs.items():
+            self._take_off(total, place, pair, members)
+        return total.view(np.int64)
+
+    def _take_off(self, total: Words, gone: int, pair: KeyPair, members: bytes) -> None:
+        """Take off what the survivors share with somebody who is gone."""
+        for other in self._masks_with(gone):
+            secret = pair.secret_with(self._keys[self._nodes[other]].mask)
+            key = pair_key(secret, self.session, (gone, other), members)
+            if other < gone:
+                subtract_mask(total, key)
+            else:
+                add_mask(total, key)
+
+    def _masks_with(self, place: int) -> list[int]:
+        """The survivors among somebody's neighbours."""
+        return sorted(self._graph[place] & self._survivors)
+
+    def _seed(self, place: int) -> bytes:
+        seed = self._joined(place)
+        if seed_hash(seed, self.session, place) != self._shares[place].seed_hash:
+            raise NoSumError(f"client {self._nodes[place]} gave shares that are not of its seed")
+        return seed
+
+    def _mask_key(self, place: int) -> KeyPair:
+        pair = KeyPair(self._joined(place))
+        if pair.public != self._keys[self._nodes[place]].mask:
+            raise NoSumError(f"client {self._nodes[place]} gave shares that are not of its key")
+        return pair
+
+    def _joined(self, owner: int) -> bytes:
+        """A secret from the shares that fit; NoSumError if there are too few."""
+        shares: Mapping[int, bytes] = self._revealed.get(owner, {})
+        found = design(self.rules, len(self._nodes))
+        threshold = found.threshold(len(self._graph[owner]))
+        try:
+            return join(shares, threshold)
+        except ValueError as error:
+            raise NoSumError(f"client {self._nodes[owner]} cannot be unmasked: {error}") from None
+
+    # --- stages
+
+    def _enter(self, stage: Stage, count: int, did: str) -> None:
+        """Go on to the next exchange; NoSumError if too few are left for it."""
+        self._require(Stage(stage - 1))
+        if count < self.rules.least:
+            raise NoSumError(f"{count} clients {did}, {self.rules.least} are needed")
+        self._stage = stage
+
+    def _require(self, stage: Stage) -> None:
+        if self._stage != stage:
+            raise RuntimeError(f"the sum is at {self._stage.name}, not at {stage.name}")
+
+
+Message = TypeVar("Message")
+
+
+def _read(parse: Callable[[], Message]) -> Message | None:
+    """A message from somebody else; None if it cannot be read."""
+    try:
+        return parse()
+    except ValueError:
+        return None
