@@ -101,6 +101,27 @@ class Batches(Protocol):
         ...
 
 
+def all_rows(batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(x, y) of all rows of a user.
+
+    By ``everything`` if there is such a method; else from as many minibatches as an epoch has.
+    """
+    if hasattr(batches, "everything"):
+        x, y = batches.everything()
+        return x, y
+    xs = []
+    ys = []
+    missing = batches.num_examples
+    visit = 0
+    while missing > 0:
+        visit += 1
+        x, y = batches(visit)
+        xs.append(as_array(x)[:missing])
+        ys.append(as_array(y)[:missing])
+        missing -= max(1, len(y))
+    return np.concatenate(xs), np.concatenate(ys)
+
+
 class Minibatches:
     """A user's own rows, shuffled anew for each epoch: fresh samples first, then further epochs.
 
@@ -132,6 +153,10 @@ class Minibatches:
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
         rows = self.rows(visit)
         return self._x[rows], self._y[rows]
+
+    def everything(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """All rows, as they came."""
+        return self._x, self._y
 
     def rows(self, visit: int) -> NDArray[np.intp]:
         """The places of the rows of a visit."""

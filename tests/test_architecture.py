@@ -31,7 +31,9 @@ FOLDERS = {
         training private_log record chain checkpoint journal budget ledgers curator status enrolment
         tensorboard rounds fetch numpy_clients message_api legacy_api
     """,
-    "models": "linear batch blocks losses loaders torch_optimizer split cnn torch_app",
+    "models": """
+        ridge logistic linear batch blocks losses loaders torch_optimizer split cnn torch_app
+    """,
     "data": """
         per_user raw columns frames features scaling tables npz files cache tff emnist stackoverflow
         synthetic learners by_name look

@@ -20,6 +20,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.data.per_user import PerUser, Task
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, mean_losses
+from flwr_ppsgd.models.ridge import Features
 
 if TYPE_CHECKING:
     from flwr_ppsgd.models.split import SplitLearner, SplitModel
@@ -63,12 +64,22 @@ class LinearBatches:
         rows, _ = self._rows(visit)
         return self._data.matrix(rows), self._data.targets(rows, self._shift)
 
+    def everything(self) -> tuple[Features, NDArray[Any]]:
+        """All training rows; CSR stays CSR."""
+        rows, _ = self._rows.everything()
+        return self._data.seen(rows), self._data.targets(rows, self._shift)
+
 
 class NetworkBatches(LinearBatches):
     """The same with class numbers, or real targets, which the losses of networks need."""
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
         rows, _ = self._rows(visit)
+        return self._data.matrix(rows), network_targets(self._data, rows)
+
+    def everything(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """All training rows."""
+        rows, _ = self._rows.everything()
         return self._data.matrix(rows), network_targets(self._data, rows)
 
 
@@ -91,6 +102,7 @@ class LinearLearner(AdditiveLinear):
         )
         self._data = data
         self._user = user
+        self._own_rows = batches
         self._shift = shift
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
@@ -111,6 +123,9 @@ class LinearLearner(AdditiveLinear):
             self._data.task,
         )
         return {name: float(values[0]) for name, values in measures.items()}
+
+    def _all_rows(self) -> tuple[Features, Matrix]:
+        return self._own_rows.everything()
 
 
 def linear_learner(

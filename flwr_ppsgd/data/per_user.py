@@ -123,9 +123,13 @@ class PerUser:
 
     def matrix(self, rows: Indices) -> Matrix:
         """What a model sees of these rows: dense, float64."""
-        seen = self._scaled(self.x[rows], np.float64)
+        seen = self.seen(rows)
         dense: Matrix = seen.toarray() if self.is_sparse else seen
         return dense
+
+    def seen(self, rows: Indices) -> Table:
+        """The same; CSR stays CSR."""
+        return self._scaled(self.x[rows], np.float64)
 
     def targets(self, rows: Indices, shift: float = 0.0) -> Matrix:
         """rows × K minus ``shift``: one-hot rows, multi-hot rows, or real numbers.

@@ -10,6 +10,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.learner import generator, reseed
 from flwr_ppsgd.models.linear import AdditiveLinear, Matrix
 from flwr_ppsgd.theory import Constants, Minimiser, squared_loss_smoothness
+from flwr_ppsgd.wire import Order
 
 DIFFERING = 5  # the last coordinates, in which users differ
 
@@ -129,6 +130,10 @@ class FreshSamples:
     def __call__(self, visit: int) -> tuple[Matrix, Matrix]:
         return self._problem.batch(self._user, visit, self._size)
 
+    def everything(self) -> tuple[Matrix, Matrix]:
+        """Samples of a visit that no training has: the stream itself has no end."""
+        return self._problem.batch(self._user, 0, self._size)
+
 
 class SyntheticLearner(AdditiveLinear):
     """An additive linear learner that is measured against the truth behind its data."""
@@ -139,10 +144,14 @@ class SyntheticLearner(AdditiveLinear):
         user: int,
         batch_size: int,
     ) -> None:
-        samples = FreshSamples(problem, user, batch_size)
-        super().__init__(samples, problem.optima.shape[1])
+        self._samples = FreshSamples(problem, user, batch_size)
+        super().__init__(self._samples, problem.optima.shape[1])
         self._problem = problem
         self._user = user
+
+    def _minibatch(self, order: Order) -> tuple[Matrix, Matrix]:
+        """Fresh samples at every visit, whether the whole of a user's rows is asked for or not."""
+        return self._samples(order.visit)
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         """The excess risk of w + θ."""

@@ -1,5 +1,6 @@
 """The additive linear model in numpy."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
@@ -8,11 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.learner import Batches, Rows, as_array
+from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows, as_array
+from flwr_ppsgd.models.logistic import Logistic, log_softmax
+from flwr_ppsgd.models.ridge import Columns, Features, Ridge, dense, finite_rows
 from flwr_ppsgd.wire import Order
 
 Loss: TypeAlias = Literal["squared", "softmax"]
 Matrix: TypeAlias = NDArray[np.float64]
+
+ROUND_OFF = 1e-14  # of the largest number
 
 
 def as_matrix(values: Rows) -> Matrix:
@@ -86,10 +91,10 @@ class AdditiveLinear:
         """
         x, y = self._minibatch(order)
         scores = self._scores(x, w + theta)
-        residual = predict(scores, self._loss) - y
-        gradient = (x.T @ residual).reshape(-1)
-        if order.reduction == "mean":
-            gradient = gradient / len(x)
+        residual = _without_round_off(predict(scores, self._loss), y)
+        gradient = dense(x.T @ residual).reshape(-1)
+        if order.reduction == "mean" and len(y):
+            gradient = gradient / len(y)
         return gradient, gradient
 
     def training_measures(
@@ -115,12 +120,71 @@ class AdditiveLinear:
             measures["accuracy"] = float(np.mean(right))
         return measures
 
-    def _minibatch(self, order: Order) -> tuple[Matrix, Matrix]:
+    def solve(self, w: Vector) -> Solution:
+        """The best θ for this w: see ``ridge``, and ``logistic`` for softmax."""
+        return self._solver.solve(w)
+
+    def own_size(self) -> float:
+        """The root mean square of the user's local solution."""
+        return self._solver.own_size()
+
+    @functools.cached_property
+    def _solver(self) -> Ridge | Logistic:
+        x, y = self._everything
+        return solver(x, y, self._loss, self._groups())
+
+    @functools.cached_property
+    def _everything(self) -> tuple[Features, Matrix]:
+        """All rows of the user that are finite."""
+        return finite_rows(*self._all_rows())
+
+    def _all_rows(self) -> tuple[Features, Matrix]:
+        x, y = all_rows(self._batches)
+        return as_matrix(x), as_matrix(y)
+
+    def _groups(self) -> Sequence[Columns]:
+        """The columns of each representation, if there are several."""
+        return ()
+
+    def _minibatch(self, order: Order) -> tuple[Features, Matrix]:
+        if getattr(order, "full_batch", False):
+            return self._everything
         x, y = self._batches(order.visit)
         return as_matrix(x), as_matrix(y)
 
-    def _scores(self, x: Matrix, parameters: Vector) -> Matrix:
-        return x @ parameters.reshape(self._shape)
+    def _scores(self, x: Features, parameters: Vector) -> Matrix:
+        return dense(x @ parameters.reshape(self._shape))
+
+
+def solver(
+    x: Features,
+    y: Matrix,
+    loss: Loss,
+    groups: Sequence[Columns] = (),
+) -> Ridge | Logistic:
+    """One user's rows, ready to be solved for any w.
+
+    Args:
+        x: n × d, dense or sparse.
+        y: n × K: one-hot for softmax.
+        loss: "squared" or "softmax".
+        groups: as for ``ridge.Design``.
+    """
+    if loss == "softmax":
+        return Logistic(x, y, groups)
+    return Ridge(x, y, groups)
+
+
+def _without_round_off(prediction: Matrix, y: Matrix) -> Matrix:
+    """prediction − y, zero where they agree but for round-off.
+
+    A gradient may be brought to norm C whatever its size, and a perfect fit must not send noise of
+    the last digit at full weight.
+    """
+    residual = prediction - y
+    largest = max(float(abs(y).max(initial=0.0)), float(abs(prediction).max(initial=0.0)))
+    residual[abs(residual) <= ROUND_OFF * largest] = 0.0
+    return residual
 
 
 def predict(scores: Matrix, loss: Loss) -> Matrix:
@@ -132,7 +196,7 @@ def predict(scores: Matrix, loss: Loss) -> Matrix:
     """
     if loss == "squared":
         return scores
-    return np.exp(_log_softmax(scores))
+    return np.exp(log_softmax(scores))
 
 
 def mean_losses(
@@ -150,12 +214,5 @@ def mean_losses(
     if loss == "squared":
         squares = ((scores - y) ** 2).sum(axis=-1)
         return np.asarray(0.5 * squares.mean(axis=0))
-    likelihoods = (y * _log_softmax(scores)).sum(axis=-1)
+    likelihoods = (y * log_softmax(scores)).sum(axis=-1)
     return np.asarray(-likelihoods.mean(axis=0))
-
-
-def _log_softmax(scores: Matrix) -> Matrix:
-    shifted = scores - scores.max(axis=-1, keepdims=True)
-    total = np.exp(shifted).sum(axis=-1, keepdims=True)
-    logs: Matrix = shifted - np.log(total)
-    return logs

@@ -1,14 +1,19 @@
 """The additive linear model: gradients against autograd, measures against numbers done by hand."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
+from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, as_matrix
+from flwr_ppsgd.models.logistic import Logistic
+from flwr_ppsgd.models.ridge import Ridge
 from flwr_ppsgd.wire import Order
 
 FEATURES, OUTPUTS, ROWS = 4, 3, 6
@@ -173,3 +178,68 @@ def test_softmax_with_one_output_is_refused() -> None:
     """Its gradient would be zero everywhere."""
     with pytest.raises(ValueError, match=r"at least 2 outputs, got 1: use loss='squared'"):
         AdditiveLinear(batch("softmax"), FEATURES, 1, "softmax")
+
+
+def whole(reduction: Reduction) -> Order:
+    """An Order that asks for all rows."""
+    asked = order(reduction)
+    object.__setattr__(asked, "full_batch", True)
+    return asked
+
+
+@pytest.mark.parametrize("loss", ["squared", "softmax"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_full_batch_is_all_rows_of_the_user(loss: Loss, reduction: Reduction) -> None:
+    data = batch(loss)
+    few = Minibatches(data.x, data.y, 2, seed=0, user=0)
+    w, theta = np.random.default_rng(2).normal(size=(2, FEATURES * OUTPUTS))
+    expected, _ = AdditiveLinear(data, FEATURES, OUTPUTS, loss).gradients(
+        w, theta, order(reduction)
+    )
+    for batches in (few, Unlisted(few)):
+        learner = AdditiveLinear(batches, FEATURES, OUTPUTS, loss)
+        found, _ = learner.gradients(w, theta, whole(reduction))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+class Unlisted:
+    """Minibatches that cannot list their rows."""
+
+    def __init__(self, batches: Minibatches) -> None:
+        self.num_examples = batches.num_examples
+        self._batches = batches
+
+    def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        return self._batches(visit)
+
+
+def test_a_full_batch_leaves_out_rows_with_nan() -> None:
+    data = batch("squared")
+    x = np.vstack([data.x, np.full((1, FEATURES), np.nan)])
+    y = np.vstack([data.y, data.y[:1]])
+    spoilt = AdditiveLinear(Minibatches(x, y, 2, seed=0, user=0), FEATURES, OUTPUTS)
+    clean = AdditiveLinear(Minibatches(data.x, data.y, 2, seed=0, user=0), FEATURES, OUTPUTS)
+    w = np.ones(FEATURES * OUTPUTS)
+    found = spoilt.gradients(w, 0 * w, whole("mean"))[0]
+    np.testing.assert_array_equal(found, clean.gradients(w, 0 * w, whole("mean"))[0])
+
+
+def test_a_perfect_fit_has_no_gradient_at_all() -> None:
+    """Round-off must not be sent at full weight where gradients are normalised."""
+    data = batch("squared")
+    w = np.random.default_rng(3).normal(size=FEATURES * OUTPUTS)
+    perfect = Fixed(data.x, data.x @ (w + 1e-17).reshape(FEATURES, OUTPUTS))
+    thirds = w / 3
+    g_w, _ = AdditiveLinear(perfect, FEATURES, OUTPUTS).gradients(thirds, 2 * thirds, order("mean"))
+    np.testing.assert_array_equal(g_w, np.zeros_like(w))
+
+
+@pytest.mark.parametrize(("loss", "solver"), [("squared", Ridge), ("softmax", Logistic)])
+def test_the_personal_part_is_solved_on_all_rows(loss: Loss, solver: type[Ridge]) -> None:
+    data = batch(loss)
+    batches = Minibatches(data.x, data.y, 2, seed=0, user=0)
+    learner = AdditiveLinear(batches, FEATURES, OUTPUTS, loss)
+    w = np.random.default_rng(4).normal(size=FEATURES * OUTPUTS)
+    expected = solver(data.x, data.y)
+    np.testing.assert_array_equal(learner.solve(w).theta, expected.solve(w).theta)
+    assert learner.own_size() == expected.own_size() > 0
