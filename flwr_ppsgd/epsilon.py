@@ -1,4 +1,4 @@
-"""ε of releases that are given as bare numbers: by PLD, by RDP, and in closed form.
+"""ε of releases that are given as bare numbers: by PLD, by RDP (dp-accounting), in closed form.
 
 Neighbours. ``zero-out``, the headline: a user stays enrolled but contributes nothing; N, q, M, D
 and the enrolment are public and unchanged. ``replace-one``, the paper's definition: a user's data
@@ -19,13 +19,14 @@ from dp_accounting import (
     GaussianDpEvent,
     NeighboringRelation,
     PoissonSampledDpEvent,
-    pld,
     rdp,
 )
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtr
 
+from flwr_ppsgd import loss_distribution
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.loss_distribution import Losses
 
 Relation: TypeAlias = Literal["zero-out", "replace-one"]
 Method: TypeAlias = Literal["pld", "rdp"]
@@ -34,11 +35,9 @@ LARGEST_EXPONENT = 600.0  # e to this power is still a float
 ULP = 2.0**-52
 PLD_MARGIN = 100.0  # PLD is used if δ is at least this many times its round-off
 PAPER_ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(12, 64)])
-NEIGHBOURS = {
-    "zero-out": NeighboringRelation.REPLACE_SPECIAL,
-    # dp-accounting's PLD then doubles the sensitivity by itself; its RDP does not
-    "replace-one": NeighboringRelation.REPLACE_ONE,
-}
+FAR_OFF = 3.0  # a rough ε that many times too large chose too coarse a discretisation
+MOST_POINTS = 1e6  # of a discretisation, about
+WINDOW_TAIL = 1e-4  # the part of δ that losses outside the window of a composition may take
 
 
 @dataclass(frozen=True, order=True)
@@ -60,6 +59,18 @@ class Priced:
         """One round, for dp-accounting."""
         noise = GaussianDpEvent(self.noise_multiplier)
         return PoissonSampledDpEvent(self.rate, noise) if self.rate < 1 else noise
+
+    @property
+    def reach(self) -> float:
+        """About the largest privacy loss of one round that counts."""
+        plain = 0.5 / self.noise_multiplier**2 + 8 / self.noise_multiplier
+        return math.log1p(self.rate * math.expm1(min(plain, LARGEST_EXPONENT)))
+
+    @property
+    def spread(self) -> float:
+        """q·√(e^(1/z²) − 1), about the standard deviation of the privacy loss of one round."""
+        ratio = math.expm1(min(1 / self.noise_multiplier**2, LARGEST_EXPONENT))
+        return min(self.rate * math.sqrt(ratio), self.reach)
 
 
 Releases: TypeAlias = tuple[Priced, ...]
@@ -197,7 +208,7 @@ def as_two_zero_outs(cost: Callable[[float], float], delta: float) -> float:
 
 @functools.cache
 def check_accountant() -> None:
-    """Known answers of dp-accounting, once per process, before the first guarantee is printed.
+    """Known answers of the accountants, once per process, before the first guarantee is printed.
 
     RuntimeError if an accountant is not what this package was tested with: a wrong ε must never be
     printed.
@@ -220,9 +231,9 @@ def check_accountant() -> None:
     for name, (found, least, most) in answers.items():
         if not least <= found <= most:
             raise RuntimeError(
-                f"dp-accounting gives epsilon = {found!r} for {name} where {least} to {most} is "
-                "right: no guarantee can be printed; install the version of dp-accounting that "
-                "constraints.txt names"
+                f"the accountant gives epsilon = {found!r} for {name} where {least} to {most} is "
+                "right: no guarantee can be printed; install the versions of dp-accounting and "
+                "scipy that constraints.txt names"
             )
 
 
@@ -230,43 +241,81 @@ def check_accountant() -> None:
 def by_pld(releases: Releases, delta: float, relation: Relation) -> float:
     """By privacy loss distributions, at a discretisation chosen from the events and a rough ε.
 
-    Once more if the rough ε was far off.
+    Once more if the rough ε was far off. Infinite if the tails of the noise take all of δ.
     """
-    rough = by_rdp(releases, delta, "zero-out")
-    if rough == 0 and relation == "zero-out":
-        return 0.0
-    epsilon = _by_pld_near(rough, releases, delta, relation)
-    if math.isinf(epsilon) and relation == "zero-out":
-        return rough
-    if 0 < epsilon < rough / 3:
-        return _by_pld_near(epsilon, releases, delta, relation)
+    merged = _merged(releases)
+    epsilon = rough_epsilon(merged, delta)
+    for _ in range(4):
+        rough = epsilon
+        epsilon = _by_pld_near(rough, merged, delta, relation)
+        if epsilon == 0 or epsilon >= rough / FAR_OFF:
+            break
     return epsilon
 
 
+def rough_epsilon(releases: Releases, delta: float) -> float:
+    """ε as if all losses together were those of one Gaussian, by the central limit theorem.
+
+    No bound: too low for few rounds, too high for little noise.
+    """
+    variance = sum(priced.times * priced.spread**2 for priced in releases)
+    normal = gaussian(1 / math.sqrt(variance), delta)
+    return min(normal, without_sampling(releases, delta, "zero-out"))
+
+
+def _merged(releases: Releases) -> Releases:
+    """The same with one Gaussian in place of all rounds without sampling."""
+    sampled = tuple(priced for priced in releases if priced.rate < 1)
+    precision = sum(
+        priced.times / priced.noise_multiplier**2 for priced in releases if priced.rate == 1
+    )
+    if precision == 0:
+        return sampled
+    return (*sampled, Priced(1.0, 1 / math.sqrt(precision), 1))
+
+
 def _by_pld_near(rough: float, releases: Releases, delta: float, relation: Relation) -> float:
-    rounds = sum(priced.times for priced in releases)
-    interval = min(_interval(priced, rounds, rough) for priced in releases)
-    accountant = pld.PLDAccountant(NEIGHBOURS[relation], interval)
-    with _quiet():
-        for priced in releases:
-            accountant.compose(priced.event, priced.times)
-        return float(accountant.get_epsilon(delta))
+    interval = _interval(releases, rough)
+    pairs = [
+        _one_round(priced.rate, priced.noise_multiplier, relation, interval) for priced in releases
+    ]
+    epsilons = []
+    for one_way in zip(*pairs, strict=True):
+        parts = [(losses, priced.times) for losses, priced in zip(one_way, releases, strict=True)]
+        total = loss_distribution.composed(parts, WINDOW_TAIL * delta)
+        epsilons.append(loss_distribution.epsilon_of(total, interval, delta))
+    return max(epsilons)
 
 
-def _interval(priced: Priced, rounds: int, epsilon: float) -> float:
+@functools.lru_cache(maxsize=64)
+def _one_round(
+    rate: float, z: float, relation: Relation, interval: float
+) -> tuple[Losses, Losses] | tuple[Losses]:
+    """The privacy losses of one round: both ways for zero-out, which is not symmetric."""
+    if relation == "replace-one":
+        if rate == 1:
+            return (loss_distribution.gaussian(z / 2, interval),)
+        return (loss_distribution.replace_one(rate, z, interval),)
+    if rate == 1:
+        symmetric = loss_distribution.gaussian(z, interval)
+        return (symmetric, symmetric)
+    return loss_distribution.zero_out(rate, z, interval)
+
+
+def _interval(releases: Releases, epsilon: float) -> float:
     """The coarsest discretisation of the privacy loss that keeps ε within 1 % of its limit.
 
-    With spacing h the pessimistic rounding inflates the variance s² of one round's loss by about
-    .18·h²/s², and adds at most h per round; so h ≤ .07·s suffices, and so does h ≤ .002·ε/rounds.
-    The last term bounds the work.
+    With spacing h the pessimistic rounding adds at most h²/4 to the variance of one round's loss,
+    and at most h to the loss; so h ≤ .07·s suffices, with s² the mean variance of a round, and so
+    does h ≤ .002·ε/rounds. An ε far below s is resolved by s/1400 at best, where rounding to floats
+    is still small; the last term bounds the work.
     """
-    q = priced.rate
-    z = priced.noise_multiplier
-    spread = q * math.sqrt(math.expm1(min(1 / z**2, 50.0)))
-    largest_loss = min(0.5 / z**2 + 8 / z, LARGEST_EXPONENT)
-    reach = math.log1p(q * math.expm1(largest_loss))
-    fine = min(0.07 * spread, 0.02, 0.005 * epsilon)
-    return min(1.0, max(fine, 0.002 * epsilon / rounds, reach / 1e5))
+    rounds = sum(priced.times for priced in releases)
+    variance = sum(priced.times * priced.spread**2 for priced in releases)
+    widest = max(8 * math.sqrt(variance), *(priced.reach for priced in releases))
+    enough = 0.07 * math.sqrt(variance / rounds)
+    fine = max(min(enough, 0.02, 0.005 * epsilon), 0.01 * min(enough, 0.02))
+    return min(1.0, max(fine, 0.002 * epsilon / rounds, widest / MOST_POINTS))
 
 
 def by_rdp(releases: Releases, delta: float, relation: Relation) -> float:

@@ -34,6 +34,7 @@ EASED = 30.0  # measured on synthetic problems, not derived: docs/choosing-alpha
 CHART_COLUMNS = 48
 CHART_ROWS = 7
 BLOCKS = " ▁▂▃▄▅▆▇█"
+LEAST_EPSILON = 1e-6  # a smaller ε is taken to be 0
 LEAST_NOISE = 1e-3  # a smaller multiplier is taken to pay for no round
 EXPERIMENT_KEYS = {"features": "dimension"}  # an experiment's word for what a plan asks for
 
@@ -314,7 +315,7 @@ def make(question: Question) -> Plan:
     release = Release(question.cohort(), question.clip_norm, _noise_multiplier(question, rounds))
     ledger = Ledger(question.delta).record(release, rounds)
     spent = ledger.epsilon()
-    if spent == 0:
+    if spent < LEAST_EPSILON:
         raise ValueError(
             f"delta = {question.delta:g} alone pays for all {rounds} rounds, so that ε is 0 and "
             "nothing can be planned: lower delta, or raise epsilon (lower noise-multiplier)"

@@ -30,7 +30,9 @@ from flwr_ppsgd.epsilon import (
 
 LEDGER_FORMAT = "flwr_ppsgd ledger 1"
 MOST_ROUNDS = 2**40
-MOST_BY_PLD = 10**6
+MOST_GUESSES = 12
+LONGEST_STEP = math.log(16)
+CLOSE = 1e-6  # relative, of guesses that need no other
 LEAST_CALIBRATED = 1e-3
 MOST_NOISE = 1e6
 NOISE_TOLERANCE = 1e-4  # relative, of a calibrated z above the smallest one that suffices
@@ -291,7 +293,7 @@ def calibrate_noise(
     require(rounds >= 1, "rounds must be at least 1", rounds, remedy)
 
     @functools.cache
-    def cost(z: float, relation: Relation = relation, method: Method = method) -> float:
+    def cost(z: float) -> float:
         release = Release(cohort, 1.0, z, aggregation=aggregation)
         return nothing.record(release, rounds).epsilon(relation, method)
 
@@ -316,15 +318,8 @@ def calibrate_noise(
             if cost(exact * (1 + slack)) <= epsilon:
                 return exact * (1 + slack)
 
-    guess = 1.0
-    factor = 2.0
-    if method == "pld":  # the quicker RDP tells where to look
-        by_rdp = _least_noise(lambda z: cost(z, "zero-out", "rdp"), epsilon, guess, factor)
-        by_rdp *= sensitivity(relation)
-        if by_rdp < MOST_NOISE:
-            guess = by_rdp
-            factor = 1.15
-    found = _least_noise(cost, epsilon, guess, factor)
+    guess = sensitivity(relation) * _rough_noise(epsilon, delta, cohort, rounds)
+    found = _least_noise(cost, epsilon, guess, factor=1.15)
     if found > MOST_NOISE:
         raise ValueError(
             f"no noise_multiplier up to {MOST_NOISE:g} gives epsilon={epsilon:g} at "
@@ -332,6 +327,19 @@ def calibrate_noise(
             "raise the cap if there is one"
         )
     return found
+
+
+def _rough_noise(epsilon: float, delta: float, cohort: Cohort, rounds: int) -> float:
+    """Where to look for z: T·q²·(e^(1/z²) − 1) = μ², by the central limit theorem.
+
+    μ is that of the one Gaussian that (ε, δ) pays for. No bound.
+    """
+    sigma = float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+    rough = sigma * math.sqrt(rounds)
+    if cohort.amplifies:
+        per_round = 1 / (rough * cohort.rate) ** 2
+        rough = 1 / math.sqrt(math.log1p(per_round))
+    return min(max(rough, LEAST_CALIBRATED), MOST_NOISE)
 
 
 def _least_noise(
@@ -385,8 +393,7 @@ def affordable_rounds(
 ) -> int:
     """The largest number of rounds of ``release`` whose ε is at most ``max_epsilon``.
 
-    0 if one round is too many. Beyond a million sampled rounds the quicker RDP decides, which
-    allows somewhat fewer.
+    0 if one round is too many.
 
     Args:
         max_epsilon: the ε that all rounds together may cost.
@@ -401,32 +408,64 @@ def affordable_rounds(
     require(0 < max_epsilon < math.inf, rule, max_epsilon, "leave it out for no budget")
     nothing = _recorded(Ledger(delta), also)
 
-    def pays_for(rounds: int, by: Method = method) -> bool:
-        return nothing.record(release, rounds).epsilon(relation, by) <= max_epsilon
+    @functools.cache
+    def cost(rounds: int) -> float:
+        return nothing.record(release, rounds).epsilon(relation, method)
+
+    def pays_for(rounds: int) -> bool:
+        return cost(rounds) <= max_epsilon
 
     if at_most < 1 or not pays_for(1):
         return 0
-    low = 1
-    amplified = release.amplifies or nothing.amplified
-    if amplified and relation == "zero-out" and method == "pld":
-        low = max(1, _last(lambda rounds: pays_for(rounds, "rdp"), at_most))
-    if low > MOST_BY_PLD:
-        return low
-    return _last(pays_for, at_most, low)
-
-
-def _last(holds: Callable[[int], bool], at_most: int, known: int = 0) -> int:
-    """The largest number up to ``at_most`` with a property that, once lost, stays lost.
-
-    ``known`` has it.
-    """
-    if at_most < MOST_ROUNDS and holds(at_most):
+    if at_most < MOST_ROUNDS and pays_for(at_most):
         return at_most
-    low = known
-    high = min(at_most, max(known + 1, known * 5 // 4))
-    while high < at_most and holds(high):
-        low = high
-        high = min(at_most, high * 2)
+    near = _rounds_near(cost, max_epsilon, at_most)
+    return _last(pays_for, at_most, near)
+
+
+def _rounds_near(cost: Callable[[int], float], most: float, at_most: int) -> int:
+    """A number of rounds whose cost is close to ``most``.
+
+    log ε against log T is close to a straight line: a slope of 1/2 at first, then that between the
+    last two points. Costs of 0 tell nothing, so then T grows sixteenfold.
+    """
+    rounds = 1
+    slope = 0.5
+    before: tuple[float, float] | None = None
+    for _ in range(MOST_GUESSES):
+        here = (math.log(rounds), math.log(max(cost(rounds), most * 1e-9) / most))
+        if before is not None and before[0] != here[0] and before[1] != here[1]:
+            slope = (here[1] - before[1]) / (here[0] - before[0])
+        step = -here[1] / min(max(slope, 0.2), 1.5)
+        before = here
+        following = math.exp(here[0] + min(max(step, -LONGEST_STEP), LONGEST_STEP))
+        moved = min(max(1, round(following)), at_most)
+        if abs(moved - rounds) <= CLOSE * rounds:
+            return moved
+        rounds = moved
+    return rounds
+
+
+def _last(holds: Callable[[int], bool], at_most: int, near: int) -> int:
+    """The largest number below ``at_most`` with a property that, once lost, stays lost.
+
+    1 has it. The search begins near a number and takes longer and longer steps away from it.
+    """
+    low = 1
+    high = at_most
+    stride = 1
+    if low < near < high and not holds(near):
+        high = near
+        while high - stride > low and not holds(high - stride):
+            high -= stride
+            stride *= 4
+        low = max(low, high - stride)
+    elif low < near < high:
+        low = near
+        while low + stride < high and holds(low + stride):
+            low += stride
+            stride *= 4
+        high = min(high, low + stride)
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):

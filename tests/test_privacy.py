@@ -20,7 +20,7 @@ from flwr_ppsgd import (
     calibrate_noise,
 )
 from flwr_ppsgd import epsilon as accounting
-from flwr_ppsgd.epsilon import Relation, Releases
+from flwr_ppsgd.epsilon import Method, Relation, Releases
 
 POISSON = Release(Poisson(1000, 0.01), clip_norm=10.0, noise_multiplier=1.0)
 EVERYONE = Release(Poisson(1000, 1.0), clip_norm=10.0, noise_multiplier=20.0)
@@ -225,14 +225,44 @@ def test_calibration_asks_the_accountant_a_few_times(
         return near(rough, releases, delta, relation)
 
     monkeypatch.setattr(accounting, "_by_pld_near", counted)
-    calibrate_noise(epsilon=1.23, delta=1e-5, cohort=Poisson(1000, rate), rounds=500)
+    cohort = Poisson(1000, rate)
+    z = calibrate_noise(epsilon=1.23, delta=1e-5, cohort=cohort, rounds=500)
     assert len(asked) <= 8
+    asked.clear()
+    affordable_rounds(max_epsilon=1.7, delta=1e-5, release=Release(cohort, 1.0, 5 * z))
+    assert len(asked) <= 20
 
 
-@pytest.mark.parametrize("release", [POISSON, EVERYONE, FIXED])
-def test_one_more_than_the_affordable_rounds_is_too_many(release: Release) -> None:
-    rounds = affordable_rounds(max_epsilon=2.0, delta=1e-4, release=release)
-    assert spent(release, rounds).epsilon() <= 2.0 < spent(release, rounds + 1).epsilon()
+RARE = Release(Poisson(10**6, 1e-4), clip_norm=1.0, noise_multiplier=0.7327)
+
+
+@pytest.mark.parametrize("release", [POISSON, EVERYONE, FIXED, RARE])
+@pytest.mark.parametrize("max_epsilon", [0.3, 2.0])
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_one_more_than_the_affordable_rounds_is_too_many(
+    release: Release, max_epsilon: float, method: Method
+) -> None:
+    def cost(rounds: int) -> float:
+        return spent(release, rounds).epsilon(method=method)
+
+    rounds = affordable_rounds(max_epsilon=max_epsilon, delta=1e-4, release=release, method=method)
+    assert rounds == 0 or cost(rounds) <= max_epsilon
+    assert cost(rounds + 1) > max_epsilon
+
+
+def test_a_million_rare_rounds_are_calibrated_and_counted_as_dp_accounting_would() -> None:
+    """q = 1e-4, T = 10⁶, ε = 1: z within the tolerance, by their accountant at a finer spacing."""
+
+    def theirs(z: float) -> float:
+        accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 1e-5)
+        accountant.compose(PoissonSampledDpEvent(1e-4, GaussianDpEvent(z)), 10**6)
+        return float(accountant.get_epsilon(1e-6))
+
+    cohort = Poisson(10**6, 1e-4)
+    z = calibrate_noise(epsilon=1.0, delta=1e-6, cohort=cohort, rounds=10**6)
+    assert theirs(z) <= 1.0 < theirs(z * 0.998)
+    rounds = affordable_rounds(max_epsilon=1.0, delta=1e-6, release=Release(cohort, 1.0, z))
+    assert 10**6 <= rounds < 1.001 * 10**6
 
 
 def test_a_budget_below_one_round_affords_none() -> None:
