@@ -32,7 +32,8 @@ FOLDERS = {
         tensorboard rounds fetch numpy_clients message_api legacy_api
     """,
     "models": """
-        ridge logistic linear batch blocks losses loaders torch_optimizer split cnn torch_app
+        ridge logistic linear batch blocks backbone representation losses loaders torch_optimizer
+        split cnn torch_app
     """,
     "data": """
         per_user raw columns frames features scaling tables npz files cache tff emnist stackoverflow

@@ -11,6 +11,7 @@ As the ``learner_for`` of a client app, in a module of its own so that Ray can p
         return linear_learner(table(), user, batch_size=10, seed=0)
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.data.per_user import PerUser, Task
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, mean_losses
-from flwr_ppsgd.models.ridge import Features
+from flwr_ppsgd.models.ridge import Columns, Features
 
 if TYPE_CHECKING:
     from flwr_ppsgd.models.split import SplitLearner, SplitModel
@@ -126,6 +127,9 @@ class LinearLearner(AdditiveLinear):
 
     def _all_rows(self) -> tuple[Features, Matrix]:
         return self._own_rows.everything()
+
+    def _groups(self) -> Sequence[Columns]:
+        return self._data.groups
 
 
 def linear_learner(

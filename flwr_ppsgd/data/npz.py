@@ -4,7 +4,7 @@ import json
 import math
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ ABOUT = (  # in a written file, as JSON
     "feature_names",
     "target_names",
     "notes",
+    "shape",
 )
 UNREADABLE = (  # what numpy raises for a damaged file
     OSError,
@@ -69,6 +70,7 @@ def read_npz(
     )
     raw = with_test_part(raw, arrays, columns, split, path)
     data = raw.assemble(task or about.get("task"), outputs)
+    data = replace(data, shape=_shape(arrays, about))
     if about:
         mean = np.array(about["mean"])
         std = np.array(about["std"])
@@ -182,6 +184,15 @@ def _about_json(data: PerUser) -> str:
 
 def _names(values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(str(value) for value in values)
+
+
+def _shape(arrays: Arrays, about: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of one row, if x has more than two axes, as images do; else not known."""
+    if "shape" in about:
+        return tuple(int(length) for length in about["shape"])
+    if "x" not in arrays or arrays["x"].ndim < 3:
+        return ()
+    return tuple(arrays["x"].shape[1:])
 
 
 def _features(arrays: Arrays, path: Path) -> Table:

@@ -1,5 +1,6 @@
 """Everyone's rows in one value."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -10,6 +11,7 @@ from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.models.representation import NONE, Representation, Shape, groups_of
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
 Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
@@ -68,6 +70,9 @@ class PerUser:
         target_names: a name for each output, or none.
         notes: what a reader decided or left out, in sentences: print them.
         own: what users have done to their rows; x and y are as after it.
+        shape: of one row, such as (28, 28) for images; () if it is not known.
+        representation: Φ: a model sees Φ((x − mean) / std). None: rows as they are.
+        representation_names: what it is called in settings.
     """
 
     source: str
@@ -85,6 +90,9 @@ class PerUser:
     target_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     own: OwnScale | None = None
+    shape: Shape = ()
+    representation: Representation | None = None
+    representation_names: str = NONE
 
     def __len__(self) -> int:
         """The number of users."""
@@ -93,7 +101,20 @@ class PerUser:
     @property
     def features(self) -> int:
         """The number of features that a model sees: d, and one more with a bias column."""
-        return int(self.x.shape[1]) + self.bias
+        return sum(self._widths) + self.bias
+
+    @property
+    def groups(self) -> list[Indices]:
+        """The columns of each representation among these features; a bias belongs to all."""
+        return groups_of(self._widths, more=int(self.bias))
+
+    @functools.cached_property
+    def _widths(self) -> tuple[int, ...]:
+        """The number of features of each representation."""
+        columns = int(self.x.shape[1])
+        if self.representation is None:
+            return (columns,)
+        return self.representation.widths(columns)
 
     @property
     def is_sparse(self) -> bool:
@@ -129,7 +150,7 @@ class PerUser:
 
     def seen(self, rows: Indices) -> Table:
         """The same; CSR stays CSR."""
-        return self._scaled(self.x[rows], np.float64)
+        return self._seen(rows, np.float64)
 
     def targets(self, rows: Indices, shift: float = 0.0) -> Matrix:
         """rows × K minus ``shift``: one-hot rows, multi-hot rows, or real numbers.
@@ -159,13 +180,34 @@ class PerUser:
         CSR stays CSR.
         """
         rows = np.flatnonzero(self.test == test)
-        x = self._scaled(self.x[rows], dtype)
+        x = self._seen(rows, dtype)
         y = self.targets(rows, shift).astype(dtype)
         return x, y, self._offsets_of(test)
 
     def with_bias(self) -> "PerUser":
         """With a last feature that is 1 for every row."""
         return replace(self, bias=True)
+
+    def represented(
+        self, representation: Representation, names: str, *, looked: bool = False
+    ) -> "PerUser":
+        """A model sees Φ of each row, computed once for each user.
+
+        Args:
+            representation: Φ, which is public.
+            names: what it is called in settings.
+            looked: whether it was chosen by looking at the rows.
+        """
+        if self.is_sparse:
+            raise ValueError(
+                f"{self.source}: x is sparse and a representation would fill it: use "
+                "representation = 'none'"
+            )
+        changed = replace(self, representation=representation, representation_names=names)
+        note = f"a model sees {sum(changed._widths):,} features of each row: {names}"
+        if looked:
+            note += ", since rows look like images (representation = 'none' for the pixels)"
+        return replace(changed, notes=(*self.notes, note))
 
     def standardised(self, mean: ArrayLike, std: ArrayLike) -> "PerUser":
         """A model sees (x − mean) / std.
@@ -267,21 +309,30 @@ class PerUser:
         before = np.concatenate([[0], counted])
         return before[self.offsets].astype(np.intp)
 
-    def _scaled(self, x: Table, dtype: DTypeLike) -> Table:
+    def _seen(self, rows: Indices, dtype: DTypeLike) -> Table:
         if self.is_sparse:
-            return self._scaled_sparse(x).astype(dtype)
-        width = x.shape[1]
-        dense = np.empty((len(x), self.features), dtype=dtype)
-        inner = dense[:, :width]
-        np.subtract(x, self.mean, out=inner, casting="unsafe")
+            return self._scaled_sparse(self.x[rows]).astype(dtype)
+        dense = np.empty((len(rows), self.features), dtype=dtype)
+        inner = dense[:, : self.features - self.bias]
+        if self.representation is None:
+            self._scale(self.x[rows], out=inner)
+        else:
+            inner[:] = self._represented.of(rows)
+        dense[:, self.features - self.bias :] = 1.0
+        return dense
+
+    def _scale(self, x: NDArray[Any], out: NDArray[Any]) -> None:
+        np.subtract(x, self.mean, out=out, casting="unsafe")
         np.divide(
-            inner,
+            out,
             self.std,
-            out=inner,
+            out=out,
             casting="unsafe",
         )
-        dense[:, width:] = 1.0
-        return dense
+
+    @functools.cached_property
+    def _represented(self) -> "_Represented":
+        return _Represented(self)
 
     def _scaled_sparse(self, x: Table) -> Table:
         if np.any(self.std != 1.0):
@@ -305,6 +356,34 @@ class PerUser:
         if not self.feature_names:
             return f"feature {index}"
         return f"column {self.feature_names[index]!r}"
+
+
+class _Represented:
+    """Φ of users' rows, computed when a user is first seen and kept in memory.
+
+    A user's rows are always computed together, so that every engine sees the same numbers.
+    """
+
+    def __init__(self, data: PerUser) -> None:
+        self._data = data
+        self._known = np.zeros(len(data), dtype=bool)
+        self._values = np.empty((len(data.test), sum(data._widths)), dtype=np.float32)
+
+    def of(self, rows: Indices) -> NDArray[np.float32]:
+        """One row of features for each of these rows."""
+        users = np.unique(np.searchsorted(self._data.offsets, rows, side="right") - 1)
+        for user in users[~self._known[users]].tolist():
+            self._compute(user)
+        return self._values[rows]
+
+    def _compute(self, user: int) -> None:
+        data = self._data
+        assert data.representation is not None
+        span = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
+        scaled = np.empty(data.x[span].shape)
+        data._scale(data.x[span], out=scaled)
+        self._values[span] = data.representation(scaled)
+        self._known[user] = True
 
 
 _TASK_WORDS: dict[Task, str] = {

@@ -27,7 +27,9 @@ WORDS = {
     "loss": ("squared", "softmax"),
     "scale": ("none", "own", "auto"),
 }
-LEAST = {"users": 1, "min_train": 1, "features": 5, "batch_size": 1}
+AUTO = "auto"
+NO_REPRESENTATION = "none"
+LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
 CHECKSUM_LETTERS = 16
 
 
@@ -66,6 +68,13 @@ class Problem:
         model: "linear", or "cnn" for images of 28 × 28 pixels, with its own loss.
         loss: "squared" or "softmax".
         target_shift: what is subtracted from targets: .1 in the paper, a public centre for amounts.
+        representation: what a linear model sees of a row: "none" (its columns),
+            "random-convolution" for images, "random-fourier" for tables, "module:factory" (a frozen
+            torch network), several of them separated by commas, or "auto": random convolutions if
+            the rows are images, else "none".
+        representation_features: the number of features of those that are random; their own default
+            if it is not given.
+        representation_seed: of those that are random. Public.
     """
 
     data: str = SYNTHETIC
@@ -94,6 +103,9 @@ class Problem:
     model: str = LINEAR
     loss: str = "squared"
     target_shift: float = 0.0
+    representation: str = NO_REPRESENTATION
+    representation_features: int | None = None
+    representation_seed: int = 0
 
     def __post_init__(self) -> None:
         """Whatever can be told without the file."""
@@ -106,6 +118,19 @@ class Problem:
             value = getattr(self, name)
             rule = f"{key_of(name)} must be at least {least}"
             require(value is None or value >= least, rule, value, "raise it")
+        self._check_representation()
+
+    def _check_representation(self) -> None:
+        from flwr_ppsgd.models.representation import representation_of
+
+        if self.representation in (AUTO, NO_REPRESENTATION):
+            return
+        if self.model != LINEAR:
+            raise ValueError(
+                f"representation is for linear models, got {self.representation!r} with model = "
+                f"{self.model!r}: leave one of them out"
+            )
+        representation_of(self.representation)
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Self:
@@ -172,6 +197,12 @@ class Problem:
             return None
         return Split(self.test_fraction, self.data_seed)
 
+    def found_representation(self) -> str:
+        """What the data lead to if it is "auto"."""
+        if self.representation != AUTO:
+            return self.representation
+        return self.per_user().representation_names
+
     def per_user(self) -> "PerUser":
         """The users, as a model sees them. Read again, the same value comes from memory."""
         return _read(self)
@@ -206,9 +237,33 @@ def _read(problem: Problem) -> "PerUser":
     if problem.standardise:
         mean, std = public_statistics(problem.standardise, data)
         data = data.standardised(mean, std)
+    data = _represented(data, problem)
     if problem.scale != "none":
         data = own_scaled(data, problem.scale)
     return data.with_bias() if problem.bias else data
+
+
+def _represented(data: "PerUser", problem: Problem) -> "PerUser":
+    """As a linear model sees the rows."""
+    from flwr_ppsgd.models.representation import (
+        RANDOM_CONVOLUTION,
+        looks_like_images,
+        representation_of,
+    )
+
+    names = problem.representation
+    chosen = names == AUTO
+    if chosen:
+        images = problem.model == LINEAR and looks_like_images(data.x, data.shape)
+        names = RANDOM_CONVOLUTION if images else NO_REPRESENTATION
+    found = representation_of(
+        names, problem.representation_features, problem.representation_seed, data.shape
+    )
+    if found is None:
+        return data
+    if RANDOM_CONVOLUTION in names and not np.any(data.std != 1.0):
+        data = data.standardised(0.0, 255.0)  # pixels: no user scales them column by column
+    return data.represented(found, names, looked=chosen)
 
 
 def place_of(data: str) -> str:

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, Context
 from numpy.typing import DTypeLike
 
 from flwr_ppsgd.data.synthetic import Synthetic, SyntheticLearner
-from flwr_ppsgd.experiments.problem import CNN, SYNTHETIC, Problem
+from flwr_ppsgd.experiments.problem import AUTO, CNN, SYNTHETIC, Problem
 from flwr_ppsgd.experiments.rows import BASELINES, FEDAVG
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.models.linear import Loss
@@ -260,6 +260,8 @@ class OwnDataTask:
         settings: dict[str, Any] = {"data": found.data, "data-checksum": found.data_checksum}
         if found.standardise:
             settings["standardise"] = found.standardise
+        if found.representation == AUTO:
+            settings["representation"] = found.found_representation()
         return {**settings, "population": len(found.per_user())}
 
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
