@@ -50,9 +50,10 @@ DROPPED = 0.3  # share of replies withheld: dividing by the number received then
 EMPTY_EVERY = 5  # in every fifth round nobody replies at all
 MOST_REPLIES = 1000  # per round
 FEWEST_ROUNDS = 20
-MOST_ROUNDS = 200
-MOST_MESSAGES = 15_000  # over all rounds
-MOST_NUMBERS = 6 * 10**8  # in all messages together
+MOST_ROUNDS = 1000
+MOST_MESSAGES = 60_000  # over all rounds
+MOST_NUMBERS = 12 * 10**8  # in all messages together
+MOST_RELEASED = 2 * 10**7  # numbers in all releases, which are kept in memory
 OWN_SHARE = 0.2  # of the replies are along a coordinate of their own
 MOST_OWN = 50  # of these per round
 SMALLEST_SENSITIVITY = 1e-3  # in standard deviations of the noise
@@ -188,6 +189,11 @@ class Audit:
             f"Noise multiplier measured {z.value:.4g} ± {z.error:.2g}, charged {z.expected:.4g}",
             f"Gain {self.gain.value:.4g} ± {self.gain.error:.2g} clip norms, expected 1",
         ]
+        if self.verdict == "inconclusive":
+            lines.append(
+                f"These users' replies are too few to tell this noise to {INCONCLUSIVE:.0%}: audit "
+                "with a larger population, or a smaller noise multiplier. The code is the same"
+            )
         for name, found in self.others.items():
             title = name[0].upper() + name[1:]
             lines.append(
@@ -360,8 +366,8 @@ class _Effort:
         along = (1 - OWN_SHARE) * replying
         per_round = max(along**2 / DIRECTIONS, 1e-9) * (1 - 1 / EMPTY_EVERY)
         wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
-        affordable = max(FEWEST_ROUNDS, messages / max(replying, 1))
-        rounds = int(min(max(FEWEST_ROUNDS, wanted), MOST_ROUNDS, affordable))
+        affordable = min(MOST_ROUNDS, messages / max(replying, 1), MOST_RELEASED / size)
+        rounds = int(max(FEWEST_ROUNDS, min(wanted, affordable)))
         return cls(rounds, most_replies)
 
 

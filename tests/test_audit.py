@@ -11,7 +11,7 @@ import pytest
 
 from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import PrivateMetrics
-from flwr_ppsgd.audit import Audit, Estimate, _Effort, audit
+from flwr_ppsgd.audit import MOST_NUMBERS, MOST_RELEASED, Audit, Estimate, _Effort, audit
 from flwr_ppsgd.cli import app
 from flwr_ppsgd.noise import BLOCK, Coins, GridSum
 from flwr_ppsgd.server.curator import Curator
@@ -55,6 +55,7 @@ def test_too_few_users_for_the_noise_are_inconclusive() -> None:
     found = audited(Release(Poisson(20, 0.2), 1.0, 50.0))
     assert found.verdict == "inconclusive"
     assert "inconclusive" in found.in_words()
+    assert "audit with a larger population" in found.in_words()
 
 
 def scaled_noise(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
@@ -229,10 +230,11 @@ def test_every_block_of_the_noise_is_covered(kind: str, monkeypatch: pytest.Monk
 
 
 def test_a_long_vector_takes_seconds() -> None:
-    """With more users than it can afford to hear at this size; 6·10⁸ numbers take about 3 s."""
+    """With more users than it can afford to hear at this size; 1.2·10⁹ numbers take about 6 s."""
     release = Release(Poisson(2000, 0.5), 1.0, 1.0)
     effort = _Effort.of(release, LONG)
-    assert effort.rounds * effort.most_replies * LONG <= 6e8
+    assert effort.rounds * effort.most_replies * LONG <= MOST_NUMBERS
+    assert effort.rounds * LONG <= MOST_RELEASED
     found = audited(release, size=LONG)
     assert found.rounds == effort.rounds
     assert found.verdict == "conforms", found.in_words()

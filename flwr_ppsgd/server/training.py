@@ -29,7 +29,8 @@ class Training:
         evaluate_every: ask all enrolled nodes to evaluate in every round that this number divides,
             and in the last one; 0 is never. The results are outside the guarantee.
         enrolled: the population, by node id or, for nodes that outlive a restart, by the name or
-            public key under which they are registered. None: the first ``population`` nodes seen.
+            public key under which they are registered. None: the first ``population`` nodes seen,
+            which is for simulation.
         min_online: the share of the population to wait for before the first round. Whoever is
             offline later counts as zero.
         wait_timeout: seconds to wait for ``min_online`` before the first round.
