@@ -23,6 +23,7 @@ from flwr_ppsgd.client.model import PersonalModel
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.server import checkpoint
+from flwr_ppsgd.server.status import status_of
 from flwr_ppsgd.wire import record_from
 from simulations.deployment.client_app import learner_from
 from simulations.deployment.federation import Federation, has_nginx, wait_for, write_app
@@ -163,6 +164,7 @@ def check(story: Story, between: dict[str, int], status: str) -> list[str]:
         story.say(f"{'yes' if holds else 'NO '}  {claim}")
     if final is not None:
         show_models(story, final)
+        print("\n" + status_of(story.server).in_words() + "\n")
     return [claim for claim, holds in claims.items() if not holds]
 
 
