@@ -36,8 +36,8 @@ FOLDERS = {
         split cnn torch_app
     """,
     "data": """
-        per_user raw columns frames features scaling tables npz files cache tff emnist stackoverflow
-        synthetic learners by_name look
+        split per_user raw columns frames features scaling tables npz files cache tff emnist
+        stackoverflow synthetic learners by_name look
     """,
     "simulation": "flower_internals grid measures batches thetas engine linear networks baselines",
     "experiments": """

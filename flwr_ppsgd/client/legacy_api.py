@@ -18,6 +18,7 @@ from flwr_ppsgd.client.visit import (
     answer_stock,
     check_shared,
     measure,
+    num_tested,
     serve,
 )
 from flwr_ppsgd.learner import Learner
@@ -88,7 +89,7 @@ class PPSGDClient(NumPyClient):
         def answer(order: Order | None) -> tuple[float, int, dict[str, Scalar]]:
             measures = measure(self._context, self._learner, _flat(parameters), order)
             numbers = {name: float(value) for name, value in measures.items()}
-            return numbers.get("loss", 0.0), self._learner.num_examples, {**numbers}
+            return numbers.get("loss", 0.0), num_tested(self._learner), {**numbers}
 
         def leaving(reply: tuple[float, int, dict[str, Scalar]], order: Order | None) -> Leaving:
             size = 8 * len(reply[2]) + 8

@@ -20,6 +20,7 @@ from flwr_ppsgd.client.visit import (
     answer_stock,
     check_shared,
     measure,
+    num_tested,
     serve,
 )
 from flwr_ppsgd.learner import Learner
@@ -167,7 +168,7 @@ def _train_locally(
 def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
     _, w = _shared(message)
     measures = measure(context, learner, w, _order(message))
-    metrics = MetricRecord({**measures, NUM_EXAMPLES: learner.num_examples})
+    metrics = MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
 

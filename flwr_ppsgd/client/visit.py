@@ -274,6 +274,11 @@ def measure(context: Context, learner: Learner, w: Vector, order: Order | None) 
     return learner.evaluate(w, theta)
 
 
+def num_tested(learner: Learner) -> int:
+    """The weight of a user's measures: the number of rows they are measured on, if it is known."""
+    return int(getattr(learner, "num_tested", learner.num_examples))
+
+
 def compared(learner: Learner, w: Vector, theta: Vector) -> dict[str, float]:
     """The measures of (w, θ), beside those of a model from own rows alone and of w alone.
 

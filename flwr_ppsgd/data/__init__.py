@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flwr_ppsgd.data.learners import linear_learner, network_learner
     from flwr_ppsgd.data.npz import write_npz
     from flwr_ppsgd.data.per_user import PerUser
-    from flwr_ppsgd.data.raw import Split
+    from flwr_ppsgd.data.split import Split
     from flwr_ppsgd.data.stackoverflow import stackoverflow_tags
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 _HOMES = {
     "Columns": "flwr_ppsgd.data.columns",
     "PerUser": "flwr_ppsgd.data.per_user",
-    "Split": "flwr_ppsgd.data.raw",
+    "Split": "flwr_ppsgd.data.split",
     "femnist": "flwr_ppsgd.data.emnist",
     "linear_learner": "flwr_ppsgd.data.learners",
     "load": "flwr_ppsgd.data.by_name",

@@ -6,7 +6,7 @@ from flwr_ppsgd.data.columns import Columns
 from flwr_ppsgd.data.emnist import HUB, femnist, tff_emnist
 from flwr_ppsgd.data.files import read
 from flwr_ppsgd.data.per_user import PerUser, Task
-from flwr_ppsgd.data.raw import Split
+from flwr_ppsgd.data.split import Split
 from flwr_ppsgd.data.stackoverflow import stackoverflow_tags
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flwr_ppsgd.checks import nearest, one_of, require
-from flwr_ppsgd.data.raw import IMPUTE, REFUSE, Raw, Split
+from flwr_ppsgd.data.raw import IMPUTE, REFUSE, Raw
+from flwr_ppsgd.data.split import Split
 
 MOST_SHOWN = 12  # names that an error lists
 OPTIONS = {"user": " (--user names the column)", "y": " (--target names the column)"}

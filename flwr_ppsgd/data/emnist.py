@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from flwr_ppsgd.data.cache import cache_file, cache_folder, cached
 from flwr_ppsgd.data.frames import need_module
 from flwr_ppsgd.data.per_user import PerUser
-from flwr_ppsgd.data.raw import Raw, Split
+from flwr_ppsgd.data.raw import Raw
+from flwr_ppsgd.data.split import Split
 from flwr_ppsgd.data.tff import Clients
 
 HUB = "flwrlabs/femnist"

@@ -11,7 +11,7 @@ from flwr_ppsgd.data.columns import Columns, known, need
 from flwr_ppsgd.data.frames import frame_of, numbers, plain
 from flwr_ppsgd.data.npz import arrays_of, read_npz
 from flwr_ppsgd.data.per_user import PerUser, Task
-from flwr_ppsgd.data.raw import Split
+from flwr_ppsgd.data.split import Split
 from flwr_ppsgd.data.tables import read_table
 
 Reader: TypeAlias = Callable[[Path, Columns, Split | None, Task | None], PerUser]

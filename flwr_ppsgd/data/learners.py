@@ -105,6 +105,7 @@ class LinearLearner(AdditiveLinear):
         self._user = user
         self._own_rows = batches
         self._shift = shift
+        self.num_tested = len(data.rows(user, test=True))
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         """Mean loss on the test part, and accuracy, precision@1 or RMSE.

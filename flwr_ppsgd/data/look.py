@@ -63,7 +63,7 @@ def trivial(data: PerUser) -> Trivial | None:
     """
     if not data.test.any():
         return None
-    pooled = _answer(data, np.flatnonzero(~data.test))
+    pooled = _answer(data, np.flatnonzero(data.trained))
     of_pooled = []
     of_own = []
     for user in np.flatnonzero(data.test_sizes).tolist():
@@ -98,7 +98,7 @@ def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.fl
 
 def suspects(data: PerUser) -> list[str]:
     """Features that predict the target alone, as a leak would."""
-    trained = np.flatnonzero(~data.test)
+    trained = np.flatnonzero(data.trained)
     if len(trained) < FEWEST_ROWS or data.task == "multi-label":
         return []
     targets = data.amounts(trained) if data.task == "regression" else data.targets(trained)
@@ -248,7 +248,7 @@ def _scales(raw: PerUser) -> list[str]:
 
 def _columns(data: PerUser) -> Iterable[tuple[str, NDArray[np.float64]]]:
     """The name and the training values of each column of numbers."""
-    trained = np.flatnonzero(~data.test)
+    trained = np.flatnonzero(data.trained)
     names = data.feature_names or tuple(f"x[{place}]" for place in range(data.x.shape[1]))
     for place, name in enumerate(names):
         if is_encoded(name) or (data.is_sparse and not data.feature_names):

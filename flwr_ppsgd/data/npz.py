@@ -15,7 +15,8 @@ from scipy import sparse
 
 from flwr_ppsgd.data.columns import Columns, need, with_test_part
 from flwr_ppsgd.data.per_user import PerUser, Table, Task
-from flwr_ppsgd.data.raw import Raw, Split
+from flwr_ppsgd.data.raw import Raw
+from flwr_ppsgd.data.split import Split
 from flwr_ppsgd.disk import PRIVATE_FILE, replacing
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]

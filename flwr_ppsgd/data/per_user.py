@@ -10,12 +10,12 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.data.split import Indices, Split
 from flwr_ppsgd.models.linear import Matrix
 from flwr_ppsgd.models.representation import NONE, Representation, Shape, groups_of
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
 Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
-Indices: TypeAlias = NDArray[np.intp]
 MOST_NAMED = 5  # users that a message names
 
 
@@ -73,6 +73,8 @@ class PerUser:
         shape: of one row, such as (28, 28) for images; () if it is not known.
         representation: Φ: a model sees Φ((x − mean) / std). None: rows as they are.
         representation_names: what it is called in settings.
+        validation: which rows are for choosing settings: neither training rows nor test rows.
+        by_time: whether each user's rows are in the order of their time.
     """
 
     source: str
@@ -93,6 +95,8 @@ class PerUser:
     shape: Shape = ()
     representation: Representation | None = None
     representation_names: str = NONE
+    validation: NDArray[np.bool_] | None = None
+    by_time: bool = False
 
     def __len__(self) -> int:
         """The number of users."""
@@ -139,8 +143,7 @@ class PerUser:
             )
         start = int(self.offsets[user])
         stop = int(self.offsets[user + 1])
-        wanted = self.test[start:stop] == test
-        return start + np.flatnonzero(wanted)
+        return start + np.flatnonzero(self._part(test)[start:stop])
 
     def matrix(self, rows: Indices) -> Matrix:
         """What a model sees of these rows: dense, float64."""
@@ -179,10 +182,31 @@ class PerUser:
 
         CSR stays CSR.
         """
-        rows = np.flatnonzero(self.test == test)
+        rows = np.flatnonzero(self._part(test))
         x = self._seen(rows, dtype)
         y = self.targets(rows, shift).astype(dtype)
         return x, y, self._offsets_of(test)
+
+    def with_validation(self, split: Split) -> "PerUser":
+        """With a part of each user's training rows set apart, for choosing settings.
+
+        Users with one training row keep it. With a time column it is the last training rows.
+        """
+        apart = np.zeros(len(self.test), dtype=np.bool_)
+        trained = np.flatnonzero(self._part(False))
+        offsets = self._offsets_of(False)
+        time = np.arange(len(trained)) if self.by_time else None
+        apart[trained] = split.mask(offsets, time)
+        words = split.words(self.by_time).replace("test part", "validation part")
+        note = words.replace("rows", "training rows, for choosing settings")
+        return replace(self, validation=apart, notes=(*self.notes, note))
+
+    def choosing(self) -> "PerUser":
+        """The same with the validation part in the place of the test part: what is measured there
+        may be used for choosing."""
+        if self.validation is None:
+            return self
+        return replace(self, test=self.validation, validation=self.test)
 
     def with_bias(self) -> "PerUser":
         """With a last feature that is 1 for every row."""
@@ -259,6 +283,7 @@ class PerUser:
             x=self.x[rows],
             y=self.y[rows],
             test=self.test[rows],
+            validation=None if self.validation is None else self.validation[rows],
             offsets=np.cumsum([0, *sizes]),
             users=tuple(self.users[int(user)] for user in users),
             own=None if self.own is None else self.own.only(users),
@@ -286,11 +311,15 @@ class PerUser:
     def _summary(self) -> str:
         sizes = self.train_sizes
         tested = self.test_sizes.sum()
+        apart = ""
+        if self.validation is not None:
+            apart = f"{int(self.validation.sum()):,} validation rows, "
         kind = " (sparse)" if self.is_sparse else ""
         task = _TASK_WORDS[self.task].format(self.outputs)
         return (
             f"{self.source}: {len(self):,} users, {sizes.sum():,} training rows ({sizes.min()} to "
-            f"{sizes.max()} each), {tested:,} test rows, {self.features:,} features{kind}, {task}"
+            f"{sizes.max()} each), {apart}{tested:,} test rows, {self.features:,} features{kind}, "
+            f"{task}"
         )
 
     def _statistic(self, name: str, values: ArrayLike) -> NDArray[np.float64]:
@@ -304,8 +333,16 @@ class PerUser:
             )
         return found
 
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """Which rows are training rows."""
+        return ~self.test if self.validation is None else ~(self.test | self.validation)
+
+    def _part(self, test: bool) -> NDArray[np.bool_]:
+        return self.test if test else self.trained
+
     def _offsets_of(self, test: bool) -> Indices:
-        counted = np.cumsum(self.test == test)
+        counted = np.cumsum(self._part(test))
         before = np.concatenate([[0], counted])
         return before[self.offsets].astype(np.intp)
 

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.checks import require
-from flwr_ppsgd.data.per_user import Indices, PerUser, Table, Task
-from flwr_ppsgd.learner import generator
+from flwr_ppsgd.data.per_user import PerUser, Table, Task
+from flwr_ppsgd.data.split import Indices, Split
 
 MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
 MOST_CLASSES_WITH_GAPS = 20
@@ -28,50 +27,6 @@ IMPUTE = {
     ZERO: "0",
     OWN_MEAN: "the mean of the user's own training rows; 0 if there is none",
 }
-
-
-@dataclass(frozen=True)
-class Split:
-    """How each user's test part is chosen if no column marks it.
-
-    Args:
-        fraction: the share of a user's rows, rounded; for users with two or more rows at least one
-            row and never all.
-        seed: decides which rows, unless there is a time column: then they are the last ones.
-    """
-
-    fraction: float = 0.2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        rule = "the test fraction must be between 0 and 1"
-        require(
-            0 < self.fraction < 1,
-            rule,
-            self.fraction,
-            "try 0.2",
-        )
-
-    def mask(self, offsets: Indices, time: NDArray[Any] | None) -> NDArray[np.bool_]:
-        """The test rows of users whose rows are sorted by user."""
-        bounds = offsets.tolist()
-        test = np.zeros(bounds[-1], dtype=np.bool_)
-        for user, start in enumerate(bounds[:-1]):
-            stop = bounds[user + 1]
-            n = stop - start
-            wanted = max(1, round(self.fraction * n))
-            count = min(wanted, n - 1)
-            if time is None:
-                order = generator("split", self.seed, user).permutation(n)
-            else:
-                order = np.argsort(time[start:stop], kind="stable")
-            test[start + order[n - count :]] = True
-        return test
-
-    def words(self, by_time: bool) -> str:
-        """How the test part was chosen, for people."""
-        which = "last" if by_time else "randomly chosen"
-        return f"test part: the {which} {self.fraction:.0%} of each user's rows"
 
 
 @dataclass(frozen=True)
@@ -252,14 +207,14 @@ class Raw:
             return self._without(gaps).assemble(task, outputs)
         labels, number, user_notes = self._users()
         targets = self._targets(task, outputs)
-        order = np.argsort(number, kind="stable")
+        order = self._order(number)
         everyone = np.arange(len(labels) + 1)
         offsets = np.searchsorted(number[order], everyone).astype(np.intp)
         test, test_notes = self._test(order, offsets)
         self._refuse_test_only(labels, offsets, test, order)
         x = self.x
         y = targets.y
-        if (np.diff(number) < 0).any():
+        if (np.diff(order) != 1).any():
             x = x[order]
             y = y[order]
         if gaps.any():
@@ -285,7 +240,18 @@ class Raw:
             feature_names=self.feature_names,
             target_names=targets.names,
             notes=tuple(dict.fromkeys(notes)),
+            by_time=self.time is not None,
         )
+
+    def _order(self, number: Indices) -> Indices:
+        """Rows by user; each user's rows by time if there is one, else as in the source."""
+        if self.time is None:
+            return np.argsort(number, kind="stable")
+        gap = _first_missing(self.time)
+        if gap is not None:
+            what = f"column {self.time_name!r} is empty"
+            raise self.refuse(what, "every row needs a time", gap)
+        return np.lexsort((self.time, number))
 
     def _check_lengths(self) -> None:
         if self.user.ndim != 1:
@@ -538,10 +504,6 @@ class Raw:
         split = self.split or Split()
         if self.time is None:
             return split.mask(offsets, None), (split.words(by_time=False),)
-        gap = _first_missing(self.time)
-        if gap is not None:
-            what = f"column {self.time_name!r} is empty"
-            raise self.refuse(what, "every row needs a time", gap)
         return split.mask(offsets, self.time[order]), (split.words(by_time=True),)
 
     def _refuse_test_only(

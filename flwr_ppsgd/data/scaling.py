@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.data.features import LOOKED, is_encoded
-from flwr_ppsgd.data.per_user import Indices, OwnScale, PerUser, Table
+from flwr_ppsgd.data.per_user import OwnScale, PerUser, Table
+from flwr_ppsgd.data.split import Indices
 
 NONE = "none"
 OWN = "own"
@@ -59,7 +60,7 @@ def _columns(data: PerUser, scale: str) -> Indices:
     candidates = np.array(_numbers(data), dtype=np.intp)
     if scale == OWN:
         return candidates
-    trained = np.flatnonzero(~data.test)
+    trained = np.flatnonzero(data.trained)
     far = [not _may_stay(_column(data.x, column)[trained]) for column in candidates.tolist()]
     return candidates[np.array(far, dtype=np.bool_)]
 
@@ -96,7 +97,7 @@ def is_near_one(values: NDArray[np.float64]) -> bool:
 
 def _is_off(data: PerUser) -> bool:
     """Whether the mean of a target is larger than its deviation."""
-    trained = np.asarray(data.y[~data.test], dtype=np.float64).reshape(-1, data.outputs)
+    trained = np.asarray(data.y[data.trained], dtype=np.float64).reshape(-1, data.outputs)
     return bool((np.abs(trained.mean(axis=0)) > trained.std(axis=0)).any())
 
 

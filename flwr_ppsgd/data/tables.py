@@ -18,8 +18,9 @@ from flwr_ppsgd.data.frames import (
     plain,
     times,
 )
-from flwr_ppsgd.data.per_user import Indices, PerUser, Task
-from flwr_ppsgd.data.raw import Numbered, Origin, Raw, Split, is_missing, numbered
+from flwr_ppsgd.data.per_user import PerUser, Task
+from flwr_ppsgd.data.raw import Numbered, Origin, Raw, is_missing, numbered
+from flwr_ppsgd.data.split import Indices, Split
 
 
 def read_table(

@@ -16,7 +16,7 @@ from flwr_ppsgd.settings import key_of, listed, name_of, part_of, to_flat, typed
 if TYPE_CHECKING:
     from flwr_ppsgd.data.columns import Columns
     from flwr_ppsgd.data.per_user import PerUser
-    from flwr_ppsgd.data.raw import Split
+    from flwr_ppsgd.data.split import Split
 
 SYNTHETIC = "synthetic"
 LINEAR = "linear"
@@ -26,6 +26,7 @@ WORDS = {
     "model": (LINEAR, CNN),
     "loss": ("squared", "softmax"),
     "scale": ("none", "own", "auto"),
+    "select_on": ("validation", "test"),
 }
 AUTO = "auto"
 NO_REPRESENTATION = "none"
@@ -56,6 +57,10 @@ class Problem:
         encoding: of a .csv.
         impute: for features that are missing: refuse, drop (the row), zero, or own-mean.
         test_fraction: each user's test part; the last rows if there is a time column.
+        select_on: "validation" sets a part of each user's training rows apart, on which settings
+            are compared; test rows are then measured once, at the end. "test" compares on test
+            rows, as the paper does.
+        validation_fraction: the share of a user's training rows that is set apart.
         task: classification, regression or multi-label; detected if it is not given.
         standardise: a file of *public* means and standard deviations.
         scale: without such a file: "own" (each user's own mean and deviation, on the device),
@@ -93,6 +98,8 @@ class Problem:
     encoding: str = ""
     impute: str = ""
     test_fraction: float | None = None
+    select_on: str = "test"
+    validation_fraction: float = 0.2
     task: str = ""
     standardise: str = ""
     scale: str = "none"
@@ -191,7 +198,7 @@ class Problem:
 
     def split(self) -> "Split | None":
         """How each user's test part is chosen; None if the reader decides."""
-        from flwr_ppsgd.data.raw import Split
+        from flwr_ppsgd.data.split import Split
 
         if self.test_fraction is None:
             return None
@@ -224,6 +231,7 @@ def _read(problem: Problem) -> "PerUser":
     from flwr_ppsgd.data.by_name import load
     from flwr_ppsgd.data.files import public_statistics
     from flwr_ppsgd.data.scaling import own_scaled
+    from flwr_ppsgd.data.split import Split
 
     task: Any = problem.task or None
     data = load(
@@ -237,6 +245,8 @@ def _read(problem: Problem) -> "PerUser":
     if problem.standardise:
         mean, std = public_statistics(problem.standardise, data)
         data = data.standardised(mean, std)
+    if problem.select_on == "validation":
+        data = data.with_validation(Split(problem.validation_fraction, problem.data_seed + 1))
     data = _represented(data, problem)
     if problem.scale != "none":
         data = own_scaled(data, problem.scale)

@@ -70,6 +70,7 @@ def run(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
 
 def run_on(grid: Grid, experiment: Experiment, on_round: Watch | None = None) -> Outcome:
     """Train on any grid. Ctrl-C ends the run early; ε is then still that of the planned rounds."""
+    _check_alone(experiment)
     if experiment.drop_exhausted:
         raise ValueError("drop-exhausted is simulation only: use --engine cohort, or leave it out")
     strategy = PPSGD.from_config(experiment.training.to_flat())
@@ -93,6 +94,15 @@ def run_on(grid: Grid, experiment: Experiment, on_round: Watch | None = None) ->
     _check_finite(experiment, latest.arrays, rows)
     w = strategy.averaged(latest.arrays) if stopped else latest.arrays
     return Outcome(experiment, strategy, w, rows, stopped)
+
+
+def _check_alone(experiment: Experiment) -> None:
+    """ValueError if rows are set apart for a choice that a single run does not make."""
+    if experiment.problem.select_on != "test":
+        raise ValueError(
+            "select-on = 'validation' sets rows apart for choosing among settings, and a run has "
+            "one setting: leave it out here and it trains on all training rows, or use ppsgd sweep"
+        )
 
 
 def _rows(result: Result, ledgers: Mapping[int, Ledger]) -> list[RunRow]:
@@ -129,6 +139,7 @@ def _diverged(experiment: Experiment) -> RuntimeError:
 
 def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
     """Train on the cohort engine: the same w and θ, many times faster, with simulation noise."""
+    _check_alone(experiment)
     training = experiment.training
     simulated = Simulated(experiment)
     rounds = simulated.curator.plan(training.rounds)

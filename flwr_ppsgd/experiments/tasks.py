@@ -369,6 +369,10 @@ def table(problem: Problem, dtype: DTypeLike, dropped_after: float | None = None
     data = _checked(problem)
     x, y, offsets = data.part(test=False, shift=problem.target_shift, dtype=dtype)
     test = data.part(test=True, shift=problem.target_shift, dtype=dtype)
+    validation = None
+    if data.validation is not None:
+        apart = data.choosing()
+        validation = apart.part(test=True, shift=problem.target_shift, dtype=dtype)
     return Table(
         x,
         y,
@@ -377,6 +381,7 @@ def table(problem: Problem, dtype: DTypeLike, dropped_after: float | None = None
         seed=problem.data_seed,
         loss=_loss_of(problem),
         test=test,
+        validation=validation,
         task=data.task,
         most_visits=problem.visits_in(dropped_after),
     )
@@ -431,19 +436,21 @@ class CnnTask(OwnDataTask):
         self, settings: Sequence["Setting"], seed: int | None, conditions: Conditions
     ) -> "Engine":
         """The cohort engine for networks."""
-        from flwr_ppsgd.data.learners import NetworkBatches, network_targets
+        from flwr_ppsgd.data.learners import NetworkBatches
         from flwr_ppsgd.simulation.networks import NetworkEngine
 
         data = self.problem.per_user()
         batches = []
         tests: list[Any] = []
+        validation: list[Any] = []
         for user in range(len(data)):
             own = NetworkBatches(
                 data, user, self.problem.batch_size, seed=self.problem.data_seed, shift=0.0
             )
             batches.append(own)
-            rows = data.rows(user, test=True)
-            tests.append((data.matrix(rows), network_targets(data, rows)))
+            tests.append(_measured_rows(data, user))
+            if data.validation is not None:
+                validation.append(_measured_rows(data.choosing(), user))
         return NetworkEngine(
             self.network(),
             batches,
@@ -451,6 +458,7 @@ class CnnTask(OwnDataTask):
             seed=seed,
             average=conditions.average,
             tests=tests,
+            validation=validation,
             most_visits=self.problem.visits_in(conditions.dropped_after),
         )
 
@@ -467,6 +475,14 @@ class CnnTask(OwnDataTask):
     def most_settings(self, conditions: Conditions) -> int:  # noqa: ARG002
         """Networks take turns: more of them side by side gain nothing."""
         return MOST_NETWORKS
+
+
+def _measured_rows(data: "PerUser", user: int) -> tuple[Any, Any]:
+    """(x, y) of one user's test part, for a network."""
+    from flwr_ppsgd.data.learners import network_targets
+
+    rows = data.rows(user, test=True)
+    return data.matrix(rows), network_targets(data, rows)
 
 
 @functools.lru_cache(maxsize=1)

@@ -61,6 +61,7 @@ class AdditiveLinear:
         if test is not None:
             x, y = test
             self._test = (as_matrix(x), as_matrix(y))
+            self.num_tested = len(y)
         self.num_examples = batches.num_examples
 
     def initial_theta(self) -> Vector:

@@ -414,6 +414,13 @@ class _Additive(nn.Module):
         return features.flatten(1) @ (self.head + self.personal)
 
 
+def _count(test: tuple[Rows, Rows] | LoaderBatches | None) -> int:
+    """The number of rows on which a user measures."""
+    if test is None:
+        return 0
+    return test.num_examples if isinstance(test, LoaderBatches) else len(test[0])
+
+
 class SplitLearner:
     """A ``SplitModel`` together with one user's data; made by ``SplitModel.learner``."""
 
@@ -431,6 +438,7 @@ class SplitLearner:
         self._training = training
         self._full_batch = full_batch
         self.num_examples = batches.num_examples
+        self.num_tested = _count(test)
 
     def initial_theta(self) -> Vector:
         """θ as the module has it."""

@@ -47,6 +47,7 @@ LONGEST_NAME = 64  # characters of a measure that a client names
 MOST_MEASURES = 50  # that are averaged over clients
 LARGEST_MEASURE = 1e100
 LARGEST_WEIGHT = 10.0  # of one client, in medians of all clients'
+ROOT = "rmse"  # measures whose name ends so are roots of mean squares
 OURS = ("round", "epsilon", "deployed_epsilon")  # names that no client's measure may have
 ENOUGH_ASKED = 10  # clients whose failing together says something about all
 
@@ -539,7 +540,8 @@ def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Σ n_i·m_i / Σ n_i of each measure, over the users in whose reply it is a finite number.
+    """Σ n_i·m_i / Σ n_i of each measure, over the users in whose reply it is a finite number; for
+    measures called …rmse the root of the mean square, which is that of all rows together.
 
     n_i is the measure ``num-examples``, or 1 if it is missing; it counts up to ten times the
     median, so that no client can make itself the mean. Names that are ours, or that no terminal
@@ -555,9 +557,11 @@ def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         for name, value in own.items():
             if name not in sums and (len(sums) >= MOST_MEASURES or not _is_name(name)):
                 continue
-            sums[name] = sums.get(name, 0.0) + weight * value
+            power = 2 if name.endswith(ROOT) else 1
+            sums[name] = sums.get(name, 0.0) + weight * value**power
             totals[name] = totals.get(name, 0.0) + weight
-    return {name: total / totals[name] for name, total in sums.items() if totals[name] > 0}
+    means = {name: total / totals[name] for name, total in sums.items() if totals[name] > 0}
+    return {name: math.sqrt(mean) if name.endswith(ROOT) else mean for name, mean in means.items()}
 
 
 def _is_name(name: str) -> bool:

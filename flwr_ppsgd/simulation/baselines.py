@@ -21,6 +21,7 @@ from flwr_ppsgd.simulation.batches import (
     Features,
     Floats,
     Indices,
+    MeasuredRows,
     Population,
     Table,
     drawn,
@@ -36,7 +37,7 @@ from flwr_ppsgd.simulation.engine import (
     users_by_place,
 )
 from flwr_ppsgd.simulation.linear import scaled, squared_norms
-from flwr_ppsgd.simulation.measures import badness, measure_of, summary
+from flwr_ppsgd.simulation.measures import badness, for_choosing, measure_of, on_test, summary
 
 # methods of a sweep
 PPSGD = "ppsgd"
@@ -181,10 +182,10 @@ class LocalStepsEngine:
         flat = self._w[:, at].reshape(-1)
         return np.asarray(flat, dtype=np.float64)
 
-    def measures(self) -> dict[int, dict[str, float]]:
+    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained, by place."""
         with np.errstate(all="ignore"):
-            found = self.population.measures(self, len(self.settings))
+            found = self.population.measures(self, len(self.settings), final=final)
         return rows_by_place(self.places, found)
 
     def by_user(self) -> dict[int, Vector]:
@@ -263,19 +264,31 @@ def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) ->
 
 
 def _fine_tune(table: Table, w: Matrix, steps: Vector, passes: float) -> list[Tuned]:
-    by_user = _tuned_measures(table, w, steps, passes)
-    main = measure_of(by_user)
-    weights = table.sizes[table.measured].astype(np.float64)
-    overall = summary(by_user, weights)
-    tried = overall[main].reshape(-1, len(steps))  # settings × steps
+    assert table.test is not None
+    by_user, overall = _tuned_on(table, table.test, w, steps, passes)
+    if table.validation is not None:
+        _, choosing = _tuned_on(table, table.validation, w, steps, passes)
+        overall = {**for_choosing(choosing), **overall}
+    chosen_by = measure_of(overall)
+    main = on_test(chosen_by)
+    tried = overall[chosen_by].reshape(-1, len(steps))  # settings × steps
     found = []
     for at, values in enumerate(tried):
-        best = _best(main, values)
+        best = _best(chosen_by, values)
         column = at * len(steps) + best
         measures = {name: float(values[column]) for name, values in overall.items()}
         own = by_user[main][:, column]
         found.append(Tuned(float(steps[best]), own, measures))
     return found
+
+
+def _tuned_on(
+    table: Table, part: MeasuredRows, w: Matrix, steps: Vector, passes: float
+) -> tuple[dict[str, Floats], dict[str, Vector]]:
+    """Each measure on the rows of a part after fine-tuning, by user and over all rows."""
+    by_user = _tuned_measures(table, part, w, steps, passes)
+    weights = part.sizes[part.measured].astype(np.float64)
+    return by_user, summary(by_user, weights)
 
 
 def _best(measure: str, values: Vector) -> int:
@@ -287,6 +300,7 @@ def _best(measure: str, values: Vector) -> int:
 
 def _tuned_measures(
     table: Table,
+    part: MeasuredRows,
     w: Matrix,
     steps: Vector,
     passes: float,
@@ -294,21 +308,23 @@ def _tuned_measures(
     """Each measure after fine-tuning: measured users × (settings·steps)."""
     found: dict[str, list[Vector]] = {}
     with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
-        for user in table.measured.tolist():
-            scores = _tuned_scores(table, user, w, steps, passes)
+        for user in part.measured.tolist():
+            scores = _tuned_scores(table, part, user, w, steps=steps, passes=passes)
             columns = scores.reshape(len(scores), -1, table.outputs)  # rows × settings·steps × K
-            for name, values in table.user_measures(columns, user).items():
+            for name, values in table.user_measures(columns, part, user).items():
                 found.setdefault(name, []).append(values)
     return {name: np.array(values) for name, values in found.items()}
 
 
-def _tuned_scores(table: Table, user: int, w: Matrix, steps: Vector, passes: float) -> Floats:
-    """x(w + θ_i) on the user's test rows after fine-tuning: rows × settings × steps × K.
+def _tuned_scores(
+    table: Table, part: MeasuredRows, user: int, w: Matrix, *, steps: Vector, passes: float
+) -> Floats:
+    """x(w + θ_i) on the user's rows of a part after fine-tuning: rows × settings × steps × K.
 
     A step of θ moves the scores of all rows x by −(s/m)·x X_bᵀR_b: θ itself is never formed.
     """
     own = table.own(user)
-    test, _ = table.test_rows(user)
+    test, _ = part.rows(user)
     together = stacked([own, test])
     products = _dense(together @ own.T)  # (own and test rows) × own rows
     before = np.asarray(together @ w.reshape(len(w), -1))

@@ -19,7 +19,7 @@ from flwr_ppsgd.data.per_user import Task
 from flwr_ppsgd.data.synthetic import Synthetic
 from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.linear import Loss, Matrix, mean_losses
-from flwr_ppsgd.simulation.measures import summary
+from flwr_ppsgd.simulation.measures import for_choosing, summary
 
 DType: TypeAlias = np.dtype[Any]
 Floats: TypeAlias = NDArray[Any]  # float32 or float64
@@ -176,8 +176,8 @@ class Population(Protocol):
         """
         ...
 
-    def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
-        """Each measure of every setting: a mean over users, weighted by their number of samples."""
+    def measures(self, fitted: Fitted, settings: int, *, final: bool = False) -> dict[str, Vector]:
+        """Each measure of every setting over all measured rows; ``final`` as of an engine."""
         ...
 
     def by_user(self, fitted: Fitted, settings: int) -> dict[str, Floats]:
@@ -186,12 +186,41 @@ class Population(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _TestPart:
+class MeasuredRows:
     """The rows on which users measure, sorted by user: user i has offsets[i] … offsets[i+1]−1."""
 
     x: Features
     y: Floats
     offsets: Indices
+
+    @classmethod
+    def of(cls, part: tuple[Features, Floats, ArrayLike] | None) -> "MeasuredRows | None":
+        """From x, y and offsets."""
+        if part is None:
+            return None
+        x, y, users = part
+        return cls(x, y, np.asarray(users, dtype=np.intp))
+
+    @property
+    def bytes(self) -> int:
+        """The memory it takes."""
+        return _bytes(self.x) + _bytes(self.y)
+
+    @property
+    def sizes(self) -> Indices:
+        """The number of rows of each user."""
+        return np.diff(self.offsets)
+
+    @property
+    def measured(self) -> Indices:
+        """The users who have rows here."""
+        return np.flatnonzero(self.sizes)
+
+    def rows(self, user: int) -> tuple[Features, Matrix]:
+        """(x, y) of one user."""
+        start = int(self.offsets[user])
+        end = int(self.offsets[user + 1])
+        return self.x[start:end], self.y[start:end]
 
 
 class Table:
@@ -205,6 +234,7 @@ class Table:
         seed: decides which rows each user draws at each visit.
         loss: what predictions are compared with targets by.
         test: x, y and offsets of the rows on which users measure; None if nobody measures.
+        validation: the same of the rows on which settings are compared; None: on test rows.
         task: decides what users measure; None is classification if there is more than one output,
             and otherwise the loss alone.
         most_visits: the number of visits after which each user drops out; None: never.
@@ -220,6 +250,7 @@ class Table:
         seed: int,
         loss: Loss = "squared",
         test: tuple[Features, Floats, ArrayLike] | None = None,
+        validation: tuple[Features, Floats, ArrayLike] | None = None,
         task: Task | None = None,
         most_visits: Indices | None = None,
     ) -> None:
@@ -236,17 +267,13 @@ class Table:
         self.task = task
         self.most_visits = most_visits
         self._even = bool(self.sizes.min() >= batch_size)  # no minibatch needs padding
-        self._test: _TestPart | None = None
-        if test is not None:
-            test_x, test_y, test_users = test
-            self._test = _TestPart(test_x, test_y, np.asarray(test_users, dtype=np.intp))
+        self.test = MeasuredRows.of(test)
+        self.validation = MeasuredRows.of(validation)
 
     @property
     def bytes(self) -> int:
-        own = _bytes(self.x) + _bytes(self.y)
-        if self._test is None:
-            return own
-        return own + _bytes(self._test.x) + _bytes(self._test.y)
+        parts = [part.bytes for part in (self.test, self.validation) if part is not None]
+        return _bytes(self.x) + _bytes(self.y) + sum(parts)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -306,59 +333,52 @@ class Table:
         np.copyto(converted, taken, casting="unsafe")
         return converted
 
-    def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
-        """On the users' test rows: means over users, weighted by their training samples, and the
-        spread over users."""
-        weights = self.sizes[self.measured].astype(np.float64)
-        return summary(self.by_user(fitted, settings), weights)
+    def measures(self, fitted: Fitted, settings: int, *, final: bool = False) -> dict[str, Vector]:
+        """On the users' validation rows, or test rows: over all rows, and the spread over users."""
+        found: dict[str, Vector] = {}
+        if self.validation is not None:
+            found = for_choosing(self._summary(fitted, settings, self.validation))
+        if self.test is not None and (final or self.validation is None):
+            found |= self._summary(fitted, settings, self.test)
+        return found
 
-    @property
-    def measured(self) -> Indices:
-        """The users who have test rows."""
-        if self._test is None:
-            return np.zeros(0, dtype=np.intp)
-        return np.flatnonzero(np.diff(self._test.offsets))
+    def _summary(self, fitted: Fitted, settings: int, part: MeasuredRows) -> dict[str, Vector]:
+        weights = part.sizes[part.measured].astype(np.float64)
+        return summary(self._by_user(fitted, settings, part), weights)
 
     def by_user(self, fitted: Fitted, settings: int) -> dict[str, Floats]:
-        """Each measure, measured users × settings."""
+        """Each measure on test rows, measured users × settings."""
+        return {} if self.test is None else self._by_user(fitted, settings, self.test)
+
+    def _by_user(self, fitted: Fitted, settings: int, part: MeasuredRows) -> dict[str, Floats]:
         found: dict[str, list[Vector]] = {}
         w = fitted.shared()
-        for user, x, scores in self._test_scores(w):
+        for user, x, scores in _scores(w, part):
             fitted.add_personal_scores(user, x, scores)
             by_setting = scores.reshape(len(scores), settings, -1)  # rows × settings × K
-            for name, values in self.user_measures(by_setting, user).items():
+            for name, values in self.user_measures(by_setting, part, user).items():
                 found.setdefault(name, []).append(values)
         return {name: np.array(values) for name, values in found.items()}
 
-    def _test_scores(self, w: Floats) -> Iterator[tuple[int, Features, Floats]]:
-        """(user, x, x w) of each measured user; several users share one product, which reads w
-        once."""
-        if self._test is None:
-            return
-        groups = 1 + int(self._test.offsets[-1]) // TEST_ROWS_AT_ONCE
-        for users in np.array_split(self.measured, groups):
-            if not len(users):
-                continue
-            own = [self.test_rows(user)[0] for user in users.tolist()]
-            ends = np.cumsum([x.shape[0] for x in own])
-            together = np.asarray(stacked(own) @ w)
-            scores = np.split(together, ends[:-1])
-            yield from zip(users.tolist(), own, scores, strict=True)
-
-    def test_rows(self, user: int) -> tuple[Features, Matrix]:
-        """(x, y) of one user's test part."""
-        test = self._test
-        assert test is not None
-        start = int(test.offsets[user])
-        end = int(test.offsets[user + 1])
-        return test.x[start:end], test.y[start:end]
-
-    def user_measures(self, scores: Floats, user: int) -> dict[str, Vector]:
-        """What one user measures on the test part: scores are rows × settings × K."""
-        _, y = self.test_rows(user)
+    def user_measures(self, scores: Floats, part: MeasuredRows, user: int) -> dict[str, Vector]:
+        """What one user measures on a part: scores are rows × settings × K."""
+        _, y = part.rows(user)
         if self.task is not None or y.shape[1] > 1:
             return user_measures(scores, y, self.loss, self.task or "classification")
         return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
+
+
+def _scores(w: Floats, part: MeasuredRows) -> Iterator[tuple[int, Features, Floats]]:
+    """(user, x, x w) of each measured user; several users share one product, which reads w once."""
+    groups = 1 + int(part.offsets[-1]) // TEST_ROWS_AT_ONCE
+    for users in np.array_split(part.measured, groups):
+        if not len(users):
+            continue
+        own = [part.rows(user)[0] for user in users.tolist()]
+        ends = np.cumsum([x.shape[0] for x in own])
+        together = np.asarray(stacked(own) @ w)
+        scores = np.split(together, ends[:-1])
+        yield from zip(users.tolist(), own, scores, strict=True)
 
 
 def _check_offsets(offsets: Indices, rows: int) -> None:
@@ -439,7 +459,13 @@ class Fresh:
         counts = np.full(len(users), self.batch_size)
         return Batch(users, x, y, counts)
 
-    def measures(self, fitted: Fitted, settings: int) -> dict[str, Vector]:
+    def measures(
+        self,
+        fitted: Fitted,
+        settings: int,
+        *,
+        final: bool = False,  # noqa: ARG002
+    ) -> dict[str, Vector]:
         """(1/N)·Σ_i ‖w + θ_i − θ_i*‖²_Σ."""
         w = fitted.shared()
         squares = np.zeros((self.features, settings))

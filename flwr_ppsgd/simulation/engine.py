@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.simulation.measures import measure_of
+from flwr_ppsgd.simulation.measures import VALIDATION, measure_of
 
 # a measure has diverged if it is this many times its first value
 DIVERGED = 1e10
@@ -49,8 +49,12 @@ class Engine(Protocol):
         """w of one setting as a flat vector, or its average iterate if the engine keeps those."""
         ...
 
-    def measures(self) -> dict[int, dict[str, float]]:
-        """All measures of every setting, by place."""
+    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
+        """All measures of every setting, by place.
+
+        If there are validation rows, they are measured on those, by names that begin with
+        "validation_", and only if this is the ``final`` time on test rows too.
+        """
         ...
 
     def by_user(self) -> dict[int, Vector]:
@@ -148,7 +152,8 @@ def train(
         if on_round:
             on_round(round_)
         if engine.places and round_ in due:
-            report = _report(round_, engine.measures(), first)
+            measures = engine.measures(final=round_ == rounds)
+            report = _report(round_, measures, first)
             if report.diverged:
                 engine.drop(set(report.diverged))
             yield report
@@ -185,8 +190,9 @@ def _has_diverged(first: float, error: float) -> bool:
 def _error(row: Mapping[str, float]) -> float:
     """The measure that grows if training fails; 0 if it was not measured."""
     for name in ERRORS:
-        if name in row:
-            return row[name]
+        for known in (VALIDATION + name, name):
+            if known in row:
+                return row[known]
     return 0.0
 
 

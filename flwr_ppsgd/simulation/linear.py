@@ -349,11 +349,11 @@ class CohortEngine:
             everyone = np.arange(len(self.population))
             self._stand(everyone, self.round)
 
-    def measures(self) -> dict[int, dict[str, float]]:
+    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained, by place."""
         self._settle()
         with np.errstate(all="ignore"):
-            found = self.population.measures(self, len(self.settings))
+            found = self.population.measures(self, len(self.settings), final=final)
         return rows_by_place(self.places, found)
 
     def by_user(self) -> dict[int, Vector]:

@@ -12,6 +12,10 @@ from flwr_ppsgd.algorithm import Vector
 MEASURES = ("accuracy", "precision_at_1", "rmse", "excess_risk", "loss")
 HIGHER_IS_BETTER = ("accuracy", "precision_at_1")
 
+# what stands before the name of a measure on rows that are for choosing settings
+VALIDATION = "validation_"
+ROOT = "rmse"  # measures whose name ends so are combined as roots of mean squares
+
 # what is appended to the name of a measure
 MEAN = "_mean_user"
 WORST = "_worst_tenth"
@@ -20,30 +24,54 @@ TENTH = 10
 
 
 def measure_of(row: Mapping[str, object]) -> str:
-    """The measure by which settings are compared."""
-    return next(name for name in MEASURES if name in row)
+    """The measure by which settings are compared: on validation rows if there are any."""
+    names = [*(VALIDATION + name for name in MEASURES), *MEASURES]
+    return next(name for name in names if name in row)
+
+
+def on_test(measure: str) -> str:
+    """The same measure on test rows."""
+    return measure.removeprefix(VALIDATION)
 
 
 def badness(measure: str, value: float) -> float:
     """A number that is smaller if the measure is better."""
-    return -value if measure in HIGHER_IS_BETTER else value
+    return -value if on_test(measure) in HIGHER_IS_BETTER else value
+
+
+def combined(name: str, values: NDArray[np.float64], weights: Vector) -> Vector:
+    """Σ n_i·m_i / Σ n_i over users; the root of the mean square for RMSE.
+
+    With the number of measured rows as weights, it is the measure of all rows together.
+    """
+    if name.endswith(ROOT):
+        return np.asarray(np.sqrt(np.average(values**2, axis=0, weights=weights)))
+    return np.asarray(np.average(values, axis=0, weights=weights))
+
+
+def for_choosing(measures: Mapping[str, Vector]) -> dict[str, Vector]:
+    """Measures over all validation rows, by the names they have there."""
+    spread = (MEAN, WORST, BEST)
+    return {
+        VALIDATION + name: value for name, value in measures.items() if not name.endswith(spread)
+    }
 
 
 def summary(by_user: Mapping[str, NDArray[np.float64]], weights: Vector) -> dict[str, Vector]:
-    """The weighted mean of each measure over users, and how the main measure spreads over users.
+    """Each measure over all measured rows, and how the main measure spreads over users.
 
     The spread of the main measure (``measure_of``) is its mean with each user counted once, and its
     means over the worst and over the best tenth of users.
 
     Args:
         by_user: each measure, users × settings.
-        weights: the weight of each user in the means: the number of training samples.
+        weights: the number of rows on which each user measures.
     """
     if not by_user:
         return {}
     found = {}
     for name, values in by_user.items():
-        found[name] = np.average(values, axis=0, weights=weights)
+        found[name] = combined(name, values, weights)
     main = measure_of(by_user)
     sign = badness(main, 1.0)
     ordered = sign * np.sort(sign * by_user[main], axis=0)  # the best users first

@@ -19,7 +19,7 @@ from flwr_ppsgd.simulation.engine import (
     dropped_since,
     progress,
 )
-from flwr_ppsgd.simulation.measures import measure_of, summary
+from flwr_ppsgd.simulation.measures import for_choosing, measure_of, summary
 
 if TYPE_CHECKING:
     from flwr_ppsgd.models.split import SplitModel
@@ -72,6 +72,7 @@ class NetworkEngine:
         seed: as in ``CohortEngine``.
         average: as in ``CohortEngine``.
         tests: (x, y) of every user to measure on; empty if nobody measures.
+        validation: the same for choosing settings; empty if there are no such rows.
         most_visits: the number of visits after which each user drops out; None: never.
     """
 
@@ -84,6 +85,7 @@ class NetworkEngine:
         seed: int | None,
         average: bool = False,
         tests: Sequence[tuple[Rows, Rows]] = (),
+        validation: Sequence[tuple[Rows, Rows]] = (),
         most_visits: Indices | None = None,
     ) -> None:
         check_alike(len(batches), settings)
@@ -91,7 +93,7 @@ class NetworkEngine:
         self._model = model
         self._batches = batches
         self._tests = tests
-        self._measured = [user for user, (x, _) in enumerate(tests) if len(x)]
+        self._validation = validation
         self._most_visits = most_visits
         self._seed = seed
         self._average = average
@@ -196,23 +198,30 @@ class NetworkEngine:
         self._stand(everyone, self.round)
         return np.asarray(training.thetas_sum[user] / self.round)
 
-    def measures(self) -> dict[int, dict[str, float]]:
-        """Of every setting: means over users, weighted by their number of samples, and the spread
-        over users."""
-        examples = [self._batches[user].num_examples for user in self._measured]
-        weights = np.array(examples, dtype=float)
+    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
+        """Of every setting: over all measured rows, and the spread over users."""
         rows: dict[int, dict[str, float]] = {}
         for place in self.places:
-            found = summary(self._by_user(place), weights)
+            found: dict[str, Vector] = {}
+            if self._validation:
+                found = for_choosing(self._summary(place, self._validation))
+            if final or not self._validation:
+                found |= self._summary(place, self._tests)
             rows[place] = {name: float(value) for name, value in found.items()}
         return rows
 
-    def _by_user(self, place: int) -> dict[str, Vector]:
+    def _summary(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
+        weights = np.array([len(x) for x, _ in parts if len(x)], dtype=float)
+        return summary(self._by_user(place, parts), weights)
+
+    def _by_user(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
         """Each measure of one setting, one number for each measured user."""
         w = self.w(place)
         found: dict[str, list[float]] = {}
-        for user in self._measured:
-            measured = self._model.evaluate(w, self.theta(place, user), self._tests[user])
+        for user, (x, y) in enumerate(parts):
+            if not len(x):
+                continue
+            measured = self._model.evaluate(w, self.theta(place, user), (x, y))
             for name, value in measured.items():
                 found.setdefault(name, []).append(value)
         return {name: np.array(values) for name, values in found.items()}
@@ -221,7 +230,7 @@ class NetworkEngine:
         """The main measure of each measured user, for every setting that is still trained."""
         main: dict[int, Vector] = {}
         for place in self.places:
-            found = self._by_user(place)
+            found = self._by_user(place, self._tests)
             if found:
                 main[place] = found[measure_of(found)]
         return main

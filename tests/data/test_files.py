@@ -13,7 +13,8 @@ from flwr_ppsgd.data import Columns
 from flwr_ppsgd.data.files import public_statistics, read
 from flwr_ppsgd.data.npz import mean_of_one_hots, write_npz
 from flwr_ppsgd.data.per_user import PerUser
-from flwr_ppsgd.data.raw import Split, detect
+from flwr_ppsgd.data.raw import detect
+from flwr_ppsgd.data.split import Split
 from tests.support.own_data import needs_real_data
 from tests.support.paths import SHARED
 

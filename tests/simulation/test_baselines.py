@@ -111,12 +111,13 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
     """θ_i by explicit steps from 0; of two steps the one that measures better, 1e9 being worse
     than none."""
     own = data(tmp_path)
+    assert own.test is not None
     w = np.random.default_rng(1).normal(size=(own.features, 2, own.outputs))
     found = fine_tune(own, w, [0.1, 1e9], passes=2)
     assert [step for step, _, _ in found] == [0.1, 0.1]
     for at, (_, by_user, measures) in enumerate(found):
         accuracies = []
-        for user in own.measured.tolist():
+        for user in own.test.measured.tolist():
             theta = np.zeros(w[:, at].shape)
             count = int(own.sizes[user])
             for visit in range(1, round(2 * count / 3) + 1):
@@ -124,12 +125,12 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
                 x = own.x[rows]
                 residual = x @ (w[:, at] + theta) - own.y[rows]
                 theta -= 0.1 * x.T @ residual / len(rows)
-            x, y = own.test_rows(user)
+            x, y = own.test.rows(user)
             scores = x @ (w[:, at] + theta)
             accuracies.append(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
         np.testing.assert_allclose(by_user, accuracies)
         assert measures["accuracy"] == pytest.approx(
-            np.average(accuracies, weights=own.sizes[own.measured])
+            np.average(accuracies, weights=own.test.sizes[own.test.measured])
         )
 
 
