@@ -33,7 +33,7 @@ FOLDERS = {
     """,
     "models": """
         ridge logistic linear batch blocks backbone representation losses loaders torch_optimizer
-        split cnn torch_app
+        head twin split cnn torch_app
     """,
     "data": """
         split per_user raw columns frames features scaling tables npz files cache tff emnist

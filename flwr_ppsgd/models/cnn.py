@@ -40,9 +40,20 @@ def paper_cnn(
         network.to(dtype),
         FEATURES,
         classes,
-        loss=mean_square,
+        loss=_MeanSquare(),
         head=head,
     )
+
+
+class _MeanSquare:
+    """``mean_square``, which also says what its targets are, so that the head can be solved."""
+
+    def __call__(self, prediction: Tensor, y: Tensor) -> Tensor:
+        return mean_square(prediction, y)
+
+    def targets(self, y: Tensor, outputs: int) -> Tensor:
+        """samples × K."""
+        return shifted_targets(y, outputs)
 
 
 def mean_square(prediction: Tensor, y: Tensor) -> Tensor:
@@ -52,11 +63,21 @@ def mean_square(prediction: Tensor, y: Tensor) -> Tensor:
         prediction: samples × K.
         y: class numbers, whose targets are one-hot minus .1; or the targets themselves.
     """
-    if not y.is_floating_point():
-        classes = torch.arange(prediction.shape[1])
-        one_hot = (y[:, None] == classes).to(prediction.dtype)
-        y = one_hot - SHIFT
-    return ((prediction - y) ** 2).mean(dim=1)
+    targets = shifted_targets(y, prediction.shape[1]).to(prediction.dtype)
+    return ((prediction - targets) ** 2).mean(dim=1)
+
+
+def shifted_targets(y: Tensor, outputs: int) -> Tensor:
+    """One-hot minus .1 for class numbers; targets as they are.
+
+    Args:
+        y: class numbers, or samples × K.
+        outputs: K.
+    """
+    if y.is_floating_point():
+        return y
+    classes = torch.arange(outputs, device=y.device)
+    return (y[:, None] == classes).float() - SHIFT
 
 
 def from_channels_last(parameters: Sequence[NDArray[np.float64]]) -> dict[str, Tensor]:

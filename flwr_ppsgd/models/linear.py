@@ -148,7 +148,7 @@ class AdditiveLinear:
         return ()
 
     def _minibatch(self, order: Order) -> tuple[Features, Matrix]:
-        if getattr(order, "full_batch", False):
+        if order.full_batch:
             return self._everything
         x, y = self._batches(order.visit)
         return as_matrix(x), as_matrix(y)

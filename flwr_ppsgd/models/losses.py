@@ -4,7 +4,9 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_ppsgd.algorithm import Reduction
@@ -59,6 +61,41 @@ class Objective:
         if losses.ndim > 1:
             losses = losses.flatten(1).mean(dim=1)
         return losses.mean() if reduction == "mean" else losses.sum()
+
+    def linear_targets(self, y: Tensor, outputs: int) -> tuple[Loss, NDArray[np.float64]] | None:
+        """(kind, targets) with which a linear layer can be solved; None for any other loss.
+
+        Args:
+            y: the targets of all samples.
+            outputs: of the network.
+        """
+        kind = self._linear_kind(y)
+        if kind is None:
+            return None
+        if kind == "softmax":
+            targets = nn.functional.one_hot(y.long(), outputs)
+        elif hasattr(self._loss, "targets"):
+            targets = self._loss.targets(y, outputs)
+        elif y.numel() == len(y) * outputs:
+            targets = y.reshape(len(y), outputs)
+        else:
+            return None
+        return kind, targets.double().cpu().numpy()
+
+    def _linear_kind(self, y: Tensor) -> Loss | None:
+        loss = self._loss
+        if loss is _half_square or type(loss) is nn.MSELoss or hasattr(loss, "targets"):
+            return "squared"
+        plain = (
+            type(loss) is nn.CrossEntropyLoss
+            and loss.weight is None
+            and loss.label_smoothing == 0
+            and bool((y != loss.ignore_index).all())
+        )
+        are_classes = y.ndim == 1 and not y.is_floating_point()
+        if are_classes and (plain or loss is _cross_entropy):
+            return "softmax"
+        return None
 
     def settle(self, first: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Find out how the loss reduces, before ``torch.func`` hides the values.

@@ -1,17 +1,19 @@
 """Networks as learners: f_i(w, θ_i) together with one user's data."""
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.learner import Batches, Rows
-from flwr_ppsgd.models.batch import Feeding, scores_of
+from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows
+from flwr_ppsgd.models.batch import Feeding, as_tensor, named_parts, over_parts, scores_of
 from flwr_ppsgd.models.blocks import (
     Shapes,
     allows_channels_last,
@@ -22,12 +24,20 @@ from flwr_ppsgd.models.blocks import (
     refuse_running_statistics,
     refuse_without_values,
 )
-from flwr_ppsgd.models.linear import Loss, Matrix
-from flwr_ppsgd.models.loaders import LoaderBatches, rows_in
+from flwr_ppsgd.models.head import LinearHead
+from flwr_ppsgd.models.linear import Loss, Matrix, solver
+from flwr_ppsgd.models.loaders import LoaderBatches, joined, rows_in
+from flwr_ppsgd.models.logistic import Logistic
 from flwr_ppsgd.models.losses import LossFunction, Objective
+from flwr_ppsgd.models.ridge import Ridge
 from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, PersonalTraining, Schedule
+from flwr_ppsgd.models.twin import Places, Twin
 from flwr_ppsgd.wire import Layout, Order
 
+log = logging.getLogger("flwr.ppsgd")
+
+MOST_BYTES = 2**29  # of rows or features that a user's θ is solved on
+ROWS_AT_ONCE = 256
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -182,6 +192,43 @@ class SplitModel:
         personal = [held[name] for name in self._personal]
         gradients = torch.autograd.grad(loss, personal, materialize_grads=True)
         return float(loss.detach()), _flat(gradients)
+
+    @property
+    def additive(self) -> bool:
+        """Whether θ is added to a part of w, so that θ = 0 is a model."""
+        return self._additive
+
+    def shared_head(self, w: Vector) -> Vector:
+        """The values in w to which θ is added; the module's own θ if it is not added to any."""
+        if not self._additive:
+            return self.initial_theta()
+        parts = self._split(w, self._shared, "w")
+        return _flat(parts[name] for name in self._personal)
+
+    def local_start(self, w: Vector) -> Vector:
+        """θ with which the personal parameters are those of the module at the beginning."""
+        begun = _flat(self._start[name] for name in self._personal)
+        return begun - self.shared_head(w) if self._additive else begun
+
+    def head(self) -> LinearHead | None:
+        """The personal block as one linear layer; None if it is something else."""
+        return LinearHead.of(self._module, self._personal)
+
+    def head_rows(
+        self,
+        head: LinearHead,
+        w: Vector,
+        rows: tuple[Rows, Rows],
+    ) -> tuple[Loss, Matrix, Matrix] | None:
+        """(loss, features, targets) of the last layer as a linear model; None if it is not one."""
+        self._hold(w, self.initial_theta())
+        targets = self._objective.linear_targets(self._feeding.tensor(rows[1]), head.shape[1])
+        if targets is None:
+            return None
+        features = head.features(self._module, lambda: self._predicted(rows)[0])
+        if features is None:
+            return None
+        return targets[0], features, targets[1]
 
     @property
     def personal_shapes(self) -> list[torch.Size]:
@@ -397,6 +444,24 @@ class AdditiveHead(SplitModel):
         additive = _Additive(network, start)
         super().__init__(additive, personal=["personal"], loss=loss, device=device)
 
+    @property
+    def additive(self) -> bool:
+        """θ is added to the shared head."""
+        return True
+
+    def shared_head(self, w: Vector) -> Vector:
+        """The shared head in w."""
+        return _flat([self._split(w, self._shared, "w")["head"]])
+
+    def local_start(self, w: Vector) -> Vector:
+        """θ that takes the shared head away."""
+        return -self.shared_head(w)
+
+    def head(self) -> LinearHead | None:
+        """θ itself, on the outputs of the network."""
+        features, outputs = self._parameters["personal"].shape
+        return LinearHead("network", (features, outputs), transposed=False)
+
 
 class _Additive(nn.Module):
     def __init__(self, network: nn.Module, head: Tensor) -> None:
@@ -455,7 +520,7 @@ class SplitLearner:
         order: Order,
     ) -> tuple[Vector, Vector]:
         """(∇_w, ∇_θ) of the loss over the minibatch of this visit, or over all rows."""
-        if self._full_batch:
+        if self._full_batch or order.full_batch:
             return self._full_gradients(w, theta, order.reduction)
         rows = self._batches(order.visit)
         return self._model.gradients(
@@ -472,7 +537,7 @@ class SplitLearner:
         order: Order,
     ) -> dict[str, float]:
         """Loss, and accuracy for classes, on the rows of this visit."""
-        if self._full_batch:
+        if self._full_batch or order.full_batch:
             return self._model.evaluate_over(w, theta, self._epoch())
         rows = self._batches(order.visit)
         return self._model.evaluate(w, theta, rows)
@@ -505,8 +570,112 @@ class SplitLearner:
         return g_w / rows_seen, g_theta / rows_seen
 
     def _epoch(self) -> Iterator[tuple[Rows, Rows]]:
-        assert isinstance(self._batches, LoaderBatches)
-        return self._batches.epoch()
+        if isinstance(self._batches, LoaderBatches):
+            yield from self._batches.epoch()
+            return
+        x, y = all_rows(self._batches)
+        for start in range(0, len(y), ROWS_AT_ONCE):
+            yield x[start : start + ROWS_AT_ONCE], y[start : start + ROWS_AT_ONCE]
+
+    def solve(self, w: Vector) -> Solution:
+        """The best θ for this w.
+
+        A personal block that is one linear layer at the end, with squared error or cross-entropy,
+        is solved on the features before it: see ``ridge`` and ``logistic``. Anything else is
+        trained with the user's optimizer: see ``twin``.
+        """
+        solution = self._solved_head(w)
+        return self._trained(w) if solution is None else solution
+
+    def own_size(self) -> float:
+        """The root mean square of the user's own head, if w is nothing but a head; else 0."""
+        head = self._model.head()
+        start = self._model.initial_w()
+        if head is None or not self._model.additive:
+            return 0.0
+        if len(start) != len(self._model.initial_theta()):
+            return 0.0
+        found = self._head_solver(head, start)
+        return 0.0 if found is None else found.own_size()
+
+    def anchor(self, w: Vector, theta: Vector, order: Order) -> Vector:  # noqa: ARG002
+        """θ at which the gradient of w is taken while θ is solved.
+
+        0 if θ is added to w. Else θ = 0 is no model: a linear layer is solved for this w, and any
+        other block is trained on from the kept θ for one epoch.
+        """
+        if self._model.additive:
+            return self.initial_theta()
+        solution = self._solved_head(w)
+        if solution is not None:
+            return solution.theta
+        twin = self._twin(w)
+        _, trained = next(twin.trained(theta, np.arange(twin.rows), max(twin.steps())))
+        return trained
+
+    def _solved_head(self, w: Vector) -> Solution | None:
+        """θ if it is a linear layer at the end of the network; else None."""
+        head = self._model.head()
+        found = None if head is None else self._head_solver(head, w)
+        if head is None or found is None:
+            return None
+        shared = head.matrix(self._model.shared_head(w))
+        solution = found.solve(shared.reshape(-1))
+        own = solution.theta.reshape(shared.shape)
+        if not self._model.additive:
+            own = shared + own
+        return Solution(head.theta(own), solution.chosen)
+
+    def _head_solver(self, head: LinearHead, w: Vector) -> Ridge | Logistic | None:
+        """The last layer with this user's rows; None if it cannot be solved."""
+        parts = []
+        taken = 0
+        for rows in self._epoch():
+            part = self._model.head_rows(head, w, rows)
+            if part is None:
+                return None
+            parts.append(part)
+            taken += part[1].nbytes
+            if taken > MOST_BYTES:
+                log.warning(
+                    "The head is solved on this user's first rows: all take too much memory"
+                )
+                break
+        loss = parts[0][0]
+        features = np.concatenate([part[1] for part in parts])
+        targets = np.concatenate([part[2] for part in parts])
+        return solver(features, targets, loss)
+
+    def _trained(self, w: Vector) -> Solution:
+        starts = [self.initial_theta()]
+        if self._model.additive:
+            starts.append(self._model.local_start(w))
+        return self._twin(w).solve(starts)
+
+    def _twin(self, w: Vector) -> Twin:
+        """The training of θ at this w, on rows that fit in memory."""
+        batches = []
+        taken = 0
+        for x, y in self._epoch():
+            tensors = over_parts(x, as_tensor)
+            batches.append((tensors, as_tensor(y, "y")))
+            taken += sum(part.nbytes for part in named_parts(tensors).values())
+            if taken > MOST_BYTES:
+                log.warning("θ is trained on this user's first rows: all take too much memory")
+                break
+        x, y = joined(batches)
+
+        def at(places: Places) -> tuple[Rows, Rows]:
+            chosen = torch.from_numpy(places)
+            return over_parts(x, lambda part, _: part[chosen]), y[chosen]
+
+        return Twin(
+            self._training,
+            self._model.personal_shapes,
+            lambda theta, places: self._model.personal_gradient(w, theta, at(places), "mean"),
+            lambda theta, places: self._model.evaluate(w, theta, at(places))["loss"],
+            len(y),
+        )
 
 
 class TrainedSplitLearner(SplitLearner):
