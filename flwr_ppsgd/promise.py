@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr_ppsgd.algorithm import Cohort, FixedSize, PrivateMetrics, Release
+from flwr_ppsgd.algorithm import Cohort, FixedSize, PrivateMetrics, Release, SecureSum
 from flwr_ppsgd.tuning import SizeVote
 
-OUTSIDE = (
-    "the server itself, which is trusted: it sees each clipped gradient",
+TRUSTED_SERVER = "the server itself, which is trusted: it sees each clipped gradient"
+ALWAYS_OUTSIDE = (
     "metrics, logs and timings that leave the server or a node by any other way than the published "
     "parameters",
     "the choice of settings (step, alpha, rounds, clip norm) by looking at results of several runs",
@@ -23,6 +23,7 @@ OUTSIDE = (
     "counters of traffic show them how many clients take part",
     "the fact that a run ended because nobody's reply could be used",
 )
+OUTSIDE = (TRUSTED_SERVER, *ALWAYS_OUTSIDE)
 NOTHING_PUBLISHED = "epsilon is 0: nothing is published"
 DIGITS = 4
 WEAK = 10.0  # an ε above this is said to be weak
@@ -41,6 +42,7 @@ class Headline:
         population: the number of enrolled users.
         unit: who is protected: "user", or "node" if a user may come back as another node.
         simulation: why this is a simulation, which guarantees nothing; empty if it is none.
+        secure: of a training whose server sees sums only; None: the server is trusted.
     """
 
     cost: float
@@ -50,6 +52,7 @@ class Headline:
     population: int
     unit: str = "user"
     simulation: str = ""
+    secure: SecureSum | None = None
 
     @property
     def epsilon(self) -> float:
@@ -77,7 +80,8 @@ class Headline:
         if math.isinf(self.cost):
             return (
                 "epsilon is infinite. Either nothing hides a user's contribution (noise multiplier "
-                "0), or a cap on the cohort needs more than the whole delta: raise it."
+                "0), or a cap on the cohort or random neighbours need more than the whole delta: "
+                "raise it."
             )
         return why_delta_is_void(self.delta, self.population)
 
@@ -89,9 +93,15 @@ class Headline:
             return "NO GUARANTEE: " + self.why_void()
         return (
             f"({rounded_up(self.epsilon)}, {self.delta:g})-joint differential privacy over "
-            f"{self.rounds} planned rounds for each of {self.population} {self.unit}s; the server "
-            "is trusted"
+            f"{self.rounds} planned rounds for each of {self.population} {self.unit}s; "
+            f"{self._against()}"
         )
+
+    def _against(self) -> str:
+        """From whom it protects."""
+        if self.secure is None:
+            return "the server is trusted"
+        return f"from the server too, together with up to {self.secure.colluding} other clients"
 
 
 def why_delta_is_void(delta: float, population: int) -> str:
@@ -165,7 +175,7 @@ class Promise:
             lines.append(
                 "Evaluation on the users' own data was on. Its results are outside the guarantee."
             )
-        lines.append("Outside the guarantee: " + "; ".join(OUTSIDE) + ".")
+        lines.append("Outside the guarantee: " + "; ".join(outside_of(self.release)) + ".")
         return "\n".join(lines)
 
     def as_data(self) -> dict[str, Any]:
@@ -197,7 +207,7 @@ class Promise:
             "insecure_rounds": head.insecure_rounds,
             "evaluation_on_client_data": self.evaluated,
             "caveats": list(self.caveats),
-            "outside_the_guarantee": list(OUTSIDE),
+            "outside_the_guarantee": list(outside_of(self.release)),
             "ledger": dict(self.ledger),
             "statement": self.statement(),
         }
@@ -235,10 +245,19 @@ class Promise:
                 f"{math.exp(WEAK):,.0f}."
             )
         return (
-            f"To each of the {head.population} enrolled {head.unit}s: everybody else together, "
+            f"To each of the {head.population} enrolled {head.unit}s: {self._others()}, "
             "even pooling their data and personal models, learns no more about your data than "
             f"({rounded_up(head.epsilon)}, {head.delta:g})-joint differential privacy allows.{weak}"
         )
+
+    def _others(self) -> str:
+        """Those from whom a user is protected."""
+        rules = self.release.aggregation
+        if rules is None:
+            return "everybody else together"
+        if not rules.colluding:
+            return "the server alone, which sees sums only"
+        return f"the server, which sees sums only, together with any {rules.colluding} other users"
 
     def _deployed(self) -> str:
         """What the same rounds would cost with secret coins, if that is a number."""
@@ -309,6 +328,8 @@ class Promise:
     def _mechanism(self) -> str:
         release = self.release
         how = "brought" if release.normalise else "clipped"
+        if release.aggregation is not None:
+            return _secure_mechanism(release, release.aggregation, how)
         return (
             f"Mechanism: sum of one vector per user, {how} by the server to norm "
             f"C = {release.clip_norm:g}, plus Gaussian noise of standard deviation z*C with "
@@ -316,6 +337,46 @@ class Promise:
             f"D = {release.denominator:g}; a client that fails counts as zero. "
             f"{_sampling(release.cohort)}"
         )
+
+
+def outside_of(release: Release) -> tuple[str, ...]:
+    """What no guarantee of this release covers."""
+    rules = release.aggregation
+    if rules is None:
+        return OUTSIDE
+    fewer = "it could then sum fewer clients with less noise"
+    if not release.failure:
+        fewer += ", never one alone"
+    return (
+        f"more than {rules.colluding} colluding clients, counting every client that leaves out its "
+        "noise: whoever knows all other shares of the noise subtracts them",
+        f"a server that lies: about keys, about who survived ({fewer}), by shipping other code to "
+        "the clients, or by asking for plain vectors, which a client with ppsgd-secure = true "
+        "refuses",
+        "clients that drop out because of their data: dropping out is taken to be independent of "
+        "it",
+        "what hostile clients do to the parameters: nobody sees a single vector, so nobody can "
+        "clip it, and they can spoil the sum or stop a round",
+        *ALWAYS_OUTSIDE,
+    )
+
+
+def _secure_mechanism(release: Release, rules: SecureSum, how: str) -> str:
+    failure = ""
+    if release.failure:
+        failure = (
+            f" Delta pays {release.failure:.2g} per round for neighbours that are drawn at random."
+        )
+    return (
+        f"Mechanism: secure sum of one vector per user, {how} by the client itself to norm "
+        f"C = {release.clip_norm:g}, to which each client adds its share of the noise before it "
+        f"masks it. The noise of any {rules.honest} honest clients has the standard deviation z*C "
+        f"with z = {release.noise_multiplier:g}. Nothing is unmasked unless {rules.least} clients "
+        f"stay to the end of the round; such a round is charged and changes nothing. The sum is "
+        f"divided by the fixed number D = {release.denominator:g}; a client that fails counts as "
+        "zero and adds its noise. It rests on X25519 and ChaCha20. Sampling: no amplification is "
+        f"claimed, since clients see who else takes part.{failure}"
+    )
 
 
 def _sampling(cohort: Cohort) -> str:

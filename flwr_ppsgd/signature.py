@@ -94,8 +94,13 @@ def signed(order: Order, arrays: Mapping[str, bytes], key: TrainingKey) -> Order
         arrays: the serialised arrays that travel with it, by name.
         key: the training's key.
     """
+    return signed_over(order, digest(arrays), key)
+
+
+def signed_over(order: Order, w_digest: bytes, key: TrainingKey) -> Order:
+    """``signed``, with the digest of the arrays known already."""
     keyed = replace(order, server_key=key.public, signature="")
-    return replace(keyed, signature=key.sign(keyed.to_flat(), digest(arrays)))
+    return replace(keyed, signature=key.sign(keyed.to_flat(), w_digest))
 
 
 def verify(order: Order, arrays: Mapping[str, bytes], server_key: str) -> bool:

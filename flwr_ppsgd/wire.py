@@ -6,6 +6,7 @@ Layer names and shapes exist only here; everywhere else a model is one flat vect
 
 import fnmatch
 import functools
+import hashlib
 import io
 import itertools
 import math
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.checks import LARGEST_COUNT
+from flwr_ppsgd.secure.terms import TYPES as TERMS
+from flwr_ppsgd.secure.terms import Terms
 from flwr_ppsgd.tuning import MOST_POWERS
 
 ARRAYS = "arrays"  # w, under the name that Flower's stock strategies use
@@ -28,6 +31,10 @@ METRICS = "metrics"
 ORDER = "ppsgd-order"
 GRADIENT = "gradient"
 VOTE = "vote"  # the only array of a vote, in the record of the gradient
+SECURE = "ppsgd-secure"  # a message of a secure sum, up or down
+DATA = "data"  # its bytes
+MASKED = "masked"  # the record of a masked vector, and its only array
+STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
 PROTOCOL = 3  # of the Order
 LARGEST_NUMBER = 2**63
@@ -75,6 +82,11 @@ class Order:
         charges: the number of charges in the server's journal so far.
         epsilon: ε that is promised for the planned rounds; infinite if nothing is guaranteed.
         promise: the guarantee in one line, for whoever runs the client.
+        terms: of a secure sum, in every Order of a training that has one; None: the server adds the
+            noise.
+        stage: which exchange of a secure sum this is, 1 to 4; 0 if it is none.
+        payload: the hash of the message of a secure sum that came along; empty if there is none.
+        planned: of a secure sum, the number of charges that are planned.
         server_key: the public key of the training; empty if the Order is not signed.
         signature: over all other fields and the arrays that travel along, as of
             ``flwr_ppsgd.signature``.
@@ -103,6 +115,10 @@ class Order:
     charges: int = 0
     epsilon: float = math.inf
     promise: str = ""
+    terms: Terms | None = None
+    stage: int = 0
+    payload: str = ""
+    planned: int = 0
     server_key: str = ""
     signature: str = ""
     protocol: int = PROTOCOL
@@ -116,6 +132,9 @@ class Order:
         flat: dict[str, Any] = {name: kind(getattr(self, name)) for name, kind in _PLAIN.items()}
         flat["metrics"] = ",".join(self.metrics)
         flat["starts"] = ",".join(str(int(start)) for start in self.starts)
+        if self.terms is not None:
+            flat |= {name: kind(getattr(self, name)) for name, kind in _OF_STAGE.items()}
+            flat |= {PREFIX + name: value for name, value in self.terms.to_flat().items()}
         return {name: value for name, value in flat.items() if value != ""}
 
     @classmethod
@@ -134,11 +153,16 @@ class Order:
     def read(cls, flat: Mapping[str, Any]) -> "Order":
         """What ``from_flat`` does the first time."""
         _check_protocol(flat)
-        flat = {**dict.fromkeys(_MAY_BE_EMPTY, ""), **flat}
-        _check_fields(flat)
+        secure = _SIGN_OF_TERMS in flat
+        empty = (*_MAY_BE_EMPTY, *_MAY_BE_EMPTY_IN_TERMS) if secure else _MAY_BE_EMPTY
+        flat = {**dict.fromkeys(empty, ""), **flat}
+        _check_fields(flat, _SECURE_TYPES if secure else _TYPES)
         values = {name: flat[name] for name in _PLAIN}
         values["metrics"] = _names(flat["metrics"])
         values["starts"] = _numbers(flat["starts"])
+        if secure:
+            values |= {name: flat[name] for name in _OF_STAGE}
+            values["terms"] = Terms.from_flat({name: flat[PREFIX + name] for name in TERMS})
         order = cls(**values)
         order._check_values()
         return order
@@ -158,12 +182,26 @@ class Order:
         _check(0 <= self.powers <= MOST_POWERS, "powers must be 0 to 1000", self.powers)
         votes = self.powers > 0
         _check(votes == (self.asks == "size"), "powers must be there for a vote", self.powers)
+        if self.terms is not None:
+            self._check_terms(self.terms)
         _check_text("promise", self.promise, LONGEST_PROMISE)
         _check_text("server_key", self.server_key, LONGEST_NAME)
         _check_text("signature", self.signature, LONGEST_NAME)
         # the evaluation before the first round of a start is of the round before it
         last = max(self.starts[-1:], default=0)
         _check(last <= self.round + 1, f"starts must not end after round {self.round}", last)
+
+    def _check_terms(self, terms: Terms) -> None:
+        _check(0 <= self.stage <= STAGES, f"stage must be 0 to {STAGES}", self.stage)
+        _check_count("planned", self.planned)
+        _check_text("payload", self.payload, LONGEST_NAME)
+        same = terms.normalise == self.normalise or self.asks == "size"
+        _check(same, "normalise must be that of its terms", self.normalise)
+        try:
+            _ = terms.release
+            terms.metrics(self.metrics)
+        except ValueError as error:
+            raise ValueError(f"in an Order the terms of a secure sum are none: {error}") from None
 
 
 @functools.lru_cache(maxsize=8)
@@ -197,6 +235,11 @@ _PLAIN: dict[str, type] = {
     "protocol": int,
 }
 _TYPES = {**_PLAIN, "metrics": str, "starts": str}
+PREFIX = "secure_"  # before the names of the terms of a secure sum
+_OF_STAGE: dict[str, type] = {"stage": int, "payload": str, "planned": int}
+_SECURE_TYPES = {**_TYPES, **_OF_STAGE, **{PREFIX + name: kind for name, kind in TERMS.items()}}
+_SIGN_OF_TERMS = PREFIX + "honest"
+_MAY_BE_EMPTY_IN_TERMS = ("payload", PREFIX + "bounds")
 _MAY_BE_EMPTY = ("metrics", "starts", "promise", "server_key", "signature")
 
 
@@ -227,13 +270,13 @@ def _check_protocol(flat: Mapping[str, Any]) -> None:
         )
 
 
-def _check_fields(flat: Mapping[str, Any]) -> None:
+def _check_fields(flat: Mapping[str, Any], types: Mapping[str, type]) -> None:
     """Every field is there, has exactly its type (a bool is no int), and there is no other."""
-    missing = sorted(_TYPES.keys() - flat.keys())
-    unknown = sorted(map(str, flat.keys() - _TYPES.keys()))
+    missing = sorted(types.keys() - flat.keys())
+    unknown = sorted(map(str, flat.keys() - types.keys()))
     _check(not missing, "all fields must be there, missing", missing)
     _check(not unknown, "there must be no unknown field", unknown)
-    for name, kind in _TYPES.items():
+    for name, kind in types.items():
         _check(type(flat[name]) is kind, f"{name} must be of type {kind.__name__}", flat[name])
 
 
@@ -470,6 +513,23 @@ def vector_record(vectors: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     for name, vector in vectors.items():
         record[name] = _encode(vector, vector.shape, vector.dtype)
     return record
+
+
+def payload_hash(payload: bytes) -> str:
+    """By which an Order names the message of a secure sum that comes along; empty without one."""
+    return hashlib.sha256(payload).hexdigest() if payload else ""
+
+
+def words_of(record: ArrayRecord | None, size: int) -> NDArray[np.uint64]:
+    """The masked vector in a reply; ValueError unless it is one of this size."""
+    if record is None or set(record) != {MASKED}:
+        raise ValueError(f"no masked vector among {sorted(record or ())}")
+    array = record[MASKED]
+    header = _header(MASKED, array)
+    fits = header.dtype == np.dtype("<u8") and header.shape == (size,)
+    if not fits or len(array.data) - header.end != 8 * size:
+        raise ValueError(f"a masked vector of {header.dtype}{header.shape}, expected {size} words")
+    return np.frombuffer(array.data, "<u8", offset=header.end)
 
 
 def decode_vector(array: Array) -> NDArray[Any]:

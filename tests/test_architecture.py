@@ -23,13 +23,14 @@ GROUND_FLOOR = """
     simulation experiments results plan audit cli
 """
 FOLDERS = {
-    "secure": "shamir keys masks graph messages participant coordinator",
+    "secure": "terms shamir keys masks graph messages participant coordinator",
     "client": """
-        connection refusal policy mods shelf sent personal visit message_api legacy_api model
+        connection refusal policy mods shelf sent personal visit secure message_api
+        legacy_api model
     """,
     "server": """
         training private_log record chain checkpoint journal budget ledgers curator status enrolment
-        tensorboard rounds fetch numpy_clients message_api legacy_api
+        tensorboard rounds secure_rounds fetch numpy_clients message_api legacy_api
     """,
     "models": """
         ridge logistic linear batch blocks backbone representation losses loaders torch_optimizer

@@ -12,10 +12,20 @@ from flwr.clientapp.typing import Mod
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.mods import guarded_mod
 from flwr_ppsgd.client.refusal import REFUSED_MESSAGE, REFUSED_ORDER, RefusedError, refusing
+from flwr_ppsgd.client.secure import (
+    answer_keys,
+    answer_masked,
+    answer_revealed,
+    answer_shares,
+    payload_of,
+    refuse_other_terms,
+    refuse_plain,
+)
 from flwr_ppsgd.client.sent import Leaving
 from flwr_ppsgd.client.visit import (
     LocalSteps,
     Request,
+    Sent,
     answer_order,
     answer_stock,
     check_shared,
@@ -27,10 +37,13 @@ from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import (
     ARRAYS,
     CONFIG,
+    DATA,
     GRADIENT,
+    MASKED,
     METRICS,
     NUM_EXAMPLES,
     ORDER,
+    SECURE,
     VOTE,
     Layout,
     Order,
@@ -66,9 +79,13 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        order = _order(message)
+        if order is not None and order.stage:
+            return _answer_stage(message, context, order, learner_for)
         learner = learner_for(context)
-        if ORDER in message.content:
-            return _train(message, context, learner)
+        if order is not None:
+            refuse_plain(context, order)
+            return _train(message, context, learner, order)
         local = LocalSteps.of(context, local_step, local_steps)
         return _train_locally(message, context, learner, local)
 
@@ -77,9 +94,12 @@ def client_app(
         return _evaluate(message, context, learner_for(context))
 
     @app.query()
-    def check(message: Message, context: Context) -> Message:  # noqa: ARG001
+    def check(message: Message, context: Context) -> Message:
         """The Order is one that this client would obey, for this w; no data are read."""
         layout, _ = _shared(message)
+        order = _order(message)
+        if order is not None:
+            refuse_other_terms(context, order)
         refusing(REFUSED_MESSAGE, lambda: check_shared(learner_for, layout.shape_of))
         return Message(RecordDict(), reply_to=message)
 
@@ -133,11 +153,52 @@ class _App(ClientApp):
         return self.__dict__
 
 
-def _train(message: Message, context: Context, learner: Learner) -> Message:
+def _answer_stage(
+    message: Message,
+    context: Context,
+    order: Order,
+    learner_for: Callable[[Context], Learner],
+) -> Message:
+    """The answer to one exchange of a secure sum. Data are read in the third alone."""
+    payload = payload_of(message.content.get(SECURE), order)
+    match order.stage:
+        case 1:
+            data = answer_keys(context, order)
+        case 2:
+            data = answer_shares(context, order, payload)
+        case 3:
+            return _answer_masked(message, context, order, payload, learner_for)
+        case _:
+            data = answer_revealed(context, order, payload)
+    content = RecordDict({SECURE: ConfigRecord({DATA: data})})
+    return Message(content, reply_to=message)
+
+
+def _answer_masked(
+    message: Message,
+    context: Context,
+    order: Order,
+    payload: bytes,
+    learner_for: Callable[[Context], Learner],
+) -> Message:
+    """The masked vector, and nothing else."""
+    layout, w = _shared(message)
+    refusing(REFUSED_MESSAGE, lambda: check_shared(learner_for, layout.shape_of))
+
+    def train() -> Sent:
+        learner = learner_for(context)
+        check_shared(learner, layout.shape_of)
+        return answer_order(context, learner, w, order)
+
+    size = order.powers if order.asks == "size" else layout.size
+    words = answer_masked(context, order, payload, size=size, train=train)
+    content = RecordDict({MASKED: vector_record({MASKED: words.astype("<u8", copy=False)})})
+    return Message(content, reply_to=message)
+
+
+def _train(message: Message, context: Context, learner: Learner, order: Order) -> Message:
     """The answer to an Order: the clipped gradient, private measures, and nothing else."""
     layout, w = _shared(message)
-    order = _order(message)
-    assert order is not None
     check_shared(learner, layout.shape_of)
     sent = answer_order(context, learner, w, order)
     content = RecordDict()

@@ -24,6 +24,9 @@ MAX_EPSILON = "ppsgd-max-epsilon"
 EVALUATE = "ppsgd-evaluate"
 STOCK = "ppsgd-stock"
 SERVER_KEY = "ppsgd-server-key"
+SECURE = "ppsgd-secure"
+MIN_NOISE = "ppsgd-min-noise-multiplier"
+MIN_CLIENTS = "ppsgd-min-clients"
 PREFIX = "ppsgd-"
 KEYS = (
     STATE_DIR,
@@ -34,6 +37,9 @@ KEYS = (
     EVALUATE,
     STOCK,
     SERVER_KEY,
+    SECURE,
+    MIN_NOISE,
+    MIN_CLIENTS,
 )
 Arrays = Callable[[], Mapping[str, bytes]]
 
@@ -49,6 +55,10 @@ class Policy:
         evaluate: whether evaluation on this user's data is answered.
         stock: whether stock strategies are answered; None: if the app was built with local_step.
         server_key: the public key that must have signed every Order; empty: any server is obeyed.
+        secure: whether only secure sums are answered: no plain Order, no evaluation, no stock
+            strategy.
+        min_noise: the least z of a secure sum.
+        min_clients: the least h + t of a secure sum.
     """
 
     max_clip_norm: float = math.inf
@@ -57,6 +67,9 @@ class Policy:
     evaluate: bool = True
     stock: bool | None = None
     server_key: str = ""
+    secure: bool = False
+    min_noise: float = 0.0
+    min_clients: float = 0.0
 
     @classmethod
     def of(cls, node_config: Mapping[str, Any]) -> Self:
@@ -75,7 +88,20 @@ class Policy:
             evaluate=_switch(node, EVALUATE) is not False,
             stock=_switch(node, STOCK),
             server_key=_key(node),
+            secure=_switch(node, SECURE) is True,
+            min_noise=_limit(node, MIN_NOISE, none=0.0),
+            min_clients=_limit(node, MIN_CLIENTS, none=0.0),
         )
+        if not policy.secure and (policy.min_noise or policy.min_clients):
+            raise ValueError(
+                f"node config: {MIN_NOISE} and {MIN_CLIENTS} are limits of secure sums, and the "
+                f"server may ask for others: set {SECURE} = true too"
+            )
+        if policy.stock and policy.secure:
+            raise ValueError(
+                f"node config: {STOCK} and {SECURE} exclude each other, because stock strategies "
+                "have no secure sum: remove one of them"
+            )
         if policy.stock and policy.server_key:
             raise ValueError(
                 f"node config: {STOCK} and {SERVER_KEY} exclude each other, because stock "
@@ -103,6 +129,8 @@ class Policy:
             raise _refused(f"{EVALUATE} is false: evaluation on this user's data is not answered")
         if self.server_key:
             self._check_signature(order, arrays)
+        if self.secure:
+            self._check_secure(order, kind)
         if order is not None:
             self._check_limits(order)
         elif kind in ("train", "evaluate"):
@@ -115,6 +143,27 @@ class Policy:
                 f"a message that is not signed with the key that {SERVER_KEY} pins: nothing is "
                 "done; if the training has a new key, ask its operator and pin that one",
             )
+
+    def _check_secure(self, order: Order | None, kind: str) -> None:
+        """Refuse everything from which the server could learn about this client alone."""
+        if kind == "evaluate":
+            raise _refused(f"{SECURE} is true: evaluation on this user's data is not answered")
+        plain = order is None or order.terms is None
+        if not plain and kind == "train":
+            plain = order is not None and order.stage == 0
+        if plain and (order is None or order.publishes):
+            raise _refused(
+                f"{SECURE} is true: only secure sums are answered, and this asks for none"
+            )
+        if order is None or order.terms is None:
+            return
+        limits = (
+            ("noise multiplier", order.terms.noise_multiplier, MIN_NOISE, self.min_noise),
+            ("honest + colluding", order.terms.rules.least, MIN_CLIENTS, self.min_clients),
+        )
+        for name, value, key, least in limits:
+            if not value >= least:
+                raise _refused(f"a secure sum with {name} {value:g} where {key} is {least:g}")
 
     def _check_limits(self, order: Order) -> None:
         limits = (
@@ -148,9 +197,9 @@ def _refused(reason: str) -> RefusedError:
     return RefusedError(REFUSED_POLICY, reason)
 
 
-def _limit(node: Mapping[str, Any], key: str) -> float:
-    """A number of at least 0; infinite if the key is not there."""
-    value = node.get(key, math.inf)
+def _limit(node: Mapping[str, Any], key: str, none: float = math.inf) -> float:
+    """A number of at least 0; ``none`` if the key is not there."""
+    value = node.get(key, none)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     rule = f"node config: {key} must be a number of at least 0"
     require(number and value >= 0, rule, value, "set it, or remove it for no limit")

@@ -17,6 +17,7 @@ REFUSED_POLICY = "refused-policy"
 REFUSED_SIGNATURE = "refused-signature"
 REFUSED_CHARGES = "refused-charges"
 REFUSED_MESSAGE = "refused-message"
+REFUSED_SECURE = "refused-secure"
 NODE_CONFIG = "node-config"
 TOO_LATE = "too-late"
 THETA_BUSY = "theta-busy"
@@ -30,6 +31,7 @@ CODES = (
     REFUSED_SIGNATURE,
     REFUSED_CHARGES,
     REFUSED_MESSAGE,
+    REFUSED_SECURE,
     NODE_CONFIG,
     TOO_LATE,
     THETA_BUSY,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.client.refusal import RefusedError
 from flwr_ppsgd.client.shelf import Save, Shelf
-from flwr_ppsgd.wire import GRADIENT, Order, decode_vector
+from flwr_ppsgd.wire import GRADIENT, MASKED, Order, decode_vector
 
 EVALUATE = "evaluate"
 LONGEST_SHOWN = 1000  # characters of a text that a server or a mod chose
@@ -77,6 +77,8 @@ class Leaving:
         if self.order is not None:
             line["round"] = self.order.round
             line["clip_norm"] = self.order.clip_norm
+            if self.order.stage:
+                line["stage"] = self.order.stage
         return line
 
 
@@ -136,6 +138,7 @@ def _left(shelf: Shelf) -> list[str]:
     return [
         f"  has left: {_in_words(sizes)}; {len(replies)} replies in {len(runs)} Flower runs",
         *_about_gradients(lines, set(sizes)),
+        *_about_masked(lines),
         *_evaluations(lines),
         *_errors(lines),
     ]
@@ -159,6 +162,16 @@ def _about_gradients(lines: list[dict[str, Any]], records: set[str]) -> list[str
     return [
         f"  that is {only}; its norm was {last['norm']:.4g} the last time, {largest:.4g} at most, "
         f"clipped to {last['clip_norm']:g}"
+    ]
+
+
+def _about_masked(lines: list[dict[str, Any]]) -> list[str]:
+    masked = [line for line in lines if MASKED in line["bytes"]]
+    if not masked:
+        return []
+    return [
+        f"  masked vectors: {len(masked)}; each hides a gradient that was bounded and had noise "
+        "added here, and shows nothing until it is summed with others'"
     ]
 
 

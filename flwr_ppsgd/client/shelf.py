@@ -41,6 +41,8 @@ FORMATS = ("flwr_ppsgd theta 1", FORMAT)  # those that are read; 1 is that of ve
 SHARED_FORMAT = "flwr_ppsgd shared 1"
 SHARED = "shared.w"
 SENT = "sent.jsonl"
+MEMORY = "secure.memory"  # of secure sums: their terms, and which rounds were answered
+MEMORY_FORMAT = "flwr_ppsgd secure 1"
 LOCK = "lock"
 KEPT = 3  # saves of a training at least, in case the newest one is damaged
 TRAININGS = 4  # of which θ is kept under one name
@@ -282,6 +284,30 @@ class Shelf:
             note = _note(line)
             if note is not None:
                 yield note
+
+    def memory(self) -> dict[str, Any]:
+        """What is remembered of secure sums, by training; a damaged file is refused."""
+        path = self.directory / MEMORY
+        if not path.exists():
+            return {}
+        try:
+            head, _ = disk.unseal(path.read_bytes())
+            found: dict[str, Any] = head["trainings"]
+        except OSError as error:
+            raise self._unreadable(error) from None
+        except (ValueError, KeyError) as error:
+            raise RefusedError(
+                THETA_DAMAGED,
+                f"{path} is damaged ({error}), so it is not known which rounds were answered: "
+                "nothing is sent; restore it from a backup, or remove it if this node takes part "
+                "in no training any more",
+            ) from None
+        return found
+
+    def put_memory(self, trainings: Mapping[str, Any]) -> None:
+        """Replace what is remembered; when this returns, it is on the disk."""
+        head = {"format": MEMORY_FORMAT, "trainings": dict(trainings)}
+        disk.write(self.directory / MEMORY, disk.seal(head, []), mode=disk.PRIVATE_FILE)
 
     def refuse_if_busy(self, training: int, seen: int) -> None:
         """Refuse if somebody else has stepped θ meanwhile.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import SecureSum
 from flwr_ppsgd.noise import Coins
-from flwr_ppsgd.secure.graph import design, draw
+from flwr_ppsgd.secure.graph import design, draw, survivors_needed
 from flwr_ppsgd.secure.keys import KeyPair
 from flwr_ppsgd.secure.masks import Words, add_mask, subtract_mask
 from flwr_ppsgd.secure.messages import (
@@ -161,7 +161,8 @@ class Coordinator(Generic[Node]):
 
     def survivors(self) -> dict[Node, bytes]:
         """Exchange 4, down: U₃. Charge the release before this is sent."""
-        self._enter(Stage.REVEALED, len(self._survivors), "sent a masked vector")
+        needed = survivors_needed(self.rules, len(self._nodes))
+        self._enter(Stage.REVEALED, len(self._survivors), "sent a masked vector", needed)
         named = bitmap(self._survivors, len(self._nodes))
         return {self._nodes[place]: named for place in sorted(self._survivors)}
 
@@ -250,11 +251,12 @@ class Coordinator(Generic[Node]):
 
     # --- stages
 
-    def _enter(self, stage: Stage, count: int, did: str) -> None:
+    def _enter(self, stage: Stage, count: int, did: str, needed: int = 0) -> None:
         """Go on to the next exchange; NoSumError if too few are left for it."""
         self._require(Stage(stage - 1))
-        if count < self.rules.least:
-            raise NoSumError(f"{count} clients {did}, {self.rules.least} are needed")
+        needed = max(needed, self.rules.least)
+        if count < needed:
+            raise NoSumError(f"{count} clients {did}, {needed} are needed")
         self._stage = stage
 
     def _require(self, stage: Stage) -> None:

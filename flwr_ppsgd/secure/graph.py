@@ -93,7 +93,11 @@ def draw(design: Design, participants: int, coins: Coins) -> list[frozenset[int]
 def survivors_needed(rules: SecureSum, participants: int) -> int:
     """How many of the participants of a round must stay to its end, so that it has a sum.
 
-    With a random graph that many are enough but for a chance of ``LOST_ROUND``.
+    h + t, and with a complete graph at least t_s + 1: each secret then finds its t_s holders. It
+    also limits a server that names other survivors to each client. If every list has m ≥ t_s + 1
+    names, then whatever it puts together is the sum of at least 2m − n ≥ t + 2 clients, two of them
+    honest. With a random graph h + t are enough but for a chance of ``LOST_ROUND``, and nothing
+    limits such a server.
     """
     found = design(rules, participants)
     if not found.complete:

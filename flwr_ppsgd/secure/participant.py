@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import SecureSum
-from flwr_ppsgd.secure.graph import Design, design
+from flwr_ppsgd.secure.graph import Design, design, survivors_needed
 from flwr_ppsgd.secure.keys import KEY_SIZE, KeyPair, derive, fingerprint, seal, unseal
 from flwr_ppsgd.secure.masks import Words, add_mask, subtract_mask
 from flwr_ppsgd.secure.messages import (
@@ -173,7 +173,7 @@ class Shared:
             rules: h and t.
             vector: x, bounded and with its share of the noise, in whole multiples of the grid.
         """
-        here = self._checked_partners(partners, rules)
+        here = self.check(partners, rules)
         total = vector.astype(np.int64).view(np.uint64)
         members = hash_of(partners.members, self.roster.participants)
         place = self.roster.place
@@ -190,7 +190,7 @@ class Shared:
         after = Masked(self.session, place, self.roster.participants, partners.members, kept)
         return after, total
 
-    def _checked_partners(self, partners: Partners, rules: SecureSum) -> list[int]:
+    def check(self, partners: Partners, rules: SecureSum) -> list[int]:
         """The neighbours in U₂, in order; ProtocolError if there are too few of anything."""
         members = partners.members
         neighbours = self.roster.neighbours.keys()
@@ -245,8 +245,9 @@ class Masked:
         """
         refuse_unless(survivors <= self.members, "survivors who had not given shares")
         refuse_unless(self.place in survivors, "survivors without this client")
-        enough = len(survivors) >= rules.least
-        refuse_unless(enough, f"{len(survivors)} survivors, fewer than {rules.least}")
+        needed = survivors_needed(rules, self.participants)
+        enough = len(survivors) >= needed
+        refuse_unless(enough, f"{len(survivors)} survivors, fewer than {needed}")
         shares = {
             other: pair[:SHARE_SIZE] if other in survivors else pair[SHARE_SIZE:]
             for other, pair in self.held.items()

@@ -351,7 +351,8 @@ class Curator:
         head = headline_of(self.stated())
         population = self.training.release.cohort.population
         unit = "node" if self._caveat else "user"
-        head = replace(head, population=population, unit=unit, simulation=simulation)
+        secure = self.training.release.aggregation
+        head = replace(head, population=population, unit=unit, simulation=simulation, secure=secure)
         if self._budget is not None:
             head = replace(head, cost=self._budget.allowance.epsilon)
         return head
@@ -379,7 +380,8 @@ class Curator:
         check_accountant()
         stated = self.stated()
         replace_one = stated.epsilon("replace-one")
-        residual = residual_delta(size, stated.rounds, replace_one)
+        shares = self.training.release.noise_shares
+        residual = residual_delta(size, stated.rounds, replace_one, shares)
         # δ is the total: what finite precision takes is paid from it
         ledger = replace(stated, delta=max(stated.delta - residual, stated.delta / 2))
         head = self.headline(simulation)
@@ -513,40 +515,78 @@ class Curator:
 
         Charged before either exists. At α = 0 nothing is released or charged.
         """
+        if not self.training.steps.publishes:
+            self._count(round_, w)
+            return w, {}
+        self.charge_round(round_, len(w))
+        self._count(round_, w)
+        noisy = total.noisy(coins_for(self.training.insecure_seed, "noise", round_))
+        return self._moved(w, noisy, self.training.release)
+
+    def charge_round(self, round_: int, size: int) -> None:
+        """Write a round down, before anything of it can be seen.
+
+        Args:
+            round_: the absolute round.
+            size: of w; ValueError, before anything is charged, if the optimizer is of another.
+        """
+        self._state_for(size)
+        self._charge(round_)
+
+    def publish_sum(
+        self, round_: int, w: Vector, noisy: Vector | None, counted: int
+    ) -> tuple[Vector, dict[str, float]]:
+        """(w after the optimizer's step, private measures) for a secure sum that was charged.
+
+        The noise is that of all clients in the sum, each with its share, not only of those whom the
+        guarantee counts on: its variance is ``counted``/h times what is charged for.
+
+        Args:
+            round_: the absolute round.
+            w: the shared parameters.
+            noisy: the sum; None if there is none, and w stays.
+            counted: how many clients are in it.
+        """
+        self._count(round_, w)
+        if noisy is None:
+            return w, {}
+        release = self.training.release
+        more = math.sqrt(counted / release.noise_shares)
+        added = replace(release, noise_multiplier=more * release.noise_multiplier)
+        return self._moved(w, noisy, added)
+
+    def _count(self, round_: int, w: Vector) -> None:
+        """Note that a round is over that began with w."""
         if self.training.average:
             self._iterates = w.copy() if self._iterates is None else self._iterates + w
-        if not self.training.steps.publishes:
-            self.rounds_done = round_
-            return w, {}
-        state = self._state_for(len(w))
-        self._charge(round_)
         self.rounds_done = round_
-        noisy = total.noisy(coins_for(self.training.insecure_seed, "noise", round_))
-        return self._moved(w, noisy, state)
 
-    def _moved(self, w: Vector, noisy: Vector, state: State) -> tuple[Vector, dict[str, float]]:
-        """What follows from a released sum: the new w, measures, and the next clip norm."""
+    def _moved(self, w: Vector, noisy: Vector, added: Release) -> tuple[Vector, dict[str, float]]:
+        """What follows from a released sum: the new w, measures, and the next clip norm.
+
+        Args:
+            w: the shared parameters.
+            noisy: the sum.
+            added: the release, with the noise that was really added.
+        """
         training = self.training
+        state = self._state_for(len(w))
         gradient = noisy[: len(w)]
         if self.scale != 1.0:
             gradient = gradient * self.scale
-        released = Released(gradient, training.release, self._noise_std(), self.clip_norm)
+        deviation = added.noise_std * self.scale / added.denominator
+        released = Released(gradient, training.release, deviation, self.clip_norm)
         step = training.steps.shared * self.size
         moved, self._optimizing = training.optimizer.moved(w, released, step, state)
         if training.measures is None:
             return moved, {}
-        measures = training.measures.decode(noisy[len(w) :], training.release)
+        measures = training.measures.decode(noisy[len(w) :], added)
         if training.adaptive_clip is not None:
             measures["clip-norm"] = self.clip_norm
             first = training.release.clip_norm
             bit = measures[BELOW]
             self.clip_norm = training.adaptive_clip.after(self.clip_norm, bit, first)
         return moved, measures
-
-    def _noise_std(self) -> float:
-        """Of the noise that a round has added to the mean."""
-        release = self.training.release
-        return release.noise_std * self.scale / release.denominator
 
     def _state_for(self, size: int) -> State:
         """The optimizer's state; ValueError, before anything is charged, if it is another's."""
@@ -572,9 +612,19 @@ class Curator:
 
     def publish_vote(self, total: GridSum) -> Vector:
         """The noisy counts, charged before they exist and written down for a restart."""
+        self.charge_vote()
+        return self.note_votes(total.noisy(coins_for(self.training.insecure_seed, "vote", 0)))
+
+    def charge_vote(self) -> None:
+        """Write the vote down, before anything of it can be seen."""
         assert self.training.vote is not None
         self._charge(0, self.training.vote.release)
-        votes = total.noisy(coins_for(self.training.insecure_seed, "vote", 0))
+
+    def note_votes(self, votes: Vector | None) -> Vector:
+        """Keep the noisy counts for a restart; zeros, from which nothing follows, if None."""
+        assert self.training.vote is not None
+        if votes is None:
+            votes = np.zeros(self.training.vote.powers)
         if self._journal is not None:
             self._journal.note_vote(votes.tolist())
         self.votes = votes

@@ -414,9 +414,9 @@ class Journal:
         before = {"delta": self._story.delta, **release_to_dict(kept)}
         now = {"delta": delta, **release_to_dict(release)}
         changed = [
-            f"{key} was {before.get(key)} and is {value}"
-            for key, value in now.items()
-            if before.get(key) != value
+            f"{key} was {before.get(key)} and is {now.get(key)}"
+            for key in {**before, **now}
+            if before.get(key) != now.get(key)
         ]
         raise ValueError(
             f"{self._path} belongs to a training with other privacy settings "

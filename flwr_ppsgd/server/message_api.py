@@ -17,25 +17,37 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
+from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
 from flwr_ppsgd.callers import refuse_dp_strategy
 from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.recipe import recipe
+from flwr_ppsgd.secure.participant import Session
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, refusals_of
 from flwr_ppsgd.server.numpy_clients import Addressing, Task, failure, measured, trained
 from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_other_model
+from flwr_ppsgd.server.secure_rounds import (
+    Exchange,
+    Purpose,
+    SecureGradients,
+    SecureRound,
+    SecureVotes,
+)
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
+from flwr_ppsgd.signature import digest
 from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
 from flwr_ppsgd.wire import (
     ARRAYS,
     CONFIG,
+    DATA,
     GRADIENT,
+    MASKED,
     METRICS,
     ORDER,
+    SECURE,
     Layout,
     Making,
     bytes_of,
@@ -54,6 +66,8 @@ class PPSGD(Strategy):
         release: what is published in a round.
         steps: how far w and θ move.
         delta: δ at which the guarantee is stated.
+        aggregation: ``SecureSum`` if clients add the noise and the server sees sums only; short for
+            a release that says so.
 
     The other arguments are explained where they are defined: ``flwr_ppsgd.server.training``.
     """
@@ -85,9 +99,11 @@ class PPSGD(Strategy):
         vote: SizeVote | None = None,
         default_size: float = 1.0,
         adaptive_clip: AdaptiveClip | None = None,
+        aggregation: SecureSum | None = None,
     ) -> None:
         self.training = Training.of(
             release=release,
+            aggregation=aggregation,
             steps=steps,
             delta=delta,
             max_epsilon=max_epsilon,
@@ -306,6 +322,11 @@ class PPSGD(Strategy):
         """Ask everybody for the size of their own solution, unless that was done or is not due."""
         if not self._curator.vote_pending:
             return
+        if self.training.secure:
+            purpose = SecureVotes(self._curator)
+            self._run_secure(0, purpose, grid, (arrays, ConfigRecord()), timeout)
+            self._rounds.publish_vote()
+            return
         nodes = self._rounds.open_vote(lambda: present_in(grid))
         order = ConfigRecord(self._rounds.vote_order(arrays).to_flat())
         content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord(), ORDER: order})
@@ -318,14 +339,70 @@ class PPSGD(Strategy):
     def _run_round(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
     ) -> None:
-        messages = self.configure_train(round_, result.arrays, config, grid)
-        replies = ask(grid, messages, timeout, _size(result.arrays))
-        result.arrays, metrics = self.aggregate_train(round_, replies)
+        if self.training.secure:
+            refuse_dp_strategy("PPSGD")
+            self._arrays = result.arrays
+            w = self._layout(result.arrays).flatten(result.arrays)
+            purpose = SecureGradients(self._curator, round_, w)
+            self._run_secure(round_, purpose, grid, (result.arrays, config), timeout)
+            result.arrays, metrics = self._published(round_)
+        else:
+            messages = self.configure_train(round_, result.arrays, config, grid)
+            replies = ask(grid, messages, timeout, _size(result.arrays))
+            result.arrays, metrics = self.aggregate_train(round_, replies)
         result.train_metrics_clientapp[round_] = metrics
         spent = rounded_up(cast(float, metrics["epsilon"]))
         last = self._rounds.last_round
         log.info("[ROUND %d/%d] epsilon so far at most %s", round_, last, spent)
         self._rounds.refuse_to_go_on()
+
+    def _run_secure(
+        self,
+        round_: int,
+        purpose: Purpose,
+        grid: Grid,
+        sent: tuple[ArrayRecord, ConfigRecord],
+        timeout: float,
+    ) -> None:
+        """The four exchanges of a secure sum, each with the timeout of a round."""
+        session = Session(
+            training=self._curator.training_id,
+            run=grid.run.run_id,
+            start=len(self._curator.starts()),
+            round=round_,
+            part="gradient" if round_ else "size",
+        )
+        secure = SecureRound(self._curator, session, purpose)
+        if round_:
+            nodes = self._rounds.open_for(secure, round_, lambda: present_in(grid))
+        else:
+            nodes = self._rounds.open_vote(lambda: present_in(grid), secure)
+        opened = self._rounds.opened(round_)
+        for exchange in secure.exchanges(list(nodes)):
+            opened.ask_again(exchange.payloads)
+            messages = self._staged(round_, exchange, sent)
+            self._asked = [message.metadata for message in messages]
+            replies = ask(grid, messages, timeout, _size(sent[0]))
+            self._take(opened, replies)
+
+    def _staged(
+        self, round_: int, exchange: Exchange, sent: tuple[ArrayRecord, ConfigRecord]
+    ) -> list[Message]:
+        """One message to each client of an exchange; w travels only if it is needed."""
+        arrays, config = sent
+        records: dict[str, Any] = {}
+        if exchange.brings_w:
+            records = {ARRAYS: arrays, CONFIG: config}
+        w_digest = digest(bytes_of(arrays) if exchange.brings_w else {})
+        payloads = cast(Mapping[Identity, bytes], exchange.payloads)
+        orders = self._rounds.staged_orders(round_, exchange.stage, payloads, w_digest)
+        messages = []
+        for node, order in orders.items():
+            content = RecordDict({**records, ORDER: ConfigRecord(order.to_flat())})
+            if payloads[node]:
+                content[SECURE] = ConfigRecord({DATA: payloads[node]})
+            messages.append(Message(content, cast(int, node), MessageType.TRAIN))
+        return messages
 
     def _run_evaluation(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
@@ -343,6 +420,11 @@ class PPSGD(Strategy):
     ) -> list[Message]:
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
         refuse_dp_strategy("PPSGD")
+        if self.training.secure:
+            raise ValueError(
+                "a secure sum takes four exchanges per round, and configure_train is one: call "
+                "start, which runs them, or leave out aggregation"
+            )
         layout = self._layout(arrays)
         w = layout.flatten(arrays)
         nodes = self._rounds.open(server_round, w, layout, lambda: present_in(grid))
@@ -358,6 +440,10 @@ class PPSGD(Strategy):
     ) -> tuple[ArrayRecord, MetricRecord]:
         """One noisy step; each reply is a vector or zero."""
         self._take(self._rounds.opened(server_round), replies)
+        return self._published(server_round)
+
+    def _published(self, server_round: int) -> tuple[ArrayRecord, MetricRecord]:
+        """The new w, saved, and what is released along with it."""
         w, released = self._rounds.publish(server_round)
         arrays = self._arrays
         if self.steps.publishes:
@@ -457,9 +543,12 @@ def _reply(message: Message, name: str) -> Reply:
     """The named record of a message and its measures, and nothing else of it."""
     if message.has_error():
         return Reply(error=f"error {message.error.code}: {message.error.reason}")
-    arrays = message.content.get(name)
+    arrays = message.content.get(name, message.content.get(MASKED))
     measures = message.content.get(METRICS)
+    secure = message.content.get(SECURE)
+    payload = secure.get(DATA) if isinstance(secure, ConfigRecord) else None
     return Reply(
+        payload=payload if isinstance(payload, bytes) else b"",
         arrays=arrays if isinstance(arrays, ArrayRecord) else None,
         measures=measures if isinstance(measures, MetricRecord) else {},
         found=list(message.content),

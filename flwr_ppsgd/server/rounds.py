@@ -15,16 +15,17 @@ from typing import Any, Protocol
 import numpy as np
 from flwr.app import ArrayRecord
 
-from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.algorithm import PrivateMetrics, Release, Vector
 from flwr_ppsgd.checks import printable
 from flwr_ppsgd.noise import GridSum
 from flwr_ppsgd.promise import why_delta_is_void
+from flwr_ppsgd.secure.terms import Terms
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Enrolment, Present
 from flwr_ppsgd.server.private_log import PrivateLog, RoundFacts
 from flwr_ppsgd.server.tensorboard import Scalars
 from flwr_ppsgd.server.training import Identity, Training
-from flwr_ppsgd.signature import signed
+from flwr_ppsgd.signature import signed, signed_over
 from flwr_ppsgd.wire import (
     ARRAYS,
     GRADIENT,
@@ -36,6 +37,7 @@ from flwr_ppsgd.wire import (
     Order,
     bytes_of,
     is_buffer,
+    payload_hash,
     vector_record,
 )
 
@@ -72,12 +74,14 @@ class Reply:
         arrays: the gradient, or the trained parameters; None if there are none.
         measures: numbers that came along, by name.
         error: why the client failed; empty if it did not.
+        payload: its message of a secure sum; empty if there is none.
         found: the names of what came, for an error message.
     """
 
     arrays: ArrayRecord | None = None
     measures: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
+    payload: bytes = b""
     found: Sequence[str] = ()
 
 
@@ -187,21 +191,34 @@ class Rounds:
             layout: their names and shapes.
             look: tells who is online.
         """
+        wanted = Gradients(self.curator, round_, w, layout)
+        return self.open_for(wanted, round_, look)
+
+    def open_for(
+        self, wanted: "Wanted", round_: int, look: Callable[[], Iterable[Present]]
+    ) -> list[Identity]:
+        """``open`` a round in which something else than plain gradients is wanted."""
         self.curator.check_budget(round_)
         online = self._online(look)
         drawn = self._enrolment.nodes(self.curator.draw(round_))
         asked = [online[node] for node in drawn if node in online]
         offline = len(drawn) - len(asked)
-        wanted = Gradients(self.curator, round_, w, layout)
         self._open = OpenRound(self.curator, round_, wanted, asked, offline=offline)
         return asked
 
-    def open_vote(self, look: Callable[[], Iterable[Present]]) -> list[Identity]:
-        """Budget, then everybody who is enrolled: the addresses of those online."""
+    def open_vote(
+        self, look: Callable[[], Iterable[Present]], wanted: "Wanted | None" = None
+    ) -> list[Identity]:
+        """Budget, then everybody who is enrolled: the addresses of those online.
+
+        Args:
+            look: tells who is online.
+            wanted: what becomes of the replies; None: they are votes.
+        """
         self.curator.check_vote()
         online = self._online(look)
         asked = [online[node] for node in self._enrolment.known if node in online]
-        self._open = OpenRound(self.curator, 0, Votes(self.curator), asked)
+        self._open = OpenRound(self.curator, 0, wanted or Votes(self.curator), asked)
         return asked
 
     def publish_vote(self) -> None:
@@ -270,17 +287,39 @@ class Rounds:
 
     def vote_order(self, arrays: ArrayRecord) -> Order:
         """What the server asks of everybody before the first round."""
+        return signed(self._vote_order(), bytes_of(arrays), self.curator.key)
+
+    def _vote_order(self) -> Order:
         vote = self.training.vote
         assert vote is not None
-        order = replace(
+        return replace(
             self._order(0),
             clip_norm=vote.release.clip_norm,
             asks="size",
             lowest=vote.lowest,
             powers=vote.powers,
             metrics=(),
+            terms=_terms(vote.release, None),
         )
-        return signed(order, bytes_of(arrays), self.curator.key)
+
+    def staged_orders(
+        self, round_: int, stage: int, payloads: Mapping[Identity, bytes], w_digest: bytes
+    ) -> dict[Identity, Order]:
+        """What the server asks of each client in one exchange of a secure sum.
+
+        Args:
+            round_: the absolute round; 0 for the vote.
+            stage: which exchange it is.
+            payloads: what each client gets besides its Order, which names it.
+            w_digest: of the arrays that travel along, as of ``signature.digest``.
+        """
+        base = replace(self._order(round_) if round_ else self._vote_order(), stage=stage)
+        hashes = {payload: payload_hash(payload) for payload in set(payloads.values())}
+        orders = {
+            payload: signed_over(replace(base, payload=named), w_digest, self.curator.key)
+            for payload, named in hashes.items()
+        }
+        return {node: orders[payload] for node, payload in payloads.items()}
 
     def order(self, round_: int, arrays: ArrayRecord) -> Order:
         """What the server asks of each client in a round, and what it tells them about itself.
@@ -315,6 +354,8 @@ class Rounds:
             charges=self.curator.ledger.rounds,
             epsilon=epsilon,
             promise=printable(promise, LONGEST_PROMISE),
+            terms=_terms(training.release, training.measures),
+            planned=self.curator.planned_charges if training.release.aggregation else 0,
         )
 
     def evaluators(self, round_: int, look: Callable[[], Iterable[Present]]) -> list[Identity]:
@@ -348,13 +389,19 @@ class Rounds:
         return online
 
 
+def _terms(release: Release, metrics: PrivateMetrics | None) -> Terms | None:
+    """What clients are told about a secure sum; None if there is none."""
+    return None if release.aggregation is None else Terms.of(release, metrics)
+
+
 class Wanted(Protocol):
-    """What is asked for in one exchange: how a reply becomes a vector, and what is published."""
+    """What is asked for in a round: what becomes of a reply, and what is published."""
 
-    total: GridSum
+    def read(self, node: Hashable, reply: Reply) -> Callable[[], bool]:
+        """What takes a reply in; an exception if it counts as zero.
 
-    def vector(self, reply: Reply) -> Vector:
-        """What of a reply is bounded and summed; an exception if it counts as zero."""
+        What is returned says whether the reply is a vector in the sum.
+        """
         ...
 
     def publish(self) -> tuple[Vector, dict[str, float]]:
@@ -377,11 +424,15 @@ class Gradients:
         self._number = number
         self._w = w
         self._layout = layout
-        self.total = curator.open_sum(len(w))
+        self._total = curator.open_sum(len(w))
 
     def publish(self) -> tuple[Vector, dict[str, float]]:
         """The new w, and private measures."""
-        return self._curator.publish(self._number, self._w, self.total)
+        return self._curator.publish(self._number, self._w, self._total)
+
+    def read(self, node: Hashable, reply: Reply) -> Callable[[], bool]:  # noqa: ARG002
+        """Adds a reply to the sum."""
+        return _adding(self._total, self.vector(reply))
 
     def vector(self, reply: Reply) -> Vector:
         """The gradient, or w − w_i of a client that returns parameters; measures follow."""
@@ -413,15 +464,26 @@ class Votes:
         assert vote is not None
         self._curator = curator
         self._layout = Layout.of(vector_record({VOTE: np.zeros(vote.powers)}))
-        self.total = GridSum(vote.powers, vote.release)
+        self._total = GridSum(vote.powers, vote.release)
 
     def publish(self) -> tuple[Vector, dict[str, float]]:
         """The noisy counts."""
-        return self._curator.publish_vote(self.total), {}
+        return self._curator.publish_vote(self._total), {}
 
-    def vector(self, reply: Reply) -> Vector:
-        """One user's vote."""
-        return _sent(reply, self._layout, "gradient")
+    def read(self, node: Hashable, reply: Reply) -> Callable[[], bool]:  # noqa: ARG002
+        """Adds one user's vote."""
+        return _adding(self._total, _sent(reply, self._layout, "gradient"))
+
+
+def _adding(total: GridSum, vector: Vector) -> Callable[[], bool]:
+    """What adds a vector that can be added; an exception if it cannot."""
+    scales = total.scales(vector)
+
+    def add() -> bool:
+        total.put(vector, scales)
+        return True
+
+    return add
 
 
 def _sent(reply: Reply, layout: Layout, kind: str) -> Vector:
@@ -459,6 +521,7 @@ class OpenRound:
         self._silent = set(self._waiting)
         self._unnamed = 0  # failures of asked nodes, nobody knows of which
         self._used = 0
+        self._heard = 0  # replies that could be used, be they vectors or not
         self._zeros = Counter({"offline": offline})  # drawn, and not there to be asked
         self.first_failure = ""
         self._closed = False
@@ -466,7 +529,17 @@ class OpenRound:
     @property
     def usable(self) -> bool:
         """Whether any reply had a form that can be used; a vector that is not finite has one."""
-        return self._used > 0 or self._zeros[NOT_FINITE] > 0
+        return self._heard > 0 or self._zeros[NOT_FINITE] > 0
+
+    def ask_again(self, asked: Iterable[Hashable]) -> None:
+        """Begin another exchange of the same round; whoever is silent in the last one is missing.
+
+        Args:
+            asked: those who are asked in it.
+        """
+        self._zeros["missing"] += len(self._silent)
+        self._waiting = set(asked)
+        self._silent = set(self._waiting)
 
     def take(self, node: Hashable, read: Callable[[], Reply]) -> None:
         """Add the first valid reply of an asked node. Everything else is zero, and counted."""
@@ -475,14 +548,13 @@ class OpenRound:
             if node not in self._waiting:
                 detail = "a reply of a node that was not asked, or has answered"
                 raise UnusableError("not asked for", detail)
-            vector = self._vector(read())
-            scales = self._wanted.total.scales(vector)
+            take_in = self._wanted.read(node, _without_error(read()))
         except Exception as error:  # a reply is never a reason to stop a round
             self.pass_over(error, node)
             return
         self._waiting.discard(node)
-        self._used += 1
-        self._wanted.total.put(vector, scales)
+        self._heard += 1
+        self._used += take_in()
 
     def fail(self, detail: str) -> None:
         """Count the failure of an asked node, of which nobody knows which it is."""
@@ -516,11 +588,12 @@ class OpenRound:
         zeros = dict(sorted(counts.items()))
         return RoundFacts(self._number, self._used, zeros, self.first_failure)
 
-    def _vector(self, reply: Reply) -> Vector:
-        """What of a reply is bounded and summed."""
-        if reply.error:
-            raise UnusableError("client error", reply.error)
-        return self._wanted.vector(reply)
+
+def _without_error(reply: Reply) -> Reply:
+    """A reply of a client that did not fail."""
+    if reply.error:
+        raise UnusableError("client error", reply.error)
+    return reply
 
 
 def _reason(error: BaseException) -> str:

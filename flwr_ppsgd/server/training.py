@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
-from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
+from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
 from flwr_ppsgd.checks import is_whole, one_of, require
 from flwr_ppsgd.optimizers import PLAIN, Optimizer
+from flwr_ppsgd.secure.graph import survivors_needed
 from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
 from flwr_ppsgd.wire import Making
 
@@ -118,6 +119,7 @@ class Training:
                 "private metrics need clients that know of them: use replies='gradient'"
             )
         self._check_making()
+        self._check_secure()
 
     def _check_making(self) -> None:
         one_of("personal", self.personal, get_args(Making))
@@ -145,6 +147,33 @@ class Training:
         same = voters == self.release.cohort.population
         require(same, rule, voters, "give both the same population")
 
+    def _check_secure(self) -> None:
+        """A secure sum needs clients that know it, and enough of them to lose a few."""
+        rules = self.release.aggregation
+        if rules is None:
+            return
+        if self.replies != "gradient":
+            raise ValueError(
+                f"aggregation={rules} needs clients that obey Orders: use replies='gradient'"
+            )
+        expected = math.floor(self.release.expected_users)
+        needed = survivors_needed(rules, expected)
+        rule = f"a secure sum of {expected} clients needs {needed} of them to stay to the end"
+        remedy = "raise honest: more than half of a client's neighbours must hold its shares"
+        require(needed <= rules.least, rule, rules.least, remedy)
+        rule = f"honest + colluding must be at most the {expected} clients of a round, on average"
+        require(rules.least <= expected, rule, rules.least, "lower honest, or draw more clients")
+        if self.vote is not None and self.vote.release.aggregation != rules:
+            raise ValueError(
+                f"the rounds have aggregation={rules} and the vote has "
+                f"{self.vote.release.aggregation}: give both the same, the server sees either"
+            )
+
+    @property
+    def secure(self) -> bool:
+        """Whether the server sees sums only."""
+        return self.release.aggregation is not None and self.steps.publishes
+
     @property
     def measures(self) -> PrivateMetrics | None:
         """Everything that is released along with the gradient."""
@@ -160,10 +189,22 @@ class Training:
         checkpoint_dir: Path | str | None,
         budget_dir: Path | str | None,
         tensorboard_dir: Path | str | None,
+        release: Release,
+        aggregation: SecureSum | None = None,
+        vote: SizeVote | None = None,
         **more: Any,
     ) -> Self:
-        """From the arguments of a strategy: lists and texts become tuples and paths."""
+        """From the arguments of a strategy: lists and texts become tuples and paths.
+
+        ``aggregation`` becomes part of the release, and of that of the vote.
+        """
+        if aggregation is not None:
+            release = replace(release, aggregation=aggregation)
+            if vote is not None:
+                vote = replace(vote, release=replace(vote.release, aggregation=aggregation))
         return cls(
+            release=release,
+            vote=vote,
             enrolled=None if enrolled is None else tuple(enrolled),
             checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
             budget_dir=None if budget_dir is None else Path(budget_dir),

@@ -158,11 +158,15 @@ def test_every_key_is_read() -> None:
         "ppsgd-evaluate": False,
         "ppsgd-stock": False,
         "ppsgd-server-key": KEY.public,
+        "ppsgd-secure": True,
+        "ppsgd-min-noise-multiplier": 1.5,
+        "ppsgd-min-clients": 20,
         "partition-id": 3,
         "another": "key",
     }
     assert set(KEYS) <= set(config)
-    assert Policy.of(config) == Policy(1.0, 2.0, 3.5, False, False, KEY.public)
+    limits = Policy(1.0, 2.0, 3.5, False, False, KEY.public, True, 1.5, 20)
+    assert Policy.of(config) == limits
     assert Policy.of({}) == Policy()
 
 

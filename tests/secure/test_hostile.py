@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flwr_ppsgd import SecureSum
 from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError
+from flwr_ppsgd.secure.graph import design, survivors_needed
 from flwr_ppsgd.secure.messages import (
     Partners,
     PublicKeys,
@@ -265,6 +266,46 @@ def test_two_survivor_lists_never_give_both_secrets_of_anybody() -> None:
         assert min(len(seeds), len(keys)) < threshold
         with pytest.raises(ValueError, match="are needed"):
             join(min(seeds, keys, key=len), threshold)
+
+
+def test_lists_that_differ_never_unmask_one_client_alone() -> None:
+    """Random lists of at least m names, all resolved: the sum is of at least 2m − n ≥ t + 2."""
+    source = random.Random(5)
+    n, rules = 9, SecureSum(honest=5, colluding=2)
+    needed = survivors_needed(rules, n)
+    threshold = design(rules, n).threshold(n - 1)
+    honest = range(2, n)
+    resolved = 0
+    for _ in range(20_000):
+        favoured = source.sample(range(n), source.randint(2, n))
+        lists = {}
+        for own in honest:
+            named = {own, *(favoured if source.random() < 0.6 else ())}
+            others = source.sample([v for v in range(n) if v not in named], n - len(named))
+            named |= set(others[: max(0, needed - len(named))])
+            lists[own] = named
+        sums, known = _opened_by(lists, n, threshold, colluders=2)
+        if sums | known == set(range(n)) and sums:
+            resolved += 1
+            assert len(sums) >= 2 * needed - n >= rules.colluding + 2
+    assert resolved > 100
+
+
+def _opened_by(
+    lists: dict[int, set[int]], n: int, threshold: int, colluders: int
+) -> tuple[set[int], set[int]]:
+    """Whose seed, and whose mask key, the answers to these lists give."""
+    seeds = set()
+    keys = set()
+    for owner in range(n):
+        answers = [owner in named for holder, named in lists.items() if holder != owner]
+        both = colluders - (owner < colluders)
+        if sum(answers) + both >= threshold:
+            seeds.add(owner)
+        if len(answers) - sum(answers) + both >= threshold:
+            keys.add(owner)
+    assert not seeds & keys
+    return seeds, keys
 
 
 def test_a_client_never_reveals_both_shares_of_anybody() -> None:

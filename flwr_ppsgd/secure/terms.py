@@ -1,0 +1,93 @@
+"""What a secure sum promises its clients in numbers: fixed for a training, in every Order."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, get_type_hints
+
+from flwr_ppsgd.algorithm import Poisson, PrivateMetrics, Release, SecureSum
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Everything that a client needs to bound its vector and to add its share of the noise.
+
+    Args:
+        population: N; the grid follows from it.
+        clip_norm: C of the release.
+        noise_multiplier: z.
+        normalise: whether gradients are brought to norm C.
+        honest: h.
+        colluding: t.
+        failure: η.
+        neighbours: the least number of neighbours.
+        share: of the squared clip norm, which private measures take; 0 without any.
+        bounds: of the private measures, as numbers with commas.
+    """
+
+    population: int
+    clip_norm: float
+    noise_multiplier: float
+    normalise: bool
+    honest: int
+    colluding: int
+    failure: float
+    neighbours: int
+    share: float
+    bounds: str
+
+    @classmethod
+    def of(cls, release: Release, metrics: PrivateMetrics | None) -> Self:
+        """What clients are told about a release with a ``SecureSum``."""
+        rules = release.aggregation
+        assert rules is not None
+        bounds = list(metrics.bounds.values()) if metrics else []
+        return cls(
+            population=release.cohort.population,
+            clip_norm=release.clip_norm,
+            noise_multiplier=release.noise_multiplier,
+            normalise=release.normalise,
+            honest=rules.honest,
+            colluding=rules.colluding,
+            failure=rules.failure,
+            neighbours=rules.neighbours,
+            share=metrics.share if metrics else 0.0,
+            bounds=",".join(repr(float(bound)) for bound in bounds),
+        )
+
+    @functools.cached_property
+    def rules(self) -> SecureSum:
+        """h, t and η; ValueError if they are none."""
+        return SecureSum(self.honest, self.colluding, self.failure, self.neighbours)
+
+    @functools.cached_property
+    def release(self) -> Release:
+        """The release, as far as a client needs it; its grid is that of the server."""
+        return Release(
+            Poisson(self.population, 1.0),
+            self.clip_norm,
+            self.noise_multiplier,
+            normalise=self.normalise,
+            aggregation=self.rules,
+        )
+
+    def metrics(self, names: Sequence[str]) -> PrivateMetrics | None:
+        """The private measures of these names; ValueError if the bounds are not theirs."""
+        bounds = [float(bound) for bound in self.bounds.split(",")] if self.bounds else []
+        if len(bounds) != len(names):
+            raise ValueError(f"{len(bounds)} bounds for {len(names)} private measures")
+        if not names:
+            return None
+        return PrivateMetrics(dict(zip(names, bounds, strict=True)), self.share)
+
+    def to_flat(self) -> dict[str, Any]:
+        """The terms by name."""
+        return {name: getattr(self, name) for name in TYPES}
+
+    @classmethod
+    def from_flat(cls, flat: Mapping[str, Any]) -> Self:
+        """The terms that ``to_flat`` gave."""
+        return cls(**{name: flat[name] for name in TYPES})
+
+
+TYPES: dict[str, type] = dict(get_type_hints(Terms))

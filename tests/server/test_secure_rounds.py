@@ -1,0 +1,401 @@
+"""Secure sums through Flower's messages: the same w as the plain sum, and nothing else leaves."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+
+from flwr_ppsgd import PPSGD, Order, Poisson, PrivateMetrics, Release, SecureSum, Steps, client_app
+from flwr_ppsgd.client.secure import MEMORY, STATE
+from flwr_ppsgd.optimizers import Adam, Momentum
+from flwr_ppsgd.server.rounds import NobodyUsableError
+from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
+from flwr_ppsgd.wire import DATA, MASKED, ORDER, SECURE, decode_vector
+from tests.support.toy import Floats, Toy, flat, release, strategy, target, toy_learner, w0
+
+RULES = SecureSum(honest=6, colluding=1)
+CLIENTS = 9
+Answer = Callable[[Message, Context], Message]
+INNER = client_app(toy_learner)
+
+
+def stage_of(message: Message) -> int:
+    return Order.from_flat(message.content[ORDER]).stage
+
+
+def partition_of(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+class Dropping:
+    """Clients that fail from some exchange on, in some round.
+
+    Args:
+        gone: for a round and an exchange, who is gone from then on in that round.
+        app: what the others run.
+    """
+
+    def __init__(self, gone: dict[tuple[int, int], set[int]], app: Answer = INNER) -> None:
+        self.gone = gone
+        self.app = app
+        self.seen: list[tuple[int, int, Message]] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        order = Order.from_flat(message.content[ORDER])
+        for (round_, stage), who in self.gone.items():
+            late = order.round == round_ and order.stage >= stage
+            if late and partition_of(context) in who:
+                raise RuntimeError("gone")
+        reply = self.app(message, context)
+        self.seen.append((order.stage, partition_of(context), reply))
+        return reply
+
+
+def secure(**changes: object) -> PPSGD:
+    settings: dict[str, object] = {"release": release(CLIENTS), "aggregation": RULES, **changes}
+    return strategy(**settings)
+
+
+def plain(**changes: object) -> PPSGD:
+    return strategy(**{"release": release(CLIENTS), **changes})
+
+
+def run(of: PPSGD, app: Answer = INNER, rounds: int = 3) -> tuple[Floats, InProcessGrid]:
+    grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
+    result = of.start(grid=grid, initial_arrays=w0(), num_rounds=rounds)
+    return flat(result.arrays), grid
+
+
+def thetas(grid: InProcessGrid) -> list[bytes]:
+    found = []
+    for node in grid.get_node_ids():
+        record = grid.context(node).state["ppsgd-personal"]
+        assert isinstance(record, ArrayRecord)
+        found.append(decode_vector(record["theta"]).tobytes())
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optimizer": Momentum(0.9)},
+        {"optimizer": Adam()},
+        {"adaptive_clip": AdaptiveClip()},
+        {"average": True},
+        {"release": replace(release(CLIENTS), normalise=True)},
+    ],
+    ids=["sgd", "momentum", "adam", "adaptive", "average", "normalised"],
+)
+def test_without_noise_w_and_theta_are_those_of_the_plain_sum(changes: dict[str, object]) -> None:
+    """Bit for bit, over three rounds."""
+    secure_w, secure_grid = run(secure(**changes))
+    plain_w, plain_grid = run(plain(**changes))
+    assert np.array_equal(secure_w, plain_w)
+    assert thetas(secure_grid) == thetas(plain_grid)
+    assert np.any(secure_w)
+
+
+class Measured(Toy):
+    def training_measures(self, w: Floats, theta: Floats, order: Order) -> dict[str, float]:  # noqa: ARG002
+        return {"loss": float(np.sum((w + theta - self.target) ** 2))}
+
+
+def measured_learner(context: Context) -> Measured:
+    return Measured(target(partition_of(context)))
+
+
+def test_private_measures_are_summed_along() -> None:
+    metrics = PrivateMetrics({"loss": 20.0}, share=0.2)
+    results = []
+    for make in (secure, plain):
+        grid = InProcessGrid(client_app(measured_learner), CLIENTS)
+        of = make(metrics=metrics)
+        result = of.start(grid=grid, initial_arrays=w0(), num_rounds=2)
+        results.append((flat(result.arrays).tobytes(), result.train_metrics_clientapp[2]))
+    (w_secure, secure_measures), (w_plain, plain_measures) = results
+    assert w_secure == w_plain
+    assert secure_measures["loss"] == plain_measures["loss"]
+    assert secure_measures["loss"] != 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3, 4])
+def test_who_drops_out_at_any_exchange_is_in_the_sum_only_after_the_third(stage: int) -> None:
+    """Two of nine gone in round 2: as if they had sent nothing, unless it was sent already."""
+    gone = {1, 5}
+    secure_w, secure_grid = run(secure(), Dropping({(2, stage): gone}))
+    absent = gone if stage <= 3 else set()
+    plain_w, plain_grid = run(plain(), Dropping({(2, 0): absent}))
+    assert np.array_equal(secure_w, plain_w)
+    assert thetas(secure_grid) == thetas(plain_grid)
+
+
+def test_different_clients_drop_out_at_every_exchange() -> None:
+    rules = SecureSum(honest=6, colluding=0)
+    app = Dropping({(1, 1): {0}, (1, 2): {1}, (1, 3): {2}, (1, 4): {3}})
+    secure_w, _ = run(secure(aggregation=rules), app, rounds=1)
+    plain_w, _ = run(plain(), Dropping({(1, 0): {0, 1, 2}}), rounds=1)
+    assert np.array_equal(secure_w, plain_w)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3, 4])
+def test_too_few_survivors_leave_w_alone_and_are_charged(
+    stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = secure()
+    app = Dropping({(2, stage): set(range(6))})
+    w, _ = run(of, app, rounds=2)
+    before, _ = run(secure(), rounds=1)
+    assert np.array_equal(w, before)
+    assert of.ledger.rounds == 2
+    assert "nothing was unmasked, and it is charged all the same" in caplog.text
+    asked_to_reveal = [seen for seen in app.seen if seen[0] == 4]
+    assert (len(asked_to_reveal) > CLIENTS) == (stage == 4)
+
+
+class Failing(Toy):
+    """Fails for some data."""
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:
+        if self.target[0] > 0.4:
+            raise RuntimeError(f"my data are {self.target}")
+        if self.target[1] > 0.4:
+            return np.full_like(w, np.nan), np.zeros_like(theta)
+        return super().gradients(w, theta, order)
+
+
+def failing_learner(context: Context) -> Failing:
+    return Failing(target(partition_of(context)))
+
+
+def test_a_learner_that_fails_is_no_dropout() -> None:
+    """Whether it fails may depend on its data: it sends zero, with its share of the noise."""
+    app = Dropping({}, client_app(failing_learner))
+    of = secure()
+    secure_w, _ = run(of, app, rounds=1)
+    plain_w, _ = run(plain(), client_app(failing_learner), rounds=1)
+    failing = [Failing(target(place)).target for place in range(CLIENTS)]
+    assert any(values[0] > 0.4 for values in failing)
+    assert any(values[0] <= 0.4 < values[1] for values in failing)
+    assert np.array_equal(secure_w, plain_w)
+    assert [stage for stage, _, _ in app.seen].count(3) == CLIENTS
+    assert not any(reply.has_error() for _, _, reply in app.seen)
+
+
+def test_a_reply_holds_one_record_and_nothing_else() -> None:
+    app = Dropping({})
+    run(secure(release=release(CLIENTS, z=1.0)), app, rounds=1)
+    for stage, _, reply in app.seen:
+        if stage == 0:  # the check
+            assert not reply.content
+        elif stage == 3:
+            assert list(reply.content) == [MASKED]
+            record = reply.content[MASKED]
+            assert isinstance(record, ArrayRecord)
+            assert list(record) == [MASKED]
+            assert decode_vector(record[MASKED]).dtype == np.uint64
+        else:
+            assert list(reply.content) == [SECURE]
+            assert list(reply.content[SECURE]) == [DATA]
+
+
+def test_bytes_on_the_wire_are_eight_per_coordinate() -> None:
+    """At most a tenth more, without keys and shares."""
+    size = 20_000
+
+    def wide(context: Context) -> Toy:
+        return Toy(np.full(size, float(partition_of(context))))
+
+    app = Dropping({}, client_app(wide))
+    grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
+    secure().start(grid=grid, initial_arrays=w0(np.zeros(size)), num_rounds=1)
+    for stage, _, reply in app.seen:
+        if stage == 3:
+            record = reply.content[MASKED]
+            assert isinstance(record, ArrayRecord)
+            assert len(record[MASKED].data) <= 1.1 * 8 * size
+
+
+def test_masked_words_are_uniform_whatever_the_gradients_are() -> None:
+    """Two worlds: targets of zero, and huge ones. Every byte of what is sent looks alike (χ²)."""
+    size = 3000
+    for value in (0.0, 1e9):
+
+        def constant(context: Context, value: float = value) -> Toy:  # noqa: ARG001
+            return Toy(np.full(size, value))
+
+        app = Dropping({}, client_app(constant))
+        grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
+        secure().start(grid=grid, initial_arrays=w0(np.zeros(size)), num_rounds=1)
+        masked = [reply.content[MASKED] for stage, _, reply in app.seen if stage == 3]
+        words = np.concatenate([decode_vector(record[MASKED]) for record in masked])  # type: ignore[arg-type]
+        counts = np.bincount(words.view(np.uint8), minlength=256)
+        expected = counts.sum() / 256
+        assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 6 * np.sqrt(2 * 255)
+
+
+def test_the_noise_in_w_is_that_of_all_clients_in_the_sum() -> None:
+    """Variance (zC)²·n/h: nine shares where six are charged for."""
+    size = 20_000
+    z = 2.0
+
+    def still(context: Context) -> Toy:  # noqa: ARG001
+        return Toy(np.zeros(size))
+
+    grid = InProcessGrid(client_app(still), CLIENTS)
+    of = secure(release=release(CLIENTS, z=z))
+    result = of.start(grid=grid, initial_arrays=w0(np.zeros(size)), num_rounds=1)
+    noise = flat(result.arrays) * CLIENTS / z  # s_w = 1, D = 9, C = 1
+    assert abs(noise.var() / (CLIENTS / 6) - 1) < 5 * np.sqrt(2 / size)
+    assert abs(noise.mean()) < 5 * np.sqrt(CLIENTS / 6 / size)
+
+
+def test_what_optimizers_and_measures_are_told_is_the_noise_really_added() -> None:
+    """√(9/6) times z, in the standard error of a measure."""
+    metrics = PrivateMetrics({"loss": 20.0}, share=0.2)
+    grid = InProcessGrid(client_app(measured_learner), CLIENTS)
+    of = secure(release=release(CLIENTS, z=2.0), metrics=metrics)
+    result = of.start(grid=grid, initial_arrays=w0(), num_rounds=1)
+    told = result.train_metrics_clientapp[1]["loss-standard-error"]
+    expected = 20.0 * 2.0 * np.sqrt(9 / 6) / np.sqrt(0.2) / 9
+    assert told == pytest.approx(expected)
+
+
+def test_a_round_is_charged_before_anything_can_be_unmasked() -> None:
+    charged: list[tuple[int, int]] = []
+    of = secure(release=release(CLIENTS, z=1.0))
+
+    def watching(message: Message, context: Context) -> Message:
+        charged.append((stage_of(message), of.ledger.rounds))
+        return INNER(message, context)
+
+    run(of, watching, rounds=1)
+    assert {count for stage, count in charged if stage < 4} == {0}
+    assert {count for stage, count in charged if stage == 4} == {1}
+
+
+def test_the_price_is_that_of_no_sampling() -> None:
+    sampled = Release(Poisson(40, 0.5), 1.0, 4.0)
+    of = strategy(release=sampled, aggregation=SecureSum(15, 1))
+    everyone = strategy(release=Release(Poisson(40, 1.0), 1.0, 4.0))
+    of._curator.plan(10)
+    everyone._curator.plan(10)
+    assert of.privacy_data()["epsilon"] == everyone.privacy_data()["epsilon"]
+
+
+def test_the_vote_is_a_secure_sum_too() -> None:
+    class Sized(Toy):
+        def own_size(self) -> float:
+            return 3.0
+
+    def sized(context: Context) -> Sized:
+        return Sized(target(partition_of(context)))
+
+    vote = SizeVote(Release(Poisson(CLIENTS, 1.0), 1.0, 0.0))
+    app = Dropping({}, client_app(sized))
+    of = secure(vote=vote)
+    run(of, app, rounds=1)
+    assert of._curator.voted_size == pytest.approx(2.0**1.5)
+    assert of.ledger.rounds == 2
+    assert {release_.aggregation for release_, _ in of.ledger.releases} == {RULES}
+    assert [stage for stage, _, _ in app.seen if stage].count(3) == 2 * CLIENTS
+    assert all(list(reply.content) != ["gradient"] for _, _, reply in app.seen)
+
+
+def test_driving_the_rounds_by_hand_is_refused() -> None:
+    with pytest.raises(ValueError, match="four exchanges per round"):
+        secure().configure_train(1, w0(), ConfigRecord(), InProcessGrid(INNER, CLIENTS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"replies": "parameters"}, "needs clients that obey Orders"),
+        ({"aggregation": SecureSum(9, 1)}, "at most the 9 clients"),
+        ({"aggregation": SecureSum(3, 1)}, "needs 6 of them to stay to the end, got 4"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        secure(**changes)
+
+
+def test_nothing_of_a_round_stays_in_a_nodes_state() -> None:
+    _, grid = run(secure(), rounds=2)
+    for node in grid.get_node_ids():
+        assert STATE not in grid.context(node).state
+        assert MEMORY in grid.context(node).state
+
+
+def test_rounds_in_which_nobody_answers_end_the_run() -> None:
+    def dead(message: Message, context: Context) -> Message:
+        if stage_of(message):
+            raise RuntimeError("dead")
+        return INNER(message, context)
+
+    of = secure()
+    with pytest.raises(NobodyUsableError, match="in rounds 1 and 2"):
+        run(of, dead, rounds=5)
+    assert of.ledger.rounds == 2
+
+
+# --- restarts
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3, 4])
+def test_a_server_that_dies_in_a_round_redoes_it_and_theta_steps_once(
+    stage: int, tmp_path: Path
+) -> None:
+    """Charged again only if the fourth exchange had been asked for."""
+    died = False
+
+    def deadly(message: Message, context: Context) -> Message:
+        nonlocal died
+        order = Order.from_flat(message.content[ORDER])
+        if not died and order.round == 2 and order.stage == stage and partition_of(context) == 4:
+            died = True
+            raise KeyboardInterrupt
+        return INNER(message, context)
+
+    grid = InProcessGrid(deadly, CLIENTS)  # type: ignore[arg-type]
+    first = secure(checkpoint_dir=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        first.start(grid=grid, initial_arrays=w0(), num_rounds=3)
+    again = secure(checkpoint_dir=tmp_path)
+    result = again.start(grid=grid, initial_arrays=w0(), num_rounds=3)
+    plain_w, plain_grid = run(plain())
+    assert np.array_equal(flat(result.arrays), plain_w)
+    assert thetas(grid) == thetas(plain_grid)
+    assert again.ledger.rounds == (4 if stage == 4 else 3)
+
+
+def test_the_journal_keeps_the_aggregation(tmp_path: Path) -> None:
+    grid = InProcessGrid(INNER, CLIENTS)
+    settings: dict[str, Any] = {"release": release(CLIENTS, z=1.0), "checkpoint_dir": tmp_path}
+    secure(**settings).start(grid=grid, initial_arrays=w0(), num_rounds=1)
+    with pytest.raises(ValueError, match="aggregation"):
+        plain(**settings)
+    with pytest.raises(ValueError, match=r"aggregation was .*'honest': 6.* and is .*'honest': 7"):
+        secure(**settings, aggregation=SecureSum(7, 1))
+    more = secure(**settings).start(grid=grid, initial_arrays=w0(), num_rounds=2)
+    assert len(more.train_metrics_clientapp) == 1
+
+
+def test_the_statement_says_from_whom_it_protects() -> None:
+    of = secure(release=release(CLIENTS, z=4.0), steps=Steps(1.0, 0.5))
+    run(of, rounds=1)
+    text = of.privacy_statement()
+    assert "the server, which sees sums only, together with any 1 other users" in text
+    assert "everybody else together" not in text
+    assert "which is trusted" not in text
+    assert "more than 1 colluding clients" in text
+    assert "a server that lies" in text
+    assert "hostile clients" in text
+    assert "Nothing is unmasked unless 7 clients stay" in text
+    _, line = of._curator.for_clients()
+    assert "from the server too, together with up to 1 other clients" in line
