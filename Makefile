@@ -6,7 +6,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help demo swap deployment test test-all test-deployment fuzz check format bench clean
+.PHONY: help demo swap text adapters deployment test test-all test-deployment fuzz check format bench clean
 
 help:                            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /' | sort | awk '{printf "make %-16s", $$1; $$1 = ""; print}'
@@ -15,7 +15,13 @@ demo: $(BIN)/.installed          ## Figure 1a at one noise level: a sweep on the
 	$(BIN)/python simulations/demo.py
 
 swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrapper and PPSGD, one picture
-	$(BIN)/python simulations/swap.py
+	$(BIN)/python -m simulations.swap
+
+text: $(BIN)/.installed          ## tags of short texts: word weights are shared, heads are personal
+	$(BIN)/python -m simulations.text
+
+adapters: $(BIN)/.installed      ## a small adapter on a frozen public backbone is shared
+	$(BIN)/python -m simulations.adapters
 
 deployment: $(BIN)/.installed    ## SuperLink and SuperNodes on this machine, killed and restarted in the middle
 	$(BIN)/python -m simulations.deployment

@@ -7,19 +7,18 @@ at 0.
 """
 
 import logging
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg, Strategy
 
-from flwr_ppsgd import PPSGD, Ledger, client_app
+from flwr_ppsgd import PPSGD, client_app
 from flwr_ppsgd.cli import console
 from flwr_ppsgd.experiments.rows import RunRow
 from flwr_ppsgd.experiments.settings import Experiment
 from flwr_ppsgd.experiments.tasks import learner_for
 from flwr_ppsgd.results.figures import learning_curves
 from flwr_ppsgd.simulation import InProcessGrid
+from simulations.examples import rows_of, with_epsilon
 
 ROUNDS = 60
 MEASURE = "excess_risk"
@@ -50,24 +49,7 @@ def curve(strategy: Strategy, experiment: Experiment) -> list[RunRow]:
     app = client_app(learner_for, local_step=experiment.training.step)
     grid = InProcessGrid(app, experiment.training.population, experiment.to_flat())
     result = strategy.start(grid, experiment.task.initial_arrays(), num_rounds=ROUNDS)
-    rows = []
-    for round_, metrics in result.evaluate_metrics_clientapp.items():
-        if round_ > 0:
-            rows.append(RunRow(round_, 0.0, 0.0, {MEASURE: _number(metrics[MEASURE])}))
-    return rows
-
-
-def _number(value: Any) -> float:
-    return float(value)
-
-
-def with_epsilon(rows: list[RunRow], strategy: PPSGD, delta: float) -> list[RunRow]:
-    """What PPSGD has spent after each round."""
-    priced = []
-    for row in rows:
-        ledger = Ledger(delta).record(strategy.release, row.round)
-        priced.append(replace(row, epsilon=ledger.epsilon()))
-    return priced
+    return rows_of(result, MEASURE)
 
 
 def main() -> None:
@@ -79,7 +61,7 @@ def main() -> None:
         rows = curve(strategy, experiment)
         console.print(f"{label:32s} excess risk {rows[-1].measures[MEASURE]:8.3g}", highlight=False)
         if isinstance(strategy, PPSGD):
-            rows = with_epsilon(rows, strategy, experiment.training.delta)
+            rows = with_epsilon(rows, strategy)
             statement, *_ = strategy.privacy_statement().splitlines()
         curves[label] = rows
     PICTURE.parent.mkdir(exist_ok=True)

@@ -167,6 +167,11 @@ CLIENTS = [
     "import simulations.client_app",
     "import simulations.deployment.client_app",
 ]
+TORCH_CLIENTS = [
+    "from flwr_ppsgd import torch_client, torch_learner, shared_arrays",
+    "import simulations.text.client_app",
+    "import simulations.adapters.client_app",
+]
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -179,8 +184,9 @@ def test_a_client_loads_neither_the_server_nor_accounting_nor_torch(code: str) -
     assert not loaded_by(code) & (HEAVY | SERVER)
 
 
-def test_a_torch_client_loads_neither_the_server_nor_accounting() -> None:
-    loaded = loaded_by("from flwr_ppsgd import torch_client, torch_learner, shared_arrays")
+@pytest.mark.parametrize("code", TORCH_CLIENTS)
+def test_a_torch_client_loads_neither_the_server_nor_accounting(code: str) -> None:
+    loaded = loaded_by(code)
     assert "torch" in loaded
     assert not loaded & (SERVER | {"dp_accounting", "flwr.superlink"})
 

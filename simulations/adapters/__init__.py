@@ -1,0 +1,1 @@
+"""A frozen backbone that was trained on public pictures, and a small adapter that users share."""
