@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -97,6 +98,9 @@ def test_a_client_process_that_is_killed(deployment: Deployment, api: str) -> No
     run = deployment.begin(name, 2, api=api)
     assert deployment.finish(run) == "finished:completed"
     check(deployment, name, 2, {ADA: [1, 2], BEN: [1, 2]})
+    shown = deployment.federation.flwr("log", str(run), "deployment", "--show")
+    assert "epsilon" in shown
+    assert not re.search("sampled|received|failures|client error|private:", shown), shown
 
 
 @slow
