@@ -83,6 +83,11 @@ class PrivateLog:
         words = printable(f"{type(error).__name__}: {error}", LONGEST_TEXT)
         self._note({"error": words}, words, logging.DEBUG)
 
+    def note_refusal(self, error: BaseException) -> None:
+        """Why a run did not even begin; nothing is written where no training has been."""
+        if self.path is not None and self.path.exists():
+            self.note_error(error)
+
     def _note(self, entry: Mapping[str, Any], words: str, level: int) -> None:
         if self.path is None:
             shown = logging.DEBUG if self._secret else level

@@ -94,9 +94,13 @@ class Rounds:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.curator = Curator(training)
         secret = training.insecure_seed is None
         self.private = PrivateLog(training.checkpoint_dir, secret)
+        try:
+            self.curator = Curator(training)
+        except (ValueError, OSError) as error:
+            self.private.note_refusal(error)
+            raise
         self._scalars = Scalars(training.tensorboard_dir)
         population = training.release.cohort.population
         self._enrolment = Enrolment(

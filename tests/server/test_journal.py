@@ -405,6 +405,7 @@ def test_only_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         NAME,
         "reserve",
+        "server-private.jsonl",
         "training.key",
         "w-00000005.checkpoint",
         "w-00000006.checkpoint",

@@ -196,3 +196,17 @@ def test_what_ended_a_legacy_run_is_noted_too(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without being configured"):
         ppsgd.aggregate_fit(1, [], [])
     assert lines(tmp_path)[-1]["error"].startswith("ValueError: round 1 was aggregated")
+
+
+def test_a_training_that_is_refused_is_noted_where_there_was_one(tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    train(used, client_app(toy_learner))
+    other = {**SETTINGS, "delta": 1e-4}
+    with pytest.raises(ValueError, match="other privacy settings"):
+        strategy(**other, checkpoint_dir=used)
+    assert lines(used)[-1]["error"].startswith("ValueError: ")
+    assert "delta was 0.001 and is 0.0001" in lines(used)[-1]["error"]
+    (tmp_path / "journal.jsonl").write_text("nonsense\n")
+    with pytest.raises(ValueError, match="is damaged"):
+        strategy(**SETTINGS, checkpoint_dir=tmp_path)
+    assert not (tmp_path / NAME).exists()
