@@ -438,7 +438,7 @@ def test_the_legacy_api_refuses_another_model(tmp_path: Path) -> None:
     first = legacy(release=NOISY, checkpoint_dir=tmp_path)
     drive(first, 2)
     first.close()
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match="continue with the same model"):
         legacy(
             release=NOISY,
             checkpoint_dir=tmp_path,
