@@ -304,6 +304,16 @@ class Release:
         """z·C, on the scale of the sum."""
         return self.noise_multiplier * self.clip_norm
 
+    @property
+    def usual_noise_std(self) -> float:
+        """The noise on the sum if nobody drops out: z·C, or z·C·√(qN/h) if each client adds some.
+
+        The guarantee counts on h clients, and more of them take part.
+        """
+        if self.aggregation is None:
+            return self.noise_std
+        return self.noise_std * math.sqrt(max(1.0, self.expected_users / self.noise_shares))
+
     def signal_to_noise(self, size: int) -> float:
         """qN/(z·√d) in one round: at best, if all users send the same vector of norm C.
 
@@ -314,7 +324,8 @@ class Release:
         """
         if self.noise_multiplier == 0:
             return math.inf
-        return self.expected_users / (self.noise_multiplier * math.sqrt(size))
+        noise = self.usual_noise_std / self.clip_norm
+        return self.expected_users / (noise * math.sqrt(size))
 
     @property
     def _exact_bits(self) -> int:

@@ -1,4 +1,4 @@
-"""Flower's DP strategies and mods around our code, found among the callers.
+"""Flower's DP strategies, mods and secure aggregation around our code, found among the callers.
 
 A strategy that is wrapped, and a client behind a mod, are not told so by Flower. What is running
 above them on the stack tells.
@@ -7,6 +7,7 @@ above them on the stack tells.
 import sys
 
 STRATEGIES = ("DifferentialPrivacy", "DPFedAvg")
+WORKFLOWS = ("SecAgg",)
 MODS = ("LocalDpMod", "fixedclipping_mod", "adaptiveclipping_mod")
 
 
@@ -39,4 +40,20 @@ def refuse_dp_strategy(ours: str) -> None:
             f"{ours} inside Flower's {wrapper}: that would take gradients for parameters, clip "
             f"and add noise a second time, and no stated epsilon would know of it. {ours} does "
             f"all of this itself: use it without {wrapper}"
+        )
+
+
+def refuse_secagg_workflow(ours: str) -> None:
+    """ValueError if Flower's own secure aggregation drives this strategy.
+
+    Args:
+        ours: the name of our strategy.
+    """
+    workflow = flower_caller(WORKFLOWS)
+    if workflow is not None:
+        raise ValueError(
+            f"{ours} inside Flower's {workflow}: nobody could clip a client's vector, rounding and "
+            "weights by num_examples would come on top, and the stated epsilon would not hold. Use "
+            "PPSGD(..., aggregation=SecureSum(honest=..., colluding=...)), in which clients bound "
+            "their vectors and add the noise"
         )

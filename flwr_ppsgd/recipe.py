@@ -11,7 +11,7 @@ from typing import Any
 
 import dp_accounting
 
-from flwr_ppsgd.algorithm import Poisson, Release, Steps
+from flwr_ppsgd.algorithm import Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.checks import count, require
 from flwr_ppsgd.optimizers import Adam
 from flwr_ppsgd.privacy import calibrate_noise
@@ -78,6 +78,7 @@ def recipe(
     noise_multiplier: float | None = None,
     rounds: int | None = None,
     rate: float = 1.0,
+    aggregation: SecureSum | None = None,
 ) -> Recipe:
     """The recipe for a population and a budget.
 
@@ -89,6 +90,7 @@ def recipe(
         rounds: the number of rounds; 50 unless given.
         rate: the share of users per round. 1 is everyone; a tenth loses little, and serves very
             large populations.
+        aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
     """
     if (epsilon is None) == (noise_multiplier is None):
         raise ValueError("give either epsilon or noise_multiplier: it decides how much noise")
@@ -96,23 +98,36 @@ def recipe(
     cohort = Poisson(population, rate)
     if epsilon is None:
         assert noise_multiplier is not None
-        vote = _vote(population, noise_multiplier)
-        release = Release(cohort, CLIP_NORM, noise_multiplier, normalise=True)
+        vote = _vote(population, noise_multiplier, aggregation)
+        release = _release(cohort, noise_multiplier, aggregation)
         return Recipe(release, vote, planned, math.inf, delta)
     require(epsilon > 0, "epsilon must be positive", epsilon, "inf trains without noise")
     noise = vote_noise(population, epsilon, delta)
-    vote = None if noise is None else _vote(population, noise)
-    z = _training_noise(cohort, vote, planned, epsilon, delta)
-    release = Release(cohort, CLIP_NORM, z, normalise=True)
+    vote = None if noise is None else _vote(population, noise, aggregation)
+    z = 0.0
+    if math.isfinite(epsilon):
+        z = calibrate_noise(
+            epsilon=epsilon,
+            delta=delta,
+            cohort=cohort,
+            rounds=planned,
+            also=[] if vote is None else [(vote.release, 1)],
+            aggregation=aggregation,
+        )
+    release = _release(cohort, z, aggregation)
     return Recipe(release, vote, planned, epsilon, delta)
 
 
-def _vote(population: int, noise: float) -> SizeVote | None:
+def _release(cohort: Poisson, z: float, aggregation: SecureSum | None) -> Release:
+    return Release(cohort, CLIP_NORM, z, normalise=True, aggregation=aggregation)
+
+
+def _vote(population: int, noise: float, aggregation: SecureSum | None) -> SizeVote | None:
     """A vote with this noise; None if it would tell too little."""
     if noise > population / PEOPLE_PER_NOISE:
         return None
     everyone = Poisson(population, 1.0)
-    return SizeVote(Release(everyone, clip_norm=1.0, noise_multiplier=noise))
+    return SizeVote(Release(everyone, CLIP_NORM, noise, aggregation=aggregation))
 
 
 def vote_noise(population: int, epsilon: float, delta: float) -> float | None:
@@ -130,13 +145,3 @@ def vote_noise(population: int, epsilon: float, delta: float) -> float | None:
     if readable < dearest:
         return None
     return min(cheapest, readable)
-
-
-def _training_noise(
-    cohort: Poisson, vote: SizeVote | None, rounds: int, epsilon: float, delta: float
-) -> float:
-    """z of the rounds, so that they and the vote together cost ε."""
-    if math.isinf(epsilon):
-        return 0.0
-    also = [] if vote is None else [(vote.release, 1)]
-    return calibrate_noise(epsilon=epsilon, delta=delta, cohort=cohort, rounds=rounds, also=also)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args, get_origin
 
 import numpy as np
 
-from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, Steps
+from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, require
 from flwr_ppsgd.optimizers import SGD, Adam, Course, Momentum, Optimizer, Schedule
 from flwr_ppsgd.tuning import ROUNDS, AdaptiveClip
@@ -40,6 +40,7 @@ ALTERNATIVES = (
 PAPER = "paper"
 AUTO = "auto"
 METHODS = (PAPER, AUTO)
+SECURE_PREFIX = "secure_"
 OPTIMIZERS = ("sgd", "momentum", "adam")
 OF_PAPER = ("clip_norm", "step", "alpha_q")  # which the recipe decides
 CHOICES_OF_PAPER = (
@@ -64,6 +65,9 @@ class Settings:
     ``epsilon``, which calibrates it for the planned ``rounds`` and is the budget too, unless
     ``max-epsilon`` is given. There is no default for noise, δ or a seed. ``enrolled`` lists the
     names of the registered nodes, with commas.
+
+    ``secure-honest`` and ``secure-colluding`` make the sum of each round a secure one, as of
+    ``flwr_ppsgd.SecureSum``.
 
     ``method = "auto"`` is the recipe of ``flwr_ppsgd.recipe``: it needs neither clip norm nor
     steps, has everyone take part in 50 rounds unless ``rate`` or ``rounds`` say otherwise, and
@@ -105,6 +109,10 @@ class Settings:
     solve_in_training: bool = False
     full_batch: bool | None = None
     adaptive_clip: float | None = None
+    secure_honest: int | None = None
+    secure_colluding: int | None = None
+    secure_failure: float | None = None
+    secure_neighbours: int | None = None
 
     def __post_init__(self) -> None:
         """What only the flat keys have. ``server.training.Training`` checks all else."""
@@ -196,7 +204,24 @@ class Settings:
     def _release(self, noise: float) -> Release:
         clip_norm = 1.0 if self.clip_norm is None else self.clip_norm
         normalise = self.normalise or self.automatic
-        return Release(self.cohort(), clip_norm, noise, self.total_batch, normalise)
+        return Release(
+            self.cohort(), clip_norm, noise, self.total_batch, normalise, self.aggregation()
+        )
+
+    def aggregation(self) -> SecureSum | None:
+        """Whether the server sees sums only, and on which terms; None if it is trusted."""
+        given = {
+            name: getattr(self, f"{SECURE_PREFIX}{name}")
+            for name in ("honest", "colluding", "failure", "neighbours")
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if not chosen:
+            return None
+        for name in ("honest", "colluding"):
+            if name not in chosen:
+                key = key_of(SECURE_PREFIX + name)
+                raise ValueError(f"{key!r} is missing: a secure sum needs it, as in {key} = …")
+        return SecureSum(**chosen)
 
     def recipe(self) -> "Recipe":
         """Everything that ``method = "auto"`` decides."""
@@ -209,6 +234,7 @@ class Settings:
             noise_multiplier=self.noise_multiplier,
             rounds=self.rounds,
             rate=self.cohort().rate,
+            aggregation=self.aggregation(),
         )
 
     def _calibrated(self, cohort: Cohort) -> float:
@@ -220,6 +246,7 @@ class Settings:
             delta=self.delta,
             cohort=cohort,
             rounds=self.rounds,
+            aggregation=self.aggregation(),
         )
 
     def steps(self) -> Steps:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps
+from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.experiments.settings import Experiment, experiment_keys
 from flwr_ppsgd.settings import (
     NODE_KEYS,
@@ -188,6 +188,31 @@ def test_calibration_names_delta_where_delta_is_wrong(delta: float, rate: float)
 def test_an_epsilon_that_no_noise_gives_is_refused(epsilon: float) -> None:
     with pytest.raises(ValueError, match=f"epsilon must be positive and finite, got {epsilon}"):
         read({"epsilon": epsilon}, without=("noise-multiplier",)).release()
+
+
+SECURE = {"secure-honest": 15, "secure-colluding": 2}
+
+
+def test_secure_keys_make_the_sum_a_secure_one() -> None:
+    assert read(SECURE).release().aggregation == SecureSum(15, 2)
+    training = read({**SECURE, "secure-failure": 1e-9, "secure-neighbours": 50})
+    assert training.release().aggregation == SecureSum(15, 2, 1e-9, 50)
+    assert Settings.read(training.to_flat(), "here") == training
+    assert read().release().aggregation is None
+
+
+def test_epsilon_is_calibrated_for_a_secure_sum_without_amplification() -> None:
+    calibrated = {"epsilon": 2.0, "rate": 0.9, **SECURE}
+    secure = read(calibrated, without=("noise-multiplier",)).release()
+    everyone = read({"epsilon": 2.0}, without=("noise-multiplier",)).release()
+    assert secure.noise_multiplier == everyone.noise_multiplier
+
+
+@pytest.mark.parametrize("key", sorted(SECURE))
+def test_half_of_a_secure_sum_is_refused(key: str) -> None:
+    (other,) = SECURE.keys() - {key}
+    with pytest.raises(ValueError, match=f"'{other}' is missing"):
+        read({key: SECURE[key]})
 
 
 def test_keys_are_the_fields_with_hyphens() -> None:

@@ -340,6 +340,6 @@ def theory_choice(release: Release, rounds: int, batch_size: int, constants: Con
         smoothness=constants.smoothness,
         variance_w=constants.variance_w / batch_size,
         variance_theta=constants.variance_theta / batch_size,
-        noise_std=release.noise_std / release.denominator,
+        noise_std=release.usual_noise_std / release.denominator,
     )
     return theorem.best(constants.minimiser)

@@ -22,7 +22,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
-from flwr_ppsgd.callers import refuse_dp_strategy
+from flwr_ppsgd.callers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.recipe import recipe
@@ -145,6 +145,11 @@ class PPSGDStrategy(Strategy):
                 "initial_parameters must be flwr.common.Parameters, got "
                 f"{type(initial_parameters).__name__}: pass ndarrays_to_parameters([...]) with the "
                 "initial w"
+            )
+        if release.aggregation is not None:
+            raise ValueError(
+                f"aggregation={release.aggregation} takes four exchanges per round, and Flower's "
+                "legacy loop has one: use flwr_ppsgd.PPSGD, or leave out aggregation"
             )
         self.training = Training.of(
             release=release,
@@ -287,6 +292,7 @@ class PPSGDStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
         refuse_dp_strategy("PPSGDStrategy")
+        refuse_secagg_workflow("PPSGDStrategy")
         round_ = self._absolute(server_round)
         self._parameters_sent = parameters
         if round_ == 0:

@@ -158,6 +158,7 @@ class PPSGD(Strategy):
         delta: float,
         rounds: int | None = None,
         rate: float = 1.0,
+        aggregation: SecureSum | None = None,
         **more: Any,
     ) -> Self:
         """With nothing to tune: the recipe of ``flwr_ppsgd.recipe`` for a population and a budget.
@@ -170,6 +171,7 @@ class PPSGD(Strategy):
             delta: δ, well below 1/population.
             rounds: the number of rounds; 50 unless given.
             rate: the share of users per round; 1 is everyone.
+            aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
             more: arguments as of ``PPSGD``, which come before the recipe's.
         """
         made = recipe(
@@ -178,6 +180,7 @@ class PPSGD(Strategy):
             delta=delta,
             rounds=rounds,
             rate=rate,
+            aggregation=aggregation,
         )
         return cls._planned(made.rounds, {**made.arguments(), **more}, made.rate_from)
 

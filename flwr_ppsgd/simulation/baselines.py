@@ -121,7 +121,7 @@ class LocalStepsEngine:
 
     def _noise(self) -> Floats:
         """The noise of all settings, from the same normals: d × settings × K."""
-        stds = np.array([setting.release.noise_std for setting in self.settings])
+        stds = np.array([setting.release.usual_noise_std for setting in self.settings])
         if not stds.any():
             return np.zeros(self._w.shape)
         features, _, outputs = self._w.shape

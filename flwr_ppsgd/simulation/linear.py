@@ -487,7 +487,7 @@ def _shared_step(setting: Setting) -> float:
 def _noise_step(setting: Setting) -> float:
     """s_w·z·C/D."""
     release = setting.release
-    return setting.steps.shared * release.noise_std / release.denominator
+    return setting.steps.shared * release.usual_noise_std / release.denominator
 
 
 def _block(steps: Steps) -> int:

@@ -158,7 +158,7 @@ class NetworkEngine:
         """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
         release = training.setting.release
         steps = training.setting.steps
-        total = release.noise_std * normals
+        total = release.usual_noise_std * normals
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
             for group in groups:
                 thetas = training.thetas[group.users]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from flwr.app import Context
 from flwr.client import Client, NumPyClient
-from flwr.client.mod import LocalDpMod, message_size_mod
+from flwr.client.mod import LocalDpMod, message_size_mod, secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import (
     Code,
@@ -20,7 +21,13 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server import (
+    LegacyContext,
+    ServerApp,
+    ServerAppComponents,
+    ServerConfig,
+    SimpleClientManager,
+)
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -30,9 +37,10 @@ from flwr.server.strategy import (
     FedAvg,
     FedProx,
 )
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow, SecAggWorkflow
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
-from flwr_ppsgd import PrivateMetrics, Steps, client_app
+from flwr_ppsgd import PrivateMetrics, SecureSum, Steps, client_app
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.personal import recall
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
@@ -370,6 +378,28 @@ def test_flowers_dp_strategies_are_refused_around_ours(wrap: Any) -> None:
         wrapped.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
     assert inner.ledger.rounds == 0
     assert inner.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
+
+
+@pytest.mark.parametrize("workflow", [SecAggPlusWorkflow(3, 2), SecAggWorkflow(2)])
+def test_flowers_secure_aggregation_is_refused_around_ours(workflow: Any) -> None:
+    """One client of norm 7.5 once entered unclipped, under a statement that said "clipped"."""
+    inner = legacy()
+    grid = InProcessGrid(ClientApp(client_fn=client_fn, mods=[secaggplus_mod]), 5)
+    context = LegacyContext(
+        grid.context(grid.get_node_ids()[0]),
+        config=ServerConfig(num_rounds=1),
+        strategy=inner,
+    )
+    words = r"inside Flower's SecAggPlusWorkflow: .*PPSGD\(..., aggregation=SecureSum"
+    with pytest.raises(ValueError, match=words):
+        DefaultWorkflow(fit_workflow=workflow)(grid, context)
+    assert inner.ledger.rounds == 0
+
+
+def test_a_secure_sum_is_refused_in_the_legacy_api() -> None:
+    secure = replace(release(), aggregation=SecureSum(3, 1))
+    with pytest.raises(ValueError, match=r"legacy loop has one: use flwr_ppsgd.PPSGD"):
+        legacy(release=secure)
 
 
 def test_a_local_dp_mod_before_our_client_is_refused(caplog: pytest.LogCaptureFixture) -> None:
