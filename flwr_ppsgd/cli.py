@@ -545,6 +545,13 @@ def plan(
     spread: Annotated[
         float | None, typer.Option(help="How far the users' optima are from the common one.")
     ] = None,
+    secure_honest: Annotated[
+        int | None,
+        typer.Option(help="h of a secure sum: the honest clients that stay in a round."),
+    ] = None,
+    secure_colluding: Annotated[
+        int | None, typer.Option(help="t of a secure sum: the clients that may collude.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data: Annotated[
         str | None,

@@ -6,16 +6,17 @@ Numbers in, a :class:`Plan` out; nothing here touches data.
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias, get_type_hints
 
 import numpy as np
 
-from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release
+from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
 from flwr_ppsgd.promise import json_number, rounded_up
+from flwr_ppsgd.secure.graph import design, survivors_needed
 from flwr_ppsgd.settings import key_of, name_of, override, part_of, read_toml, typed, with_keys
 from flwr_ppsgd.theory import (
     Bound,
@@ -84,6 +85,8 @@ class Question:
         smoothness: L.
         distance: ‖v‖, how far the users' common optimum is from the start.
         spread: the root mean square of the users' distances from it.
+        secure_honest: h of a secure sum; None: the server is trusted.
+        secure_colluding: t of a secure sum.
     """
 
     population: int
@@ -102,6 +105,8 @@ class Question:
     smoothness: float | None = None
     distance: float | None = None
     spread: float = 0.0
+    secure_honest: int | None = None
+    secure_colluding: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds", "batch_size", "dimension"):
@@ -133,7 +138,7 @@ class Question:
         )
         self._refuse_both("rate", "cohort_size")
         self._refuse_both("rounds", "passes")
-        Release(self.cohort(), self.clip_norm, self.noise_multiplier or 0.0)
+        self.release(self.noise_multiplier or 0.0)
         Ledger(self.delta)
 
     def _refuse_both(self, one: str, other: str) -> None:
@@ -152,6 +157,19 @@ class Question:
             name = name_of(key)
             values[name] = typed(key, value, hints[name])
         return cls(**values)
+
+    def release(self, noise_multiplier: float) -> Release:
+        """What is published in a round, at some noise multiplier."""
+        rules = self.aggregation()
+        return Release(self.cohort(), self.clip_norm, noise_multiplier, aggregation=rules)
+
+    def aggregation(self) -> SecureSum | None:
+        """The secure sum that is planned; None if the server is trusted."""
+        if self.secure_honest is None and self.secure_colluding is None:
+            return None
+        if self.secure_honest is None:
+            raise ValueError("a secure sum needs secure-honest too: give both")
+        return SecureSum(self.secure_honest, self.secure_colluding or 0)
 
     def cohort(self) -> Cohort:
         """Who takes part in a round."""
@@ -239,6 +257,7 @@ class Price:
         noise_std: σ_ζ = zC/D.
         signal_to_noise: (C/√d_w)/σ_ζ.
         constant: the c that would make the formula of Theorem 5.1 (4.1 without sampling) exact.
+        secure: what a secure sum asks for and costs; None if there is none.
     """
 
     rounds: int
@@ -257,6 +276,48 @@ class Price:
     noise_std: float
     signal_to_noise: float
     constant: float
+    secure: "Secure | None" = None
+
+
+@dataclass(frozen=True)
+class Secure:
+    """What a secure sum asks for and costs.
+
+    Args:
+        clients: of a round, on average.
+        needed: how many of them must stay to the end of the round, so that it has a sum.
+        may_drop_out: how many may go.
+        neighbours: of each client.
+        extra_noise: the standard deviation of the noise if all stay, over what is charged for.
+        extra_noise_at_least_clients: the same if as many drop out as may.
+        delta_for_neighbours: what random neighbours take of δ, over all rounds.
+    """
+
+    clients: int
+    needed: int
+    may_drop_out: int
+    neighbours: int
+    extra_noise: float
+    extra_noise_at_least_clients: float
+    delta_for_neighbours: float
+
+    @classmethod
+    def of(cls, release: Release, rounds: int) -> Self | None:
+        """For a planned release; None if it has no secure sum."""
+        rules = release.aggregation
+        if rules is None:
+            return None
+        clients = math.floor(release.expected_users)
+        needed = survivors_needed(rules, clients)
+        return cls(
+            clients=clients,
+            needed=needed,
+            may_drop_out=clients - needed,
+            neighbours=design(rules, clients).neighbours,
+            extra_noise=math.sqrt(clients / rules.honest),
+            extra_noise_at_least_clients=math.sqrt(needed / rules.honest),
+            delta_for_neighbours=rounds * release.failure,
+        )
 
 
 @dataclass(frozen=True)
@@ -312,7 +373,7 @@ class Plan:
 def make(question: Question) -> Plan:
     """Work everything out."""
     rounds = question.planned_rounds()
-    release = Release(question.cohort(), question.clip_norm, _noise_multiplier(question, rounds))
+    release = question.release(_noise_multiplier(question, rounds))
     ledger = Ledger(question.delta).record(release, rounds)
     spent = ledger.epsilon()
     if spent < LEAST_EPSILON:
@@ -344,6 +405,7 @@ def _noise_multiplier(question: Question, rounds: int) -> float:
         delta=question.delta,
         cohort=question.cohort(),
         rounds=rounds,
+        aggregation=question.aggregation(),
     )
 
 
@@ -357,7 +419,7 @@ def _price(
     delta = question.delta
     cohort = release.cohort
     z = release.noise_multiplier
-    noise_std = release.noise_std / release.denominator
+    noise_std = release.usual_noise_std / release.denominator
     spent = ledger.epsilon()
     formula = noise_scale(
         clip_norm=question.clip_norm,
@@ -374,9 +436,11 @@ def _price(
         cohort=cohort,
         rounds=rounds,
         method="rdp",
+        aggregation=release.aggregation,
     )
     z_poisson = z
-    if cohort != poisson or question.noise_multiplier is not None:
+    given = question.noise_multiplier is not None
+    if cohort != poisson or given or release.aggregation is not None:
         z_poisson = calibrate_noise(
             epsilon=target,
             delta=delta,
@@ -423,6 +487,7 @@ def _price(
         noise_std=noise_std,
         signal_to_noise=release.signal_to_noise(question.dimension),
         constant=noise_std / formula,
+        secure=Secure.of(release, rounds),
     )
 
 
@@ -439,7 +504,7 @@ def _rounds_by_rdp(
     delta: float,
 ) -> int:
     """The rounds that ε pays for at another noise multiplier, by RDP: quick, a little too few."""
-    other = Release(release.cohort, release.clip_norm, z)
+    other = replace(release, noise_multiplier=z)
     return affordable_rounds(
         max_epsilon=epsilon,
         delta=delta,
@@ -461,7 +526,7 @@ def _curve(
     nothing = Ledger(delta)
     parts = [math.ceil(rounds * part / CHART_COLUMNS) for part in range(1, CHART_COLUMNS + 1)]
     marks = sorted({max(1, mark) for mark in parts})
-    if not release.cohort.amplifies:
+    if not release.amplifies:
         return tuple((mark, nothing.record(release, mark).epsilon()) for mark in marks)
     knots = sorted({max(1, rounds // 8), rounds})
     by_rdp = {}
@@ -513,7 +578,7 @@ def theorem(
         smoothness=smoothness,
         variance_w=variance,
         variance_theta=variance,
-        noise_std=release.noise_std / release.denominator,
+        noise_std=release.usual_noise_std / release.denominator,
     )
 
 
@@ -591,7 +656,7 @@ def _favoured(
         batch_size=question.batch_size,
         dimension=question.dimension,
         sigma=sigma,
-        noise_std=release.noise_std / release.denominator,
+        noise_std=release.usual_noise_std / release.denominator,
     )
     return "local" if local else "global"
 
@@ -625,7 +690,7 @@ def _threshold_rounds(
     """
     z = release.noise_multiplier
     without_sampling = rounds * (z_star / z) ** 2  # z² ∝ T exactly
-    if not release.cohort.amplifies:
+    if not release.amplifies:
         return without_sampling
     unit = Release(release.cohort, 1.0, z)
     here = _rounds_by_rdp(unit, z, epsilon, delta) if z > LEAST_NOISE else 0
@@ -716,10 +781,35 @@ def _price_lines(question: Question, price: Price) -> list[str]:
         ),
         ("paper's formula", _formula(cohort, price)),
     ]
+    if price.secure is not None:
+        rows += _secure_rows(price.secure, question.aggregation())
     if question.delta * cohort.population > 0.1:
         share = 1 / cohort.population
         rows.append(("caution", f"δ should be well below 1/population = {share:g}"))
     return [f"{name:<19} {text}" for name, text in rows]
+
+
+def _secure_rows(secure: Secure, rules: SecureSum | None) -> list[tuple[str, str]]:
+    assert rules is not None
+    rows = [
+        (
+            "secure sum",
+            f"{secure.needed} of {secure.clients} clients must stay to the end of a round: "
+            f"{secure.may_drop_out} may drop out, {rules.colluding} may collude; each has "
+            f"{secure.neighbours} neighbours",
+        ),
+        (
+            "",
+            f"with all present the noise is {secure.extra_noise - 1:.1%} more than is charged for "
+            f"(√({secure.clients}/{rules.honest})), with the fewest "
+            f"{secure.extra_noise_at_least_clients - 1:.1%}; σ_ζ above is with all",
+        ),
+        ("", "sampling gains nothing: clients see who else takes part"),
+    ]
+    if secure.delta_for_neighbours:
+        taken = f"{secure.delta_for_neighbours:.2g}"
+        rows.append(("", f"random neighbours take {taken} of δ in all rounds"))
+    return rows
 
 
 def _drawn(cohort: Cohort) -> str:

@@ -356,3 +356,40 @@ def test_a_file_that_is_not_there_is_one_line(ppsgd: Callable[..., tuple[int, st
     assert status == 2
     assert err.startswith("ppsgd: missing.toml: cannot be read")
     assert len(err.splitlines()) == 1
+
+
+SECURE = {**FLAT, "rate": 1.0, "secure-honest": 160, "secure-colluding": 10}
+
+
+def test_a_secure_sum_says_what_dropouts_cost() -> None:
+    question = Question.read(SECURE)
+    secure = make(question).price.secure
+    assert secure is not None
+    assert (secure.clients, secure.needed, secure.may_drop_out) == (200, 170, 30)
+    assert secure.extra_noise == pytest.approx(math.sqrt(200 / 160))
+    assert secure.extra_noise_at_least_clients == pytest.approx(math.sqrt(170 / 160))
+    assert secure.delta_for_neighbours == pytest.approx(50 * 2.0**-40)
+    words = in_words(question, make(question))
+    assert "170 of 200 clients must stay to the end of a round: 30 may drop out" in words
+    assert "11.8% more than is charged for (√(200/160)), with the fewest 3.1%" in words
+
+
+def test_a_secure_sum_is_planned_without_amplification() -> None:
+    everyone = make(Question.read({**FLAT, "rate": 1.0})).price
+    sampled = make(Question.read({**SECURE, "rate": 0.9})).price
+    assert sampled.noise_multiplier == pytest.approx(everyone.noise_multiplier, rel=1e-6)
+    secure = make(Question.read(SECURE)).price
+    assert secure.noise_std == pytest.approx(everyone.noise_std * math.sqrt(200 / 160), rel=1e-6)
+    assert everyone.secure is None
+
+
+def test_a_secure_sum_needs_its_honest_clients() -> None:
+    with pytest.raises(ValueError, match="needs secure-honest too"):
+        Question.read({**FLAT, "secure-colluding": 3})
+
+
+def test_the_command_plans_a_secure_sum(ppsgd: Callable[..., tuple[int, str, str]]) -> None:
+    arguments = [f"--{key}={value}" for key, value in SECURE.items()]
+    code, out, _ = ppsgd("--json", *arguments)
+    assert code == 0
+    assert json.loads(out)["secure"]["may_drop_out"] == 30
