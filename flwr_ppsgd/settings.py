@@ -149,6 +149,11 @@ class Settings:
         """Whether the recipe decides what is not given."""
         return self.method == AUTO
 
+    @property
+    def solves(self) -> bool:
+        """Whether personal parts are solved rather than stepped."""
+        return (self.personal or ("solve" if self.automatic else "step")) == "solve"
+
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
         """From ``{"clip-norm": 10.0, …}``.

@@ -40,10 +40,12 @@ FOLDERS = {
         split per_user raw columns frames features scaling tables npz files cache tff emnist
         stackoverflow synthetic learners by_name look
     """,
-    "simulation": "flower_internals grid measures batches thetas engine linear networks baselines",
+    "simulation": """
+        flower_internals grid measures batches thetas engine linear networks learners baselines
+    """,
     "experiments": """
-        shipped problem rows tasks settings client_app run sweep snapshot blocks outputs workers
-        server_app flwr_run
+        shipped problem rows tasks people settings client_app run sweep snapshot blocks outputs
+        workers server_app flwr_run
     """,
     "results": "summary plots figures page",
 }

@@ -169,22 +169,26 @@ def answer_order(context: Context, learner: Learner, w: Vector, order: Order) ->
     θ is kept last: an exception before it leaves θ as it was. A vote leaves θ alone.
     """
     if order.asks == "size":
-        return Sent(_vote(learner, order), {})
+        return Sent(vote(learner, order), {})
     personal = step_from(context, order, learner.initial_theta)
     order = replace(order, visit=personal.visit + 1)
-    at = personal.theta
-    if order.personal == "solve":
-        at = _anchor(learner, w, at, order)
-    g_w, theta = visit(learner, w, at, order)
-    measures = {}
-    if order.publishes and order.metrics:
-        measures = _measures(learner, w, at, order, g_w)
+    sent, theta = respond(learner, w, personal.theta, order)
     if order.personal == "solve" and keeps_on_disk(context):
         theta = _for_later(learner, w, theta)
     after = personal.stepped(theta, order.round, order.average)
     keep(context, after, back_of(order))
-    sent = bounded(g_w, order.clip_norm, order.normalise) if order.publishes else None
-    return Sent(sent, measures)
+    return sent
+
+
+def respond(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Sent, Vector]:
+    """What one visit sends, and the θ after it: a function of w, θ and the user's data alone."""
+    if order.personal == "solve":
+        theta = _anchor(learner, w, theta, order)
+    g_w, after = visit(learner, w, theta, order)
+    if not order.publishes:
+        return Sent(None, {}), after
+    measures = _measures(learner, w, theta, order, g_w) if order.metrics else {}
+    return Sent(bounded(g_w, order.clip_norm, order.normalise), measures), after
 
 
 def _for_later(learner: Learner, w: Vector, theta: Vector) -> Vector:
@@ -193,7 +197,7 @@ def _for_later(learner: Learner, w: Vector, theta: Vector) -> Vector:
     return theta if solution is None else solution.theta
 
 
-def _vote(learner: Learner, order: Order) -> Vector:
+def vote(learner: Learner, order: Order) -> Vector:
     """The bin of the size of the user's own solution; zeros if the learner cannot say."""
     own_size = getattr(learner, "own_size", None)
     size = 0.0 if own_size is None else float(own_size())

@@ -101,8 +101,9 @@ def save(outcome: "Outcome", out: Path, draw: Draw | None = None) -> None:
 def _write_run(outcome: "Outcome", directory: Path) -> None:
     experiment = outcome.experiment
     config = experiment.to_flat()
-    config["noise-multiplier"] = outcome.strategy.release.noise_multiplier
-    config.pop("epsilon", None)
+    if not experiment.training.automatic:  # the recipe needs ε to plan its vote again
+        config["noise-multiplier"] = outcome.strategy.release.noise_multiplier
+        config.pop("epsilon", None)
     disk.write_text(directory / CONFIG, tomli_w.dumps(config))
     rows = [json.dumps(row.to_json()) + "\n" for row in outcome.rows]
     disk.write_text(directory / METRICS, "".join(rows))

@@ -1,8 +1,9 @@
 """An experiment: settings and data in; a trained w, rows of measures, a privacy statement out."""
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -12,20 +13,27 @@ from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd.algorithm import Release, Vector
 from flwr_ppsgd.client.message_api import client_app
+from flwr_ppsgd.experiments.people import Person, overall, people_of
 from flwr_ppsgd.experiments.rows import RunRow
 from flwr_ppsgd.experiments.settings import EXHAUSTED, Experiment
 from flwr_ppsgd.experiments.tasks import learner_for
+from flwr_ppsgd.optimizers import PLAIN
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import Promise
 from flwr_ppsgd.server.curator import Curator, headline_of
 from flwr_ppsgd.server.message_api import PPSGD
 from flwr_ppsgd.server.training import Training
-from flwr_ppsgd.simulation.engine import Setting, left_for_infinity, train
+from flwr_ppsgd.simulation.engine import Engine, Setting, left_for_infinity, train
 from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation.learners import Found, LearnerEngine
+from flwr_ppsgd.simulation.measures import measure_of
 from flwr_ppsgd.wire import Layout
 
 log = logging.getLogger("flwr.ppsgd")
 
+MOST_LEARNERS = 4096  # that are kept in memory
+# arguments of a strategy that a simulation on the cohort engine has no use for
+SERVER_ONLY = ("enrolled", "checkpoint_dir", "budget_dir", "tensorboard_dir", "evaluate_every")
 SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 
 Watch: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
@@ -52,6 +60,7 @@ class Outcome:
         w: the trained parameters.
         rows: one for each evaluated round.
         stopped: the user has ended the run early.
+        people: how each user fares with the final w, where personal parts are solved.
     """
 
     experiment: Experiment
@@ -59,6 +68,7 @@ class Outcome:
     w: ArrayRecord
     rows: list[RunRow]
     stopped: bool = False
+    people: list[Person] = field(default_factory=list)
 
 
 def run(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
@@ -93,7 +103,21 @@ def run_on(grid: Grid, experiment: Experiment, on_round: Watch | None = None) ->
     rows = _rows(latest, ledgers)
     _check_finite(experiment, latest.arrays, rows)
     w = strategy.averaged(latest.arrays) if stopped else latest.arrays
-    return Outcome(experiment, strategy, w, rows, stopped)
+    last = _row(strategy.rounds_done, strategy.ledger, {})
+    return _with_people(Outcome(experiment, strategy, w, rows, stopped), last)
+
+
+def _with_people(outcome: Outcome, last: RunRow) -> Outcome:
+    """With how each user fares, and the last row about it, where personal parts are solved."""
+    experiment = outcome.experiment
+    if not experiment.training.solves:
+        return outcome
+    layout = Layout.of(outcome.w)
+    users = range(experiment.training.population)
+    people = people_of(experiment.task, layout.flatten(outcome.w), users)
+    earlier = [row for row in outcome.rows if row.round != last.round]
+    rows = [*earlier, replace(last, measures=overall(people))]
+    return replace(outcome, rows=rows, people=people)
 
 
 def _check_alone(experiment: Experiment) -> None:
@@ -132,9 +156,8 @@ def _check_finite(experiment: Experiment, w: ArrayRecord, rows: list[RunRow]) ->
 
 def _diverged(experiment: Experiment) -> RuntimeError:
     step = experiment.training.step
-    return RuntimeError(
-        f"training diverged: parameters left for infinity; lower step (now {step:g})"
-    )
+    remedy = "see what ppsgd look says" if step is None else f"lower step (now {step:g})"
+    return RuntimeError(f"training diverged: parameters left for infinity; {remedy}")
 
 
 def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
@@ -143,9 +166,7 @@ def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outc
     training = experiment.training
     simulated = Simulated(experiment)
     rounds = simulated.curator.plan(training.rounds)
-    setting = Setting(simulated.release, training.steps())
-    conditions = replace(experiment.conditions(), rounds=rounds)
-    engine = experiment.task.engine([setting], training.insecure_seed, conditions)
+    engine = _engine(experiment, simulated, rounds)
     latest = Result()
     rows: list[RunRow] = []
     stopped = False
@@ -155,7 +176,7 @@ def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outc
             on_round(round_, latest, simulated.ledger)
 
     def count(round_: int) -> None:
-        simulated.charge(round_)
+        simulated.charge(round_, engine)
         show(round_)
 
     try:
@@ -170,7 +191,47 @@ def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outc
         stopped = True
     w = _like(experiment.task.initial_arrays(), engine.w(0))
     _check_finite(experiment, w, rows)
-    return Outcome(experiment, simulated, w, rows, stopped)
+    last = _row(engine.round, simulated.ledger, {})
+    return _with_people(Outcome(experiment, simulated, w, rows, stopped), last)
+
+
+def _engine(experiment: Experiment, simulated: "Simulated", rounds: int) -> Engine:
+    """Settings side by side where there is an engine for them, else learners one by one."""
+    settings = experiment.training
+    training = simulated.curator.training
+    if is_plain(training):
+        setting = Setting(training.release, training.steps)
+        conditions = replace(experiment.conditions(), rounds=rounds)
+        return experiment.task.engine([setting], settings.insecure_seed, conditions)
+    if experiment.drop_exhausted:
+        raise ValueError("drop-exhausted is for plain steps: leave it out here")
+    return learner_engine(experiment, training)
+
+
+def learner_engine(experiment: Experiment, training: Training) -> LearnerEngine:
+    """Everyone's learners, for what the other engines do not know."""
+    task = experiment.task
+    arrays = task.initial_arrays()
+    users = range(experiment.training.population)
+    learner_of = functools.lru_cache(maxsize=MOST_LEARNERS)(task.learner)
+
+    def measure(w: Vector, thetas: Mapping[int, Vector]) -> Found:
+        solves = training.personal == "solve"
+        people = people_of(task, w, users, None if solves else thetas)
+        found = overall(people)
+        if not found:
+            return Found({}, np.zeros(0))
+        main = measure_of(found)
+        return Found(found, np.array([person.measures[main] for person in people]))
+
+    return LearnerEngine(training, learner_of, Layout.of(arrays).flatten(arrays), measure)
+
+
+def is_plain(training: Training) -> bool:
+    """Whether it is the paper's algorithm, which the other cohort engines know."""
+    special = training.release.normalise or training.vote or training.adaptive_clip
+    stepped = training.personal == "step" and not training.full_batch
+    return training.optimizer == PLAIN and stepped and not special
 
 
 def _like(arrays: ArrayRecord, w: Vector) -> ArrayRecord:
@@ -182,14 +243,10 @@ class Simulated:
 
     def __init__(self, experiment: Experiment) -> None:
         settings = experiment.training
-        training = Training(
-            release=settings.release(),
-            steps=settings.steps(),
-            delta=settings.delta,
-            max_epsilon=settings.budget(),
-            insecure_seed=settings.insecure_seed,
-        )
-        self.curator = Curator(training)
+        arguments = settings.arguments()
+        for server_only in SERVER_ONLY:
+            arguments.pop(server_only)
+        self.curator = Curator(Training(**arguments))
         self._terms = (EXHAUSTED,) if experiment.drop_exhausted else ()
         if settings.evaluate_every:
             self.curator.note_evaluation()
@@ -202,8 +259,12 @@ class Simulated:
     def ledger(self) -> Ledger:
         return self.curator.ledger
 
-    def charge(self, round_: int) -> None:
-        """Every round counts as one without a guarantee."""
+    def charge(self, round_: int, engine: Engine) -> None:
+        """Every round counts as one without a guarantee, and so does a vote."""
+        if isinstance(engine, LearnerEngine) and self.curator.vote_pending:
+            votes = engine.curator.votes
+            if votes is not None:
+                self.curator.simulate_vote(votes)
         self.curator.simulate(round_)
 
     def privacy_statement(self) -> str:

@@ -16,11 +16,14 @@ from flwr_ppsgd.experiments.shipped import preset
 from flwr_ppsgd.experiments.tasks import Conditions, Task, task_of
 from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.settings import (
+    AUTO,
+    PAPER,
     THEORY,
     Settings,
     build,
     check_known,
     check_run_config,
+    completed,
     in_keys,
     keys_of,
     listed,
@@ -37,6 +40,9 @@ from flwr_ppsgd.theory import Bound, Constants, theorem_b_4
 log = logging.getLogger("flwr.ppsgd")
 
 OWN_DATA = "own-data"
+OWN_DATA_PAPER = "own-data-paper"
+# any of these, where the recipe is the default, asks for the paper's method instead
+ASKS_FOR_PAPER = ("step", "alpha-q", "clip-norm", "cohort-size", "passes")
 DEFAULT = "synthetic"
 PRECISIONS = ("float64", "float32")
 PARTS = ("training", "problem")  # the fields of an experiment that hold settings of their own
@@ -163,7 +169,7 @@ class Experiment:
             overrides: flat keys and values.
         """
         changes = overrides or {}
-        default = OWN_DATA if "data" in changes else DEFAULT
+        default = _default_for(with_keys(changes))
         source = source_of(path, default)
         flat = override(read_toml(source), changes)
         return cls.read(flat, where=shown(source, path))
@@ -217,6 +223,14 @@ class Experiment:
         return replace(self, training=replace(training, alpha_q=alpha_q))
 
 
+def _default_for(changes: Mapping[str, Any]) -> str:
+    """The experiment to start from if none is named."""
+    if "data" not in changes:
+        return DEFAULT
+    paper = changes.get("method") == PAPER or any(key in changes for key in ASKS_FOR_PAPER)
+    return OWN_DATA_PAPER if paper else OWN_DATA
+
+
 def experiment_keys() -> list[str]:
     """All flat keys of an experiment."""
     own = [key for key in keys_of(Experiment) if key not in PARTS]
@@ -256,7 +270,7 @@ def resolved(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``flat`` with all that follows from the data: place, checksum, population, rounds, rate."""
     found = with_keys(flat)
     try:
-        return _with_derived(_with_known(found))
+        return _with_derived(_with_recipe(_with_known(found)))
     except ValueError as error:
         message = str(error)
         named = message.startswith(place_of(str(found.get("data"))))
@@ -278,6 +292,34 @@ def _with_known(flat: dict[str, Any]) -> dict[str, Any]:
             f"population is {given} and {known['data']} has {users} users: leave population out"
         )
     return {**flat, **known}
+
+
+def _with_recipe(flat: dict[str, Any]) -> dict[str, Any]:
+    """With what ``method = "auto"`` leaves to the data and to public numbers."""
+    if flat.get("method") != AUTO:
+        return flat
+    _refuse_without_budget(flat)
+    flat = completed(flat)
+    if "batch-size" in flat:
+        flat.setdefault("full-batch", False)
+    shift = _task_of(flat).centre()
+    if shift:
+        flat.setdefault("target-shift", shift)
+    return flat
+
+
+def _refuse_without_budget(flat: Mapping[str, Any]) -> None:
+    """There is no default for ε or δ."""
+    missing = []
+    if "epsilon" not in flat and "noise-multiplier" not in flat:
+        missing.append("epsilon")
+    if "delta" not in flat:
+        missing.append("delta")
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} must be given, there is no default: say what you can afford, "
+            "as in --set epsilon=2.0 --set delta=1e-5 (delta well below 1 over the number of users)"
+        )
 
 
 def _with_derived(flat: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, Context
 from numpy.typing import DTypeLike
 
 from flwr_ppsgd.data.synthetic import Synthetic, SyntheticLearner
-from flwr_ppsgd.experiments.problem import AUTO, CNN, SYNTHETIC, Problem
+from flwr_ppsgd.experiments.problem import AUTO, CNN, LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.experiments.rows import BASELINES, FEDAVG
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.models.linear import Loss
@@ -69,6 +69,10 @@ class Task(Protocol):
         """One user's model and data."""
         ...
 
+    def test_rows(self, user: int) -> int:
+        """The number of rows on which a user is measured."""
+        ...
+
     def initial_arrays(self) -> ArrayRecord:
         """w before the first round."""
         ...
@@ -89,6 +93,10 @@ class Task(Protocol):
 
     def known(self) -> dict[str, Any]:
         """The settings that follow from the data, by their flat keys."""
+        ...
+
+    def centre(self) -> float:
+        """What the recipe subtracts from targets: 1/K of K classes, so that their mean is 0."""
         ...
 
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
@@ -197,6 +205,10 @@ class SyntheticTask:
         """One user's stream of fresh samples, measured against the truth."""
         return SyntheticLearner(self.truth(), user, self.problem.batch_size)
 
+    def test_rows(self, user: int) -> int:  # noqa: ARG002
+        """Everybody is measured against the truth, with the same weight."""
+        return 1
+
     def initial_arrays(self) -> ArrayRecord:
         """w = 0."""
         return ArrayRecord([np.zeros(self.problem.features)])
@@ -224,6 +236,10 @@ class SyntheticTask:
     def known(self) -> dict[str, Any]:
         """Nothing follows from data that are made up."""
         return {}
+
+    def centre(self) -> float:
+        """Targets have mean 0 as they are."""
+        return 0.0
 
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:  # noqa: ARG002
         """There is no end to fresh samples."""
@@ -254,6 +270,10 @@ class OwnDataTask:
 
     problem: Problem
 
+    def test_rows(self, user: int) -> int:
+        """The user's test part."""
+        return len(self.problem.per_user().rows(user, test=True))
+
     def known(self) -> dict[str, Any]:
         """Where the data are, their checksum, and the number of users."""
         found = self.problem.found()
@@ -263,6 +283,13 @@ class OwnDataTask:
         if found.representation == AUTO:
             settings["representation"] = found.found_representation()
         return {**settings, "population": len(found.per_user())}
+
+    def centre(self) -> float:
+        """1/K of K classes, if the loss is squared."""
+        data = self.problem.per_user()
+        one_hot = data.task == "classification" and self.problem.loss == "squared"
+        linear = self.problem.model == LINEAR
+        return 1 / data.outputs if one_hot and linear else 0.0
 
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
         """Σ n_i·passes over the samples that all users draw in a round on average."""

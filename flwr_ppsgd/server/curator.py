@@ -32,6 +32,8 @@ from flwr_ppsgd.tuning import BELOW
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
 
+VOTES = "votes"  # in the state of a simulation
+ITERATES = "iterates"
 CLIP_NORM = "clip-norm"  # in the state of a checkpoint, beside the optimizer's own vectors
 
 
@@ -510,6 +512,16 @@ class Curator:
         """C_t/C: by which a gradient is divided before it is summed, if the clip norm adapts."""
         return self.clip_norm / self.training.release.clip_norm
 
+    def encoded(self, gradient: Vector, measures: Mapping[str, float]) -> Vector:
+        """What of one user is summed: the gradient on the scale of C, then private measures."""
+        if self.scale != 1.0:
+            with np.errstate(all="ignore"):
+                gradient = gradient / self.scale
+        kinds = self.training.measures
+        if kinds is None:
+            return gradient
+        return np.append(gradient, kinds.encode(measures, self.training.release.clip_norm))
+
     def publish(self, round_: int, w: Vector, total: GridSum) -> tuple[Vector, dict[str, float]]:
         """(w after the optimizer's step on g·k/D, private measures).
 
@@ -694,6 +706,24 @@ class Curator:
         if self.training.adaptive_clip is not None:
             state[CLIP_NORM] = np.array([self.clip_norm])
         return state
+
+    def between_rounds(self) -> dict[str, Vector]:
+        """Everything but w that a simulation needs to go on later."""
+        state = self._kept_state()
+        for name, vector in ((VOTES, self.votes), (ITERATES, self._iterates)):
+            if vector is not None:
+                state[name] = vector
+        return state
+
+    def continue_after(self, round_: int, state: Mapping[str, Vector]) -> None:
+        """Go on with a simulation after ``round_`` rounds, from what ``between_rounds`` gave."""
+        kept = dict(state)
+        self.votes = kept.pop(VOTES, None)
+        self._iterates = kept.pop(ITERATES, None)
+        self._restore(kept)
+        if self.votes is not None:
+            self.simulate_vote(self.votes)
+        self.simulate(round_)
 
     def averaged(self, w: Vector) -> Vector:
         """The average iterate so far, if it is kept; else ``w``, also before the first round."""

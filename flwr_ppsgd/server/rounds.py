@@ -290,21 +290,8 @@ class Rounds:
         )
 
     def vote_order(self, arrays: ArrayRecord) -> Order:
-        """What the server asks of everybody before the first round."""
-        return signed(self._vote_order(), bytes_of(arrays), self.curator.key)
-
-    def _vote_order(self) -> Order:
-        vote = self.training.vote
-        assert vote is not None
-        return replace(
-            self._order(0),
-            clip_norm=vote.release.clip_norm,
-            asks="size",
-            lowest=vote.lowest,
-            powers=vote.powers,
-            metrics=(),
-            terms=_terms(vote.release, None),
-        )
+        """What the server asks of everybody before the first round, signed."""
+        return signed(vote_order_of(self.curator), bytes_of(arrays), self.curator.key)
 
     def staged_orders(
         self, round_: int, stage: int, payloads: Mapping[Identity, bytes], w_digest: bytes
@@ -317,7 +304,8 @@ class Rounds:
             payloads: what each client gets besides its Order, which names it.
             w_digest: of the arrays that travel along, as of ``signature.digest``.
         """
-        base = replace(self._order(round_) if round_ else self._vote_order(), stage=stage)
+        asked = order_of(self.curator, round_) if round_ else vote_order_of(self.curator)
+        base = replace(asked, stage=stage)
         hashes = {payload: payload_hash(payload) for payload in set(payloads.values())}
         orders = {
             payload: signed_over(replace(base, payload=named), w_digest, self.curator.key)
@@ -326,41 +314,13 @@ class Rounds:
         return {node: orders[payload] for node, payload in payloads.items()}
 
     def order(self, round_: int, arrays: ArrayRecord) -> Order:
-        """What the server asks of each client in a round, and what it tells them about itself.
+        """What the server asks of each client in a round, signed.
 
         Args:
             round_: the absolute round.
             arrays: what travels along; the signature covers it.
         """
-        return signed(self._order(round_), bytes_of(arrays), self.curator.key)
-
-    def _order(self, round_: int) -> Order:
-        """An Order without its signature."""
-        training = self.training
-        persistent = training.checkpoint_dir is not None
-        epsilon, promise = self.curator.for_clients()
-        return Order(
-            round=round_,
-            step=training.steps.personal,
-            clip_norm=self.curator.clip_norm,
-            reduction=training.release.reduction,
-            publishes=training.steps.publishes,
-            normalise=training.release.normalise,
-            full_batch=training.full_batch,
-            personal=training.personal,
-            solve_in_training=training.solve_in_training,
-            average=training.average,
-            metrics=tuple(training.measures.bounds) if training.measures else (),
-            training=self.curator.training_id,
-            starts=self.curator.starts(),
-            # w may fall back to the checkpoint before the last one
-            back=2 * training.checkpoint_every if persistent else 0,
-            charges=self.curator.ledger.rounds,
-            epsilon=epsilon,
-            promise=printable(promise, LONGEST_PROMISE),
-            terms=_terms(training.release, training.measures),
-            planned=self.curator.planned_charges if training.release.aggregation else 0,
-        )
+        return signed(order_of(self.curator, round_), bytes_of(arrays), self.curator.key)
 
     def evaluators(self, round_: int, look: Callable[[], Iterable[Present]]) -> list[Identity]:
         """The enrolled nodes online, if evaluation is due in this round; else nobody."""
@@ -396,6 +356,50 @@ class Rounds:
 def _terms(release: Release, metrics: PrivateMetrics | None) -> Terms | None:
     """What clients are told about a secure sum; None if there is none."""
     return None if release.aggregation is None else Terms.of(release, metrics)
+
+
+def order_of(curator: Curator, round_: int) -> Order:
+    """What is asked of each client in a round, and what it is told about the server."""
+    training = curator.training
+    persistent = training.checkpoint_dir is not None
+    epsilon, promise = curator.for_clients()
+    return Order(
+        round=round_,
+        step=training.steps.personal,
+        clip_norm=curator.clip_norm,
+        reduction=training.release.reduction,
+        publishes=training.steps.publishes,
+        normalise=training.release.normalise,
+        full_batch=training.full_batch,
+        personal=training.personal,
+        solve_in_training=training.solve_in_training,
+        average=training.average,
+        metrics=tuple(training.measures.bounds) if training.measures else (),
+        training=curator.training_id,
+        starts=curator.starts(),
+        # w may fall back to the checkpoint before the last one
+        back=2 * training.checkpoint_every if persistent else 0,
+        charges=curator.ledger.rounds,
+        epsilon=epsilon,
+        promise=printable(promise, LONGEST_PROMISE),
+        terms=_terms(training.release, training.measures),
+        planned=curator.planned_charges if training.release.aggregation else 0,
+    )
+
+
+def vote_order_of(curator: Curator) -> Order:
+    """What is asked of everybody before the first round."""
+    vote = curator.training.vote
+    assert vote is not None
+    return replace(
+        order_of(curator, 0),
+        clip_norm=vote.release.clip_norm,
+        asks="size",
+        lowest=vote.lowest,
+        powers=vote.powers,
+        metrics=(),
+        terms=_terms(vote.release, None),
+    )
 
 
 class Wanted(Protocol):
@@ -446,14 +450,7 @@ class Gradients:
         sent = _sent(reply, self._layout, training.replies)
         if training.replies == "parameters":
             sent = self._w - sent
-        if self._curator.scale != 1.0:
-            with np.errstate(all="ignore"):
-                sent = sent / self._curator.scale
-        if training.measures is None:
-            return sent
-        measures = finite(reply.measures)
-        encoded = training.measures.encode(measures, training.release.clip_norm)
-        return np.append(sent, encoded)
+        return self._curator.encoded(sent, finite(reply.measures))
 
 
 class Votes:

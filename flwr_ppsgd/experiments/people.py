@@ -1,0 +1,128 @@
+"""How each user fares with a trained w: the personal model, one from own rows alone, w alone.
+
+For simulations, which hold everyone's data. It is outside the guarantee.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.client.visit import LOCAL, SHARED, compared, solved
+from flwr_ppsgd.experiments.tasks import Task
+from flwr_ppsgd.simulation.measures import MEAN, TENTH, WORST, badness, measure_of
+
+OUTSIDE = "Measured on users' own test rows: outside the guarantee."
+ROOTS = ("rmse",)  # measures that are pooled as squares
+SAME = 1e-12  # a smaller difference between two measures is round-off
+
+
+@dataclass(frozen=True)
+class Person:
+    """One user.
+
+    Args:
+        user: the number of the user.
+        weight: the number of test rows.
+        measures: of the personal model; ``local_…`` of one from own rows alone; ``shared_…`` of w
+            alone.
+        chosen: what the user's solution chose and expects.
+    """
+
+    user: int
+    weight: float
+    measures: Mapping[str, float]
+    chosen: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> float | None:
+        """By how much the main measure is better than alone; None if there is nothing to compare.
+
+        Above 0 is better, whatever the measure.
+        """
+        main = measure_of(self.measures)
+        alone = self.measures.get(LOCAL + main)
+        if alone is None:
+            return None
+        return badness(main, alone) - badness(main, self.measures[main])
+
+
+def people_of(
+    task: Task, w: Vector, users: Iterable[int], thetas: Mapping[int, Vector] | None = None
+) -> list[Person]:
+    """How users fare; those without test rows are left out.
+
+    Args:
+        task: everyone's model and data.
+        w: the trained parameters.
+        users: their numbers.
+        thetas: a stepped θ for each user who has one; None: θ is solved.
+    """
+    found = []
+    for user in users:
+        person = _person(task, w, user, thetas)
+        if person is not None:
+            found.append(person)
+    return found
+
+
+def _person(task: Task, w: Vector, user: int, thetas: Mapping[int, Vector] | None) -> Person | None:
+    learner = task.learner(user)
+    weight = task.test_rows(user)
+    if not weight:
+        return None
+    solution = solved(learner, w) if thetas is None else None
+    if solution is not None:
+        measures = compared(learner, w, solution.theta)
+        return Person(user, weight, measures, solution.chosen)
+    theta = (thetas or {}).get(user)
+    if theta is None:
+        theta = learner.initial_theta()
+    return Person(user, weight, learner.evaluate(w, theta))
+
+
+def overall(people: Sequence[Person]) -> dict[str, float]:
+    """Each measure over all test rows, and how the main one spreads over users.
+
+    Means are weighted by test rows, so that every row counts once; an RMSE is the root of the mean
+    over rows.
+    """
+    if not people:
+        return {}
+    weights = np.array([person.weight for person in people])
+    found = {}
+    for name in people[0].measures:
+        values = np.array([person.measures.get(name, math.nan) for person in people])
+        found[name] = _pooled(name, values, weights)
+    main = measure_of(found)
+    for prefix in ("", LOCAL):
+        if prefix + main in found:
+            values = np.array([person.measures[prefix + main] for person in people])
+            found[prefix + main + MEAN] = float(values.mean())
+            found[prefix + main + WORST] = _worst_tenth(main, values)
+    return found
+
+
+def _pooled(name: str, values: Vector, weights: Vector) -> float:
+    kind = name.removeprefix(LOCAL).removeprefix(SHARED)
+    if kind in ROOTS:
+        return float(np.sqrt(np.average(values**2, weights=weights)))
+    return float(np.average(values, weights=weights))
+
+
+def _worst_tenth(main: str, values: Vector) -> float:
+    sign = badness(main, 1.0)
+    ordered = sign * np.sort(sign * values)  # the best first
+    tenth = -(-len(ordered) // TENTH)
+    return float(ordered[-tenth:].mean())
+
+
+def gained_and_lost(people: Sequence[Person]) -> tuple[int, int] | None:
+    """How many users are better and worse off than alone; None if nobody can tell."""
+    gains = [person.gain for person in people]
+    known = [gain for gain in gains if gain is not None]
+    if not known:
+        return None
+    return sum(gain > SAME for gain in known), sum(gain < -SAME for gain in known)
