@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result
 
     from flwr_ppsgd.experiments.blocks import Best, Plan
-    from flwr_ppsgd.experiments.rows import Point
+    from flwr_ppsgd.experiments.rows import Point, RunRow
     from flwr_ppsgd.experiments.run import Outcome, Watch
     from flwr_ppsgd.experiments.settings import Experiment
     from flwr_ppsgd.privacy import Ledger
@@ -354,9 +354,20 @@ def _report(out: Path) -> int:
 
     saved = read_run(out)
     console.print("\n".join(saved.statement), highlight=False, markup=False)
+    _report_people(out, saved.rows)
     names = ", ".join(sorted(path.name for path in out.iterdir()))
     _show(f"Written: {out}/ ({names})")
     return saved.rounds_trained
+
+
+def _report_people(out: Path, rows: "Sequence[RunRow]") -> None:
+    """How users fare with their personal models, if that was measured."""
+    from flwr_ppsgd.experiments.outputs import read_people
+    from flwr_ppsgd.experiments.people import fares
+
+    columns = read_people(out)
+    if columns is not None and rows:
+        _show(fares(rows[-1].measures, columns["gain"]))
 
 
 @app.command()

@@ -47,7 +47,7 @@ FOLDERS = {
         shipped problem rows tasks people settings client_app run sweep snapshot blocks outputs
         workers server_app flwr_run
     """,
-    "results": "summary plots figures page",
+    "results": "summary plots people figures page",
 }
 FLOORS = {"": GROUND_FLOOR.split(), **{name: files.split() for name, files in FOLDERS.items()}}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")

@@ -27,6 +27,7 @@ from flwr_ppsgd.settings import read_toml
 
 if TYPE_CHECKING:
     from flwr_ppsgd.experiments.blocks import Plan
+    from flwr_ppsgd.experiments.people import Person
     from flwr_ppsgd.experiments.run import Outcome
     from flwr_ppsgd.experiments.sweep import Sweep
 
@@ -35,6 +36,9 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
 MODEL = "model.npz"
+USERS = "users.parquet"
+USERS_TEXT = "users.csv"  # without pyarrow
+USERS_OUTSIDE = "one row per user, measured on own test rows: outside the guarantee"
 PICTURE = "learning.png"
 PLAN = "plan.json"
 ROWS = "rows.jsonl"
@@ -113,6 +117,60 @@ def _write_run(outcome: "Outcome", directory: Path) -> None:
     arrays = {f"w{i}": array for i, array in enumerate(outcome.w.to_numpy_ndarrays())}
     with disk.replacing(directory / MODEL) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
+    if outcome.people:
+        _write_people(outcome.people, experiment.task.user_names(), directory)
+
+
+def _write_people(people: Sequence["Person"], names: Sequence[object], directory: Path) -> None:
+    """One row per user: measures, gain over learning alone, and what was chosen."""
+    columns = _columns(people, names)
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+        disk.write_text(directory / USERS_TEXT, text.getvalue())
+        return
+    table = pa.table(columns).replace_schema_metadata({"guarantee": USERS_OUTSIDE})
+    with disk.replacing(directory / USERS) as file:
+        parquet.write_table(table, file)
+
+
+def _columns(people: Sequence["Person"], names: Sequence[object]) -> dict[str, list[Any]]:
+    """Everything that is known about users, by column."""
+    columns: dict[str, list[Any]] = {
+        "user": [str(names[person.user]) for person in people],
+        "test_rows": [person.weight for person in people],
+        "gain": [person.gain for person in people],
+    }
+    for name in dict.fromkeys(name for person in people for name in person.measures):
+        columns[name] = [person.measures.get(name) for person in people]
+    for name in dict.fromkeys(name for person in people for name in person.chosen):
+        columns[f"chosen-{name}"] = [person.chosen.get(name) for person in people]
+    return columns
+
+
+def read_people(directory: Path) -> dict[str, list[Any]] | None:
+    """The columns of the users' file of a run; None if there is none."""
+    if (directory / USERS).exists():
+        from pyarrow import parquet
+
+        found: dict[str, list[Any]] = parquet.read_table(directory / USERS).to_pydict()
+        return found
+    if not (directory / USERS_TEXT).exists():
+        return None
+    with (directory / USERS_TEXT).open(encoding="utf-8", newline="") as file:
+        names, *rows = csv.reader(file)
+    texts = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    users = texts.pop("user")
+    return {"user": users, **{name: _numbers(values) for name, values in texts.items()}}
+
+
+def _numbers(texts: Iterable[str]) -> list[float | None]:
+    return [float(text) if text else None for text in texts]
 
 
 def _move(temporary: Path, out: Path) -> None:

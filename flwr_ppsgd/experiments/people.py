@@ -119,10 +119,23 @@ def _worst_tenth(main: str, values: Vector) -> float:
     return float(ordered[-tenth:].mean())
 
 
-def gained_and_lost(people: Sequence[Person]) -> tuple[int, int] | None:
-    """How many users are better and worse off than alone; None if nobody can tell."""
-    gains = [person.gain for person in people]
+def fares(measures: Mapping[str, float], gains: Sequence[float | None]) -> str:
+    """In words: the personal models beside those from own rows alone and beside w alone.
+
+    Args:
+        measures: over all users, as of ``overall``.
+        gains: of each user, as of ``Person.gain``.
+    """
+    main = measure_of(measures)
+    text = f"Personal models: {main} {measures[main]:.4g}"
+    if LOCAL + main in measures:
+        text += (
+            f" (own rows alone {measures[LOCAL + main]:.4g}, shared model alone "
+            f"{measures[SHARED + main]:.4g})"
+        )
     known = [gain for gain in gains if gain is not None]
-    if not known:
-        return None
-    return sum(gain > SAME for gain in known), sum(gain < -SAME for gain in known)
+    if known:
+        better = sum(gain > SAME for gain in known)
+        worse = sum(gain < -SAME for gain in known)
+        text += f"; better off than alone {better}, worse off {worse}, of {len(known)} users"
+    return f"{text}. {OUTSIDE}"

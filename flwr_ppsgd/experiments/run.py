@@ -48,6 +48,7 @@ class Accounted(Protocol):
     def ledger(self) -> Ledger: ...
     def privacy_statement(self) -> str: ...
     def privacy_data(self) -> dict[str, object]: ...
+    def note_evaluation(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def _with_people(outcome: Outcome, last: RunRow) -> Outcome:
     experiment = outcome.experiment
     if not experiment.training.solves:
         return outcome
+    outcome.strategy.note_evaluation()
     layout = Layout.of(outcome.w)
     users = range(experiment.training.population)
     people = people_of(experiment.task, layout.flatten(outcome.w), users)
@@ -249,7 +251,11 @@ class Simulated:
         self.curator = Curator(Training(**arguments))
         self._terms = (EXHAUSTED,) if experiment.drop_exhausted else ()
         if settings.evaluate_every:
-            self.curator.note_evaluation()
+            self.note_evaluation()
+
+    def note_evaluation(self) -> None:
+        """From now on the statement says that users' own data were measured."""
+        self.curator.note_evaluation()
 
     @property
     def release(self) -> Release:

@@ -73,6 +73,10 @@ class Task(Protocol):
         """The number of rows on which a user is measured."""
         ...
 
+    def user_names(self) -> Sequence[int | str]:
+        """Each user's name in the data."""
+        ...
+
     def initial_arrays(self) -> ArrayRecord:
         """w before the first round."""
         ...
@@ -209,6 +213,10 @@ class SyntheticTask:
         """Everybody is measured against the truth, with the same weight."""
         return 1
 
+    def user_names(self) -> Sequence[int | str]:
+        """Numbers."""
+        return range(self.users)
+
     def initial_arrays(self) -> ArrayRecord:
         """w = 0."""
         return ArrayRecord([np.zeros(self.problem.features)])
@@ -273,6 +281,10 @@ class OwnDataTask:
     def test_rows(self, user: int) -> int:
         """The user's test part."""
         return len(self.problem.per_user().rows(user, test=True))
+
+    def user_names(self) -> Sequence[int | str]:
+        """As the source has them."""
+        return self.problem.per_user().users
 
     def known(self) -> dict[str, Any]:
         """Where the data are, their checksum, and the number of users."""

@@ -12,9 +12,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from flwr_ppsgd.experiments.outputs import PICTURE, read_config, read_run, write_best
+from flwr_ppsgd.experiments.outputs import (
+    PICTURE,
+    read_config,
+    read_people,
+    read_run,
+    write_best,
+)
 from flwr_ppsgd.experiments.rows import CAVEAT, FEDAVG, FINE_TUNED, RunRow, SweepRow
 from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.results.people import draw_people
 from flwr_ppsgd.results.plots import (
     COLOURS,
     STYLES,
@@ -71,9 +78,13 @@ LETTERS_PER_INCH = 15  # of a footnote
 def draw_run(directory: Path) -> None:
     """``learning.png`` in the directory of a run, if anything was measured there."""
     rows = read_run(directory).rows
-    if not rows:
+    people = read_people(directory)
+    if people is not None:
+        draw_people(directory, rows[-1], people)
+    if not rows or (people is not None and len(rows) < 2):
         return
-    alpha = f"αQ = {read_config(directory)['alpha-q']:g}".replace("inf", "∞")
+    config = read_config(directory)
+    alpha = "solved" if people else f"αQ = {config['alpha-q']:g}".replace("inf", "∞")
     learning_curves(
         {alpha: rows},
         measure_of(rows[0].measures),

@@ -221,6 +221,10 @@ class PPSGD(Strategy):
         """Whether the population is the first nodes seen, rather than a list that was given."""
         return self._rounds.open_enrolment
 
+    def note_evaluation(self) -> None:
+        """From now on every statement says that there was evaluation on client data."""
+        self._curator.note_evaluation()
+
     def privacy_statement(self) -> str:
         """The guarantee in words."""
         return self._curator.promise().statement()
