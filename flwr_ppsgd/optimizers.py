@@ -18,6 +18,7 @@ from flwr_ppsgd.checks import count, one_of, require
 State: TypeAlias = Mapping[str, Vector]
 Course: TypeAlias = Literal["constant", "linear", "cosine", "inverse-root"]
 
+ENDING = ("linear", "cosine")  # courses that are over after a number of rounds
 COUNT = "count"  # the number of steps so far, in every state
 LEAST_ROOT = 1e-5  # of C, the least that Adam divides by: a coordinate without signal or noise
 
@@ -61,7 +62,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         one_of("course", self.course, get_args(Course))
-        ends = self.course in ("linear", "cosine")
+        ends = self.course in ENDING
         if ends and self.rounds is None:
             raise ValueError(f"course {self.course!r} needs rounds: give the planned number")
         if self.rounds is not None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, require
-from flwr_ppsgd.optimizers import SGD, Adam, Course, Momentum, Optimizer, Schedule
+from flwr_ppsgd.optimizers import ENDING, SGD, Adam, Course, Momentum, Optimizer, Schedule
 from flwr_ppsgd.tuning import ROUNDS, AdaptiveClip
 
 if TYPE_CHECKING:
@@ -321,7 +321,8 @@ class Settings:
 
     def chosen_optimizer(self) -> Optimizer:
         """What the server does with a released gradient."""
-        schedule = Schedule(cast(Course, self.server_schedule), self.rounds)
+        ends = self.server_schedule in ENDING
+        schedule = Schedule(cast(Course, self.server_schedule), self.rounds if ends else None)
         if self.server_optimizer == "momentum":
             return Momentum(self.server_momentum, schedule=schedule)
         if self.server_optimizer == "adam":

@@ -107,8 +107,8 @@ class LearnerEngine:
         """w, or its average iterate if the training keeps it."""
         return self.curator.averaged(self._w)
 
-    def measures(self) -> dict[int, dict[str, float]]:
-        """Over all users."""
+    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:  # noqa: ARG002
+        """Over all users, on their test rows: nothing is chosen among settings here."""
         if not self.places:
             return {}
         return {0: dict(self._measure(self.w(0), self._thetas).overall)}
