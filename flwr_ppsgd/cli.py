@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flwr_ppsgd.experiments.settings import Experiment
     from flwr_ppsgd.privacy import Ledger
 
+MOST_EXTENSIONS = 3  # of a grid, in one command
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 console = Console()
@@ -398,6 +399,10 @@ def sweep(  # noqa: PLR0917 - typer's own way
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Spread the blocks over a Ray cluster.")
     ] = None,
+    extend: Annotated[
+        bool,
+        typer.Option(help="Widen the grid where a best setting is at its end, up to three times."),
+    ] = False,
     user: User = None,
     target: Target = None,
     features: Features = None,
@@ -416,22 +421,32 @@ def sweep(  # noqa: PLR0917 - typer's own way
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
     about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or [])
-    from flwr_ppsgd.experiments.outputs import ROWS, RUNS
+    from flwr_ppsgd.experiments.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
     from flwr_ppsgd.experiments.rows import CAVEAT
     from flwr_ppsgd.experiments.sweep import Sweep
     from flwr_ppsgd.experiments.workers import run_sweep
+    from flwr_ppsgd.results.summary import summarise
 
     grid = Sweep.load(experiment, overrides)
     limit = _bytes(memory)
     if out is None:
         source = experiment or Path(data or "sweep")
         out = RUNS / source.stem
+    if extend and (out / CONFIG).exists():
+        grid = grid.united(read_config(out))
     _describe(grid.base)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with progress_bar("setting-rounds") as progress:
             watch = SweepBar(progress, grid.base.training.rounds)
-            run_sweep(grid, out, watch, memory=limit, jobs=jobs, ray=ray)
+            run_sweep(grid, out, watch, memory=limit, jobs=jobs, ray=ray, extend=extend)
+            found = summarise(read_rows(out))
+            for _extension in range(MOST_EXTENSIONS if extend else 0):
+                if not found.edges:
+                    break
+                grid = grid.extended(found.edges)
+                run_sweep(grid, out, watch, memory=limit, jobs=jobs, ray=ray, extend=True)
+                found = summarise(read_rows(out))
     except KeyboardInterrupt:
         console.print(
             f"Interrupted. Finished blocks are in {out}/: the same command goes on from there."
@@ -439,8 +454,11 @@ def sweep(  # noqa: PLR0917 - typer's own way
         raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+    for line in found.edge_words():
+        _show(line)
     _show(f"Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
     console.print(CAVEAT, highlight=False)
+    _show(found.count())
 
 
 def _interrupt(*_: object) -> None:
@@ -459,13 +477,22 @@ def _bytes(size: str | None) -> int | None:
 
 
 @app.command()
-def plot(directory: Annotated[Path, typer.Argument(help="The directory of a sweep.")]) -> None:
-    """Draw Figure 1 and Figure 2 of a sweep, and print the best setting for each ε."""
+def plot(
+    directory: Annotated[Path, typer.Argument(help="The directory of a sweep.")],
+    kinds: Annotated[
+        str, typer.Option("--format", metavar="pdf,png,svg", help="Formats of pictures.")
+    ] = "png",
+) -> None:
+    """Draw the figures of a sweep, with their numbers as CSV, and print the best settings."""
+    from flwr_ppsgd.checks import one_of
     from flwr_ppsgd.experiments.outputs import finished_rows, read_config
-    from flwr_ppsgd.results.figures import draw_sweep
+    from flwr_ppsgd.results.figures import PICTURE_FORMATS, draw_sweep
 
+    formats = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    for kind in formats:
+        one_of("--format", kind, PICTURE_FORMATS)
     read_config(directory)
-    table, written = draw_sweep(finished_rows(directory), directory)
+    table, written = draw_sweep(finished_rows(directory), directory, formats)
     _show(table)
     _show(f"Written: {', '.join(str(path) for path in written)}")
 
@@ -714,7 +741,7 @@ class SweepBar:
         self._rounds = rounds
         self._sizes: list[int] = []
         self._done: dict[int, int] = {}
-        self._best: list[Best] = []
+        self._best: dict[int, Best] = {}
 
     def begin(self, chosen: "Plan", missing: "Sequence[Sequence[Point]]") -> None:
         """The blocks that are going to be run."""
@@ -731,11 +758,12 @@ class SweepBar:
 
         self._done[block] = self._sizes[block] * round_
         if best is not None:
-            leading = best_among([*self._best, best])
-            self._best = [] if leading is None else [leading]
+            self._best[block] = best
+        leading = best_among(list(self._best.values()))
         state = ""
-        for measure, value in self._best:
-            state = f"best so far: {measure} {value:.4g}"
+        if leading is not None:
+            measure, value = leading
+            state = f"best now, of one seed: {measure} {value:.4g}"
         completed = self._start + sum(self._done.values())
         self._progress.update(self._task, completed=completed, state=state)
 

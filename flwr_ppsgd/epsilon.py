@@ -15,12 +15,15 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 from dp_accounting import (
+    ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
     NeighboringRelation,
     PoissonSampledDpEvent,
+    SelfComposedDpEvent,
     rdp,
 )
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtr
 
@@ -332,6 +335,30 @@ def by_rdp(releases: Releases, delta: float, relation: Relation) -> float:
         return _one_round_rdp(priced.rate, priced.noise_multiplier / distance, orders)
 
     return _epsilon_of_rdp(releases, delta, orders, one_round)
+
+
+def best_of_several(releases: Releases, delta: float, trials: float) -> float:
+    """ε of publishing only the best of a random number of trainings, under zero-out neighbours.
+
+    The number is drawn from a logarithmic, geometric or Poisson distribution, whichever costs least
+    (Papernot and Steinke, arXiv:2110.03620, Theorems 2 and 6). What decides which training is best
+    must itself be a private measure of that training.
+
+    Args:
+        releases: of one training.
+        delta: δ.
+        trials: the mean number of trainings.
+    """
+    if not releases:
+        return 0.0
+    one = ComposedDpEvent([SelfComposedDpEvent(own.event, own.times) for own in releases])
+    costs = []
+    for shape in (0.0, 1.0, math.inf):
+        accountant = rdp.RdpAccountant(_default_orders(), NeighboringRelation.REPLACE_SPECIAL)
+        with _quiet():
+            accountant.compose(RepeatAndSelectDpEvent(one, trials, shape))
+            costs.append(float(accountant.get_epsilon(delta)))
+    return min(costs)
 
 
 def by_paper(releases: Releases, delta: float) -> float:

@@ -25,6 +25,7 @@ from flwr_ppsgd.epsilon import (
     Priced,
     Relation,
     Releases,
+    best_of_several,
     sensitivity,
 )
 
@@ -171,6 +172,17 @@ class Ledger:
         RDP if users are sampled, exact if they are not.
         """
         return self.epsilon(method="rdp" if self.amplified else "pld")
+
+    def selection_epsilon(self, trials: float) -> float:
+        """ε of publishing only the best of a random number of trainings like this one.
+
+        The number is drawn by a secret coin, with mean ``trials``; each training's own private
+        measure decides. Zero-out neighbours, by RDP.
+        """
+        require(trials >= 1, "trials must be at least 1", trials, "1 is a single training")
+        if self._noiseless:
+            return math.inf
+        return best_of_several(_priced(self.releases), self.delta, trials)
 
     def paper_epsilon(self) -> float:
         """The number that the paper's figures would print. **Not a guarantee** for ``FixedSize``.

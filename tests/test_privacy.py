@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import dp_accounting
 import pytest
@@ -466,3 +467,34 @@ def test_an_accountant_that_gives_other_answers_is_refused(
     with pytest.raises(RuntimeError, match="no guarantee can be printed"):
         accounting.check_accountant()
     accounting.check_accountant.cache_clear()
+
+
+def test_choosing_among_settings_costs_more_than_one_training() -> None:
+    """Publishing the best of k trainings costs more the larger k is, and far less than all k."""
+    release = Release(Poisson(1000, 0.1), clip_norm=1.0, noise_multiplier=3.0)
+    one = Ledger(1e-5).record(release, 200)
+    costs = [one.selection_epsilon(k) for k in (1, 10, 100)]
+    assert one.epsilon(method="rdp") <= costs[0] + 1e-9
+    assert costs == sorted(costs)
+    assert costs[1] < Ledger(1e-5).record(release, 2000).epsilon()
+    assert Ledger(1e-5).record(replace(release, noise_multiplier=0.0)).selection_epsilon(2) == (
+        math.inf
+    )
+    with pytest.raises(ValueError, match="trials must be at least 1"):
+        one.selection_epsilon(0.5)
+
+
+def test_the_price_of_the_best_of_several_is_that_of_papernot_and_steinke() -> None:
+    """Theorem 6 for a Poisson number: ε'(λ) = ε(λ) + μ·δ^ + log(μ)/(λ−1), with (ε^, δ^)-DP for
+    ε^ = log(1 + 1/(λ−1)). The Gaussian mechanism has ε(λ) = λ/2z²; δ^ is exact here, which can only
+    be smaller. The price must not be below the best over λ of that."""
+    z, mean, delta = 8.0, 5.0, 1e-5
+    release = Release(Poisson(1000, 1.0), clip_norm=1.0, noise_multiplier=z)
+    costs = []
+    for order in range(2, 400):
+        first = math.log1p(1 / (order - 1))
+        exact = gaussian_delta(first, 1 / z)
+        cost = order / (2 * z**2) + mean * exact + math.log(mean) / (order - 1)
+        costs.append(cost + math.log(1 / delta) / (order - 1))
+    found = Ledger(delta).record(release).selection_epsilon(mean)
+    assert Ledger(delta).record(release).epsilon() < found < 1.1 * min(costs)

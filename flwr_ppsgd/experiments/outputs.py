@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +22,8 @@ import numpy as np
 import tomli_w
 
 from flwr_ppsgd import disk
-from flwr_ppsgd.experiments.rows import CAVEAT, Point, RunRow, SweepRow
+from flwr_ppsgd.experiments.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
+from flwr_ppsgd.promise import json_number
 from flwr_ppsgd.settings import read_toml
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ PICTURE = "learning.png"
 PLAN = "plan.json"
 ROWS = "rows.jsonl"
 BEST = "best.csv"
+SELECTION = "selection.json"
 PAGE = "report.html"
 LOCK = ".lock"
 READABLE_FOLDER = 0o755  # a temporary directory is for its owner alone
@@ -222,8 +224,14 @@ def read_run(directory: Path) -> SavedRun:
 
 
 @contextmanager
-def opened(out: Path, sweep: "Sweep") -> Iterator["Store"]:
-    """The store of this sweep, new or begun before, for this process alone."""
+def opened(out: Path, sweep: "Sweep", *, extend: bool = False) -> Iterator["Store"]:
+    """The store of this sweep, new or begun before, for this process alone.
+
+    Args:
+        out: its directory.
+        sweep: what is in it.
+        extend: its grid may have grown since it was begun.
+    """
     if not (out / CONFIG).exists() and not _only_begun(out):
         check_free(out)
     out.mkdir(exist_ok=True)
@@ -234,7 +242,7 @@ def opened(out: Path, sweep: "Sweep") -> Iterator["Store"]:
             raise ValueError(
                 f"{out}: another sweep is writing here: wait for it, or choose another --out"
             ) from None
-        _settle(out, sweep.to_flat())
+        _settle(out, sweep.to_flat(), GRID if extend else ())
         yield Store(out, sweep.base.training.rounds)
 
 
@@ -246,18 +254,20 @@ def _only_begun(out: Path) -> bool:
     return names == {LOCK}
 
 
-def _settle(out: Path, flat: Mapping[str, Any]) -> None:
-    """Write the settings, or compare them with those that are there."""
+def _settle(out: Path, flat: Mapping[str, Any], growing: Sequence[str]) -> None:
+    """Write the settings, or compare them with those that are there, lists that grow left out."""
     if not (out / CONFIG).exists():
         disk.write_text(out / CONFIG, tomli_w.dumps(flat))
         return
     there = read_config(out)
-    for key in sorted((flat.keys() | there.keys()) - SERVING):
+    for key in sorted((flat.keys() | there.keys()) - SERVING - set(growing)):
         if flat.get(key) != there.get(key):
             raise ValueError(
                 f"{out} holds the results of another experiment: its {key} is {there.get(key)}, "
                 f"here it is {flat.get(key)}: choose another --out"
             )
+    if growing:
+        disk.write_text(out / CONFIG, tomli_w.dumps(flat))
 
 
 def read_rows(directory: Path) -> list[SweepRow]:
@@ -327,6 +337,7 @@ class Store:
             disk.write_text(path, json.dumps(plan) + "\n")
             return proposed
         kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = self._grown(kept, proposed)
         size = kept["bytes"]
         if size > proposed.limit:
             raise ValueError(
@@ -336,6 +347,21 @@ class Store:
         blocks = tuple(_block(keys) for keys in kept["blocks"])
         jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // size))
         return replace(proposed, blocks=blocks, jobs=jobs, bytes=size)
+
+    def _grown(self, kept: dict[str, Any], proposed: "Plan") -> dict[str, Any]:
+        """The plan that is there, with blocks for settings that were added to the grid."""
+        there = {Point.of(key) for keys in kept["blocks"] for key in keys}
+        added = []
+        for block in proposed.blocks:
+            new = [point.key() for point in block if point not in there]
+            if new:
+                added.append(new)
+        if not added:
+            return kept
+        size = max(kept["bytes"], proposed.bytes)
+        grown = {"bytes": size, "blocks": [*kept["blocks"], *added]}
+        disk.write_text(self._out / PLAN, json.dumps(grown) + "\n")
+        return grown
 
     def missing(self, blocks: Iterable[Sequence[Point]]) -> list[Sequence[Point]]:
         """The blocks that are not complete."""
@@ -366,6 +392,29 @@ def planned_settings(directory: Path) -> int | None:
         return None
 
 
+def write_selection(directory: Path, costs: Iterable[Selection]) -> None:
+    """``selection.json``: what choosing among the settings of each noise level costs."""
+    rows = [{key: json_number(value) for key, value in asdict(cost).items()} for cost in costs]
+    disk.write_text(directory / SELECTION, json.dumps(rows, indent=2) + "\n")
+
+
+def read_selection(directory: Path) -> list[Selection]:
+    """What choosing costs; empty if it is not known."""
+    try:
+        rows = json.loads((directory / SELECTION).read_text(encoding="utf-8"))
+        return [
+            Selection(
+                float(row["noise_multiplier"]),
+                float(row["epsilon"]),
+                int(row["settings"]),
+                float(row["selected"]),
+            )
+            for row in rows
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 def write_best(
     directory: Path, columns: Sequence[str], table: Iterable[Mapping[str, float | None]]
 ) -> Path:
@@ -378,6 +427,17 @@ def write_best(
     path = directory / BEST
     disk.write_text(path, text.getvalue())
     return path
+
+
+def write_figure_data(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """The numbers that a figure shows, as CSV beside it, with what ε does not cover."""
+    text = io.StringIO(newline="")
+    text.write(f"# {CAVEAT}\n")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    disk.write_text(path, text.getvalue())
 
 
 def write_page(directory: Path, text: str) -> Path:

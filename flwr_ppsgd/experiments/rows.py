@@ -12,6 +12,8 @@ PPSGD = "ppsgd"
 FINE_TUNED = "fine-tuned"
 FEDAVG = "fedavg"
 BASELINES = (FINE_TUNED, FEDAVG)
+TRIVIAL = "trivial"  # everyone's mean, or most frequent class
+OWN_TRIVIAL = "own-trivial"  # the user's own
 GRID = ("step", "alpha-q", "noise-multiplier", "clip-norm", "insecure-seed")  # what may be a list
 CAVEAT = (
     "ε is what a deployment of one setting would cost, as if it alone had been run; choosing among "
@@ -140,6 +142,38 @@ SWEEP_KEYS = frozenset(
         "paper_epsilon",
     }
 )
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The best setting lies at the end of a list of the grid.
+
+    Args:
+        key: which list.
+        value: its end.
+        beyond: the next value in that direction.
+    """
+
+    key: str
+    value: float
+    beyond: float
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What choosing among settings costs, if that is to be private too.
+
+    Args:
+        noise_multiplier: the noise level.
+        epsilon: of one setting.
+        settings: the mean number of settings that are tried.
+        selected: ε of publishing the best of them alone.
+    """
+
+    noise_multiplier: float
+    epsilon: float
+    settings: int
+    selected: float
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ from typing import Any, Self
 import numpy as np
 
 from flwr_ppsgd.algorithm import FixedSize
-from flwr_ppsgd.experiments.rows import FINE_TUNED, GRID, Point, SweepRow
+from flwr_ppsgd.experiments.rows import (
+    FINE_TUNED,
+    GRID,
+    PPSGD,
+    Edge,
+    Point,
+    Selection,
+    SweepRow,
+)
 from flwr_ppsgd.experiments.settings import Experiment, experiment_keys, shown, source_of
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.settings import check_known, override, read_toml, with_keys
@@ -18,6 +26,7 @@ from flwr_ppsgd.settings import check_known, override, read_toml, with_keys
 DEFAULT_SWEEP = "sweep"
 OWN_DATA_SWEEP = "own-data-sweep"
 MOST_SETTINGS = 100_000
+FINE_TUNE_STEPS = "0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0"
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,9 @@ class Sweep:
         lists = {key: tuple(flat[key]) for key in GRID if isinstance(flat.get(key), list)}
         flat = _with_fine_tuning(flat)
         base = Experiment.read(_first(flat), where=where)
+        if base.problem.select_on == "validation" and 0.0 not in lists.get("noise-multiplier", ()):
+            given = lists.get("noise-multiplier", (base.training.noise_multiplier,))
+            lists["noise-multiplier"] = (*given, 0.0)  # what the same would be without noise
         used = base.to_flat()
         for key, values in lists.items():
             for value in values:
@@ -109,6 +121,46 @@ class Sweep:
             every.add(Point(seed, math.inf, float(step), float(noise), float(clip), method))
         return sorted(every)
 
+    def trivial_rows(self) -> list[SweepRow]:
+        """What answers reach that use no features."""
+        rows = []
+        for method, measures in self.base.task.trivial().items():
+            point = Point(0, 0.0, 0.0, None, None, method)
+            rows.append(SweepRow(point, self.base.training.rounds, measures))
+        return rows
+
+    def united(self, there: Mapping[str, Any]) -> "Sweep":
+        """With the values of a grid that was extended before, as its settings say."""
+        grid = {}
+        for key, values in self.grid.items():
+            other = there.get(key, [])
+            others = other if isinstance(other, list) else [other]
+            more = [value for value in others if value not in values]
+            grid[key] = tuple(sorted((*values, *more))) if more else values
+        return replace(self, grid=grid)
+
+    def extended(self, edges: Iterable[Edge]) -> "Sweep":
+        """With one more value beyond each edge at which the best setting lies."""
+        grid = dict(self.grid)
+        for edge in edges:
+            grid[edge.key] = tuple(sorted({*grid[edge.key], edge.beyond}))
+        return replace(self, grid=grid)
+
+    def selection(self) -> list[Selection]:
+        """What it costs to publish the best of all settings of each noise level, privately."""
+        training = self.base.training
+        settings = [point for point in self.points() if point.method == PPSGD]
+        seeds = len(self.grid["insecure-seed"])
+        found = []
+        for noise in sorted({float(z) for z in self.grid["noise-multiplier"] if z}):
+            count = sum(point.noise_multiplier == noise for point in settings) // seeds
+            changed = replace(training, noise_multiplier=noise)
+            ledger = Ledger(changed.delta).record(changed.release(), changed.rounds)
+            if count:
+                cost = ledger.selection_epsilon(count)
+                found.append(Selection(noise, _honest_epsilon(ledger), count, cost))
+        return found
+
     def to_flat(self) -> dict[str, Any]:
         """All settings, resolved; a key with more than one value is a list."""
         lists = {key: list(values) for key, values in self.grid.items() if len(values) > 1}
@@ -132,20 +184,20 @@ def _with_noise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
     rest = {key: value for key, value in flat.items() if key != "epsilon"}
     noises = []
     for epsilon in wanted:
+        if epsilon == math.inf:
+            noises.append(0.0)
+            continue
         experiment = Experiment.read({**_first(rest), "epsilon": epsilon}, where)
         noises.append(experiment.training.release().noise_multiplier)
     return {**rest, "noise-multiplier": noises}
 
 
 def _with_fine_tuning(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The steps of the grid are those of fine-tuning, too, if nothing else is said."""
+    """Fine-tuning has steps of its own, whatever the grid's are, if nothing else is said."""
     tunes = FINE_TUNED in str(flat.get("baselines", ""))
-    if not tunes or "step" not in flat or "fine-tune-steps" in flat:
+    if not tunes or "fine-tune-steps" in flat:
         return dict(flat)
-    steps = flat["step"]
-    if not isinstance(steps, list):
-        steps = [steps]
-    return {**flat, "fine-tune-steps": ", ".join(str(step) for step in steps)}
+    return {**flat, "fine-tune-steps": FINE_TUNE_STEPS}
 
 
 def _check_list(key: str, values: list[Any], where: str) -> None:

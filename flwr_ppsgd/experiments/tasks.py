@@ -16,9 +16,10 @@ from numpy.typing import DTypeLike
 
 from flwr_ppsgd.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.experiments.problem import AUTO, CNN, LINEAR, SYNTHETIC, Problem
-from flwr_ppsgd.experiments.rows import BASELINES, FEDAVG
+from flwr_ppsgd.experiments.rows import BASELINES, FEDAVG, OWN_TRIVIAL, TRIVIAL
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.models.linear import Loss
+from flwr_ppsgd.simulation.measures import VALIDATION
 from flwr_ppsgd.theory import Constants
 
 if TYPE_CHECKING:
@@ -115,6 +116,10 @@ class Task(Protocol):
 
     def describe(self) -> str:
         """What the data are, in lines to print; empty if there is nothing to say."""
+        ...
+
+    def trivial(self) -> dict[str, dict[str, float]]:
+        """The measures of answers that use no features, by method; empty if there are none."""
         ...
 
     def assumed_public(self) -> list[str]:
@@ -255,6 +260,10 @@ class SyntheticTask:
             f"passes is for data with finitely many samples, got {passes:g}: give rounds"
         )
 
+    def trivial(self) -> dict[str, dict[str, float]]:
+        """None: the excess risk is against the optimum."""
+        return {}
+
     def describe(self) -> str:
         """The settings say it all."""
         return ""
@@ -312,6 +321,20 @@ class OwnDataTask:
             return math.ceil(float(visits.sum()) / (rate * len(sizes)))
         drawn = rate * np.minimum(sizes, self.problem.batch_size).sum()
         return max(1, round(passes * float(sizes.sum() / drawn)))
+
+    def trivial(self) -> dict[str, dict[str, float]]:
+        """Everyone's mean or most frequent class, and each user's own."""
+        from flwr_ppsgd.data.look import trivial
+
+        data = self.problem.per_user()
+        found: dict[str, dict[str, float]] = {TRIVIAL: {}, OWN_TRIVIAL: {}}
+        parts = {"": data} if data.validation is None else {"": data, VALIDATION: data.choosing()}
+        for prefix, part in parts.items():
+            answer = trivial(part)
+            if answer is not None:
+                found[TRIVIAL][prefix + answer.measure] = answer.pooled
+                found[OWN_TRIVIAL][prefix + answer.measure] = answer.own
+        return {method: measures for method, measures in found.items() if measures}
 
     def describe(self) -> str:
         """The users and their rows."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
 from flwr_ppsgd.experiments.blocks import Best, Plan, plan, run_block
-from flwr_ppsgd.experiments.outputs import opened
+from flwr_ppsgd.experiments.outputs import opened, write_selection
 from flwr_ppsgd.experiments.rows import Point, SweepRow
 from flwr_ppsgd.experiments.snapshot import Snapshot, clear
 from flwr_ppsgd.experiments.sweep import Epsilons, Sweep, with_epsilon
@@ -70,6 +70,7 @@ def run_sweep(
     memory: int | None = None,
     jobs: int | None = None,
     ray: str | None = None,
+    extend: bool = False,
 ) -> int:
     """Run what is missing in ``out``; the number of settings that were.
 
@@ -82,14 +83,16 @@ def run_sweep(
         memory: the limit in bytes; None is half of what is free.
         jobs: the number of blocks at a time; None is the number of cores.
         ray: the address of a Ray cluster; None is this machine.
+        extend: the grid may have grown since the sweep was begun.
     """
     proposed = plan(sweep, memory or free_memory() // 2, jobs or os.cpu_count() or 1)
-    with opened(out, sweep) as store:
+    with opened(out, sweep, extend=extend) as store:
         chosen = store.plan(proposed)
         missing = store.missing(chosen.blocks)
         clear(out, missing)
         watch.begin(chosen, missing)
         epsilons = Epsilons(sweep.base)
+        store.append(with_epsilon(sweep.trivial_rows(), epsilons))
         idle = _pricing(sweep, missing, epsilons)
         flat = sweep.base.to_flat()
         if ray:
@@ -100,6 +103,7 @@ def run_sweep(
             for block, rows in finished:
                 store.append(with_epsilon(rows, epsilons))
                 Snapshot(out, missing[block]).remove()
+        write_selection(out, sweep.selection())
     return sum(len(block) for block in missing)
 
 

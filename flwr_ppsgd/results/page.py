@@ -24,12 +24,13 @@ from flwr_ppsgd.experiments.outputs import (
     planned_settings,
     read_config,
     read_run,
+    read_selection,
     write_page,
 )
 from flwr_ppsgd.experiments.rows import CAVEAT, GRID, RunRow, SweepRow
 from flwr_ppsgd.promise import OUTSIDE, rounded_up
-from flwr_ppsgd.results.figures import draw_figures
-from flwr_ppsgd.results.summary import summarise
+from flwr_ppsgd.results.figures import cost_words, draw_figures
+from flwr_ppsgd.results.summary import TRIVIAL_WORDS, Summary, summarise
 
 MOST_EMBEDDED = 8_000_000  # bytes of compressed rows in a page; beyond, it only names the file
 READABLE = 2.65  # pixels of a figure per pixel of a small screen at which its text can be read
@@ -57,6 +58,14 @@ FIGURES = {
     "figure-2": (
         "Figure 2. The measure at the end of training against ε: local learning, global learning, "
         "each αQ between them with its best step, and in grey the best over αQ."
+    ),
+    "methods": (
+        "Every method. The measure at the end of training against ε, each with its best setting; "
+        "without noise, and without features."
+    ),
+    "users": (
+        "Users. What each user gains against local learning, in the order of the gain: above 0 a "
+        "user is better off than alone."
     ),
     "learning": "The measure against rounds, ε along the top.",
 }
@@ -121,24 +130,38 @@ def write_report(directory: Path) -> Path:
 
 def _about_sweep(directory: Path, config: Mapping[str, Any]) -> list[Html]:
     rows = finished_rows(directory)
-    found = summarise(rows, str(directory))
+    found = summarise(rows)
     with tempfile.TemporaryDirectory() as drawn:
-        figures = [_figure(path) for path in draw_figures(found, Path(drawn))]
+        pictures = [path for path in draw_figures(found, Path(drawn)) if path.suffix == ".png"]
+        figures = [_figure(path) for path in pictures]
     cells = [choice.cells() for choice in found.table]
     what = f"{len(rows)} rows, one for each setting and evaluated round"
     return [
         _what_was_swept(directory, config, rows),
         _section("What is guaranteed", *_sweep_guarantee(config), class_="guarantee"),
-        _section("Best settings", _table(cells, BEST_CAPTION)),
+        _section("Best settings", _table(cells, BEST_CAPTION), *_remarks(directory, found)),
         _section("Figures", *figures),
         _section("Rows", _link(directory / ROWS, what)),
     ]
 
 
+def _remarks(directory: Path, found: Summary) -> list[Html]:
+    """On which rows settings were chosen, what lies at the end of the grid, what choosing costs."""
+    lines = [
+        "" if found.every else found.count(),
+        found.chosen_on(),
+        *found.edge_words(),
+        *found.trivial_words(),
+        *(cost_words(cost) for cost in read_selection(directory)),
+    ]
+    return [tag("p", line) for line in lines if line]
+
+
 def _what_was_swept(directory: Path, config: Mapping[str, Any], rows: Sequence[SweepRow]) -> Html:
     last = max(row.round for row in rows)
-    finished = sum(row.is_last(last) for row in rows)
-    diverged = sum(row.diverged for row in rows)
+    settings = [row for row in rows if row.point.method not in TRIVIAL_WORDS]
+    finished = sum(row.is_last(last) for row in settings)
+    diverged = len({row.point for row in rows if row.diverged})
     planned = planned_settings(directory)
     if planned is None:
         planned = finished

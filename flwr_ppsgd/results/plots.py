@@ -12,16 +12,19 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.results.summary import ZERO_OUT
-from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER
+from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER, on_test
 
-# Okabe and Ito: safe for colour blindness
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito, then Tol: safe for colour blindness
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
+    *("#56B4E9", "#882255", "#999933", "#332288", "#44AA99"),
+)
 STYLES = ("-", "--", "-.", ":")
 MEASURE_NAMES = {
     "excess_risk": "excess risk (mean over users)",
     "accuracy": "accuracy",
     "precision_at_1": "precision@1",
-    "rmse": "RMSE (mean over users)",
+    "rmse": "RMSE (all rows together)",
     "loss": "loss",
 }
 MOST_TICKS = 6
@@ -37,7 +40,9 @@ class _Plain(LogFormatter):
 
 def name_of_measure(measure: str) -> str:
     """A measure in words."""
-    return MEASURE_NAMES.get(measure, measure)
+    tested = on_test(measure)
+    name = MEASURE_NAMES.get(tested, tested)
+    return name if tested == measure else f"{name}, validation rows"
 
 
 def log_scale(axes: Axes) -> None:
@@ -54,7 +59,7 @@ def plain_numbers(axis: Axis) -> None:
 
 def measure_axis(axes: Axes, measure: str) -> None:
     """A logarithmic ordinate for errors and risks, and a grid."""
-    if measure not in HIGHER_IS_BETTER:
+    if on_test(measure) not in HIGHER_IS_BETTER:
         log_scale(axes)
     axes.grid(alpha=0.3, which="both", lw=0.5)
 
@@ -64,7 +69,9 @@ def epsilon_axis(
     rounds: Sequence[int],
     epsilons: Sequence[float],
     kind: str = ZERO_OUT,
+    *,
     guaranteed: bool = False,
+    small: bool = False,
 ) -> None:
     """Whole rounds along the bottom, ε along the top.
 
@@ -76,6 +83,7 @@ def epsilon_axis(
         epsilons: what each of them costs.
         kind: which ε is meant.
         guaranteed: whether it is a guarantee, rather than what a deployment would cost.
+        small: several panels stand side by side.
     """
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     top = axes.secondary_xaxis("top")
@@ -83,7 +91,7 @@ def epsilon_axis(
     apart = max(1, math.ceil(intervals / MOST_TICKS))
     labels = [_short(epsilon) for epsilon in epsilons]
     top.set_xticks(rounds[::-apart], labels[::-apart])
-    size = None if kind == ZERO_OUT else SMALL_LETTERS
+    size = None if kind == ZERO_OUT and not small else SMALL_LETTERS
     what = "ε spent so far" if guaranteed else "ε that a deployment would have spent"
     top.set_xlabel(f"{what} ({kind})", fontsize=size)
 

@@ -4,15 +4,24 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.experiments.rows import BASELINES, CAVEAT, PPSGD, Point, SweepRow
+from flwr_ppsgd.experiments.rows import (
+    BASELINES,
+    CAVEAT,
+    OWN_TRIVIAL,
+    PPSGD,
+    TRIVIAL,
+    Edge,
+    Point,
+    SweepRow,
+)
 from flwr_ppsgd.promise import rounded_up
-from flwr_ppsgd.simulation.measures import badness, measure_of
+from flwr_ppsgd.simulation.measures import badness, measure_of, on_test
 
 Key: TypeAlias = tuple[float, float | None]  # (αQ, z); z is None at α = 0
 Curves: TypeAlias = dict[Key, list["Mean"]]
@@ -24,6 +33,12 @@ PERSONALIZED = "personalized"
 LOCAL = "local"
 GLOBAL = "global"
 ERROR = "standard error"
+PEEKED = "if chosen on test"
+R_SQUARED = "R²"
+TRIVIAL_WORDS = {
+    TRIVIAL: "Without features, with everyone's mean or most frequent class",
+    OWN_TRIVIAL: "Without features, with each user's own",
+}
 EPSILON = "deployed_epsilon"
 COLUMNS = ("noise-multiplier", EPSILON, "alpha-q", "step", "clip-norm")
 
@@ -36,9 +51,11 @@ class Mean:
         point: the setting; its seed is 0.
         round: the number of rounds trained so far.
         epsilon: of a deployment; or for cohorts of a fixed size what the paper would print.
-        value: the measure.
+        value: the measure by which settings are compared.
         seeds: the number of seeds.
         error: the standard error of the value, None with one seed.
+        tested: the same measure on test rows; None if they were not opened there.
+        tested_error: its standard error, None with one seed.
     """
 
     point: Point
@@ -47,6 +64,18 @@ class Mean:
     value: float
     seeds: int
     error: float | None = None
+    tested: float | None = None
+    tested_error: float | None = None
+
+    @property
+    def reported(self) -> float:
+        """On test rows if they were opened."""
+        return self.value if self.tested is None else self.tested
+
+    @property
+    def reported_error(self) -> float | None:
+        """The standard error of what is reported."""
+        return self.error if self.tested is None else self.tested_error
 
 
 def means(rows: Iterable[SweepRow], measure: str) -> list[Mean]:
@@ -61,6 +90,8 @@ def means(rows: Iterable[SweepRow], measure: str) -> list[Mean]:
     for (point, round_), group in groups.items():
         values = _values(group, measure)
         if len(values) == seeds[point]:
+            tested = _values(group, on_test(measure))
+            opened = len(tested) == len(values)
             mean = Mean(
                 point=point,
                 round=round_,
@@ -68,6 +99,8 @@ def means(rows: Iterable[SweepRow], measure: str) -> list[Mean]:
                 value=statistics.fmean(values),
                 seeds=len(values),
                 error=_standard_error(values),
+                tested=statistics.fmean(tested) if opened else None,
+                tested_error=_standard_error(tested) if opened else None,
             )
             found.append(mean)
     return found
@@ -138,13 +171,18 @@ def baselines_of(every: Sequence[Mean], measure: str) -> Baselines:
 
 def ending(every: Sequence[Mean]) -> list[Mean]:
     """The last round of each setting that got to the end."""
-    last = max(mean.round for mean in every)
+    last = max((mean.round for mean in every), default=0)
     return [mean for mean in every if mean.round == last]
 
 
 def at_noise(ends: Mapping[Key, Sequence[Mean]], z: float) -> dict[float, Mean]:
     """By αQ, what there is at one noise level; local learning is there at every one."""
     return {a: curve[0] for (a, level), curve in ends.items() if level in (z, None)}
+
+
+def ways_at(ends: Mapping[Key, Sequence[Mean]], z: float, measure: str) -> dict[str, Mean | None]:
+    """Both ends and the best between them, at one noise level."""
+    return _ways(at_noise(ends, z), measure)
 
 
 def _ways(here: Mapping[float, Mean], measure: str) -> dict[str, Mean | None]:
@@ -180,6 +218,11 @@ class Spread:
         better_end = np.minimum(errors[LOCAL], errors[GLOBAL])
         holds = compare(errors[PERSONALIZED], better_end)
         return float(np.mean(holds))
+
+    def gains(self, name: str) -> NDArray[np.float64]:
+        """What each user gains against learning alone; a loss is negative."""
+        sign = badness(self.measure, 1.0)
+        return np.asarray(sign * (self.users[LOCAL] - self.users[name]))
 
     def words(self) -> str:
         """How many users personalization serves better than both ends."""
@@ -232,7 +275,10 @@ class Choice:
         epsilon: what the settings that publish anything cost there.
         measure: what is measured.
         best: the best setting, local learning among them.
-        others: both ends, the best of 0 < α < ∞, and the baselines; None if it was not run.
+        others: both ends, the best of 0 < α < ∞, and the baselines; None if it was not run. On
+            test rows if they were opened.
+        peeked: the best measure on test rows of all settings, as if it had been chosen there.
+        trivial: the better of both answers without features; None if it is not known.
     """
 
     noise_multiplier: float
@@ -240,6 +286,15 @@ class Choice:
     measure: str
     best: Mean
     others: dict[str, float | None]
+    peeked: float | None = None
+    trivial: float | None = None
+
+    @property
+    def optimism(self) -> float | None:
+        """How much better the best setting looks if it is chosen on test rows."""
+        if self.peeked is None or self.best.tested is None:
+            return None
+        return abs(self.peeked - self.best.tested)
 
     def cells(self) -> dict[str, float | None]:
         """The row of a table, by the names of its columns. The standard error is over seeds."""
@@ -253,13 +308,28 @@ class Choice:
         )
         cells: dict[str, float | None] = dict(zip(COLUMNS, given, strict=True))
         cells[self.measure] = self.best.value
-        if self.best.error is not None:
-            cells[ERROR] = self.best.error
-        return {**cells, **self.others}
+        tested = on_test(self.measure)
+        if tested != self.measure:
+            cells[tested] = self.best.tested
+            cells[PEEKED] = self.peeked
+        if self.best.reported_error is not None:
+            cells[ERROR] = self.best.reported_error
+        cells |= self.others
+        if self.trivial is not None:
+            cells[TRIVIAL] = self.trivial
+            if tested == "rmse":
+                cells[R_SQUARED] = 1 - (self.best.reported / self.trivial) ** 2
+        return cells
 
 
-def best_table(every: Sequence[Mean], measure: str) -> list[Choice]:
-    """The best setting for each noise level at the end of training."""
+def best_table(every: Sequence[Mean], measure: str, trivial: float | None = None) -> list[Choice]:
+    """The best setting for each noise level at the end of training.
+
+    Args:
+        every: each setting at each reported round.
+        measure: by which settings are compared.
+        trivial: what is reached without features; None if it is not known.
+    """
     ends = best_curves(ending(every), measure)
     baselines = baselines_of(ending(every), measure)
     table = []
@@ -277,13 +347,29 @@ def best_table(every: Sequence[Mean], measure: str) -> list[Choice]:
             measure=measure,
             best=chosen,
             others={name: _value(mean) for name, mean in others.items()},
+            peeked=_peeked(every, z, measure),
+            trivial=trivial,
         )
         table.append(choice)
     return table
 
 
 def _value(mean: Mean | None) -> float | None:
-    return None if mean is None else mean.value
+    return None if mean is None else mean.reported
+
+
+def _peeked(every: Sequence[Mean], z: float, measure: str) -> float | None:
+    """The best measure on test rows at one noise level; None if they were not set apart."""
+    if on_test(measure) == measure:
+        return None
+    here = [
+        mean.tested
+        for mean in ending(every)
+        if mean.point.method == PPSGD
+        and mean.point.noise_multiplier in (z, None)
+        and mean.tested is not None
+    ]
+    return min(here, key=lambda value: badness(measure, value), default=None)
 
 
 def columns_of(table: Sequence[Choice]) -> list[str]:
@@ -302,6 +388,12 @@ def printed(table: Sequence[Choice]) -> str:
         lines.append([_cell(name, cells[name]) for name in header])
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     text = ["Best setting for each noise level, at the end of training:"]
+    if on_test(table[0].measure) != table[0].measure:
+        tested = on_test(table[0].measure)
+        text = [
+            "Best setting for each noise level at the end of training, chosen on validation rows. "
+            f"{tested} and all columns after it are on test rows:"
+        ]
     for line in lines:
         padded = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
         text.append("  ".join(padded))
@@ -324,6 +416,11 @@ class Summary:
         table: the best setting for each noise level.
         spread: how users fare at each noise level.
         kind: which ε is meant.
+        settings: the number of settings, seeds apart.
+        diverged: the number of those that left for infinity.
+        smallest_step: of all.
+        edges: where the best setting lies at the end of a list.
+        trivial: measures on test rows of answers without features, by method.
     """
 
     measure: str
@@ -331,29 +428,130 @@ class Summary:
     table: list[Choice]
     spread: list[Spread]
     kind: str
+    settings: int = 0
+    diverged: int = 0
+    smallest_step: float = 0.0
+    edges: tuple[Edge, ...] = ()
+    trivial: dict[str, float] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The table, and what there is to say about ε and about users."""
-        lines = [printed(self.table)]
+        """The table, and what there is to say about ε, about users and about the grid."""
+        lines = [self.count()]
+        if self.every:
+            lines.append(printed(self.table))
+        lines += [self.chosen_on(), *self.edge_words(), *self.trivial_words()]
         if self.kind == PAPERS:
             lines.append(f"Epsilon here is {PAPERS}: rows.jsonl has the honest one beside it.")
         lines += [own.words() for own in self.spread]
-        return "\n".join(lines)
+        return "\n".join(line for line in lines if line)
+
+    def count(self) -> str:
+        """How many settings there are, and how many of them diverged."""
+        words = f"{self.settings:,} settings, {self.diverged:,} of them diverged"
+        if self.every:
+            return f"{words}."
+        return (
+            f"{words}: there is nothing to compare. The smallest step was {self.smallest_step:g}: "
+            f"use smaller ones, as in --set step=[{self.smallest_step / 30:g}, "
+            f"{self.smallest_step / 10:g}], or bring features to a scale of 1 (scale = 'auto', or "
+            "see ppsgd look)."
+        )
+
+    def chosen_on(self) -> str:
+        """On which rows settings were chosen, and how much that flatters them."""
+        if not self.table:
+            return ""
+        found = [choice.optimism for choice in self.table]
+        known = [value for value in found if value is not None]
+        if known:
+            name = on_test(self.measure)
+            return (
+                f"Choosing on test rows instead would make {name} look better by "
+                f"{statistics.fmean(known):.2g} on average, and by {max(known):.2g} at most."
+            )
+        if self.measure == "excess_risk":
+            return ""
+        return (
+            "Settings were chosen on the rows that they are measured on: the numbers are "
+            "optimistic. select-on = 'validation' shows by how much."
+        )
+
+    def edge_words(self) -> list[str]:
+        """A line for each end of the grid at which a best setting lies."""
+        return [
+            f"The best {edge.key}, {edge.value:g}, is at the end of its list: ppsgd sweep --extend "
+            f"adds {edge.beyond:.3g}."
+            for edge in self.edges
+        ]
+
+    def trivial_words(self) -> list[str]:
+        """What answers without features reach."""
+        return [f"{TRIVIAL_WORDS[name]}: {value:.4g}." for name, value in self.trivial.items()]
 
 
-def summarise(rows: Sequence[SweepRow], where: str) -> Summary:
-    """What the rows of a sweep say; ValueError, naming ``where``, if all settings diverged."""
-    measured = [row for row in rows if row.measures]
+def summarise(rows: Sequence[SweepRow]) -> Summary:
+    """What the rows of a sweep say; that every setting diverged is a result, too."""
+    measured = [row for row in rows if row.measures and row.point.method not in TRIVIAL_WORDS]
     going_on = [row for row in measured if not row.diverged]
     measure = measure_of((going_on or measured)[0].measures)
-    every = means(rows, measure)
-    if not every:
-        raise ValueError(f"{where}: every setting diverged at once: use smaller steps")
+    every = [mean for mean in means(rows, measure) if mean.point.method not in TRIVIAL_WORDS]
     papers = any(row.paper_epsilon is not None for row in rows)
+    trivial = _trivial(rows, on_test(measure))
+    best_trivial = min(trivial.values(), key=lambda value: badness(measure, value), default=None)
+    table = best_table(every, measure, best_trivial) if every else []
+    points = {_without_seed(row.point) for row in measured}
+    lost = {_without_seed(row.point) for row in rows if row.diverged}
     return Summary(
         measure=measure,
         every=every,
-        table=best_table(every, measure),
-        spread=spreads(rows, every, measure),
+        table=table,
+        spread=spreads(rows, every, measure) if every else [],
         kind=PAPERS if papers else ZERO_OUT,
+        settings=len(points | lost),
+        diverged=len(lost),
+        smallest_step=min(point.step for point in points | lost),
+        edges=edges_of(table, points | lost),
+        trivial=trivial,
     )
+
+
+def _trivial(rows: Iterable[SweepRow], measure: str) -> dict[str, float]:
+    """On test rows, by method."""
+    found = {}
+    for row in rows:
+        if row.point.method in TRIVIAL_WORDS and measure in row.measures:
+            found[row.point.method] = row.measures[measure]
+    return found
+
+
+def edges_of(table: Sequence[Choice], points: Iterable[Point]) -> tuple[Edge, ...]:
+    """Where the best settings lie at the ends of the lists of a grid.
+
+    0 and ∞ are the natural ends of αQ, and at α = 0 there is no clip norm.
+    """
+    own = [point for point in points if point.method == PPSGD]
+    lists = {
+        "step": sorted({point.step for point in own}),
+        "alpha-q": sorted({point.alpha_q for point in own if 0 < point.alpha_q < math.inf}),
+        "clip-norm": sorted({point.clip_norm for point in own if point.clip_norm is not None}),
+    }
+    found: dict[tuple[str, float], Edge] = {}
+    for choice in table:
+        point = choice.best.point
+        here = {"step": point.step, "alpha-q": point.alpha_q, "clip-norm": point.clip_norm}
+        for key, values in lists.items():
+            edge = _edge(key, here[key], values)
+            if edge is not None:
+                found[key, edge.value] = edge
+    return tuple(found.values())
+
+
+def _edge(key: str, value: float | None, values: Sequence[float]) -> Edge | None:
+    """The edge that a value is at; None if it lies within, or there is but one."""
+    if value is None or len(values) < 2:
+        return None
+    if value == values[0]:
+        return Edge(key, value, float(f"{value**2 / values[1]:.3g}"))
+    if value == values[-1]:
+        return Edge(key, value, float(f"{value**2 / values[-2]:.3g}"))
+    return None

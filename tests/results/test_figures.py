@@ -11,8 +11,15 @@ import pytest
 from matplotlib.image import imread
 
 from flwr_ppsgd.experiments.rows import CAVEAT, PPSGD, Point, SweepRow
-from flwr_ppsgd.results.figures import draw_sweep, styles
-from flwr_ppsgd.results.summary import best_curves, best_table, means, printed, spreads
+from flwr_ppsgd.results.figures import draw_sweep, figure_1, figure_2, figure_users, styles
+from flwr_ppsgd.results.summary import (
+    best_curves,
+    best_table,
+    means,
+    printed,
+    spreads,
+    summarise,
+)
 
 
 def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> SweepRow:
@@ -95,11 +102,13 @@ def test_the_table_names_the_best_setting_for_each_epsilon() -> None:
 
 def test_every_figure_and_table_is_written_with_its_caveat(tmp_path: Path) -> None:
     text, written = draw_sweep(ROWS, tmp_path)
-    assert {path.name for path in written} == {"figure-1.png", "figure-2.png", "best.csv"}
+    pictures = {"figure-1", "figure-2", "methods"}
+    expected = {f"{name}.{kind}" for name in pictures for kind in ("png", "csv")}
+    assert {path.name for path in written} == {*expected, "best.csv"}
     assert CAVEAT in text
     assert "as if it alone had been run" in CAVEAT
     assert "choosing among settings is not covered" in CAVEAT
-    for name in ("figure-1.png", "figure-2.png"):
+    for name in ("figure-1.png", "figure-2.png", "methods.png"):
         height, width, _ = imread(tmp_path / name).shape
         assert min(height, width) > 400
     lines = (tmp_path / "best.csv").read_text(encoding="utf-8").splitlines()
@@ -120,13 +129,103 @@ def test_what_is_missing_is_left_out(tmp_path: Path, kept: str) -> None:
     assert all(path.exists() for path in written)
 
 
-def test_a_sweep_in_which_all_diverged_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="every setting diverged"):
-        draw_sweep([row(0.3, 0.1, 1.0, 5, 1.0, diverged=True)], tmp_path)
+def test_a_sweep_in_which_all_diverged_is_a_result_with_advice(tmp_path: Path) -> None:
+    text, written = draw_sweep([row(0.3, 0.1, 1.0, 5, 1.0, diverged=True)], tmp_path)
+    assert "1 settings, 1 of them diverged: there is nothing to compare" in text
+    assert "--set step=[0.00333333, 0.01]" in text
+    assert [path.name for path in written] == ["best.csv"]
+
+
+def test_diverged_settings_are_counted_once_whatever_their_seeds(tmp_path: Path) -> None:
+    lost = [reseeded(row(0.3, 0.9, 1.0, 5, 1.0, diverged=True), seed) for seed in (1, 2)]
+    text, _ = draw_sweep([*ROWS, *lost], tmp_path)
+    assert "7 settings, 1 of them diverged." in text
+
+
+def test_the_ordinate_is_set_by_what_converged() -> None:
+    """A setting that goes up to a million without being called diverged does not flatten all."""
+    wild = curve(0.3, 0.1, 1.0, 8.0, 1e6, 1.0)
+    found = summarise([*ROWS[:3], *wild, *ROWS[-6:]])
+    drawn = figure_1(found)
+    low, high = drawn.figure.axes[0].get_ylim()
+    assert low < 3 < high < 100
+
+
+def test_figures_come_in_every_format_with_their_numbers(tmp_path: Path) -> None:
+    _, written = draw_sweep(ROWS, tmp_path, ["pdf", "svg"])
+    assert {path.suffix for path in written} == {".pdf", ".svg", ".csv"}
+    lines = (tmp_path / "figure-1.csv").read_text(encoding="utf-8").splitlines()
+    rows = [r for r in csv.DictReader(lines[1:]) if r["curve"] == "αQ = 0.3"]
+    of_first = [(r["round"], r["value"], r["step"]) for r in rows if r["noise-multiplier"] == "1.0"]
+    assert of_first == [("0", "8.0", "0.1"), ("5", "2.0", "0.2"), ("9", "1.0", "0.1")]
+
+
+def test_a_best_setting_at_the_end_of_a_list_is_said_with_the_next_value() -> None:
+    """0.1 of the steps 0.1, 0.2, 0.9 is the smallest: half of it is next. αQ has one value."""
+    (edge,) = summarise(ROWS).edges
+    assert (edge.key, edge.value, edge.beyond) == ("step", 0.1, 0.05)
+    assert "--extend adds 0.05" in "\n".join(summarise(ROWS).edge_words())
+
+
+def validated(own: SweepRow, chosen_by: float) -> SweepRow:
+    """With ``chosen_by`` on validation rows, and what it had on test rows."""
+    return replace(own, measures={"validation_loss": chosen_by, **own.measures})
+
+
+def test_settings_are_chosen_on_validation_rows_and_reported_on_test_rows() -> None:
+    """Step 0.1 is better on validation rows, step 0.2 on test rows: 2.5 - 2 is the optimism."""
+    rows = [
+        validated(row(0.3, 0.1, 1.0, 9, 2.5), 1.0),
+        validated(row(0.3, 0.2, 1.0, 9, 2.0), 1.5),
+    ]
+    found = summarise(rows)
+    (choice,) = found.table
+    cells = choice.cells()
+    assert (cells["step"], cells["validation_loss"], cells["loss"]) == (0.1, 1.0, 2.5)
+    assert cells["if chosen on test"] == 2.0
+    assert choice.optimism == 0.5
+    assert "would make loss look better by 0.5 on average" in found.text()
+    assert "optimistic" in summarise(ROWS).text()
+
+
+def test_r_squared_is_against_the_better_trivial_answer() -> None:
+    """Errors 1 and 2: 1 - 1/4."""
+    trivial = [
+        SweepRow(Point(0, 0.0, 0.0, None, None, method), 9, {"rmse": value})
+        for method, value in (("trivial", 3.0), ("own-trivial", 2.0))
+    ]
+    rows = [remeasured(row(0.3, 0.1, 1.0, 9, 1.0), rmse=1.0), *trivial]
+    found = summarise(rows)
+    assert found.table[0].cells()["R²"] == 0.75
+    assert "Without features, with each user's own: 2." in found.text()
+
+
+def test_the_users_picture_pairs_each_user_with_themselves(tmp_path: Path) -> None:
+    """Gains against local learning: .4, .1, 0 and -.1."""
+    (own,) = summarise(USERS).spread
+    np.testing.assert_allclose(own.gains("personalized"), [0.4, 0.1, 0, -0.1])
+    drawn = figure_users(summarise(USERS))
+    assert drawn is not None
+    assert drawn.figure.axes[0].get_title() == "ε = 90: 50% gain, 25% lose"
+    (line,) = [one for one in drawn.figure.axes[0].lines if one.get_label() == "personalized"]
+    np.testing.assert_allclose(np.asarray(line.get_ydata(), dtype=float), [-0.1, 0, 0.1, 0.4])
+    drawn.save(tmp_path, ["png"])
+
+
+def test_bands_and_error_bars_are_one_standard_error_over_seeds() -> None:
+    rows = [reseeded(own, seed) for own in ROWS[:6] for seed in (1, 2)]
+    rows = [remeasured(own, loss=own.measures["loss"] + own.point.seed) for own in rows]
+    found = summarise(rows)
+    assert figure_1(found).figure.axes[0].collections
+    drawn = figure_2(found)
+    assert drawn is not None
+    assert drawn.figure.axes[0].containers
 
 
 def test_no_two_curves_look_alike() -> None:
-    values = [0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, math.inf]
+    values = [0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, math.inf]
+    colours = {styles(values)[a]["color"] for a in values if 0 < a < math.inf}
+    assert len(colours) == 10
     looks = {
         tuple(sorted((k, str(v)) for k, v in look.items())) for look in styles(values).values()
     }

@@ -118,7 +118,7 @@ def test_the_page_holds_all_that_it_shows(swept: Path) -> None:
     it."""
     page = Page(write_report(swept))
     images = page.attributes("img")
-    assert len(images) == 2
+    assert len(images) == 3
     for image in images:
         kind, data = image["src"].split(",")
         assert (kind, base64.b64decode(data)[:4]) == ("data:image/png;base64", b"\x89PNG")
