@@ -6,7 +6,7 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help demo swap text adapters deployment test test-all test-deployment fuzz check format bench clean
+.PHONY: help demo swap text adapters deployment test test-all test-adopters test-deployment fuzz check format bench clean
 
 help:                            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /' | sort | awk '{printf "make %-16s", $$1; $$1 = ""; print}'
@@ -31,7 +31,12 @@ test: check                      ## all checks, and all tests that need nothing 
 
 test-all: check                  ## test, and what needs real federations: about 40 minutes
 	$(PYTEST) --durations=15
+	$(MAKE) test-adopters
 	$(MAKE) test-deployment
+
+test-adopters: $(BIN)/.installed ## the real Hugging Face, PEFT, Lightning and scikit-learn, nothing downloaded but them
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[adopters]"
+	$(PYTEST) -n 0 tests/test_adopters.py
 
 test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes: half an hour
 	$(PYTEST) -n 0 -m "deployment or not deployment" tests/deployment tests/client/test_shelf.py

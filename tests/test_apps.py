@@ -1,7 +1,8 @@
-"""The README's recipes on apps in the shape of Flower's quickstarts, line by line as printed."""
+"""The recipes of docs/flower-apps.md on apps in the shape of Flower's quickstarts, as printed."""
 
 import logging
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
+from torch import nn
 
-from flwr_ppsgd import Poisson, Release, calibrate_noise, whole_module
+from flwr_ppsgd import PPSGD, Poisson, Release, Steps, calibrate_noise, shared_arrays, whole_module
 from flwr_ppsgd.client.personal import recall
 from flwr_ppsgd.experiments import flwr_run
 from flwr_ppsgd.simulation.grid import InProcessGrid
@@ -19,10 +21,12 @@ from tests.support.recipes import (
     CONFIG,
     DIFFS,
     FILES,
+    PAGE,
     README,
-    apply_readme,
+    apply_page,
     change,
     imported,
+    python_block,
     write_app,
 )
 
@@ -76,7 +80,7 @@ def test_the_recipe_trains_and_states_its_guarantee(
 ) -> None:
     caplog.set_level(logging.INFO, logger="flwr")
     app = write_app(kind, tmp_path / "app")
-    apply_readme(kind, app)
+    apply_page(kind, app)
     grid = run(app, NODES)
     assert STATEMENT in caplog.text
     kept = [recall(grid.context(node)) for node in grid.get_node_ids()]
@@ -88,7 +92,7 @@ def test_the_recipe_evaluates_centrally_and_its_model_loads_again(
 ) -> None:
     """The stock ``evaluate_fn`` and the lines that save, untouched, with strict=True."""
     app = write_app("message", tmp_path / "app")
-    apply_readme("message", app)
+    apply_page("message", app)
     grid = run(app, NODES)
     assert "Central: {'accuracy'" in capsys.readouterr().out
     net = imported(app, "task").Net()
@@ -109,7 +113,7 @@ def test_going_back_to_fedavg_is_one_line(
 ) -> None:
     caplog.set_level(logging.INFO, logger="flwr")
     app = write_app(kind, tmp_path / "app")
-    apply_readme(kind, app)
+    apply_page(kind, app)
     change(app, "server_app", *FEDAVG[kind])
     run(app, 5)
     assert STATEMENT not in caplog.text
@@ -124,9 +128,9 @@ def test_a_recipe_changes_at_most_ten_lines_of_a_file(file: str) -> None:
 
 
 @pytest.mark.parametrize(("users", "delta"), [(10, 1e-3), (100, 1e-3), (1000, 1e-4)])
-def test_the_readmes_table_of_signal_to_noise(users: int, delta: float) -> None:
+def test_the_pages_table_of_signal_to_noise(users: int, delta: float) -> None:
     """qN·√T/(z·√d) for the quickstart's 62,006 parameters, everyone in every round."""
-    rows = [line for line in README.splitlines() if line.startswith(f"| {users:,} (")]
+    rows = [line for line in PAGE.splitlines() if line.startswith(f"| {users:,} (")]
     assert len(rows) == 1
     shown = [float(cell) for cell in rows[0].split("|")[2:6]]
     cohort = Poisson(users, 1.0)
@@ -136,12 +140,50 @@ def test_the_readmes_table_of_signal_to_noise(users: int, delta: float) -> None:
         assert number == pytest.approx(reached, abs=0.006, rel=0.005)
 
 
+def test_readme_has_no_other_diffs_than_the_page() -> None:
+    for block in re.findall(r"```diff\n(.*?)```", README, re.DOTALL):
+        assert block in DIFFS.values()
+
+
+def test_the_pages_code_for_the_whole_network(tmp_path: Path) -> None:
+    app = write_app("message", tmp_path / "app")
+    apply_page("message", app)
+    grid = run(app, NODES)
+    task = vars(imported(app, "task"))
+    page: dict[str, Any] = {**task, "Context": Context, "torch": torch}
+    exec(compile(python_block("The whole network"), "flower-apps.md", "exec"), page)
+    arrays = ArrayRecord(whole_state(app))
+    assert set(page["global_evaluate"](1, arrays)) == {"accuracy", "loss"}
+    page["save"](arrays, str(tmp_path / "again.pt"))
+    loaded = page["load"](str(tmp_path / "again.pt"))
+    mine = page["my_own"](arrays, grid.context(grid.get_node_ids()[0]))
+    torch.testing.assert_close(mine.conv1.weight, loaded.conv1.weight)
+    assert not torch.equal(mine.fc3.weight, loaded.fc3.weight)
+
+
+def test_the_pages_options_of_a_torch_client(tmp_path: Path) -> None:
+    app = write_app("message", tmp_path / "app")
+    task = imported(app, "task")
+
+    class Net(task.Net):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc2 = nn.Linear(2, 2)
+
+    page: dict[str, Any] = {"Net": Net, "loaders": lambda _: task.load_data(0, 1, 10)}
+    exec(compile(python_block("Any torch model"), "flower-apps.md", "exec"), page)
+    release = Release(Poisson(3, 1.0), clip_norm=1.0, noise_multiplier=1.0)
+    strategy = PPSGD(release=release, steps=Steps.from_ratio(0.1, 0.3), delta=1e-3)
+    initial = shared_arrays(Net(), ["fc2.*", "fc3.*"])
+    strategy.start(InProcessGrid(page["app"], 3), initial, num_rounds=1)
+
+
 def test_the_recipe_in_a_real_flower_simulation(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """``flwr run`` with Ray; the population is smaller than the recipe's, and nothing else."""
     app = write_app("message", tmp_path / "app")
-    apply_readme("message", app)
+    apply_page("message", app)
     server = app / "pytorchexample" / "server_app.py"
     text = server.read_text(encoding="utf-8")
     assert text.count("population=100") == 1

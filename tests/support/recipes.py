@@ -1,4 +1,4 @@
-"""Stock-shaped apps as packages of their own, before and after the README's diffs."""
+"""Stock-shaped apps as packages of their own, before and after the page's diffs."""
 
 import importlib
 import re
@@ -12,8 +12,9 @@ from tests.support.paths import ROOT
 
 STOCK = ROOT / "tests" / "support" / "stock"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "flower-apps.md").read_text(encoding="utf-8")
 FILES = ("message/client_app", "message/server_app", "legacy/client_app", "legacy/server_app")
-BLOCKS = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+BLOCKS = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 DIFFS = dict(zip(FILES, BLOCKS, strict=True))
 PACKAGE = "pytorchexample"  # the name of the package in Flower's quickstart and in the diffs
 CONFIG: dict[str, Any] = {
@@ -55,8 +56,8 @@ def write_app(kind: str, directory: Path) -> Path:
     return directory
 
 
-def apply_readme(kind: str, directory: Path) -> None:
-    """The README's two diffs for this kind of app, exactly as printed."""
+def apply_page(kind: str, directory: Path) -> None:
+    """The page's two diffs for this kind of app, exactly as printed."""
     for file in FILES:
         if file.startswith(kind):
             patch = shutil.which("patch")
@@ -69,6 +70,14 @@ def apply_readme(kind: str, directory: Path) -> None:
                 check=True,
                 capture_output=True,
             )
+
+
+def python_block(heading: str) -> str:
+    """The code under a heading of the page."""
+    _, _, rest = PAGE.partition(f"\n## {heading}\n")
+    section, _, _ = rest.partition("\n## ")
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return str(block)
 
 
 def imported(directory: Path, module: str) -> Any:
