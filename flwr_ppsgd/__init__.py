@@ -32,27 +32,34 @@ if TYPE_CHECKING:
         torch_learner,
         whole_module,
     )
+    from flwr_ppsgd.models.torch_server import TorchServer
+    from flwr_ppsgd.optimizers import SGD, Adam, Momentum, Schedule
     from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
     from flwr_ppsgd.server.message_api import PPSGD
     from flwr_ppsgd.wire import Order
 
 __all__ = [
     "PPSGD",
+    "SGD",
+    "Adam",
     "AdditiveHead",
     "AdditiveLinear",
     "FixedSize",
     "Learner",
     "Ledger",
     "Minibatches",
+    "Momentum",
     "Order",
     "PersonalModel",
     "Poisson",
     "PrivateMetrics",
     "Release",
+    "Schedule",
     "SecureSum",
     "Solution",
     "SplitModel",
     "Steps",
+    "TorchServer",
     "affordable_rounds",
     "calibrate_noise",
     "client_app",
@@ -69,21 +76,26 @@ __all__ = [
 
 _HOMES = {
     "PPSGD": "flwr_ppsgd.server.message_api",
+    "SGD": "flwr_ppsgd.optimizers",
+    "Adam": "flwr_ppsgd.optimizers",
     "AdditiveHead": "flwr_ppsgd.models.split",
     "AdditiveLinear": "flwr_ppsgd.models.linear",
     "FixedSize": "flwr_ppsgd.algorithm",
     "Learner": "flwr_ppsgd.learner",
     "Ledger": "flwr_ppsgd.privacy",
     "Minibatches": "flwr_ppsgd.learner",
+    "Momentum": "flwr_ppsgd.optimizers",
     "Order": "flwr_ppsgd.wire",
     "PersonalModel": "flwr_ppsgd.client.model",
     "Poisson": "flwr_ppsgd.algorithm",
     "PrivateMetrics": "flwr_ppsgd.algorithm",
     "Release": "flwr_ppsgd.algorithm",
+    "Schedule": "flwr_ppsgd.optimizers",
     "SecureSum": "flwr_ppsgd.algorithm",
     "Solution": "flwr_ppsgd.learner",
     "SplitModel": "flwr_ppsgd.models.split",
     "Steps": "flwr_ppsgd.algorithm",
+    "TorchServer": "flwr_ppsgd.models.torch_server",
     "affordable_rounds": "flwr_ppsgd.privacy",
     "calibrate_noise": "flwr_ppsgd.privacy",
     "client_app": "flwr_ppsgd.client.message_api",
