@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flwr_ppsgd.client.personal import recall
     from flwr_ppsgd.learner import Learner, Minibatches, Solution
     from flwr_ppsgd.models.linear import AdditiveLinear
+    from flwr_ppsgd.models.representation import Backbone, RandomConvolution, RandomFourier
     from flwr_ppsgd.models.split import AdditiveHead, SplitModel
     from flwr_ppsgd.models.torch_app import (
         shared_arrays,
@@ -44,6 +45,7 @@ __all__ = [
     "Adam",
     "AdditiveHead",
     "AdditiveLinear",
+    "Backbone",
     "FixedSize",
     "Learner",
     "Ledger",
@@ -53,6 +55,8 @@ __all__ = [
     "PersonalModel",
     "Poisson",
     "PrivateMetrics",
+    "RandomConvolution",
+    "RandomFourier",
     "Release",
     "Schedule",
     "SecureSum",
@@ -80,6 +84,7 @@ _HOMES = {
     "Adam": "flwr_ppsgd.optimizers",
     "AdditiveHead": "flwr_ppsgd.models.split",
     "AdditiveLinear": "flwr_ppsgd.models.linear",
+    "Backbone": "flwr_ppsgd.models.representation",
     "FixedSize": "flwr_ppsgd.algorithm",
     "Learner": "flwr_ppsgd.learner",
     "Ledger": "flwr_ppsgd.privacy",
@@ -89,6 +94,8 @@ _HOMES = {
     "PersonalModel": "flwr_ppsgd.client.model",
     "Poisson": "flwr_ppsgd.algorithm",
     "PrivateMetrics": "flwr_ppsgd.algorithm",
+    "RandomConvolution": "flwr_ppsgd.models.representation",
+    "RandomFourier": "flwr_ppsgd.models.representation",
     "Release": "flwr_ppsgd.algorithm",
     "Schedule": "flwr_ppsgd.optimizers",
     "SecureSum": "flwr_ppsgd.algorithm",

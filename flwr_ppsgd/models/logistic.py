@@ -21,7 +21,7 @@ from flwr_ppsgd.learner import Solution, generator
 from flwr_ppsgd.models.ridge import Columns, Design, Features, Flags, Floats, Span, finite_rows
 
 TRUSTS = np.array([0.0, 0.5, 1.0])  # β
-PENALTIES = np.array([0.02, 0.1, 0.4, 1.6])  # λ, in units of trace(K)/n over the classes
+PENALTIES = np.array([0.03, 0.2, 1.3, 10.0])  # λ, in units of trace(K)/n over the classes
 FOLDS = 5
 STEPS = 40
 LARGEST_SCORE = 1e30  # a w with larger scores is not trusted

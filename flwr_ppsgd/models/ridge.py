@@ -32,7 +32,8 @@ Floats: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 TRUSTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0])  # β
-PENALTIES = np.array([0.03, 0.1, 0.3, 1.0, 3.0])  # λ, in units of trace(K)/n
+# λ, in units of trace(K)/n; the largest leave next to nothing but w
+PENALTIES = np.array([0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0])
 SMALLEST_ERROR = 1e-12  # of the targets' mean square: below it is round-off
 SMALLEST_EIGENVALUE = 1e-13  # of the largest one, for each row: below it is round-off
 LARGEST_PREDICTION = 1e100  # of the largest target: a w that predicts more is not trusted

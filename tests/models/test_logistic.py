@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flwr_ppsgd.models.logistic import Logistic, fitted, folds, left_out, log_softmax
+from flwr_ppsgd.models.logistic import PENALTIES, Logistic, fitted, folds, left_out, log_softmax
 from flwr_ppsgd.models.ridge import Span
 
 Floats = NDArray[np.float64]
@@ -103,3 +103,14 @@ def test_a_row_with_nan_is_left_out() -> None:
     spoilt = np.vstack([x, np.full((1, 4), np.nan)])
     found = Logistic(spoilt, np.vstack([y, y[:1]])).solve(w.ravel())
     np.testing.assert_array_equal(found.theta, Logistic(x, y).solve(w.ravel()).theta)
+
+
+def test_with_groups_local_learning_is_a_candidate_once_for_each_choice_of_columns() -> None:
+    x, y, w = users_rows(12, 4)
+    solver = Logistic(x, y, [np.arange(2), np.arange(2, 4)])
+    heads = solver._design.heads(w.ravel())
+    fits = solver._fits(*solver._design.predictions(heads))
+    pairs = [(each.place, each.head) for each in fits]
+    assert pairs == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 2)]
+    local = [int((each.trusts == 0).sum()) for each in fits]
+    assert local == [len(PENALTIES), len(PENALTIES), 0, len(PENALTIES), 0]

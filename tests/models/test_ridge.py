@@ -175,3 +175,29 @@ def test_the_size_of_the_own_solution_counts_features_that_the_user_has() -> Non
     wider = np.hstack([x, np.zeros((20, 50))])
     local = Ridge(x, y).solve(np.zeros(5)).theta
     assert Ridge(wider, y).own_size() == pytest.approx(math.sqrt(np.mean(local**2)))
+
+
+def test_with_groups_every_pair_of_columns_and_heads_is_a_candidate_once() -> None:
+    """β = 0 is the same candidate for every head: counted twice, it would outvote the others."""
+    x, y, w = rows(10, 5)
+    groups = [np.array([0, 1, 4]), np.array([2, 3, 4])]
+    choices = [np.arange(5), *groups]
+    models, losses = [], []
+    for columns in choices:
+        for number, head in enumerate(choices):
+            part = np.zeros_like(w)
+            part[head] = w[head]
+            for trust in TRUSTS[1:] if number else TRUSTS:
+                residual = y - trust * (x @ part)
+                for penalty in PENALTIES * np.trace(x[:, columns] @ x[:, columns].T) / len(x):
+                    own = x[:, columns]
+                    left_out = [refitted(own, residual, penalty, row) for row in range(len(x))]
+                    normal = own.T @ own + penalty * np.eye(len(columns))
+                    model = trust * part
+                    model[columns] += np.linalg.solve(normal, own.T @ residual)
+                    models.append(model)
+                    losses.append(np.mean(np.square(left_out)))
+    weights = np.exp(-0.5 * len(x) * (np.array(losses) / min(losses) - 1))
+    expected = np.einsum("c,cdk->dk", weights / weights.sum(), np.array(models))
+    found = Ridge(x, y, groups).solve(w.ravel()).theta.reshape(w.shape)
+    np.testing.assert_allclose(w + found, expected, rtol=1e-8, atol=1e-10)
