@@ -38,6 +38,7 @@ LARGEST_EXPONENT = 600.0  # e to this power is still a float
 ULP = 2.0**-52
 PLD_MARGIN = 100.0  # PLD is used if δ is at least this many times its round-off
 PAPER_ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(12, 64)])
+LEAST_ORDER = 1.01  # as in dp-accounting
 FAR_OFF = 3.0  # a rough ε that many times too large chose too coarse a discretisation
 MOST_POINTS = 1e6  # of a discretisation, about
 WINDOW_TAIL = 1e-4  # the part of δ that losses outside the window of a composition may take
@@ -378,9 +379,31 @@ def _epsilon_of_rdp(
 ) -> float:
     if not releases:
         return 0.0
-    total = sum(priced.times * one_round(priced) for priced in releases)
-    epsilon, _ = rdp.compute_epsilon(orders, total, delta)
-    return float(epsilon)
+    total = np.zeros(len(orders))
+    for priced in releases:
+        total += priced.times * one_round(priced)
+    return _least_over_orders(total, orders, delta)
+
+
+def _least_over_orders(total: Vector, orders: tuple[float, ...], delta: float) -> float:
+    """min over the orders a of r(a) + log(1 − 1/a) − log(δ·a)/(a − 1)   (Canonne et al. 2020).
+
+    0 if δ ≥ √(1 − e^(−r)) at any order: the Kullback-Leibler divergence is at most r.
+    """
+    if delta**2 + math.expm1(-total.min()) > 0:
+        return 0.0
+    return max(0.0, float(np.min(total + _conversion(orders, delta))))
+
+
+@functools.lru_cache(maxsize=64)
+def _conversion(orders: tuple[float, ...], delta: float) -> Vector:
+    """What an order adds to its divergence; infinity for orders near 1, which have too few digits.
+
+    Negative numbers too: see ``_least_over_orders``.
+    """
+    a = np.array(orders)
+    added = np.log1p(-1 / a) - np.log(delta * a) / (a - 1)
+    return np.where(a > LEAST_ORDER, added, np.inf)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ send an Order in the server's name. A client that pins the key in its node confi
 """
 
 import base64
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ class TrainingKey:
         """Write it to a file that only the owner can read."""
         disk.write(path, [_encode(PRIVATE, self.private).encode() + b"\n"], mode=disk.PRIVATE_FILE)
 
-    @property
+    @functools.cached_property
     def public(self) -> str:
         """The public half, as clients pin it: ``ed25519:BASE64``."""
         return _encode(PUBLIC, self._key.public_key().public_bytes_raw())
@@ -70,7 +71,7 @@ class TrainingKey:
         signature = self._key.sign(_statement(order_flat, w_digest))
         return base64.b64encode(signature).decode()
 
-    @property
+    @functools.cached_property
     def _key(self) -> Ed25519PrivateKey:
         return Ed25519PrivateKey.from_private_bytes(self.private)
 

@@ -357,10 +357,13 @@ class Layout:
         if set(record) - self.held != set(self.names):
             raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
         pairs = zip(self.names, self.shapes, strict=True)
-        parts = [_decode(name, record[name], shape) for name, shape in pairs]
+        parts = [_decode(name, record[name], shape).reshape(-1) for name, shape in pairs]
+        if len(parts) == 1 and parts[0].dtype == np.float64:
+            return parts[0]  # a view of the bytes
+        vector = np.empty(self.size)
         with np.errstate(all="ignore"):
-            flat = [part.reshape(-1).astype(np.float64, copy=False) for part in parts]
-        return flat[0] if len(flat) == 1 else np.concatenate(flat)
+            np.concatenate(parts, out=vector, casting="unsafe")
+        return vector
 
     def unflatten(self, vector: Vector, like: ArrayRecord | None = None) -> ArrayRecord:
         """The vector as named arrays in w's shapes and dtypes.

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, pld, rdp
 from hypothesis import given, settings
@@ -109,6 +110,19 @@ def test_rdp_agrees_with_dp_accounting_round_by_round() -> None:
         theirs.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)))
         ledger = ledger.record(POISSON)
         assert ledger.epsilon(method="rdp") == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-12, 0.5), st.floats(1e-9, 1e3), st.floats(0.5, 2.0))
+def test_the_best_order_is_chosen_as_dp_accounting_does(
+    delta: float, scale: float, power: float
+) -> None:
+    """For divergences that grow in all kinds of ways with the order."""
+    orders = accounting._default_orders()
+    total = scale * np.array(orders) ** power
+    theirs, _ = rdp.compute_epsilon(orders, total, delta)
+    found = accounting._least_over_orders(total, orders, delta)
+    assert found == pytest.approx(theirs, rel=1e-12, abs=1e-12)
 
 
 def test_tiny_noise_is_priced_in_bounded_work_and_still_as_an_upper_bound() -> None:

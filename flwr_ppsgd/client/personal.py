@@ -5,6 +5,7 @@ send a round again, to the same users or to others; every Order therefore says a
 start of the server began, and θ is stepped from the newest save that is still part of that history.
 """
 
+import functools
 import itertools
 import json
 import logging
@@ -229,13 +230,17 @@ def keep(context: Context, personal: Personal, back: int = 0) -> None:
         personal: θ after the visit.
         back: the number of rounds that the server may go back.
     """
-    kept = []
+    before = _records(context)
+    records = [_encode(personal)]
     if owner_of(context) is None:
-        kept = _still_needed(personal, list(_from_node(context)), back)
-    for name in _state_names(context):
-        del context.state[name]
-    for place, each in enumerate([personal, *kept]):
-        context.state[_state_name(place)] = _encode(each)
+        older = {id(each): each for each in map(_decode, before)}
+        needed = _still_needed(personal, list(older.values()), back)
+        serialised = dict(zip(older, before, strict=True))
+        records += [serialised[id(each)] for each in needed]
+    for place, record in enumerate(records):
+        context.state[_state_name(place)] = record
+    for place in range(len(records), len(before)):
+        del context.state[_state_name(place)]
 
 
 def _still_needed(personal: Personal, kept: list[Personal], back: int) -> list[Personal]:
@@ -440,20 +445,30 @@ def _from_disk(saves: Iterable[Save]) -> Iterator[Personal]:
 
 def _from_node(context: Context) -> Iterator[Personal]:
     """What the node's state holds, newest first."""
-    for name in _state_names(context):
-        kept = context.state[name]
-        assert isinstance(kept, ArrayRecord)
-        stamp = json.loads(decode_vector(kept["stamp"]).tobytes())
-        stood = decode_vector(kept["stood"]) if "stood" in kept else None
-        yield Personal(decode_vector(kept["theta"]), stood=stood, **stamp)
+    return map(_decode, _records(context))
 
 
-def _state_names(context: Context) -> Iterator[str]:
-    for place in itertools.count():
-        name = _state_name(place)
-        if not isinstance(context.state.get(name), ArrayRecord):
-            return
-        yield name
+def _records(context: Context) -> list[ArrayRecord]:
+    """The same, serialised."""
+    records: list[ArrayRecord] = []
+    while True:
+        record = context.state.get(_state_name(len(records)))
+        if not isinstance(record, ArrayRecord):
+            return records
+        records.append(record)
+
+
+def _decode(record: ArrayRecord) -> Personal:
+    stamp = _read_stamp(decode_vector(record["stamp"]).tobytes())
+    stood = decode_vector(record["stood"]) if "stood" in record else None
+    return Personal(decode_vector(record["theta"]), stood=stood, **stamp)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_stamp(text: bytes) -> dict[str, Any]:
+    """A visit reads the same stamp several times. The dictionary is shared: it is never changed."""
+    stamp: dict[str, Any] = json.loads(text)
+    return stamp
 
 
 def _state_name(place: int) -> str:

@@ -317,7 +317,9 @@ def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vec
     if g_theta is not g_w:
         _check(learner, "g_θ", g_theta, theta)
     with np.errstate(all="ignore"):
-        stepped = theta - order.step * g_theta
+        change = order.step * g_theta
+        in_place = change if change.dtype == theta.dtype else None  # θ may be a large model
+        stepped: Vector = np.subtract(theta, change, out=in_place)
     personal_step = getattr(learner, "personal_step", None)
     if personal_step is not None:
         stepped = personal_step(w, theta, order)
