@@ -359,7 +359,7 @@ class Layout:
         pairs = zip(self.names, self.shapes, strict=True)
         parts = [_decode(name, record[name], shape).reshape(-1) for name, shape in pairs]
         if len(parts) == 1 and parts[0].dtype == np.float64:
-            return parts[0]  # a view of the bytes
+            return parts[0].astype(np.float64, copy=False)  # a view of the bytes
         vector = np.empty(self.size)
         with np.errstate(all="ignore"):
             np.concatenate(parts, out=vector, casting="unsafe")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows
+from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows, as_array
 from flwr_ppsgd.models.batch import Feeding, as_tensor, named_parts, over_parts, scores_of
 from flwr_ppsgd.models.blocks import (
     Shapes,
@@ -283,6 +283,44 @@ class SplitModel:
         """Mean loss, and accuracy if y holds class numbers."""
         return self.evaluate_over(w, theta, [rows])
 
+    def evaluate_users(
+        self,
+        w: Vector,
+        thetas: Matrix,
+        tests: Sequence[tuple[Rows, Rows]],
+    ) -> list[dict[str, float]]:
+        """``evaluate`` for many users, in a few large calls of the network.
+
+        Users with similar numbers of rows go together. The rows of shorter tests are repeated to
+        the longest among them, and what is predicted for the repeated ones is thrown away.
+
+        Args:
+            w: the shared parameters.
+            thetas: users × personal parameters.
+            tests: x and y of each user, at least one row each.
+        """
+        self._module.eval()
+        parts = self._split(w, self._shared, "w")
+        shared = {name: self._laid_out(part) for name, part in parts.items()}
+
+        def predict(personal: dict[str, Tensor], x: Tensor) -> Tensor:
+            parameters = self._combined(shared, personal)
+            return self._scores(torch.func.functional_call(self._module, parameters, (x,)))
+
+        of_all = torch.func.vmap(predict, randomness="different")
+        sizes = [rows_in(rows) for rows in tests]
+        measured: dict[int, dict[str, float]] = {}
+        for users in _of_similar_size(sizes, ROWS_AT_ONCE):
+            personal = self._split(thetas[users], self._personal, "θ")
+            longest = sizes[users[-1]]
+            x = np.stack([_repeated(tests[user][0], longest) for user in users])
+            with torch.no_grad():
+                scores = of_all(personal, self._feeding.tensor(x, "x"))
+            for user, padded in zip(users, scores, strict=True):
+                y = self._feeding.tensor(tests[user][1])
+                measured[user] = self._measures(padded[: sizes[user]], y)
+        return [measured[user] for user in range(len(tests))]
+
     def evaluate_over(
         self,
         w: Vector,
@@ -314,6 +352,10 @@ class SplitModel:
     def _measured(self, rows: tuple[Rows, Rows]) -> dict[str, float]:
         with torch.no_grad():
             prediction, y = self._predicted(rows)
+        return self._measures(prediction, y)
+
+    def _measures(self, prediction: Tensor, y: Tensor) -> dict[str, float]:
+        with torch.no_grad():
             loss = self._objective.total(prediction, y, "mean")
         measures = {"loss": float(loss)}
         are_classes = y.ndim == 1 and not y.is_floating_point()
@@ -407,6 +449,24 @@ class SplitModel:
         if set(w) == set(self._shared):
             w = ArrayRecord({name: w[name] for name in self._shared})
         return Layout.of(w).flatten(w)
+
+
+def _of_similar_size(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """All places, sorted by size, in groups whose length times largest size is about ``most``."""
+    group: list[int] = []
+    for place in np.argsort(sizes, kind="stable").tolist():
+        if group and (len(group) + 1) * sizes[place] > most:
+            yield group
+            group = []
+        group.append(place)
+    if group:
+        yield group
+
+
+def _repeated(rows: Rows, size: int) -> NDArray[Any]:
+    """The rows again and again, up to ``size`` of them."""
+    array = as_array(rows)
+    return array[np.arange(size) % len(array)]
 
 
 class AdditiveHead(SplitModel):

@@ -191,12 +191,17 @@ class NetworkEngine:
 
     def theta(self, place: int, user: int) -> Vector:
         """θ_i of one setting and user, or its average iterate."""
+        return np.asarray(self._thetas(place)[user])
+
+    def _thetas(self, place: int) -> Matrix:
+        """The θ of everyone, users × personal parameters."""
         training = self._trainings[place]
         if not self._average or not self.round:
-            return np.asarray(training.thetas[user])
+            return training.thetas
         everyone = np.arange(len(self._batches))
         self._stand(everyone, self.round)
-        return np.asarray(training.thetas_sum[user] / self.round)
+        averages: Matrix = training.thetas_sum / self.round
+        return averages
 
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """Of every setting: over all measured rows, and the spread over users."""

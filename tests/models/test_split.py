@@ -9,6 +9,7 @@ from torch import nn
 
 from flwr_ppsgd import Order
 from flwr_ppsgd.learner import Minibatches
+from flwr_ppsgd.models import split
 from flwr_ppsgd.models.split import AdditiveHead, SplitModel
 from flwr_ppsgd.wire import Layout
 from tests.support.toy import Floats
@@ -170,3 +171,19 @@ def test_vectors_of_the_wrong_length_are_refused() -> None:
 def test_a_head_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must have shape \(5, 4\), got \(4, 5\)"):
         AdditiveHead(small_network(), 5, 4, head=torch.zeros(4, 5))
+
+
+def test_users_of_all_sizes_are_measured_together_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups of a few rows, so that there are several, with tests of 1 to 9 rows in each."""
+    monkeypatch.setattr(split, "ROWS_AT_ONCE", 20)
+    source = np.random.default_rng(0)
+    model = SplitModel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), ["2.*"])
+    sizes = [9, 1, 4, 7, 2, 2, 8, 1, 25]
+    tests = [(source.normal(size=(n, 3)), source.integers(5, size=n)) for n in sizes]
+    w = model.initial_w()
+    thetas = source.normal(size=(len(sizes), len(model.initial_theta())))
+    together = model.evaluate_users(w, thetas, tests)
+    for theta, rows, measured in zip(thetas, tests, together, strict=True):
+        assert measured == pytest.approx(model.evaluate(w, theta, rows), rel=1e-5)
