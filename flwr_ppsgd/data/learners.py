@@ -123,6 +123,7 @@ class LinearLearner(AdditiveLinear):
             y,
             self._loss,
             self._data.task,
+            unit=float(self._data.units[self._user]),
         )
         return {name: float(values[0]) for name, values in measures.items()}
 
@@ -191,6 +192,7 @@ def user_measures(
     y: Matrix,
     loss: Loss,
     task: Task,
+    unit: float = 1.0,
 ) -> dict[str, Vector]:
     """One user's mean loss, and accuracy, precision@1 or RMSE, of many models.
 
@@ -199,12 +201,13 @@ def user_measures(
         y: rows × K; labels that are right are above 0, shift included.
         loss: "squared" or "softmax".
         task: decides the second measure.
+        unit: of this user's targets, in the units of RMSE.
     """
     targets = y[:, None, :]  # rows × 1 × K
     measures = {"loss": mean_losses(scores, targets, loss)}
     if task == "regression":
         squares = (scores - targets) ** 2
-        measures["rmse"] = np.sqrt(np.mean(squares, axis=(0, 2)))
+        measures["rmse"] = unit * np.sqrt(np.mean(squares, axis=(0, 2)))
         return measures
     first = scores.argmax(axis=2)
     right = np.take_along_axis(y, first, axis=1) > 0

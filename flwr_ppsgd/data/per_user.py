@@ -28,12 +28,14 @@ class OwnScale:
         mean: users × columns, of the user's training rows.
         std: the same.
         centre: users × K, subtracted from the user's targets.
+        unit: for each user, what the difference was divided by; measures are in the source's units.
     """
 
     columns: Indices
     mean: NDArray[np.float64]
     std: NDArray[np.float64]
     centre: NDArray[np.float64]
+    unit: Vector
 
     def of_rows(
         self, by_user: NDArray[np.float64], offsets: Indices, axes: int
@@ -45,7 +47,13 @@ class OwnScale:
     def only(self, users: Sequence[int] | Indices) -> "OwnScale":
         """These users alone."""
         which = np.asarray(users, dtype=np.intp)
-        return replace(self, mean=self.mean[which], std=self.std[which], centre=self.centre[which])
+        return replace(
+            self,
+            mean=self.mean[which],
+            std=self.std[which],
+            centre=self.centre[which],
+            unit=self.unit[which],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,8 +393,13 @@ class PerUser:
         if self.own is None:
             return found
         user = np.searchsorted(self.offsets, rows, side="right") - 1
-        back: Matrix = found + self.own.centre[user]
+        back: Matrix = found * self.own.unit[user][:, None] + self.own.centre[user]
         return back
+
+    @property
+    def units(self) -> Vector:
+        """What one unit of each user's targets is in the source's units."""
+        return np.ones(len(self)) if self.own is None else self.own.unit
 
     def column_name(self, index: int) -> str:
         """A column of x, for messages."""

@@ -26,31 +26,44 @@ LARGEST = 10.0  # root mean square of a column that may stay as it is
 SMALLEST = 0.05  # its deviation
 MOST_OFF = 3.0  # its mean, in deviations
 SAME = 1e-9  # a deviation below this share of the mean is round-off
+MOST_TIMES = 3.0  # a target's own deviation may be larger or smaller than 1
 MOST_NAMED = 6
 
 
 def own_scaled(data: PerUser, scale: str = AUTO) -> PerUser:
-    """(x − m_i) / s_i with each user's own mean and deviation; amounts minus the user's own mean.
+    """(x − m_i) / s_i with each user's own mean and deviation; the same for targets of regression.
 
     Args:
         data: everyone's rows.
         scale: "own" scales every column of numbers; "auto" only those that are far from a scale of
-            1 and not 0 and 1 alone, and the target only if its mean is larger than its deviation.
+            1 and not 0 and 1 alone; from the target the user's own mean is subtracted if the mean
+            is larger than the deviation, and it is divided by the user's own deviation if that is
+            far from 1.
     """
     standardised = np.any(data.std != 1.0) or np.any(data.mean != 0.0)
     columns = np.zeros(0, dtype=np.intp)
     if not standardised:
         columns = _columns(data, scale)
-    centred = data.task == "regression" and (scale == OWN or _is_off(data))
-    if not len(columns) and not centred:
+    amounts = data.task == "regression"
+    centred = amounts and (scale == OWN or _is_off(data))
+    divided = amounts and (scale == OWN or _is_far(data))
+    if not len(columns) and not centred and not divided:
         return data
     mean, std = _own_statistics(data, columns)
     centre = _own_centres(data) if centred else np.zeros((len(data), data.outputs))
-    own = OwnScale(columns, mean, std, centre)
-    y = data.y - own.of_rows(centre, data.offsets, data.y.ndim) if centred else data.y
-    notes = _notes(data, columns, centred, scale)
+    unit = _own_units(data) if divided else np.ones(len(data))
+    own = OwnScale(columns, mean, std, centre, unit)
     x = _scaled(data, own) if len(columns) else data.x
+    y = _moved(data, own) if amounts else data.y
+    notes = _notes(data, own, scale)
     return replace(data, x=x, y=y, own=own, notes=(*data.notes, *notes))
+
+
+def _moved(data: PerUser, own: OwnScale) -> NDArray[np.float64]:
+    """Targets as each user's model sees them."""
+    axes = data.y.ndim
+    away = own.of_rows(own.centre, data.offsets, axes)
+    return np.asarray((data.y - away) / own.of_rows(own.unit[:, None], data.offsets, axes))
 
 
 def _columns(data: PerUser, scale: str) -> Indices:
@@ -99,6 +112,23 @@ def _is_off(data: PerUser) -> bool:
     """Whether the mean of a target is larger than its deviation."""
     trained = np.asarray(data.y[data.trained], dtype=np.float64).reshape(-1, data.outputs)
     return bool((np.abs(trained.mean(axis=0)) > trained.std(axis=0)).any())
+
+
+def _is_far(data: PerUser) -> bool:
+    """Whether targets of one user typically deviate by much more or much less than 1."""
+    typical = float(np.median(_own_units(data)))
+    return not 1 / MOST_TIMES <= typical <= MOST_TIMES
+
+
+def _own_units(data: PerUser) -> NDArray[np.float64]:
+    """The deviation of each user's training targets; 1 for users who have none."""
+    units = np.ones(len(data))
+    for user in range(len(data)):
+        own = data.targets(data.rows(user, test=False))
+        found = float(np.sqrt(own.var(axis=0).mean()))
+        if found > SAME * float(np.abs(own).max()):
+            units[user] = found
+    return units
 
 
 def _own_statistics(
@@ -163,16 +193,21 @@ def scaled_by(values: NDArray[np.float64], own: OwnScale, user: int) -> NDArray[
     return np.asarray(np.clip(moved, -FARTHEST, FARTHEST))
 
 
-def _notes(data: PerUser, columns: Indices, centred: bool, scale: str) -> list[str]:
+def _notes(data: PerUser, own: OwnScale, scale: str) -> list[str]:
     notes = []
-    if len(columns):
-        named = _listed([data.column_name(column) for column in columns.tolist()])
+    if len(own.columns):
+        named = _listed([data.column_name(column) for column in own.columns.tolist()])
         notes.append(
             f"scaled on each device by the user's own mean and deviation, at most {FARTHEST:g} "
             f"of them: {named}"
         )
-    if centred:
+    if own.centre.any():
         notes.append("targets: each user's own mean is subtracted, on the device")
+    if (own.unit != 1).any():
+        notes.append(
+            "targets: divided by each user's own deviation, on the device; RMSE stays in the "
+            "units of the source"
+        )
     if scale == AUTO:
         notes.append(f"what to scale was {LOOKED} (scale = 'own' or 'none' decides without)")
     return notes

@@ -446,6 +446,7 @@ def table(problem: Problem, dtype: DTypeLike, dropped_after: float | None = None
         validation=validation,
         task=data.task,
         most_visits=problem.visits_in(dropped_after),
+        units=data.units,
     )
 
 

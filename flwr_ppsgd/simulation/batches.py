@@ -238,6 +238,7 @@ class Table:
         task: decides what users measure; None is classification if there is more than one output,
             and otherwise the loss alone.
         most_visits: the number of visits after which each user drops out; None: never.
+        units: of each user's targets, in the units of RMSE; None: 1.
     """
 
     def __init__(
@@ -253,6 +254,7 @@ class Table:
         validation: tuple[Features, Floats, ArrayLike] | None = None,
         task: Task | None = None,
         most_visits: Indices | None = None,
+        units: Vector | None = None,
     ) -> None:
         self.x = sparse.csr_array(x) if sparse.issparse(x) else x
         self.y = y.reshape(len(y), -1)
@@ -266,6 +268,7 @@ class Table:
         self.loss = loss
         self.task = task
         self.most_visits = most_visits
+        self.units = np.ones(len(self.sizes)) if units is None else units
         self._even = bool(self.sizes.min() >= batch_size)  # no minibatch needs padding
         self.test = MeasuredRows.of(test)
         self.validation = MeasuredRows.of(validation)
@@ -364,7 +367,8 @@ class Table:
         """What one user measures on a part: scores are rows × settings × K."""
         _, y = part.rows(user)
         if self.task is not None or y.shape[1] > 1:
-            return user_measures(scores, y, self.loss, self.task or "classification")
+            task = self.task or "classification"
+            return user_measures(scores, y, self.loss, task, unit=float(self.units[user]))
         return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
 
 

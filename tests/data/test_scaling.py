@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
+from flwr_ppsgd.data.learners import linear_learner
 from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.data.scaling import FARTHEST, own_scaled
 
@@ -70,7 +71,23 @@ def test_targets_lose_the_users_own_mean_and_can_be_had_back() -> None:
         own = seen.rows(user, test=False)
         np.testing.assert_allclose(seen.targets(own).mean(), 0, atol=1e-12)
         np.testing.assert_allclose(seen.amounts(own)[:, 0], data.y[own])
-    assert own_scaled(table(y=data.y - 50, x=data.x[:, 1:], feature_names=("a", "b"))).own is None
+    assert (
+        own_scaled(table(y=(data.y - 50) / 5, x=data.x[:, 1:], feature_names=("a", "b"))).own
+        is None
+    )
+
+
+def test_targets_far_from_a_scale_of_1_are_divided_and_rmse_is_not() -> None:
+    """Of an error of 1 own deviation, RMSE is that deviation in the units of the source."""
+    data = table()
+    seen = own_scaled(data)
+    deviations = [data.y[data.rows(user, test=False)].std() for user in range(2)]
+    np.testing.assert_allclose(seen.units, deviations)
+    learner = linear_learner(seen, 0, batch_size=5, seed=0)
+    nothing = np.zeros(seen.features)
+    expected = data.y[data.rows(0, test=True)] - data.y[data.rows(0, test=False)].mean()
+    found = learner.evaluate(nothing, nothing)["rmse"]
+    assert found == pytest.approx(np.sqrt(np.mean(expected**2)))
 
 
 def test_a_constant_column_and_a_far_test_row_stay_finite() -> None:
