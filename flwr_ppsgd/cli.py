@@ -497,6 +497,28 @@ def plot(
     _show(f"Written: {', '.join(str(path) for path in written)}")
 
 
+@app.command("predict")
+def predict_rows(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    data: Annotated[Path, typer.Option("--data", metavar="FILE", help="New rows.")],
+    user: User = None,
+    out: Annotated[Path, typer.Option(help="Where predictions go.")] = Path("predictions.csv"),
+) -> None:
+    """Predict by personal models: of users who took part, or made for new ones with known rows."""
+    from flwr_ppsgd.experiments.outputs import write_predictions
+    from flwr_ppsgd.experiments.predict import predict
+
+    if out.exists():
+        raise ValueError(f"{out} is there already: choose another file with --out")
+    found = predict(directory, data, user)
+    write_predictions(out, found)
+    counts: dict[str, int] = {}
+    for one in found:
+        counts[one.model] = counts.get(one.model, 0) + 1
+    words = ", ".join(f"{count:,} {model}" for model, count in counts.items())
+    _show(f"Written: {out} ({len(found):,} rows: {words}). For its users' eyes alone.")
+
+
 @app.command()
 def report(
     directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")],

@@ -45,7 +45,7 @@ FOLDERS = {
     """,
     "experiments": """
         shipped problem rows tasks people settings client_app run sweep snapshot blocks outputs
-        workers server_app flwr_run
+        predict workers server_app flwr_run
     """,
     "results": "summary plots people figures page",
 }

@@ -4,6 +4,7 @@ Nothing here is learned from users except which categories there are, and a note
 public.
 """
 
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -255,3 +256,57 @@ def _bags(texts: Sequence[str], bucket: Callable[[str], int]) -> sparse.csr_arra
     table = sparse.csr_array((shares, places, ends), shape=(len(texts), BUCKETS))
     table.sum_duplicates()
     return table
+
+
+def features_like(frame: Frame, names: Sequence[str], columns: Columns, origin: Origin) -> Table:
+    """Rows of another file with the features of a model, in the model's order: CSR.
+
+    Args:
+        frame: all columns of the file.
+        names: of the model's features.
+        columns: as the model's own file was read; words and categories are told apart by it.
+        origin: the file, for messages.
+    """
+    path = Path(origin.source)
+    parts = []
+    for name, group in itertools.groupby(names, key=lambda one: _source_of(one, columns)):
+        own = list(group)
+        column = lookup(frame, name, path)
+        if is_encoded(own[0]):
+            parts.append(_encoded_like(frame, name, own, columns))
+        else:
+            values = _numbers_of(column, name, origin)
+            parts.append(sparse.csr_array(values[:, None]))
+    return sparse.csr_array(sparse.hstack(parts))
+
+
+def _encoded_like(
+    frame: Frame, name: str, features: Sequence[str], columns: Columns
+) -> sparse.csr_array:
+    """A column of text or categories; a category that was not there before is none of them."""
+    if name in columns.text:
+        return _words(frame, name, [])[0]
+    values, codes = _texts(frame, name)
+    if features[0].startswith(f"{name}#"):
+        places = [bucket_of(value) if value else -1 for value in values]
+    else:
+        order = {one.removeprefix(f"{name}="): place for place, one in enumerate(features)}
+        places = [order.get(value, -1) for value in values]
+    return _indicators(np.array([*places, -1])[codes], len(features))
+
+
+def _source_of(name: str, columns: Columns) -> str:
+    """The column that a feature was made from."""
+    for source in (*columns.categorical, *columns.text):
+        if name.startswith((f"{source}=", f"{source}#")):
+            return source
+    return name
+
+
+def _numbers_of(column: Column, name: str, origin: Origin) -> NDArray[np.float64]:
+    if kind_of(column) not in ("number", "empty"):
+        word = first_word(column, origin)
+        raise origin.refuse(
+            f"column {name!r} is not numeric, {word}", "it was numeric in the training"
+        )
+    return numbers(column)

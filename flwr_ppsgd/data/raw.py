@@ -76,7 +76,7 @@ def numbered(values: Sequence[Any], what: str) -> Numbered:
         values: the values, each once.
         what: what they are, for notes.
     """
-    texts = [_canonical(value) for value in values]
+    texts = [canonical(value) for value in values]
     labels: list[int | str] = sorted(set(texts))
     if all(is_plain_number(text) for text in texts):
         labels = sorted(int(text) for text in set(texts))
@@ -86,7 +86,8 @@ def numbered(values: Sequence[Any], what: str) -> Numbered:
     return Numbered(tuple(labels), places, notes)
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
+    """A label as text: 1 for 1.0 and "1.0", without spaces around it."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).strip()

@@ -59,6 +59,42 @@ def own_scaled(data: PerUser, scale: str = AUTO) -> PerUser:
     return replace(data, x=x, y=y, own=own, notes=(*data.notes, *notes))
 
 
+def scaled_alike(data: PerUser, everyone: OwnScale) -> PerUser:
+    """Rows of other users, scaled by themselves where everyone's rows were."""
+    mean, std = _own_statistics(data, everyone.columns)
+    centre = np.zeros((len(data), data.outputs))
+    unit = np.ones(len(data))
+    if everyone.centre.any():
+        centre = _own_centres(data)
+    if (everyone.unit != 1).any():
+        unit = _own_units(data)
+    own = OwnScale(everyone.columns, mean, std, centre, unit)
+    x = _scaled(data, own) if len(own.columns) else data.x
+    y = _moved(data, own) if data.task == "regression" else data.y
+    return replace(data, x=x, y=y, own=own)
+
+
+def own_scaled_new(one: PerUser, x: Table) -> PerUser:
+    """New rows of a single user, as that user's model sees them; their targets are not known.
+
+    Args:
+        one: that user alone, with rows that were scaled.
+        x: the new rows as the source has them.
+    """
+    rows = x.shape[0]
+    bare = replace(
+        one,
+        x=sparse.csr_array(x) if one.is_sparse else x,
+        y=np.zeros(rows),
+        test=np.zeros(rows, dtype=np.bool_),
+        validation=None,
+        offsets=np.array([0, rows]),
+    )
+    if one.own is None or not len(one.own.columns):
+        return bare
+    return replace(bare, x=_scaled(bare, one.own))
+
+
 def _moved(data: PerUser, own: OwnScale) -> NDArray[np.float64]:
     """Targets as each user's model sees them."""
     axes = data.y.ndim

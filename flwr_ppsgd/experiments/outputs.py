@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tomli_w
+from numpy.typing import NDArray
 
 from flwr_ppsgd import disk
 from flwr_ppsgd.experiments.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
@@ -29,6 +30,7 @@ from flwr_ppsgd.settings import read_toml
 if TYPE_CHECKING:
     from flwr_ppsgd.experiments.blocks import Plan
     from flwr_ppsgd.experiments.people import Person
+    from flwr_ppsgd.experiments.predict import Prediction
     from flwr_ppsgd.experiments.run import Outcome
     from flwr_ppsgd.experiments.sweep import Sweep
 
@@ -116,7 +118,7 @@ def _write_run(outcome: "Outcome", directory: Path) -> None:
     data = {**outcome.strategy.privacy_data(), "assumed_public": experiment.assumed_public()}
     privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     disk.write_text(directory / PRIVACY, privacy + "\n")
-    arrays = {f"w{i}": array for i, array in enumerate(outcome.w.to_numpy_ndarrays())}
+    arrays = experiment.task.named(outcome.w)
     with disk.replacing(directory / MODEL) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     if outcome.people:
@@ -153,6 +155,28 @@ def _columns(people: Sequence["Person"], names: Sequence[object]) -> dict[str, l
     for name in dict.fromkeys(name for person in people for name in person.chosen):
         columns[f"chosen-{name}"] = [person.chosen.get(name) for person in people]
     return columns
+
+
+def read_model(directory: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a run's w, by name."""
+    try:
+        with np.load(directory / MODEL, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{directory / MODEL}: cannot be read ({error}): give the --out of ppsgd run"
+        ) from None
+
+
+def write_predictions(path: Path, predictions: "Iterable[Prediction]") -> None:
+    """One row for each row of the new file. Only the owner may read it."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("row", "user", "prediction", "model"))
+    for one in predictions:
+        writer.writerow((one.row, one.user, one.value, one.model))
+    with disk.replacing(path, mode=disk.PRIVATE_FILE) as file:
+        file.write(text.getvalue().encode())
 
 
 def read_people(directory: Path) -> dict[str, list[Any]] | None:

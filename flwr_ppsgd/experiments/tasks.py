@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, Context
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from flwr_ppsgd.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.experiments.problem import AUTO, CNN, LINEAR, SYNTHETIC, Problem
@@ -80,6 +80,10 @@ class Task(Protocol):
 
     def initial_arrays(self) -> ArrayRecord:
         """w before the first round."""
+        ...
+
+    def named(self, w: ArrayRecord) -> dict[str, NDArray[Any]]:
+        """w as arrays with the names that a reader knows them by."""
         ...
 
     def engine(
@@ -152,6 +156,10 @@ def learner_for(context: Context) -> Learner:
     return task.learner(int(context.node_config["partition-id"]))
 
 
+def _by_name(w: ArrayRecord) -> dict[str, NDArray[Any]]:
+    return {name: array.numpy() for name, array in w.items()}
+
+
 class LinearTask(Task, Protocol):
     """A task with a linear model."""
 
@@ -221,6 +229,11 @@ class SyntheticTask:
     def user_names(self) -> Sequence[int | str]:
         """Numbers."""
         return range(self.users)
+
+    def named(self, w: ArrayRecord) -> dict[str, NDArray[Any]]:
+        """w, one number for each feature."""
+        (flat,) = w.to_numpy_ndarrays()
+        return {"w": flat}
 
     def initial_arrays(self) -> ArrayRecord:
         """w = 0."""
@@ -380,6 +393,11 @@ class OwnLinearTask(OwnDataTask):
             shift=self.problem.target_shift,
         )
 
+    def named(self, w: ArrayRecord) -> dict[str, NDArray[Any]]:
+        """w: features × outputs."""
+        (flat,) = w.to_numpy_ndarrays()
+        return {"w": flat.reshape(self.problem.per_user().features, -1)}
+
     def initial_arrays(self) -> ArrayRecord:
         """w = 0, one column for each output."""
         data = _checked(self.problem)
@@ -480,6 +498,10 @@ class CnnTask(OwnDataTask):
             batch_size=self.problem.batch_size,
             seed=self.problem.data_seed,
         )
+
+    def named(self, w: ArrayRecord) -> dict[str, NDArray[Any]]:
+        """By the names of the network's parameters."""
+        return _by_name(w)
 
     def initial_arrays(self) -> ArrayRecord:
         """The network's first values, which depend on the seed alone."""
