@@ -34,8 +34,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from numpy.typing import DTypeLike
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps, client_app, clip
+from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps, client_app, clip, torch_client
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.personal import Personal
 from flwr_ppsgd.client.shelf import Shelf
@@ -128,6 +130,9 @@ def show_clients() -> None:
         head_ratio(),
         at_most=1.3,
     )
+    name = "g. a round of 10 clients / FedAvg's, one pass over 128 rows, 10^6 parameters:"
+    show(f"{name} convolutions", network_ratio(convolutions, (1, 28, 28), "7.*"), at_most=1.15)
+    show(f"{name} linear layers", network_ratio(layers, (FEATURES,), "4.*"), at_most=1.15)
     saving, loading = theta_ms(THETA)
     show(
         "h. θ of 400,000 floats to disk, with w and the note of what left, in ms",
@@ -527,6 +532,87 @@ def head_ratio(rounds: int = 5, repetitions: int = 30) -> float:
     turns = train(server, grid, head().initial_arrays())
     loop = head_loop(Setting(server.release, server.steps))
     return ratio(lambda: take(rounds, turns), lambda: take(rounds, loop), repetitions)
+
+
+def layers() -> nn.Module:
+    """784 → 1,000 → 200 → 10: 987,210 parameters."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 1000),
+        nn.ReLU(),
+        nn.Linear(1000, 200),
+        nn.ReLU(),
+        nn.Linear(200, CLASSES),
+    )
+
+
+def convolutions() -> nn.Module:
+    """Two convolutions and two linear layers: 983,606 parameters."""
+    features = [nn.Conv2d(1, 32, 5), nn.MaxPool2d(2), nn.ReLU()]
+    features += [nn.Conv2d(32, 64, 5), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*features, nn.Linear(1024, 900), nn.Linear(900, CLASSES))
+
+
+@functools.cache
+def network_rows(shape: tuple[int, ...]) -> DataLoader[tuple[torch.Tensor, ...]]:
+    """128 rows as pictures or as vectors."""
+    x, y = pool()
+    inputs = torch.tensor(x[:128]).float().reshape(128, *shape)
+    return DataLoader(TensorDataset(inputs, torch.tensor(y[:128]).argmax(dim=1)), batch_size=32)
+
+
+def stock_client(network: Callable[[], nn.Module], shape: tuple[int, ...]) -> ClientApp:
+    """An epoch as Flower's quickstart has it: load, step by step, send all parameters."""
+    app = ClientApp()
+
+    @app.train()
+    def train_one_epoch(message: Message, context: Context) -> Message:  # noqa: ARG001
+        module = network()
+        module.load_state_dict(message.content.array_records[ARRAYS].to_torch_state_dict())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        for x, y in network_rows(shape):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        metrics = MetricRecord({NUM_EXAMPLES: 128})
+        content = RecordDict({ARRAYS: ArrayRecord(module.state_dict()), METRICS: metrics})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def network_ratio(
+    network: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    personal: str,
+    repetitions: int = 10,
+) -> float:
+    """A round of PPSGD over a round of FedAvg, both on ``InProcessGrid``.
+
+    The gradient of w is that of all rows, so both sides pass over them once.
+    """
+    initial = ArrayRecord(network().state_dict())
+    ours = torch_client(
+        network,
+        personal,
+        lambda _: (network_rows(shape), None),
+        additive=True,
+        full_batch=True,
+    )
+    server = strategy(Poisson(REPLIES, rate=1.0))
+    turns = train(server, InProcessGrid(ours, REPLIES), initial)
+    stock = FedAvg(fraction_evaluate=0.0, min_available_nodes=REPLIES)
+    theirs = InProcessGrid(stock_client(network, shape), REPLIES)
+    return ratio(
+        lambda: take(1, turns),
+        lambda: stock_round(stock, theirs, initial),
+        repetitions,
+    )
+
+
+def stock_round(stock: FedAvg, grid: Grid, arrays: ArrayRecord) -> None:
+    """One round of FedAvg, without Flower's pauses."""
+    messages = stock.configure_train(1, arrays, ConfigRecord(), grid)
+    stock.aggregate_train(1, list(grid.send_and_receive(messages)))
 
 
 def head_loop(setting: Setting) -> Iterator[float]:

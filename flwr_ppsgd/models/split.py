@@ -171,10 +171,45 @@ class SplitModel:
     ) -> tuple[Vector, Vector]:
         """(∇_w, ∇_θ) of the loss over ``rows``."""
         held = self._hold(w, theta, training=True)
+        return self._blocks(self._found(held, rows, reduction))
+
+    def gradients_over(
+        self,
+        w: Vector,
+        theta: Vector,
+        batches: Iterable[tuple[Rows, Rows]],
+        reduction: Reduction,
+    ) -> tuple[Vector, Vector]:
+        """The same over many batches, one at a time in memory; summed in at least float32."""
+        held = self._hold(w, theta, training=True)
+        totals: dict[str, Tensor] = {}
+        seen = 0
+        for rows in batches:
+            seen += rows_in(rows)
+            for name, part in self._found(held, rows, "sum").items():
+                if name in totals:
+                    totals[name] += part
+                else:
+                    totals[name] = part.float() if part.dtype in HALF else part
+        g_w, g_theta = self._blocks(totals)
+        if reduction == "mean":
+            g_w /= seen
+            g_theta /= seen
+        return g_w, g_theta
+
+    def _found(
+        self,
+        held: dict[str, Tensor],
+        rows: tuple[Rows, Rows],
+        reduction: Reduction,
+    ) -> dict[str, Tensor]:
+        """The gradient of each parameter over ``rows``."""
         prediction, y = self._predicted(rows)
         loss = self._objective.total(prediction, y, reduction)
         found = torch.autograd.grad(loss, list(held.values()), materialize_grads=True)
-        gradients = dict(zip(held, found, strict=True))
+        return dict(zip(held, found, strict=True))
+
+    def _blocks(self, gradients: dict[str, Tensor]) -> tuple[Vector, Vector]:
         g_w = _flat(gradients[name] for name in self._shared)
         return g_w, _flat(gradients[name] for name in self._personal)
 
@@ -617,17 +652,7 @@ class SplitLearner:
         reduction: Reduction,
     ) -> tuple[Vector, Vector]:
         """The gradients over all rows, one batch at a time in memory."""
-        g_w = 0.0 * w
-        g_theta = 0.0 * theta
-        rows_seen = 0
-        for rows in self._epoch():
-            of_w, of_theta = self._model.gradients(w, theta, rows, "sum")
-            g_w += of_w
-            g_theta += of_theta
-            rows_seen += rows_in(rows)
-        if reduction == "sum":
-            return g_w, g_theta
-        return g_w / rows_seen, g_theta / rows_seen
+        return self._model.gradients_over(w, theta, self._epoch(), reduction)
 
     def _epoch(self) -> Iterator[tuple[Rows, Rows]]:
         if isinstance(self._batches, LoaderBatches):
