@@ -612,6 +612,12 @@ def plan(
     secure_colluding: Annotated[
         int | None, typer.Option(help="t of a secure sum: the clients that may collude.")
     ] = None,
+    signal_to_noise: Annotated[
+        float | None, typer.Option(help="Say what this would take; default: 1, signal = noise.")
+    ] = None,
+    agreement: Annotated[
+        float | None, typer.Option(help="How much users agree, up to 1: all the same direction.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data: Annotated[
         str | None,
@@ -631,41 +637,61 @@ def plan(
     encoding: Encoding = None,
     impute: Impute = None,
 ) -> None:
-    """Before training: the noise for an ε, the signal to noise, and the α to start with."""
+    """Before training: what an ε buys. N, ε, δ and d are enough; options of the paper add its α."""
     typed = dict(locals())
     about_data = _about_data(typed)
     others = {"experiment", "as_json", *ABOUT_DATA}
     given = {name: value for name, value in typed.items() if name not in others}
     from flwr_ppsgd import plan as planning
+    from flwr_ppsgd import recipe_plan
 
     flat = planning.gather(experiment, given)
+    automatic = recipe_plan.is_asked(flat, given)
     if data is not None:
-        flat = {**_seen_for_plan(about_data, quiet=as_json), **flat}
-    if sys.stdin.isatty() and not as_json:
-        flat = planning.ask(flat, typer.prompt)
-    question = planning.Question.read(flat)
-    made = planning.make(question)
-    if as_json:
-        _show(json.dumps(made.as_data(), ensure_ascii=False, indent=2))
+        flat = {**_seen_for_plan(about_data, automatic=automatic, quiet=as_json), **flat}
+    ask = sys.stdin.isatty() and not as_json
+    if automatic:
+        if ask:
+            flat = planning.ask(flat, typer.prompt, recipe_plan.missing)
+        simple = recipe_plan.RecipeQuestion.read(flat)
+        found = recipe_plan.make(simple)
+        _show_plan(found.as_data(), recipe_plan.in_words(simple, found), as_json)
     else:
-        _show(planning.in_words(question, made))
+        recipe_plan.refuse_own_options(given)
+        if ask:
+            flat = planning.ask(flat, typer.prompt)
+        question = planning.Question.read(flat)
+        made = planning.make(question)
+        _show_plan(made.as_data(), planning.in_words(question, made), as_json)
 
 
-def _seen_for_plan(about_data: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
+def _show_plan(data: Mapping[str, Any], words: str, as_json: bool) -> None:
+    _show(json.dumps(data, ensure_ascii=False, indent=2) if as_json else words)
+
+
+def _seen_for_plan(
+    about_data: Mapping[str, Any], *, automatic: bool, quiet: bool
+) -> dict[str, Any]:
     """The numbers that a plan takes from users' rows, and a line on what that means."""
     from flwr_ppsgd.data.features import LOOKED
     from flwr_ppsgd.data.look import numbers_for_plan
     from flwr_ppsgd.experiments.problem import Problem
+    from flwr_ppsgd.recipe_plan import SEEN
 
     seen = Problem.of(about_data).found().as_by_default().per_user()
     found = numbers_for_plan(seen)
+    public = (
+        f"From {about_data['data']}: N = {found['population']:,} users and "
+        f"d = {found['dimension']:,} parameters, taken to be public."
+    )
+    looked = (
+        f" n = {found['samples-per-user']:.3g} samples per user and "
+        f"L = {found['smoothness']:.3g}: {LOOKED}."
+    )
     if not quiet:
-        _show(
-            f"From {about_data['data']}: N = {found['population']:,} users and "
-            f"d = {found['dimension']:,} parameters, taken to be public. "
-            f"n = {found['samples-per-user']:.3g} samples per user and "
-            f"L = {found['smoothness']:.3g}: {LOOKED}."
-        )
+        _show(public if automatic else public + looked)
+    if automatic:
+        return {key: found[key] for key in SEEN}
     return found
 
 

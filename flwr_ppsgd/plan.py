@@ -28,6 +28,7 @@ from flwr_ppsgd.theory import (
     threshold_noise_multiplier,
 )
 
+Lacking: TypeAlias = Callable[[Mapping[str, Any]], list[str]]
 Curve: TypeAlias = tuple[tuple[int, float], ...]  # (round, ε)
 
 SHOWN_ALPHA_QS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, math.inf)
@@ -37,6 +38,7 @@ CHART_ROWS = 7
 BLOCKS = " ▁▂▃▄▅▆▇█"
 LEAST_EPSILON = 1e-6  # a smaller ε is taken to be 0
 LEAST_NOISE = 1e-3  # a smaller multiplier is taken to pay for no round
+LARGEST_SHARE = 0.1  # of a user, that δ may be without a caution
 EXPERIMENT_KEYS = {"features": "dimension"}  # an experiment's word for what a plan asks for
 
 ASKED = {  # what a plan cannot do without, and how it is asked for
@@ -165,17 +167,18 @@ class Question:
 
     def aggregation(self) -> SecureSum | None:
         """The secure sum that is planned; None if the server is trusted."""
-        if self.secure_honest is None and self.secure_colluding is None:
-            return None
-        if self.secure_honest is None:
-            raise ValueError("a secure sum needs secure-honest too: give both")
-        return SecureSum(self.secure_honest, self.secure_colluding or 0)
+        return planned_sum(self.secure_honest, self.secure_colluding)
 
     def cohort(self) -> Cohort:
         """Who takes part in a round."""
         if self.cohort_size is not None:
             return FixedSize(self.population, self.cohort_size)
         return Poisson(self.population, self.rate or 0.0)
+
+    @property
+    def knows_constants(self) -> bool:
+        """Whether σ, L and ‖v‖ are given, from which the advice on α follows."""
+        return None not in (self.gradient_std, self.smoothness, self.distance)
 
     def planned_rounds(self) -> int:
         """T, or passes·n/(qm): a user takes part with chance q and then uses m of n samples."""
@@ -186,6 +189,15 @@ class Question:
         samples = self.passes * self.samples_per_user
         per_round = self.cohort().rate * self.batch_size
         return math.ceil(samples / per_round - 1e-9)
+
+
+def planned_sum(honest: int | None, colluding: int | None) -> SecureSum | None:
+    """A secure sum by its flat keys; None if neither is given."""
+    if honest is None and colluding is None:
+        return None
+    if honest is None:
+        raise ValueError("a secure sum needs secure-honest too: give both")
+    return SecureSum(honest, colluding or 0)
 
 
 def gather(path: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,16 +227,19 @@ def missing(flat: Mapping[str, Any]) -> list[str]:
     return [line for key, line in ASKED.items() if key not in has]
 
 
-def ask(flat: Mapping[str, Any], reply: Callable[[str], str]) -> dict[str, Any]:
+def ask(
+    flat: Mapping[str, Any], reply: Callable[[str], str], lacking: Lacking = missing
+) -> dict[str, Any]:
     """``flat`` with what is missing, asked for one line at a time.
 
     Args:
         flat: what is known.
         reply: shows a line and returns the answer.
+        lacking: the lines that ask for what is missing.
     """
     answers = dict(flat)
     for key, line in ASKED.items():
-        if line not in missing(answers):
+        if line not in lacking(answers):
             continue
         answer = reply(line)
         try:
@@ -338,6 +353,7 @@ class Advice:
         bound_bias: the first term of that bound.
         bound_deviation: its second term.
         bounds: (αQ, bound on f − f*) for L, both choices included.
+        is_known: whether σ, L and ‖v‖ were given; else αQ is that of assumptions.
         assumptions: what the advice rests on.
     """
 
@@ -354,6 +370,7 @@ class Advice:
     bound_bias: float
     bound_deviation: float
     bounds: tuple[tuple[float, float], ...]
+    is_known: bool
     assumptions: tuple[str, ...]
 
 
@@ -366,7 +383,7 @@ class Plan:
 
     def as_data(self) -> dict[str, Any]:
         """All answers by name, as valid JSON: infinity is a word."""
-        data: dict[str, Any] = _valid({**asdict(self.price), **asdict(self.advice)})
+        data: dict[str, Any] = valid({**asdict(self.price), **asdict(self.advice)})
         return data
 
 
@@ -625,6 +642,7 @@ def _advise(
         bound_bias=best.bias,
         bound_deviation=best.deviation,
         bounds=_shown(bounds, minimiser, best, advised),
+        is_known=question.knows_constants,
         assumptions=tuple(_assumptions(question, known)),
     )
 
@@ -782,14 +800,20 @@ def _price_lines(question: Question, price: Price) -> list[str]:
         ("paper's formula", _formula(cohort, price)),
     ]
     if price.secure is not None:
-        rows += _secure_rows(price.secure, question.aggregation())
-    if question.delta * cohort.population > 0.1:
-        share = 1 / cohort.population
-        rows.append(("caution", f"δ should be well below 1/population = {share:g}"))
+        rows += secure_rows(price.secure, question.aggregation())
+    rows += cautions(question.delta, cohort.population)
     return [f"{name:<19} {text}" for name, text in rows]
 
 
-def _secure_rows(secure: Secure, rules: SecureSum | None) -> list[tuple[str, str]]:
+def cautions(delta: float, population: int) -> list[tuple[str, str]]:
+    """A row about a δ that is too large to protect anybody."""
+    if delta * population <= LARGEST_SHARE:
+        return []
+    return [("caution", f"δ should be well below 1/population = {1 / population:g}")]
+
+
+def secure_rows(secure: Secure, rules: SecureSum | None) -> list[tuple[str, str]]:
+    """A secure sum in words: what it asks for, and what it costs."""
     assert rules is not None
     rows = [
         (
@@ -846,14 +870,11 @@ def _advice_lines(
     price: Price,
     advice: Advice,
 ) -> list[str]:
-    step = max(advice.step_shared, advice.step_personal)
     by_alpha_q = [f"{alpha_q:.3g}: {bound:.3g}" for alpha_q, bound in advice.bounds]
     lines = [
         _threshold_words(price, advice),
         _critical_words(question, advice),
-        f"start with αQ = {advice.alpha_q:.3g} and step = {step:.3g} "
-        f"(s_w = {advice.step_shared:.3g}, s_θ = {advice.step_personal:.3g}): there the bound "
-        f"(Theorem B.4) is smallest for L/{EASED:g}.",
+        *_start_words(advice),
         "for L itself, which holds for every single sample, it is smallest at "
         f"αQ = {advice.bound_alpha_q:.3g}: {advice.bound_bias:.3g} (bias, from too few rounds) + "
         f"{advice.bound_deviation:.3g} (samples and noise).",
@@ -864,10 +885,29 @@ def _advice_lines(
             f"caution: not training at all costs at most {advice.untrained:.3g}; take the bound as "
             "a direction."
         )
-    if advice.alpha_q == 0:
-        lines.append("αQ = 0 releases nothing: ε is then 0, whatever was planned.")
     lines.append("assuming that")
     return lines + [f"  - {line}" for line in advice.assumptions]
+
+
+def _start_words(advice: Advice) -> list[str]:
+    """The αQ to start with; where it follows from assumptions and is 0, that it is not known."""
+    if advice.alpha_q == 0 and not advice.is_known:
+        return [
+            "αQ: not known. Under the assumptions below the bound (Theorem B.4) is smallest at 0, "
+            "local learning; whether sharing gains is in users' data.",
+            "Give --gradient-std, --smoothness and --distance from public data, compare αQ in a "
+            'sweep, or use method = "auto" (ppsgd plan without the options of the paper), where '
+            "nothing is to be chosen.",
+        ]
+    step = max(advice.step_shared, advice.step_personal)
+    lines = [
+        f"start with αQ = {advice.alpha_q:.3g} and step = {step:.3g} "
+        f"(s_w = {advice.step_shared:.3g}, s_θ = {advice.step_personal:.3g}): there the bound "
+        f"(Theorem B.4) is smallest for L/{EASED:g}."
+    ]
+    if advice.alpha_q == 0:
+        lines.append("αQ = 0 releases nothing: ε is then 0, whatever was planned.")
+    return lines
 
 
 def _threshold_words(price: Price, advice: Advice) -> str:
@@ -916,12 +956,12 @@ def chart(points: Curve) -> list[str]:
     return lines
 
 
-def _valid(value: Any) -> Any:
+def valid(value: Any) -> Any:
     """The same with lists for tuples and words for infinite numbers, as JSON needs it."""
     if isinstance(value, dict):
-        return {key: _valid(item) for key, item in value.items()}
+        return {key: valid(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return [_valid(item) for item in value]
+        return [valid(item) for item in value]
     if isinstance(value, float):
         return json_number(value)
     return value

@@ -124,7 +124,7 @@ def _release(cohort: Poisson, z: float, aggregation: SecureSum | None) -> Releas
 
 def _vote(population: int, noise: float, aggregation: SecureSum | None) -> SizeVote | None:
     """A vote with this noise; None if it would tell too little."""
-    if noise > population / PEOPLE_PER_NOISE:
+    if population < least_voters_for(noise):
         return None
     everyone = Poisson(population, 1.0)
     return SizeVote(Release(everyone, CLIP_NORM, noise, aggregation=aggregation))
@@ -138,10 +138,22 @@ def vote_noise(population: int, epsilon: float, delta: float) -> float | None:
     """
     if math.isinf(epsilon):
         return 0.0
-    alone = float(dp_accounting.get_sigma_gaussian(epsilon, delta))
-    cheapest = alone / math.sqrt(LEAST_VOTE_SHARE)
-    dearest = alone / math.sqrt(MOST_VOTE_SHARE)
-    readable = population / PEOPLE_PER_NOISE
-    if readable < dearest:
+    if population < least_voters(epsilon, delta):
         return None
-    return min(cheapest, readable)
+    cheapest = noise_alone(epsilon, delta) / math.sqrt(LEAST_VOTE_SHARE)
+    return min(cheapest, population / PEOPLE_PER_NOISE)
+
+
+def least_voters(epsilon: float, delta: float) -> int:
+    """The smallest population that holds a vote within its share of a budget."""
+    return least_voters_for(noise_alone(epsilon, delta) / math.sqrt(MOST_VOTE_SHARE))
+
+
+def least_voters_for(noise: float) -> int:
+    """The smallest population that can read a vote with this noise multiplier."""
+    return math.ceil(PEOPLE_PER_NOISE * noise)
+
+
+def noise_alone(epsilon: float, delta: float) -> float:
+    """The noise multiplier of the one release that a budget pays for, everyone in it."""
+    return float(dp_accounting.get_sigma_gaussian(epsilon, delta))

@@ -20,7 +20,7 @@ PACKAGE = Path(flwr_ppsgd.__file__).parent
 GROUND_FLOOR = """
     door callers checks disk algorithm optimizers tuning noise secure loss_distribution epsilon
     privacy recipe promise wire signature learner theory settings client server legacy models data
-    simulation experiments results plan audit cli
+    simulation experiments results plan recipe_plan audit cli
 """
 FOLDERS = {
     "secure": "terms shamir keys masks graph messages participant coordinator",

@@ -471,3 +471,7 @@ def test_look_says_what_a_file_holds_and_plan_takes_numbers_from_it(ppsgd: Comma
     assert ended.status == 0
     assert "N = 5 users and d = 2 parameters, taken to be public" in ended.out
     assert "chosen by looking at data: not covered" in ended.out
+    ended = ppsgd("plan", "--data", "stars.csv", *options, "--epsilon", "2", "--delta", "1e-3")
+    assert ended.status == 0
+    assert "5 users, everyone in each of 50 rounds, d = 2 shared parameters" in ended.out
+    assert "chosen by looking" not in ended.out

@@ -311,6 +311,23 @@ def test_words_hold_every_answer(plan: Any) -> None:
         assert part in text
 
 
+def test_alpha_zero_is_not_advised_where_it_only_follows_from_assumptions() -> None:
+    """d = 4000 makes the bound smallest at 0 for σ = C, the largest it can be."""
+    assumed = Question.read(FLAT | {"dimension": 4000})
+    plan = make(assumed)
+    assert (plan.advice.alpha_q, plan.advice.is_known) == (0.0, False)
+    words = in_words(assumed, plan)
+    assert "αQ: not known" in words
+    assert "start with αQ" not in words
+    constants = {"gradient-std": 0.03, "smoothness": 2.0, "distance": 3.0}
+    known = Question.read(FLAT | {"rate": 1.0, **constants})
+    plan = make(known)
+    assert (plan.advice.alpha_q, plan.advice.is_known) == (0.0, True)
+    words = in_words(known, plan)
+    assert "start with αQ = 0 " in words
+    assert "αQ = 0 releases nothing" in words
+
+
 def test_words_fit_what_was_given() -> None:
     """σ cannot exceed C only if it was not given; without sampling it is Theorem 4.1's formula."""
     sure, most = Question.read(FLAT | {"dimension": 4000}), "σ cannot exceed C"
@@ -341,7 +358,8 @@ def test_the_command_for_machines(ppsgd: Callable[..., tuple[int, str, str]]) ->
 def test_the_command_with_half_of_the_arguments_asks_for_the_rest(
     ppsgd: Callable[..., tuple[int, str, str]],
 ) -> None:
-    status, out, err = ppsgd("--population", "1000", "--rounds", "100", "--delta", "1e-5")
+    paper = ("--clip-norm", "1.0")
+    status, out, err = ppsgd("--population", "1000", "--rounds", "100", "--delta", "1e-5", *paper)
     assert (status, out) == (2, "")
     assert [line.split()[0] for line in err.splitlines()[1:]] == [
         "--rate",
