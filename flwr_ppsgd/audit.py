@@ -28,18 +28,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy import fft
 from scipy.stats import beta, chi2, norm
 
 from flwr_ppsgd.algorithm import Poisson, Release
+from flwr_ppsgd.client.message_api import client_app
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.secure.graph import design, survivors_needed
 from flwr_ppsgd.server.message_api import PPSGD
 from flwr_ppsgd.simulation.grid import InProcessGrid
-from flwr_ppsgd.wire import ARRAYS, GRADIENT, Layout
+from flwr_ppsgd.wire import ARRAYS, GRADIENT, ORDER, Layout, Order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,6 +53,8 @@ DROPPED = 0.3  # share of replies withheld: dividing by the number received then
 EMPTY_EVERY = 5  # in every fifth round nobody replies at all
 MOST_REPLIES = 1000  # per round
 FEWEST_ROUNDS = 20
+FEWEST_SECURE = 5  # rounds of a secure sum
+MOST_PAIRS = 200_000  # of neighbours over all rounds of a secure sum: about half a minute
 MOST_ROUNDS = 1000
 MOST_MESSAGES = 60_000  # over all rounds
 MOST_NUMBERS = 12 * 10**8  # in all messages together
@@ -270,8 +275,21 @@ def audit(
     rounds = effort.rounds
     if strategy.affordable_rounds is not None:
         rounds = min(rounds, strategy.affordable_rounds)
-    seen = canaries.watch(strategy, rounds)
+    if strategy.training.secure:
+        rounds = max(FEWEST_SECURE, min(rounds, _secure_rounds(strategy.release)))
+        seen = canaries.watch_secure(strategy, rounds)
+    else:
+        seen = canaries.watch(strategy, rounds)
     return _estimate(strategy, seen, planned_rounds)
+
+
+def _secure_rounds(release: Release) -> int:
+    """How many rounds of a secure sum are affordable: each pair of neighbours takes a while."""
+    rules = release.aggregation
+    assert rules is not None
+    clients = math.floor(release.expected_users)
+    pairs = clients * design(rules, clients).neighbours
+    return int(MOST_PAIRS / max(1, pairs))
 
 
 def draw(found: Audit, path: Path) -> None:
@@ -441,6 +459,34 @@ class _Canaries:
         arrays = self._layout.unflatten(self._length * direction)
         return RecordDict({self._name: arrays})
 
+    def watch_secure(self, strategy: PPSGD, rounds: int) -> _Seen:
+        """The same for a secure sum: canaries go through the clients' own bound and masks.
+
+        In each round as many are lost as may be, before they send anything masked. Rounds without
+        a sum release nothing and are left out.
+        """
+        watched = _SecureCanaries(self._release, self._size, self._directions, self._source)
+        grid = InProcessGrid(watched, self._release.cohort.population)  # type: ignore[arg-type]
+        scale = self._release.denominator / strategy.steps.shared
+        released: list[Floats] = []
+        last = np.zeros(self._size)
+
+        def look(round_: int, result: Result) -> None:
+            nonlocal last
+            w = self._layout.flatten(result.arrays)
+            if round_ and watched.summed(round_):
+                released.append(-scale * (w - last))
+            last = w
+
+        strategy.start(grid, self._w, num_rounds=rounds, on_round=look)
+        summed = [round_ for round_ in range(1, rounds + 1) if watched.summed(round_)]
+        return _Seen(
+            along=np.array([watched.along(round_) for round_ in summed]).reshape(-1, self._size),
+            own=[watched.own(round_) for round_ in summed],
+            released=np.array(released).reshape(-1, self._size),
+            replied=np.ones(len(summed), dtype=bool),
+        )
+
     def watch(self, strategy: PPSGD, rounds: int) -> _Seen:
         """What goes in and what comes out, round by round."""
         grid = InProcessGrid(ClientApp(), self._release.cohort.population)
@@ -493,6 +539,109 @@ class _Canaries:
             direction = np.zeros(self._size)
             direction[coordinate] = 1.0
             yield Message(self._record(direction), reply_to=message)
+
+
+class _Canary:
+    """A learner whose gradient is ten times too long."""
+
+    num_examples = 1
+
+    def __init__(self, vector: Floats) -> None:
+        self._vector = vector
+
+    def initial_theta(self) -> Floats:
+        return np.zeros(0)
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
+        return self._vector, theta
+
+    def evaluate(self, w: Floats, theta: Floats) -> dict[str, float]:  # noqa: ARG002
+        return {}
+
+
+class _SecureCanaries:
+    """All clients of a secure sum, and what they were told to send in each round.
+
+    Args:
+        release: of the strategy that is audited.
+        size: the number of coordinates.
+        directions: along which most canaries are; one row each.
+        source: decides who is lost and who sends what.
+    """
+
+    def __init__(
+        self, release: Release, size: int, directions: Floats, source: np.random.Generator
+    ) -> None:
+        self._release = release
+        self._size = size
+        self._directions = directions
+        self._source = source
+        self._asked: dict[int, list[int]] = {}  # who sent shares, by round
+        self._roles: dict[int, dict[int, Floats]] = {}  # of length 1, by round and client
+        self._own: dict[int, list[int]] = {}
+        self._app = client_app(self._learner)
+        self._round = 0
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """The answer of one client, unless it is lost before the third exchange."""
+        order = Order.from_flat(message.content[ORDER])
+        self._round = order.round
+        client = int(context.node_config["partition-id"])
+        if order.stage == 2:
+            self._asked.setdefault(order.round, []).append(client)
+        if order.stage == 3 and client not in self._drawn(order.round):
+            raise RuntimeError("lost")
+        return self._app(message, context)
+
+    def summed(self, round_: int) -> bool:
+        """Whether enough sent something for a sum."""
+        return bool(self._roles.get(round_))
+
+    def along(self, round_: int) -> Floats:
+        """The sum of the canaries along directions."""
+        total = np.zeros(self._size)
+        for vector in self._roles[round_].values():
+            total += vector
+        total[self._own[round_]] -= 1.0
+        return total
+
+    def own(self, round_: int) -> NDArray[np.intp]:
+        """The coordinates of the canaries that have one of their own."""
+        return np.array(self._own[round_], dtype=np.intp)
+
+    def _learner(self, context: Context) -> _Canary:
+        role = self._roles[self._round][int(context.node_config["partition-id"])]
+        return _Canary(OVER_NORM * self._release.clip_norm * role)
+
+    def _drawn(self, round_: int) -> dict[int, Floats]:
+        """Who sends what: exactly as many as a sum needs, so that the noise is known."""
+        if round_ not in self._roles:
+            asked = self._asked[round_]
+            kept = kept_in_audit(self._release)
+            enough = len(asked) >= kept
+            chosen: list[int] = self._source.permutation(asked)[:kept].tolist() if enough else []
+            alone = min(MOST_OWN, int(OWN_SHARE * len(chosen)), self._size)
+            self._own[round_] = self._source.choice(self._size, alone, replace=False).tolist()
+            self._roles[round_] = {
+                client: self._role(place, self._own[round_]) for place, client in enumerate(chosen)
+            }
+        return self._roles[round_]
+
+    def _role(self, place: int, own: list[int]) -> Floats:
+        if place >= len(own):
+            direction: Floats = self._directions[self._source.integers(DIRECTIONS)]
+            return direction
+        alone = np.zeros(self._size)
+        alone[own[place]] = 1.0
+        return alone
+
+
+def kept_in_audit(release: Release) -> int:
+    """How many clients of a round the audit of a secure sum lets through."""
+    rules = release.aggregation
+    assert rules is not None
+    clients = math.floor(release.expected_users)
+    return max(survivors_needed(rules, clients), math.ceil((1 - DROPPED) * clients))
 
 
 @dataclass(frozen=True)
@@ -548,19 +697,23 @@ class _Fit:
 
 def _estimate(strategy: PPSGD, seen: _Seen, planned: int) -> Audit:
     release = strategy.release
-    rounds, size = seen.released.shape
+    size = seen.released.shape[1]
     metrics = strategy.training.metrics
     share = 0.0 if metrics is None else metrics.share
     limit = release.clip_norm * math.sqrt(1 - share)
     fit = _Fit.of(seen, limit)
-    z = fit.noise_multiplier(release)
+    added = release
+    if release.aggregation is not None:  # each client that is let through adds its share
+        more = math.sqrt(kept_in_audit(release) / release.noise_shares)
+        added = replace(release, noise_multiplier=more * release.noise_multiplier)
+    z = fit.noise_multiplier(added)
     charged = strategy.ledger.releases
     last_charged = charged[-1][0] if charged else release
     nothing = Ledger(strategy.ledger.delta)
     every = max(1, fit.noise.size // MOST_DRAWN)
     return Audit(
         release=release,
-        rounds=rounds,
+        rounds=strategy.rounds_done,
         size=size,
         noise_multiplier=z,
         gain=Estimate(fit.gain, fit.gain_error, 1.0),
@@ -570,7 +723,9 @@ def _estimate(strategy: PPSGD, seen: _Seen, planned: int) -> Audit:
         charged=charged,
         planned_rounds=planned,
         epsilon_charged=nothing.record(last_charged, planned).epsilon(),
-        epsilon_measured=nothing.record(_measured(release, z.value), planned).epsilon(),
+        epsilon_measured=nothing.record(
+            _measured(release, z.value * release.noise_multiplier / added.noise_multiplier), planned
+        ).epsilon(),
         one_round=_one_round(nothing, last_charged, last_charged.noise_multiplier),
         one_round_at_least=_shown(nothing, last_charged, _sensitivity(seen, fit, limit)),
         residuals=fit.noise.reshape(-1)[::every] / (fit.std or 1.0),

@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps
+from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.algorithm import PrivateMetrics
-from flwr_ppsgd.audit import MOST_NUMBERS, MOST_RELEASED, Audit, Estimate, _Effort, audit
+from flwr_ppsgd.audit import (
+    MOST_NUMBERS,
+    MOST_RELEASED,
+    Audit,
+    Estimate,
+    _Effort,
+    audit,
+    kept_in_audit,
+)
 from flwr_ppsgd.cli import app
 from flwr_ppsgd.noise import BLOCK, Coins, GridSum
 from flwr_ppsgd.server.curator import Curator
@@ -319,3 +327,40 @@ def test_the_command_audits_settings_that_name_an_epsilon(
     app(["audit", *options], standalone_mode=False)
     assert "Verdict: conforms" in capsys.readouterr().out
     assert not budget.exists()
+
+
+SECURE = Release(
+    Poisson(50, 1.0), 2.0, 0.5, aggregation=SecureSum(honest=42, colluding=1, failure=1e-6)
+)
+FEW = Release(Poisson(30, 1.0), 2.0, 0.5, aggregation=SecureSum(honest=22, colluding=2))
+
+
+@pytest.mark.parametrize("release", [SECURE, FEW], ids=["graph", "everyone"])
+def test_a_secure_sum_conforms(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its canaries go through the clients' own bound; the noise is that of those in the sum."""
+    monkeypatch.setattr("flwr_ppsgd.audit.MOST_PAIRS", 30_000)
+    found = audited(release, size=2000)
+    assert found.verdict == "conforms", found.in_words()
+    expected = release.noise_multiplier * math.sqrt(kept_in_audit(release) / release.noise_shares)
+    assert found.noise_multiplier.value == pytest.approx(expected, rel=0.05)
+    assert found.epsilon_measured == pytest.approx(found.epsilon_charged, rel=0.15)
+    assert found.charged == ((release, found.rounds),)
+
+
+def less_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Release.share_std.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Release, "share_std", property(lambda self: whole(self) / 1.1))
+
+
+def no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flwr_ppsgd.client.visit.bounded", lambda g, *_: g)
+    monkeypatch.setattr("flwr_ppsgd.noise.clip_scale", lambda *_: 1.0)
+
+
+@pytest.mark.parametrize("broken", [less_noise, no_bound])
+def test_a_broken_secure_sum_is_convicted(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    monkeypatch.setattr("flwr_ppsgd.audit.MOST_PAIRS", 20_000)
+    assert audited(FEW, size=2000).verdict == "convicted"

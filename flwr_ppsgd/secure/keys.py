@@ -1,5 +1,6 @@
 """Keys that two participants share and nobody else knows: X25519, HKDF, ChaCha20-Poly1305."""
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from typing import Self
@@ -32,7 +33,7 @@ class KeyPair:
         """A pair that nobody had before."""
         return cls(X25519PrivateKey.generate().private_bytes_raw())
 
-    @property
+    @functools.cached_property
     def public(self) -> bytes:
         """The public half."""
         return self._key.public_key().public_bytes_raw()
@@ -41,7 +42,7 @@ class KeyPair:
         """What both owners can work out and nobody else; ValueError for a key that gives zero."""
         return self._key.exchange(X25519PublicKey.from_public_bytes(public))
 
-    @property
+    @functools.cached_property
     def _key(self) -> X25519PrivateKey:
         return X25519PrivateKey.from_private_bytes(self.private)
 

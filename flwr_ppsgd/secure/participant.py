@@ -120,24 +120,25 @@ class Keyed:
         found = checked_design(roster, rules)
         self._refuse_known_keys(roster)
         seed = secrets.token_bytes(KEY_SIZE)
+        channels = {
+            other: shared_secret(self.channel, keys.channel)
+            for other, keys in roster.neighbours.items()
+        }
         holders = roster.neighbours.keys()
         threshold = found.threshold(len(holders))
         of_seed = split(seed, threshold, holders)
         of_key = split(self.mask.private, threshold, holders)
         portions = {
-            holder: self._portion(roster, holder, of_seed[holder], of_key[holder])
+            holder: _portion(
+                self.session,
+                (roster.place, holder),
+                channels[holder],
+                (of_seed[holder], of_key[holder]),
+            )
             for holder in holders
         }
         shares = Shares(seed_hash(seed, self.session, roster.place), portions)
-        return Shared(self.session, self.channel, self.mask, seed, roster), shares
-
-    def _portion(self, roster: Roster, holder: int, of_seed: bytes, of_key: bytes) -> Portion:
-        key = channel_key(self, roster, roster.place, holder)
-        hashes = [
-            share_hash(share, self.session, secret, roster.place, holder)
-            for share, secret in ((of_seed, SEED), (of_key, KEY))
-        ]
-        return Portion(seal(key, of_seed + of_key), *hashes)
+        return Shared(self.session, self.mask, seed, roster, channels), shares
 
     def _refuse_known_keys(self, roster: Roster) -> None:
         """Two participants with one key would be one person, or a mirror of this one."""
@@ -153,15 +154,38 @@ class Keyed:
         return cls(session, KeyPair(flat["channel"]), KeyPair(flat["mask"]))
 
 
+def _portion(
+    session: Session,
+    pair: tuple[int, int],
+    secret: bytes,
+    shares: tuple[bytes, bytes],
+) -> Portion:
+    """The two shares of one participant for another, sealed, with their hashes."""
+    owner, holder = pair
+    hashes = [
+        share_hash(share, session, name, owner, holder)
+        for share, name in zip(shares, (SEED, KEY), strict=True)
+    ]
+    return Portion(seal(channel_key(secret, session, owner, holder), b"".join(shares)), *hashes)
+
+
 @dataclass(frozen=True)
 class Shared:
-    """After exchange 2: also the seed, and who the neighbours are."""
+    """After exchange 2: also the seed, and who the neighbours are.
+
+    Args:
+        session: which sum it is.
+        mask: the key pair for masks.
+        seed: of the mask that this participant has alone.
+        roster: who the neighbours are.
+        channels: what this participant and each neighbour know of each other's shares.
+    """
 
     session: Session
-    channel: KeyPair = field(repr=False)
     mask: KeyPair = field(repr=False)
     seed: bytes = field(repr=False)
     roster: Roster
+    channels: Mapping[int, bytes] = field(repr=False)
 
     def masked(
         self, partners: Partners, rules: SecureSum, vector: NDArray[np.int64]
@@ -206,7 +230,7 @@ class Shared:
 
     def _opened(self, other: int, sealed: bytes) -> bytes:
         """The two shares of a neighbour; nothing if they cannot be read, which only costs one."""
-        key = channel_key(self, self.roster, other, self.roster.place)
+        key = channel_key(self.channels[other], self.session, other, self.roster.place)
         try:
             return unseal(key, sealed)
         except ValueError:
@@ -214,16 +238,17 @@ class Shared:
 
     def to_flat(self) -> Flat:
         return {
-            "channel": self.channel.private,
             "mask": self.mask.private,
             "seed": self.seed,
             "roster": self.roster.to_bytes(),
+            "channels": packed(self.channels),
         }
 
     @classmethod
     def from_flat(cls, session: Session, flat: Mapping[str, bytes]) -> Self:
         roster = Roster.from_bytes(flat["roster"])
-        return cls(session, KeyPair(flat["channel"]), KeyPair(flat["mask"]), flat["seed"], roster)
+        channels = unpacked(flat["channels"], KEY_SIZE, roster.participants)
+        return cls(session, KeyPair(flat["mask"]), flat["seed"], roster, channels)
 
 
 @dataclass(frozen=True)
@@ -291,11 +316,9 @@ def checked_design(roster: Roster, rules: SecureSum) -> Design:
     return found
 
 
-def channel_key(state: Keyed | Shared, roster: Roster, sender: int, holder: int) -> bytes:
+def channel_key(secret: bytes, session: Session, sender: int, holder: int) -> bytes:
     """The key under which one neighbour gives another its shares, one in each direction."""
-    other = holder if sender == roster.place else sender
-    secret = shared_secret(state.channel, roster.neighbours[other].channel)
-    return derive(secret, state.session.label, SHARE, sender, holder)
+    return derive(secret, session.label, SHARE, sender, holder)
 
 
 def shared_secret(own: KeyPair, public: bytes) -> bytes:

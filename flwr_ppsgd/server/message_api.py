@@ -403,13 +403,18 @@ class PPSGD(Strategy):
         w_digest = digest(bytes_of(arrays) if exchange.brings_w else {})
         payloads = cast(Mapping[Identity, bytes], exchange.payloads)
         orders = self._rounds.staged_orders(round_, exchange.stage, payloads, w_digest)
-        messages = []
+        contents = {}  # those who get the same share one
         for node, order in orders.items():
-            content = RecordDict({**records, ORDER: ConfigRecord(order.to_flat())})
-            if payloads[node]:
-                content[SECURE] = ConfigRecord({DATA: payloads[node]})
-            messages.append(Message(content, cast(int, node), MessageType.TRAIN))
-        return messages
+            payload = payloads[node]
+            if payload not in contents:
+                content = RecordDict({**records, ORDER: ConfigRecord(order.to_flat())})
+                if payload:
+                    content[SECURE] = ConfigRecord({DATA: payload})
+                contents[payload] = content
+        return [
+            Message(contents[payload], cast(int, node), MessageType.TRAIN)
+            for node, payload in payloads.items()
+        ]
 
     def _run_evaluation(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord

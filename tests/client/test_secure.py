@@ -270,7 +270,7 @@ def test_no_secret_of_a_round_is_written_to_disk(tmp_path: Path) -> None:
     def spying(_: Message, context: Context) -> None:
         kept = context.state.get(STATE)
         if isinstance(kept, ConfigRecord):
-            names = ("channel", "mask", "seed", "held")
+            names = ("channel", "channels", "mask", "seed", "held")
             secrets.extend(bytes(kept[name]) for name in names if name in kept)  # type: ignore[arg-type]
 
     app = Watching(spying, {"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"})

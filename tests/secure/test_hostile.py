@@ -21,7 +21,7 @@ from flwr_ppsgd.secure.messages import (
     bitmap,
     members_of,
 )
-from flwr_ppsgd.secure.participant import Keyed, ProtocolError, Session, Shared
+from flwr_ppsgd.secure.participant import Keyed, ProtocolError, Session
 from flwr_ppsgd.secure.shamir import join
 from tests.support.secure import SESSION, Play, played, some_vectors
 
@@ -431,7 +431,7 @@ def test_a_share_of_one_session_is_none_in_another() -> None:
     play = ready()
     other = Session(7, 3, 1, 6)
     shared = play.shared[0]
-    again = Shared(other, shared.channel, shared.mask, shared.seed, shared.roster)
+    again = dataclasses.replace(shared, session=other)
     named = Partners.from_bytes(play.server.partners()[0], 7)
     after, _ = again.masked(named, RULES, play.vectors[0])
     assert not after.held
