@@ -38,7 +38,7 @@ FOLDERS = {
     """,
     "data": """
         split per_user raw columns frames features scaling tables npz files cache tff emnist
-        stackoverflow synthetic learners by_name look
+        stackoverflow public synthetic learners by_name look
     """,
     "simulation": """
         flower_internals grid measures batches thetas engine linear networks learners baselines

@@ -6,6 +6,7 @@ from flwr_ppsgd.data.columns import Columns
 from flwr_ppsgd.data.emnist import HUB, femnist, tff_emnist
 from flwr_ppsgd.data.files import read
 from flwr_ppsgd.data.per_user import PerUser, Task
+from flwr_ppsgd.data.public import hub, image_folders, is_hub_name, is_images, is_leaf, leaf
 from flwr_ppsgd.data.split import Split
 from flwr_ppsgd.data.stackoverflow import stackoverflow_tags
 
@@ -23,8 +24,10 @@ def load(
     """An own file, federated EMNIST or Stack Overflow tags.
 
     Args:
-        source: an own file; "flwrlabs/femnist" or a folder with its files; TensorFlow Federated's
-            emnist or stackoverflow file. Public counts of words and tags are looked for next to
+        source: an own file; "flwrlabs/femnist" or a folder with its files; with a user column any
+            other data set of the hub or a folder with its files; a folder in LEAF's layout, or of
+            pictures by user and class; TensorFlow Federated's emnist or stackoverflow file. Public
+            counts of words and tags are looked for next to
             the latter, as ``stackoverflow.word_count`` and ``stackoverflow.tag_count``.
         columns: for own files, what their columns are called.
         split: for own files and the hub's, how the test part is chosen.
@@ -36,6 +39,13 @@ def load(
     path = Path(source)
     if ".sqlite" in path.suffixes[-2:]:
         data = _from_sqlite(path, users, cache_dir)
+    elif path.is_dir() and is_leaf(path):
+        data = leaf(path)
+    elif path.is_dir() and is_images(path):
+        data = image_folders(path, split=split)
+    elif columns is not None and (path.is_dir() or is_hub_name(str(source))):
+        data = hub(source, columns, split=split, task=task, cache_dir=cache_dir)
+        return _first(data, users).with_at_least(min_train)
     elif str(source) == HUB or path.is_dir():
         data = femnist(source, split=split, cache_dir=cache_dir)
     else:

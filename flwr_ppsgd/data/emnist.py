@@ -188,7 +188,7 @@ def _hub_split(
     by_writer = partitioners.NaturalIdPartitioner("writer_id")
     kept = {} if cache_dir is None else {"cache_dir": str(cache_dir)}
     try:
-        with warnings.catch_warnings(), _quiet("huggingface_hub"):
+        with warnings.catch_warnings(), quiet("huggingface_hub"):
             warnings.simplefilter("ignore")  # "not tested" for any data set but the best known ones
             federated = package.FederatedDataset(
                 dataset=str(source),
@@ -203,7 +203,7 @@ def _hub_split(
 
 
 @contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def quiet(name: str) -> Iterator[None]:
     """Without a logger's warnings, such as one for each attempt to reach the hub."""
     logger = logging.getLogger(name)
     level = logger.level

@@ -37,8 +37,27 @@ def read_table(
 
 def raw_table(path: Path, columns: Columns, split: Split | None) -> Raw:
     """The columns of a .csv or .parquet file, unchecked."""
-    frame, name_notes = frame_of(path, columns)
-    origin = origin_of(path)
+    frame, notes = frame_of(path, columns)
+    return raw_of(frame, notes, columns, split, origin_of(path))
+
+
+def raw_of(
+    frame: Frame,
+    name_notes: tuple[str, ...],
+    columns: Columns,
+    split: Split | None,
+    origin: Origin,
+) -> Raw:
+    """The columns of a table, unchecked.
+
+    Args:
+        frame: the table.
+        name_notes: on names that were changed.
+        columns: what its columns are called.
+        split: chooses the test part in place of a test column.
+        origin: where the table comes from.
+    """
+    path = Path(origin.source)
     users, found = _users(lookup(frame, columns.user, path), columns.user, origin)
     targets = []
     for name in columns.target.split(","):

@@ -278,9 +278,9 @@ def _represented(data: "PerUser", problem: Problem) -> "PerUser":
 
 def place_of(data: str) -> str:
     """Absolute if it is a file: workers run in another directory."""
-    from flwr_ppsgd.data.emnist import HUB
+    from flwr_ppsgd.data.public import is_hub_name
 
-    if data == HUB and not Path(data).exists():
+    if is_hub_name(data):
         return data
     return str(Path(data).resolve())
 
@@ -288,7 +288,9 @@ def place_of(data: str) -> str:
 def _checksum(data: str) -> str:
     """SHA-256 of a file, or of all files of a folder; empty if there is none."""
     path = Path(data)
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.rglob("*.parquet")) or sorted(path.rglob("*"))
     digests = [_digest_now(file) for file in files if file.is_file()]
     if not digests:
         return ""
