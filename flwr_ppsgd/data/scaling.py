@@ -27,6 +27,7 @@ SMALLEST = 0.05  # its deviation
 MOST_OFF = 3.0  # its mean, in deviations
 SAME = 1e-9  # a deviation below this share of the mean is round-off
 MOST_TIMES = 3.0  # a target's own deviation may be larger or smaller than 1
+MOSTLY = 0.5  # of the rows of a sparse table: a column of numbers is filled in more of them
 MOST_NAMED = 6
 
 
@@ -125,10 +126,19 @@ def is_flag(values: NDArray[np.float64]) -> bool:
 
 
 def _numbers(data: PerUser) -> list[int]:
-    """The columns that are neither one-hot nor words; of a sparse table without names, none."""
-    if not data.feature_names:
+    """The columns that are neither one-hot nor words.
+
+    In a sparse table, a column that is 0 in most rows holds counts or shares: a mean subtracted
+    from it would fill the table, and a deviation would give the rarest words the largest scale.
+    """
+    names = data.feature_names
+    if not names:
         return [] if data.is_sparse else list(range(data.x.shape[1]))
-    return [at for at, name in enumerate(data.feature_names) if not is_encoded(name)]
+    numbers = [at for at, name in enumerate(names) if not is_encoded(name)]
+    if not data.is_sparse:
+        return numbers
+    filled = np.bincount(data.x.indices, minlength=data.x.shape[1]) / data.x.shape[0]
+    return [at for at in numbers if filled[at] > MOSTLY]
 
 
 def _column(x: Table, column: int) -> NDArray[np.float64]:

@@ -117,3 +117,13 @@ def test_what_has_a_public_scale_is_left_alone(kind: str) -> None:
     else:
         data = data.standardised([2000, 0, 0], [10, 1, 1])
     assert own_scaled(data).own is None
+
+
+def test_words_in_a_sparse_table_keep_their_scale() -> None:
+    """Shares of words are 0 in most rows: scaled, the table would be full and rare words loud."""
+    rng = np.random.default_rng(0)
+    words = np.where(rng.random((80, 20)) < 0.1, 0.02, 0.0)
+    names = tuple(f"word {at}" for at in range(20))
+    plain = table(x=sparse.csr_array(words), feature_names=names)
+    seen = own_scaled(plain)
+    assert (seen.x != plain.x).nnz == 0
