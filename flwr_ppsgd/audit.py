@@ -18,6 +18,9 @@ for one round at the ledger's δ. The second step takes the trade-off between p 
 Gaussian's, which the other measures here are to show (Nasr et al. 2023). It is compared with the ε
 that one round without secret sampling is charged for.
 
+What the server does with a released sum is post-processing, and so is not audited: the strategy of
+an audit takes plain steps, so that w shows the sum itself (``AS_RELEASED``).
+
 Run the audit on a strategy of its own, never on a user's training.
 """
 
@@ -25,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -37,6 +40,7 @@ from scipy.stats import beta, chi2, norm
 
 from flwr_ppsgd.algorithm import Poisson, Release
 from flwr_ppsgd.client.message_api import client_app
+from flwr_ppsgd.optimizers import PLAIN
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.secure.graph import design, survivors_needed
@@ -47,6 +51,18 @@ from flwr_ppsgd.wire import ARRAYS, GRADIENT, ORDER, Layout, Order
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# arguments of PPSGD under which w moves by what was released and by nothing else; the rounds of an
+# audit are not those of a training, so no budget ends them
+AS_RELEASED: dict[str, Any] = {
+    "max_epsilon": None,
+    "optimizer": PLAIN,
+    "personal": "step",
+    "solve_in_training": False,
+    "full_batch": False,
+    "vote": None,
+    "default_size": 1.0,
+    "adaptive_clip": None,
+}
 DIRECTIONS = 2
 OVER_NORM = 10.0  # canaries send vectors of this many clip norms
 DROPPED = 0.3  # share of replies withheld: dividing by the number received then shows

@@ -549,8 +549,7 @@ def audit(
     flat = training.to_flat()
     for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "tensorboard-dir", "enrolled"):
         flat.pop(key, None)
-    # its rounds are not those of a training: no budget ends them
-    found = auditing.audit(lambda: PPSGD.from_config(flat, max_epsilon=None), training.rounds)
+    found = auditing.audit(lambda: PPSGD.from_config(flat, **auditing.AS_RELEASED), training.rounds)
     console.print(found.in_words(), highlight=False, markup=False)
     if out is not None:
         auditing.draw(found, out)
