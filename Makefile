@@ -14,7 +14,7 @@ help:                            ## show this list
 demo: $(BIN)/.installed          ## Figure 1a at one noise level: a sweep on the full-size synthetic problem
 	$(BIN)/python simulations/demo.py
 
-swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrapper and PPSGD, one picture
+swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrapper and PPSGD.auto at one ε, one picture
 	$(BIN)/python -m simulations.swap
 
 text: $(BIN)/.installed          ## tags of short texts: word weights are shared, heads are personal
