@@ -28,8 +28,10 @@ def count(name: str, value: int) -> int:
 
 def one_of(name: str, value: str, choices: Collection[str]) -> None:
     """ValueError unless ``value`` is among ``choices``."""
+    if value in choices:
+        return
     rule = f"{name} must be one of {', '.join(choices)}"
-    require(value in choices, rule, value, f"did you mean {nearest(value, choices)!r}?")
+    require(False, rule, value, f"did you mean {nearest(value, choices)!r}?")
 
 
 def nearest(key: object, known: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 noisy.
 
 A time is CPU time on one thread; the two sides of a ratio take turns. It is the shortest of several
-repetitions, and for the cohort engine the median.
+repetitions; where a plain loop is the other side, the median of the ratios of all turns.
 """
 
 import os
@@ -45,6 +45,8 @@ from flwr_ppsgd import (
     Release,
     SecureSum,
     Steps,
+    affordable_rounds,
+    calibrate_noise,
     client_app,
     clip,
     torch_client,
@@ -66,7 +68,7 @@ from flwr_ppsgd.simulation.engine import Engine, Setting
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.simulation.linear import CohortEngine
 from flwr_ppsgd.simulation.networks import NetworkEngine
-from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES
+from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES, ORDER
 from simulations.yardsticks import (
     STEPS,
     autograd_loop,
@@ -85,7 +87,6 @@ FEATURES = 784
 CLASSES = 10
 SAMPLES = 100  # per user
 BATCH = 10
-POOL_USERS = 100  # users with rows of their own; the others share theirs, which saves memory
 REPLIES = 10
 SMALL = FEATURES * CLASSES
 LARGE = 10**6
@@ -98,6 +99,7 @@ NODES = 100  # for orientation: rounds of the Message API
 def main() -> None:
     logging.getLogger("flwr").setLevel(logging.WARNING)
     print(f"{'measurement':66s} {'measured':>9s}   target")
+    show_accounting()
     show_server()
     show_noise()
     show_memory()
@@ -107,12 +109,21 @@ def main() -> None:
     show_orientation()
 
 
+def show_accounting() -> None:
+    """CPU seconds for what people wait for before a training, and in the middle of one."""
+    calibrating, counting = rare_rounds_seconds()
+    show("k. calibrate_noise at q = 1e-4, T = 10^6, in s", calibrating, at_most=3)
+    show("k. affordable_rounds, the same, in s", counting, at_most=3)
+    show("k. epsilon of a ledger of 50 kinds of release, in s", mixed_seconds(), at_most=1)
+
+
 def show_server() -> None:
     show(
         "a. rounds per CPU second: 10 of 1000 nodes, 784×10, minibatch 10",
         rounds_per_second(),
-        at_least=150,
+        at_least=200,
     )
+    show_against_loop("a. the same / a plain loop", message_api(), least=0.15)
     show("a. the same, a round of 10 of 10^6 nodes / of 1000 nodes", scale_ratio(), at_most=3)
     for dtype in (np.float32, np.float64):
         name = f"b. aggregate_train / FedAvg's, 10 {dtype.__name__} replies of"
@@ -140,6 +151,11 @@ def show_memory() -> None:
 
 
 def show_clients() -> None:
+    show("j. CPU of a message in a new process / a stock client's", message_ratio(), at_most=1.4)
+    show("j. a round of 10 users and 10^7 parameters / FedAvg's", large_ratio(), at_most=1.3)
+    show(
+        "g. evaluation of 100 users' CNNs: together / one by one", evaluation_ratio(), at_most=0.67
+    )
     show(
         "g. AdditiveHead on a small CNN / a loop of autograd calls, 10 users",
         head_ratio(),
@@ -268,23 +284,41 @@ def strategy(cohort: Poisson) -> PPSGD:
     return PPSGD(release=release, steps=steps, delta=DELTA)
 
 
-@functools.cache
-def pool() -> tuple[Matrix, Matrix]:
-    """Rows of x, and classes as one-hot rows."""
-    source = generator("benchmark")
-    x = source.normal(size=(POOL_USERS * SAMPLES, FEATURES))
-    classes = source.integers(CLASSES, size=len(x))
-    return x, np.eye(CLASSES)[classes]
-
-
 def linear_learner(context: Context) -> AdditiveLinear:
-    """A node's 100 samples and an additive linear model with softmax."""
-    x, y = pool()
+    """A node's own 100 samples and an additive linear model with softmax.
+
+    Beyond 1000 users, rows are used again, which saves memory.
+    """
+    table = linear_table()
     user = int(context.node_config["partition-id"])
-    start = user % POOL_USERS * SAMPLES
+    start = user % USERS * SAMPLES
     rows = slice(start, start + SAMPLES)
-    batches = Minibatches(x[rows], y[rows], BATCH, seed=1, user=user)
+    batches = Minibatches(table.x[rows], table.y[rows], BATCH, seed=1, user=user)
     return AdditiveLinear(batches, FEATURES, CLASSES, loss="softmax")
+
+
+def rare_rounds_seconds() -> tuple[float, float]:
+    """For calibrating a million rounds in which one of ten thousand takes part, and for counting
+    how many such rounds can be paid for."""
+    cohort = Poisson(10**6, rate=1e-4)
+
+    def calibrated() -> float:
+        return calibrate_noise(epsilon=1.0, delta=1e-6, cohort=cohort, rounds=10**6)
+
+    def counted() -> int:
+        release = Release(cohort, CLIP_NORM, noise_multiplier=0.7327)
+        return affordable_rounds(max_epsilon=1.0, delta=1e-6, release=release)
+
+    return seconds(calibrated), seconds(counted)
+
+
+def mixed_seconds() -> float:
+    """For ε of fifty noise multipliers, twenty rounds each."""
+    ledger = Ledger(1e-5)
+    for kind in range(50):
+        noise = 1 + 0.02 * kind
+        ledger = ledger.record(Release(Poisson(USERS, 0.01), CLIP_NORM, noise), 20)
+    return seconds(ledger.epsilon)
 
 
 def scale_ratio(rounds: int = 30, repetitions: int = 5) -> float:
@@ -305,9 +339,25 @@ def rounds_per_second(rounds: int = 100, repetitions: int = 8) -> float:
     grid = InProcessGrid(client_app(linear_learner), USERS)
     server = strategy(Poisson(USERS, rate=0.01))
     turns = train(server, grid, ArrayRecord([np.zeros((FEATURES, CLASSES))]))
-    pool()  # made before the clock starts
+    next(turns)  # what is made once is made before the clock starts
     shortest = min(seconds(lambda: take(rounds, turns)) for _ in range(repetitions))
     return rounds / shortest
+
+
+def message_api(rounds: int = 20) -> Comparison:
+    """Whole rounds through Flower's messages, and those of a plain loop on the same rows."""
+    cohort = Poisson(USERS, rate=0.01)
+    setting = Setting(Release(cohort, CLIP_NORM, noise_multiplier=1.0), Steps(0.1, 0.1))
+    loop = plain_loop(from_table(linear_table()), (FEATURES, CLASSES), setting)
+    grid = InProcessGrid(client_app(linear_learner), USERS)
+    turns = train(strategy(cohort), grid, ArrayRecord([np.zeros((FEATURES, CLASSES))]))
+    return Comparison(
+        lambda: take(rounds, loop),
+        lambda: take(rounds, turns),
+        settings=1,
+        repetitions=20,
+        rounds=rounds,
+    )
 
 
 def train(server: PPSGD, grid: Grid, arrays: ArrayRecord) -> Iterator[int]:
@@ -453,6 +503,97 @@ class Constant:
 
 def constant_learner(context: Context) -> Constant:  # noqa: ARG001
     return Constant()
+
+
+def large_ratio(size: int = 10**7, repetitions: int = 3) -> float:
+    """Rounds of a model whose θ is small, such as a head: what large messages cost.
+
+    The clients' gradients take no time on either side, so this is the worst case.
+    """
+    w = ArrayRecord([np.zeros(size, np.float32)])
+    server = strategy(Poisson(REPLIES, rate=1.0))
+    ours = train(server, InProcessGrid(client_app(constant_learner), REPLIES), w)
+    theirs = fedavg(w)
+    take(1, ours)
+    take(1, theirs)
+    return ratio(lambda: take(1, ours), lambda: take(1, theirs), repetitions)
+
+
+def fedavg(w: ArrayRecord) -> Iterator[int]:
+    """Rounds without end of Flower's FedAvg, whose clients take a step along ``Constant``."""
+    app = ClientApp()
+
+    @app.train()
+    def step(message: Message, context: Context) -> Message:  # noqa: ARG001
+        arrays = message.content[ARRAYS]
+        assert isinstance(arrays, ArrayRecord)
+        (w,) = arrays.to_numpy_ndarrays()
+        trained = w - 0.1 * np.ones_like(w)
+        weight = MetricRecord({NUM_EXAMPLES: 1})
+        return reply({ARRAYS: ArrayRecord([trained]), METRICS: weight}, message)
+
+    stock = FedAvg(fraction_evaluate=0.0)
+    grid = InProcessGrid(app, REPLIES)
+    for round_ in itertools.count(1):
+        stock_round(stock, grid, w)
+        yield round_
+
+
+# Flower starts a process for every message: what it loads, and one gradient of 784×10 numbers.
+STOCK_MESSAGE = """
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    (w,) = message.content["arrays"].to_numpy_ndarrays()
+    x = np.ones((10, 784))
+    trained = w - 0.1 * x.T @ (x @ w)
+    metrics = MetricRecord({"num-examples": 10})
+    content = RecordDict({"arrays": ArrayRecord([trained]), "metrics": metrics})
+    return Message(content, reply_to=message)
+"""
+OUR_MESSAGE = """
+import numpy as np
+from flwr_ppsgd import client_app
+from simulations.deployment.client_app import LeastSquares
+
+def learner_for(context):
+    rows = np.ones((10, 784)), np.ones((10, 10))
+    return LeastSquares(*rows, 10, rows)
+
+app = client_app(learner_for)
+"""
+SEND_MESSAGE = """
+import time
+from math import inf
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
+records = {"arrays": ArrayRecord([np.zeros((784, 10))]), "ORDER": ConfigRecord(FLAT)}
+context = Context(1, 1, {}, RecordDict(), {})
+reply = app(Message(RecordDict(records), 1, "train"), context)
+assert not reply.has_error()
+print(time.process_time())
+"""
+
+
+def message_ratio(repetitions: int = 5) -> float:
+    """CPU time of a process that loads a client and answers one message."""
+    pairs = []
+    for _ in range(repetitions):
+        pairs.append((message_seconds(OUR_MESSAGE), message_seconds(STOCK_MESSAGE)))
+    return shortest_ratio(pairs)
+
+
+def message_seconds(client: str) -> float:
+    order = Order(1, 0.1, 1.0, "mean", True).to_flat()
+    send = SEND_MESSAGE.replace("ORDER", ORDER).replace("FLAT", repr(order))
+    return float(in_a_process(client + send).stdout)
 
 
 def peak_bytes(replies: int) -> int:
@@ -673,9 +814,11 @@ def convolutions() -> nn.Module:
 @functools.cache
 def network_rows(shape: tuple[int, ...]) -> DataLoader[tuple[torch.Tensor, ...]]:
     """128 rows as pictures or as vectors."""
-    x, y = pool()
-    inputs = torch.tensor(x[:128]).float().reshape(128, *shape)
-    return DataLoader(TensorDataset(inputs, torch.tensor(y[:128]).argmax(dim=1)), batch_size=32)
+    table = linear_table()
+    x = table.x[:128]
+    y = table.y[:128]
+    inputs = torch.tensor(x).float().reshape(128, *shape)
+    return DataLoader(TensorDataset(inputs, torch.tensor(y).argmax(dim=1)), batch_size=32)
 
 
 def stock_client(network: Callable[[], nn.Module], shape: tuple[int, ...]) -> ClientApp:
@@ -733,6 +876,24 @@ def stock_round(stock: FedAvg, grid: Grid, arrays: ArrayRecord) -> None:
     stock.aggregate_train(1, list(grid.send_and_receive(messages)))
 
 
+def evaluation_ratio(users: int = 100, repetitions: int = 5) -> float:
+    """What it saves to measure users with 5 to 17 rows each in large calls of the network."""
+    source = generator("evaluation")
+    tests = []
+    for size in source.integers(5, 18, size=users).tolist():
+        x = source.normal(size=(size, 1, 28, 28)).astype(np.float32)
+        tests.append((x, source.integers(CLASSES, size=size)))
+    model = head()
+    w = model.initial_w()
+    thetas = np.tile(model.initial_theta(), (users, 1))
+
+    def one_by_one() -> None:
+        for theta, rows in zip(thetas, tests, strict=True):
+            model.evaluate(w, theta, rows)
+
+    return ratio(lambda: model.evaluate_users(w, thetas, tests), one_by_one, repetitions)
+
+
 def head_loop(setting: Setting) -> Iterator[float]:
     draws = map(images(0), itertools.count(1))
     module = head().module_with(head().initial_w())
@@ -780,7 +941,7 @@ def several(engine: Engine, rounds: int) -> None:
 
 
 COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (
-    ("f. one setting, 784×10, Q=10, ε every round", one_setting, 1),
+    ("f. one setting, 784×10, Q=10, ε every round", one_setting, 1.5),
     ("f. 63 settings, the same", linear_sweep, 10),
     ("f. 99 settings, synthetic, N=1000, d=100, Q=N", synthetic_sweep, 15),
     ("f. 36 settings, sparse 5000×80, N=500, Q=10", words_sweep, 100),
@@ -824,20 +985,24 @@ run_simulation(server, client, benchmark.NODES, backend_config=resources)
 def ray_rounds(rounds: int = 20) -> float:
     """The same ClientApp on Flower's own simulation engine, in a process of its own; NaN if that
     fails."""
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", ON_RAY, str(rounds)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = in_a_process(ON_RAY, str(rounds))
     for line in done.stdout.splitlines():
         if line.startswith("rounds "):
             _, found = line.split()
             return float(found)
     return math.nan
+
+
+def in_a_process(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
 
 
 if __name__ == "__main__":
