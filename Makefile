@@ -6,12 +6,12 @@ export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help demo swap text adapters deployment test test-all test-adopters test-deployment fuzz check format bench clean
+.PHONY: help demo swap text adapters deployment test test-all test-adopters test-deployment fuzz check format bench docs docs-serve lock sbom dist clean
 
 help:                            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /' | sort | awk '{printf "make %-16s", $$1; $$1 = ""; print}'
 
-demo: $(BIN)/.installed          ## Figure 1a at one noise level: a sweep on the full-size synthetic problem
+demo: $(BIN)/.installed          ## personal models of 500 synthetic people at an epsilon of at most 4: one picture, half a minute
 	$(BIN)/python simulations/demo.py
 
 swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrapper and PPSGD.auto at one ε, one picture
@@ -55,6 +55,34 @@ format: $(BIN)/.installed        ## format the code and sort the imports
 
 bench: $(BIN)/.installed         ## speeds, as ratios within one run
 	$(BIN)/python simulations/benchmark.py
+
+docs: $(BIN)/.docs               ## build the site in build/site; a warning is an error
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "Site: build/site/index.html"
+
+docs-serve: $(BIN)/.docs         ## the site at http://127.0.0.1:8000, built again at every change
+	$(BIN)/mkdocs serve --strict
+
+sbom: $(BIN)/.release            ## what this environment holds, as build/sbom.json (CycloneDX)
+	mkdir -p build
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.json $(BIN)/python
+
+dist: $(BIN)/.release            ## wheel and sdist in dist/, checked
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/twine check --strict dist/*
+
+lock: $(BIN)/.installed          ## requirements.lock: the tested versions with their hashes
+	$(BIN)/uv pip compile pyproject.toml --extra all -c constraints.txt --generate-hashes --python-version 3.11 \
+		--no-header --no-annotate --quiet -o requirements.lock
+
+$(BIN)/.docs: $(BIN)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
+$(BIN)/.release: $(BIN)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[release]"
+	touch $@
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,95 +1,247 @@
-"""The README's code, pasted into a stock-shaped app."""
+"""README and the pages of the site: their code runs, their commands and links exist."""
 
+import contextlib
+import io
 import re
-from typing import Any
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import click
 import numpy as np
 import pytest
-import torch
+import typer
 from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerApp as LegacyServerApp
-from flwr.server import ServerAppComponents, ServerConfig
-from flwr.serverapp.strategy import FedAvg
-from torch import nn
+from flwr.server import ServerApp
 
-from flwr_ppsgd import Poisson, Release, Steps
-from flwr_ppsgd.client.legacy_api import PPSGDClient
-from flwr_ppsgd.server.legacy_api import PPSGDStrategy
-from flwr_ppsgd.simulation.grid import InProcessGrid
+import flwr_ppsgd
+import flwr_ppsgd.legacy
+from flwr_ppsgd import simulation
+from flwr_ppsgd.cli import app
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.paths import ROOT
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
-SERVER, CLIENT, LEGACY = BLOCKS[:3]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+MOST_BYTES = 6000  # of the front door
+# Pages whose blocks need apps or files of their own, and the tests that execute them.
+ELSEWHERE = {
+    "flower-apps.md": ("test_apps.py", "test_adopters.py"),
+    "operations.md": ("test_operations.py",),
+}
+EXECUTED = ("python", "sh", "diff")
+SHOWN = ("", "text", "bibtex", "toml")  # commands for a terminal, output, settings
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(8, 6)
-        self.fc2 = nn.Linear(6, 6)
-        self.fc3 = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x)))))
-        return out
+class Block(NamedTuple):
+    language: str
+    text: str
 
 
-def load_data(user: int) -> tuple[torch.Tensor, ...]:
-    source = torch.Generator().manual_seed(user)
-    x = torch.randn(40, 8, generator=source)
-    return x[:30], x[:30, :3].argmax(dim=1), x[30:], x[30:, :3].argmax(dim=1)
+def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return [Block(*each) for each in found]
 
 
-def pasted(*blocks: str) -> dict[str, Any]:
-    namespace: dict[str, Any] = {"Net": Net, "load_data": load_data}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    return namespace
+def python_of(page: Path) -> list[str]:
+    return [block.text for block in blocks_of(page) if block.language == "python"]
 
 
-def nowhere() -> Context:
-    return Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+def pasted(page: Path, first: int = 0) -> tuple[dict[str, Any], str]:
+    """The page's Python blocks, one after the other, and what they print."""
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for text in python_of(page)[first:]:
+            exec(compile(text, page.name, "exec"), namespace)
+    return namespace, printed.getvalue()
 
 
-def test_the_message_api_code_trains_and_states_its_guarantee(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    namespace = pasted(CLIENT)
-    client = namespace["app"]
-    exec(compile(SERVER, "README.md", "exec"), namespace)
-    namespace["app"](InProcessGrid(client, 100), nowhere())
-    assert "To each of the 100 enrolled users" in capsys.readouterr().out
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-def test_the_legacy_code_runs() -> None:
-    namespace = pasted(CLIENT)
-    arrays = namespace["model"]().initial_arrays().to_numpy_ndarrays()
-    namespace |= {
-        "PPSGDClient": PPSGDClient,
-        "PPSGDStrategy": PPSGDStrategy,
-        "ServerAppComponents": ServerAppComponents,
-        "ServerConfig": ServerConfig,
-        "ndarrays_to_parameters": ndarrays_to_parameters,
-        "release": Release(Poisson(4, 1.0), 1.0, 1.0),
-        "steps": Steps.from_ratio(0.1, 0.3),
-        "initial_w": arrays,
-    }
-    exec(
-        compile(LEGACY.replace("server_config(50)", "server_config(2)"), "README.md", "exec"),
-        namespace,
+def test_the_front_door_is_small() -> None:
+    assert len(README.read_bytes()) <= MOST_BYTES
+
+
+def test_the_front_doors_fifteen_lines_give_the_output_that_is_shown() -> None:
+    (code,) = python_of(README)
+    assert sum(bool(line.strip()) for line in code.splitlines()) == 15
+    namespace, printed = pasted(README)
+    (shown,) = (block.text for block in blocks_of(README) if block.language == "text")
+    first, statement = printed.split("\n", maxsplit=1)
+    claimed = shown.splitlines()[0]
+    assert numbers(first).keys() == numbers(claimed).keys()
+    for name, value in numbers(first).items():
+        assert value == pytest.approx(numbers(claimed)[name], abs=0.02), name  # secret noise
+    assert " ".join(shown.splitlines()[1:3]) == statement.splitlines()[0]
+    measured = namespace["result"].evaluate_metrics_clientapp[50]
+    assert measured["accuracy"] > measured["local_accuracy"] + 0.02
+    assert measured["accuracy"] > measured["shared_accuracy"] + 0.02
+
+
+def numbers(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"'(\w+)': ([0-9.]+)", text)}
+
+
+def test_the_start_page_trains_states_its_guarantee_and_personalizes() -> None:
+    namespace, printed = pasted(ROOT / "docs" / "start.md")
+    measured = namespace["measured"]
+    assert measured["loss"] < min(measured["local_loss"], measured["shared_loss"])
+    assert printed.count("To each of the 100 enrolled users") == 2  # auto, and the app
+    assert namespace["z"] == pytest.approx(14.0, abs=0.5)
+    grid = InProcessGrid(ClientApp(client_fn=namespace["client_fn"]), 100)
+    here = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    ServerApp(server_fn=namespace["server_fn"])(grid, here)
+
+
+WHOLE = ("README.md", "start.md", *ELSEWHERE)  # pages that are tested above, or elsewhere
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in WHOLE and python_of(page)],
+    ids=lambda page: str(page.name),
+)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    pasted(page)
+
+
+def test_the_budget_command_of_the_deployment_page(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "deployment.md"
+    (block,) = (block.text for block in blocks_of(page) if block.language == "sh")
+    folder = Path(sys.executable).parent
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "DIR": str(tmp_path), "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-euc", block], env=environment, check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+def test_no_block_escapes_the_tests(page: Path) -> None:
+    """A block is executed here, or by the tests that are named, or is shown only."""
+    for block in blocks_of(page):
+        assert block.language in EXECUTED + SHOWN, block
+        if block.language == "toml":
+            assert tomllib.loads(block.text)
+    tests = ELSEWHERE.get(page.name, ())
+    for test in tests:
+        assert page.name in (ROOT / "tests" / test).read_text("utf-8") or "PAGE" in (
+            ROOT / "tests" / test
+        ).read_text("utf-8")
+    if not tests and page.name != "deployment.md":
+        assert not [block for block in blocks_of(page) if block.language in ("sh", "diff")]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """What a page tells to type: lines of its blocks, and what is between backticks."""
+    text = page.read_text("utf-8")
+    lines = [line for block in blocks_of(page) for line in joined(block.text).splitlines()]
+    for line in [*lines, *re.findall(r"`((?:ppsgd|make) [^`\n]+)`", text)]:
+        if re.match(r"\s*(ppsgd|make) ", line):
+            yield shlex.split(line.strip(), comments=True)
+
+
+def joined(text: str) -> str:
+    return text.replace("\\\n", " ")
+
+
+def every_command() -> list[list[str]]:
+    return [words for page in PAGES for words in commands(page)]
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    named = {words[1] for words in every_command() if words[0] == "make"}
+    assert len(named) >= 5
+    assert named <= targets
+
+
+def test_every_option_of_ppsgd_that_is_named_exists() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    used = [words[1:] for words in every_command() if words[0] == "ppsgd"]
+    assert len(used) >= 20
+    for name, *words in used:
+        command = group.get_command(click.Context(group), name)
+        assert command is not None, name
+        known = {option for parameter in command.params for option in parameter.opts}
+        options = {word.split("=")[0] for word in words if re.match(r"--\w", word)}
+        assert options <= known | {"--help"}, (name, options - known)
+
+
+def test_the_commands_about_a_file_of_ones_own_run(tmp_path: Path) -> None:
+    """README's and the start page's, with their names filled in."""
+    source = np.random.default_rng(0)
+    rows = ["reader,stars,pages,age"]
+    for reader in range(30):
+        for _ in range(12):
+            pages, age = source.normal(size=2)
+            stars = 3 + pages - age + 0.3 * reader % 1 + 0.1 * source.normal()
+            rows.append(f"r{reader},{stars:.3f},{pages:.3f},{age:.3f}")
+    (tmp_path / "ratings.csv").write_text("\n".join(rows) + "\n")
+    typed = [words for page in (README, ROOT / "docs" / "start.md") for words in commands(page)]
+    chosen = [words for words in typed if words[:2] in (["ppsgd", "look"], ["ppsgd", "run"])]
+    assert [words[1] for words in chosen if len(words) > 3] == ["run", "look", "run"]
+    for words in chosen:
+        if len(words) > 3:
+            run_here(words)
+    assert len(list(tmp_path.glob("runs/*/users.png"))) == 2
+
+
+def run_here(words: list[str]) -> None:
+    """A command in an empty directory; FILE and COLUMN stand for the file's."""
+    line = shlex.join(words)
+    line = line.replace("--user COLUMN", "--user reader").replace(
+        "--target COLUMN", "--target stars"
     )
-    grid = InProcessGrid(ClientApp(client_fn=namespace["client_fn"]), 4)
-    LegacyServerApp(server_fn=namespace["server_fn"])(grid, nowhere())
+    filled = shlex.split(line.replace("FILE", "ratings.csv").replace("1e-5", "1e-3"))
+    ppsgd = Path(sys.executable).with_name("ppsgd")
+    done = subprocess.run([ppsgd, *filled[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_line_that_swaps_to_fedavg() -> None:
-    line = next(block for block in BLOCKS if "local_step=0.1" in block).splitlines()[0]
-    namespace = pasted(CLIENT)
-    exec(line, namespace)
-    result = FedAvg().start(
-        InProcessGrid(namespace["app"], 5), namespace["model"]().initial_arrays(), num_rounds=2
-    )
-    assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
-    assert result.evaluate_metrics_clientapp[2]["accuracy"] >= 0  # type: ignore[operator]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:|#", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve()
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", found.read_text("utf-8"), re.MULTILINE)
+            assert anchor in [slug(heading) for heading in headings], target
+
+
+def slug(heading: str) -> str:
+    """A heading as GitHub and the site write it in addresses."""
+    return re.sub(r"[^\w\- ]", "", heading.lower(), flags=re.ASCII).strip().replace(" ", "-")
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text("utf-8")
+    shown = {line.rsplit(".", 1)[1] for line in re.findall(r"^::: (\S+)", text, re.MULTILINE)}
+    public = {*flwr_ppsgd.__all__, *flwr_ppsgd.legacy.__all__, *simulation.__all__}
+    assert public <= shown
+    assert shown - public == {"Training"}  # where both strategies' arguments are explained
+
+
+def test_the_faq_quotes_messages_that_exist() -> None:
+    """Each part between ellipses is in the package's source, as one string."""
+    sources = [path.read_text("utf-8") for path in (ROOT / "flwr_ppsgd").rglob("*.py")]
+    known = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / "faq.md").read_text("utf-8"), re.MULTILINE)
+    quoted = [message for row in rows for message in re.findall(r"`(.+?)`", row)]
+    assert len(quoted) > 40
+    for message in quoted:
+        for part in re.split(r"\s*…\s*", message):
+            assert part in known, message
