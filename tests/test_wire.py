@@ -1,6 +1,7 @@
 """w as named arrays and back; the Order."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,16 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import Order
-from flwr_ppsgd.wire import _MAY_BE_EMPTY, PROTOCOL, Layout, decode_vector, vector_record
+from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.wire import (
+    _MAY_BE_EMPTY,
+    MASKED,
+    PROTOCOL,
+    Layout,
+    decode_vector,
+    vector_record,
+    words_of,
+)
 
 DTYPES: list[np.dtype[np.floating[Any]]] = [np.dtype("<f4"), np.dtype("<f8"), np.dtype(">f8")]
 floats = hnp.arrays(
@@ -174,6 +184,98 @@ def test_empty_texts_are_left_out_of_an_order() -> None:
 def test_an_order_with_a_field_too_many_is_refused() -> None:
     with pytest.raises(ValueError, match="no unknown field, got \\['visit'\\]"):
         Order.from_flat({**ORDER.to_flat(), "visit": 3})
+
+
+TERMS = Terms(100, 3.0, 1.5, False, 70, 5, 2.0**-40, 0, 0.1, "2.5")
+SECURE = replace(
+    ORDER,
+    metrics=("loss",),
+    terms=TERMS,
+    stage=3,
+    payload="ab" * 32,
+    planned=50,
+)
+
+
+def test_the_terms_of_a_secure_sum_survive_the_wire() -> None:
+    assert Order.from_flat(ConfigRecord(SECURE.to_flat())) == SECURE
+    bare = replace(
+        SECURE, payload="", metrics=(), terms=replace(SECURE.terms, bounds="", share=0.0)
+    )  # type: ignore[type-var]
+    assert "" not in bare.to_flat().values()
+    assert Order.from_flat(bare.to_flat()) == bare
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stage", 5),
+        ("stage", -1),
+        ("stage", True),
+        ("planned", -1),
+        ("payload", "a" * 500),
+        ("secure_honest", 1),
+        ("secure_honest", 101),
+        ("secure_honest", 70.0),
+        ("secure_colluding", -1),
+        ("secure_population", 0),
+        ("secure_population", 2**60),
+        ("secure_clip_norm", math.inf),
+        ("secure_clip_norm", math.nan),
+        ("secure_noise_multiplier", -1.0),
+        ("secure_noise_multiplier", math.nan),
+        ("secure_noise_multiplier", 1e-5),
+        ("secure_failure", 0.5),
+        ("secure_neighbours", -1),
+        ("secure_normalise", True),
+        ("secure_share", 1.5),
+        ("secure_bounds", "2.5,3.5"),
+        ("secure_bounds", "nan"),
+        ("secure_bounds", "many"),
+        ("secure_bounds", ""),
+    ],
+)
+def test_malformed_terms_are_refused_in_one_clean_line(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="Order") as refused:
+        Order.from_flat({**SECURE.to_flat(), name: value})
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("name", sorted(set(SECURE.to_flat()) - set(ORDER.to_flat()) - {"payload"}))
+def test_an_order_with_half_of_its_terms_is_refused(name: str) -> None:
+    flat = SECURE.to_flat()
+    del flat[name]
+    with pytest.raises(ValueError, match="Order"):
+        Order.from_flat(flat)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros(4),
+        np.zeros(5, np.uint64),
+        np.zeros((2, 2), np.uint64),
+        np.zeros(4, np.int64),
+        np.zeros(4, ">u8"),
+    ],
+)
+def test_a_masked_vector_of_another_form_is_refused(array: NDArray[Any]) -> None:
+    record = vector_record({MASKED: array})
+    with pytest.raises(ValueError, match="expected 4 words"):
+        words_of(record, 4)
+
+
+def test_a_masked_vector_comes_alone_and_whole() -> None:
+    words = np.arange(4, dtype=np.uint64)
+    record = vector_record({MASKED: words})
+    assert np.array_equal(words_of(record, 4), words)
+    record[MASKED].data = record[MASKED].data[:-1]
+    with pytest.raises(ValueError, match="expected 4 words"):
+        words_of(record, 4)
+    with pytest.raises(ValueError, match="no masked vector"):
+        words_of(vector_record({MASKED: words, "more": words}), 4)
+    with pytest.raises(ValueError, match="no masked vector"):
+        words_of(None, 4)
 
 
 scalars = st.one_of(

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
-from flwr_ppsgd import PPSGD, Order, Poisson, PrivateMetrics, Release, SecureSum, Steps, client_app
+from flwr_ppsgd import (
+    PPSGD,
+    Order,
+    Poisson,
+    PrivateMetrics,
+    Release,
+    SecureSum,
+    Solution,
+    Steps,
+    client_app,
+)
 from flwr_ppsgd.client.secure import MEMORY, STATE
 from flwr_ppsgd.optimizers import Adam, Momentum
 from flwr_ppsgd.server.rounds import NobodyUsableError
@@ -122,6 +132,38 @@ def test_private_measures_are_summed_along() -> None:
     assert w_secure == w_plain
     assert secure_measures["loss"] == plain_measures["loss"]
     assert secure_measures["loss"] != 0
+
+
+class Solving(Toy):
+    """Knows the best θ for any w, and how large its own solution is."""
+
+    def solve(self, w: Floats) -> Solution:
+        return Solution(self.target - w)
+
+    def own_size(self) -> float:
+        return float(np.linalg.norm(self.target))
+
+
+def solving_learner(context: Context) -> Solving:
+    return Solving(target(partition_of(context)))
+
+
+def test_solved_personal_parts_give_the_same_w() -> None:
+    app = client_app(solving_learner)
+    secure_w, _ = run(secure(personal="solve"), app)
+    plain_w, _ = run(plain(personal="solve"), app)
+    assert np.array_equal(secure_w, plain_w)
+
+
+def test_the_recipe_takes_a_secure_sum_and_keeps_its_budget() -> None:
+    rules = SecureSum(honest=42, colluding=2)
+    of = PPSGD.auto(population=60, epsilon=8.0, delta=1e-3, rounds=2, aggregation=rules)
+    assert of.release.aggregation == rules
+    grid = InProcessGrid(client_app(solving_learner), 60)
+    of.start(grid=grid, initial_arrays=w0())
+    assert of.rounds_done == 2
+    assert all(each.aggregation == rules for each, _ in of.ledger.releases)
+    assert 7.9 < of.ledger.epsilon() <= 8.0
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3, 4])
