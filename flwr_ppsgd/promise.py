@@ -133,6 +133,7 @@ class Promise:
         delta_taken_by_cap: the part of δ that a cap on the cohort takes, zero-out.
         delta_taken_by_cap_replace_one: the same for replace-one neighbours.
         delta_taken_by_precision: the part of δ that the sampler's cut tail takes at most.
+        delta_taken_by_neighbours: the part of δ that random neighbours of secure sums take.
         rounds_trained: the number of rounds that w has had.
         rounds_charged: the number of releases that were charged.
         metrics: training measures that are released along with the gradient.
@@ -158,6 +159,7 @@ class Promise:
     delta_taken_by_precision: float
     rounds_trained: int
     rounds_charged: int
+    delta_taken_by_neighbours: float = 0.0
     metrics: PrivateMetrics | None = None
     caveats: tuple[str, ...] = ()
     evaluated: bool = False
@@ -197,6 +199,8 @@ class Promise:
             "delta_taken_by_cap": json_number(self.delta_taken_by_cap),
             "delta_taken_by_cap_replace_one": json_number(self.delta_taken_by_cap_replace_one),
             "delta_taken_by_finite_precision": self.delta_taken_by_precision,
+            "delta_taken_by_random_neighbours": self.delta_taken_by_neighbours,
+            "protects_from": self._others(),
             "rounds_trained": self.rounds_trained,
             "rounds_charged": self.rounds_charged,
             "rounds_stated": head.rounds,

@@ -9,6 +9,7 @@ from flwr.common import NDArrays, Scalar
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.mods import refuse_clipping_mods
+from flwr_ppsgd.client.secure import refuse_plain
 from flwr_ppsgd.client.sent import EVALUATE, Leaving, norm_of
 from flwr_ppsgd.client.visit import (
     LocalSteps,
@@ -68,6 +69,7 @@ class PPSGDClient(NumPyClient):
             refuse_clipping_mods()
             shapes = {str(place): array.shape for place, array in enumerate(parameters)}
             check_shared(self._learner, shapes)
+            refuse_plain(self._context, order)
             sent = answer_order(self._context, self._learner, w, order)
             if order.asks == "size":
                 assert sent.vector is not None

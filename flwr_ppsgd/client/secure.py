@@ -94,7 +94,9 @@ class Memory:
 
 def refuse_plain(context: Context, order: Order) -> None:
     """RefusedError if a training that has a secure sum asks for a vector of its own."""
-    if order.publishes and _recalled(context, order.training).terms:
+    if not order.publishes:
+        return
+    if order.terms is not None or _recalled(context, order.training).terms:
         raise refused(
             "an Order without a secure sum in a training that has one: the server would see this "
             "client's vector; nothing is sent"

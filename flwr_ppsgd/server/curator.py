@@ -407,6 +407,7 @@ class Curator:
             delta_taken_by_cap=ledger.delta_added(),
             delta_taken_by_cap_replace_one=ledger.delta_added("replace-one"),
             delta_taken_by_precision=residual,
+            delta_taken_by_neighbours=stated.failure,
             rounds_trained=self.rounds_done,
             rounds_charged=self.ledger.rounds,
             metrics=self.training.measures,

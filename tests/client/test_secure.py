@@ -9,6 +9,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, SecureSum, client_app
+from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.refusal import ClientError, RefusedError
 from flwr_ppsgd.client.secure import STATE, Memory
 from flwr_ppsgd.client.sent import client_report
@@ -223,6 +224,17 @@ def test_a_training_with_a_secure_sum_cannot_ask_for_a_plain_vector() -> None:
     app = Watching(plainly)
     run(app, rounds=2)
     assert seen == ["refused-secure: ValueError"] * 2
+
+
+def test_a_legacy_client_answers_no_exchange_of_a_secure_sum() -> None:
+    """It knows nothing of masks: its vector would go out as it is."""
+    context = InProcessGrid(APP, 1).context(1_000_000)
+    context.node_config["ppsgd-secure"] = True
+    client = PPSGDClient(toy_learner(context), context)
+    for stage in (0, 1, 3):
+        order = replace(ORDER_1, stage=stage)
+        with pytest.raises(ClientError, match="refused-"):
+            client.fit([np.zeros(6)], order.to_flat())
 
 
 def test_no_more_rounds_are_answered_than_are_planned_with_restarts() -> None:

@@ -95,6 +95,15 @@ def test_one_core_four_ways(tmp_path: Path) -> None:
     np.testing.assert_allclose(by_messages, by_the_pure_core(), rtol=1e-12, atol=2 * grid_rounding)
 
 
+def test_a_secure_sum_through_ray_gives_the_plain_w(tmp_path: Path) -> None:
+    """Keys and shares live in the nodes' state, which Ray carries from message to message."""
+    silent = {**EXPERIMENT.to_flat(), "noise-multiplier": 0.0, "rounds": 2}
+    secure = {**silent, "secure-honest": 5, "secure-colluding": 0}
+    flower.run(Experiment.read(secure, "secure"), tmp_path / "out")
+    (by_ray,) = np.load(tmp_path / "out" / "model.npz").values()
+    np.testing.assert_array_equal(by_ray, flat(run(Experiment.read(silent, "plain")).w))
+
+
 def test_a_run_that_failed_is_reported_as_failed_though_flower_exits_with_0(tmp_path: Path) -> None:
     """A file stands where the ServerApp should make its output directory."""
     (tmp_path / "file").write_text("in the way")

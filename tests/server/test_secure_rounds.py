@@ -439,5 +439,10 @@ def test_the_statement_says_from_whom_it_protects() -> None:
     assert "a server that lies" in text
     assert "hostile clients" in text
     assert "Nothing is unmasked unless 7 clients stay" in text
+    data = of.privacy_data()
+    assert data["protects_from"] == (
+        "the server, which sees sums only, together with any 1 other users"
+    )
+    assert data["delta_taken_by_random_neighbours"] == 0
     _, line = of._curator.for_clients()
     assert "from the server too, together with up to 1 other clients" in line
