@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.data.features import LOOKED, is_encoded
-from flwr_ppsgd.data.per_user import PerUser, Table
+from flwr_ppsgd.data.per_user import PerUser
 from flwr_ppsgd.data.scaling import is_flag
 
 SUSPICIOUS = 0.98  # share of the target's variance that one feature explains alone
+ROWS_AT_ONCE = 1 << 14
 FEWEST_ROWS = 20  # to suspect anything
 MOST_LISTED = 40  # features
 MOST_NAMED = 12
@@ -101,31 +102,37 @@ def suspects(data: PerUser) -> list[str]:
     trained = np.flatnonzero(data.trained)
     if len(trained) < FEWEST_ROWS or data.task == "multi-label":
         return []
-    targets = data.amounts(trained) if data.task == "regression" else data.targets(trained)
-    shares = _explained(data.x[trained], targets, amounts=data.task == "regression")
+    shares = _explained(data, trained)
     found = np.flatnonzero(shares > SUSPICIOUS)
     return [data.column_name(column) for column in found.tolist()]
 
 
-def _explained(x: Table, y: NDArray[np.float64], *, amounts: bool) -> NDArray[np.float64]:
+def _explained(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.float64]:
     """The share of variance that each feature has in common with the target.
 
     R² of a straight line for amounts; for classes the share of the feature's variance that lies
-    between them. A column is as large as its round-off if it is constant: 0.
+    between them. A column that is constant but for round-off has 0.
     """
-    rows = len(y)
-    means = np.asarray(x.mean(axis=0)).reshape(-1)
-    squares = x.power(2) if sparse.issparse(x) else np.square(x, dtype=np.float64)
-    total = np.asarray(squares.sum(axis=0)).reshape(-1) - rows * means**2
+    amounts = data.task == "regression"
+    y = data.amounts(rows) if amounts else data.targets(rows)
     if amounts:
-        centred = y - y.mean(axis=0)
-        products = np.asarray(x.T @ centred)  # d × K
-        common = (products**2 / np.maximum((centred**2).sum(axis=0), 1e-300)).max(axis=1)
+        y = y - y.mean(axis=0)
+    sums = np.zeros(data.x.shape[1])
+    squares = np.zeros(data.x.shape[1])
+    products = np.zeros((data.x.shape[1], y.shape[1]))
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        x = data.x[rows[start : start + ROWS_AT_ONCE]].astype(np.float64)
+        sums += np.asarray(x.sum(axis=0)).reshape(-1)
+        squares += np.asarray((x * x).sum(axis=0)).reshape(-1)
+        products += np.asarray(x.T @ y[start : start + ROWS_AT_ONCE])
+    means = sums / len(rows)
+    total = squares - len(rows) * means**2
+    if amounts:
+        common = (products**2 / np.maximum((y**2).sum(axis=0), 1e-300)).max(axis=1)
     else:
         counts = np.maximum(y.sum(axis=0), 1)
-        by_class = np.asarray(x.T @ y) / counts  # d × K
-        common = (counts * (by_class - means[:, None]) ** 2).sum(axis=1)
-    varies = total > 1e-9 * rows * (means**2 + 1e-300)
+        common = (counts * (products / counts - means[:, None]) ** 2).sum(axis=1)
+    varies = total > 1e-9 * len(rows) * (means**2 + 1e-300)
     return np.where(varies, common / np.where(varies, total, 1.0), 0.0)
 
 

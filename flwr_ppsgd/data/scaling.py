@@ -28,6 +28,7 @@ MOST_OFF = 3.0  # its mean, in deviations
 SAME = 1e-9  # a deviation below this share of the mean is round-off
 MOST_TIMES = 3.0  # a target's own deviation may be larger or smaller than 1
 MOSTLY = 0.5  # of the rows of a sparse table: a column of numbers is filled in more of them
+ROWS_AT_ONCE = 1 << 14
 MOST_NAMED = 6
 
 
@@ -110,14 +111,27 @@ def _columns(data: PerUser, scale: str) -> Indices:
     candidates = np.array(_numbers(data), dtype=np.intp)
     if scale == OWN:
         return candidates
+    return candidates[~_may_stay(data, candidates)]
+
+
+def _may_stay(data: PerUser, columns: Indices) -> NDArray[np.bool_]:
+    """Which columns are 0 and 1 alone, or on a scale of about 1: few rows at a time."""
     trained = np.flatnonzero(data.trained)
-    far = [not _may_stay(_column(data.x, column)[trained]) for column in candidates.tolist()]
-    return candidates[np.array(far, dtype=np.bool_)]
-
-
-def _may_stay(values: NDArray[np.float64]) -> bool:
-    """Whether a column is 0 and 1 alone, or on a scale of about 1."""
-    return is_flag(values) or is_near_one(values)
+    start = _dense(data.x, trained[:1], columns)  # sums around it lose no digits
+    sums = np.zeros(len(columns))
+    squares = np.zeros(len(columns))
+    flags = np.ones(len(columns), dtype=np.bool_)
+    for first in range(0, len(trained), ROWS_AT_ONCE):
+        values = _dense(data.x, trained[first : first + ROWS_AT_ONCE], columns)
+        flags &= ((values == 0) | (values == 1)).all(axis=0)
+        values = values - start
+        sums += values.sum(axis=0)
+        squares += np.einsum("nd,nd->d", values, values)
+    off = sums / len(trained)
+    std = np.sqrt(np.maximum(squares / len(trained) - off**2, 0.0))
+    mean = np.abs(start[0] + off)
+    near = (std >= SMALLEST) & (np.hypot(mean, std) <= LARGEST) & (mean <= MOST_OFF * std)
+    return np.asarray(flags | near)
 
 
 def is_flag(values: NDArray[np.float64]) -> bool:
@@ -139,19 +153,6 @@ def _numbers(data: PerUser) -> list[int]:
         return numbers
     filled = np.bincount(data.x.indices, minlength=data.x.shape[1]) / data.x.shape[0]
     return [at for at in numbers if filled[at] > MOSTLY]
-
-
-def _column(x: Table, column: int) -> NDArray[np.float64]:
-    if sparse.issparse(x):
-        return np.asarray(x[:, [column]].toarray()).reshape(-1)
-    return np.asarray(x[:, column], dtype=np.float64)
-
-
-def is_near_one(values: NDArray[np.float64]) -> bool:
-    """Whether a column is on a scale of about 1 already."""
-    mean = abs(float(values.mean()))
-    std = float(values.std())
-    return std >= SMALLEST and float(np.hypot(mean, std)) <= LARGEST and mean <= MOST_OFF * std
 
 
 def _is_off(data: PerUser) -> bool:

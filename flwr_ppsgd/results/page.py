@@ -363,7 +363,12 @@ a { color: var(--link); }
   padding: .1rem 1rem .6rem; }
 .guarantee h2 { margin-top: .8rem; }
 .guarantee p:first-of-type { font-weight: 600; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background:
+  linear-gradient(to right, var(--page) 40%, transparent) left / 3rem 100% no-repeat local,
+  linear-gradient(to left, var(--page) 40%, transparent) right / 3rem 100% no-repeat local,
+  linear-gradient(to right, var(--line), transparent) left / 1rem 100% no-repeat scroll,
+  linear-gradient(to left, var(--line), transparent) right / 1rem 100% no-repeat scroll; }
+.scroll:focus-visible { outline: .15rem solid var(--link); outline-offset: .15rem; }
 figure { margin: .5rem 0 2rem; }
 img { display: block; width: 100%; height: auto; background: #fff; }
 figure img { max-width: fit-content; }
@@ -382,7 +387,8 @@ summary { cursor: pointer; }
   @page { margin: 15mm; }
   body { font-size: 10pt; }
   main { max-width: none; padding: 0; }
-  .scroll { overflow: visible; }
+  .scroll { overflow: visible; background: none; }
+  thead th, td { white-space: normal; }
   img { min-width: 0 !important; max-height: 190mm; object-fit: contain; object-position: left; }
   figure, tr, .guarantee { break-inside: avoid; }
   h2 { break-after: avoid; }

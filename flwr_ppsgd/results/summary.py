@@ -228,10 +228,12 @@ class Spread:
         """How many users personalization serves better than both ends."""
         better = self.share(np.less)
         not_worse = self.share(np.less_equal)
+        where = f"At epsilon = {rounded_up(self.epsilon)}"
+        if math.isinf(self.epsilon):
+            where = "Without noise"
         return (
-            f"At epsilon = {rounded_up(self.epsilon)} personalization is better than both local "
-            f"and global learning for {better:.0%} of users, and at least as good for "
-            f"{not_worse:.0%}."
+            f"{where} personalization is better than both local and global learning for "
+            f"{better:.0%} of users, and at least as good for {not_worse:.0%}."
         )
 
 
