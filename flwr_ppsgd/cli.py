@@ -422,6 +422,7 @@ def sweep(  # noqa: PLR0917 - typer's own way
     about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or [])
     from flwr_ppsgd.experiments.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
+    from flwr_ppsgd.experiments.problem import SYNTHETIC
     from flwr_ppsgd.experiments.rows import CAVEAT
     from flwr_ppsgd.experiments.sweep import Sweep
     from flwr_ppsgd.experiments.workers import run_sweep
@@ -435,6 +436,11 @@ def sweep(  # noqa: PLR0917 - typer's own way
     if extend and (out / CONFIG).exists():
         grid = grid.united(read_config(out))
     _describe(grid.base)
+    if grid.base.problem.data != SYNTHETIC and not grid.base.task.trivial():
+        raise ValueError(
+            f"{grid.base.problem.data}: there are no test rows, so settings cannot be compared: "
+            "mark some, or add --test-fraction 0.2"
+        )
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with progress_bar("setting-rounds") as progress:

@@ -475,3 +475,21 @@ def test_look_says_what_a_file_holds_and_plan_takes_numbers_from_it(ppsgd: Comma
     assert ended.status == 0
     assert "5 users, everyone in each of 50 rounds, d = 2 shared parameters" in ended.out
     assert "chosen by looking" not in ended.out
+
+
+@pytest.mark.parametrize("kind", ["no test rows", "one row per user", "one user"])
+def test_odd_populations_are_said_and_do_not_crash(ppsgd: Command, kind: str) -> None:
+    marks = {"no test rows": ("user,a,y,test", ",0"), "one row per user": ("user,a,y", "")}
+    header, mark = marks.get(kind, ("user,a,y", ""))
+    users = {"one row per user": 40, "one user": 1}.get(kind, 5)
+    rows = [f"{row % users},{row * 7 % 13},{row * 5 % 11 / 10}{mark}" for row in range(40)]
+    Path("odd.csv").write_text("\n".join([header, *rows]))
+    budget = ("--set", "epsilon=2.0", "--set", "delta=1e-3", "--set", "rounds=2")
+    ended = ppsgd("run", "--data", "odd.csv", *budget, "--engine", "cohort", "--out", "out")
+    assert ended.status == 0, ended.err
+    said = "there is one user" if kind == "one user" else "there are no test rows"
+    assert said in ended.out
+    if kind != "one user":
+        ended = ppsgd("sweep", "--data", "odd.csv", "--out", "swept", "--set", "select-on=test")
+        assert ended.status == 2
+        assert "there are no test rows, so settings cannot be compared" in ended.err

@@ -5,6 +5,7 @@ Everything here is read from users' rows. It is for the person who holds them: n
 
 import csv
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -233,7 +234,7 @@ def _step(seen: PerUser) -> str:
 def _scales(raw: PerUser) -> list[str]:
     """Least, mean, deviation and most of each column of numbers."""
     rows = []
-    for name, values in _columns(raw):
+    for name, values in itertools.islice(_columns(raw), MOST_LISTED):
         if is_flag(values):
             rows.append((name, "0 and 1", f"{values.mean():.3g}", "", ""))
         else:
@@ -242,14 +243,15 @@ def _scales(raw: PerUser) -> list[str]:
             rows.append((name, least, mean, std, most))
     if not rows:
         return []
-    lines = [("column", "least", "mean", "deviation", "most"), *rows[:MOST_LISTED]]
+    lines = [("column", "least", "mean", "deviation", "most"), *rows]
     widths = [max(len(line[at]) for line in lines) for at in range(5)]
     text = []
     for line in lines:
         cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
         text.append("  ".join([line[0].ljust(widths[0]), *cells]).rstrip())
-    if len(rows) > MOST_LISTED:
-        text.append(f"… and {len(rows) - MOST_LISTED:,} more")
+    more = raw.x.shape[1] - len(rows)
+    if len(rows) == MOST_LISTED and more:
+        text.append(f"… and {more:,} more columns")
     return text
 
 

@@ -94,14 +94,16 @@ LETTERS_PER_INCH = 15  # of a footnote
 
 def draw_run(directory: Path) -> None:
     """``learning.png`` in the directory of a run, if anything was measured there."""
-    rows = read_run(directory).rows
+    rows = [row for row in read_run(directory).rows if row.measures]
     people = read_people(directory)
-    if people is not None:
+    if people is not None and rows:
         draw_people(directory, rows[-1], people)
     if not rows or (people is not None and len(rows) < 2):
         return
-    config = read_config(directory)
-    alpha = "solved" if people else f"αQ = {config['alpha-q']:g}".replace("inf", "∞")
+    ratio = read_config(directory).get("alpha-q")
+    alpha = "solved"
+    if not people and ratio is not None:
+        alpha = f"αQ = {ratio:g}".replace("inf", "∞")
     learning_curves(
         {alpha: rows},
         measure_of(rows[0].measures),

@@ -152,6 +152,7 @@ def _remarks(directory: Path, found: Summary) -> list[Html]:
         found.chosen_on(),
         *found.edge_words(),
         *found.trivial_words(),
+        *found.worse_words(),
         *(cost_words(cost) for cost in read_selection(directory)),
     ]
     return [tag("p", line) for line in lines if line]

@@ -441,7 +441,12 @@ class Summary:
         lines = [self.count()]
         if self.every:
             lines.append(printed(self.table))
-        lines += [self.chosen_on(), *self.edge_words(), *self.trivial_words()]
+        lines += [
+            self.chosen_on(),
+            *self.edge_words(),
+            *self.trivial_words(),
+            *self.worse_words(),
+        ]
         if self.kind == PAPERS:
             lines.append(f"Epsilon here is {PAPERS}: rows.jsonl has the honest one beside it.")
         lines += [own.words() for own in self.spread]
@@ -484,6 +489,22 @@ class Summary:
             f"The best {edge.key}, {edge.value:g}, is at the end of its list: ppsgd sweep --extend "
             f"adds {edge.beyond:.3g}."
             for edge in self.edges
+        ]
+
+    def worse_words(self) -> list[str]:
+        """A line if settings do not beat an answer without features."""
+        worse = []
+        for choice in self.table:
+            if choice.trivial is None:
+                continue
+            reached = badness(self.measure, choice.best.reported)
+            if reached >= badness(self.measure, choice.trivial):
+                worse.append(f"{choice.noise_multiplier:.4g}")
+        if not worse:
+            return []
+        return [
+            f"No setting beats the better answer without features at noise z = {', '.join(worse)}: "
+            "look at scales and steps with ppsgd look, or allow a larger ε."
         ]
 
     def trivial_words(self) -> list[str]:

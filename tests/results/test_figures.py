@@ -198,6 +198,9 @@ def test_r_squared_is_against_the_better_trivial_answer() -> None:
     found = summarise(rows)
     assert found.table[0].cells()["R²"] == 0.75
     assert "Without features, with each user's own: 2." in found.text()
+    assert "No setting beats" not in found.text()
+    worse = summarise([remeasured(row(0.3, 0.1, 1.0, 9, 1.0), rmse=2.5), *trivial])
+    assert "No setting beats the better answer without features at noise z = 1:" in worse.text()
 
 
 def test_the_users_picture_pairs_each_user_with_themselves(tmp_path: Path) -> None:
