@@ -18,6 +18,7 @@ from flwr_ppsgd.privacy import calibrate_noise
 from flwr_ppsgd.tuning import ROUNDS, SizeVote
 
 RATE = 0.15  # of the typical size of a user's own solution, per round
+QUIET_RATE = 0.3  # the same without noise, where nothing is lost by travelling farther
 DEFAULT_SIZE = 0.05  # of a user's own solution, where there is no vote
 CLIP_NORM = 1.0  # of no consequence: Adam cancels it
 PEOPLE_PER_NOISE = 16  # a vote's noise may be a sixteenth of the population at most
@@ -44,22 +45,28 @@ class Recipe:
     delta: float
 
     @property
+    def rate(self) -> float:
+        """Of the server's steps, in units of the typical size of a user's own solution."""
+        return QUIET_RATE if self.release.noise_multiplier == 0 else RATE
+
+    @property
     def rate_from(self) -> str:
         """In words, where the rate of the server's steps comes from."""
         if self.vote is None:
             return (
-                f"a default, {RATE:g} × {DEFAULT_SIZE:g} (a population of "
+                f"a default, {self.rate:g} × {DEFAULT_SIZE:g} (a population of "
                 f"{self.release.cohort.population} is too small for a private vote on it)"
             )
         return (
-            f"{RATE:g} × the typical size of users' own solutions, by a private vote before round 1"
+            f"{self.rate:g} × the typical size of users' own solutions, by a private vote before "
+            "round 1"
         )
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of both strategies."""
         return {
             "release": self.release,
-            "steps": Steps(shared=RATE, personal=0.0),
+            "steps": Steps(shared=self.rate, personal=0.0),
             "delta": self.delta,
             "max_epsilon": self.epsilon if math.isfinite(self.epsilon) else None,
             "optimizer": Adam(),

@@ -32,6 +32,8 @@ AUTO = "auto"
 NO_REPRESENTATION = "none"
 LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
 CHECKSUM_LETTERS = 16
+# what the rows do not depend on: a file is read once, whatever is said about these
+NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_shift")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,8 @@ class Problem:
 
     def per_user(self) -> "PerUser":
         """The users, as a model sees them. Read again, the same value comes from memory."""
-        return _read(self)
+        fresh = {name: _DEFAULTS[name] for name in NOT_READ}
+        return _seen(replace(self, data=place_of(self.data), **fresh), self.bias)
 
     def visits_in(self, passes: float | None) -> NDArray[np.intp] | None:
         """How often each user draws a whole minibatch in ``passes`` over the own samples.
@@ -224,6 +227,15 @@ class Problem:
         sizes = self.per_user().train_sizes
         whole = passes * sizes // np.minimum(sizes, self.batch_size)
         return np.asarray(np.maximum(1, whole), dtype=np.intp)
+
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Problem)}
+
+
+@functools.lru_cache(maxsize=4)
+def _seen(problem: Problem, bias: bool) -> "PerUser":
+    data = _read(problem)
+    return data.with_bias() if bias else data
 
 
 @functools.lru_cache(maxsize=2)
@@ -250,7 +262,7 @@ def _read(problem: Problem) -> "PerUser":
     data = _represented(data, problem)
     if problem.scale != "none":
         data = own_scaled(data, problem.scale)
-    return data.with_bias() if problem.bias else data
+    return data
 
 
 def _represented(data: "PerUser", problem: Problem) -> "PerUser":

@@ -302,9 +302,12 @@ def _with_recipe(flat: dict[str, Any]) -> dict[str, Any]:
     flat = completed(flat)
     if "batch-size" in flat:
         flat.setdefault("full-batch", False)
-    shift = _task_of(flat).centre()
+    task = _task_of(flat)
+    shift = task.centre()
     if shift:
         flat.setdefault("target-shift", shift)
+    if task.lacks_constant():
+        flat.setdefault("bias", True)
     return flat
 
 

@@ -108,6 +108,10 @@ class Task(Protocol):
         """What the recipe subtracts from targets: 1/K of K classes, so that their mean is 0."""
         ...
 
+    def lacks_constant(self) -> bool:
+        """Whether the recipe adds a column of ones."""
+        ...
+
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
         """The number of rounds in which users draw each of their samples ``passes`` times.
 
@@ -267,6 +271,10 @@ class SyntheticTask:
         """Targets have mean 0 as they are."""
         return 0.0
 
+    def lacks_constant(self) -> bool:
+        """The truth has none."""
+        return False
+
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:  # noqa: ARG002
         """There is no end to fresh samples."""
         raise ValueError(
@@ -324,6 +332,10 @@ class OwnDataTask:
         one_hot = data.task == "classification" and self.problem.loss == "squared"
         linear = self.problem.model == LINEAR
         return 1 / data.outputs if one_hot and linear else 0.0
+
+    def lacks_constant(self) -> bool:
+        """Not so in a sparse table: shares of words, or one-hot columns, add up to a constant."""
+        return self.problem.model == LINEAR and not self.problem.per_user().is_sparse
 
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
         """Σ n_i·passes over the samples that all users draw in a round on average."""

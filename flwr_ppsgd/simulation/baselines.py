@@ -173,7 +173,7 @@ class LocalStepsEngine:
     def add_personal(self, user: int, out: Floats) -> None:
         """Nothing: nobody has a θ."""
 
-    def add_personal_scores(self, user: int, x: Features, out: Floats) -> None:
+    def add_personal_scores(self, user: int, x: Features, out: Floats, part: str) -> None:
         """Nothing: nobody has a θ."""
 
     def w(self, place: int) -> Vector:

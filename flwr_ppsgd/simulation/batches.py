@@ -136,7 +136,7 @@ class Fitted(Protocol):
         """out += θ_i of every setting, d × columns."""
         ...
 
-    def add_personal_scores(self, user: int, x: Features, out: Floats) -> None:
+    def add_personal_scores(self, user: int, x: Features, out: Floats, part: str) -> None:
         """out += x θ_i of every setting, for the user's test rows x."""
         ...
 
@@ -356,12 +356,13 @@ class Table:
     def _by_user(self, fitted: Fitted, settings: int, part: MeasuredRows) -> dict[str, Floats]:
         found: dict[str, list[Vector]] = {}
         w = fitted.shared()
+        name = "validation" if part is self.validation else "test"
         for user, x, scores in _scores(w, part):
-            fitted.add_personal_scores(user, x, scores)
+            fitted.add_personal_scores(user, x, scores, name)
             by_setting = scores.reshape(len(scores), settings, -1)  # rows × settings × K
-            for name, values in self.user_measures(by_setting, part, user).items():
-                found.setdefault(name, []).append(values)
-        return {name: np.array(values) for name, values in found.items()}
+            for measure, values in self.user_measures(by_setting, part, user).items():
+                found.setdefault(measure, []).append(values)
+        return {measure: np.array(values) for measure, values in found.items()}
 
     def user_measures(self, scores: Floats, part: MeasuredRows, user: int) -> dict[str, Vector]:
         """What one user measures on a part: scores are rows × settings × K."""

@@ -317,9 +317,9 @@ class CohortEngine:
         theta = self._thetas.theta(user, self._averaged_over())
         out[:, : theta.shape[1]] += theta
 
-    def add_personal_scores(self, user: int, x: Features, out: Columns) -> None:
-        """out += x θ_i of every setting, for the user's test rows x."""
-        scores = self._thetas.test_scores(user, x, self._averaged_over())
+    def add_personal_scores(self, user: int, x: Features, out: Columns, part: str) -> None:
+        """out += x θ_i of every setting, for the user's rows x of a part."""
+        scores = self._thetas.part_scores(user, x, part, self._averaged_over())
         out[:, : scores.shape[1]] += scores
 
     def _averaged_over(self) -> int:

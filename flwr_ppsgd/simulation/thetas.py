@@ -59,8 +59,8 @@ class Thetas(Protocol):
         that number of rounds."""
         ...
 
-    def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
-        """x θ_i for the user's test rows, which must be the same in every call."""
+    def part_scores(self, user: int, x: Features, part: str, average_over: int = 0) -> Columns:
+        """x θ_i for the user's rows of a part, which must be the same in every call for it."""
         ...
 
     def keep(self, columns: Indices) -> None:
@@ -146,7 +146,13 @@ class Direct(_Columns):
         assert self._stood is not None
         return np.asarray(self._stood[user] / average_over)
 
-    def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
+    def part_scores(
+        self,
+        user: int,
+        x: Features,
+        part: str,  # noqa: ARG002 - nothing is kept
+        average_over: int = 0,
+    ) -> Columns:
         return np.asarray(x @ self.theta(user, average_over))
 
 
@@ -161,7 +167,7 @@ class Span(_Columns):
         super().__init__((rows, columns), dtype, average)
         self._table = table
         self._grams: dict[int, Floats] = {}  # X_i X_iᵀ
-        self._crosses: dict[int, Floats] = {}  # the user's test rows times X_iᵀ
+        self._crosses: dict[tuple[int, str], Floats] = {}  # the rows of a part times X_iᵀ
         self._latest: Batch | None = None
         nothing = self._kept[:0]
         self._products = (nothing, nothing)  # of the latest batch
@@ -259,12 +265,12 @@ class Span(_Columns):
         coefficients = self._coefficients(user, average_over)
         return np.asarray(-(own.T @ coefficients))
 
-    def test_scores(self, user: int, x: Features, average_over: int = 0) -> Columns:
-        if user not in self._crosses:
+    def part_scores(self, user: int, x: Features, part: str, average_over: int = 0) -> Columns:
+        if (user, part) not in self._crosses:
             own = self._table.own(user)
-            self._crosses[user] = _product(x, own, self._kept.dtype)
+            self._crosses[user, part] = _product(x, own, self._kept.dtype)
         coefficients = self._coefficients(user, average_over)
-        return -(self._crosses[user] @ coefficients)
+        return -(self._crosses[user, part] @ coefficients)
 
 
 @dataclass(frozen=True)

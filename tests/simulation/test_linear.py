@@ -528,3 +528,21 @@ def test_a_budget_ends_a_run_as_cohort() -> None:
     outcome = run_as_cohort(small(**{"max-epsilon": 0.6}))
     assert 0 < outcome.strategy.ledger.rounds < 5
     assert outcome.strategy.ledger.epsilon() <= 0.6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_validation_and_test_rows_of_one_number_are_not_mixed_up(kind: Kind) -> None:
+    """Both parts have as many rows for each user: each is measured on its own."""
+    setting = Setting(Release(COHORT, 1.0, 0.0), Steps(0.1, 0.1))
+    other = (X[::-1].copy(), Y, OFFSETS)
+
+    def measured(**parts: Any) -> dict[str, float]:
+        rows = Table(X, Y, OFFSETS, batch_size=BATCH, seed=5, **parts)
+        engine = CohortEngine(rows, [setting], seed=SEED, kind=kind)
+        for _ in range(ROUNDS):
+            engine.advance()
+        return engine.measures(final=True)[0]
+
+    both = measured(validation=other, test=(X, Y, OFFSETS))
+    assert both["loss"] == pytest.approx(measured(test=(X, Y, OFFSETS))["loss"], rel=EXACT)
+    assert both["validation_loss"] == pytest.approx(measured(test=other)["loss"], rel=EXACT)

@@ -1,0 +1,222 @@
+"""Accuracy against ε: the recipe beside the paper's method, its ends and a fine-tuned baseline.
+
+    python simulations/accuracy.py --data mnist_writer.npz --out docs
+
+Three pictures, and the numbers behind each as a .csv beside it: accuracy.png, gains.png (each
+user's gain over learning alone) and trust.png (how far users trust w as ε falls). Everything but
+the recipe is chosen on a validation part of the users' training rows; test rows are opened once.
+"""
+
+import argparse
+import csv
+import logging
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a file, too
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from flwr_ppsgd.cli import SweepBar, progress_bar
+from flwr_ppsgd.client.visit import LOCAL, SHARED
+from flwr_ppsgd.experiments.outputs import read_rows
+from flwr_ppsgd.experiments.people import SAME
+from flwr_ppsgd.experiments.run import Outcome, run_as_cohort
+from flwr_ppsgd.experiments.settings import Experiment
+from flwr_ppsgd.experiments.sweep import Sweep
+from flwr_ppsgd.experiments.workers import run_sweep
+from flwr_ppsgd.results.plots import COLOURS, name_of_measure, plain_numbers
+from flwr_ppsgd.results.summary import summarise
+from flwr_ppsgd.simulation.measures import measure_of
+
+EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
+DELTA = 1e-4
+RECIPE = "the recipe, nothing tuned"
+ALONE = "own rows alone"
+SHARED_ALONE = "shared model of the recipe alone"
+PAPER = "the paper's method, tuned"
+TUNED = "global, then fine-tuned, tuned"
+TRUSTED = ("0", "0 to ½", "½ to 1", "1")
+Points = dict[float, list[float]]  # by ε, one number per seed
+
+
+def recipe_runs(data: str, seeds: int) -> dict[float, list[Outcome]]:
+    """The recipe at every ε, with the columns as they are: no representation."""
+    runs: dict[float, list[Outcome]] = {}
+    for epsilon in EPSILONS:
+        for seed in range(1, seeds + 1):
+            changes = {
+                "data": data,
+                "epsilon": epsilon,
+                "delta": DELTA,
+                "representation": "none",
+                "insecure-seed": seed,
+            }
+            outcome = run_as_cohort(Experiment.load(None, changes))
+            runs.setdefault(epsilon, []).append(outcome)
+            print(f"recipe, epsilon {epsilon:g}, seed {seed}: {outcome.rows[-1].measures}")
+    return runs
+
+
+def paper_points(data: str, seeds: int) -> dict[str, Points]:
+    """The best of a grid at every ε, chosen on validation rows and measured on test rows."""
+    changes = {
+        "data": data,
+        "users": 100_000,
+        "clip-norm": 1.0,
+        "epsilon": list(EPSILONS),
+        "delta": DELTA,
+        "step": [0.002, 0.005, 0.01],
+        "alpha-q": [0.0, 0.03, 0.1, 0.3, float("inf")],
+        "insecure-seed": list(range(1, seeds + 1)),
+        "evaluations": 1,
+        "select-on": "validation",
+        "baselines": "fine-tuned",
+        "fine-tune-steps": "0.002, 0.005, 0.01",
+    }
+    sweep = Sweep.load(Path("figure-1c-poisson"), changes)
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "sweep"
+        with progress_bar("setting-rounds") as progress:
+            run_sweep(sweep, out, SweepBar(progress, sweep.base.training.rounds))
+        table = summarise(read_rows(out)).table
+    found: dict[str, Points] = {PAPER: {}, TUNED: {}}
+    for choice, epsilon in zip(sorted(table, key=lambda one: one.epsilon), EPSILONS, strict=True):
+        found[PAPER][epsilon] = [choice.best.reported]
+        tuned = choice.others.get("fine-tuned")
+        if tuned is not None:
+            found[TUNED][epsilon] = [tuned]
+    return found
+
+
+def recipe_points(runs: Mapping[float, Sequence[Outcome]]) -> dict[str, Points]:
+    """What the runs of the recipe measured, and both of its ends."""
+    found: dict[str, Points] = {RECIPE: {}, ALONE: {}, SHARED_ALONE: {}}
+    for epsilon, outcomes in runs.items():
+        measures = [outcome.rows[-1].measures for outcome in outcomes]
+        main = measure_of(measures[0])
+        found[RECIPE][epsilon] = [row[main] for row in measures]
+        found[ALONE][epsilon] = [row[LOCAL + main] for row in measures]
+        found[SHARED_ALONE][epsilon] = [row[SHARED + main] for row in measures]
+    return found
+
+
+def draw_accuracy(found: Mapping[str, Points], main: str, out: Path) -> None:
+    """A line for each method."""
+    figure, axes = plt.subplots(figsize=(7.6, 5.0), layout="constrained")
+    for place, (method, points) in enumerate(found.items()):
+        if not points:
+            continue
+        means = [statistics.fmean(points[epsilon]) for epsilon in EPSILONS]
+        bold = 2.8 if method == RECIPE else 1.6
+        axes.plot(
+            EPSILONS,
+            means,
+            marker="o",
+            lw=bold,
+            color=COLOURS[place],
+            ls="--" if method == ALONE else "-",
+            label=method,
+        )
+    axes.set_xscale("log")
+    axes.set_xticks(EPSILONS)
+    plain_numbers(axes.xaxis)
+    axes.set_xlabel(f"ε at δ = {DELTA:g} (zero-out neighbours)")
+    axes.set_ylabel(f"{name_of_measure(main)} on test rows")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    _save(figure, out / "accuracy.png")
+    rows = [
+        [method, epsilon, f"{value:.5f}"]
+        for method, points in found.items()
+        for epsilon, values in points.items()
+        for value in values
+    ]
+    _write(out / "accuracy.csv", ["method", "epsilon", main], rows)
+
+
+def draw_gains(runs: Mapping[float, Sequence[Outcome]], out: Path) -> None:
+    """Each user with themselves, at three ε."""
+    shown = EPSILONS[::2]
+    figure, panels = plt.subplots(
+        1, len(shown), figsize=(9.6, 3.6), sharey=True, layout="constrained"
+    )
+    rows: list[list[object]] = []
+    for axes, epsilon in zip(panels, shown, strict=True):
+        people = runs[epsilon][0].people
+        gains = np.sort([person.gain or 0.0 for person in people])
+        colours = np.where(gains > SAME, COLOURS[2], COLOURS[1])
+        axes.bar(np.arange(len(gains)), gains, width=1.0, color=colours.tolist())
+        better = int((gains > SAME).sum())
+        worse = int((gains < -SAME).sum())
+        axes.set_title(f"ε = {epsilon:g}: {better} better, {worse} worse", fontsize=10)
+        axes.set_xlabel("users, sorted by gain")
+        rows += [[epsilon, place, f"{gain:.5f}"] for place, gain in enumerate(gains)]
+    panels[0].set_ylabel("gain over own rows alone")
+    _save(figure, out / "gains.png")
+    _write(out / "gains.csv", ["epsilon", "user, sorted", "gain"], rows)
+
+
+def draw_trust(runs: Mapping[float, Sequence[Outcome]], out: Path) -> None:
+    """The share of users by the β that they chose, at every ε."""
+    shares = {epsilon: _shares(outcomes[0]) for epsilon, outcomes in runs.items()}
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    bottom = np.zeros(len(shares))
+    labels = [f"{epsilon:g}" for epsilon in shares]
+    for place, name in enumerate(TRUSTED):
+        values = np.array([share[place] for share in shares.values()])
+        axes.bar(labels, values, bottom=bottom, color=COLOURS[place], label=f"β {name}")
+        bottom += values
+    axes.set_xlabel(f"ε at δ = {DELTA:g}")
+    axes.set_ylabel("share of users")
+    axes.set_title("how far users trust the shared model (β, their own choice)", fontsize=10)
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _save(figure, out / "trust.png")
+    rows = [[epsilon, *[f"{one:.4f}" for one in share]] for epsilon, share in shares.items()]
+    _write(out / "trust.csv", ["epsilon", *TRUSTED], rows)
+
+
+def _shares(outcome: Outcome) -> list[float]:
+    """How many users chose β near 0, below ½, above ½, near 1."""
+    trusts = np.array([person.chosen["beta"] for person in outcome.people])
+    counts, _ = np.histogram(trusts, bins=[-0.01, 0.05, 0.5, 0.95, 1.01])
+    return [float(count) / len(trusts) for count in counts]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(f"Picture: {path}")
+
+
+def _write(path: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--data", required=True, help="a file of classes by user")
+    parser.add_argument("--out", type=Path, default=Path(), help="where the pictures go")
+    parser.add_argument("--seeds", type=int, default=3, help="of the recipe")
+    parser.add_argument("--paper-seeds", type=int, default=1, help="of the grid")
+    given = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    given.out.mkdir(parents=True, exist_ok=True)
+    runs = recipe_runs(given.data, given.seeds)
+    found = recipe_points(runs) | paper_points(given.data, given.paper_seeds)
+    measure = measure_of(runs[EPSILONS[0]][0].rows[-1].measures)
+    draw_accuracy(found, measure, given.out)
+    draw_gains(runs, given.out)
+    draw_trust(runs, given.out)
+
+
+if __name__ == "__main__":
+    main()
