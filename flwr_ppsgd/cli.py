@@ -283,6 +283,7 @@ def run(  # noqa: PLR0917 - typer's own way
     _describe(chosen)
     stopped = _train(chosen, out, engine)
     trained = _report(out)
+    _compare_with_trivial(chosen, out)
     if stopped:
         raise typer.Exit(INTERRUPTED)
     if not trained:
@@ -347,6 +348,25 @@ def _run_here(
         outcome = train(experiment, hook)
     save(outcome, out, draw_run)
     return outcome.stopped
+
+
+def _compare_with_trivial(experiment: "Experiment", out: Path) -> None:
+    """A line if the model does not beat an answer that uses no features."""
+    from flwr_ppsgd.experiments.outputs import read_run
+    from flwr_ppsgd.simulation.measures import badness, measure_of
+
+    rows = [row for row in read_run(out).rows if row.measures]
+    if not rows:
+        return
+    main = measure_of(rows[-1].measures)
+    reached = rows[-1].measures[main]
+    answers = [answer[main] for answer in experiment.task.trivial().values() if main in answer]
+    best = min(answers, key=lambda value: badness(main, value), default=None)
+    if best is not None and badness(main, reached) >= badness(main, best):
+        _show(
+            f"This does not beat an answer without features ({main} {reached:.4g} against "
+            f"{best:.4g}): look at scales, ids and gaps with ppsgd look, or allow a larger ε."
+        )
 
 
 def _report(out: Path) -> int:

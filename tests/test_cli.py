@@ -493,3 +493,14 @@ def test_odd_populations_are_said_and_do_not_crash(ppsgd: Command, kind: str) ->
         ended = ppsgd("sweep", "--data", "odd.csv", "--out", "swept", "--set", "select-on=test")
         assert ended.status == 2
         assert "there are no test rows, so settings cannot be compared" in ended.err
+
+
+def test_a_model_worse_than_a_trivial_answer_is_said_to_be(ppsgd: Command) -> None:
+    """With a step of a millionth nothing is learnt, and 0 is far from amounts of about 50."""
+    rows = [f"{row % 5},{row * 7 % 13},{50 + row * 5 % 11 / 10}" for row in range(60)]
+    Path("far.csv").write_text("\n".join(["user,a,y", *rows]))
+    options = ("--set", "scale=none", "--set", "step=1e-6", "--rounds", "2", "--engine", "cohort")
+    budget = ("--set", "epsilon=2.0", "--set", "delta=1e-3", "--out", "out")
+    ended = ppsgd("run", "--data", "far.csv", *options, *budget)
+    assert ended.status == 0, ended.err
+    assert "This does not beat an answer without features (rmse" in ended.out

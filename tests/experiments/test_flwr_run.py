@@ -85,7 +85,7 @@ def test_one_core_four_ways(tmp_path: Path) -> None:
     order of replies.
     """
     flower.run(EXPERIMENT, tmp_path / "out")
-    by_ray = np.load(tmp_path / "out" / "model.npz")["w0"]
+    by_ray = np.load(tmp_path / "out" / "model.npz")["w"]
     by_messages = flat(run(EXPERIMENT).w)
     np.testing.assert_array_equal(by_ray, by_messages)
     np.testing.assert_array_equal(by_legacy := by_the_legacy_api(), by_messages)

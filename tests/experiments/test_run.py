@@ -207,7 +207,7 @@ def test_the_output_directory_is_complete(outcome: Outcome, tmp_path: Path) -> N
     assert Ledger.from_json(json.dumps(privacy["ledger"])) == outcome.strategy.ledger
     assert privacy["statement"] == outcome.strategy.privacy_statement()
     with np.load(out / "model.npz") as model:
-        assert model["w0"].tolist() == w(outcome)
+        assert model["w"].tolist() == w(outcome)
 
 
 def test_the_output_directory_can_be_read_by_others(outcome: Outcome, tmp_path: Path) -> None:
