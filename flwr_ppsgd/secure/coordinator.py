@@ -183,8 +183,9 @@ class Coordinator(Generic[Node]):
         if revealed is None:
             return False
         self._answered.add(holder)
+        held = self._graph[holder] & self._members
         for owner, share in revealed.shares.items():
-            if owner in self._graph[holder] & self._members and self._fits(owner, holder, share):
+            if owner in held and self._fits(owner, holder, share):
                 self._revealed.setdefault(owner, {})[holder] = share
         return True
 

@@ -8,6 +8,7 @@ It trusts the server to pass on keys (see ``docs/secure-aggregation.md``), and n
 masks with, how many survive, and which of two secrets of a neighbour it gives up.
 """
 
+import functools
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class Session:
     round: int
     part: str = "gradient"
 
-    @property
+    @functools.cached_property
     def label(self) -> bytes:
         """What keys are derived with."""
         numbers = f"{self.training},{self.run},{self.start},{self.round}"

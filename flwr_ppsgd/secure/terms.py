@@ -55,21 +55,17 @@ class Terms:
             bounds=",".join(repr(float(bound)) for bound in bounds),
         )
 
-    @functools.cached_property
+    @property
     def rules(self) -> SecureSum:
         """h, t and η; ValueError if they are none."""
-        return SecureSum(self.honest, self.colluding, self.failure, self.neighbours)
+        rules = self.release.aggregation
+        assert rules is not None
+        return rules
 
-    @functools.cached_property
+    @property
     def release(self) -> Release:
         """The release, as far as a client needs it; its grid is that of the server."""
-        return Release(
-            Poisson(self.population, 1.0),
-            self.clip_norm,
-            self.noise_multiplier,
-            normalise=self.normalise,
-            aggregation=self.rules,
-        )
+        return _release(self)
 
     def metrics(self, names: Sequence[str]) -> PrivateMetrics | None:
         """The private measures of these names; ValueError if the bounds are not theirs."""
@@ -88,6 +84,19 @@ class Terms:
     def from_flat(cls, flat: Mapping[str, Any]) -> Self:
         """The terms that ``to_flat`` gave."""
         return cls(**{name: flat[name] for name in TYPES})
+
+
+@functools.lru_cache(maxsize=8)
+def _release(terms: Terms) -> Release:
+    """All clients of a simulation get the same terms: they are checked once."""
+    rules = SecureSum(terms.honest, terms.colluding, terms.failure, terms.neighbours)
+    return Release(
+        Poisson(terms.population, 1.0),
+        terms.clip_norm,
+        terms.noise_multiplier,
+        normalise=terms.normalise,
+        aggregation=rules,
+    )
 
 
 TYPES: dict[str, type] = dict(get_type_hints(Terms))

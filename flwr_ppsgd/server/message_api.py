@@ -386,7 +386,8 @@ class PPSGD(Strategy):
             nodes = self._rounds.open_vote(lambda: present_in(grid), secure)
         opened = self._rounds.opened(round_)
         for exchange in secure.exchanges(list(nodes)):
-            opened.ask_again(exchange.payloads)
+            if exchange.stage > 1:
+                opened.ask_again(exchange.payloads)
             messages = self._staged(round_, exchange, sent)
             self._asked = [message.metadata for message in messages]
             replies = ask(grid, messages, timeout, _size(sent[0]))

@@ -22,6 +22,7 @@ from flwr_ppsgd import (
 )
 from flwr_ppsgd.client.secure import MEMORY, STATE
 from flwr_ppsgd.optimizers import Adam, Momentum
+from flwr_ppsgd.server.private_log import entries
 from flwr_ppsgd.server.rounds import NobodyUsableError
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
@@ -365,6 +366,17 @@ def test_driving_the_rounds_by_hand_is_refused() -> None:
 def test_settings_that_cannot_work_are_refused(changes: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         secure(**changes)
+
+
+def test_the_operator_sees_how_many_are_in_the_sum(tmp_path: Path) -> None:
+    """Gone before keys, before the masked vector, and after it: then it is in the sum."""
+    app = Dropping({(2, 1): {0}, (3, 3): {1}, (4, 4): {2}})
+    of = secure(checkpoint_dir=tmp_path, aggregation=SecureSum(6, 0))
+    run(of, app, rounds=4)
+    facts = [entry for entry in entries(tmp_path) if "used" in entry]
+    assert [entry["used"] for entry in facts] == [9, 8, 8, 9]
+    failed = {"client error": 1}
+    assert [entry["zeros"] for entry in facts] == [{}, failed, failed, failed]
 
 
 def test_nothing_of_a_round_stays_in_a_nodes_state() -> None:
