@@ -31,6 +31,7 @@ test: check                      ## all checks, and all tests that need nothing 
 
 test-all: check                  ## test, and what needs real federations: about 40 minutes
 	$(PYTEST) --durations=15
+	$(PYTEST) -n 0 -m long tests
 	$(MAKE) test-adopters
 	$(MAKE) test-deployment
 

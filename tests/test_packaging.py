@@ -1,15 +1,19 @@
-"""The wheel: built from a copy of the sources, installed where the checkout is out of reach, and
-used from there."""
+"""Wheel and sdist: built from a copy of the sources, installed where the checkout is out of reach,
+and used from there; the files that belong to a release."""
 
+import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -27,7 +31,9 @@ print(importlib.metadata.distribution("flwr-ppsgd").locate_file("{PACKAGE}"))
 """
 
 
-def execute(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def execute(
+    *command: str | Path, cwd: Path, minutes: float = 2
+) -> subprocess.CompletedProcess[str]:
     """Run a command that cannot see the checkout by its environment or by where it starts."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -37,20 +43,26 @@ def execute(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]
         "PYTHONNOUSERSITE": "1",
     }
     return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60 * minutes,
+        check=False,
     )
 
 
-def succeed(*command: str | Path, cwd: Path) -> str:
-    done = execute(*command, cwd=cwd)
+def succeed(*command: str | Path, cwd: Path, minutes: float = 2) -> str:
+    done = execute(*command, cwd=cwd, minutes=minutes)
     assert done.returncode == 0, f"{command} gave {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the sources: building in the checkout would leave build/ and egg-info
-    behind."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheel and sdist of a copy of the sources: building in the checkout would leave build/ and
+    egg-info behind."""
     sources = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         if (REPOSITORY / name).is_dir():
@@ -59,11 +71,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
         else:
             shutil.copy(REPOSITORY / name, sources / name)
-    succeed(
-        sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=sources
-    )
-    (built,) = (sources / "dist").glob("*.whl")
-    return built
+    succeed(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=sources)
+    return sources / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +123,88 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> 
     )
     assert packed == {path.relative_to(REPOSITORY).as_posix() for path in files}
     assert {f"{PACKAGE}/py.typed", f"{PACKAGE}/experiments/presets/synthetic.toml"} <= packed
+
+
+def test_wheel_and_sdist_say_what_they_are(built: Path, wheel: Path) -> None:
+    """What an index shows: name, version, licence, a README that it can draw."""
+    (sdist,) = built.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        shown = email.message_from_string(archive.read(name).decode())
+    version = pyproject()["project"]["version"]
+    assert (shown["Name"], shown["Version"]) == ("flwr-ppsgd", version)
+    assert sdist.name == f"flwr_ppsgd-{version}.tar.gz"
+    assert shown["License-Expression"] == "Apache-2.0"
+    assert shown["Description-Content-Type"] == "text/markdown"
+    assert shown.get_payload() == (REPOSITORY / "README.md").read_text("utf-8")
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
+        shown.get_all("Classifier")
+    )
+    with tarfile.open(sdist) as archive:
+        packed = {Path(name).name for name in archive.getnames()}
+    assert {"README.md", "LICENSE", "pyproject.toml", "py.typed"} <= packed
+
+
+def test_the_citation_names_this_version() -> None:
+    text = (REPOSITORY / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {pyproject()['project']['version']}\n" in text
+
+
+def test_the_lock_has_the_tested_versions_with_hashes_and_no_address() -> None:
+    text = (REPOSITORY / "requirements.lock").read_text("utf-8")
+    assert "://" not in text
+    assert "--index" not in text
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+) \\\n    --hash=sha256:", text, re.MULTILINE))
+    assert len(locked) == len(re.findall(r"^[^\s#]", text, re.MULTILINE))  # each has a hash
+    tested = (REPOSITORY / "constraints.txt").read_text("utf-8")
+    pins = {
+        plain(name): version
+        for name, version in re.findall(r"^(\S+)==(\S+)$", tested, re.MULTILINE)
+    }
+    assert {name: pins[name] for name in locked if name in pins} == {
+        name: version for name, version in locked.items() if name in pins
+    }
+    direct = [re.split(r"[\[><=]", each)[0] for each in pyproject()["project"]["dependencies"]]
+    assert {plain(name) for name in direct} <= locked.keys()
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
+
+
+def readme_lines(directory: Path) -> Path:
+    """README's Python block as a file."""
+    text = (REPOSITORY / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    script = directory / "readme.py"
+    script.write_text(code, encoding="utf-8")
+    return script
+
+
+def test_readmes_lines_run_from_the_wheel(environment: Path, tmp_path: Path) -> None:
+    script = readme_lines(tmp_path)
+    shown = succeed(environment / "bin" / "python", script, cwd=tmp_path)
+    assert "(2, 0.0001)-joint differential privacy" in shown
+
+
+@pytest.mark.long
+def test_readmes_lines_run_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """Only what pip installs: a dependency that is not declared shows up here."""
+    succeed(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    constraints = REPOSITORY / "constraints.txt"
+    pip = (python, "-m", "pip", "install", "--quiet", "-c", constraints, wheel)
+    succeed(*pip, cwd=tmp_path, minutes=20)
+    shown = succeed(python, readme_lines(tmp_path), cwd=tmp_path, minutes=10)
+    assert "(2, 0.0001)-joint differential privacy" in shown
+    command = tmp_path / "venv" / "bin" / "ppsgd"
+    assert "run" in succeed(command, "--help", cwd=tmp_path)
+    missing = execute(python, "-c", "from flwr_ppsgd import SplitModel", cwd=tmp_path)
+    assert "pip install 'flwr-ppsgd[torch]'" in missing.stderr
 
 
 def test_package_is_imported_from_the_wheel(environment: Path, tmp_path: Path) -> None:
