@@ -138,7 +138,7 @@ def test_wheel_and_sdist_say_what_they_are(built: Path, wheel: Path) -> None:
     assert shown["Description-Content-Type"] == "text/markdown"
     assert shown.get_payload() == (REPOSITORY / "README.md").read_text("utf-8")
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
-        shown.get_all("Classifier")
+        shown.get_all("Classifier", [])
     )
     with tarfile.open(sdist) as archive:
         packed = {Path(name).name for name in archive.getnames()}
