@@ -46,6 +46,7 @@ NOISE = 0.5  # in the targets
 LOCAL_STEP = 0.1
 LOCAL_STEPS = 5
 CLIP_NORMS = (0.1, 1.0, 10.0)  # of the wrapper
+CUT_OFF = 1.6  # of the picture, in units of the largest error of personal models
 OUTSIDE = "Measured on users' own test rows: outside the guarantee."
 
 
@@ -154,18 +155,22 @@ def table(found: Sequence[Outcome]) -> str:
 
 def draw(found: Sequence[Outcome], path: Path) -> None:
     """A bar for each w, and one for the personal models on top of it."""
-    figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
     places = np.arange(len(found))[::-1]
     shared = [np.nan if outcome.alone is None else outcome.alone for outcome in found]
     personal = [outcome.personal for outcome in found]
-    axes.barh(places + 0.2, shared, 0.36, color="0.7", label="w alone")
+    limit = CUT_OFF * max(personal)
+    cut = np.minimum(shared, limit)  # a bar may be many times as long
+    bars = axes.barh(places + 0.2, cut, 0.36, color="0.7", label="w alone")
+    labels = ["" if np.isnan(value) else f"{value:.3f}" for value in shared]
+    axes.bar_label(bars, labels, padding=3, fontsize=8)
     bars = axes.barh(places - 0.2, personal, 0.36, color=COLOURS[0], label="personal, solved on w")
     axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     axes.set_yticks(places, [outcome.label for outcome in found])
     axes.set(xlabel="mean RMSE of users on own test rows (lower is better)")
     axes.set_title("The same clients under every strategy")
     axes.margins(x=0.12)
-    figure.legend(loc="outside right upper", fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.3, -0.16), ncols=2, fontsize=8)
     figure.supxlabel(OUTSIDE, fontsize=8, color="0.3")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -14,19 +14,30 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.experiments.rows import FEDAVG, FINE_TUNED, PPSGD, Point, SweepRow
+from flwr_ppsgd.experiments.people import overall, people_of_each
+from flwr_ppsgd.experiments.rows import (
+    FEDAVG,
+    FEDAVG_SOLVED,
+    FINE_TUNED,
+    SOLVED,
+    Point,
+    SweepRow,
+)
+from flwr_ppsgd.experiments.run import Simulated, learner_engine
 from flwr_ppsgd.experiments.settings import Experiment
 from flwr_ppsgd.experiments.snapshot import Snapshot
-from flwr_ppsgd.experiments.sweep import Sweep
-from flwr_ppsgd.experiments.tasks import LinearTask
+from flwr_ppsgd.experiments.sweep import Sweep, recipe_of
+from flwr_ppsgd.experiments.tasks import LinearTask, Task
+from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.simulation.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.simulation.batches import Population, Table
 from flwr_ppsgd.simulation.engine import Engine, Report, Setting, train
-from flwr_ppsgd.simulation.measures import badness, measure_of
+from flwr_ppsgd.simulation.measures import badness, for_choosing, measure_of
 
 USER_DIGITS = 4  # of each user's measure in a row
 DIGITS = 10  # of a measure over all users in a row
 MEGABYTE = 1e6
+RowsOf: TypeAlias = Callable[[Experiment, Engine, Sequence[Point], Report], list[SweepRow]]
 Best: TypeAlias = tuple[str, float]  # a measure and its value
 
 
@@ -74,22 +85,24 @@ def plan(sweep: Sweep, memory: int, jobs: int) -> Plan:
     most = task.most_settings(conditions)
     while most > 1 and task.bytes(most, conditions) > memory / jobs:
         most = most * 7 // 8
-    blocks = _blocks(points, sweep.base.methods(), most, jobs)
+    blocks = _blocks(points, most, jobs)
     largest = max(len(block) for block in blocks)
     return Plan(blocks, jobs, task.bytes(largest, conditions), memory)
 
 
-def _blocks(
-    points: Sequence[Point], baselines: Sequence[str], most: int, jobs: int
-) -> tuple[tuple[Point, ...], ...]:
-    """Blocks of at most ``most`` settings of one seed and method, enough of them for all jobs."""
+def _blocks(points: Sequence[Point], most: int, jobs: int) -> tuple[tuple[Point, ...], ...]:
+    """Blocks of at most ``most`` settings of one seed and method, enough of them for all jobs.
+
+    The recipe has an engine for one setting alone.
+    """
     seeds = sorted({point.seed for point in points})
+    methods = list(dict.fromkeys(point.method for point in points))
     wanted = math.ceil(jobs / len(seeds))
     blocks: list[tuple[Point, ...]] = []
-    for seed, method in itertools.product(seeds, (PPSGD, *baselines)):
+    for seed, method in itertools.product(seeds, methods):
         of_seed = [point for point in points if point.seed == seed]
         own = [point for point in of_seed if point.method == method]
-        needed = math.ceil(len(own) / most)
+        needed = len(own) if method == AUTO else math.ceil(len(own) / most)
         parts = max(needed, min(wanted, len(own)))
         for part in range(parts):
             blocks.append(tuple(own[part::parts]))
@@ -124,6 +137,8 @@ def run_block(
     """
     base = Experiment.read(flat, where="sweep")
     rounds = base.training.rounds
+    if points[0].method == AUTO:
+        return _run_recipe(base, points, on_report, directory)
     engine = _engine(base, points)
     snapshot = None if directory is None else Snapshot(directory, points)
     rows: list[SweepRow] = []
@@ -138,19 +153,65 @@ def run_block(
         if on_report:
             on_report(round_, best)
 
-    tunes = points[0].method == FINE_TUNED
-    every = rounds if tunes else base.training.evaluate_every
-    rows_of = _tuned if tunes else _measured
+    ends = ROWS_AT_THE_END.get(points[0].method)
+    every = rounds if ends else base.training.evaluate_every
+    rows_of = ends or _measured
     for report in train(engine, rounds, every, tell, first):
         rows += rows_of(base, engine, points, report)
         best = best_of(report) or best
     return rows
 
 
+def _run_recipe(
+    base: Experiment,
+    points: Sequence[Point],
+    on_report: Callable[[int, Best | None], None] | None,
+    directory: Path | None,
+) -> list[SweepRow]:
+    """The one row of the recipe, after its own number of rounds."""
+    (point,) = points
+    experiment = recipe_of(base, point)
+    rounds = experiment.training.rounds
+    engine = learner_engine(experiment, Simulated(experiment).curator.training)
+    snapshot = None if directory is None else Snapshot(directory, points)
+    if snapshot:
+        snapshot.resume(engine)
+
+    def tell(round_: int) -> None:
+        if snapshot:
+            snapshot.save_when_due(engine, [], {})
+        if on_report:
+            on_report(round_ * base.training.rounds // rounds, None)
+
+    for _ in train(engine, rounds, 0, tell):
+        pass
+    ((measures, by_user),) = solved_measures(experiment.task, [engine.w(0)])
+    return [SweepRow(point, rounds, measures, by_user=by_user)]
+
+
+def solved_measures(
+    task: Task, ws: Sequence[Vector]
+) -> list[tuple[dict[str, float], tuple[float, ...] | None]]:
+    """For each w, what its users' solved models reach over all rows, and for each user.
+
+    Test rows, and validation rows by names of their own if there are any.
+    """
+    users = range(len(task.user_names()))
+    choosing = task.choosing()
+    found = []
+    apart = people_of_each(choosing, ws, users) if choosing else [[] for _ in ws]
+    for people, validation in zip(people_of_each(task, ws, users), apart, strict=True):
+        measures = {**for_choosing(overall(validation)), **overall(people)}
+        main = measure_of(people[0].measures)
+        by_user = np.array([person.measures[main] for person in people])
+        found.append((_finite(measures), _users(by_user)))
+    return found
+
+
 def _engine(base: Experiment, points: Sequence[Point]) -> Engine:
     settings = [setting_of(base, point) for point in points]
     seed = points[0].seed
-    if points[0].method != FEDAVG:
+    if points[0].method not in (FEDAVG, FEDAVG_SOLVED):
         return base.task.engine(settings, seed, base.conditions())
     return LocalStepsEngine(
         _population(base),
@@ -188,10 +249,7 @@ def _tuned(
     base: Experiment, engine: Engine, points: Sequence[Point], report: Report
 ) -> list[SweepRow]:
     """At the end of global learning, what each user makes of w alone; before that, who diverged."""
-    rows = [
-        SweepRow(points[place], report.round, {}, diverged=True)
-        for place in sorted(report.diverged)
-    ]
+    rows = _diverged(points, report)
     if report.round < base.training.rounds or not engine.places:
         return rows
     table = _population(base)
@@ -210,6 +268,34 @@ def _tuned(
         )
         rows.append(row)
     return rows
+
+
+def _solved(
+    base: Experiment, engine: Engine, points: Sequence[Point], report: Report
+) -> list[SweepRow]:
+    """At the end of training, what users reach who solve on w; before that, who diverged."""
+    rows = _diverged(points, report)
+    if report.round < base.training.rounds or not engine.places:
+        return rows
+    found = solved_measures(base.task, [engine.w(place) for place in engine.places])
+    for place, (measures, by_user) in zip(engine.places, found, strict=True):
+        rows.append(SweepRow(points[place], report.round, measures, by_user=by_user))
+    return rows
+
+
+def _diverged(points: Sequence[Point], report: Report) -> list[SweepRow]:
+    return [
+        SweepRow(points[place], report.round, {}, diverged=True)
+        for place in sorted(report.diverged)
+    ]
+
+
+# methods that are measured once, after the last round
+ROWS_AT_THE_END: dict[str, RowsOf] = {
+    FINE_TUNED: _tuned,
+    SOLVED: _solved,
+    FEDAVG_SOLVED: _solved,
+}
 
 
 def _finite(measures: Mapping[str, float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.visit import LOCAL, SHARED, compared, solved
 from flwr_ppsgd.experiments.tasks import Task
+from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.simulation.measures import MEAN, TENTH, WORST, badness, measure_of
 
 OUTSIDE = "Measured on users' own test rows: outside the guarantee."
@@ -60,19 +61,31 @@ def people_of(
         users: their numbers.
         thetas: a stepped θ for each user who has one; None: θ is solved.
     """
-    found = []
-    for user in users:
-        person = _person(task, w, user, thetas)
-        if person is not None:
-            found.append(person)
+    (found,) = people_of_each(task, [w], users, thetas)
     return found
 
 
-def _person(task: Task, w: Vector, user: int, thetas: Mapping[int, Vector] | None) -> Person | None:
-    learner = task.learner(user)
-    weight = task.test_rows(user)
-    if not weight:
-        return None
+def people_of_each(
+    task: Task,
+    ws: Sequence[Vector],
+    users: Iterable[int],
+    thetas: Mapping[int, Vector] | None = None,
+) -> list[list[Person]]:
+    """The same for several w: what a user works out about own rows serves all of them."""
+    found: list[list[Person]] = [[] for _ in ws]
+    for user in users:
+        weight = task.test_rows(user)
+        if not weight:
+            continue
+        learner = task.learner(user)
+        for people, w in zip(found, ws, strict=True):
+            people.append(_person(learner, w, user, weight, thetas))
+    return found
+
+
+def _person(
+    learner: Learner, w: Vector, user: int, weight: int, thetas: Mapping[int, Vector] | None
+) -> Person:
     solution = solved(learner, w) if thetas is None else None
     if solution is not None:
         measures = compared(learner, w, solution.theta)

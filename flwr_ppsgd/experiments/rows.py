@@ -6,12 +6,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from flwr_ppsgd.promise import json_number
-from flwr_ppsgd.settings import key_of
+from flwr_ppsgd.settings import AUTO, key_of, name_of
 
 PPSGD = "ppsgd"
 FINE_TUNED = "fine-tuned"
 FEDAVG = "fedavg"
-BASELINES = (FINE_TUNED, FEDAVG)
+SOLVED = "solved"  # on the final w of global learning
+FEDAVG_SOLVED = "fedavg-solved"  # on the final w of FedAvg
+BASELINES = (FINE_TUNED, SOLVED, FEDAVG, FEDAVG_SOLVED)
 TRIVIAL = "trivial"  # everyone's mean, or most frequent class
 OWN_TRIVIAL = "own-trivial"  # the user's own
 GRID = ("step", "alpha-q", "noise-multiplier", "clip-norm", "insecure-seed")  # what may be a list
@@ -19,6 +21,7 @@ CAVEAT = (
     "ε is what a deployment of one setting would cost, as if it alone had been run; choosing among "
     "settings is not covered. Simulation noise: the sweep itself guarantees nothing."
 )
+TARGET = "target-epsilon"
 INFINITE = "infinite"  # JSON has no infinity
 
 
@@ -32,7 +35,9 @@ class Point:
         step: the larger step size.
         noise_multiplier: z; None at α = 0.
         clip_norm: C; None at α = 0.
-        method: the algorithm itself, or a baseline.
+        method: the algorithm itself, a baseline, or "auto", the recipe: it has neither αQ nor step,
+            and z is that of its rounds.
+        target_epsilon: of "auto", the ε for which it was planned; None if z was given.
     """
 
     seed: int
@@ -41,17 +46,24 @@ class Point:
     noise_multiplier: float | None
     clip_norm: float | None
     method: str = PPSGD
+    target_epsilon: float | None = None
 
     def key(self) -> dict[str, Any]:
         """What names the setting in a row of JSON."""
-        return {key_of(name): _for_json(value) for name, value in asdict(self).items()}
+        flat = {key_of(name): _for_json(value) for name, value in asdict(self).items()}
+        if self.target_epsilon is None:
+            del flat[TARGET]
+        return flat
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Self:
         """The setting that a row of JSON is about."""
-        values: dict[str, Any] = {"method": flat.get("method", PPSGD)}
+        values: dict[str, Any] = {
+            "method": flat.get("method", PPSGD),
+            name_of(TARGET): _number(flat.get(TARGET)),
+        }
         for field in fields(cls):
-            if field.name != "method":
+            if field.name not in values:
                 values[field.name] = _number(flat[key_of(field.name)])
         return cls(**values)
 
@@ -86,7 +98,8 @@ class SweepRow:
 
     def is_last(self, rounds: int) -> bool:
         """Whether it is the last row of its setting, if ``rounds`` are planned."""
-        return self.round == rounds or self.diverged
+        only = self.point.method == AUTO  # it is measured once, after rounds of its own
+        return only or self.round == rounds or self.diverged
 
     def shown_epsilon(self) -> float:
         """The paper's ε for cohorts of a fixed size, that of a deployment for all others."""

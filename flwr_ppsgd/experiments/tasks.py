@@ -7,7 +7,7 @@ CNN on own data. Engines, and with them scipy and torch, are loaded when they ar
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -72,6 +72,10 @@ class Task(Protocol):
 
     def test_rows(self, user: int) -> int:
         """The number of rows on which a user is measured."""
+        ...
+
+    def choosing(self) -> "Task | None":
+        """The same, measured on validation rows in place of test rows; None if there are none."""
         ...
 
     def user_names(self) -> Sequence[int | str]:
@@ -230,6 +234,10 @@ class SyntheticTask:
         """Everybody is measured against the truth, with the same weight."""
         return 1
 
+    def choosing(self) -> Task | None:
+        """Nothing is set apart of fresh samples."""
+        return None
+
     def user_names(self) -> Sequence[int | str]:
         """Numbers."""
         return range(self.users)
@@ -307,10 +315,16 @@ class OwnDataTask:
     """What the two tasks on own data share: the users that a file holds."""
 
     problem: Problem
+    on_validation: bool
+
+    def people(self) -> "PerUser":
+        """Everyone's rows; if this task is for choosing, with validation rows as the test part."""
+        data = self.problem.per_user()
+        return data.choosing() if self.on_validation else data
 
     def test_rows(self, user: int) -> int:
         """The user's test part."""
-        return len(self.problem.per_user().rows(user, test=True))
+        return len(self.people().rows(user, test=True))
 
     def user_names(self) -> Sequence[int | str]:
         """As the source has them."""
@@ -386,18 +400,24 @@ class OwnLinearTask(OwnDataTask):
     """(w + θ_i)ᵀx on data of one's own."""
 
     problem: Problem
+    on_validation: bool = False
 
     @property
     def baselines(self) -> tuple[str, ...]:
         """All of them."""
         return BASELINES
 
+    def choosing(self) -> Task | None:
+        """With the validation rows, if any are set apart."""
+        apart = self.problem.per_user().validation is not None
+        return replace(self, on_validation=True) if apart else None
+
     def learner(self, user: int) -> Learner:
         """One user's rows, with a linear model."""
         from flwr_ppsgd.data.learners import linear_learner
 
         return linear_learner(
-            self.problem.per_user(),
+            self.people(),
             user,
             batch_size=self.problem.batch_size,
             seed=self.problem.data_seed,
@@ -485,6 +505,7 @@ class CnnTask(OwnDataTask):
     """The paper's CNN on images of one's own. Only this task loads torch."""
 
     problem: Problem
+    on_validation: bool = False
 
     def __post_init__(self) -> None:
         if (self.problem.loss, self.problem.target_shift) != ("squared", 0.0):
@@ -499,13 +520,18 @@ class CnnTask(OwnDataTask):
         """They are written for linear models."""
         return ()
 
+    def choosing(self) -> Task | None:
+        """With the validation rows, if any are set apart."""
+        apart = self.problem.per_user().validation is not None
+        return replace(self, on_validation=True) if apart else None
+
     def learner(self, user: int) -> Learner:
         """One user's images, with the network."""
         from flwr_ppsgd.data.learners import network_learner
 
         return network_learner(
             self.network(),
-            self.problem.per_user(),
+            self.people(),
             user,
             batch_size=self.problem.batch_size,
             seed=self.problem.data_seed,

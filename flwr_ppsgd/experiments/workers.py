@@ -21,6 +21,7 @@ from flwr_ppsgd.experiments.outputs import opened, write_selection
 from flwr_ppsgd.experiments.rows import Point, SweepRow
 from flwr_ppsgd.experiments.snapshot import Snapshot, clear
 from flwr_ppsgd.experiments.sweep import Epsilons, Sweep, with_epsilon
+from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.simulation.engine import reported_rounds
 
 Block: TypeAlias = Sequence[Point]
@@ -111,7 +112,8 @@ def _pricing(sweep: Sweep, blocks: Sequence[Block], epsilons: Epsilons) -> Idle:
     """Works out one more ε at each call, while blocks are under way."""
     noises: dict[float | None, Point] = {}
     for block in blocks:
-        noises.update({point.noise_multiplier: point for point in block})
+        stepped = [point for point in block if point.method != AUTO]
+        noises.update({point.noise_multiplier: point for point in stepped})
     training = sweep.base.training
     rounds = reported_rounds(training.rounds, training.evaluate_every)
     pending = itertools.product(noises.values(), rounds)

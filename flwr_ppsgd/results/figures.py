@@ -25,7 +25,9 @@ from flwr_ppsgd.experiments.outputs import (
 from flwr_ppsgd.experiments.rows import (
     CAVEAT,
     FEDAVG,
+    FEDAVG_SOLVED,
     FINE_TUNED,
+    SOLVED,
     RunRow,
     Selection,
     SweepRow,
@@ -56,6 +58,7 @@ from flwr_ppsgd.results.summary import (
     summarise,
     ways_at,
 )
+from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.simulation.measures import HIGHER_IS_BETTER, badness, measure_of, on_test
 
 Look: TypeAlias = dict[str, Any]  # how a curve is drawn
@@ -68,9 +71,18 @@ MOST_PANELS = 6
 OUTSIDE = "Measured on the users' own data: outside the guarantee."
 BASELINE_STYLES: dict[str, Look] = {
     FINE_TUNED: {"color": "0.45", "ls": ":", "marker": "x"},
+    SOLVED: {"color": "0.2", "ls": ":", "marker": "*"},
     FEDAVG: {"color": "0.45", "ls": "-.", "marker": "+"},
+    FEDAVG_SOLVED: {"color": "0.2", "ls": "-.", "marker": "*"},
+    AUTO: {"color": COLOURS[1], "ls": "-", "marker": "P"},
 }
-BASELINE_NAMES = {FINE_TUNED: "global, then fine-tuned", FEDAVG: "FedAvg, local steps"}
+BASELINE_NAMES = {
+    FINE_TUNED: "global, then fine-tuned",
+    SOLVED: "global, then solved",
+    FEDAVG: "FedAvg, local steps",
+    FEDAVG_SOLVED: "FedAvg, then solved",
+    AUTO: "auto, nothing chosen",
+}
 USER_STYLES: dict[str, Look] = {
     PERSONALIZED: {"color": COLOURS[0], "ls": "-", "lw": 3},
     GLOBAL: {"color": "black", "ls": "--", "lw": 1.2},
@@ -269,12 +281,14 @@ def _numbers(mean: Mean, label: str, z: float | None, value: float) -> dict[str,
     }
 
 
-def figure_1(found: Summary) -> Drawn:
+def figure_1(found: Summary) -> Drawn | None:
     """A panel for each noise level, a curve for each αQ with its best step at each round.
 
-    Bands are one standard error over seeds.
+    Bands are one standard error over seeds. None if the recipe was run alone: it is measured once.
     """
     curves = best_curves(found.every, found.measure)
+    if not curves:
+        return None
     baselines = baselines_of(found.every, found.measure)
     levels = noises(curves) or [0.0]
     figure, panels = _panels(len(levels), wide=2 if len(levels) == 4 else 3)
@@ -284,6 +298,8 @@ def figure_1(found: Summary) -> Drawn:
         _noise_panel(panel, here, found.measure, z, found.kind)
         labelled = {name_of(a): curve for a, curve in here.items()}
         for method, own in baselines.items():
+            if method == AUTO:  # a single point, after rounds of its own
+                continue
             name = BASELINE_NAMES[method]
             labelled[name] = own.get(z, [])
             _curve(panel, labelled[name], name, BASELINE_STYLES[method])
@@ -433,7 +449,7 @@ def _front(axes: Axes, found: Summary, levels: Sequence[float]) -> None:
 def figure_methods(found: Summary) -> Drawn | None:
     """The measure against ε for every method, each with its best setting; None without any ε."""
     ends = best_curves(ending(found.every), found.measure)
-    levels = [z for z in noises(ends) if z > 0]
+    levels = [choice.noise_multiplier for choice in found.table if choice.noise_multiplier > 0]
     if not levels:
         return None
     figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")

@@ -21,11 +21,13 @@ from flwr_ppsgd.experiments.rows import (
     SweepRow,
 )
 from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.simulation.measures import badness, measure_of, on_test
 
 Key: TypeAlias = tuple[float, float | None]  # (αQ, z); z is None at α = 0
 Curves: TypeAlias = dict[Key, list["Mean"]]
 Baselines: TypeAlias = dict[str, dict[float | None, list["Mean"]]]  # by method and noise level
+SAME_EPSILON = 0.02  # by which part two ε may differ and count as one noise level
 
 ZERO_OUT = "zero-out neighbours"
 PAPERS = "as the paper counts it for cohorts of a fixed size, not a guarantee"
@@ -160,19 +162,48 @@ def alphas(curves: Mapping[Key, object]) -> list[float]:
 
 
 def baselines_of(every: Sequence[Mean], measure: str) -> Baselines:
-    """The curves of each baseline that was run, by noise level."""
+    """The curves of each baseline that was run, and of the recipe, by noise level."""
     found: Baselines = {}
     for method in BASELINES:
         curves = best_curves(every, measure, method)
         if curves:
             found[method] = {z: curve for (_, z), curve in curves.items()}
+    recipes = recipes_of(every)
+    if recipes:
+        found[AUTO] = {z: [mean] for z, mean in recipes.items()}
     return found
 
 
+def recipes_of(every: Sequence[Mean]) -> dict[float | None, Mean]:
+    """The recipe at each noise level: that of the paper's method which costs the same ε.
+
+    If there is none of the same ε, at its own.
+    """
+    ends = ending(every)
+    levels = {
+        mean.point.noise_multiplier: mean.epsilon
+        for mean in ends
+        if mean.point.method == PPSGD and mean.point.noise_multiplier is not None
+    }
+    found = {}
+    for mean in ends:
+        if mean.point.method == AUTO:
+            same = [z for z, spent in levels.items() if _same(spent, mean.epsilon)]
+            found[same[0] if same else mean.point.noise_multiplier] = mean
+    return found
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or abs(one - other) <= SAME_EPSILON * min(one, other)
+
+
 def ending(every: Sequence[Mean]) -> list[Mean]:
-    """The last round of each setting that got to the end."""
-    last = max((mean.round for mean in every), default=0)
-    return [mean for mean in every if mean.round == last]
+    """The last round of each setting that got to the end; the recipe has rounds of its own."""
+    last: dict[bool, int] = {}
+    for mean in every:
+        automatic = mean.point.method == AUTO
+        last[automatic] = max(mean.round, last.get(automatic, 0))
+    return [mean for mean in every if mean.round == last[mean.point.method == AUTO]]
 
 
 def at_noise(ends: Mapping[Key, Sequence[Mean]], z: float) -> dict[float, Mean]:
@@ -309,6 +340,8 @@ class Choice:
             point.clip_norm,
         )
         cells: dict[str, float | None] = dict(zip(COLUMNS, given, strict=True))
+        if point.method == AUTO:
+            cells |= dict.fromkeys(COLUMNS[2:])
         cells[self.measure] = self.best.value
         tested = on_test(self.measure)
         if tested != self.measure:
@@ -335,9 +368,13 @@ def best_table(every: Sequence[Mean], measure: str, trivial: float | None = None
     ends = best_curves(ending(every), measure)
     baselines = baselines_of(ending(every), measure)
     table = []
-    for z in noises(ends):
+    for z in noises(ends) or sorted(
+        level for level in baselines.get(AUTO, {}) if level is not None
+    ):
         here = at_noise(ends, z)
-        chosen = best(here.values(), measure)
+        alone = baselines[AUTO][z] if AUTO in baselines and not here else ()
+        candidates = [*here.values(), *alone]
+        chosen = best(candidates, measure)
         assert chosen is not None
         others = _ways(here, measure)
         for method, own in baselines.items():
@@ -345,7 +382,7 @@ def best_table(every: Sequence[Mean], measure: str, trivial: float | None = None
                 others[method] = own[z][0]
         choice = Choice(
             noise_multiplier=z,
-            epsilon=max(mean.epsilon for mean in here.values()),
+            epsilon=max(mean.epsilon for mean in candidates),
             measure=measure,
             best=chosen,
             others={name: _value(mean) for name, mean in others.items()},
@@ -532,7 +569,7 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
         kind=PAPERS if papers else ZERO_OUT,
         settings=len(points | lost),
         diverged=len(lost),
-        smallest_step=min(point.step for point in points | lost),
+        smallest_step=min((point.step for point in points | lost if point.step), default=0.0),
         edges=edges_of(table, points | lost),
         trivial=trivial,
     )

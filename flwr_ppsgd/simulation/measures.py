@@ -2,6 +2,7 @@
 or lower is better, and how they spread over users."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ MEAN = "_mean_user"
 WORST = "_worst_tenth"
 BEST = "_best_tenth"
 TENTH = 10
+
+
+Measured = TypeVar("Measured")  # a number, or one for each setting
 
 
 def measure_of(row: Mapping[str, object]) -> str:
@@ -49,7 +53,7 @@ def combined(name: str, values: NDArray[np.float64], weights: Vector) -> Vector:
     return np.asarray(np.average(values, axis=0, weights=weights))
 
 
-def for_choosing(measures: Mapping[str, Vector]) -> dict[str, Vector]:
+def for_choosing(measures: Mapping[str, Measured]) -> dict[str, Measured]:
     """Measures over all validation rows, by the names they have there."""
     spread = (MEAN, WORST, BEST)
     return {

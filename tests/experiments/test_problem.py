@@ -93,7 +93,10 @@ def test_a_contradiction_is_refused(tmp_path: Path) -> None:
         ({"step": [0.1, 0.2]}, "step is a list: that is for ppsgd sweep"),
         ({"drop_exhausted": True}, "drop-exhausted needs passes"),
         ({"alpha_q": "theory"}, "alpha-q 'theory' is for the synthetic problem"),
-        ({"baselines": "fedprox"}, "baselines must be of fine-tuned, fedavg, got 'fedprox'"),
+        (
+            {"baselines": "fedprox"},
+            "baselines must be of fine-tuned, solved, fedavg, fedavg-solved, got 'fedprox'",
+        ),
         ({"model": "cnn", "loss": "softmax"}, "the cnn has a loss of its own"),
     ],
 )

@@ -147,6 +147,7 @@ def test_the_ordinate_is_set_by_what_converged() -> None:
     wild = curve(0.3, 0.1, 1.0, 8.0, 1e6, 1.0)
     found = summarise([*ROWS[:3], *wild, *ROWS[-6:]])
     drawn = figure_1(found)
+    assert drawn is not None
     low, high = drawn.figure.axes[0].get_ylim()
     assert low < 3 < high < 100
 
@@ -219,7 +220,9 @@ def test_bands_and_error_bars_are_one_standard_error_over_seeds() -> None:
     rows = [reseeded(own, seed) for own in ROWS[:6] for seed in (1, 2)]
     rows = [remeasured(own, loss=own.measures["loss"] + own.point.seed) for own in rows]
     found = summarise(rows)
-    assert figure_1(found).figure.axes[0].collections
+    drawn = figure_1(found)
+    assert drawn is not None
+    assert drawn.figure.axes[0].collections
     drawn = figure_2(found)
     assert drawn is not None
     assert drawn.figure.axes[0].containers
