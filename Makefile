@@ -3,6 +3,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/pytest
 # Flower must not phone home, nor install the app's dependencies (torch!) a second time.
 export FLWR_TELEMETRY_ENABLED := 0
+export NO_MKDOCS_2_WARNING := 1
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 

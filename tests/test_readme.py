@@ -243,3 +243,11 @@ def test_the_faq_quotes_messages_that_exist() -> None:
     for message in quoted:
         for part in re.split(r"\s*…\s*", message):
             assert part in known, message
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Or ``make docs`` fails: a page that nobody finds is a warning there."""
+    listed = re.findall(
+        r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(page.name for page in PAGES if page != README)
