@@ -6,6 +6,7 @@ import logging
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -20,7 +21,7 @@ from flwr.clientapp.mod import (
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 from torch import nn
 
-from flwr_ppsgd import PPSGD, Poisson, Release, Steps, shared_arrays, torch_client
+from flwr_ppsgd import PPSGD, Poisson, Release, SecureSum, Steps, shared_arrays, torch_client
 from flwr_ppsgd.simulation.grid import InProcessGrid
 
 MADE: list[torch.device] = []
@@ -137,3 +138,34 @@ def test_and_serve_the_stock_strategy_they_are_for() -> None:
     result = wrapped.start(InProcessGrid(app, 3), arrays, num_rounds=1)
     before = arrays.to_numpy_ndarrays()[0]
     assert (result.arrays.to_numpy_ndarrays()[0] != before).any()
+
+
+def seeded_network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+def own_pairs(context: Context) -> Any:
+    source = torch.Generator().manual_seed(int(context.node_config["partition-id"]))
+    x = torch.randn(4, 2, generator=source)
+    return [(x, (x[:, 0] > 0).long())], None
+
+
+def test_a_torch_client_answers_a_secure_sum_as_it_is() -> None:
+    """Without noise the same w as the plain sum."""
+    results = []
+    for aggregation in (None, SecureSum(honest=5, colluding=1)):
+        grid = InProcessGrid(torch_client(seeded_network, "1.*", own_pairs), 8)
+        strategy = PPSGD(
+            release=Release(Poisson(8, 1.0), 1.0, 0.0),
+            steps=Steps(0.5, 0.5),
+            delta=1e-3,
+            aggregation=aggregation,
+        )
+        w = shared_arrays(seeded_network(), "1.*")
+        trained = strategy.start(grid=grid, initial_arrays=w, num_rounds=2).arrays
+        results.append(np.concatenate([a.reshape(-1) for a in trained.to_numpy_ndarrays()]))
+    secure, plain = results
+    assert np.array_equal(secure, plain)
+    assert np.any(plain)
