@@ -35,6 +35,8 @@ PERSONALIZED = "personalized"
 LOCAL = "local"
 GLOBAL = "global"
 ERROR = "standard error"
+LOCAL_SOLVED = "local-solved"  # own rows alone, solved as the recipe does
+OWN_ROWS = "local_"  # before the name of a measure: of a model from own rows alone
 PEEKED = "if chosen on test"
 R_SQUARED = "R²"
 TRIVIAL_WORDS = {
@@ -505,6 +507,8 @@ class Summary:
         """On which rows settings were chosen, and how much that flatters them."""
         if not self.table:
             return ""
+        if all(choice.best.point.method == AUTO for choice in self.table):
+            return "Nothing was chosen among settings: the recipe has none."
         found = [choice.optimism for choice in self.table]
         known = [value for value in found if value is not None]
         if known:
@@ -559,6 +563,7 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
     trivial = _trivial(rows, on_test(measure))
     best_trivial = min(trivial.values(), key=lambda value: badness(measure, value), default=None)
     table = best_table(every, measure, best_trivial) if every else []
+    table = _with_local(table, rows)
     points = {_without_seed(row.point) for row in measured}
     lost = {_without_seed(row.point) for row in rows if row.diverged}
     return Summary(
@@ -573,6 +578,17 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
         edges=edges_of(table, points | lost),
         trivial=trivial,
     )
+
+
+def _with_local(table: Sequence[Choice], rows: Iterable[SweepRow]) -> list[Choice]:
+    """With what the recipe's users reach from own rows alone, if it was run."""
+    recipe = [row for row in rows if row.point.method == AUTO]
+    found = []
+    for choice in table:
+        values = _values(recipe, OWN_ROWS + on_test(choice.measure))
+        alone = {LOCAL_SOLVED: statistics.fmean(values)} if values else {}
+        found.append(replace(choice, others={**choice.others, **alone}))
+    return found
 
 
 def _trivial(rows: Iterable[SweepRow], measure: str) -> dict[str, float]:

@@ -190,8 +190,16 @@ def test_everything_stands_side_by_side(tmp_path: Path) -> None:
 def test_the_recipe_alone_has_a_table_and_a_figure(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_sweep(sweep_of(write(tmp_path), ALONE), out, Silent(), memory=GIGABYTE)
-    text, written = draw_sweep(read_rows(out), out)
+    rows = read_rows(out)
+    text, written = draw_sweep(rows, out)
     assert "auto" in text
+    assert "Nothing was chosen among settings" in text
+    assert "optimistic" not in text
+    recipe = [row for row in rows if row.point.method == "auto"]
+    (alone,) = {row.measures["local_accuracy"] for row in recipe}
+    assert all(
+        choice.others["local-solved"] == pytest.approx(alone) for choice in summarise(rows).table
+    )
     assert {path.name for path in written} >= {"methods.png", "best.csv"}
     write_report(out)
 
