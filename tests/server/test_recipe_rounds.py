@@ -312,6 +312,21 @@ def test_a_vote_reply_holds_the_vote_and_nothing_else() -> None:
         assert list(reply.content.array_records[GRADIENT]) == [VOTE]
 
 
+def test_the_counts_of_a_vote_get_the_noise_that_is_charged() -> None:
+    """Nobody can answer here, so what is published is the noise alone: standard deviation z·C."""
+    from tests.support.toy import toy_learner
+
+    drawn = []
+    for seed in range(40):
+        ppsgd = strategy(release=noisy(), vote=vote(z=3.0), insecure_seed=seed)
+        ppsgd.start(grid(client_app(toy_learner)), w0(), num_rounds=1)
+        assert ppsgd._curator.votes is not None
+        drawn.append(ppsgd._curator.votes / 3.0)
+    normals = np.concatenate(drawn)
+    assert abs(normals.mean()) < 5 / math.sqrt(normals.size)
+    assert abs(normals.var() - 1) < 5 * math.sqrt(2 / normals.size)
+
+
 def test_a_hostile_vote_counts_once_and_at_most_with_norm_c() -> None:
     """Whatever a client sends is clipped to one vote."""
     from flwr_ppsgd.wire import vector_record
