@@ -87,6 +87,8 @@ class Learner(Protocol):
     # root mean square of the local ridge solution over the features that the user has. 0 if it
     # cannot say.
     # def own_size(self) -> float
+    # Optional: whether w = 0 with a solved θ is a model from own rows alone, as for linear models.
+    # begins_at_zero: bool
     # Optional, for ``personal="solve"``: the θ at which g_w is taken. Without it this is
     # ``initial_theta()``; for models in which that θ is no model, it is a θ trained for this w.
     # def anchor(self, w: Vector, theta: Vector, order: Order) -> Vector

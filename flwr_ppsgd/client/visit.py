@@ -286,21 +286,21 @@ def num_tested(learner: Learner) -> int:
 def compared(learner: Learner, w: Vector, theta: Vector) -> dict[str, float]:
     """The measures of (w, θ), beside those of a model from own rows alone and of w alone.
 
-    Where θ = 0 is no model, there is nothing to compare with.
+    From own rows alone only if the learner says that w = 0 is where that begins
+    (``begins_at_zero``): not so for networks, whose features are part of w. Of w alone only if
+    θ = 0 is a model.
     """
     measures = learner.evaluate(w, theta)
-    if getattr(learner, "anchor", None) is not None:
-        return measures
-    nothing = np.zeros_like(w)
-    alone = solved(learner, nothing)
-    assert alone is not None
-    local = learner.evaluate(nothing, alone.theta)
-    shared = learner.evaluate(w, learner.initial_theta())
-    return {
-        **measures,
-        **{LOCAL + name: value for name, value in local.items()},
-        **{SHARED + name: value for name, value in shared.items()},
-    }
+    if getattr(learner, "begins_at_zero", False):
+        nothing = np.zeros_like(w)
+        alone = solved(learner, nothing)
+        assert alone is not None
+        local = learner.evaluate(nothing, alone.theta)
+        measures |= {LOCAL + name: value for name, value in local.items()}
+    if getattr(learner, "anchor", None) is None:
+        shared = learner.evaluate(w, learner.initial_theta())
+        measures |= {SHARED + name: value for name, value in shared.items()}
+    return measures
 
 
 def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:

@@ -40,6 +40,8 @@ class AdditiveLinear:
         test: (x, y) on which ``evaluate`` measures, in the same form.
     """
 
+    begins_at_zero = True
+
     def __init__(
         self,
         batches: Batches,

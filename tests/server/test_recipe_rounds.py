@@ -30,6 +30,8 @@ EVERYONE = Poisson(USERS, 1.0)
 class Solver(Toy):
     """A toy that can solve: θ = target − w, of size 2⁻³."""
 
+    begins_at_zero = True
+
     def solve(self, w: Floats) -> Solution:
         return Solution(self.target - w, {"beta": 0.0})
 
