@@ -77,7 +77,7 @@ def shifted_targets(y: Tensor, outputs: int) -> Tensor:
     if y.is_floating_point():
         return y
     classes = torch.arange(outputs, device=y.device)
-    return (y[:, None] == classes).float() - SHIFT
+    return (y[:, None] == classes).double() - SHIFT  # .1 in float32 is not .1
 
 
 def from_channels_last(parameters: Sequence[NDArray[np.float64]]) -> dict[str, Tensor]:

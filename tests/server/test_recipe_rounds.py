@@ -473,6 +473,20 @@ def test_an_adapted_clip_norm_bounds_the_sum_in_its_own_units() -> None:
     assert np.linalg.norm(w) * USERS == pytest.approx(2.0 * math.sqrt(0.9), rel=1e-6)
 
 
+def test_an_adapted_clip_norm_leaves_shorter_vectors_as_they_are() -> None:
+    ppsgd = strategy(
+        release=Release(EVERYONE, 0.5, 0.0),
+        steps=Steps(shared=1.0, personal=0.0),
+        adaptive_clip=AdaptiveClip(share=0.1),
+    )
+    ppsgd._curator.clip_norm = 2.0
+    total = ppsgd._curator.open_sum(SIZE)
+    vector = np.linspace(-0.5, 0.5, SIZE)  # longer than C, shorter than C_t
+    total.add(ppsgd._curator.encoded(vector, {}))
+    w, _ = ppsgd._curator.publish(1, np.zeros(SIZE), total)
+    np.testing.assert_allclose(-w * USERS, vector, atol=1e-6)
+
+
 # --- one call
 
 
