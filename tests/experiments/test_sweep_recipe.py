@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flwr_ppsgd import Ledger
 from flwr_ppsgd.experiments import blocks, workers
 from flwr_ppsgd.experiments.blocks import plan, run_block
 from flwr_ppsgd.experiments.outputs import read_rows
@@ -278,3 +279,23 @@ def test_validation_rows_and_not_test_rows_choose_among_solved(tmp_path: Path) -
     assert sum(choosing.test_rows(user) for user in range(9)) == data.validation.sum()
     flat = {key: value for key, value in FLAT.items() if key != "select-on"}
     assert sweep_of(write(tmp_path), flat).base.task.choosing() is None
+
+
+def test_the_vote_is_part_of_the_epsilon_of_a_row(tmp_path: Path) -> None:
+    """200 users are enough for one; after a single round it is a good part of what was spent."""
+    draw = np.random.default_rng(0)
+    user = np.repeat(np.arange(200), 3)
+    x = draw.normal(size=(600, 2))
+    y = draw.normal(size=600)
+    path = tmp_path / "many.npz"
+    np.savez(path, user=user, x=x, y=y, test=np.arange(600) % 3 == 2)
+    sweep = sweep_of(path, {**ALONE, "epsilon": [8.0], "insecure-seed": 1, "rounds": 2})
+    (point,) = sweep.points()
+    planned = recipe_of(sweep.base, point).training.recipe()
+    assert planned.vote is not None
+    price = Epsilons(sweep.base)
+    nothing = Ledger(1e-4)
+    without = nothing.record(planned.release).epsilon()
+    assert price(point, 1) == nothing.record(planned.vote.release).record(planned.release).epsilon()
+    assert price(point, 1) > without
+    assert 7.9 < price(point, 2) <= 8.0
