@@ -86,7 +86,8 @@ def paper_points(data: str, seeds: int) -> dict[str, Points]:
             run_sweep(sweep, out, SweepBar(progress, sweep.base.training.rounds))
         table = summarise(read_rows(out)).table
     found: dict[str, Points] = {PAPER: {}, TUNED: {}}
-    for choice, epsilon in zip(sorted(table, key=lambda one: one.epsilon), EPSILONS, strict=True):
+    noisy = sorted((one for one in table if one.noise_multiplier), key=lambda one: one.epsilon)
+    for choice, epsilon in zip(noisy, EPSILONS, strict=True):
         found[PAPER][epsilon] = [choice.best.reported]
         tuned = choice.others.get("fine-tuned")
         if tuned is not None:
