@@ -30,7 +30,7 @@ from flwr_ppsgd.experiments.run import Outcome, run_as_cohort
 from flwr_ppsgd.experiments.settings import Experiment
 from flwr_ppsgd.experiments.sweep import Sweep
 from flwr_ppsgd.experiments.workers import run_sweep
-from flwr_ppsgd.results.plots import COLOURS, name_of_measure, plain_numbers
+from flwr_ppsgd.results.plots import COLOURS, name_of_measure
 from flwr_ppsgd.results.summary import summarise
 from flwr_ppsgd.simulation.measures import measure_of
 
@@ -71,13 +71,13 @@ def paper_points(data: str, seeds: int) -> dict[str, Points]:
         "clip-norm": 1.0,
         "epsilon": list(EPSILONS),
         "delta": DELTA,
-        "step": [0.002, 0.005, 0.01],
+        "step": [0.0002, 0.0005, 0.002, 0.005, 0.01],
         "alpha-q": [0.0, 0.03, 0.1, 0.3, float("inf")],
         "insecure-seed": list(range(1, seeds + 1)),
         "evaluations": 1,
         "select-on": "validation",
         "baselines": "fine-tuned",
-        "fine-tune-steps": "0.002, 0.005, 0.01",
+        "fine-tune-steps": "0.001, 0.002, 0.005, 0.01",
     }
     sweep = Sweep.load(Path("figure-1c-poisson"), changes)
     with tempfile.TemporaryDirectory() as temporary:
@@ -125,8 +125,8 @@ def draw_accuracy(found: Mapping[str, Points], main: str, out: Path) -> None:
             label=method,
         )
     axes.set_xscale("log")
-    axes.set_xticks(EPSILONS)
-    plain_numbers(axes.xaxis)
+    axes.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])
+    axes.minorticks_off()
     axes.set_xlabel(f"ε at δ = {DELTA:g} (zero-out neighbours)")
     axes.set_ylabel(f"{name_of_measure(main)} on test rows")
     axes.grid(alpha=0.3)

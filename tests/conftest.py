@@ -1,5 +1,6 @@
 """Flower must neither phone home nor leave settings behind while it is tested."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -20,6 +21,15 @@ settings.register_profile(
 @pytest.fixture(autouse=True)
 def _no_waiting_for_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flwr_ppsgd.server.journal.PATIENCE", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _as_much_logging_as_before() -> Iterator[None]:
+    """Commands and examples make Flower quieter, for good; the next test may read its log."""
+    log = logging.getLogger("flwr")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)
