@@ -12,9 +12,10 @@ import simulations.text.__main__ as text
 from flwr_ppsgd import shared_arrays
 from simulations.adapters.task import FEATURES, adapted, whole
 from simulations.text.task import LONGEST, TagNet, read, synthetic
-from tests.support.paths import ROOT
+from tests.support.own_data import needs_real_data
+from tests.support.paths import SHARED
 
-REAL = ROOT.parent / "shared" / "data" / "zephyr_tags.npz"
+REAL = SHARED / "zephyr_tags.npz"
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def test_a_file_of_bags_of_words_is_read(tmp_path: Path) -> None:
     assert torch.isfinite(TagNet()(torch.from_numpy(found.words))).all()
 
 
-@pytest.mark.skipif(not REAL.exists(), reason=f"no {REAL}")
+@needs_real_data
 def test_real_texts_are_read() -> None:
     found = read(REAL)
     assert found.users == 191

@@ -182,13 +182,9 @@ class PPSGD(Strategy):
             rate=rate,
             aggregation=aggregation,
         )
-        return cls._planned(made.rounds, {**made.arguments(), **more}, made.rate_from)
-
-    @classmethod
-    def _planned(cls, rounds: int, arguments: dict[str, Any], rate_from: str) -> Self:
-        log.info("The server's rate is %s", rate_from)
-        strategy = cls(**arguments)
-        strategy._planned_rounds = rounds
+        log.info("The server's rate is %s", made.rate_from)
+        strategy = cls(**{**made.arguments(), **more})
+        strategy._planned_rounds = made.rounds
         return strategy
 
     @property
