@@ -27,6 +27,7 @@ LEAST_SHARE_BITS = 20  # of a client's share of the noise, in steps of the grid
 NOISE_BITS = 26  # a finer grid would show how many floats of noise each of its steps holds
 LARGEST_NORMAL = 14.0  # standard deviations, where the sampler in `noise` is cut off
 LEAST_NOISE = 1e-6  # a smaller z protects nobody, and no accountant can tell it from 0
+BLOCK = 1 << 15  # coordinates handled at once: the working set stays in the cache
 CLIP_MARGIN = 2.0**-40  # relative; the rounding of a norm and of a product stays far below it
 LEAST_SCALE = 1e-280  # a smaller factor has too few digits left
 SHORTEST_DIRECTION = 1e-280  # a shorter or longer vector is not normalised: it counts as zero
@@ -515,9 +516,10 @@ class PrivateMetrics:
 
 
 def length(g: Vector) -> float:
-    """‖g‖₂, safe from overflow and underflow of the squares."""
+    """‖g‖₂ in double precision, safe from overflow and underflow of the squares."""
     with np.errstate(over="ignore", invalid="ignore"):
-        plain = math.sqrt(np.dot(g, g))
+        square = np.dot(g, g) if g.dtype == np.float64 else _square_by_blocks(g)
+    plain = math.sqrt(square)
     if 1e-140 < plain < 1e140 or not g.size:
         return plain
     largest = float(np.max(np.abs(g)))
@@ -525,6 +527,18 @@ def length(g: Vector) -> float:
         return largest
     scaled = g / largest
     return largest * math.sqrt(np.dot(scaled, scaled))
+
+
+def _square_by_blocks(g: Vector) -> float:
+    """g·g of a vector in another precision, without a copy of all of it."""
+    total = 0.0
+    space = np.empty(min(BLOCK, len(g)))
+    for start in range(0, len(g), BLOCK):
+        part = g[start : start + BLOCK]
+        block = space[: len(part)]
+        block[...] = part
+        total += float(np.dot(block, block))
+    return total
 
 
 def clip_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
@@ -538,8 +552,11 @@ def clip_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
         limit: the largest norm.
         margin: relative, below the limit, for the rounding of the product.
     """
+    return _clip_scale(length(g), limit, margin)
+
+
+def _clip_scale(actual: float, limit: float, margin: float) -> float:
     within = limit * (1 - margin)
-    actual = length(g)
     if actual <= within:
         return 1.0
     scale = within / actual
@@ -561,7 +578,10 @@ def normal_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
     A vector shorter than 10⁻²⁸⁰, longer than 10²⁸⁰ or not finite becomes zero. That is decided
     before anything is scaled: its direction has too few digits.
     """
-    actual = length(g)
+    return _normal_scale(length(g), limit, margin)
+
+
+def _normal_scale(actual: float, limit: float, margin: float) -> float:
     if not SHORTEST_DIRECTION <= actual <= LONGEST_DIRECTION:
         return 0.0
     scale = limit * (1 - margin) / actual
@@ -585,6 +605,12 @@ def normalised(g: Vector, norm: float) -> Vector:
 def bounded(g: Vector, norm: float, normalise: bool) -> Vector:
     """What of one user enters the sum: the clipped gradient, or the normalised one."""
     return normalised(g, norm) if normalise else clip(g, norm)
+
+
+def bound_scale(actual: float, norm: float, normalise: bool) -> float:
+    """The factor by which ``bounded`` multiplies a vector of length ``actual``."""
+    scale = _normal_scale if normalise else _clip_scale
+    return scale(actual, norm, CLIP_MARGIN)
 
 
 def clip(g: Vector, norm: float) -> Vector:

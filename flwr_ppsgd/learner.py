@@ -73,6 +73,7 @@ class Learner(Protocol):
         """
         ...
 
+    # Optional: takes_float32, whether w may be a float32 vector if it travels as one.
     # Optional: num_tested, the number of rows on which it evaluates, the weight of its measures.
     # Optional, for private training metrics: measures of (w, θ) on the minibatch of the visit.
     # def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]

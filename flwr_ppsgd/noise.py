@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import (
+    BLOCK,
     LARGEST_NORMAL,
     PrivateMetrics,
     Release,
@@ -37,7 +38,7 @@ from flwr_ppsgd.algorithm import (
 
 GRID_CLIP_MARGIN = 1e-9  # relative; keeps the truncated vector below C in exact integers
 ROUNDING = 2.0**-53  # of each term of a norm, which the margin covers besides
-BLOCK = 1 << 15  # coordinates handled at once: the working set stays in the cache
+PRECISIONS = (np.float64, np.float32)  # of vectors that can be summed; the sum is in float64
 CUT_TAIL = 2.0**-145  # the probability that a normal lies beyond the sampler's cut
 
 
@@ -220,7 +221,7 @@ class GridSum:
         ValueError or FloatingPointError if the vector cannot be added; nothing has changed then.
         """
         expected = self._multiples
-        if vector.shape != expected.shape or vector.dtype != np.float64:
+        if vector.shape != expected.shape or vector.dtype not in PRECISIONS:
             found = f"{vector.dtype}{vector.shape}"
             raise ValueError(f"a vector of {found} where the sum is of float64{expected.shape}")
         return [self._scale(vector[part.place], part) for part in self._parts]
@@ -230,7 +231,7 @@ class GridSum:
         for part, scale in zip(self._parts, scales, strict=True):
             for start in range(part.place.start, part.place.stop, BLOCK):
                 end = min(start + BLOCK, part.place.stop)
-                block = vector[start:end] * scale
+                block = np.multiply(vector[start:end], scale, dtype=np.float64)
                 self._multiples[start:end] += np.trunc(block, out=block)
 
     def _scale(self, values: Vector, part: _Part) -> float:

@@ -1,25 +1,24 @@
 """Everything that travels: the names of the records, the Order, and w as named arrays.
 
-Layer names and shapes exist only here; everywhere else a model is one flat vector. What an array
-*declares* about itself is not trusted, only what its bytes hold.
+Layer names and shapes exist only here; everywhere else a model is one flat vector.
 """
 
 import fnmatch
 import functools
 import hashlib
-import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
+from flwr_ppsgd.arrays import Header, decode, decode_vector, encode, header_of
 from flwr_ppsgd.checks import LARGEST_COUNT
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import Terms
@@ -44,8 +43,6 @@ LONGEST_SHOWN = 80  # characters of a wrong value that an error shows
 MOST_METRICS = 100
 MOST_STARTS = 1_000_000
 _NUMBER = re.compile(r"[1-9][0-9]{0,14}")
-LONGEST_HEADER = 4096  # bytes; numpy writes 128 for any array of parameters
-NUMPY = "numpy.ndarray"  # Flower's name for its serialisation of numpy arrays
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchNorm's buffers
 
 Making: TypeAlias = Literal["step", "solve"]  # of θ
@@ -143,9 +140,9 @@ class Order:
 
         All clients of a simulation get the same Order: it is read once.
         """
-        items = tuple((name, type(value), value) for name, value in flat.items())
+        values = tuple(flat.values())
         try:
-            return _read_once(items)
+            return _read_once(tuple(flat), tuple(map(type, values)), values)
         except TypeError:  # a list cannot be looked up, and is no field either
             return cls.read(dict(flat))
 
@@ -166,6 +163,12 @@ class Order:
         order = cls(**values)
         order._check_values()
         return order
+
+    def at_visit(self, visit: int) -> "Order":
+        """The same Order at a visit of this user; much faster than ``replace``."""
+        own = object.__new__(Order)
+        own.__dict__.update(self.__dict__, visit=visit)
+        return own
 
     def _check_values(self) -> None:
         _check_count("round", self.round)
@@ -205,9 +208,9 @@ class Order:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_once(items: tuple[tuple[str, type, Any], ...]) -> Order:
+def _read_once(names: tuple[str, ...], types: tuple[type, ...], values: tuple[Any, ...]) -> Order:  # noqa: ARG001
     """The types are part of the key: 1 and True are equal and not the same."""
-    return Order.read({name: value for name, _, value in items})
+    return Order.read(dict(zip(names, values, strict=True)))
 
 
 # The fields that are sent and their types; metrics and starts travel as text.
@@ -323,7 +326,7 @@ class Layout:
     @classmethod
     def of(cls, record: ArrayRecord, hold: Hold | None = None) -> "Layout":
         """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
-        headers = tuple((name, _header(name, array)) for name, array in record.items())
+        headers = tuple((name, header_of(name, array)) for name, array in record.items())
         return _layout(headers, hold)
 
     @functools.cached_property
@@ -352,25 +355,35 @@ class Layout:
         ends = itertools.accumulate(sizes, initial=0)
         return list(itertools.starmap(slice, itertools.pairwise(ends)))
 
-    def flatten(self, record: ArrayRecord) -> Vector:
-        """The arrays as one float64 vector; ValueError unless names, shapes and dtypes fit."""
+    def flatten(self, record: ArrayRecord, *, as_sent: bool = False) -> Vector:
+        """The arrays as one vector; ValueError unless names, shapes and dtypes fit.
+
+        Args:
+            record: the arrays.
+            as_sent: leave float32 as it is, if all of them are; else the vector is float64.
+        """
         if set(record) - self.held != set(self.names):
             raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
         pairs = zip(self.names, self.shapes, strict=True)
-        parts = [_decode(name, record[name], shape).reshape(-1) for name, shape in pairs]
-        if len(parts) == 1 and parts[0].dtype == np.float64:
-            return parts[0].astype(np.float64, copy=False)  # a view of the bytes
-        vector = np.empty(self.size)
+        parts = [decode(name, record[name], shape).reshape(-1) for name, shape in pairs]
+        single = as_sent and all(part.dtype == np.float32 for part in parts)
+        dtype = np.float32 if single else np.float64
+        if len(parts) == 1 and parts[0].dtype == dtype:
+            return cast(Vector, parts[0])  # a view of the bytes
+        vector = cast(Vector, np.empty(self.size, dtype))
         with np.errstate(all="ignore"):
             np.concatenate(parts, out=vector, casting="unsafe")
         return vector
 
-    def unflatten(self, vector: Vector, like: ArrayRecord | None = None) -> ArrayRecord:
+    def unflatten(
+        self, vector: Vector, like: ArrayRecord | None = None, *, scale: float = 1.0
+    ) -> ArrayRecord:
         """The vector as named arrays in w's shapes and dtypes.
 
         Args:
             vector: w.
             like: holds the arrays that travel along, and the order of all of them.
+            scale: what the vector is multiplied by.
         """
         if vector.shape != (self.size,):
             raise ValueError(f"a vector of shape {vector.shape} where w has {self.size} parameters")
@@ -378,7 +391,7 @@ class Layout:
         arrays = ArrayRecord()
         with np.errstate(all="ignore"):  # a number too large for float32 becomes infinity
             for name, part, shape, dtype in forms:
-                arrays[name] = _encode(vector[part], shape, dtype)
+                arrays[name] = encode(vector[part], shape, dtype, scale)
         if like is None or not self.held:
             return arrays
         record = ArrayRecord()
@@ -388,7 +401,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(headers: "tuple[tuple[str, _Header], ...]", hold: Hold | None) -> Layout:
+def _layout(headers: tuple[tuple[str, Header], ...], hold: Hold | None) -> Layout:
     held = frozenset(
         name for name, header in headers if hold is not None and hold(name, header.dtype)
     )
@@ -416,108 +429,6 @@ def is_buffer(name: str, dtype: np.dtype[Any]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in STATISTICS)
 
 
-def record_from(serialised: Mapping[str, bytes]) -> ArrayRecord:
-    """Named arrays from their bytes, as Flower would have them."""
-    record = ArrayRecord()
-    for name, data in serialised.items():
-        header = _header(name, Array("", (), NUMPY, data))
-        record[name] = Array(str(header.dtype), header.shape, NUMPY, data)
-    return record
-
-
-def bytes_of(record: ArrayRecord) -> dict[str, bytes]:
-    """The serialised arrays by name: ``record_from`` turns them back."""
-    return {name: array.data for name, array in record.items()}
-
-
-def record_of(tensors: Sequence[bytes]) -> ArrayRecord:
-    """The legacy API's list of serialised arrays as a record with the keys 0, 1, 2, …"""
-    return record_from({str(place): data for place, data in enumerate(tensors)})
-
-
-@dataclass(frozen=True)
-class _Header:
-    """The head of a serialised numpy array; the numbers begin at byte ``end``."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    fortran: bool
-    end: int
-
-
-@functools.lru_cache(maxsize=256)
-def _parse_header(head: bytes) -> _Header:
-    stream = io.BytesIO(head)
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    else:
-        shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
-    return _Header(dtype, shape, fortran, stream.tell())
-
-
-def _header_length(data: bytes) -> int:
-    """Magic and version take 8 bytes, then comes the header's own length in 2 bytes (version 1) or
-    4, then the header."""
-    first = data[:12]
-    if first[6:7] == b"\x01":
-        return 10 + int.from_bytes(first[8:10], "little")
-    return 12 + int.from_bytes(first[8:], "little")
-
-
-def _header(name: str, array: Array) -> _Header:
-    if array.stype != NUMPY:
-        raise ValueError(
-            f"array {name!r} is serialised as {array.stype!r} where {NUMPY!r} was expected"
-        )
-    length = _header_length(array.data)
-    if length > LONGEST_HEADER:
-        raise ValueError(f"array {name!r} has no readable header")
-    try:
-        return _parse_header(array.data[:length])
-    except Exception as error:  # numpy's parser raises many kinds on hostile bytes
-        raise ValueError(f"array {name!r} has no readable header: {error}") from None
-
-
-def _decode(name: str, array: Array, shape: tuple[int, ...]) -> NDArray[np.floating[Any]]:
-    """The numbers in ``array``, a view of its bytes.
-
-    ValueError unless they are real floats of this very shape.
-    """
-    header = _header(name, array)
-    if header.shape != shape or header.dtype.kind != "f":
-        found = f"{header.dtype}{header.shape}"
-        raise ValueError(f"array {name!r} holds {found} where floats{shape} were expected")
-    size = len(array.data) - header.end
-    if size != math.prod(shape) * header.dtype.itemsize:
-        raise ValueError(f"array {name!r} holds {size} bytes, not what its header says")
-    values = np.frombuffer(array.data, header.dtype, offset=header.end)
-    return values.reshape(shape, order="F" if header.fortran else "C")
-
-
-@functools.lru_cache(maxsize=256)
-def _describe(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[str, bytes]:
-    """Flower's name for the dtype and numpy's header."""
-    stream = io.BytesIO()
-    header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(stream, header)
-    return str(dtype), stream.getvalue()
-
-
-def _encode(values: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    name, header = _describe(dtype, shape)
-    numbers = np.ascontiguousarray(values, dtype)
-    return Array(name, shape, NUMPY, b"".join([header, numbers.data]))
-
-
-def vector_record(vectors: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Flat vectors as a record, for a node's own state."""
-    record = ArrayRecord()
-    for name, vector in vectors.items():
-        record[name] = _encode(vector, vector.shape, vector.dtype)
-    return record
-
-
 def payload_hash(payload: bytes) -> str:
     """By which an Order names the message of a secure sum that comes along; empty without one."""
     return hashlib.sha256(payload).hexdigest() if payload else ""
@@ -527,15 +438,7 @@ def words_of(record: ArrayRecord | None, size: int) -> NDArray[np.uint64]:
     """The masked vector in a reply; ValueError unless it is one of this size."""
     if record is None or set(record) != {MASKED}:
         raise ValueError(f"no masked vector among {sorted(record or ())}")
-    array = record[MASKED]
-    header = _header(MASKED, array)
-    fits = header.dtype == np.dtype("<u8") and header.shape == (size,)
-    if not fits or len(array.data) - header.end != 8 * size:
+    header = header_of(MASKED, record[MASKED])
+    if header.dtype != np.dtype("<u8") or header.shape != (size,):
         raise ValueError(f"a masked vector of {header.dtype}{header.shape}, expected {size} words")
-    return np.frombuffer(array.data, "<u8", offset=header.end)
-
-
-def decode_vector(array: Array) -> NDArray[Any]:
-    """A vector in a record that ``vector_record`` made."""
-    header = _header("vector", array)
-    return np.frombuffer(array.data, header.dtype, offset=header.end)
+    return decode_vector(record[MASKED], MASKED)

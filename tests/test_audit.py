@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, SecureSum, Steps
-from flwr_ppsgd.algorithm import PrivateMetrics
+from flwr_ppsgd.algorithm import BLOCK, PrivateMetrics
 from flwr_ppsgd.audit import (
     MOST_NUMBERS,
     MOST_RELEASED,
@@ -21,7 +21,7 @@ from flwr_ppsgd.audit import (
     kept_in_audit,
 )
 from flwr_ppsgd.cli import app
-from flwr_ppsgd.noise import BLOCK, Coins, GridSum
+from flwr_ppsgd.noise import Coins, GridSum
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.rounds import OpenRound
 

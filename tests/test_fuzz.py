@@ -9,9 +9,10 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flwr_ppsgd.arrays import NUMPY
 from flwr_ppsgd.server.checkpoint import Checkpoint
 from flwr_ppsgd.server.journal import NAME, Journal, read_story
-from flwr_ppsgd.wire import NUMPY, Layout
+from flwr_ppsgd.wire import Layout
 from tests.support.toy import release, w0
 
 pytestmark = pytest.mark.fuzz

@@ -8,6 +8,7 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.arrays import bytes_of
 from flwr_ppsgd.client.mods import refuse_clipping_mods
 from flwr_ppsgd.client.secure import refuse_plain
 from flwr_ppsgd.client.sent import EVALUATE, Leaving, norm_of
@@ -23,7 +24,7 @@ from flwr_ppsgd.client.visit import (
     serve,
 )
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, Order, bytes_of
+from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, Order
 
 TRAIN = "train"
 ORDER_FIELDS = ("protocol", "publishes", "clip_norm")  # no stock strategy sends one of these

@@ -10,6 +10,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.arrays import bytes_of, vector_record
 from flwr_ppsgd.client.mods import guarded_mod
 from flwr_ppsgd.client.refusal import REFUSED_MESSAGE, REFUSED_ORDER, RefusedError, refusing
 from flwr_ppsgd.client.secure import (
@@ -47,8 +48,6 @@ from flwr_ppsgd.wire import (
     VOTE,
     Layout,
     Order,
-    bytes_of,
-    vector_record,
 )
 
 
@@ -198,15 +197,15 @@ def _answer_masked(
 
 def _train(message: Message, context: Context, learner: Learner, order: Order) -> Message:
     """The answer to an Order: the clipped gradient, private measures, and nothing else."""
-    layout, w = _shared(message)
+    layout, w = _shared(message, as_sent=getattr(learner, "takes_float32", False))
     check_shared(learner, layout.shape_of)
     sent = answer_order(context, learner, w, order)
     content = RecordDict()
     if order.asks == "size":
         assert sent.vector is not None
         content[GRADIENT] = vector_record({VOTE: sent.vector})
-    elif sent.vector is not None:
-        content[GRADIENT] = layout.unflatten(sent.vector)
+    elif sent.unscaled is not None:
+        content[GRADIENT] = sent.record(layout)
     if sent.measures:
         content[METRICS] = MetricRecord({**sent.measures})
     return Message(content, reply_to=message)
@@ -220,9 +219,8 @@ def _train_locally(
     config: Mapping[str, Any] = message.content.config_records.get(CONFIG, ConfigRecord())
     proximal = float(config.get("proximal-mu", 0.0))
     sent = answer_stock(context, learner, w, local, proximal)
-    assert sent.vector is not None
     metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
-    content = RecordDict({ARRAYS: layout.unflatten(sent.vector), METRICS: metrics})
+    content = RecordDict({ARRAYS: sent.record(layout), METRICS: metrics})
     return Message(content, reply_to=message)
 
 
@@ -253,8 +251,8 @@ def _arrays(content: RecordDict) -> dict[str, bytes]:
     return bytes_of(w) if isinstance(w, ArrayRecord) else {}
 
 
-def _shared(message: Message) -> tuple[Layout, Vector]:
-    """w that came with a message, and its form."""
+def _shared(message: Message, as_sent: bool = False) -> tuple[Layout, Vector]:
+    """w that came with a message, and its form; ``as_sent`` as of ``Layout.flatten``."""
     record = message.content.get(ARRAYS)
     if not isinstance(record, ArrayRecord):
         raise RefusedError(
@@ -263,4 +261,4 @@ def _shared(message: Message) -> tuple[Layout, Vector]:
             f"strategy use arrayrecord_key={ARRAYS!r}",
         )
     layout = refusing(REFUSED_MESSAGE, lambda: Layout.of(record))
-    return layout, refusing(REFUSED_MESSAGE, lambda: layout.flatten(record))
+    return layout, refusing(REFUSED_MESSAGE, lambda: layout.flatten(record, as_sent=as_sent))

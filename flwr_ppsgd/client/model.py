@@ -16,10 +16,11 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.arrays import record_from
 from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.client.visit import solved, visit
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.wire import Layout, Order, record_from
+from flwr_ppsgd.wire import Layout, Order
 
 STEP = 0.1  # of θ, for somebody who never took part
 VISITS = 100

@@ -18,6 +18,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.arrays import decode_vector, vector_record
 from flwr_ppsgd.client.policy import check_keys
 from flwr_ppsgd.client.refusal import REFUSED_CHARGES, THETA_FOREIGN, TOO_LATE, RefusedError
 from flwr_ppsgd.client.sent import Leaving
@@ -30,7 +31,7 @@ from flwr_ppsgd.client.shelf import (
     needed_before,
     owner_of,
 )
-from flwr_ppsgd.wire import Order, decode_vector, vector_record
+from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
 

@@ -11,9 +11,10 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 from numpy.typing import NDArray
 
+from flwr_ppsgd.arrays import decode_vector
 from flwr_ppsgd.client.refusal import RefusedError
 from flwr_ppsgd.client.shelf import Save, Shelf
-from flwr_ppsgd.wire import GRADIENT, MASKED, Order, decode_vector
+from flwr_ppsgd.wire import GRADIENT, MASKED, Order
 
 EVALUATE = "evaluate"
 LONGEST_SHOWN = 1000  # characters of a text that a server or a mod chose

@@ -3,16 +3,18 @@
 w comes in, a clipped gradient goes out, θ stays.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context
 
-from flwr_ppsgd.algorithm import Vector, bounded, length
+from flwr_ppsgd.algorithm import Vector, bound_scale, length
+from flwr_ppsgd.arrays import unchanging
 from flwr_ppsgd.checks import count, require
 from flwr_ppsgd.client.personal import (
     Personal,
@@ -30,7 +32,7 @@ from flwr_ppsgd.client.refusal import REFUSED_ORDER, REFUSED_POLICY, coded, refu
 from flwr_ppsgd.client.sent import Leaving
 from flwr_ppsgd.learner import Learner, Solution
 from flwr_ppsgd.tuning import BELOW, encode_size
-from flwr_ppsgd.wire import Order
+from flwr_ppsgd.wire import Layout, Order
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -110,12 +112,26 @@ class Sent:
     """What a visit sends to the server, as numbers.
 
     Args:
-        vector: the clipped gradient, or the trained parameters; None if nothing is published.
+        unscaled: the gradient, or the trained parameters; None if nothing is published.
         measures: training measures that the server releases privately.
+        scale: what bounds the gradient.
     """
 
-    vector: Vector | None
-    measures: Mapping[str, float]
+    unscaled: Vector | None
+    measures: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+
+    @functools.cached_property
+    def vector(self) -> Vector | None:
+        """The clipped gradient, or the trained parameters."""
+        if self.unscaled is None or self.scale == 1.0:
+            return self.unscaled
+        return self.unscaled * self.scale
+
+    def record(self, layout: Layout) -> ArrayRecord:
+        """The same as named arrays, scaled on the way."""
+        assert self.unscaled is not None
+        return layout.unflatten(self.unscaled, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -169,9 +185,9 @@ def answer_order(context: Context, learner: Learner, w: Vector, order: Order) ->
     θ is kept last: an exception before it leaves θ as it was. A vote leaves θ alone.
     """
     if order.asks == "size":
-        return Sent(vote(learner, order), {})
+        return Sent(vote(learner, order))
     personal = step_from(context, order, learner.initial_theta)
-    order = replace(order, visit=personal.visit + 1)
+    order = order.at_visit(personal.visit + 1)
     sent, theta = respond(learner, w, personal.theta, order)
     if order.personal == "solve" and keeps_on_disk(context):
         theta = _for_later(learner, w, theta)
@@ -185,10 +201,12 @@ def respond(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[S
     if order.personal == "solve":
         theta = _anchor(learner, w, theta, order)
     g_w, after = visit(learner, w, theta, order)
+    actual = _checked_length(learner, "g_w", g_w, w)
     if not order.publishes:
-        return Sent(None, {}), after
-    measures = _measures(learner, w, theta, order, g_w) if order.metrics else {}
-    return Sent(bounded(g_w, order.clip_norm, order.normalise), measures), after
+        return Sent(None), after
+    measures = _measures(learner, w, theta, order, actual) if order.metrics else {}
+    scale = bound_scale(actual, order.clip_norm, order.normalise)
+    return Sent(g_w, measures, scale), after
 
 
 def _for_later(learner: Learner, w: Vector, theta: Vector) -> Vector:
@@ -230,7 +248,7 @@ def solved(learner: Learner, w: Vector) -> Solution | None:
     if solve is None:
         return None
     solution: Solution = solve(w)
-    _check(learner, "a solved θ", solution.theta, learner.initial_theta())
+    _checked_length(learner, "a solved θ", solution.theta, learner.initial_theta())
     return solution
 
 
@@ -258,7 +276,7 @@ def answer_stock(
         proximal=proximal,
     )
     keep(context, after)
-    return Sent(trained, {})
+    return Sent(trained)
 
 
 def measure(context: Context, learner: Learner, w: Vector, order: Order | None) -> dict[str, float]:
@@ -307,23 +325,21 @@ def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vec
     """(g_w, θ after the visit).
 
     A learner may step θ in its own way, by ``personal_step(w, theta, order)``: that costs no
-    privacy. If θ is solved, it stays where g_w was taken. ValueError if the learner's gradients do
-    not fit; θ stays as it was.
+    privacy. If θ is solved, it stays where g_w was taken. ValueError if the step does not fit; g_w
+    is as the learner gave it.
     """
     g_w, g_theta = learner.gradients(w, theta, order)
-    _check(learner, "g_w", g_w, w)
     if order.personal == "solve":
         return g_w, theta
-    if g_theta is not g_w:
-        _check(learner, "g_θ", g_theta, theta)
+    _check_shape(learner, "g_θ", g_theta, theta)
     with np.errstate(all="ignore"):
         change = order.step * g_theta
         in_place = change if change.dtype == theta.dtype else None  # θ may be a large model
-        stepped: Vector = np.subtract(theta, change, out=in_place)
+        stepped: Vector = unchanging(np.subtract(theta, change, out=in_place))
     personal_step = getattr(learner, "personal_step", None)
     if personal_step is not None:
         stepped = personal_step(w, theta, order)
-    _check(learner, "a step of θ", stepped, theta)
+    _checked_length(learner, "a step of θ", stepped, theta)
     return g_w, stepped
 
 
@@ -340,7 +356,7 @@ def local_training(
     for _ in range(local.count):
         order = Order(0, 0.0, math.inf, "mean", True, visit=personal.visit + 1)
         gradient, _ = learner.gradients(trained, personal.theta, order)
-        _check(learner, "g_w", gradient, w)
+        _checked_length(learner, "g_w", gradient, w)
         pull = proximal * (trained - w)
         trained = trained - local.size * (gradient + pull)
         personal = personal.stepped(personal.theta, personal.round)
@@ -348,13 +364,13 @@ def local_training(
 
 
 def _measures(
-    learner: Learner, w: Vector, theta: Vector, order: Order, g_w: Vector
+    learner: Learner, w: Vector, theta: Vector, order: Order, actual: float
 ) -> dict[str, float]:
     """The training measures that the server releases privately; only those it names leave."""
     measures: dict[str, float] = {}
     asked = [name for name in order.metrics if name != BELOW]
     if len(asked) < len(order.metrics):
-        measures[BELOW] = 0.5 if length(g_w) <= order.clip_norm else -0.5
+        measures[BELOW] = 0.5 if actual <= order.clip_norm else -0.5
     if not asked:
         return measures
     name = type(learner).__name__
@@ -373,13 +389,21 @@ def _measures(
     return {**measures, **{measure: float(given[measure]) for measure in asked}}
 
 
-def _check(learner: Learner, name: str, vector: Vector, at: Vector) -> None:
-    """The form that the algorithm needs, or one line that says what the learner did."""
-    owner = type(learner).__name__
+def _checked_length(learner: Learner, name: str, vector: Vector, at: Vector) -> float:
+    """The length of a vector in the form that the algorithm needs, or one line that says what the
+    learner did."""
+    _check_shape(learner, name, vector, at)
+    actual = length(vector)
+    if not math.isfinite(actual):
+        owner = type(learner).__name__
+        raise ValueError(f"{owner}.gradients returned {name} that is not finite: lower the step")
+    return actual
+
+
+def _check_shape(learner: Learner, name: str, vector: Vector, at: Vector) -> None:
     if vector.shape != at.shape:
+        owner = type(learner).__name__
         raise ValueError(
             f"{owner}.gradients returned {name} of shape {vector.shape} where the parameters have "
             f"{at.shape}: return one flat vector for each block"
         )
-    if not math.isfinite(length(vector)):
-        raise ValueError(f"{owner}.gradients returned {name} that is not finite: lower the step")

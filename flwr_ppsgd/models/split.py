@@ -61,6 +61,9 @@ class SplitModel:
             whole module, and θ starts at zero.
         device: where to compute: "auto" (a GPU if there is one), "cpu", "cuda:0", …; None is where
             the module is.
+        handed_over: whether nobody else uses the module. It is then not copied, and the shared
+            values that it came with are not kept: there is no ``initial_w`` and no
+            ``initial_arrays``.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class SplitModel:
         *,
         additive: bool = False,
         device: str | torch.device | None = None,
+        handed_over: bool = False,
     ) -> None:
         refuse_running_statistics(module)
         self._shared, self._personal = blocks(module, personal, additive)
@@ -78,14 +82,16 @@ class SplitModel:
         self._patterns = patterns_of(personal)
         refuse_without_values(module)
         self._device = device_for(module, device)
-        # w and θ of one user after the other are written into this copy
-        self._module = copy.deepcopy(module).train().to(self._device)
+        # w and θ of one user after the other are written into this one
+        own = module if handed_over else copy.deepcopy(module)
+        self._module = own.train().to(self._device)
         self._channels_last = allows_channels_last(self._module, beside=_Additive)
         if self._channels_last:
             self._module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parameters = dict(self._module.named_parameters())
         moving = dict.fromkeys([*self._shared, *self._personal])
-        self._start = {name: _copied(self._parameters[name]) for name in moving}
+        kept = self._personal if handed_over else moving
+        self._start = {name: _copied(self._parameters[name]) for name in kept}
         self._dtype = _common_dtype(self._parameters[name] for name in moving)
         first = next(module.parameters())
         network = module.network if isinstance(module, _Additive) else module
@@ -210,8 +216,15 @@ class SplitModel:
         return dict(zip(held, found, strict=True))
 
     def _blocks(self, gradients: dict[str, Tensor]) -> tuple[Vector, Vector]:
-        g_w = _flat(gradients[name] for name in self._shared)
+        """(∇_w, ∇_θ): that of w in float32 if the network computes so, since w may be large."""
+        shared = [gradients[name] for name in self._shared]
+        g_w = _flat(shared, single=self.takes_float32)
         return g_w, _flat(gradients[name] for name in self._personal)
+
+    @property
+    def takes_float32(self) -> bool:
+        """Whether float32 vectors hold all that the network can tell apart."""
+        return self._dtype in (torch.float32, *HALF)
 
     def personal_gradient(
         self,
@@ -232,6 +245,15 @@ class SplitModel:
     def additive(self) -> bool:
         """Whether θ is added to a part of w, so that θ = 0 is a model."""
         return self._additive
+
+    @property
+    def is_all_head(self) -> bool:
+        """Whether θ is added to w, and w is nothing else than what it is added to."""
+        sizes = (self._size_of(self._shared), self._size_of(self._personal))
+        return self.additive and sizes[0] == sizes[1]
+
+    def _size_of(self, names: list[str]) -> int:
+        return sum(self._parameters[name].numel() for name in names)
 
     def shared_head(self, w: Vector) -> Vector:
         """The values in w to which θ is added; the module's own θ if it is not added to any."""
@@ -599,6 +621,7 @@ class SplitLearner:
         self._full_batch = full_batch
         self.num_examples = batches.num_examples
         self.num_tested = _count(test)
+        self.takes_float32 = model.takes_float32
 
     def initial_theta(self) -> Vector:
         """θ as the module has it."""
@@ -675,12 +698,9 @@ class SplitLearner:
     def own_size(self) -> float:
         """The root mean square of the user's own head, if w is nothing but a head; else 0."""
         head = self._model.head()
-        start = self._model.initial_w()
-        if head is None or not self._model.additive:
+        if head is None or not self._model.is_all_head:
             return 0.0
-        if len(start) != len(self._model.initial_theta()):
-            return 0.0
-        found = self._head_solver(head, start)
+        found = self._head_solver(head, self._model.initial_w())
         return 0.0 if found is None else found.own_size()
 
     def anchor(self, w: Vector, theta: Vector, order: Order) -> Vector:  # noqa: ARG002
@@ -795,10 +815,11 @@ def _common_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _flat(tensors: Iterable[Tensor]) -> Vector:
-    """One vector of all values, in float64."""
+def _flat(tensors: Iterable[Tensor], single: bool = False) -> Vector:
+    """One vector of all values, in float64 or ``single`` precision."""
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
-    return torch.cat(parts).cpu().double().numpy()
+    values = torch.cat(parts).cpu()
+    return (values.float() if single else values.double()).numpy()
 
 
 def _by_row(

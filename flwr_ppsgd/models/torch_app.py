@@ -119,7 +119,8 @@ class _LearnerFor:
     def __call__(self, context: Context) -> SplitLearner:
         train, test = self._loaders(context)
         user = int(context.node_config.get("partition-id", 0))
-        return self.learner(self.network(), self.personal, train, test, user=user)
+        module = self.network()
+        return self.learner(module, self.personal, train, test, user=user, handed_over=True)
 
     def _loaders(self, context: Context) -> tuple[Loader, Loader | None]:
         try:
@@ -175,6 +176,7 @@ def torch_learner(
     full_batch: bool = False,
     most_bytes: int = MOST_BYTES,
     user: int = 0,
+    handed_over: bool = False,
 ) -> SplitLearner:
     """A ``SplitModel`` of ``module`` with the rows of a user's loaders.
 
@@ -200,8 +202,11 @@ def torch_learner(
         full_batch: whether the gradient of w is that of all training rows.
         most_bytes: the most data that is held in memory; a larger loader is read batch by batch.
         user: decides the order of minibatches.
+        handed_over: as for ``SplitModel``.
     """
-    model = SplitModel(module, personal, loss, additive=additive, device=device)
+    model = SplitModel(
+        module, personal, loss, additive=additive, device=device, handed_over=handed_over
+    )
     parts = Parts(inputs, target)
     batches = LoaderBatches(train, parts, user=user, most_bytes=most_bytes)
     test_batches = None

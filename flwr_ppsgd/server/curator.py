@@ -517,7 +517,7 @@ class Curator:
         """What of one user is summed: the gradient on the scale of C, then private measures."""
         if self.scale != 1.0:
             with np.errstate(all="ignore"):
-                gradient = gradient / self.scale
+                gradient = np.divide(gradient, self.scale, dtype=np.float64)
         kinds = self.training.measures
         if kinds is None:
             return gradient

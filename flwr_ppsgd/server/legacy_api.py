@@ -22,6 +22,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
+from flwr_ppsgd.arrays import NUMPY, record_from, record_of
 from flwr_ppsgd.callers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
@@ -31,16 +32,7 @@ from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_o
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
-from flwr_ppsgd.wire import (
-    ARRAYS,
-    NUM_EXAMPLES,
-    NUMPY,
-    VOTE,
-    Layout,
-    Making,
-    record_from,
-    record_of,
-)
+from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, VOTE, Layout, Making
 
 log = logging.getLogger("flwr.ppsgd")
 flower_log = logging.getLogger("flwr")

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
+from flwr_ppsgd.arrays import bytes_of, record_from
 from flwr_ppsgd.callers import refuse_dp_strategy
 from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
@@ -50,8 +51,6 @@ from flwr_ppsgd.wire import (
     SECURE,
     Layout,
     Making,
-    bytes_of,
-    record_from,
 )
 
 log = logging.getLogger("flwr.ppsgd")

@@ -16,6 +16,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Vector
+from flwr_ppsgd.arrays import bytes_of, vector_record
 from flwr_ppsgd.checks import printable
 from flwr_ppsgd.noise import GridSum
 from flwr_ppsgd.promise import why_delta_is_void
@@ -35,10 +36,8 @@ from flwr_ppsgd.wire import (
     Hold,
     Layout,
     Order,
-    bytes_of,
     is_buffer,
     payload_hash,
-    vector_record,
 )
 
 log = logging.getLogger("flwr.ppsgd")
@@ -497,7 +496,7 @@ def _sent(reply: Reply, layout: Layout, kind: str) -> Vector:
         detail = f"no ArrayRecord {name!r} among {sorted(reply.found)}{hint}"
         raise UnusableError(f"without {name}", detail)
     try:
-        return layout.flatten(reply.arrays)
+        return layout.flatten(reply.arrays, as_sent=True)
     except ValueError as error:
         raise UnusableError("of wrong keys, shape or dtype", str(error)) from None
 

@@ -66,6 +66,6 @@ def copy_content(content: RecordDict) -> RecordDict:
 
 
 def _copy_array(array: Array) -> Array:
-    fresh = object.__new__(Array)
+    fresh = object.__new__(type(array))
     fresh.__dict__.update(array.__dict__)
     return fresh

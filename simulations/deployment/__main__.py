@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from flwr_ppsgd.arrays import record_from
 from flwr_ppsgd.client.model import PersonalModel
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.server import checkpoint
 from flwr_ppsgd.server.status import status_of
-from flwr_ppsgd.wire import record_from
 from simulations.deployment.client_app import learner_from
 from simulations.deployment.federation import Federation, has_nginx, wait_for, write_app
 

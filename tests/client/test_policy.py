@@ -22,13 +22,13 @@ from flwr.superlink.federation.noop_federation_manager import NoOpFederationMana
 from flwr.superlink.servicer.fleet import fleet_handlers
 
 from flwr_ppsgd import Order, client_app
+from flwr_ppsgd.arrays import bytes_of
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.policy import KEYS, Policy
 from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.signature import TrainingKey, signed
 from flwr_ppsgd.simulation.flower_internals import adopt_identity
-from flwr_ppsgd.wire import bytes_of
 from tests.support.toy import SIZE, toy_learner, w0
 
 adopt_identity(1)  # without it Flower lets nobody make a message

@@ -18,12 +18,12 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
 from flwr_ppsgd import PPSGD, Poisson, Release, Steps
+from flwr_ppsgd.arrays import bytes_of
 from flwr_ppsgd.noise import GridSum
 from flwr_ppsgd.server import record
 from flwr_ppsgd.server.checkpoint import Checkpoint, load, save
 from flwr_ppsgd.server.journal import NAME, Journal
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
-from flwr_ppsgd.wire import bytes_of
 from tests.server.test_legacy_api import legacy, manager
 from tests.support.paths import ROOT
 from tests.support.toy import SIZE, flat, grid, release, strategy, w0

@@ -331,7 +331,7 @@ def test_the_counts_of_a_vote_get_the_noise_that_is_charged() -> None:
 
 def test_a_hostile_vote_counts_once_and_at_most_with_norm_c() -> None:
     """Whatever a client sends is clipped to one vote."""
-    from flwr_ppsgd.wire import vector_record
+    from flwr_ppsgd.arrays import vector_record
 
     wanted = vote()
 

@@ -20,13 +20,14 @@ from flwr_ppsgd import (
     Steps,
     client_app,
 )
+from flwr_ppsgd.arrays import decode_vector
 from flwr_ppsgd.client.secure import MEMORY, STATE
 from flwr_ppsgd.optimizers import Adam, Momentum
 from flwr_ppsgd.server.private_log import entries
 from flwr_ppsgd.server.rounds import NobodyUsableError
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
-from flwr_ppsgd.wire import DATA, MASKED, ORDER, SECURE, decode_vector
+from flwr_ppsgd.wire import DATA, MASKED, ORDER, SECURE
 from tests.support.toy import Floats, Toy, flat, release, strategy, target, toy_learner, w0
 
 RULES = SecureSum(honest=6, colluding=1)
