@@ -7,8 +7,7 @@ import functools
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -18,8 +17,7 @@ NUMPY = "numpy.ndarray"  # Flower's name for its serialisation of numpy arrays
 LONGEST_HEADER = 4096  # bytes; numpy writes 128 for any array of parameters
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The head of a serialised numpy array; the numbers begin at byte ``end``."""
 
     dtype: np.dtype[Any]
@@ -64,6 +62,17 @@ class HeldArray(Array):
         return Array, _fields(self)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def put_note(array: Array, note: Any) -> None:
+    """Attach what the array says, so that nobody in this process has to read it again."""
+    if type(array) is HeldArray:
+        array.__dict__["note"] = note
+
+
+def note_on(array: Array) -> Any:
+    """What ``put_note`` attached; None if the array was serialised since, or changed."""
+    return None if _held(array) is None else array.__dict__.get("note")
 
 
 def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:

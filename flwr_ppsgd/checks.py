@@ -3,8 +3,10 @@
 import difflib
 import numbers
 from collections.abc import Collection, Iterable
+from typing import TypeVar
 
 LARGEST_COUNT = 2**50
+Value = TypeVar("Value")
 SHORTEST_KEY = 5  # letters; shorter keys are one edit away from too many others
 
 
@@ -12,6 +14,13 @@ def require(holds: bool, rule: str, value: object, remedy: str) -> None:
     """Raise ValueError unless ``holds``. Write the condition so that NaN fails it."""
     if not holds:
         raise ValueError(f"{rule}, got {value!r}: {remedy}")
+
+
+def altered(value: Value, **changes: object) -> Value:
+    """``dataclasses.replace`` several times as fast, without the checks of ``__post_init__``."""
+    fresh = object.__new__(type(value))
+    fresh.__dict__.update(value.__dict__, **changes)
+    return fresh
 
 
 def is_whole(value: object) -> bool:

@@ -164,12 +164,6 @@ class Order:
         order._check_values()
         return order
 
-    def at_visit(self, visit: int) -> "Order":
-        """The same Order at a visit of this user; much faster than ``replace``."""
-        own = object.__new__(Order)
-        own.__dict__.update(self.__dict__, visit=visit)
-        return own
-
     def _check_values(self) -> None:
         _check_count("round", self.round)
         _check_count("back", self.back)

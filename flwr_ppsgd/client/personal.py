@@ -5,7 +5,6 @@ send a round again, to the same users or to others; every Order therefore says a
 start of the server began, and θ is stepped from the newest save that is still part of that history.
 """
 
-import functools
 import itertools
 import json
 import logging
@@ -18,7 +17,8 @@ import numpy as np
 from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import decode_vector, vector_record
+from flwr_ppsgd.arrays import decode_vector, note_on, put_note, vector_record
+from flwr_ppsgd.checks import altered
 from flwr_ppsgd.client.policy import check_keys
 from flwr_ppsgd.client.refusal import REFUSED_CHARGES, THETA_FOREIGN, TOO_LATE, RefusedError
 from flwr_ppsgd.client.sent import Leaving
@@ -73,7 +73,7 @@ class Personal:
     def stepped(self, theta: Vector, round_: int, average: bool = False) -> Self:
         """After one more visit."""
         stood = self._stood_until(round_) if average else self.stood
-        return replace(self, theta=theta, round=round_, visit=self.visit + 1, stood=stood)
+        return altered(self, theta=theta, round=round_, visit=self.visit + 1, stood=stood)
 
     def average(self, round_: int) -> Vector:
         """(1/n)·Σ_{t<n} θ_t after n = ``round_`` rounds.
@@ -145,7 +145,7 @@ def step_from(context: Context, order: Order, initial: Callable[[], Vector]) -> 
     # before θ is read: what another task saves from now on must show
     seen = shelf.newest(order.training) if shelf else 0
     chosen = _chosen(context, shelf, order, initial, stepping=True)
-    return replace(
+    return altered(
         chosen,
         run=context.run_id,
         start=len(order.starts),
@@ -452,24 +452,22 @@ def _from_node(context: Context) -> Iterator[Personal]:
 def _records(context: Context) -> list[ArrayRecord]:
     """The same, serialised."""
     records: list[ArrayRecord] = []
-    while True:
-        record = context.state.get(_state_name(len(records)))
+    state = context.state
+    while (name := _state_name(len(records))) in state:
+        record = state[name]
         if not isinstance(record, ArrayRecord):
-            return records
+            break
         records.append(record)
+    return records
 
 
 def _decode(record: ArrayRecord) -> Personal:
-    stamp = _read_stamp(decode_vector(record["stamp"]).tobytes())
+    array = record["stamp"]
+    stamp = note_on(array)
+    if stamp is None:
+        stamp = json.loads(decode_vector(array).tobytes())
     stood = decode_vector(record["stood"]) if "stood" in record else None
     return Personal(decode_vector(record["theta"]), stood=stood, **stamp)
-
-
-@functools.lru_cache(maxsize=64)
-def _read_stamp(text: bytes) -> dict[str, Any]:
-    """A visit reads the same stamp several times. The dictionary is shared: it is never changed."""
-    stamp: dict[str, Any] = json.loads(text)
-    return stamp
 
 
 def _state_name(place: int) -> str:
@@ -477,6 +475,8 @@ def _state_name(place: int) -> str:
 
 
 def _encode(personal: Personal) -> ArrayRecord:
-    text = json.dumps(personal.stamp()).encode()
-    stamp = np.frombuffer(text, dtype=np.uint8)
-    return vector_record({**personal.vectors(), "stamp": stamp})
+    stamp = personal.stamp()
+    text = np.frombuffer(json.dumps(stamp).encode(), dtype=np.uint8)
+    record = vector_record({**personal.vectors(), "stamp": text})
+    put_note(record["stamp"], stamp)
+    return record

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd.algorithm import Vector, bound_scale, length
 from flwr_ppsgd.arrays import unchanging
-from flwr_ppsgd.checks import count, require
+from flwr_ppsgd.checks import altered, count, require
 from flwr_ppsgd.client.personal import (
     Personal,
     all_or_nothing,
@@ -187,7 +187,7 @@ def answer_order(context: Context, learner: Learner, w: Vector, order: Order) ->
     if order.asks == "size":
         return Sent(vote(learner, order))
     personal = step_from(context, order, learner.initial_theta)
-    order = order.at_visit(personal.visit + 1)
+    order = altered(order, visit=personal.visit + 1)
     sent, theta = respond(learner, w, personal.theta, order)
     if order.personal == "solve" and keeps_on_disk(context):
         theta = _for_later(learner, w, theta)

@@ -187,3 +187,38 @@ def test_users_of_all_sizes_are_measured_together_as_one_by_one(
     together = model.evaluate_users(w, thetas, tests)
     for theta, rows, measured in zip(thetas, tests, together, strict=True):
         assert measured == pytest.approx(model.evaluate(w, theta, rows), rel=1e-5)
+
+
+def test_a_module_that_is_handed_over_is_used_itself_and_keeps_its_theta() -> None:
+    module = nn.Sequential(small_network(), nn.Linear(5, 4)).double()
+    head = module[1].weight.detach().clone()
+    kept = SplitModel(module, "1.*")
+    model = SplitModel(module, "1.*", handed_over=True)
+    np.testing.assert_array_equal(model.initial_theta(), kept.initial_theta())
+    rows = images()
+    w = flat_w(kept)
+    expected = kept.gradients(w, kept.initial_theta() + 1, rows, "mean")
+    found = model.gradients(w, model.initial_theta() + 1, rows, "mean")
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_array_equal(model.initial_theta(), kept.initial_theta())
+    assert torch.equal(
+        module[1].weight, head + 1
+    )  # only the one that was handed over is written to
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_gradients_of_w_are_float32_if_the_network_is(single: bool) -> None:
+    """The numbers are the same whether w comes as float32 or as float64."""
+    module = nn.Sequential(small_network(), nn.Linear(5, 4))
+    module = module.float() if single else module.double()
+    model = SplitModel(module, "1.*")
+    assert model.takes_float32 == single
+    w = model.initial_w()
+    theta = model.initial_theta()
+    g_w, g_theta = model.gradients(w, theta, images(), "mean")
+    assert g_w.dtype == (np.float32 if single else np.float64)
+    assert g_theta.dtype == np.float64
+    if single:
+        from_single, _ = model.gradients(w.astype(np.float32), theta, images(), "mean")  # type: ignore[arg-type]
+        np.testing.assert_array_equal(from_single, g_w)
