@@ -275,6 +275,7 @@ class GridSum:
 
     def __init__(self, size: int, release: Release, metrics: PrivateMetrics | None = None) -> None:
         self._release = release
+        self._grid = release.grid
         measures = len(metrics.bounds) if metrics else 0
         self._multiples = np.zeros(size + measures)  # whole numbers, each below 2^53
         share = metrics.share if metrics else 0.0
@@ -315,7 +316,7 @@ class GridSum:
         scale = part.scale(values, part.limit, margin)
         if scale == 0.0 and not np.all(np.isfinite(values)):
             raise FloatingPointError("a vector that holds NaN or infinity")
-        to_grid = scale / self._release.grid
+        to_grid = scale / self._grid
         return to_grid if to_grid < math.inf else 0.0
 
     def noisy(self, coins: Coins) -> Vector:

@@ -18,6 +18,7 @@ from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.rounds import order_of, vote_order_of
 from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.simulation.engine import State, dropped_since, progress
+from flwr_ppsgd.wire import Order
 
 OPTIMIZER = "optimizer-"  # before the names of the optimizer's vectors in ``state``
 THETA = "theta-"  # before the number of a user
@@ -75,6 +76,7 @@ class LearnerEngine:
             self._hold_vote()
         self.round += 1
         order = order_of(self.curator, self.round)
+        orders: dict[int, Order] = {}  # by visit: most users are at the same one
         total = self.curator.open_sum(len(self._w))
         for user in self.curator.draw(self.round).tolist():
             self._visits[user] += 1
@@ -82,8 +84,10 @@ class LearnerEngine:
             theta = self._thetas.get(user)
             if theta is None:
                 theta = learner.initial_theta()
-            visited = replace(order, visit=int(self._visits[user]))
-            sent, after = respond(learner, self._w, theta, visited)
+            visit = int(self._visits[user])
+            if visit not in orders:
+                orders[visit] = replace(order, visit=visit)
+            sent, after = respond(learner, self._w, theta, orders[visit])
             self._keep(user, theta, after)
             if sent.vector is not None:
                 total.add(self.curator.encoded(sent.vector, sent.measures))
