@@ -34,13 +34,13 @@ class Drawn(NamedTuple):
         users: who takes part.
         visits: which visit this is for each of them, counted from 1.
         normals: one for each coordinate of w; nothing if there is no noise.
-        batch: all minibatches, if they were drawn together with those of other rounds.
+        rows: which rows of the table they draw; None if every sample is new.
     """
 
     users: Indices
     visits: Indices
     normals: Floats
-    batch: Batch | None
+    rows: Indices | None
 
 
 class Ahead:
@@ -88,20 +88,21 @@ class Ahead:
 
     def batches(self, round_: Drawn, users_at_once: int) -> Iterator[Batch]:
         """Its minibatches in parts of that many users; a part is valid until the next one."""
-        if not len(round_.users):
-            return
-        if round_.batch is not None:
-            yield round_.batch
-            return
         for start in range(0, len(round_.users), users_at_once):
             part = slice(start, start + users_at_once)
-            yield self._batch(round_.users[part], round_.visits[part])
+            rows = None if round_.rows is None else round_.rows[part]
+            yield self._population.batch(
+                round_.users[part],
+                round_.visits[part],
+                self._dtype,
+                self._scratch,
+                rows,
+            )
 
     def _rounds_at_once(self, users_at_once: int) -> int:
         numbers = self._population.features * self._population.outputs
         users = max(1.0, self._cohort.rate * len(self._population))
-        at_once = min(users_at_once, len(self._population))  # memory is planned for these
-        return max(1, min(MOST_ROUNDS, MOST_NORMALS // numbers, int(at_once / users)))
+        return max(1, min(MOST_ROUNDS, MOST_NORMALS // numbers, int(users_at_once / users)))
 
     def _draw(self, rounds: Sequence[int], visits: Indices, noisy: bool) -> list[Drawn]:
         visits = visits.copy()
@@ -111,13 +112,11 @@ class Ahead:
             visits[users] += 1
             members.append((users, visits[users]))
         normals = self._normals(rounds) if noisy else np.empty((len(rounds), 0))
-        batches = self._together(members)
-        return [
-            Drawn(users, own_visits, own_normals, batch)
-            for (users, own_visits), own_normals, batch in zip(
-                members, normals, batches, strict=True
-            )
-        ]
+        rows = self._rows(members)
+        drawn_ahead = []
+        for at, (users, own_visits) in enumerate(members):
+            drawn_ahead.append(Drawn(users, own_visits, normals[at], rows[at]))
+        return drawn_ahead
 
     def _members(self, round_: int, visits: Indices) -> Indices:
         """The users who take part in a round."""
@@ -130,17 +129,12 @@ class Ahead:
         streams = [coins_for(self._seed, "noise", round_) for round_ in rounds]
         return normals_of(streams, self._population.features * self._population.outputs)
 
-    def _together(self, members: Sequence[tuple[Indices, Indices]]) -> list[Batch | None]:
-        """The minibatches of each round, from one call for all; None for a single round, which may
-        be too large for one call."""
-        if len(members) == 1:
-            return [None]
+    def _rows(self, members: Sequence[tuple[Indices, Indices]]) -> Sequence[Indices | None]:
+        """The rows of each round, from one call for all."""
         users = np.concatenate([users for users, _ in members])
         visits = np.concatenate([visits for _, visits in members])
-        whole = self._batch(users, visits)
-        ends = np.cumsum([len(users) for users, _ in members]).tolist()
-        starts = [0, *ends[:-1]]
-        return [whole.part(start, end) for start, end in zip(starts, ends, strict=True)]
-
-    def _batch(self, users: Indices, visits: Indices) -> Batch:
-        return self._population.batch(users, visits, self._dtype, self._scratch)
+        rows = self._population.rows(users, visits)
+        if rows is None:
+            return [None] * len(members)
+        ends = np.cumsum([len(users) for users, _ in members])
+        return np.split(rows, ends[:-1])

@@ -71,23 +71,6 @@ class Batch:
         is_sample = np.arange(m) < self.counts[:, None]
         return padded[is_sample]
 
-    def part(self, start: int, end: int) -> "Batch":
-        """The minibatches of users[start:end], in the same memory if x is dense."""
-        m = self.y.shape[1]
-        own = slice(start, end)
-        own_x = own
-        if isinstance(self.x, sparse.csr_array):
-            own_x = slice(start * m, end * m)
-        rows = None if self.rows is None else self.rows[own]
-        return Batch(
-            self.users[own],
-            self.x[own_x],
-            self.y[own],
-            self.counts[own],
-            rows,
-            self.padded,
-        )
-
     def gram(self) -> Floats:
         """X_i X_iᵀ of each user: users × m × m."""
         if not isinstance(self.x, sparse.csr_array):
@@ -180,16 +163,22 @@ class Population(Protocol):
         """The number of users."""
         ...
 
+    def rows(self, users: Indices, visits: Indices) -> Indices | None:
+        """Which rows these users draw at these visits; None if every sample is new."""
+        ...
+
     def batch(
         self,
         users: Indices,
         visits: Indices,
         dtype: DType,
         scratch: Scratch | None = None,
+        rows: Indices | None = None,
     ) -> Batch:
         """The minibatches of these users at these visits.
 
-        If ``scratch`` is given, x may use that memory: it is valid until the next call.
+        If ``scratch`` is given, x may use that memory: it is valid until the next call. ``rows``
+        are those of ``rows``, if they are known already.
         """
         ...
 
@@ -254,14 +243,17 @@ class Epochs:
     def __init__(self, offsets: Indices, batch_size: int, seed: int) -> None:
         self._starts = offsets[:-1]
         self._sizes = np.diff(offsets)
+        self._batch_size = batch_size
         self._counts = np.minimum(batch_size, self._sizes)
         self._seed = seed
         self._source = generator("epochs")
         self._current = np.full(len(self._sizes), -1)  # the epoch of each user
         self._shuffled = np.zeros(int(offsets[-1]), dtype=np.intp)
 
-    def rows(self, users: Indices, visits: Indices, m: int) -> Indices:
-        """Which rows of the table each user draws: users × m, padded with the user's first row."""
+    def rows(self, users: Indices, visits: Indices) -> Indices:
+        """Which rows of the table each user draws: users × batch size, padded with the user's
+        first row."""
+        m = self._batch_size
         starts = self._starts[users]
         sizes = self._sizes[users]
         counts = self._counts[users]
@@ -354,18 +346,25 @@ class Table:
         """All rows of one user."""
         return self.x[self.offsets[user] : self.offsets[user + 1]]
 
+    def rows(self, users: Indices, visits: Indices) -> Indices:
+        """Users × batch size, padded with the user's first row."""
+        return self._epochs.rows(users, visits)
+
     def batch(
         self,
         users: Indices,
         visits: Indices,
         dtype: DType,
         scratch: Scratch | None = None,
+        rows: Indices | None = None,
     ) -> Batch:
         counts = np.minimum(self.batch_size, self.sizes[users])
         m = self.batch_size
         if not self._even:
             m = int(counts.max(initial=0))
-        rows = self._epochs.rows(users, visits, m)
+        if rows is None:
+            rows = self.rows(users, visits)
+        rows = rows[:, :m]
         x = self._taken(rows.reshape(-1), dtype, scratch or Scratch())
         y = self.y[rows].astype(dtype, copy=False)  # users × m × K
         padded = not self._even and int(counts.min(initial=m)) < m
@@ -504,12 +503,17 @@ class Fresh:
     def __len__(self) -> int:
         return len(self.problem.optima)
 
+    def rows(self, users: Indices, visits: Indices) -> None:  # noqa: ARG002
+        """Every sample is new."""
+        return None
+
     def batch(
         self,
         users: Indices,
         visits: Indices,
         dtype: DType,
         scratch: Scratch | None = None,  # noqa: ARG002
+        rows: Indices | None = None,  # noqa: ARG002
     ) -> Batch:
         drawn_x, drawn_y = self.problem.batches(users, visits, self.batch_size)
         x = drawn_x.astype(dtype, copy=False)

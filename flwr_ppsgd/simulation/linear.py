@@ -213,7 +213,7 @@ class CohortEngine:
         lengths = self._lengths(batch, residual, share)
         scales = clip_scales(lengths, self._clip)
         factors = scales * share[:, None] * self._shared_step
-        clipped = scaled(residual, factors.astype(self.dtype))
+        clipped = scaled(residual, factors.astype(self.dtype, copy=False))
         samples = users * m
         subtract_product(target, batch.flat, clipped.reshape(samples, -1))
 
@@ -221,7 +221,7 @@ class CohortEngine:
         """θ_i −= s_θ·g_i."""
         users, m, _, _ = residual.shape
         factors = share[:, None] * self._personal_step
-        moved = scaled(residual, factors.astype(self.dtype))
+        moved = scaled(residual, factors.astype(self.dtype, copy=False))
         self._thetas.step(batch, moved.reshape(users, m, -1))
 
     def _residual(self, batch: Batch) -> Floats:
@@ -263,7 +263,7 @@ class CohortEngine:
         """
         gram = self._thetas.gram(batch)  # users × m × m
         squares = squared_norms(gram, residual)
-        traces = np.einsum("umm->u", gram)
+        traces = gram.trace(axis1=1, axis2=2)
         bounds = traces[:, None] * _inner(residual, residual)
         share = share[:, None]
         cancelled = squares < CANCELLED * bounds
