@@ -1,8 +1,8 @@
 """What rounds draw, drawn for several of them at once.
 
-Cohorts, minibatches and normals depend on the seed and on who took part before, and not on w or θ.
-So they can be drawn before the rounds that need them, in fewer and larger calls; every round gets
-what it would have drawn by itself. With few users per round this saves about a fifth of the time.
+Cohorts, rows and normals depend on the seed and on who took part before, and not on w or θ. So they
+can be drawn before the rounds that need them, in fewer and larger calls; every round gets what it
+would have drawn by itself. With few users per round and one setting this saves a fifth of the time.
 """
 
 from collections import deque
@@ -77,7 +77,7 @@ class Ahead:
         Args:
             round_: its number; rounds come one after the other, or after ``forget``.
             visits: the number of visits of each user before it.
-            users_at_once: the number of users whose minibatches fit into the cache.
+            users_at_once: the number of users whose minibatches are taken at once.
             noisy: whether normals are wanted.
         """
         if not self._coming:
