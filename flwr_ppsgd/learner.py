@@ -177,17 +177,30 @@ def minibatch_rows(
     """Rows (v−1)·m … v·m−1 of the sequence of shuffled epochs, with m = min(size, length)."""
     size = min(size, length)
     epoch, offset = divmod((visit - 1) * size, length)
-    here = _shuffle(seed, user, epoch, length)[offset : offset + size]
+    here = shuffled(seed, user, epoch, length)[offset : offset + size]
     missing = size - len(here)
     if not missing:
         return here
-    following = _shuffle(seed, user, epoch + 1, length)
+    following = shuffled(seed, user, epoch + 1, length)
     return np.concatenate([here, following[:missing]])
 
 
 @functools.lru_cache(maxsize=4096)
-def _shuffle(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
-    return generator("epoch", seed, user, epoch).permutation(length)
+def shuffled(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
+    """The order of a user's rows in one epoch."""
+    return shuffled_by(generator("any"), seed, user, epoch, length)
+
+
+def shuffled_by(
+    source: np.random.Generator,
+    seed: int,
+    user: int,
+    epoch: int,
+    length: int,
+) -> NDArray[np.intp]:
+    """``shuffled`` with a generator that can be used again, which saves making one."""
+    reseed(source, "epoch", seed, user, epoch)
+    return source.permutation(length)
 
 
 def as_array(values: Rows) -> NDArray[Any]:

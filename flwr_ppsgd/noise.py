@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,19 +70,17 @@ class Coins:
         out = np.empty(count)
         for start in range(0, count, BLOCK):
             block = out[start : start + BLOCK]
-            top_bits = self.words(len(block)) >> np.uint64(11)
-            np.multiply(top_bits, 2.0**-53, out=block)
+            np.copyto(block, self.words(len(block)) >> np.uint64(11))
+            block *= 2.0**-53
         return out
 
     def exponentials(self, count: int) -> Vector:
         """−ln u with u from 128 bits: the far tail is as fine as the rest."""
-        high, low = self.words(2 * count).reshape(2, count)
-        uniforms = (low + 0.5) * 2.0**-128 + high * 2.0**-64
-        return -np.log(uniforms)
+        return _exponentials(self.words(2 * count).reshape(2, count))
 
     def normals(self, count: int) -> Vector:
         """Standard normals."""
-        return _normals(self, count)
+        return _normals([self], [count])
 
 
 def coins_for(seed: int | None, purpose: str, round_: int) -> Coins:
@@ -90,6 +88,12 @@ def coins_for(seed: int | None, purpose: str, round_: int) -> Coins:
     if seed is None:
         return Coins.secret()
     return Coins.insecure(seed, purpose, round_)
+
+
+def normals_of(streams: Sequence[Coins], count: int) -> NDArray[np.float64]:
+    """``normals(count)`` of each stream, in fewer and larger calls: streams × count."""
+    normals = _normals(streams, [count] * len(streams))
+    return normals.reshape(len(streams), count)
 
 
 def _edges() -> Vector:
@@ -113,68 +117,141 @@ LAYERS = 256
 TAIL = 3.6541528853610088  # x_1: with 256 layers, the only value for which the last edge is 0
 EDGES = _edges()
 HEIGHTS = np.exp(-(EDGES**2) / 2)
+THICKNESS = np.diff(HEIGHTS)  # of each layer
 SPACING = EDGES[:-1] * 2.0**-55  # of the places in a layer, which are −2⁵⁵ … 2⁵⁵ − 1
 # at places below this all of a layer is below f
 INSIDE = np.floor(EDGES[1:] / EDGES[:-1] * 2.0**55).astype(np.int64)
 
 
-def _normals(coins: Coins, count: int) -> Vector:
+def _normals(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
     """Marsaglia and Tsang's ziggurat (2000): 8 bits choose the layer, 56 others the place in it.
 
     The separate bits are Doornik's (2005). Ninety-nine of a hundred fall where a layer is all below
     the curve and are done; the time it takes tells how many of all coordinates do not.
+
+    Args:
+        streams: each gives its own normals, whatever the others give.
+        counts: the number of normals from each.
     """
-    out = np.empty(count)
-    placed = [_place(coins, out, start) for start in range(0, max(count, 1), BLOCK)]
-    beyond, layer = map(np.concatenate, zip(*placed, strict=True))
-    if len(beyond):
-        out[beyond] = _settled(coins, layer, out[beyond])
+    out = np.empty(sum(counts))
+    parts = np.split(out, np.cumsum(counts)[:-1])
+    placed = [_place(coins, part) for coins, part in zip(streams, parts, strict=True)]
+    shares = [len(beyond) for beyond, _ in placed]
+    if not sum(shares):
+        return out
+    starts = np.cumsum([0, *counts[:-1]])
+    beyond = np.concatenate([start + own for start, (own, _) in zip(starts, placed, strict=True)])
+    layers = np.concatenate([own for _, own in placed])
+    out[beyond] = _settled(streams, shares, layers, out[beyond])
     return out
 
 
-def _place(coins: Coins, out: Vector, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Fill one block from ``start``.
+def _place(coins: Coins, out: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Fill ``out``.
 
     Returns which of its numbers fell beyond the inner edge of their layer, and the layers of those.
     """
+    found = [_place_block(coins, out, start) for start in range(0, len(out), BLOCK)]
+    if len(found) == 1:
+        return found[0]
+    places = [np.empty(0, np.intp), *(own for own, _ in found)]
+    layers = [np.empty(0, np.int64), *(own for _, own in found)]
+    return np.concatenate(places), np.concatenate(layers)
+
+
+def _place_block(
+    coins: Coins, out: Vector, start: int
+) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """``_place`` of one block, which begins at ``start``."""
     block = out[start : start + BLOCK]
     words = coins.words(len(block)).view(np.int64)
     layer = words & (LAYERS - 1)
     place = words >> 8
-    np.multiply(place.astype(np.float64), SPACING.take(layer), out=block)
-    beyond = np.flatnonzero(np.abs(place) >= INSIDE.take(layer))
+    np.copyto(block, place)
+    block *= SPACING.take(layer)
+    np.abs(place, out=place)
+    (beyond,) = (place >= INSIDE.take(layer)).nonzero()
     return start + beyond, layer[beyond]
 
 
-def _settled(coins: Coins, layer: NDArray[np.int64], drawn: Vector) -> Vector:
+def _settled(
+    streams: Sequence[Coins],
+    shares: Sequence[int],
+    layer: NDArray[np.int64],
+    drawn: Vector,
+) -> Vector:
     """Decide on what fell beyond the inner edge of its layer.
 
     It stays if a height in its layer is below the curve, else it is drawn again; in the lowest
-    layer it becomes the tail.
+    layer it becomes the tail. ``shares`` says how many are whose, one stream after the other.
     """
-    top = HEIGHTS[layer + 1]
-    bottom = HEIGHTS[layer]
-    height = bottom + coins.uniforms(len(drawn)) * (top - bottom)
+    uniforms = np.concatenate([coins.uniforms(share) for coins, share in _each(streams, shares)])
+    height = HEIGHTS.take(layer) + uniforms * THICKNESS.take(layer)
+    curve = np.exp(drawn * drawn * -0.5)
     lowest = layer == 0
-    again = ~lowest & (height >= np.exp(-(drawn**2) / 2))
-    tail = _tail(coins, int(np.count_nonzero(lowest)))
-    drawn[lowest] = np.copysign(tail, drawn[lowest])
-    drawn[again] = _normals(coins, int(np.count_nonzero(again)))
+    (in_tail,) = lowest.nonzero()
+    (again,) = ((height >= curve) & ~lowest).nonzero()
+    if len(in_tail):
+        tail = _tail(streams, _counts(in_tail, shares))
+        drawn[in_tail] = np.copysign(tail, drawn[in_tail])
+    if len(again):
+        drawn[again] = _normals(streams, _counts(again, shares))
     return drawn
 
 
-def _tail(coins: Coins, count: int) -> Vector:
+def _counts(places: NDArray[np.intp], shares: Sequence[int]) -> list[int]:
+    """How many of the increasing ``places`` belong to each stream."""
+    ends = np.searchsorted(places, np.cumsum(shares))
+    counts: list[int] = np.diff(ends, prepend=0).tolist()
+    return counts
+
+
+def _tail(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
     """Beyond TAIL: exponentials e/TAIL above it, each kept with probability exp(−(e/TAIL)²/2).
 
     Marsaglia 1964.
     """
-    found = np.empty(0)
-    while len(found) < count:
-        excess = coins.exponentials(count - len(found)) / TAIL
-        accepted = 2 * coins.exponentials(len(excess)) > excess**2
-        within = excess <= LARGEST_NORMAL - TAIL
-        found = np.concatenate([found, TAIL + excess[accepted & within]])
-    return found
+    words = [coins.words(4 * count).reshape(2, 2, count) for coins, count in _each(streams, counts)]
+    halves = np.concatenate(words, axis=2)  # two exponentials × high and low × numbers
+    excess = _exponentials(halves[0]) / TAIL
+    accepted = 2 * _exponentials(halves[1]) > excess**2
+    accepted &= excess <= LARGEST_NORMAL - TAIL
+    found = TAIL + excess
+    if accepted.all():
+        return found
+    return _with_redrawn(streams, counts, found, accepted)
+
+
+def _with_redrawn(
+    streams: Sequence[Coins],
+    counts: Sequence[int],
+    found: Vector,
+    accepted: NDArray[np.bool_],
+) -> Vector:
+    """Of each stream what is accepted, and after it others from the tail for the rest."""
+    parts = []
+    start = 0
+    for coins, count in _each(streams, counts):
+        own = slice(start, start + count)
+        kept = found[own][accepted[own]]
+        parts.append(kept)
+        if len(kept) < count:
+            parts.append(_tail([coins], [count - len(kept)]))
+        start += count
+    return np.concatenate(parts)
+
+
+def _exponentials(halves: NDArray[np.uint64]) -> Vector:
+    """−ln u with u = (high and low half)·2⁻¹²⁸: 2 × numbers."""
+    high, low = halves.astype(np.float64)
+    uniforms = (low + 0.5) * 2.0**-128 + high * 2.0**-64
+    return np.asarray(-np.log(uniforms))
+
+
+def _each(streams: Sequence[Coins], counts: Sequence[int]) -> Iterator[tuple[Coins, int]]:
+    """The streams that have anything to give."""
+    pairs = zip(streams, counts, strict=True)
+    return (pair for pair in pairs if pair[1])
 
 
 class _Part(NamedTuple):
@@ -199,6 +276,7 @@ class GridSum:
 
     def __init__(self, size: int, release: Release, metrics: PrivateMetrics | None = None) -> None:
         self._release = release
+        self._grid = release.grid
         measures = len(metrics.bounds) if metrics else 0
         self._multiples = np.zeros(size + measures)  # whole numbers, each below 2^53
         share = metrics.share if metrics else 0.0
@@ -239,7 +317,7 @@ class GridSum:
         scale = part.scale(values, part.limit, margin)
         if scale == 0.0 and not np.all(np.isfinite(values)):
             raise FloatingPointError("a vector that holds NaN or infinity")
-        to_grid = scale / self._release.grid
+        to_grid = scale / self._grid
         return to_grid if to_grid < math.inf else 0.0
 
     def noisy(self, coins: Coins) -> Vector:

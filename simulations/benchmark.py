@@ -56,16 +56,19 @@ from flwr_ppsgd.client.personal import Personal
 from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.data import load
 from flwr_ppsgd.data.synthetic import Synthetic
-from flwr_ppsgd.learner import Minibatches, generator
+from flwr_ppsgd.learner import Minibatches, all_rows, generator
 from flwr_ppsgd.models.linear import AdditiveLinear, Matrix
 from flwr_ppsgd.models.split import AdditiveHead, SplitLearner
 from flwr_ppsgd.noise import Coins, GridSum, secure_input
+from flwr_ppsgd.recipe import recipe
 from flwr_ppsgd.secure.coordinator import Coordinator
 from flwr_ppsgd.secure.messages import Partners, Roster
 from flwr_ppsgd.secure.participant import Keyed, Session
+from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.simulation.batches import Fresh, Table
 from flwr_ppsgd.simulation.engine import Engine, Setting
 from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation.learners import Found, LearnerEngine
 from flwr_ppsgd.simulation.linear import CohortEngine
 from flwr_ppsgd.simulation.networks import NetworkEngine
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES, ORDER
@@ -200,6 +203,18 @@ def show_cohort_engine() -> None:
     )
     for name, comparison, least in COHORTS:
         show_against_loop(name, comparison(), least)
+    show(
+        "f. the sparse sweep: what memory and secret normals need / a round",
+        words_share(),
+        at_least=0.4,
+    )
+    for classes in (10, 62):
+        of_products, of_square = recipe_shares(classes)
+        name = f"f. a round of the recipe, 784×{classes}:"
+        show(f"{name} BLAS for its two products / all of it", of_products, at_least=0.6)
+        print(
+            f"{'   the same as a share of the rate of a large square product':66s} {of_square:9.3g}"
+        )
 
 
 def show_orientation() -> None:
@@ -757,6 +772,92 @@ def words_sweep() -> Comparison:
     take(100, loop)
     engine = warmed(CohortEngine(table, grid, seed=1, rounds=2000))
     return against(loop, engine, settings=len(grid), repetitions=12, rounds=5)
+
+
+def words_share(rounds: int = 5, repetitions: int = 8) -> float:
+    """How near the sparse sweep is to what bounds it: the rows of V and θ that a round must read
+    or write, at the speed of a large copy, and one secret normal for each coordinate of w."""
+    release = Release(Poisson(500, rate=0.02), clip_norm=0.01, noise_multiplier=1.0)
+    table = bags_of_words(500, SAMPLES, 5000, 80)
+    grid = settings(release, (2.0, 5.0, 10.0, 20.0))
+    engine = warmed(CohortEngine(table, grid, seed=1, rounds=2000))
+    must_move = words_bytes(table, columns=32 * 80)  # one α has no θ, another has no w
+    source = np.ones(10**7)
+    target = np.ones(10**7)
+    shares = []
+    for _ in range(repetitions):
+        copying = seconds(lambda: np.copyto(target, source))
+        moving = must_move * copying / (2 * source.nbytes)
+        drawing = seconds(lambda: Coins.secret().normals(5000 * 80))
+        shares.append(rounds * (moving + drawing) / seconds(lambda: several(engine, rounds)))
+    return statistics.median(shares)
+
+
+def words_bytes(table: Table, columns: int) -> float:
+    """Bytes that a round of ten users cannot avoid to read or write.
+
+    The rows of V for the words of the cohort: read for scores, read and written by the step. A_i
+    of each user (see ``Span``): read, and the rows of the minibatch written. Σ_t n_t: read and
+    written.
+    """
+    users = np.arange(0, len(table), len(table) // 10)
+    batch = table.batch(users, np.ones(len(users), dtype=np.intp), np.dtype(np.float64))
+    _, columns_with_entries = batch.flat.nonzero()
+    words = len(np.unique(columns_with_entries))
+    own_rows = len(users) * (SAMPLES + BATCH)
+    noise = 2 * table.features * table.outputs
+    return 8.0 * (3 * words * columns + own_rows * columns + noise)
+
+
+def recipe_shares(classes: int, users: int = 150, repetitions: int = 8) -> tuple[float, float]:
+    """(Time that BLAS needs for X_i w and X_iᵀR_i of everyone over that of a round; speed of the
+    round in multiplications per second over that of a large square product).
+
+    Everyone takes part with all rows, gradients are normalised, and the server steps by Adam.
+    """
+    engine, batches = recipe_engine(classes, users)
+    w = np.zeros((FEATURES, classes))
+    residual = np.zeros((SAMPLES, classes))
+    rows = [all_rows(own)[0] for own in batches]
+    square = generator("square").normal(size=(1000, 1000))
+
+    def products() -> None:
+        for x in rows:
+            np.matmul(x, w)
+            np.matmul(x.T, residual)
+
+    several(engine, 1)
+    of_products = []
+    of_square = []
+    multiplications = 2.0 * users * SAMPLES * FEATURES * classes
+    for _ in range(repetitions):
+        round_seconds = seconds(engine.advance)
+        square_seconds = seconds(lambda: np.matmul(square, square))
+        of_products.append(seconds(products) / round_seconds)
+        of_square.append(multiplications / round_seconds * square_seconds / 1e9)
+    return statistics.median(of_products), statistics.median(of_square)
+
+
+def recipe_engine(classes: int, users: int) -> tuple[LearnerEngine, list[Minibatches]]:
+    """``method = "auto"`` without its vote, which comes once, and everyone's rows."""
+    table = random_table(users, SAMPLES, FEATURES, classes)
+    batches = []
+    for user in range(users):
+        own = slice(user * SAMPLES, (user + 1) * SAMPLES)
+        x = table.x[own].astype(np.float64)
+        batches.append(Minibatches(x, table.y[own], BATCH, seed=1, user=user))
+    learners = [AdditiveLinear(own, FEATURES, classes) for own in batches]
+    planned = recipe(population=users, delta=DELTA, noise_multiplier=10.0)
+    arguments = planned.arguments() | {"vote": None}
+    training = Training(**arguments, insecure_seed=1)
+    nothing = Found({}, np.zeros(0))
+    engine = LearnerEngine(
+        training,
+        learners.__getitem__,
+        np.zeros(FEATURES * classes),
+        lambda w, thetas: nothing,  # noqa: ARG005
+    )
+    return engine, batches
 
 
 def loading_seconds(users: int = 580, rows: int = 64_716) -> float:

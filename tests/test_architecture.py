@@ -41,7 +41,8 @@ FOLDERS = {
         stackoverflow public synthetic learners by_name look
     """,
     "simulation": """
-        flower_internals grid measures batches thetas engine linear networks learners baselines
+        flower_internals grid measures batches ahead thetas engine linear networks learners
+        baselines
     """,
     "experiments": """
         shipped problem rows tasks people settings client_app run sweep snapshot blocks outputs

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flwr_ppsgd import Poisson, PrivateMetrics, Release
 from flwr_ppsgd.algorithm import BLOCK, LARGEST_NORMAL, Vector
-from flwr_ppsgd.noise import EDGES, TAIL, Coins, GridSum, residual_delta
+from flwr_ppsgd.noise import EDGES, TAIL, Coins, GridSum, normals_of, residual_delta
 
 RELEASE = Release(Poisson(100, 0.5), clip_norm=3.0, noise_multiplier=2.0)
 
@@ -26,6 +26,14 @@ def test_normals_have_the_moments_of_a_normal(seed: int) -> None:
     assert n.shape == (d,)
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(np.mean(n**power) - mean) < 5 * math.sqrt(variance / d)
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, 7840, BLOCK + 5])
+def test_streams_side_by_side_give_what_each_gives_alone(count: int) -> None:
+    """Also if some of them, and not others, reach into the tail and are drawn again."""
+    together = normals_of([Coins.insecure(7, stream) for stream in range(40)], count)
+    alone = [Coins.insecure(7, stream).normals(count) for stream in range(40)]
+    np.testing.assert_array_equal(together, alone)
 
 
 def test_normals_are_independent_within_a_pair_and_between_blocks() -> None:

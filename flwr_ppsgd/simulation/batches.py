@@ -17,7 +17,7 @@ from flwr_ppsgd.checks import require
 from flwr_ppsgd.data.learners import user_measures
 from flwr_ppsgd.data.per_user import Task
 from flwr_ppsgd.data.synthetic import Synthetic
-from flwr_ppsgd.learner import minibatch_rows
+from flwr_ppsgd.learner import generator, minibatch_rows, shuffled_by
 from flwr_ppsgd.models.linear import Loss, Matrix, mean_losses
 from flwr_ppsgd.simulation.measures import for_choosing, summary
 
@@ -163,16 +163,22 @@ class Population(Protocol):
         """The number of users."""
         ...
 
+    def rows(self, users: Indices, visits: Indices) -> Indices | None:
+        """Which rows these users draw at these visits; None if every sample is new."""
+        ...
+
     def batch(
         self,
         users: Indices,
         visits: Indices,
         dtype: DType,
         scratch: Scratch | None = None,
+        rows: Indices | None = None,
     ) -> Batch:
         """The minibatches of these users at these visits.
 
-        If ``scratch`` is given, x may use that memory: it is valid until the next call.
+        If ``scratch`` is given, x may use that memory: it is valid until the next call. ``rows``
+        are those of ``rows``, if they are known already.
         """
         ...
 
@@ -223,6 +229,60 @@ class MeasuredRows:
         return self.x[start:end], self.y[start:end]
 
 
+class Epochs:
+    """The shuffled rows of every user's current epoch, from which minibatches are slices.
+
+    They are those of ``minibatch_rows``, for a whole cohort in a few calls.
+
+    Args:
+        offsets: of the users' rows, as for ``Table``.
+        batch_size: the number of rows in a minibatch, of a user who has that many.
+        seed: of the shuffling.
+    """
+
+    def __init__(self, offsets: Indices, batch_size: int, seed: int) -> None:
+        self._starts = offsets[:-1]
+        self._sizes = np.diff(offsets)
+        self._batch_size = batch_size
+        self._counts = np.minimum(batch_size, self._sizes)
+        self._seed = seed
+        self._source = generator("epochs")
+        self._current = np.full(len(self._sizes), -1)  # the epoch of each user
+        self._shuffled = np.zeros(int(offsets[-1]), dtype=np.intp)
+
+    def rows(self, users: Indices, visits: Indices) -> Indices:
+        """Which rows of the table each user draws: users × batch size, padded with the user's
+        first row."""
+        m = self._batch_size
+        starts = self._starts[users]
+        sizes = self._sizes[users]
+        counts = self._counts[users]
+        epochs, begins = np.divmod((visits - 1) * counts, sizes)
+        for place in np.flatnonzero(epochs != self._current[users]).tolist():
+            self._shuffle(int(users[place]), int(epochs[place]))
+        wanted = (starts + begins)[:, None] + np.arange(m)
+        rows = self._shuffled.take(wanted, mode="clip")
+        no_slice = (begins + m > sizes) | (epochs != self._current[users])
+        for place in np.flatnonzero(no_slice).tolist():
+            self._put(rows[place], int(users[place]), int(visits[place]))
+        return rows
+
+    def _shuffle(self, user: int, epoch: int) -> None:
+        start = int(self._starts[user])
+        size = int(self._sizes[user])
+        order = shuffled_by(self._source, self._seed, user, epoch, size)
+        self._shuffled[start : start + size] = start + order
+        self._current[user] = epoch
+
+    def _put(self, row: Indices, user: int, visit: int) -> None:
+        """A minibatch that is no slice of the user's current epoch: it is padded, it reaches into
+        the next epoch, or it is from an earlier one than a later visit in the same call."""
+        size = int(self._sizes[user])
+        own = minibatch_rows(self._seed, user, visit, size, int(self._counts[user]))
+        row[:] = self._starts[user]
+        row[: len(own)] += own
+
+
 class Table:
     """Finitely many samples, one row each, sorted by user.
 
@@ -270,6 +330,7 @@ class Table:
         self.most_visits = most_visits
         self.units = np.ones(len(self.sizes)) if units is None else units
         self._even = bool(self.sizes.min() >= batch_size)  # no minibatch needs padding
+        self._epochs = Epochs(self.offsets, batch_size, seed)
         self.test = MeasuredRows.of(test)
         self.validation = MeasuredRows.of(validation)
 
@@ -285,18 +346,25 @@ class Table:
         """All rows of one user."""
         return self.x[self.offsets[user] : self.offsets[user + 1]]
 
+    def rows(self, users: Indices, visits: Indices) -> Indices:
+        """Users × batch size, padded with the user's first row."""
+        return self._epochs.rows(users, visits)
+
     def batch(
         self,
         users: Indices,
         visits: Indices,
         dtype: DType,
         scratch: Scratch | None = None,
+        rows: Indices | None = None,
     ) -> Batch:
         counts = np.minimum(self.batch_size, self.sizes[users])
         m = self.batch_size
         if not self._even:
             m = int(counts.max(initial=0))
-        rows = self._drawn_rows(users, visits, m)
+        if rows is None:
+            rows = self.rows(users, visits)
+        rows = rows[:, :m]
         x = self._taken(rows.reshape(-1), dtype, scratch or Scratch())
         y = self.y[rows].astype(dtype, copy=False)  # users × m × K
         padded = not self._even and int(counts.min(initial=m)) < m
@@ -305,24 +373,8 @@ class Table:
             x = _without(x, missing.reshape(-1))
             y[missing] = 0.0
         if not isinstance(x, sparse.csr_array):
-            x = x.reshape(len(users), m, -1)
+            x = x.reshape(len(users), m, self.features)
         return Batch(users, x, y, counts, rows, padded)
-
-    def _drawn_rows(self, users: Indices, visits: Indices, m: int) -> Indices:
-        """Which rows of the table each user draws: users × m, padded with the user's first row."""
-        rows = np.zeros((len(users), m), dtype=np.intp)
-        members = zip(
-            rows,
-            users.tolist(),
-            visits.tolist(),
-            self.sizes[users].tolist(),
-            strict=True,
-        )
-        for row, user, visit, size in members:
-            own = minibatch_rows(self.seed, user, visit, size, self.batch_size)
-            row[: len(own)] = own
-        rows += self.offsets[users][:, None]
-        return rows
 
     def _taken(self, rows: Indices, dtype: DType, scratch: Scratch) -> Features:
         """Rows of x in this dtype."""
@@ -451,12 +503,17 @@ class Fresh:
     def __len__(self) -> int:
         return len(self.problem.optima)
 
+    def rows(self, users: Indices, visits: Indices) -> None:  # noqa: ARG002
+        """Every sample is new."""
+        return None
+
     def batch(
         self,
         users: Indices,
         visits: Indices,
         dtype: DType,
         scratch: Scratch | None = None,  # noqa: ARG002
+        rows: Indices | None = None,  # noqa: ARG002
     ) -> Batch:
         drawn_x, drawn_y = self.problem.batches(users, visits, self.batch_size)
         x = drawn_x.astype(dtype, copy=False)

@@ -5,12 +5,13 @@ the curator of a deployment: with the same seed, w is the same to the last bit.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.checks import altered
 from flwr_ppsgd.client.visit import respond, vote
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.noise import GridSum
@@ -82,7 +83,7 @@ class LearnerEngine:
             theta = self._thetas.get(user)
             if theta is None:
                 theta = learner.initial_theta()
-            visited = replace(order, visit=int(self._visits[user]))
+            visited = altered(order, visit=int(self._visits[user]))
             sent, after = respond(learner, self._w, theta, visited)
             self._keep(user, theta, after)
             if sent.vector is not None:

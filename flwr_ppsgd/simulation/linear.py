@@ -11,23 +11,15 @@ the rounding of float64. This engine sums in floating point, so what it adds is 
 ε is what a deployment would have cost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flwr_ppsgd.algorithm import Steps, Vector, clip_scales
 from flwr_ppsgd.models.linear import Matrix, predict
-from flwr_ppsgd.noise import coins_for
-from flwr_ppsgd.simulation.batches import (
-    Batch,
-    Features,
-    Floats,
-    Indices,
-    Population,
-    Scratch,
-    drawn,
-)
+from flwr_ppsgd.simulation.ahead import Ahead
+from flwr_ppsgd.simulation.batches import Batch, Features, Floats, Indices, Population
 from flwr_ppsgd.simulation.engine import (
     Setting,
     State,
@@ -95,9 +87,8 @@ class CohortEngine:
         self.reduction = settings[0].release.reduction
         self.dtype = np.dtype(dtype)
         self.round = 0
-        self._seed = seed
+        self._ahead = Ahead(population, self.cohort, seed, self.dtype)
         self._average = average
-        self._scratch = Scratch()
         self._visits = np.zeros(len(population), dtype=np.intp)
         # the round up to which each user's average θ is counted
         self._since = np.zeros(len(population), dtype=np.intp)
@@ -155,42 +146,30 @@ class CohortEngine:
     def advance(self) -> None:
         """One round of every setting."""
         self.round += 1
-        users = self._draw()
-        self._visits[users] += 1
+        size = self._users_at_once()
+        drawn = self._ahead.round(self.round, self._visits, size, noisy=self._noisy)
+        self._visits[drawn.users] += 1
         if self._average:
-            self._count_standing(users)
+            self._count_standing(drawn.users)
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
-            self._step_all(users)
+            self._step_all(self._ahead.batches(drawn, size), one=len(drawn.users) <= size)
         if self._noisy:
-            coins = coins_for(self._seed, "noise", self.round)
-            normals = coins.normals(self._noise.size)
-            self._add_noise(normals.reshape(self._noise.shape))
+            self._add_noise(drawn.normals.reshape(self._noise.shape))
 
-    def _draw(self) -> Indices:
-        """The users who take part in this round."""
-        coins = coins_for(self._seed, "cohort", self.round)
-        uniforms = coins.uniforms(len(self.population))
-        return drawn(self.cohort, uniforms, self._visits, self.population.most_visits)
-
-    def _step_all(self, users: Indices) -> None:
-        """Move V and θ_i by the clipped gradients of a cohort, all of them at the same V."""
-        parts = self._parts(users)
-        target = self._v
-        if len(parts) > 1:
-            target = np.zeros_like(self._v)
-        for part in parts:
-            visits = self._visits[part]
-            batch = self.population.batch(part, visits, self.dtype, self._scratch)
-            self._step(batch, target)
-        if len(parts) > 1:
-            self._v += target
-
-    def _parts(self, users: Indices) -> list[Indices]:
-        """The cohort in parts small enough for the cache and large enough for a matrix product."""
+    def _users_at_once(self) -> int:
         columns = len(self.settings) * self.population.outputs
-        size = users_at_once(self.population, columns, self.kind)
-        starts = range(0, len(users), size)
-        return [users[start : start + size] for start in starts]
+        return users_at_once(self.population, columns, self.kind)
+
+    def _step_all(self, batches: Iterable[Batch], *, one: bool) -> None:
+        """Move V and θ_i by the clipped gradients of a cohort, all of them at the same V.
+
+        If all of it is in ``one`` batch, V itself can be changed at once.
+        """
+        target = self._v if one else np.zeros_like(self._v)
+        for batch in batches:
+            self._step(batch, target)
+        if not one:
+            self._v += target
 
     def _add_noise(self, normals: Matrix) -> None:
         """Add normals to Σ_t n_t, or with few settings to V itself: that saves a product in every
@@ -208,15 +187,19 @@ class CohortEngine:
         """Subtract s_w·Σ_i clip(g_i, C)/D from ``target`` and move θ_i, for the users of one
         batch."""
         residual = self._residual(batch)  # users × m × settings × K
-        share = np.ones(len(batch.counts))
-        if self.reduction == "mean":
-            share = 1.0 / batch.counts
+        share = self._share(batch)
         if self._clip.size:
             shared = residual[:, :, self._local :]
             self._step_shared(batch, shared, share, target)
         if self._personal_step.size:
             personal = residual[:, :, : self._personal]
             self._step_personal(batch, personal, share)
+
+    def _share(self, batch: Batch) -> Vector:
+        """What each user's sum over samples is multiplied by."""
+        if self.reduction == "mean":
+            return np.asarray(1.0 / batch.counts)
+        return np.ones(len(batch.counts))
 
     def _step_shared(
         self,
@@ -230,7 +213,7 @@ class CohortEngine:
         lengths = self._lengths(batch, residual, share)
         scales = clip_scales(lengths, self._clip)
         factors = scales * share[:, None] * self._shared_step
-        clipped = scaled(residual, factors.astype(self.dtype))
+        clipped = scaled(residual, factors.astype(self.dtype, copy=False))
         samples = users * m
         subtract_product(target, batch.flat, clipped.reshape(samples, -1))
 
@@ -238,7 +221,7 @@ class CohortEngine:
         """θ_i −= s_θ·g_i."""
         users, m, _, _ = residual.shape
         factors = share[:, None] * self._personal_step
-        moved = scaled(residual, factors.astype(self.dtype))
+        moved = scaled(residual, factors.astype(self.dtype, copy=False))
         self._thetas.step(batch, moved.reshape(users, m, -1))
 
     def _residual(self, batch: Batch) -> Floats:
@@ -246,9 +229,7 @@ class CohortEngine:
         users, m, outputs = batch.y.shape
         samples = users * m
         settings = len(self.settings)
-        scores = np.zeros((samples, settings, outputs), self.dtype)
-        if self._clip.size:
-            self._put_shared_scores(batch.flat, scores[:, self._local :])
+        scores = self._shared_scores(batch.flat)  # samples × settings × K
         if self._personal_step.size:
             personal = self._thetas.scores(batch)  # users × m × columns
             scores[:, : self._personal] += personal.reshape(samples, -1, outputs)
@@ -257,14 +238,21 @@ class CohortEngine:
         residual -= batch.y[:, :, None, :]
         return residual
 
-    def _put_shared_scores(self, x: Features, out: Floats) -> None:
-        """out = x w of every setting that has a w: samples × settings × K."""
-        scores = np.asarray(x @ self._v)
-        out[...] = scores.reshape(out.shape)
+    def _shared_scores(self, x: Features) -> Floats:
+        """x w of every setting, 0 for local learning: samples × settings × K."""
+        samples = x.shape[0]
+        outputs = self.population.outputs
+        product = np.asarray(x @ self._v)
+        shared = product.reshape(samples, len(self._clip), outputs)
         if self._noisy and not self._folds:
             noise = np.asarray(x @ self._noise)
             steps = self._noise_step[:, None].astype(self.dtype)
-            out -= noise[:, None, :] * steps
+            shared -= noise[:, None, :] * steps
+        if not self._local:
+            return shared
+        scores = np.zeros((samples, len(self.settings), outputs), self.dtype)
+        scores[:, self._local :] = shared
+        return scores
 
     def _lengths(self, batch: Batch, residual: Floats, share: Vector) -> Vector:
         """‖g_i‖ with g_i = share_i·X_iᵀR_i, from ‖X_iᵀR_i‖² = ⟨R_i R_iᵀ, X_i X_iᵀ⟩: users ×
@@ -275,7 +263,7 @@ class CohortEngine:
         """
         gram = self._thetas.gram(batch)  # users × m × m
         squares = squared_norms(gram, residual)
-        traces = np.einsum("umm->u", gram)
+        traces = gram.trace(axis1=1, axis2=2)
         bounds = traces[:, None] * _inner(residual, residual)
         share = share[:, None]
         cancelled = squares < CANCELLED * bounds
@@ -372,6 +360,7 @@ class CohortEngine:
         """Continue from ``state``, which comes from an engine made with the same arguments."""
         self.drop(dropped_since(self, state))
         self.round = int(state["round"])
+        self._ahead.forget()
         for name in CHANGING:
             array = getattr(self, f"_{name}")
             array[...] = state[name]

@@ -33,6 +33,10 @@ Kind: TypeAlias = Literal["direct", "span"]
 Columns: TypeAlias = Floats  # the last axis has one entry for each (setting, output)
 
 NUMBERS_MOVED_AT_ONCE = 1 << 20
+NUMBERS_COPIED = (
+    1 << 13
+)  # up to here a copy of a user's A_i costs less than a call of BLAS by itself
+NUMBERS_IN_CACHE = 1 << 14  # up to here a second pass costs less than BLAS on narrow columns
 
 
 class Thetas(Protocol):
@@ -159,14 +163,23 @@ class Direct(_Columns):
 class Span(_Columns):
     """A_i with θ_i = −X_iᵀA_i: all rows × columns.
 
-    A Gram matrix is computed when its user first takes part.
+    Gram matrices lie one after the other in one array. Each is computed when its user first takes
+    part; until then its memory is not touched.
     """
 
     def __init__(self, table: Table, columns: int, dtype: DType, average: bool) -> None:
         rows = int(table.offsets[-1])
         super().__init__((rows, columns), dtype, average)
         self._table = table
-        self._grams: dict[int, Floats] = {}  # X_i X_iᵀ
+        # the number of rows of each user, if that is the same for all and minibatches are, too
+        largest = int(table.sizes.max())
+        self._alike = 0
+        if largest == table.sizes.min() and largest >= table.batch_size:
+            self._alike = largest
+        ends = np.cumsum(table.sizes**2)
+        self._gram_starts = ends - table.sizes**2
+        self._gram_numbers = np.empty(int(ends[-1]), dtype)  # of X_i X_iᵀ, by rows
+        self._grams: dict[int, Floats] = {}  # X_i X_iᵀ, in the same memory
         self._crosses: dict[tuple[int, str], Floats] = {}  # the rows of a part times X_iᵀ
         self._latest: Batch | None = None
         nothing = self._kept[:0]
@@ -181,7 +194,11 @@ class Span(_Columns):
         """X_i X_iᵀ, kept."""
         if user not in self._grams:
             own = self._table.own(user)
-            self._grams[user] = _product(own, own, self._kept.dtype)
+            rows = own.shape[0]
+            start = int(self._gram_starts[user])
+            gram = self._gram_numbers[start : start + rows**2].reshape(rows, rows)
+            gram[...] = _product(own, own, self._kept.dtype)
+            self._grams[user] = gram
         return self._grams[user]
 
     def _latest_products(self, batch: Batch) -> tuple[Columns, Floats]:
@@ -195,29 +212,55 @@ class Span(_Columns):
         """(X_i θ_i, X_i X_iᵀ) of the minibatches, both from the same rows of the users' Gram
         matrices."""
         assert batch.rows is not None
-        users, m = batch.rows.shape
-        columns = self._kept.shape[1]
-        dtype = self._kept.dtype
-        scores = np.zeros((users, m, columns), dtype)
-        blocks = np.zeros((users, m, m), dtype)
         starts = self._table.offsets[batch.users]
-        ends = self._table.offsets[batch.users + 1]
         within = batch.rows - starts[:, None]
+        if self._alike and self._kept[: self._alike].size <= NUMBERS_COPIED:
+            scores = self._alike_scores(batch)
+        else:
+            scores = self._own_scores(batch, starts, within)
+        return np.negative(scores, out=scores), self._blocks(batch, within)
+
+    def _alike_scores(self, batch: Batch) -> Columns:
+        """``_own_scores`` of users who all have the same number of rows, in one product."""
+        assert batch.rows is not None
+        for user in batch.users.tolist():
+            self._gram(user)
+        products = self._gram_numbers.reshape(-1, self._alike).take(batch.rows, axis=0)
+        by_user = self._kept.reshape(len(self._table), self._alike, -1)
+        coefficients = by_user.take(batch.users, axis=0)  # users × rows × columns
+        return np.asarray(np.matmul(products, coefficients))
+
+    def _own_scores(self, batch: Batch, starts: Indices, within: Indices) -> Columns:
+        """The minibatch's rows of X_i X_iᵀ, times A_i: users × m × columns."""
+        users, m = within.shape
+        scores = np.zeros((users, m, self._kept.shape[1]), self._kept.dtype)
         members = zip(
             batch.users.tolist(),
             starts.tolist(),
-            ends.tolist(),
             batch.counts.tolist(),
+            within,
+            scores,
             strict=True,
         )
-        for place, (user, start, end, count) in enumerate(members):
-            rows = within[place, :count]
-            coefficients = self._kept[start:end]
-            products = self._gram(user).take(rows, axis=0)
-            np.dot(products, coefficients, out=scores[place, :count])
-            blocks[place, :count, :count] = products.take(rows, axis=1)
-        np.negative(scores, out=scores)
-        return scores, blocks
+        for user, start, count, rows, out in members:
+            gram = self._gram(user)
+            products = gram.take(rows[:count], axis=0)
+            coefficients = self._kept[start : start + len(gram)]
+            np.dot(products, coefficients, out=out[:count])
+        return scores
+
+    def _blocks(self, batch: Batch, within: Indices) -> Floats:
+        """X_i X_iᵀ of the minibatches, from the users' Gram matrices: users × m × m."""
+        sizes = self._table.sizes[batch.users]
+        starts = self._gram_starts[batch.users]
+        row_starts = starts[:, None] + within * sizes[:, None]
+        numbers = row_starts[:, :, None] + within[:, None, :]
+        blocks = self._gram_numbers.take(numbers)
+        if batch.padded:
+            missing = np.arange(within.shape[1]) >= batch.counts[:, None]
+            blocks[missing] = 0.0
+            blocks.transpose(0, 2, 1)[missing] = 0.0
+        return blocks
 
     def scores(self, batch: Batch) -> Columns:
         scores, _ = self._latest_products(batch)
@@ -356,14 +399,16 @@ def thetas(
 
 
 def subtract_product(target: Columns, x: Features, residual: Columns) -> None:
-    """target −= xᵀ residual, in one pass over ``target``.
+    """target −= xᵀ residual, in one pass over ``target`` if it is large.
 
     If x is sparse, only the rows of ``target`` that belong to columns with an entry are touched;
     the product by ``@`` would be a new array, most of it zero.
     """
     if isinstance(x, sparse.csr_array):
         _subtract_sparse(target, x, residual)
-    elif target.size and x.size:
+    elif target.size <= NUMBERS_IN_CACHE:
+        target -= x.T @ residual
+    elif x.size:
         in_place = _flat(target).reshape(target.shape)
         gemm = _gemm(target.dtype)
         gemm(

@@ -39,7 +39,14 @@ from flwr_ppsgd.simulation.engine import Setting, reported_rounds, train
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.simulation.linear import CohortEngine, bytes_for
 from flwr_ppsgd.simulation.networks import NetworkEngine
-from flwr_ppsgd.simulation.thetas import Kind, cheapest, costs, thetas
+from flwr_ppsgd.simulation.thetas import (
+    NUMBERS_IN_CACHE,
+    Kind,
+    cheapest,
+    costs,
+    subtract_product,
+    thetas,
+)
 from tests.models.test_split import MODELS, images
 from tests.support.toy import flat
 
@@ -390,6 +397,43 @@ def test_a_step_shows_in_the_next_scores_of_the_same_batch(kind: Kind) -> None:
         np.testing.assert_allclose(
             kept.scores(batch)[user, :count], x[:count] @ moved, rtol=EXACT, atol=1e-12
         )
+
+
+@pytest.mark.parametrize("loss", ["squared", "softmax"])
+def test_users_with_equally_many_rows_are_those_of_the_algorithm(loss: Loss) -> None:
+    """Their own scores are one product over the cohort; sizes that are no multiple of m, too."""
+    rows = 13
+    users = 6
+    data = Table(
+        X[: users * rows],
+        Y[: users * rows],
+        np.arange(users + 1) * rows,
+        batch_size=BATCH,
+        seed=5,
+        loss=loss,
+    )
+    learners = []
+    for user in range(users):
+        own = slice(user * rows, (user + 1) * rows)
+        batches = Minibatches(X[own], Y[own], BATCH, seed=5, user=user)
+        learners.append(AdditiveLinear(batches, FEATURES, CLASSES, loss))
+    setting = Setting(Release(Poisson(users, 0.5), 0.4, 1.0), Steps.from_ratio(0.2, 1.0))
+    engine = CohortEngine(data, [setting], seed=SEED, kind="span")
+    for w, everyone in by_hand(learners, setting, ROUNDS):
+        engine.advance()
+        check_all(engine, 0, w, everyone)
+
+
+@pytest.mark.parametrize("features", [8, 1 + NUMBERS_IN_CACHE // 4])
+@pytest.mark.parametrize("sparse_x", [False, True])
+def test_a_product_is_subtracted_in_place(features: int, sparse_x: bool) -> None:
+    """From small arrays, and from such as are too large for a second pass."""
+    x = SOURCE.normal(size=(5, features))
+    residual = SOURCE.normal(size=(5, 4))
+    target = SOURCE.normal(size=(features, 4))
+    expected = target - x.T @ residual
+    subtract_product(target, sparse.csr_array(x) if sparse_x else x, residual)
+    np.testing.assert_allclose(target, expected, rtol=EXACT, atol=1e-12)
 
 
 def wide(sizes: Sequence[int], features: int = 50) -> Table:
