@@ -286,7 +286,8 @@ class Passed:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a·b by numpy, whose library is up to twice as fast as torch's for such narrow matrices."""
+    """a·b by numpy: for such narrow matrices OpenBLAS is up to twice as fast as torch's MKL, as
+    measured on an AMD processor."""
     return torch.from_numpy(np.matmul(a.numpy(), b.numpy()))
 
 

@@ -587,8 +587,10 @@ class AdditiveHead(SplitModel):
 
     def _known_layers(self) -> Chain | None:
         """The network's layers, if a cohort can go through them together; else None."""
-        quick = self._device.type == "cpu" and self._dtype in PRECISIONS
-        if not quick or not self._channels_last:
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        one_precision = len(dtypes) == 1 and self._dtype in PRECISIONS
+        on_cpu = self._device.type == "cpu"
+        if not one_precision or not on_cpu or not self._channels_last:
             return None
         trained = [name.removeprefix(NETWORK) for name in self._shared]
         return Chain.of(self._module.get_submodule("network"), trained)
