@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PIXELS = 28 * 28
 SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")
 MOST_COLUMNS = 4096  # side by side; more gain nothing and would be lost together when interrupted
-MOST_NETWORKS = 16
+MOST_NETWORKS = 32
 FLOAT_BYTES = 8
 ROUNDS_ARE_PUBLIC = (
     "the number of rounds from passes takes the total number of samples, {:,}, to be public"
@@ -596,7 +596,7 @@ class CnnTask(OwnDataTask):
         return FLOAT_BYTES * (kept + gradients)
 
     def most_settings(self, conditions: Conditions) -> int:  # noqa: ARG002
-        """Networks take turns: more of them side by side gain nothing."""
+        """Networks share their minibatches and noise; more side by side gain little."""
         return MOST_NETWORKS
 
 

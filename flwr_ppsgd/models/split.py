@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from flwr_ppsgd.models.blocks import (
     refuse_running_statistics,
     refuse_without_values,
 )
+from flwr_ppsgd.models.chain import PRECISIONS, Chain, product
 from flwr_ppsgd.models.head import LinearHead
 from flwr_ppsgd.models.linear import Loss, Matrix, solver
 from flwr_ppsgd.models.loaders import LoaderBatches, joined, rows_in
@@ -38,7 +39,9 @@ log = logging.getLogger("flwr.ppsgd")
 
 MOST_BYTES = 2**29  # of rows or features that a user's θ is solved on
 ROWS_AT_ONCE = 256
+Floats: TypeAlias = NDArray[np.float64]
 HALF = (torch.bfloat16, torch.float16)
+NETWORK = "network."  # how the names of the parameters under an additive head begin
 
 
 class SplitModel:
@@ -292,28 +295,50 @@ class SplitModel:
         """The shapes of the personal parameters, in the order of θ."""
         return [self._parameters[name].shape for name in self._personal]
 
+    def entered(self, rows: tuple[Rows, Rows]) -> tuple[Tensor, Tensor]:
+        """The minibatches of a cohort as ``cohort_gradients`` wants them: the same for every w.
+
+        Args:
+            rows: x and y as users × m × …; all minibatches have the same size m.
+        """
+        self._settle(rows)
+        return self._feeding.tensor(rows[0], "x"), self._feeding.tensor(rows[1])
+
     def cohort_gradients(
+        self,
+        ws: Matrix,
+        thetas: Floats,
+        entered: tuple[Tensor, Tensor],
+        reduction: Reduction,
+    ) -> tuple[Floats, Floats]:
+        """(∇_w, ∇_θ) of several settings and many users: settings × users × parameters.
+
+        Args:
+            ws: the shared parameters, settings × parameters.
+            thetas: settings × users × personal parameters.
+            entered: the users' minibatches, from ``entered``.
+            reduction: mean or sum over a minibatch.
+        """
+        of_each = [
+            self._cohort_gradients(w, own, entered, reduction)
+            for w, own in zip(ws, thetas, strict=True)
+        ]
+        g_w, g_theta = zip(*of_each, strict=True)
+        return np.stack(g_w), np.stack(g_theta)
+
+    def _cohort_gradients(
         self,
         w: Vector,
         thetas: Matrix,
-        rows: tuple[Rows, Rows],
+        entered: tuple[Tensor, Tensor],
         reduction: Reduction,
     ) -> tuple[Matrix, Matrix]:
-        """(∇_w, ∇_θ) of many users at once, one row per user.
-
-        Args:
-            w: the shared parameters.
-            thetas: users × personal parameters.
-            rows: x and y as users × m × …; all minibatches have the same size m.
-            reduction: mean or sum over a minibatch.
-        """
+        """Those of one setting, users × parameters."""
         self._module.train()
         parts = self._split(w, self._shared, "w")
         shared = {name: self._laid_out(part) for name, part in parts.items()}
         personal = self._split(thetas, self._personal, "θ")
-        x = self._feeding.tensor(rows[0], "x")
-        y = self._feeding.tensor(rows[1])
-        self._settle(rows)
+        x, y = entered
 
         def objective(
             shared: dict[str, Tensor],
@@ -328,8 +353,7 @@ class SplitModel:
         of_one_user = torch.func.grad(objective, argnums=(0, 1))
         of_all = torch.func.vmap(of_one_user, in_dims=(None, 0, 0, 0), randomness="different")
         g_w, g_theta = of_all(shared, personal, x, y)
-        users = len(thetas)
-        return _by_row(g_w, self._shared, users), _by_row(g_theta, self._personal, users)
+        return _by_row(g_w, self._shared, 1), _by_row(g_theta, self._personal, 1)
 
     def evaluate(
         self,
@@ -349,13 +373,31 @@ class SplitModel:
         """``evaluate`` for many users, in a few large calls of the network.
 
         Users with similar numbers of rows go together. The rows of shorter tests are repeated to
-        the longest among them, and what is predicted for the repeated ones is thrown away.
+        the longest among them, and what is predicted for the repeated ones is thrown away. If rows
+        are not arrays of one shape (several inputs, or texts of any length), users are measured one
+        by one.
 
         Args:
             w: the shared parameters.
             thetas: users × personal parameters.
             tests: x and y of each user, at least one row each.
         """
+        if not _alike([x for x, _ in tests]):
+            each = zip(thetas, tests, strict=True)
+            return [self.evaluate(w, theta, rows) for theta, rows in each]
+        measured: dict[int, dict[str, float]] = {}
+        for user, scores in self._scores_of_users(w, thetas, [as_array(x) for x, _ in tests]):
+            y = self._feeding.tensor(tests[user][1])
+            measured[user] = self._measures(scores, y)
+        return [measured[user] for user in range(len(tests))]
+
+    def _scores_of_users(
+        self,
+        w: Vector,
+        thetas: Matrix,
+        xs: Sequence[NDArray[Any]],
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(user, predictions for the user's rows), in any order."""
         self._module.eval()
         parts = self._split(w, self._shared, "w")
         shared = {name: self._laid_out(part) for name, part in parts.items()}
@@ -365,18 +407,15 @@ class SplitModel:
             return self._scores(torch.func.functional_call(self._module, parameters, (x,)))
 
         of_all = torch.func.vmap(predict, randomness="different")
-        sizes = [rows_in(rows) for rows in tests]
-        measured: dict[int, dict[str, float]] = {}
+        sizes = [len(x) for x in xs]
         for users in _of_similar_size(sizes, ROWS_AT_ONCE):
             personal = self._split(thetas[users], self._personal, "θ")
             longest = sizes[users[-1]]
-            x = np.stack([_repeated(tests[user][0], longest) for user in users])
+            x = np.stack([_repeated(xs[user], longest) for user in users])
             with torch.no_grad():
                 scores = of_all(personal, self._feeding.tensor(x, "x"))
             for user, padded in zip(users, scores, strict=True):
-                y = self._feeding.tensor(tests[user][1])
-                measured[user] = self._measures(padded[: sizes[user]], y)
-        return [measured[user] for user in range(len(tests))]
+                yield user, padded[: sizes[user]]
 
     def evaluate_over(
         self,
@@ -520,9 +559,15 @@ def _of_similar_size(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
         yield group
 
 
-def _repeated(rows: Rows, size: int) -> NDArray[Any]:
+def _alike(parts: Sequence[Rows]) -> bool:
+    """Whether these are arrays or tensors, whose rows have the same shape and dtype."""
+    kinds = {(getattr(x, "shape", (0,))[1:], getattr(x, "dtype", None)) for x in parts}
+    shaped = all(hasattr(x, "shape") for x in parts)
+    return shaped and len(kinds) == 1
+
+
+def _repeated(array: NDArray[Any], size: int) -> NDArray[Any]:
     """The rows again and again, up to ``size`` of them."""
-    array = as_array(rows)
     return array[np.arange(size) % len(array)]
 
 
@@ -560,6 +605,68 @@ class AdditiveHead(SplitModel):
             )
         additive = _Additive(network, start)
         super().__init__(additive, personal=["personal"], loss=loss, device=device)
+        self._chain = self._known_layers()
+
+    def _known_layers(self) -> Chain | None:
+        """The network's layers, if a cohort can go through them together; else None."""
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        one_precision = len(dtypes) == 1 and self._dtype in PRECISIONS
+        on_cpu = self._device.type == "cpu"
+        if not one_precision or not on_cpu or not self._channels_last:
+            return None
+        trained = [name.removeprefix(NETWORK) for name in self._shared]
+        return Chain.of(self._module.get_submodule("network"), trained)
+
+    def entered(self, rows: tuple[Rows, Rows]) -> tuple[Tensor, Tensor]:
+        """As of ``SplitModel``; x is one row after the other if the layers are known."""
+        x, y = super().entered(rows)
+        if self._chain is None:
+            return x, y
+        return self._chain.entered(x.flatten(0, 1)), y
+
+    def cohort_gradients(
+        self,
+        ws: Matrix,
+        thetas: Floats,
+        entered: tuple[Tensor, Tensor],
+        reduction: Reduction,
+    ) -> tuple[Floats, Floats]:
+        """As of ``SplitModel``. The gradient of the shared head is that of θ."""
+        if self._chain is None:
+            return super().cohort_gradients(ws, thetas, entered, reduction)
+        x, y = entered
+        network, heads = self._network_and_heads(ws, thetas)
+        passed = self._chain.passed(x, network)
+        settings, users, width, _ = heads.shape
+        features = passed.features.reshape(settings, users, -1, width)
+        slopes = self._slopes(product(features, heads), y, reduction)
+        found = {"head": product(features.transpose(2, 3), slopes)}
+        back = product(slopes, heads.transpose(2, 3)).flatten(1, 2)
+        for name, gradient in passed.gradients(back, users).items():
+            found[NETWORK + name] = gradient
+        return _by_row(found, self._shared, 2), _by_row(found, ["head"], 2)
+
+    def _network_and_heads(
+        self,
+        ws: Matrix,
+        thetas: Floats,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The networks' parameters by name, and w + θ_i: settings × users × features × K."""
+        shared = self._split(ws, self._shared, "w")
+        personal = self._split(thetas, self._personal, "θ")
+        heads = shared.pop("head")[:, None] + personal["personal"]
+        return {name.removeprefix(NETWORK): part for name, part in shared.items()}, heads
+
+    def _slopes(self, scores: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
+        """The gradient of each user's loss in the own predictions: settings × users × m × K."""
+
+        def objective(scores: Tensor, y: Tensor) -> Tensor:
+            return self._objective.total(scores, y, reduction)
+
+        of_all = torch.func.vmap(torch.func.grad(objective))
+        targets = y.expand(len(scores), *y.shape).flatten(0, 1)
+        slopes: Tensor = of_all(scores.flatten(0, 1), targets)
+        return slopes.view(scores.shape)
 
     @property
     def additive(self) -> bool:
@@ -825,8 +932,10 @@ def _flat(tensors: Iterable[Tensor], single: bool = False) -> Vector:
 def _by_row(
     gradients: dict[str, Tensor],
     names: list[str],
-    users: int,
-) -> Matrix:
-    """users × parameters, in float64."""
-    parts = [gradients[name].detach().reshape(users, -1) for name in names]
-    return torch.cat(parts, dim=1).cpu().double().numpy()
+    axes: int,
+) -> Floats:
+    """One row of all parameters for each place along the first ``axes`` axes, in float64."""
+    parts = [gradients[name].detach().flatten(axes).cpu() for name in names]
+    if any(part.dtype in HALF for part in parts):
+        parts = [part.double() for part in parts]  # numpy does not know them
+    return np.concatenate([part.numpy() for part in parts], axis=axes, dtype=np.float64)

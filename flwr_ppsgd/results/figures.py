@@ -36,6 +36,7 @@ from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.results.people import draw_people
 from flwr_ppsgd.results.plots import (
     COLOURS,
+    LETTERS,
     STYLES,
     epsilon_axis,
     measure_axis,
@@ -398,9 +399,8 @@ def figure_2(found: Summary) -> Drawn | None:
 
 def _epsilon_axes(axes: Axes, found: Summary) -> None:
     measure = on_test(found.measure)
-    axes.set(
-        xlabel=f"ε that a deployment would cost ({found.kind})", ylabel=name_of_measure(measure)
-    )
+    label = f"ε that a deployment would cost ({found.kind})"
+    axes.set(xlabel=textwrap.fill(label, LETTERS), ylabel=name_of_measure(measure))
     axes.set_xscale("log")
     measure_axis(axes, measure)
     plain_numbers(axes.xaxis)

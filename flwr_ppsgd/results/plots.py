@@ -1,6 +1,7 @@
 """What figures share: colours, names of measures, axes."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 import matplotlib
@@ -29,6 +30,8 @@ MEASURE_NAMES = {
 }
 MOST_TICKS = 6
 SMALL_LETTERS = 8
+LETTERS = 64  # in a line below or above a panel that stands alone
+LETTERS_OF_A_PANEL = 60  # the same for small letters and several panels side by side
 
 
 class _Plain(LogFormatter):
@@ -93,7 +96,8 @@ def epsilon_axis(
     top.set_xticks(rounds[::-apart], labels[::-apart])
     size = None if kind == ZERO_OUT and not small else SMALL_LETTERS
     what = "ε spent so far" if guaranteed else "ε that a deployment would have spent"
-    top.set_xlabel(f"{what} ({kind})", fontsize=size)
+    label = f"{what} ({kind})"
+    top.set_xlabel(textwrap.fill(label, LETTERS_OF_A_PANEL if small else LETTERS), fontsize=size)
 
 
 def _short(epsilon: float) -> str:

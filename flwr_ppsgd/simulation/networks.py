@@ -1,9 +1,8 @@
-"""The cohort engine for networks: the gradients of a whole cohort by ``torch.func.vmap``, one
-setting after the other."""
+"""The cohort engine for networks: the gradients of a whole cohort and a few settings at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 # the arrays of a training that rounds change; also the start of their names in ``state``
 TRAINED = ("w", "thetas", "w_sum", "thetas_sum")
+TOGETHER = 4  # settings in one call of the model: the activations of more do not fit into caches
 
 
 class _Training:
@@ -53,11 +53,17 @@ class _Training:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Users whose minibatches have the same size; x and y are users × m × …"""
+    """Users whose minibatches have the same size, and those as the model's ``entered`` has them."""
 
     users: Indices
-    x: Rows
-    y: Rows
+    entered: Any
+
+
+def _clipped_sum(gradients: Matrix, clip_norm: float) -> Vector:
+    """Σ_i clip(g_i, C); gradients are users × parameters."""
+    lengths = np.linalg.norm(gradients, axis=1)
+    total: Vector = clip_scales(lengths, clip_norm) @ gradients
+    return total
 
 
 class NetworkEngine:
@@ -121,10 +127,13 @@ class NetworkEngine:
         self._stand(users, self.round)
         groups = self._groups(users)
         normals = self._normals()
-        for training in self._trainings.values():
+        everything = list(self._trainings.values())
+        for start in range(0, len(everything), TOGETHER):
+            trainings = everything[start : start + TOGETHER]
             if self._average:
-                training.w_sum += training.w
-            self._step(training, groups, normals)
+                for training in trainings:
+                    training.w_sum += training.w
+            self._step(trainings, groups, normals)
 
     def _draw(self) -> Indices:
         """The users who take part in this round."""
@@ -151,28 +160,32 @@ class NetworkEngine:
             members = [user for user, (x, _) in minibatches.items() if len(x) == size]
             x = np.stack([minibatches[user][0] for user in members])
             y = np.stack([minibatches[user][1] for user in members])
-            groups.append(_Group(np.array(members), x, y))
+            groups.append(_Group(np.array(members), self._model.entered((x, y))))
         return groups
 
-    def _step(self, training: _Training, groups: Sequence[_Group], normals: Vector) -> None:
+    def _step(
+        self,
+        trainings: Sequence[_Training],
+        groups: Sequence[_Group],
+        normals: Vector,
+    ) -> None:
         """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
-        release = training.setting.release
-        steps = training.setting.steps
-        total = release.usual_noise_std * normals
+        ws = np.stack([training.w for training in trainings])
+        reduction = trainings[0].setting.release.reduction
+        totals = [training.setting.release.usual_noise_std * normals for training in trainings]
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
             for group in groups:
-                thetas = training.thetas[group.users]
-                g_w, g_theta = self._model.cohort_gradients(
-                    training.w,
-                    thetas,
-                    (group.x, group.y),
-                    release.reduction,
-                )
-                lengths = np.linalg.norm(g_w, axis=1)
-                total = total + clip_scales(lengths, release.clip_norm) @ g_w
-                training.thetas[group.users] = thetas - steps.personal * g_theta
-        if steps.publishes:
-            training.w = descend(training.w, total, release, steps.shared)
+                thetas = np.stack([training.thetas[group.users] for training in trainings])
+                found = self._model.cohort_gradients(ws, thetas, group.entered, reduction)
+                for place, (g_w, g_theta) in enumerate(zip(*found, strict=True)):
+                    training = trainings[place]
+                    totals[place] += _clipped_sum(g_w, training.setting.release.clip_norm)
+                    moved = training.setting.steps.personal * g_theta
+                    training.thetas[group.users] = thetas[place] - moved
+        for training, total in zip(trainings, totals, strict=True):
+            setting = training.setting
+            if setting.steps.publishes:
+                training.w = descend(training.w, total, setting.release, setting.steps.shared)
 
     def _stand(self, users: Indices, until: int) -> None:
         """If averages are wanted, add each θ_i to its sum once for every round since it moved."""
@@ -221,12 +234,13 @@ class NetworkEngine:
 
     def _by_user(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
         """Each measure of one setting, one number for each measured user."""
-        w = self.w(place)
+        users = [user for user, (x, _) in enumerate(parts) if len(x)]
+        if not users:
+            return {}
+        tests = [parts[user] for user in users]
+        thetas = self._thetas(place)[users]
         found: dict[str, list[float]] = {}
-        for user, (x, y) in enumerate(parts):
-            if not len(x):
-                continue
-            measured = self._model.evaluate(w, self.theta(place, user), (x, y))
+        for measured in self._model.evaluate_users(self.w(place), thetas, tests):
             for name, value in measured.items():
                 found.setdefault(name, []).append(value)
         return {name: np.array(values) for name, values in found.items()}

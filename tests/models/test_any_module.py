@@ -1,5 +1,6 @@
 """Modules as their owners have them: layouts, inputs, outputs, losses, precision, devices."""
 
+import itertools
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -301,12 +302,14 @@ def test_the_cohort_engine_takes_the_same_losses() -> None:
     x = torch.randn(3, 5, 2, dtype=torch.float64)
     y = torch.randn(3, 5, dtype=torch.float64)
     thetas = np.stack([model.initial_theta() + user for user in range(3)])
-    g_w, g_theta = model.cohort_gradients(model.initial_w(), thetas, (x, y), "mean")
-    for user in range(3):
+    ws = np.stack([model.initial_w(), 2 * model.initial_w()])
+    entered = model.entered((x, y))
+    g_w, g_theta = model.cohort_gradients(ws, np.stack([thetas, thetas]), entered, "mean")
+    for setting, user in itertools.product(range(2), range(3)):
         rows = (x[user], y[user])
-        one_w, one_theta = model.gradients(model.initial_w(), thetas[user], rows, "mean")
-        np.testing.assert_allclose(g_w[user], one_w, atol=1e-12)
-        np.testing.assert_allclose(g_theta[user], one_theta, atol=1e-12)
+        one_w, one_theta = model.gradients(ws[setting], thetas[user], rows, "mean")
+        np.testing.assert_allclose(g_w[setting, user], one_w, atol=1e-12)
+        np.testing.assert_allclose(g_theta[setting, user], one_theta, atol=1e-12)
 
 
 def test_devices() -> None:
@@ -386,9 +389,9 @@ def test_theta_may_be_added_to_layers_that_are_shared() -> None:
     np.testing.assert_array_equal(g_w[-12:], g_theta)
     np.testing.assert_allclose(model.gradients(shifted, 0 * theta, rows, "mean")[0], g_w)
     batch = (rows[0][None], rows[1][None])
-    both = model.cohort_gradients(w, theta[None], batch, "mean")
-    np.testing.assert_allclose(both[0][0], g_w, atol=1e-12)
-    np.testing.assert_allclose(both[1][0], g_theta, atol=1e-12)
+    both = model.cohort_gradients(w[None], theta[None, None], model.entered(batch), "mean")
+    np.testing.assert_allclose(both[0][0, 0], g_w, atol=1e-12)
+    np.testing.assert_allclose(both[1][0, 0], g_theta, atol=1e-12)
 
 
 def test_a_whole_module_with_theta_added() -> None:

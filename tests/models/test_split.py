@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_ppsgd import Order
 from flwr_ppsgd.algorithm import Vector
@@ -224,3 +224,39 @@ def test_gradients_of_w_are_float32_if_the_network_is(single: bool) -> None:
         narrow = cast(Vector, w.astype(np.float32))
         from_single, _ = model.gradients(narrow, theta, images(), "mean")
         np.testing.assert_array_equal(from_single, g_w)
+
+
+def test_users_whose_rows_differ_in_shape_are_measured_one_by_one() -> None:
+    """Texts of any length, whose rows cannot be stacked."""
+    source = np.random.default_rng(0)
+    network = nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 4))
+    model = SplitModel(network, ["1.bias"])
+    tests = [(source.normal(size=(2, size)), source.integers(4, size=2)) for size in (5, 8)]
+    w = model.initial_w()
+    thetas = source.normal(size=(2, 4))
+    together = model.evaluate_users(w, thetas, tests)
+    one_by_one = [model.evaluate(w, thetas[user], tests[user]) for user in range(2)]
+    assert together == one_by_one
+
+
+def test_users_with_several_inputs_are_measured_one_by_one() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(3, 3)
+            self.head = nn.Linear(3, 4)
+
+        def forward(self, first: Tensor, second: Tensor) -> Tensor:
+            scores: Tensor = self.head(self.body(first) + second)
+            return scores
+
+    source = np.random.default_rng(0)
+    model = SplitModel(Sum(), ["head.*"])
+    tests = []
+    for _ in range(2):
+        x = {"first": source.normal(size=(2, 3)), "second": source.normal(size=(2, 3))}
+        tests.append((x, source.integers(4, size=2)))
+    w = model.initial_w()
+    thetas = np.tile(model.initial_theta(), (2, 1))
+    together = model.evaluate_users(w, thetas, tests)
+    assert together == [model.evaluate(w, thetas[user], tests[user]) for user in range(2)]

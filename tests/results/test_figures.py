@@ -295,3 +295,17 @@ def test_the_standard_error_is_over_seeds() -> None:
 def test_the_papers_epsilon_is_named_as_no_guarantee(tmp_path: Path) -> None:
     text, _ = draw_sweep([replace(r, paper_epsilon=0.1) for r in USERS], tmp_path)
     assert "not a guarantee" in text
+
+
+def test_labels_are_not_wider_than_their_panels() -> None:
+    """The longest one, of the paper's ε: drawn, it stays within the panels side by side."""
+    rows = [replace(r, paper_epsilon=0.1) for r in ROWS]
+    drawn = figure_1(summarise(rows))
+    assert drawn is not None
+    drawn.figure.draw_without_rendering()
+    for panel in drawn.figure.axes:
+        width = panel.get_window_extent().width
+        for top in panel.child_axes:
+            label = top.xaxis.get_label()
+            assert "not a guarantee" in label.get_text().replace("\n", " ")
+            assert label.get_window_extent().width <= width
