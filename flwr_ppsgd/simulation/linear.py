@@ -295,9 +295,10 @@ class CohortEngine:
         d, outputs = noise.shape
         shape = (d, len(self.settings), outputs)
         w = np.zeros(shape, self.dtype)
-        total_noise = noise[:, None, :] * self._noise_step[:, None]  # d × settings × K
-        without_noise = v.reshape(d, -1, outputs)
-        w[:, self._local :] = without_noise - total_noise
+        shared = w[:, self._local :]  # d × settings × K
+        steps = self._noise_step[:, None].astype(self.dtype)
+        np.multiply(noise[:, None, :], steps, out=shared)
+        np.subtract(v.reshape(shared.shape), shared, out=shared)
         return w.reshape(d, -1)
 
     def add_personal(self, user: int, out: Columns) -> None:

@@ -180,7 +180,7 @@ class Span(_Columns):
         self._gram_starts = ends - table.sizes**2
         self._gram_numbers = np.empty(int(ends[-1]), dtype)  # of X_i X_iᵀ, by rows
         self._grams: dict[int, Floats] = {}  # X_i X_iᵀ, in the same memory
-        self._crosses: dict[tuple[int, str], Floats] = {}  # the rows of a part times X_iᵀ
+        self._crosses: dict[tuple[int, str], Floats] = {}  # −(the rows of a part)·X_iᵀ
         self._latest: Batch | None = None
         nothing = self._kept[:0]
         self._products = (nothing, nothing)  # of the latest batch
@@ -311,9 +311,9 @@ class Span(_Columns):
     def part_scores(self, user: int, x: Features, part: str, average_over: int = 0) -> Columns:
         if (user, part) not in self._crosses:
             own = self._table.own(user)
-            self._crosses[user, part] = _product(x, own, self._kept.dtype)
+            self._crosses[user, part] = -_product(x, own, self._kept.dtype)
         coefficients = self._coefficients(user, average_over)
-        return -(self._crosses[user, part] @ coefficients)
+        return self._crosses[user, part] @ coefficients
 
 
 @dataclass(frozen=True)
