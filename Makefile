@@ -56,7 +56,7 @@ format: $(BIN)/.installed        ## format the code and sort the imports
 	$(BIN)/ruff check --fix .
 
 bench: $(BIN)/.installed         ## speeds, as ratios within one run
-	$(BIN)/python simulations/benchmark.py
+	$(BIN)/python -m simulations.benchmarks
 
 docs: $(BIN)/.docs               ## build the site in build/site; a warning is an error
 	$(BIN)/mkdocs build --strict --quiet

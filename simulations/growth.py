@@ -28,17 +28,17 @@ from matplotlib.figure import Figure
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.simulation.linear import CohortEngine
-from simulations.benchmark import (
+from simulations.benchmarks.clients import fedavg
+from simulations.benchmarks.measuring import seconds
+from simulations.benchmarks.workload import (
     BATCH,
     CLASSES,
     FEATURES,
     REPLIES,
     USERS,
     constant_learner,
-    fedavg,
     linear_learner,
     linear_table,
-    seconds,
     several,
     strategy,
     train,

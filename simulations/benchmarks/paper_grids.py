@@ -2,17 +2,11 @@
 
 Figures 1a, 1b and 1c as they ship, on rows of the paper's form: 1,000 users with 101 pictures each,
 20 passes; 500 users with 300 to 500 texts each, one pass. The rows are random, since time does not
-depend on what they say. ``python -m simulations.paper_grids``
+depend on what they say. ``python -m simulations.benchmarks.paper_grids``
 """
 
-import os
-
-# read when numpy is imported
-os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
-
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +16,8 @@ import numpy as np
 from flwr_ppsgd.experiments.blocks import Plan, plan, setting_of
 from flwr_ppsgd.experiments.sweep import Sweep
 from flwr_ppsgd.simulation.engine import Engine, reported_rounds
+from simulations.benchmarks.measuring import seconds
+from simulations.benchmarks.workload import several
 from simulations.yardsticks import bags_of_words
 
 MEMORY = 8 * 10**9
@@ -100,18 +96,6 @@ def first_engine(sweep: Sweep, planned: Plan) -> Engine:
     base = sweep.base
     settings = [setting_of(base, point) for point in points]
     return base.task.engine(settings, points[0].seed, base.conditions())
-
-
-def several(engine: Engine, rounds: int) -> None:
-    for _ in range(rounds):
-        engine.advance()
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """CPU seconds of one call."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
 
 
 def random_pictures(users: int = 1000, train: int = 101, test: int = 12) -> dict[str, Any]:

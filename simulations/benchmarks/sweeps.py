@@ -1,0 +1,219 @@
+"""The cohort engine: one setting, many, and how near it is to what bounds it."""
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from flwr_ppsgd import Poisson, Release, Steps
+from flwr_ppsgd.data.synthetic import Synthetic
+from flwr_ppsgd.learner import Minibatches, all_rows, generator
+from flwr_ppsgd.models.linear import AdditiveLinear
+from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.recipe import recipe
+from flwr_ppsgd.server.training import Training
+from flwr_ppsgd.simulation.batches import Fresh, Table
+from flwr_ppsgd.simulation.engine import Setting
+from flwr_ppsgd.simulation.learners import Found, LearnerEngine
+from flwr_ppsgd.simulation.linear import CohortEngine
+from simulations.benchmarks.measuring import Comparison, seconds, show, show_against_loop
+from simulations.benchmarks.networks import network, paper_network_share
+from simulations.benchmarks.paper_grids import grids
+from simulations.benchmarks.workload import (
+    BATCH,
+    CLASSES,
+    DELTA,
+    FEATURES,
+    SAMPLES,
+    USERS,
+    against,
+    ledgers,
+    linear_table,
+    several,
+    warmed,
+)
+from simulations.yardsticks import (
+    STEPS,
+    bags_of_words,
+    from_table,
+    plain_loop,
+    random_table,
+    settings,
+    take,
+    whole_cohort_loop,
+)
+
+
+def show_sweeps() -> None:
+    print(
+        "\nThe cohort engine in setting-rounds per CPU second, over those of a plain loop, one "
+        "setting at a time:"
+    )
+    for name, comparison, least in COHORTS:
+        show_against_loop(name, comparison(), least)
+    show(
+        "f. the sparse sweep: what memory and secret normals need / a round",
+        words_share(),
+        at_least=0.4,
+    )
+    name = "   for orientation, the paper's CNN: share of sgemm's speed"
+    print(f"{name:66s} {paper_network_share():9.3g}", flush=True)
+    minutes = sum(grid.seconds for grid in grids()) / 60
+    show("f. the paper's three linear grids at its sizes, in core-minutes", minutes, at_most=60)
+    for classes in (10, 62):
+        of_products, of_square = recipe_shares(classes)
+        name = f"f. a round of the recipe, 784×{classes}:"
+        show(f"{name} BLAS for its two products / all of it", of_products, at_least=0.6)
+        print(
+            f"{'   the same as a share of the rate of a large square product':66s} {of_square:9.3g}"
+        )
+
+
+def one_setting() -> Comparison:
+    """ε after every round, on both sides."""
+    release = Release(Poisson(USERS, rate=0.01), clip_norm=10.0, noise_multiplier=1.0)
+    setting = Setting(release, Steps(0.001, 0.001))
+    table = linear_table()
+    loop = plain_loop(from_table(table), (FEATURES, CLASSES), setting)
+    engine = warmed(CohortEngine(table, [setting], seed=1, rounds=20_000))
+    growing = ledgers(release)
+
+    def rounds() -> None:
+        for ledger in itertools.islice(growing, 50):
+            engine.advance()
+            ledger.quick_epsilon()
+
+    return Comparison(lambda: take(50, loop), rounds, settings=1, repetitions=40, rounds=50)
+
+
+def linear_sweep() -> Comparison:
+    release = Release(Poisson(USERS, rate=0.01), clip_norm=10.0, noise_multiplier=1.0)
+    table = linear_table()
+    grid = settings(release, (1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01))
+    loop = plain_loop(from_table(table), (FEATURES, CLASSES), grid[20])
+    engine = warmed(CohortEngine(table, grid, seed=1, rounds=10_000))
+    return against(loop, engine, settings=len(grid), repetitions=20, rounds=20)
+
+
+def synthetic_sweep() -> Comparison:
+    problem = Synthetic.draw(USERS, 100, seed=1)
+    release = Release(Poisson(USERS, rate=1.0), clip_norm=10.0, noise_multiplier=10.0)
+    grid = settings(release, STEPS)
+    loop = whole_cohort_loop(problem, BATCH, grid[50])
+    engine = CohortEngine(Fresh(problem, BATCH), grid, seed=1)
+    return against(loop, engine, settings=len(grid), repetitions=12, rounds=5)
+
+
+def words_sweep(dtype: DTypeLike = np.float64) -> Comparison:
+    release = Release(Poisson(500, rate=0.02), clip_norm=0.01, noise_multiplier=1.0)
+    table = bags_of_words(500, SAMPLES, 5000, 80)
+    grid = settings(release, (2.0, 5.0, 10.0, 20.0))
+    loop = plain_loop(from_table(table), (5000, 80), grid[10])
+    take(100, loop)
+    engine = warmed(CohortEngine(table, grid, seed=1, rounds=2000, dtype=dtype))
+    return against(loop, engine, settings=len(grid), repetitions=12, rounds=5)
+
+
+def narrow_words_sweep() -> Comparison:
+    """In the precision of ``figure-1b``."""
+    return words_sweep(np.float32)
+
+
+def words_share(rounds: int = 5, repetitions: int = 8) -> float:
+    """How near the sparse sweep is to what bounds it: the rows of V and θ that a round must read
+    or write, at the speed of a large copy, and one secret normal for each coordinate of w."""
+    release = Release(Poisson(500, rate=0.02), clip_norm=0.01, noise_multiplier=1.0)
+    table = bags_of_words(500, SAMPLES, 5000, 80)
+    grid = settings(release, (2.0, 5.0, 10.0, 20.0))
+    engine = warmed(CohortEngine(table, grid, seed=1, rounds=2000))
+    must_move = words_bytes(table, columns=32 * 80)  # one α has no θ, another has no w
+    source = np.ones(10**7)
+    target = np.ones(10**7)
+    shares = []
+    for _ in range(repetitions):
+        copying = seconds(lambda: np.copyto(target, source))
+        moving = must_move * copying / (2 * source.nbytes)
+        drawing = seconds(lambda: Coins.secret().normals(5000 * 80))
+        shares.append(rounds * (moving + drawing) / seconds(lambda: several(engine, rounds)))
+    return statistics.median(shares)
+
+
+def words_bytes(table: Table, columns: int) -> float:
+    """Bytes that a round of ten users cannot avoid to read or write.
+
+    The rows of V for the words of the cohort: read for scores, read and written by the step. A_i
+    of each user (see ``Span``): read, and the rows of the minibatch written. Σ_t n_t: read and
+    written.
+    """
+    users = np.arange(0, len(table), len(table) // 10)
+    batch = table.batch(users, np.ones(len(users), dtype=np.intp), np.dtype(np.float64))
+    _, columns_with_entries = batch.flat.nonzero()
+    words = len(np.unique(columns_with_entries))
+    own_rows = len(users) * (SAMPLES + BATCH)
+    noise = 2 * table.features * table.outputs
+    return 8.0 * (3 * words * columns + own_rows * columns + noise)
+
+
+def recipe_shares(classes: int, users: int = 150, repetitions: int = 8) -> tuple[float, float]:
+    """(Time that BLAS needs for X_i w and X_iᵀR_i of everyone over that of a round; speed of the
+    round in multiplications per second over that of a large square product).
+
+    Everyone takes part with all rows, gradients are normalised, and the server steps by Adam.
+    """
+    engine, batches = recipe_engine(classes, users)
+    w = np.zeros((FEATURES, classes))
+    residual = np.zeros((SAMPLES, classes))
+    rows = [all_rows(own)[0] for own in batches]
+    square = generator("square").normal(size=(1000, 1000))
+
+    def products() -> None:
+        for x in rows:
+            np.matmul(x, w)
+            np.matmul(x.T, residual)
+
+    several(engine, 1)
+    of_products = []
+    of_square = []
+    multiplications = 2.0 * users * SAMPLES * FEATURES * classes
+    for _ in range(repetitions):
+        round_seconds = seconds(engine.advance)
+        square_seconds = seconds(lambda: np.matmul(square, square))
+        of_products.append(seconds(products) / round_seconds)
+        of_square.append(multiplications / round_seconds * square_seconds / 1e9)
+    return statistics.median(of_products), statistics.median(of_square)
+
+
+def recipe_engine(classes: int, users: int) -> tuple[LearnerEngine, list[Minibatches]]:
+    """``method = "auto"`` without its vote, which comes once, and everyone's rows."""
+    table = random_table(users, SAMPLES, FEATURES, classes)
+    batches = []
+    for user in range(users):
+        own = slice(user * SAMPLES, (user + 1) * SAMPLES)
+        x = table.x[own].astype(np.float64)
+        batches.append(Minibatches(x, table.y[own], BATCH, seed=1, user=user))
+    learners = [AdditiveLinear(own, FEATURES, classes) for own in batches]
+    planned = recipe(population=users, delta=DELTA, noise_multiplier=10.0)
+    arguments = planned.arguments() | {"vote": None}
+    training = Training(**arguments, insecure_seed=1)
+    nothing = Found({}, np.zeros(0))
+    engine = LearnerEngine(
+        training,
+        learners.__getitem__,
+        np.zeros(FEATURES * classes),
+        lambda w, thetas: nothing,  # noqa: ARG005
+    )
+    return engine, batches
+
+
+COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (
+    ("f. one setting, 784×10, Q=10, ε every round", one_setting, 1.5),
+    ("f. 63 settings, the same", linear_sweep, 10),
+    ("f. 99 settings, synthetic, N=1000, d=100, Q=N", synthetic_sweep, 15),
+    ("f. 36 settings, sparse 5000×80, N=500, Q=10, float32", narrow_words_sweep, 100),
+    ("f. the same in float64", words_sweep, 65),
+    ("f. CNN with additive head, Q=10", network, 2),
+    ("f. 8 settings, the same", functools.partial(network, 8), 2),
+)
