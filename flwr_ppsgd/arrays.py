@@ -50,9 +50,13 @@ class HeldArray(Array):
     @functools.cached_property
     def data(self) -> bytes:  # type: ignore[override]
         """Numpy's header and the numbers."""
-        header = _written_header(self.__dict__["values"].dtype, self.shape)
-        numbers = b"".join([header, self.__dict__["values"].data])
+        values = self.__dict__["values"]
+        header = _written_header(values.dtype, self.shape)
+        numbers = b"".join([header, values.data])
+        # in this order: another thread may be reading
+        self.__dict__["data"] = numbers
         self.__class__ = Array  # type: ignore[assignment]
+        self.__dict__.pop("values")
         return numbers
 
     def __eq__(self, other: object) -> bool:

@@ -41,6 +41,7 @@ def test_whoever_asks_for_bytes_gets_flowers_own() -> None:
     theirs = Array(VALUES)
     assert array.data == theirs.data
     assert type(array) is Array
+    assert "values" not in array.__dict__  # the numbers are held once
     assert array.deflate() == theirs.deflate()
     np.testing.assert_array_equal(array.numpy(), VALUES)
 

@@ -24,7 +24,8 @@ from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, mean_losses
 from flwr_ppsgd.models.ridge import Columns, Features
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.models.split import SplitLearner, SplitModel
+    from flwr_ppsgd.models.split import SplitModel
+    from flwr_ppsgd.models.split_learner import SplitLearner
 
 
 class LinearBatches:

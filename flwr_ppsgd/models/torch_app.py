@@ -25,7 +25,8 @@ from flwr_ppsgd.models.blocks import (
 from flwr_ppsgd.models.linear import Loss
 from flwr_ppsgd.models.loaders import MOST_BYTES, Loader, LoaderBatches
 from flwr_ppsgd.models.losses import LossFunction
-from flwr_ppsgd.models.split import SplitLearner, SplitModel
+from flwr_ppsgd.models.split import SplitModel
+from flwr_ppsgd.models.split_learner import SplitLearner
 from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, Schedule
 
 Loaders: TypeAlias = Callable[[Context], tuple[Loader, Loader | None]]

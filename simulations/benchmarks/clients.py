@@ -57,7 +57,7 @@ def show_clients() -> None:
     show(
         "g. AdditiveHead on a small CNN / a loop of autograd calls, 10 users",
         head_ratio(),
-        at_most=1.3,
+        at_most=1.1,
     )
     name = "g. a round of 10 clients / FedAvg's, one pass over 128 rows, 10^6 parameters:"
     show(f"{name} convolutions", network_ratio(convolutions, (1, 28, 28), "7.*"), at_most=1.15)

@@ -10,7 +10,8 @@ from torch import nn
 from flwr_ppsgd import client_app
 from flwr_ppsgd.client.model import PersonalModel, personalize
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.split import SplitLearner, SplitModel
+from flwr_ppsgd.models.split import SplitModel
+from flwr_ppsgd.models.split_learner import SplitLearner
 from tests.client.test_shelf import Nodes
 from tests.support.toy import SIZE, Toy, flat, release, strategy, target, w0
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flwr_ppsgd import Minibatches, Order, SplitModel, torch_learner
-from flwr_ppsgd.models.split import SplitLearner, TrainedSplitLearner
+from flwr_ppsgd.models.split_learner import SplitLearner, TrainedSplitLearner
 from flwr_ppsgd.models.torch_optimizer import PersonalTraining
 from tests.support.toy import Floats
 
