@@ -56,7 +56,7 @@ class HeldArray(Array):
         # in this order: another thread may be reading
         self.__dict__["data"] = numbers
         self.__class__ = Array  # type: ignore[assignment]
-        self.__dict__.pop("values")
+        self.__dict__.pop("values", None)
         return numbers
 
     def __eq__(self, other: object) -> bool:
@@ -87,8 +87,7 @@ def _held(array: Array) -> NDArray[Any] | None:
     """The values of an array that has not been serialised."""
     if type(array) is not HeldArray or "data" in array.__dict__:
         return None
-    values: NDArray[Any] = array.__dict__["values"]
-    return values
+    return array.__dict__.get("values")
 
 
 def encode(
