@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
@@ -221,3 +221,22 @@ def test_nor_in_the_legacy_api(tmp_path: Path) -> None:
     first.close()
     with pytest.raises(ValueError, match=r"have '0' of shape \(4, 3\) and \(5, 3\): continue"):
         strategy(wider())
+
+
+def test_a_state_dict_is_no_record() -> None:
+    with pytest.raises(ValueError, match="initial_arrays must be an ArrayRecord, got a"):
+        start(torch_client(network, PERSONAL, loaders), network().state_dict())  # type: ignore[arg-type]
+
+
+def test_fewer_rounds_than_auto_has_planned_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    server = PPSGD.auto(population=NODES, epsilon=8.0, delta=1e-3, rounds=3)
+    grid = InProcessGrid(torch_client(network, PERSONAL, loaders), NODES)
+    measures = MetricRecord({"central": 1.5})
+    server.start(
+        grid,
+        shared_arrays(network(), PERSONAL),
+        num_rounds=2,
+        evaluate_fn=lambda *_: measures,
+    )
+    assert "auto has planned 3 rounds and calibrated the noise" in caplog.text
+    assert "Round 2: evaluate_fn measured {'central': 1.5}" in caplog.text

@@ -24,6 +24,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]
         plt.close("all")
 
     mpl.use("Agg")
+    plt.close("all")  # what other tests have left open
     monkeypatch.setattr(plt, "show", show)
     monkeypatch.chdir(tmp_path)
     yield figures

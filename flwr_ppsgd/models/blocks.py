@@ -28,13 +28,14 @@ def blocks(
     patterns = patterns_of(personal)
     parameters = dict(module.named_parameters())
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in parameters):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in _all_names(module)):
             near = difflib.get_close_matches(pattern, parameters, n=MOST_SUGGESTED, cutoff=0.0)
             raise ValueError(
                 f"personal={patterns}: {pattern!r} matches no parameter of "
                 f"{type(module).__name__}; the nearest are {near}: use one of those names, or a "
                 "pattern such as 'head.*'"
             )
+    _refuse_tied_across(module, patterns)
     moving = [name for name, value in parameters.items() if value.requires_grad]
     own = [name for name in moving if _matches(name, patterns)]
     shared = [name for name in moving if additive or name not in own]
@@ -45,6 +46,26 @@ def blocks(
                 "some of them, not none and not all"
             )
     return shared, own
+
+
+def _all_names(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by all of their names: tied ones have several."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def _refuse_tied_across(module: nn.Module, patterns: Sequence[str]) -> None:
+    """ValueError if one tensor is personal by one of its names and shared by another."""
+    names: dict[int, list[str]] = {}
+    for name, value in _all_names(module).items():
+        names.setdefault(id(value), []).append(name)
+    for tied in names.values():
+        own = [name for name in tied if _matches(name, patterns)]
+        others = [name for name in tied if name not in own]
+        if own and others:
+            raise ValueError(
+                f"personal={list(patterns)}: {own[0]!r} and {others[0]!r} are one tensor (tied), "
+                "and would be personal and shared at once: match both or none, or untie them"
+            )
 
 
 def refuse_other_shared(there: Shapes, here: Shapes, split: str) -> None:

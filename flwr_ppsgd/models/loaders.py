@@ -27,6 +27,7 @@ class LoaderBatches:
         parts: which parts of a batch are what.
         user: decides the order of rows.
         most_bytes: the most that is held in memory.
+        name: of the loader, for errors.
     """
 
     def __init__(
@@ -36,7 +37,10 @@ class LoaderBatches:
         *,
         user: int = 0,
         most_bytes: int = MOST_BYTES,
+        name: str = "train",
     ) -> None:
+        _refuse_one_shot(loader, name)
+        self._name = name
         self._loader = loader
         self._parts = parts
         self._user = user
@@ -44,7 +48,7 @@ class LoaderBatches:
         self._numbered = has_numbered_rows(loader)
         if self._numbered:
             self.num_examples = len(loader.dataset)  # type: ignore[attr-defined]
-            _refuse_empty(self.num_examples)
+            _refuse_empty(self.num_examples, name)
             self._size = int(loader.batch_size)  # type: ignore[attr-defined]
             return
         first = self._first()
@@ -92,7 +96,7 @@ class LoaderBatches:
     def _first(self) -> tuple[Rows, Rows]:
         for batch in self._loader:
             return self._read(batch)
-        _refuse_empty(0)
+        _refuse_empty(0, self._name)
         raise AssertionError
 
     def _read(self, batch: Any) -> tuple[Rows, Rows]:
@@ -111,7 +115,7 @@ def has_numbered_rows(loader: Any) -> bool:
 
 def joined(batches: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
     """All batches in one."""
-    _refuse_empty(len(batches))
+    _refuse_empty(len(batches), "train")
     xs = [named_parts(x) for x, _ in batches]
     y = torch.cat([y for _, y in batches])
     x = over_parts(batches[0][0], lambda _, part: torch.cat([each[part] for each in xs]))
@@ -137,9 +141,22 @@ def _bytes(rows: tuple[Rows, Rows]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _refuse_empty(count: int) -> None:
-    if not count:
+def _refuse_empty(count: int, name: str) -> None:
+    if count:
+        return
+    if name == "test":
         raise ValueError(
-            "a loader has no batch: a user needs at least one row; give this node data, or leave "
-            "it out of the enrolled population"
+            "the test loader has no batch: return (train, None) for a user without test rows"
+        )
+    raise ValueError(
+        "a loader has no batch: a user needs at least one row; give this node data, or leave it "
+        "out of the enrolled population"
+    )
+
+
+def _refuse_one_shot(loader: Loader, name: str) -> None:
+    if isinstance(loader, Iterator):
+        raise ValueError(
+            f"the {name} loader is a {type(loader).__name__}, which can be read only once: return "
+            "a DataLoader, or a list of batches"
         )

@@ -24,10 +24,10 @@ from flwr_ppsgd.models.blocks import (
 )
 from flwr_ppsgd.models.linear import Loss
 from flwr_ppsgd.models.loaders import MOST_BYTES, Loader, LoaderBatches
-from flwr_ppsgd.models.losses import LossFunction
+from flwr_ppsgd.models.losses import LossFunction, Objective
 from flwr_ppsgd.models.split import SplitModel
 from flwr_ppsgd.models.split_learner import SplitLearner
-from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, Schedule
+from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, PersonalTraining, Schedule
 
 Loaders: TypeAlias = Callable[[Context], tuple[Loader, Loader | None]]
 PARTITION = ("partition-id", "num-partitions")
@@ -79,7 +79,10 @@ def torch_client(
         mods: as for ``client_app``. Flower's clipping and local DP mods take a reply for trained
             parameters, so they serve stock strategies only.
     """
+    _check_network(network)
     _split(network, personal, additive)
+    Objective(loss, torch.device("cpu"))
+    PersonalTraining(optimizer, personal_steps, weight_decay, schedule)
     learner = functools.partial(
         torch_learner,
         additive=additive,
@@ -142,6 +145,21 @@ class _LearnerFor:
             )
         train, test = made
         return train, test
+
+
+def _check_network(network: object) -> None:
+    """ValueError unless it makes a module."""
+    if isinstance(network, nn.Module):
+        name = type(network).__name__
+        raise ValueError(
+            f"network is a {name}, and each client needs its own: give the class ({name}) or a "
+            f"module-level function that makes one, not {name}()"
+        )
+    if not callable(network):
+        raise ValueError(
+            f"network must be a class or function that makes the module, got {network!r}: the "
+            "order is torch_client(network, personal, loaders)"
+        )
 
 
 def _split(
@@ -212,7 +230,7 @@ def torch_learner(
     batches = LoaderBatches(train, parts, user=user, most_bytes=most_bytes)
     test_batches = None
     if test is not None:
-        test_batches = LoaderBatches(test, parts, most_bytes=0)
+        test_batches = LoaderBatches(test, parts, most_bytes=0, name="test")
     return model.learner(
         batches,
         test_batches,

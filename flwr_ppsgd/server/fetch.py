@@ -8,6 +8,7 @@ public are in this file; they are imported when they are first needed.
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -23,6 +24,8 @@ LOCAL_POLL_SECONDS = 0.1
 CHECK_SECONDS = 120.0  # to wait for the answers to a check
 REFUSALS = ("refused-", "node-config")  # in the codes with which our clients refuse
 MALFORMED = 2  # Flower's code for a client that raised
+NOT_RUN = 0  # its code for a client that it could not run
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SPARE_BYTES = 1 << 20  # for names, heads and measures
 TIMES_W = 4  # the most bytes of a reply, in sizes of w
 MOST_OBJECTS = 10_000
@@ -63,8 +66,9 @@ def refusals_of(
 ) -> list[str]:
     """What those said who would not obey; nothing if one client would.
 
-    An error that is no refusal of ours may come from a client that does not know checks: it counts
-    as one that would obey. Who does not answer in time counts as one that would not. All answers
+    An error of a client that is no refusal of ours may come from one that does not know checks: it
+    counts as one that would obey. Who does not answer in time, or could not be run at all (an app
+    that cannot be pickled for Ray), counts as one that would not. All answers
     are waited for: in a simulation, a check that is still at work on a node would put the node's
     state back to what it was before the first round.
 
@@ -75,12 +79,25 @@ def refusals_of(
         size: of w, in bytes.
     """
     replies = list(_checked(grid, messages, min(timeout, CHECK_SECONDS), size))
-    reasons = [str(reply.error.reason) if reply.has_error() else "" for reply in replies]
-    refused = [reason for reason in reasons if any(word in reason for word in REFUSALS)]
+    refused = [essence(str(reply.error.reason)) for reply in replies if _refuses(reply)]
     if len(refused) < len(replies):
         return []
     silent = len(messages) - len(replies)
     return refused + [f"no answer within {CHECK_SECONDS:g} s"] * silent
+
+
+def _refuses(reply: Message) -> bool:
+    """Whether a client of ours refused, or Flower could not run the client."""
+    if not reply.has_error():
+        return False
+    reason = str(reply.error.reason)
+    return reply.error.code == NOT_RUN or any(word in reason for word in REFUSALS)
+
+
+def essence(reason: str) -> str:
+    """The last line of an error that comes with a traceback, as Ray's do, without colours."""
+    lines = [line.strip() for line in COLOURS.sub("", reason).splitlines() if line.strip()]
+    return lines[-1].removesuffix("'>") if len(lines) > 1 else reason
 
 
 def _checked(

@@ -26,7 +26,7 @@ from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.recipe import recipe
 from flwr_ppsgd.secure.participant import Session
 from flwr_ppsgd.server.enrolment import present_in
-from flwr_ppsgd.server.fetch import ask, refusals_of
+from flwr_ppsgd.server.fetch import ask, essence, refusals_of
 from flwr_ppsgd.server.numpy_clients import Addressing, Task, failure, measured, trained
 from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_other_model
 from flwr_ppsgd.server.secure_rounds import (
@@ -267,8 +267,19 @@ class PPSGD(Strategy):
         """
         if timeout is None:
             timeout = self.training.round_timeout
+        _check_initial(initial_arrays)
+        planned = self._planned_rounds or FLOWER_ROUNDS
         if num_rounds is None:
-            num_rounds = self._planned_rounds or FLOWER_ROUNDS
+            num_rounds = planned
+        if self._planned_rounds and num_rounds < planned:
+            log.warning(
+                "auto has planned %d rounds and calibrated the noise for them, and num_rounds=%d: "
+                "each round has more noise than it needs; leave num_rounds out, or give "
+                "rounds=%d to auto",
+                planned,
+                num_rounds,
+                num_rounds,
+            )
         try:
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._beginning(initial_arrays))
@@ -284,6 +295,7 @@ class PPSGD(Strategy):
                 )
                 central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
                 if central is not None:
+                    log.info("Round %d: evaluate_fn measured %s", round_, dict(central))
                     result.evaluate_metrics_serverapp[round_] = central
                 if on_round:
                     on_round(round_, result)
@@ -542,6 +554,15 @@ class PPSGD(Strategy):
         return Layout.of(arrays, self._rounds.hold())
 
 
+def _check_initial(arrays: object) -> None:
+    """ValueError unless w came as Flower's record."""
+    if not isinstance(arrays, ArrayRecord):
+        raise ValueError(
+            f"initial_arrays must be an ArrayRecord, got a {type(arrays).__name__}: wrap it, as in "
+            "ArrayRecord(module.state_dict())"
+        )
+
+
 def _size(arrays: ArrayRecord) -> int:
     """The number of bytes of the serialised arrays."""
     return sum(len(array.data) for array in arrays.values())
@@ -550,7 +571,7 @@ def _size(arrays: ArrayRecord) -> int:
 def _reply(message: Message, name: str) -> Reply:
     """The named record of a message and its measures, and nothing else of it."""
     if message.has_error():
-        return Reply(error=f"error {message.error.code}: {message.error.reason}")
+        return Reply(error=f"error {message.error.code}: {essence(str(message.error.reason))}")
     arrays = message.content.get(name, message.content.get(MASKED))
     measures = message.content.get(METRICS)
     secure = message.content.get(SECURE)

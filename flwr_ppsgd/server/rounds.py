@@ -50,6 +50,7 @@ LARGEST_MEASURE = 1e100
 LARGEST_WEIGHT = 10.0  # of one client, in medians of all clients'
 ROOT = "rmse"  # measures whose name ends so are roots of mean squares
 OURS = ("round", "epsilon", "deployed_epsilon")  # names that no client's measure may have
+DROWNED = 0.5  # of the noise's length, below which nothing was seen to learn
 ENOUGH_ASKED = 10  # clients whose failing together says something about all
 
 
@@ -163,10 +164,11 @@ class Rounds:
         log.info("Signal to noise over %d rounds: at best %.2g, if all users agree", left, reached)
         if reached < 1:
             log.warning(
-                "This cannot learn: even if all users agree, the noise on %d shared parameters is "
+                "%s if all users agree, the noise on %d shared parameters is "
                 "%.3g times as long as what %d users can say in %d rounds. Enrol about %.3g times "
                 "as many users, allow a larger epsilon, or share about %.3g times fewer "
                 "parameters.",
+                "This cannot learn: even" if reached < DROWNED else "This may learn little: even",
                 size,
                 1 / reached,
                 release.cohort.population,

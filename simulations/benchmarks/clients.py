@@ -99,10 +99,14 @@ def theta_ms(size: int, repetitions: int = 20) -> tuple[float, float]:
 
 
 class LargeConstant(Constant):
-    """The same with θ as large as w."""
+    """The same with θ as large as w, and one gradient for both, as an additive model has."""
 
     def initial_theta(self) -> Vector:
         return np.zeros(HUGE)
+
+    def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:  # noqa: ARG002
+        gradient = np.ones_like(w)
+        return gradient, gradient
 
 
 def large_learner(context: Context) -> LargeConstant:  # noqa: ARG001

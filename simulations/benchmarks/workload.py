@@ -102,6 +102,7 @@ class Constant:
     is the server's."""
 
     num_examples = 1
+    takes_float32 = True
 
     def initial_theta(self) -> Vector:
         return np.zeros(1)

@@ -143,3 +143,17 @@ def test_a_target_may_come_first() -> None:
     x, y = source(1)
     assert y.tolist() == [7]
     assert x.shape == (1, 2)
+
+
+def test_a_loader_that_can_be_read_only_once_is_refused() -> None:
+    """Beyond its end it would be asked for ever."""
+    batch = (torch.ones(1, 2), torch.tensor([0]))
+    with pytest.raises(
+        ValueError, match="train loader is a generator, which can be read only once"
+    ):
+        LoaderBatches((batch for _ in range(3)), Parts())
+
+
+def test_an_empty_test_loader_is_named() -> None:
+    with pytest.raises(ValueError, match=r"the test loader has no batch: return \(train, None\)"):
+        LoaderBatches([], Parts(), name="test")

@@ -169,3 +169,47 @@ def test_a_torch_client_answers_a_secure_sum_as_it_is() -> None:
     secure, plain = results
     assert np.array_equal(secure, plain)
     assert np.any(plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((network(), "1.*", pairs), r"give the class \(Sequential\)"),
+        (("1.*", network, pairs), "the order is torch_client"),
+    ],
+)
+def test_what_is_no_network_is_told_so(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch_client(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "sqared"}, "did you mean 'squared'"),
+        ({"optimizer": "adam"}, "optimizer must be a class of torch.optim"),
+        ({"personal_steps": 0}, "personal_steps must be a whole number"),
+        ({"schedule": 0.9}, "schedule must be a function"),
+    ],
+)
+def test_wrong_options_are_seen_when_the_app_is_made(options: Any, message: str) -> None:
+    """Not on the clients, after rounds were charged."""
+    with pytest.raises(ValueError, match=message):
+        torch_client(network, "1.*", pairs, **options)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3)
+        self.head.weight = self.body.weight
+
+
+@pytest.mark.parametrize("personal", ["head.*", "body.*", "head.weight"])
+def test_a_tensor_cannot_be_shared_and_personal_at_once(personal: str) -> None:
+    with pytest.raises(ValueError, match="are one tensor"):
+        torch_client(Tied, personal, pairs)
+    assert torch_client(Tied, ["*.weight"], pairs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import (
     add_header_to_object_body,
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from flwr_ppsgd import client_app
 from flwr_ppsgd.server import fetch
+from flwr_ppsgd.server.rounds import NobodyUsableError
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
 from tests.support.toy import SIZE, flat, grid, make_replies, opened, strategy, toy_learner, w0
@@ -292,3 +293,25 @@ def test_a_check_waits_for_every_answer(monkeypatch: pytest.MonkeyPatch) -> None
     messages = [Message(content, node, "query") for node in on.get_node_ids()]
     fetch.refusals_of(on, messages, 5.0, W_BYTES)
     assert on.polls == 3
+
+
+def test_of_an_error_with_a_traceback_its_last_line_counts() -> None:
+    reason = (
+        "<class 'RayTaskError'>:<'\x1b[36mray::run()\x1b[39m\n  File x\nError: refused-policy'>"
+    )
+    assert fetch.essence(reason) == "Error: refused-policy"
+    assert fetch.essence("refused-policy: RefusedError") == "refused-policy: RefusedError"
+
+
+def test_clients_that_flower_cannot_run_are_seen_before_the_first_round() -> None:
+    """Such as an app that cannot be pickled for Ray: nothing is charged."""
+
+    class Broken(InProcessGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+            pushed = [self._pushed.pop(message_id) for message_id in message_ids]
+            return [Message(Error(0, "cannot be pickled"), reply_to=each) for each in pushed]
+
+    server = strategy()
+    with pytest.raises(NobodyUsableError, match=r"cannot be pickled\. Nothing was charged"):
+        server.start(Broken(client_app(toy_learner), 5), w0(), num_rounds=2)
+    assert server.ledger.rounds == 0
