@@ -16,6 +16,7 @@ thousand rounds.
 
 import contextlib
 import hashlib
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -134,14 +135,17 @@ def _normals(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
         counts: the number of normals from each.
     """
     out = np.empty(sum(counts))
-    parts = np.split(out, np.cumsum(counts)[:-1])
+    starts = [0, *itertools.accumulate(counts)]
+    parts = [out[start:end] for start, end in itertools.pairwise(starts)]
     placed = [_place(coins, part) for coins, part in zip(streams, parts, strict=True)]
     shares = [len(beyond) for beyond, _ in placed]
     if not sum(shares):
         return out
-    starts = np.cumsum([0, *counts[:-1]])
-    beyond = np.concatenate([start + own for start, (own, _) in zip(starts, placed, strict=True)])
-    layers = np.concatenate([own for _, own in placed])
+    beyond, layers = placed[0]
+    if len(placed) > 1:
+        pairs = zip(starts, placed, strict=False)
+        beyond = np.concatenate([start + own for start, (own, _) in pairs])
+        layers = np.concatenate([own for _, own in placed])
     out[beyond] = _settled(streams, shares, layers, out[beyond])
     return out
 
@@ -201,6 +205,8 @@ def _settled(
 
 def _counts(places: NDArray[np.intp], shares: Sequence[int]) -> list[int]:
     """How many of the increasing ``places`` belong to each stream."""
+    if len(shares) == 1:
+        return [len(places)]
     ends = np.searchsorted(places, np.cumsum(shares))
     counts: list[int] = np.diff(ends, prepend=0).tolist()
     return counts
