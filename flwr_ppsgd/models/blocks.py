@@ -87,7 +87,8 @@ def refuse_other_shared(there: Shapes, here: Shapes, split: str) -> None:
         raise ValueError(
             f"the server's w has {unknown or 'nothing'} that is not shared here, and lacks "
             f"{missing or 'nothing'} that is: {split} on this client must be those of "
-            "shared_arrays(module, personal) on the server"
+            "shared_arrays(module, personal, additive=…) on the server; buffers, frozen "
+            "parameters and further names of tied ones are no part of w"
         )
     for name, shape in there.items():
         if tuple(shape) != tuple(here[name]):
