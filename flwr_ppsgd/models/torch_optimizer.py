@@ -45,7 +45,9 @@ class PersonalTraining:
         callable_ = made is None or callable(made)
         rule = "optimizer must be a class of torch.optim or a function that makes one"
         remedy = "such as torch.optim.Adam or functools.partial(torch.optim.Adam, lr=0.01)"
-        require(callable_, rule, type(made).__name__, remedy)
+        # the repr of an optimizer has many lines
+        shown = type(made) if isinstance(made, torch.optim.Optimizer) else made
+        require(callable_, rule, shown, remedy)
         factor = self.schedule
         rule = "schedule must be a function of the visit that gives a factor"
         remedy = "such as lambda visit: 0.99**visit, in a module-level function"
