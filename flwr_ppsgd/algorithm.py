@@ -517,8 +517,8 @@ class PrivateMetrics:
 
 def length(g: Vector) -> float:
     """‖g‖₂ in double precision, safe from overflow and underflow of the squares."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        square = np.dot(g, g) if g.dtype == np.float64 else _square_by_blocks(g)
+    # unlike dot, vdot does not warn of an overflow
+    square = np.vdot(g, g) if g.dtype == np.float64 else _square_by_blocks(g)
     plain = math.sqrt(square)
     if 1e-140 < plain < 1e140 or not g.size:
         return plain
@@ -537,7 +537,7 @@ def _square_by_blocks(g: Vector) -> float:
         part = g[start : start + BLOCK]
         block = space[: len(part)]
         block[...] = part
-        total += float(np.dot(block, block))
+        total += float(np.vdot(block, block))
     return total
 
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from flwr_ppsgd import disk
+from flwr_ppsgd.checks import altered
 from flwr_ppsgd.wire import Order
 
 KEY = "training.key"  # its name in checkpoint_dir
@@ -100,8 +101,8 @@ def signed(order: Order, arrays: Mapping[str, bytes], key: TrainingKey) -> Order
 
 def signed_over(order: Order, w_digest: bytes, key: TrainingKey) -> Order:
     """``signed``, with the digest of the arrays known already."""
-    keyed = replace(order, server_key=key.public, signature="")
-    return replace(keyed, signature=key.sign(keyed.to_flat(), w_digest))
+    keyed = altered(order, server_key=key.public, signature="")
+    return altered(keyed, signature=key.sign(keyed.to_flat(), w_digest))
 
 
 def verify(order: Order, arrays: Mapping[str, bytes], server_key: str) -> bool:

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.arrays import Header, decode, decode_vector, encode, header_of
+from flwr_ppsgd.arrays import Header, decode, decode_vector, encode, filled, header_of
 from flwr_ppsgd.checks import LARGEST_COUNT
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import Terms
@@ -343,6 +343,10 @@ class Layout:
         return sum(math.prod(shape) for shape in self.shapes)
 
     @functools.cached_property
+    def _keys(self) -> set[str]:
+        return set(self.names)
+
+    @functools.cached_property
     def _parts(self) -> list[slice]:
         """Where each array is in the vector."""
         sizes = (math.prod(shape) for shape in self.shapes)
@@ -356,10 +360,10 @@ class Layout:
             record: the arrays.
             as_sent: leave float32 as it is, if all of them are; else the vector is float64.
         """
-        if set(record) - self.held != set(self.names):
+        if record.keys() - self.held != self._keys:
             raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
         pairs = zip(self.names, self.shapes, strict=True)
-        parts = [decode(name, record[name], shape).reshape(-1) for name, shape in pairs]
+        parts = [decode(name, record[name], shape) for name, shape in pairs]
         single = as_sent and all(part.dtype == np.float32 for part in parts)
         dtype = np.float32 if single else np.float64
         if len(parts) == 1 and parts[0].dtype == dtype:
@@ -382,16 +386,14 @@ class Layout:
         if vector.shape != (self.size,):
             raise ValueError(f"a vector of shape {vector.shape} where w has {self.size} parameters")
         forms = zip(self.names, self._parts, self.shapes, self.dtypes, strict=True)
-        arrays = ArrayRecord()
         with np.errstate(all="ignore"):  # a number too large for float32 becomes infinity
-            for name, part, shape, dtype in forms:
-                arrays[name] = encode(vector[part], shape, dtype, scale)
-        if like is None or not self.held:
-            return arrays
-        record = ArrayRecord()
-        for name in like:
-            record[name] = arrays[name] if name in arrays else like[name]
-        return record
+            arrays = {
+                name: encode(vector[part], shape, dtype, scale)
+                for name, part, shape, dtype in forms
+            }
+        if like is not None and self.held:
+            arrays = {name: arrays.get(name, held) for name, held in like.items()}
+        return filled(ArrayRecord, arrays)
 
 
 @functools.lru_cache(maxsize=64)

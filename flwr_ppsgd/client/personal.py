@@ -15,9 +15,18 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Context
+from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import decode_vector, note_on, put_note, vector_record
+from flwr_ppsgd.arrays import (
+    decode_vector,
+    holds,
+    note_on,
+    put,
+    put_note,
+    unchanging,
+    vector_record,
+)
 from flwr_ppsgd.checks import altered
 from flwr_ppsgd.client.policy import check_keys
 from flwr_ppsgd.client.refusal import REFUSED_CHARGES, THETA_FOREIGN, TOO_LATE, RefusedError
@@ -133,9 +142,9 @@ def recall_or_begin(context: Context, initial: Callable[[], Vector]) -> Personal
     """The θ for a message without an Order: that of this node's training, or else a new one."""
     training = training_in(context)
     shelf = Shelf.of(context, training)
-    begun = Personal(initial(), context.run_id, training=training)
-    kept = _last(context, shelf) or begun
-    _refuse_other_model(kept, begun, shelf)
+    theta = initial()
+    kept = _last(context, shelf) or Personal(theta, context.run_id, training=training)
+    _refuse_other_model(kept, theta, shelf)
     return kept
 
 
@@ -178,13 +187,13 @@ def _chosen(
         if stepping:
             _refuse_if_replaced(newest, order)
         own = itertools.chain([newest], own)
-    begun = Personal(initial(), context.run_id, training=order.training)
+    theta = initial()
     below = order.round if stepping else order.round + 1
     chosen = choose(own, _others(context, shelf, order.training), order, below)
     if chosen is None:
         _tell_of_older_version(shelf)
-        return begun
-    _refuse_other_model(chosen, begun, shelf)
+        return Personal(theta, context.run_id, training=order.training)
+    _refuse_other_model(chosen, theta, shelf)
     return chosen
 
 
@@ -233,13 +242,12 @@ def keep(context: Context, personal: Personal, back: int = 0) -> None:
     """
     before = _records(context)
     records = [_encode(personal)]
-    if owner_of(context) is None:
+    if before and owner_of(context) is None:
         older = {id(each): each for each in map(_decode, before)}
         needed = _still_needed(personal, list(older.values()), back)
         serialised = dict(zip(older, before, strict=True))
         records += [serialised[id(each)] for each in needed]
-    for place, record in enumerate(records):
-        context.state[_state_name(place)] = record
+    put(context.state, {_state_name(place): record for place, record in enumerate(records)})
     for place in range(len(records), len(before)):
         del context.state[_state_name(place)]
 
@@ -358,14 +366,14 @@ def _refuse_fewer_charges(newest: Personal, order: Order) -> None:
         )
 
 
-def _refuse_other_model(kept: Personal, begun: Personal, shelf: Shelf | None) -> None:
+def _refuse_other_model(kept: Personal, initial: Vector, shelf: Shelf | None) -> None:
     """Refuse a θ of another size than the learner's own."""
-    if kept.theta.shape != begun.theta.shape:
+    if kept.theta.shape != initial.shape:
         place = f"run {shelf.run!r} in {shelf.root}" if shelf else "this node's state"
         raise RefusedError(
             THETA_FOREIGN,
             f"the θ of {place} has {kept.theta.size} numbers and this learner's has "
-            f"{begun.theta.size}: it belongs to another model; go on with that one there, or name "
+            f"{initial.size}: it belongs to another model; go on with that one there, or name "
             f"another {RUN} to begin anew",
         )
 
@@ -452,22 +460,27 @@ def _from_node(context: Context) -> Iterator[Personal]:
 def _records(context: Context) -> list[ArrayRecord]:
     """The same, serialised."""
     records: list[ArrayRecord] = []
-    state = context.state
-    while (name := _state_name(len(records))) in state:
-        record = state[name]
-        if not isinstance(record, ArrayRecord):
-            break
+    state = dict(context.state.items())
+    while isinstance(record := state.get(_state_name(len(records))), ArrayRecord):
         records.append(record)
     return records
 
 
 def _decode(record: ArrayRecord) -> Personal:
     array = record["stamp"]
-    stamp = note_on(array)
-    if stamp is None:
-        stamp = json.loads(decode_vector(array).tobytes())
+    kept: Personal | None = note_on(array)
+    if kept is not None and holds(record["theta"], kept.theta):
+        return kept
     stood = decode_vector(record["stood"]) if "stood" in record else None
-    return Personal(decode_vector(record["theta"]), stood=stood, **stamp)
+    return Personal(decode_vector(record["theta"]), stood=stood, **_stamp(decode_vector(array)))
+
+
+def _stamp(numbers: NDArray[Any]) -> dict[str, int]:
+    """The stamp in a node's state; version 0.2 wrote it as a text."""
+    if numbers.dtype == np.uint8:
+        stamp: dict[str, int] = json.loads(numbers.tobytes())
+        return stamp
+    return dict(zip(_STAMP, numbers.tolist(), strict=True))
 
 
 def _state_name(place: int) -> str:
@@ -475,8 +488,7 @@ def _state_name(place: int) -> str:
 
 
 def _encode(personal: Personal) -> ArrayRecord:
-    stamp = personal.stamp()
-    text = np.frombuffer(json.dumps(stamp).encode(), dtype=np.uint8)
-    record = vector_record({**personal.vectors(), "stamp": text})
-    put_note(record["stamp"], stamp)
+    stamp = np.array([getattr(personal, name) for name in _STAMP], dtype=np.uint64)
+    record = vector_record({**personal.vectors(), "stamp": unchanging(stamp)})
+    put_note(record["stamp"], personal)
     return record

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows, as_array
-from flwr_ppsgd.models.logistic import Logistic, log_softmax
+from flwr_ppsgd.models.logistic import Logistic, log_softmax, softmax
 from flwr_ppsgd.models.ridge import Columns, Features, Ridge, dense, finite_rows
 from flwr_ppsgd.wire import Order
 
@@ -204,7 +204,7 @@ def predict(scores: Matrix, loss: Loss) -> Matrix:
     """
     if loss == "squared":
         return scores
-    return np.exp(log_softmax(scores))
+    return softmax(scores)
 
 
 def mean_losses(

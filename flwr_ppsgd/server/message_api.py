@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
-from flwr_ppsgd.arrays import bytes_of, record_from
+from flwr_ppsgd.arrays import bytes_of, filled, record_from
 from flwr_ppsgd.callers import refuse_dp_strategy
 from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
@@ -342,7 +342,7 @@ class PPSGD(Strategy):
             self._rounds.publish_vote()
             return
         nodes = self._rounds.open_vote(lambda: present_in(grid))
-        order = ConfigRecord(self._rounds.vote_order(arrays).to_flat())
+        order = filled(ConfigRecord, self._rounds.vote_order(arrays).to_flat())
         content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord(), ORDER: order})
         messages = [Message(content, cast(int, node), MessageType.TRAIN) for node in nodes]
         self._asked = [message.metadata for message in messages]
@@ -415,7 +415,7 @@ class PPSGD(Strategy):
         for node, order in orders.items():
             payload = payloads[node]
             if payload not in contents:
-                content = RecordDict({**records, ORDER: ConfigRecord(order.to_flat())})
+                content = RecordDict({**records, ORDER: filled(ConfigRecord, order.to_flat())})
                 if payload:
                     content[SECURE] = ConfigRecord({DATA: payload})
                 contents[payload] = content
@@ -537,7 +537,7 @@ class PPSGD(Strategy):
         """
         if self.training.replies == "parameters":
             return self._addressing.content(task, arrays, config, round_)
-        order = ConfigRecord(self._rounds.order(round_, arrays).to_flat())
+        order = filled(ConfigRecord, self._rounds.order(round_, arrays).to_flat())
         return RecordDict({ARRAYS: arrays, CONFIG: config, ORDER: order})
 
     def _reply(self, message: Message) -> Reply:
@@ -572,15 +572,16 @@ def _reply(message: Message, name: str) -> Reply:
     """The named record of a message and its measures, and nothing else of it."""
     if message.has_error():
         return Reply(error=f"error {message.error.code}: {essence(str(message.error.reason))}")
-    arrays = message.content.get(name, message.content.get(MASKED))
-    measures = message.content.get(METRICS)
-    secure = message.content.get(SECURE)
+    records = dict(message.content.items())
+    arrays = records.get(name, records.get(MASKED))
+    measures = records.get(METRICS)
+    secure = records.get(SECURE)
     payload = secure.get(DATA) if isinstance(secure, ConfigRecord) else None
     return Reply(
         payload=payload if isinstance(payload, bytes) else b"",
         arrays=arrays if isinstance(arrays, ArrayRecord) else None,
         measures=measures if isinstance(measures, MetricRecord) else {},
-        found=list(message.content),
+        found=list(records),
     )
 
 
