@@ -243,28 +243,26 @@ def keep(context: Context, personal: Personal, back: int = 0) -> None:
     before = _records(context)
     records = [_encode(personal)]
     if before and owner_of(context) is None:
-        older = {id(each): each for each in map(_decode, before)}
-        needed = _still_needed(personal, list(older.values()), back)
-        serialised = dict(zip(older, before, strict=True))
-        records += [serialised[id(each)] for each in needed]
+        kept = [_decode(record) for record in before]
+        records += [before[place] for place in _still_needed(personal, kept, back)]
     put(context.state, {_state_name(place): record for place, record in enumerate(records)})
     for place in range(len(records), len(before)):
         del context.state[_state_name(place)]
 
 
-def _still_needed(personal: Personal, kept: list[Personal], back: int) -> list[Personal]:
-    """Those of the older θ that stay: what this one goes back to, and the last of other trainings.
+def _still_needed(personal: Personal, kept: list[Personal], back: int) -> list[int]:
+    """The places of older θ that stay: what this one goes back to, and the last of other trainings.
 
     θ of a round that the server has lost had more visits than the one that was stepped instead.
     """
-    history = [
-        each for each in kept if each.training == personal.training and each.visit < personal.visit
-    ]
-    needed = needed_before(personal.round, [each.round for each in history], back)
-    last_of_others: dict[int, Personal] = {}
-    for each in kept:
+    history = []
+    last_of_others: dict[int, int] = {}
+    for place, each in enumerate(kept):
         if each.training != personal.training:
-            last_of_others.setdefault(each.training, each)
+            last_of_others.setdefault(each.training, place)
+        elif each.visit < personal.visit:
+            history.append(place)
+    needed = needed_before(personal.round, [kept[place].round for place in history], back)
     return [*history[:needed], *list(last_of_others.values())[: TRAININGS - 1]]
 
 
@@ -461,7 +459,9 @@ def _records(context: Context) -> list[ArrayRecord]:
     """The same, serialised."""
     records: list[ArrayRecord] = []
     state = dict(context.state.items())
-    while isinstance(record := state.get(_state_name(len(records))), ArrayRecord):
+    while (record := state.get(_state_name(len(records)))) is not None:
+        if not isinstance(record, ArrayRecord):
+            break
         records.append(record)
     return records
 

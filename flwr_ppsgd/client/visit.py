@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Context
@@ -41,8 +41,7 @@ SHARED = "shared_"  # of w alone
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What a message asks of this client, as it came.
 
     Args:

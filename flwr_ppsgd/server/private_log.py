@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class PrivateLog:
         """What came back in a round."""
         nobody = bool(facts.zeros) and not facts.used
         level = logging.WARNING if nobody else logging.INFO
-        self._note(asdict(facts), facts.in_words(), level)
+        self._note(vars(facts), facts.in_words(), level)
 
     def note_problem(self, text: object) -> None:
         """What needs the operator and did not end the run."""

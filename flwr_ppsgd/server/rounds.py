@@ -9,8 +9,9 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -66,8 +67,7 @@ class UnusableError(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """What a client sent back in training, whichever API brought it.
 
     Args:
@@ -79,7 +79,7 @@ class Reply:
     """
 
     arrays: ArrayRecord | None = None
-    measures: Mapping[str, Any] = field(default_factory=dict)
+    measures: Mapping[str, Any] = MappingProxyType({})
     error: str = ""
     payload: bytes = b""
     found: Sequence[str] = ()
