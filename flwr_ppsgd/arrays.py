@@ -147,24 +147,24 @@ def decode(name: str, array: Array, shape: tuple[int, ...]) -> NDArray[np.floati
     if header.shape != shape or header.dtype.kind != "f":
         found = f"{header.dtype}{header.shape}"
         raise ValueError(f"array {name!r} holds {found} where floats{shape} were expected")
-    values = _numbers(name, array, header)
-    return values.reshape(shape, order="F").reshape(-1) if header.fortran else values
+    return numbers(name, array, header)
 
 
 def decode_vector(array: Array, name: str = "vector") -> NDArray[Any]:
     """A vector in a record that ``vector_record`` made."""
-    return _numbers(name, array, header_of(name, array))
+    return numbers(name, array, header_of(name, array))
 
 
-def _numbers(name: str, array: Array, header: Header) -> NDArray[Any]:
-    """All numbers in one row; ValueError unless there are as many as the header says."""
+def numbers(name: str, array: Array, header: Header) -> NDArray[Any]:
+    """All numbers by rows; ValueError unless there are as many as the header says."""
     held = _held(array)
     if held is not None:
         return held if held.ndim == 1 else held.reshape(-1)
     size = len(array.data) - header.end
     if size != math.prod(header.shape) * header.dtype.itemsize:
         raise ValueError(f"array {name!r} holds {size} bytes, not what its header says")
-    return np.frombuffer(array.data, header.dtype, offset=header.end)
+    values = np.frombuffer(array.data, header.dtype, offset=header.end)
+    return values.reshape(header.shape, order="F").reshape(-1) if header.fortran else values
 
 
 def vector_record(vectors: Mapping[str, NDArray[Any]]) -> ArrayRecord:

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.arrays import Header, decode, decode_vector, encode, filled, header_of
+from flwr_ppsgd.arrays import Header, decode, decode_vector, encode, filled, header_of, numbers
 from flwr_ppsgd.checks import LARGEST_COUNT
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import Terms
@@ -323,6 +323,14 @@ class Layout:
         headers = tuple((name, header_of(name, array)) for name, array in record.items())
         return _layout(headers, hold)
 
+    @classmethod
+    def read(cls, record: ArrayRecord, *, as_sent: bool = False) -> "tuple[Layout, Vector]":
+        """The layout of ``record`` and its arrays as one vector; ``as_sent`` as of ``flatten``."""
+        headers = tuple((name, header_of(name, array)) for name, array in record.items())
+        layout = _layout(headers, None)
+        parts = [numbers(name, record[name], header) for name, header in headers]
+        return layout, _joined(parts, as_sent)
+
     @functools.cached_property
     def shape_of(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the arrays, by name."""
@@ -363,15 +371,7 @@ class Layout:
         if record.keys() - self.held != self._keys:
             raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
         pairs = zip(self.names, self.shapes, strict=True)
-        parts = [decode(name, record[name], shape) for name, shape in pairs]
-        single = as_sent and all(part.dtype == np.float32 for part in parts)
-        dtype = np.float32 if single else np.float64
-        if len(parts) == 1 and parts[0].dtype == dtype:
-            return cast(Vector, parts[0])  # a view of the bytes
-        vector = cast(Vector, np.empty(self.size, dtype))
-        with np.errstate(all="ignore"):
-            np.concatenate(parts, out=vector, casting="unsafe")
-        return vector
+        return _joined([decode(name, record[name], shape) for name, shape in pairs], as_sent)
 
     def unflatten(
         self, vector: Vector, like: ArrayRecord | None = None, *, scale: float = 1.0
@@ -394,6 +394,18 @@ class Layout:
         if like is not None and self.held:
             arrays = {name: arrays.get(name, held) for name, held in like.items()}
         return filled(ArrayRecord, arrays)
+
+
+def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
+    """Arrays of floats as one vector, in float64 unless they stay as they were sent."""
+    single = as_sent and all(part.dtype == np.float32 for part in parts)
+    dtype = np.float32 if single else np.float64
+    if len(parts) == 1 and parts[0].dtype == dtype:
+        return cast(Vector, parts[0])  # a view of the bytes
+    vector = cast(Vector, np.empty(sum(map(len, parts)), dtype))
+    with np.errstate(all="ignore"):
+        np.concatenate(parts, out=vector, casting="unsafe")
+    return vector
 
 
 @functools.lru_cache(maxsize=64)

@@ -273,5 +273,4 @@ def _shared(records: Records, as_sent: bool = False) -> tuple[Layout, Vector]:
             f"no ArrayRecord {ARRAYS!r} in a message that holds {sorted(records)}: let the "
             f"strategy use arrayrecord_key={ARRAYS!r}",
         )
-    layout = refusing(REFUSED_MESSAGE, lambda: Layout.of(record))
-    return layout, refusing(REFUSED_MESSAGE, lambda: layout.flatten(record, as_sent=as_sent))
+    return refusing(REFUSED_MESSAGE, lambda: Layout.read(record, as_sent=as_sent))

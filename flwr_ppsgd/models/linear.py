@@ -95,9 +95,9 @@ class AdditiveLinear:
         x, y = self._minibatch(order)
         scores = self._scores(x, w + theta)
         residual = _without_round_off(predict(scores, self._loss), y)
-        gradient = dense(x.T @ residual).reshape(-1)
         if order.reduction == "mean" and len(y):
-            gradient /= len(y)
+            residual /= len(y)
+        gradient = dense(x.T @ residual).reshape(-1)
         return gradient, gradient
 
     def training_measures(
@@ -185,14 +185,9 @@ def _without_round_off(prediction: Matrix, y: Matrix) -> Matrix:
     the last digit at full weight.
     """
     residual = prediction - y
-    largest = max(_largest(y), _largest(prediction))
-    residual[abs(residual) <= ROUND_OFF * largest] = 0.0
+    largest = np.maximum(np.abs(prediction), np.abs(y)).max(initial=0.0)
+    residual[np.abs(residual) <= ROUND_OFF * largest] = 0.0
     return residual
-
-
-def _largest(values: Matrix) -> float:
-    """max |values|, without a copy."""
-    return max(float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
 
 
 def predict(scores: Matrix, loss: Loss) -> Matrix:
