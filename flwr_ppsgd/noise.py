@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import math
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ from flwr_ppsgd.algorithm import (
 GRID_CLIP_MARGIN = 1e-9  # relative; keeps the truncated vector below C in exact integers
 ROUNDING = 2.0**-53  # of each term of a norm, which the margin covers besides
 PRECISIONS = (np.float64, np.float32)  # of vectors that can be summed; the sum is in float64
+ZEROS = memoryview(bytes(8 * BLOCK))  # what the cipher turns into coins
 CUT_TAIL = 2.0**-145  # the probability that a normal lies beyond the sampler's cut
 
 
@@ -61,19 +63,23 @@ class Coins:
         text = repr(("insecure", seed, *labels))
         return cls(hashlib.sha256(text.encode()).digest())
 
+    def fill(self, words: NDArray[np.uint64]) -> None:
+        """Overwrite all of them with uniform 64-bit words."""
+        for start in range(0, len(words), BLOCK):
+            block = words[start : start + BLOCK]
+            self._stream.update_into(ZEROS[: block.nbytes], block.data.cast("B"))
+        if sys.byteorder == "big":
+            words.byteswap(inplace=True)
+
     def words(self, count: int) -> NDArray[np.uint64]:
         """Uniform 64-bit words."""
-        stream = self._stream.update(bytes(8 * count))
-        return np.frombuffer(stream, dtype="<u8").astype(np.uint64, copy=False)
+        words = np.empty(count, np.uint64)
+        self.fill(words)
+        return words
 
     def uniforms(self, count: int) -> Vector:
         """Uniform on the multiples of 2⁻⁵³ in [0, 1)."""
-        out = np.empty(count)
-        for start in range(0, count, BLOCK):
-            block = out[start : start + BLOCK]
-            np.copyto(block, self.words(len(block)) >> np.uint64(11))
-            block *= 2.0**-53
-        return out
+        return _uniforms([self], [count])
 
     def exponentials(self, count: int) -> Vector:
         """−ln u with u from 128 bits: the far tail is as fine as the rest."""
@@ -95,6 +101,48 @@ def normals_of(streams: Sequence[Coins], count: int) -> NDArray[np.float64]:
     """``normals(count)`` of each stream, in fewer and larger calls: streams × count."""
     normals = _normals(streams, [count] * len(streams))
     return normals.reshape(len(streams), count)
+
+
+def uniforms_of(streams: Sequence[Coins], count: int) -> NDArray[np.float64]:
+    """``uniforms(count)`` of each stream, in fewer and larger calls: streams × count."""
+    uniforms = _uniforms(streams, [count] * len(streams))
+    return uniforms.reshape(len(streams), count)
+
+
+class _Tape:
+    """The words of several streams, one stream after the other.
+
+    Args:
+        streams: where they come from.
+        counts: the number of words from each.
+    """
+
+    def __init__(self, streams: Sequence[Coins], counts: Sequence[int]) -> None:
+        self._left = list(_each(streams, counts))
+        self._left.reverse()  # the next one is last
+
+    def fill(self, words: NDArray[np.uint64]) -> None:
+        """Overwrite these with the next words."""
+        while len(words):
+            coins, count = self._left.pop()
+            own = words[:count]
+            coins.fill(own)
+            if count > len(own):
+                self._left.append((coins, count - len(own)))
+            words = words[len(own) :]
+
+
+def _uniforms(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
+    """Uniforms from each stream, one stream after the other: the upper 53 bits of each word."""
+    out = np.empty(sum(counts))
+    tape = _Tape(streams, counts)
+    for start in range(0, len(out), BLOCK):
+        block = out[start : start + BLOCK]
+        words = block.view(np.uint64)  # the coins lie where the uniforms will
+        tape.fill(words)
+        words >>= 11
+        np.multiply(words.view(np.int64), 2.0**-53, out=block)
+    return out
 
 
 def _edges() -> Vector:
@@ -135,47 +183,39 @@ def _normals(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
         counts: the number of normals from each.
     """
     out = np.empty(sum(counts))
-    starts = [0, *itertools.accumulate(counts)]
-    parts = [out[start:end] for start, end in itertools.pairwise(starts)]
-    placed = [_place(coins, part) for coins, part in zip(streams, parts, strict=True)]
-    shares = [len(beyond) for beyond, _ in placed]
-    if not sum(shares):
-        return out
-    beyond, layers = placed[0]
-    if len(placed) > 1:
-        pairs = zip(starts, placed, strict=False)
-        beyond = np.concatenate([start + own for start, (own, _) in pairs])
-        layers = np.concatenate([own for _, own in placed])
-    out[beyond] = _settled(streams, shares, layers, out[beyond])
+    tape = _Tape(streams, counts)
+    beyond, layers = _place(tape, out)
+    if len(beyond):
+        shares = _counts(beyond, counts)
+        out[beyond] = _settled(streams, shares, layers, out[beyond])
     return out
 
 
-def _place(coins: Coins, out: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+def _place(tape: _Tape, out: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     """Fill ``out``.
 
     Returns which of its numbers fell beyond the inner edge of their layer, and the layers of those.
     """
-    found = [_place_block(coins, out, start) for start in range(0, len(out), BLOCK)]
-    if len(found) == 1:
-        return found[0]
-    places = [np.empty(0, np.intp), *(own for own, _ in found)]
-    layers = [np.empty(0, np.int64), *(own for _, own in found)]
+    places = [np.empty(0, np.intp)]
+    layers = [np.empty(0, np.int64)]
+    for start in range(0, len(out), BLOCK):
+        block = out[start : start + BLOCK]
+        tape.fill(block.view(np.uint64))
+        beyond, own_layers = _place_block(block)
+        places.append(start + beyond)
+        layers.append(own_layers)
     return np.concatenate(places), np.concatenate(layers)
 
 
-def _place_block(
-    coins: Coins, out: Vector, start: int
-) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """``_place`` of one block, which begins at ``start``."""
-    block = out[start : start + BLOCK]
-    words = coins.words(len(block)).view(np.int64)
+def _place_block(block: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """``_place`` of one block, in whose memory the coins lie."""
+    words = block.view(np.int64)
     layer = words & (LAYERS - 1)
     place = words >> 8
-    np.copyto(block, place)
-    block *= SPACING.take(layer)
+    np.multiply(place, SPACING.take(layer), out=block)
     np.abs(place, out=place)
     (beyond,) = (place >= INSIDE.take(layer)).nonzero()
-    return start + beyond, layer[beyond]
+    return beyond, layer[beyond]
 
 
 def _settled(
@@ -189,8 +229,7 @@ def _settled(
     It stays if a height in its layer is below the curve, else it is drawn again; in the lowest
     layer it becomes the tail. ``shares`` says how many are whose, one stream after the other.
     """
-    uniforms = np.concatenate([coins.uniforms(share) for coins, share in _each(streams, shares)])
-    height = HEIGHTS.take(layer) + uniforms * THICKNESS.take(layer)
+    height = HEIGHTS.take(layer) + _uniforms(streams, shares) * THICKNESS.take(layer)
     curve = np.exp(drawn * drawn * -0.5)
     lowest = layer == 0
     (in_tail,) = lowest.nonzero()
@@ -207,9 +246,8 @@ def _counts(places: NDArray[np.intp], shares: Sequence[int]) -> list[int]:
     """How many of the increasing ``places`` belong to each stream."""
     if len(shares) == 1:
         return [len(places)]
-    ends = np.searchsorted(places, np.cumsum(shares))
-    counts: list[int] = np.diff(ends, prepend=0).tolist()
-    return counts
+    ends = places.searchsorted(np.cumsum(shares)).tolist()
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
 def _tail(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
@@ -235,16 +273,12 @@ def _with_redrawn(
     accepted: NDArray[np.bool_],
 ) -> Vector:
     """Of each stream what is accepted, and after it others from the tail for the rest."""
-    parts = []
-    start = 0
-    for coins, count in _each(streams, counts):
-        own = slice(start, start + count)
-        kept = found[own][accepted[own]]
-        parts.append(kept)
-        if len(kept) < count:
-            parts.append(_tail([coins], [count - len(kept)]))
-        start += count
-    return np.concatenate(parts)
+    stream = np.repeat(np.arange(len(counts)), counts)  # whose each number is
+    missing = np.bincount(stream[~accepted], minlength=len(counts))
+    redrawn = _tail(streams, missing.tolist())
+    whose = np.concatenate([stream[accepted], np.repeat(np.arange(len(counts)), missing)])
+    order = np.argsort(whose, kind="stable")
+    return np.concatenate([found[accepted], redrawn])[order]
 
 
 def _exponentials(halves: NDArray[np.uint64]) -> Vector:

@@ -8,12 +8,23 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from flwr_ppsgd import Poisson, PrivateMetrics, Release
 from flwr_ppsgd.algorithm import BLOCK, LARGEST_NORMAL, Vector
-from flwr_ppsgd.noise import EDGES, TAIL, Coins, GridSum, normals_of, residual_delta
+from flwr_ppsgd.noise import (
+    EDGES,
+    TAIL,
+    Coins,
+    GridSum,
+    normals_of,
+    residual_delta,
+    uniforms_of,
+)
 
 RELEASE = Release(Poisson(100, 0.5), clip_norm=3.0, noise_multiplier=2.0)
 
@@ -34,6 +45,38 @@ def test_streams_side_by_side_give_what_each_gives_alone(count: int) -> None:
     together = normals_of([Coins.insecure(7, stream) for stream in range(40)], count)
     alone = [Coins.insecure(7, stream).normals(count) for stream in range(40)]
     np.testing.assert_array_equal(together, alone)
+    together = uniforms_of([Coins.insecure(7, stream) for stream in range(40)], count)
+    alone = [Coins.insecure(7, stream).uniforms(count) for stream in range(40)]
+    np.testing.assert_array_equal(together, alone)
+
+
+def test_streams_side_by_side_each_redraw_their_own_tail() -> None:
+    """What is not accepted comes anew from the same stream, after what is."""
+    beyond = word(0, int(0.99 * 2**55))
+    near, far = 2**60, 2**50  # the words of u = 2⁻⁴ and u = 2⁻¹⁴, by which TAIL is exceeded
+    never, always = 2**64 - 1, 0  # is it accepted
+    first = [beyond, beyond, 0, 0, near, far, 0, 0, never, always, 0, 0, near, 0, always, 0]
+    second = [beyond, word(9, 5), 0, far, 0, always, 0]
+    together = normals_of([Scripted(*first), Scripted(*second)], 2)
+    alone = [Scripted(*words).normals(2) for words in (first, second)]
+    np.testing.assert_array_equal(together, alone)
+    by_near, by_far = (TAIL + bits * math.log(2) / TAIL for bits in (4, 14))
+    np.testing.assert_allclose(together[0], [by_far, by_near], rtol=1e-12)
+    np.testing.assert_allclose(together[1], [by_far, 5 / 2**55 * EDGES[9]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 5, BLOCK, 2 * BLOCK + 3])
+def test_every_word_is_overwritten_by_the_keystream(count: int) -> None:
+    """By that of ChaCha20 from its beginning: no word is left, skipped or used twice."""
+    key = bytes(range(32))
+    expected = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(8 * count))
+    for before in (0, 2**64 - 1):
+        words = np.full(count, before, np.uint64)
+        Coins(key).fill(words)
+        np.testing.assert_array_equal(words, np.frombuffer(expected, "<u8"))
+    coins = Coins(key)
+    parts = [coins.words(part) for part in (count // 2, count - count // 2)]
+    np.testing.assert_array_equal(np.concatenate(parts), np.frombuffer(expected, "<u8"))
 
 
 def test_normals_are_independent_within_a_pair_and_between_blocks() -> None:
@@ -65,11 +108,12 @@ class Scripted(Coins):
     def __init__(self, *words: int) -> None:
         self._words = list(words)
 
-    def words(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    def fill(self, words: NDArray[np.uint64]) -> None:
+        count = len(words)
         taken, self._words = self._words[:count], self._words[count:]
         if len(taken) < count:
             raise OutOfWordsError
-        return np.array(taken, dtype=np.uint64)
+        words[:] = np.array(taken, dtype=np.uint64)
 
 
 def word(layer: int, place: int) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flwr_ppsgd.algorithm import Cohort
-from flwr_ppsgd.noise import coins_for, normals_of
+from flwr_ppsgd.noise import coins_for, normals_of, uniforms_of
 from flwr_ppsgd.simulation.batches import (
     Batch,
     DType,
@@ -24,7 +24,7 @@ from flwr_ppsgd.simulation.batches import (
 )
 
 MOST_ROUNDS = 16  # beyond that little is gained
-MOST_NORMALS = 1 << 17  # drawn at once; more would leave the cache
+MOST_NUMBERS = 1 << 17  # normals, or uniforms, drawn at once; more would leave the cache
 
 
 class Drawn(NamedTuple):
@@ -100,15 +100,16 @@ class Ahead:
             )
 
     def _rounds_at_once(self, users_at_once: int) -> int:
-        numbers = self._population.features * self._population.outputs
+        normals = self._population.features * self._population.outputs
+        numbers = max(normals, len(self._population))
         users = max(1.0, self._cohort.rate * len(self._population))
-        return max(1, min(MOST_ROUNDS, MOST_NORMALS // numbers, int(users_at_once / users)))
+        return max(1, min(MOST_ROUNDS, MOST_NUMBERS // numbers, int(users_at_once / users)))
 
     def _draw(self, rounds: Sequence[int], visits: Indices, noisy: bool) -> list[Drawn]:
         visits = visits.copy()
         members = []
-        for round_ in rounds:
-            users = self._members(round_, visits)
+        for uniforms in self._uniforms(rounds):
+            users = drawn(self._cohort, uniforms, visits, self._population.most_visits)
             visits[users] += 1
             members.append((users, visits[users]))
         normals = self._normals(rounds) if noisy else np.empty((len(rounds), 0))
@@ -118,11 +119,10 @@ class Ahead:
             drawn_ahead.append(Drawn(users, own_visits, normals[at], rows[at]))
         return drawn_ahead
 
-    def _members(self, round_: int, visits: Indices) -> Indices:
-        """The users who take part in a round."""
-        coins = coins_for(self._seed, "cohort", round_)
-        uniforms = coins.uniforms(len(self._population))
-        return drawn(self._cohort, uniforms, visits, self._population.most_visits)
+    def _uniforms(self, rounds: Sequence[int]) -> Floats:
+        """Rounds × users: who takes part is decided by them."""
+        streams = [coins_for(self._seed, "cohort", round_) for round_ in rounds]
+        return uniforms_of(streams, len(self._population))
 
     def _normals(self, rounds: Sequence[int]) -> Floats:
         """Rounds × coordinates of w."""
