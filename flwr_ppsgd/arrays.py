@@ -6,7 +6,7 @@ What an array *declares* about itself is not trusted, only what its bytes hold.
 import functools
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -73,16 +73,26 @@ class HeldArray(Array):
         )
         return held
 
+    @classmethod
+    def later(cls, make: Callable[[], NDArray[Any]], size: int, dtype: DTypeLike) -> "HeldArray":
+        """A vector that is made when somebody reads it."""
+        held = object.__new__(cls)
+        name = _dtype_name(np.dtype(dtype))
+        held.__dict__.update(dtype=name, shape=(size,), stype=NUMPY, make=make)
+        return held
+
     @functools.cached_property
     def data(self) -> bytes:  # type: ignore[override]
         """Numpy's header and the numbers."""
-        values = self.__dict__["values"]
+        values = _held(self)
+        assert values is not None
         header = _written_header(values.dtype, self.shape)
         numbers = b"".join([header, values.data])
         # in this order: another thread may be reading
         self.__dict__["data"] = numbers
         self.__class__ = Array  # type: ignore[assignment]
-        self.__dict__.pop("values", None)
+        for name in ("values", "make", "note"):
+            self.__dict__.pop(name, None)
         return numbers
 
     def __eq__(self, other: object) -> bool:
@@ -102,7 +112,7 @@ def put_note(array: Array, note: Any) -> None:
 
 def note_on(array: Array) -> Any:
     """What ``put_note`` attached; None if the array was serialised since, or changed."""
-    return None if _held(array) is None else array.__dict__.get("note")
+    return array.__dict__.get("note") if _is_held(array) else None
 
 
 def holds(array: Array, values: NDArray[Any]) -> bool:
@@ -116,9 +126,16 @@ def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:
 
 def _held(array: Array) -> NDArray[Any] | None:
     """The values of an array that has not been serialised."""
-    if type(array) is not HeldArray or "data" in array.__dict__:
+    if not _is_held(array):
         return None
-    return array.__dict__.get("values")
+    values: NDArray[Any] | None = array.__dict__.get("values")
+    make = array.__dict__.get("make")
+    return values if make is None else unchanging(make())
+
+
+def _is_held(array: Array) -> bool:
+    """Whether nobody has asked for the array's bytes, or written others."""
+    return type(array) is HeldArray and "data" not in array.__dict__
 
 
 def encode(

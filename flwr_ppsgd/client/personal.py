@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import (
+    HeldArray,
     decode_vector,
     holds,
     note_on,
     put,
     put_note,
-    unchanging,
     vector_record,
 )
 from flwr_ppsgd.checks import altered
@@ -488,7 +488,13 @@ def _state_name(place: int) -> str:
 
 
 def _encode(personal: Personal) -> ArrayRecord:
-    stamp = np.array([getattr(personal, name) for name in _STAMP], dtype=np.uint64)
-    record = vector_record({**personal.vectors(), "stamp": unchanging(stamp)})
-    put_note(record["stamp"], personal)
+    stamp = HeldArray.later(lambda: _numbers(personal), len(_STAMP), np.uint64)
+    put_note(stamp, personal)
+    record = vector_record(personal.vectors())
+    put(record, {"stamp": stamp})
     return record
+
+
+def _numbers(personal: Personal) -> NDArray[np.uint64]:
+    """The stamp of a θ in a node's state."""
+    return np.array([getattr(personal, name) for name in _STAMP], dtype=np.uint64)

@@ -298,7 +298,9 @@ def _remembering(
 
 
 def _in_state(context: Context) -> dict[str, Any]:
-    record = context.state.get(MEMORY)
+    if MEMORY not in context.state:
+        return {}
+    record = context.state[MEMORY]
     if not isinstance(record, ConfigRecord):
         return {}
     found: dict[str, Any] = json.loads(str(record[DATA]))
