@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 
 from flwr_ppsgd.arrays import (
@@ -14,8 +14,10 @@ from flwr_ppsgd.arrays import (
     decode,
     decode_vector,
     encode,
+    filled,
     header_of,
     note_on,
+    put,
     put_note,
     unchanging,
     vector_record,
@@ -103,3 +105,45 @@ def test_scaling_on_the_way_is_in_double_precision(dtype: type) -> None:
     expected = (values.astype(np.float64) / 3).astype(np.float32)
     np.testing.assert_allclose(scaled, expected, rtol=2**-23)
     assert scaled.dtype == np.float32
+
+
+def test_a_vector_for_later_is_made_when_it_is_read() -> None:
+    made = []
+
+    def make() -> NDArray[Any]:
+        made.append(1)
+        return np.arange(3, dtype=np.uint64)
+
+    array = HeldArray.later(make, 3, np.uint64)
+    put_note(array, "a note")
+    assert note_on(array) == "a note"
+    assert not made
+    assert decode_vector(array).tolist() == [0, 1, 2]
+    assert array == Array(np.arange(3, dtype=np.uint64))
+    assert type(array) is Array
+    assert set(array.__dict__) <= set(Array(VALUES).__dict__)
+
+
+def test_records_are_filled_as_flower_would() -> None:
+    entries: dict[str, Any] = {"round": 3, "promise": "none", "step": 0.5, "publishes": True}
+    order = filled(ConfigRecord, entries)
+    assert order == ConfigRecord({**entries})
+    assert order.deflate() == ConfigRecord({**entries}).deflate()
+    arrays = filled(ArrayRecord, {"w": Array(VALUES)})
+    assert arrays == ArrayRecord({"w": Array(VALUES)})
+    content = filled(RecordDict, {"order": order, "arrays": arrays})
+    assert content == RecordDict({"order": order, "arrays": arrays})
+    assert not filled(ConfigRecord, {})  # each one is new
+
+
+def test_a_flower_that_keeps_entries_elsewhere_checks_them() -> None:
+    class Elsewhere(ConfigRecord):
+        def __init__(self) -> None:
+            self.__dict__["checked"] = {}
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            self.__dict__["checked"][key] = value
+
+    record = Elsewhere()
+    put(record, {"round": 3})
+    assert record.__dict__["checked"] == {"round": 3}

@@ -1,0 +1,97 @@
+"""θ in a node's state: what is kept there, and what another process reads of it."""
+
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, RecordDict
+
+from flwr_ppsgd.arrays import HeldArray
+from flwr_ppsgd.client.personal import STATE, Personal, keep, recall
+
+KEPT = Personal(
+    np.arange(3.0),
+    run=2**64 - 1,
+    round=9,
+    visit=4,
+    stood=np.full(3, 0.5),
+    training=2**63,
+    start=2,
+    since=1,
+    base=3,
+    seen=5,
+    charges=11,
+)
+
+
+def node() -> Context:
+    return Context(1, 1, {}, RecordDict(), {})
+
+
+def assert_same(found: Personal | None, expected: Personal) -> None:
+    assert found is not None
+    no_save_seen = {**vars(expected), "seen": 0}
+    for name, value in no_save_seen.items():
+        np.testing.assert_array_equal(getattr(found, name), value, err_msg=name)
+
+
+def serialised(state: RecordDict) -> RecordDict:
+    """As Flower hands it to the process of the next message."""
+    for record in state.values():
+        assert isinstance(record, ArrayRecord)
+        for array in record.values():
+            assert array.data
+    copied: RecordDict = pickle.loads(pickle.dumps(state))
+    return copied
+
+
+def test_a_kept_theta_is_read_with_its_stamp() -> None:
+    context = node()
+    keep(context, KEPT)
+    assert_same(recall(context), KEPT)
+
+
+def test_in_one_process_nothing_of_it_becomes_bytes() -> None:
+    context = node()
+    keep(context, KEPT)
+    recall(context)
+    record = context.state[STATE]
+    assert isinstance(record, ArrayRecord)
+    for array in record.values():
+        assert type(array) is HeldArray
+        assert "data" not in array.__dict__
+
+
+def test_another_process_reads_the_same() -> None:
+    context = node()
+    keep(context, KEPT)
+    context.state = serialised(context.state)
+    assert_same(recall(context), KEPT)
+
+
+def test_a_theta_that_somebody_else_puts_there_counts() -> None:
+    context = node()
+    keep(context, KEPT)
+    record = context.state[STATE]
+    assert isinstance(record, ArrayRecord)
+    record["theta"] = Array(np.full(3, 7.0))
+    found = recall(context)
+    assert found is not None
+    assert found.theta.tolist() == [7.0] * 3
+    assert found.visit == KEPT.visit
+
+
+@pytest.mark.parametrize("left_out", ["", "stood"])
+def test_the_stamp_of_version_0_2_is_read(left_out: str) -> None:
+    stamp = np.frombuffer(json.dumps(KEPT.stamp()).encode(), dtype=np.uint8)
+    arrays: dict[str, Any] = {**KEPT.vectors(), "stamp": stamp}
+    arrays.pop(left_out, None)
+    context = node()
+    context.state[STATE] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+    found = recall(context)
+    assert found is not None
+    assert found.round == KEPT.round
+    assert found.training == KEPT.training
+    assert (found.stood is None) == bool(left_out)
