@@ -566,10 +566,10 @@ def _clip_scale(actual: float, limit: float, margin: float) -> float:
 def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
     """``clip_scale`` of many vectors at once, from their lengths."""
     within = limits * (1 - margin)
-    with np.errstate(all="ignore"):
-        scales: Vector = within / lengths
-    scales = np.where(scales <= LEAST_SCALE, 0.0, scales)
-    return np.where(lengths <= within, 1.0, scales)
+    longer = ~(lengths <= within)  # true for NaN
+    scales = np.divide(within, lengths, out=np.ones_like(lengths), where=longer)
+    scales[scales <= LEAST_SCALE] = 0.0
+    return scales
 
 
 def normal_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:

@@ -29,7 +29,6 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import (
-    BLOCK,
     LARGEST_NORMAL,
     PrivateMetrics,
     Release,
@@ -41,7 +40,8 @@ from flwr_ppsgd.algorithm import (
 GRID_CLIP_MARGIN = 1e-9  # relative; keeps the truncated vector below C in exact integers
 ROUNDING = 2.0**-53  # of each term of a norm, which the margin covers besides
 PRECISIONS = (np.float64, np.float32)  # of vectors that can be summed; the sum is in float64
-ZEROS = memoryview(bytes(8 * BLOCK))  # what the cipher turns into coins
+AT_ONCE = 1 << 14  # coordinates: their memory stays in the cache, and is not new for each block
+ZEROS = memoryview(bytes(8 * AT_ONCE))  # what the cipher turns into coins
 CUT_TAIL = 2.0**-145  # the probability that a normal lies beyond the sampler's cut
 
 
@@ -65,8 +65,8 @@ class Coins:
 
     def fill(self, words: NDArray[np.uint64]) -> None:
         """Overwrite all of them with uniform 64-bit words."""
-        for start in range(0, len(words), BLOCK):
-            block = words[start : start + BLOCK]
+        for start in range(0, len(words), AT_ONCE):
+            block = words[start : start + AT_ONCE]
             self._stream.update_into(ZEROS[: block.nbytes], block.data.cast("B"))
         if sys.byteorder == "big":
             words.byteswap(inplace=True)
@@ -136,8 +136,8 @@ def _uniforms(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
     """Uniforms from each stream, one stream after the other: the upper 53 bits of each word."""
     out = np.empty(sum(counts))
     tape = _Tape(streams, counts)
-    for start in range(0, len(out), BLOCK):
-        block = out[start : start + BLOCK]
+    for start in range(0, len(out), AT_ONCE):
+        block = out[start : start + AT_ONCE]
         words = block.view(np.uint64)  # the coins lie where the uniforms will
         tape.fill(words)
         words >>= 11
@@ -198,8 +198,8 @@ def _place(tape: _Tape, out: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64
     """
     places = [np.empty(0, np.intp)]
     layers = [np.empty(0, np.int64)]
-    for start in range(0, len(out), BLOCK):
-        block = out[start : start + BLOCK]
+    for start in range(0, len(out), AT_ONCE):
+        block = out[start : start + AT_ONCE]
         tape.fill(block.view(np.uint64))
         beyond, own_layers = _place_block(block)
         places.append(start + beyond)
@@ -319,6 +319,7 @@ class GridSum:
         self._grid = release.grid
         measures = len(metrics.bounds) if metrics else 0
         self._multiples = np.zeros(size + measures)  # whole numbers, each below 2^53
+        self._space = np.empty(min(AT_ONCE, size + measures))
         share = metrics.share if metrics else 0.0
         scale = normal_scale if release.normalise else clip_scale
         gradient = _Part(slice(0, size), release.clip_norm * math.sqrt(1 - share), scale)
@@ -347,9 +348,10 @@ class GridSum:
     def put(self, vector: Vector, scales: list[float]) -> None:
         """Add a vector by the ``scales`` that were worked out for it."""
         for part, scale in zip(self._parts, scales, strict=True):
-            for start in range(part.place.start, part.place.stop, BLOCK):
-                end = min(start + BLOCK, part.place.stop)
-                block = np.multiply(vector[start:end], scale, dtype=np.float64)
+            for start in range(part.place.start, part.place.stop, AT_ONCE):
+                end = min(start + AT_ONCE, part.place.stop)
+                block = self._space[: end - start]
+                np.multiply(vector[start:end], scale, out=block, dtype=np.float64)
                 self._multiples[start:end] += np.trunc(block, out=block)
 
     def _scale(self, values: Vector, part: _Part) -> float:
@@ -370,11 +372,11 @@ class GridSum:
             return grid * self._multiples
         noise = coins.normals(len(self._multiples))
         to_grid = self._release.noise_std / grid
-        for start in range(0, len(noise), BLOCK):
-            block = noise[start : start + BLOCK]
+        for start in range(0, len(noise), AT_ONCE):
+            block = noise[start : start + AT_ONCE]
             block *= to_grid
             np.rint(block, out=block)
-            block += self._multiples[start : start + BLOCK]
+            block += self._multiples[start : start + AT_ONCE]
             block *= grid
         return noise
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import DTypeLike
 
 from flwr_ppsgd import FixedSize, Poisson, Release, Steps, client_step, clip, server_step
 from flwr_ppsgd.algorithm import clip_scale, clip_scales, length
@@ -194,3 +195,12 @@ def test_a_cap_keeps_a_random_part_of_a_large_draw() -> None:
 def test_many_vectors_are_scaled_as_each_of_them(lengths: list[float], norm: float) -> None:
     scales = [clip_scale(np.array([length]), norm) for length in lengths]
     np.testing.assert_array_equal(clip_scales(np.array(lengths), norm), scales)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_length_that_is_no_number_never_counts_as_short(dtype: DTypeLike) -> None:
+    """NaN stays NaN, infinity becomes zero, and zero is left alone, all without a warning."""
+    lengths: np.ndarray = np.array([0.0, np.nan, np.inf, 2.0, 8.0], dtype)
+    scales = clip_scales(lengths, 4.0)
+    np.testing.assert_allclose(scales, [1.0, np.nan, 0.0, 1.0, 0.5], rtol=1e-6)
+    assert scales.dtype == dtype

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flwr_ppsgd import Poisson, PrivateMetrics, Release
 from flwr_ppsgd.algorithm import BLOCK, LARGEST_NORMAL, Vector
 from flwr_ppsgd.noise import (
+    AT_ONCE,
     EDGES,
     TAIL,
     Coins,
@@ -39,7 +40,7 @@ def test_normals_have_the_moments_of_a_normal(seed: int) -> None:
         assert abs(np.mean(n**power) - mean) < 5 * math.sqrt(variance / d)
 
 
-@pytest.mark.parametrize("count", [0, 1, 100, 7840, BLOCK + 5])
+@pytest.mark.parametrize("count", [0, 1, 100, 7840, AT_ONCE, AT_ONCE + 5])
 def test_streams_side_by_side_give_what_each_gives_alone(count: int) -> None:
     """Also if some of them, and not others, reach into the tail and are drawn again."""
     together = normals_of([Coins.insecure(7, stream) for stream in range(40)], count)
@@ -65,7 +66,7 @@ def test_streams_side_by_side_each_redraw_their_own_tail() -> None:
     np.testing.assert_allclose(together[1], [by_far, 5 / 2**55 * EDGES[9]], rtol=1e-12)
 
 
-@pytest.mark.parametrize("count", [1, 5, BLOCK, 2 * BLOCK + 3])
+@pytest.mark.parametrize("count", [1, 5, AT_ONCE, 2 * AT_ONCE + 3])
 def test_every_word_is_overwritten_by_the_keystream(count: int) -> None:
     """By that of ChaCha20 from its beginning: no word is left, skipped or used twice."""
     key = bytes(range(32))
@@ -299,6 +300,15 @@ def test_float32_is_clipped_and_summed_as_the_same_numbers_in_float64() -> None:
     summed, expected = (total.noisy(Coins.secret()) for total in totals)
     assert np.linalg.norm(summed) <= 1.0
     np.testing.assert_allclose(summed, expected, rtol=0, atol=2 * release.grid)
+
+
+def test_float32_is_multiplied_in_double_precision() -> None:
+    single = np.random.default_rng(0).normal(size=2 * AT_ONCE + 7).astype(np.float32)
+    totals = GridSum(len(single), RELEASE), GridSum(len(single), RELEASE)
+    scales = totals[0].scales(cast(Vector, single))
+    totals[0].put(cast(Vector, single), scales)
+    totals[1].put(single.astype(np.float64), scales)
+    np.testing.assert_array_equal(totals[0]._multiples, totals[1]._multiples)
 
 
 def test_noise_is_rounded_before_it_meets_the_sum() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.arrays import unchanging
 from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows, as_array
 from flwr_ppsgd.models.logistic import Logistic, log_softmax, softmax
 from flwr_ppsgd.models.ridge import Columns, Features, Ridge, dense, finite_rows
@@ -67,9 +68,9 @@ class AdditiveLinear:
         self.num_examples = batches.num_examples
 
     def initial_theta(self) -> Vector:
-        """Zeros."""
+        """Zeros, which nobody can change: learners of the same size share them."""
         features, outputs = self._shape
-        return np.zeros(features * outputs)
+        return _zeros(features * outputs)
 
     def check_shared(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """ValueError unless the server's w has a number for each feature and output."""
@@ -93,8 +94,9 @@ class AdditiveLinear:
         They are equal because w and θ enter only as w + θ.
         """
         x, y = self._minibatch(order)
-        scores = self._scores(x, w + theta)
-        residual = _without_round_off(predict(scores, self._loss), y)
+        scores = self._scores(x, _sum(w, theta))
+        largest = self._largest_target if order.full_batch else _largest(y)
+        residual = _without_round_off(predict(scores, self._loss), y, largest)
         if order.reduction == "mean" and len(y):
             residual /= len(y)
         gradient = dense(x.T @ residual).reshape(-1)
@@ -108,7 +110,7 @@ class AdditiveLinear:
     ) -> dict[str, float]:
         """Mean loss on the minibatch."""
         x, y = self._minibatch(order)
-        scores = self._scores(x, w + theta)
+        scores = self._scores(x, _sum(w, theta))
         return {"loss": float(mean_losses(scores, y, self._loss))}
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
@@ -116,7 +118,7 @@ class AdditiveLinear:
         if self._test is None:
             return {}
         x, y = self._test
-        scores = self._scores(x, w + theta)
+        scores = self._scores(x, _sum(w, theta))
         measures = {"loss": float(mean_losses(scores, y, self._loss))}
         if self._shape[1] > 1:
             right = scores.argmax(axis=1) == y.argmax(axis=1)
@@ -140,6 +142,12 @@ class AdditiveLinear:
     def _everything(self) -> tuple[Features, Matrix]:
         """All rows of the user that are finite."""
         return finite_rows(*self._all_rows())
+
+    @functools.cached_property
+    def _largest_target(self) -> float:
+        """max |y| over all rows."""
+        _, y = self._everything
+        return _largest(y)
 
     def _all_rows(self) -> tuple[Features, Matrix]:
         x, y = all_rows(self._batches)
@@ -178,16 +186,31 @@ def solver(
     return Ridge(x, y, groups)
 
 
-def _without_round_off(prediction: Matrix, y: Matrix) -> Matrix:
+@functools.lru_cache(maxsize=8)
+def _zeros(size: int) -> Vector:
+    return unchanging(np.zeros(size))
+
+
+def _sum(w: Vector, theta: Vector) -> Vector:
+    """w + θ; w itself if θ is the first one, which is zero."""
+    return w if theta is _zeros(len(w)) else w + theta
+
+
+def _without_round_off(prediction: Matrix, y: Matrix, largest_target: float) -> Matrix:
     """prediction − y, zero where they agree but for round-off.
 
     A gradient may be brought to norm C whatever its size, and a perfect fit must not send noise of
     the last digit at full weight.
     """
     residual = prediction - y
-    largest = np.maximum(np.abs(prediction), np.abs(y)).max(initial=0.0)
-    residual[np.abs(residual) <= ROUND_OFF * largest] = 0.0
+    largest = max(largest_target, _largest(prediction))
+    residual[abs(residual) <= ROUND_OFF * largest] = 0.0
     return residual
+
+
+def _largest(values: Matrix) -> float:
+    """max |values|."""
+    return float(np.abs(values).max(initial=0.0))
 
 
 def predict(scores: Matrix, loss: Loss) -> Matrix:

@@ -329,6 +329,7 @@ class Table:
         self.task = task
         self.most_visits = most_visits
         self.units = np.ones(len(self.sizes)) if units is None else units
+        self._counts = np.minimum(batch_size, self.sizes)  # m_i
         self._even = bool(self.sizes.min() >= batch_size)  # no minibatch needs padding
         self._epochs = Epochs(self.offsets, batch_size, seed)
         self.test = MeasuredRows.of(test)
@@ -358,7 +359,7 @@ class Table:
         scratch: Scratch | None = None,
         rows: Indices | None = None,
     ) -> Batch:
-        counts = np.minimum(self.batch_size, self.sizes[users])
+        counts = self._counts[users]
         m = self.batch_size
         if not self._even:
             m = int(counts.max(initial=0))
@@ -366,7 +367,7 @@ class Table:
             rows = self.rows(users, visits)
         rows = rows[:, :m]
         x = self._taken(rows.reshape(-1), dtype, scratch or Scratch())
-        y = self.y[rows].astype(dtype, copy=False)  # users × m × K
+        y = self.y.take(rows, axis=0).astype(dtype, copy=False)  # users × m × K
         padded = not self._even and int(counts.min(initial=m)) < m
         if padded:
             missing = np.arange(m) >= counts[:, None]

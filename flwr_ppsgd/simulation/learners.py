@@ -92,7 +92,8 @@ class LearnerEngine:
 
     def _keep(self, user: int, before: Vector, after: Vector) -> None:
         """θ of a user, unless it is still the first one: most are, where θ is solved."""
-        if user in self._thetas or not np.array_equal(before, after):
+        moved = after is not before and not np.array_equal(before, after)
+        if moved or user in self._thetas:
             self._thetas[user] = after
 
     def _hold_vote(self) -> None:

@@ -148,7 +148,7 @@ class CohortEngine:
         self.round += 1
         size = self._users_at_once()
         drawn = self._ahead.round(self.round, self._visits, size, noisy=self._noisy)
-        self._visits[drawn.users] += 1
+        self._visits[drawn.users] = drawn.visits
         if self._average:
             self._count_standing(drawn.users)
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
@@ -267,7 +267,7 @@ class CohortEngine:
         bounds = traces[:, None] * _inner(residual, residual)
         share = share[:, None]
         cancelled = squares < CANCELLED * bounds
-        if cancelled.any():
+        if np.count_nonzero(cancelled):
             cancelled &= share**2 * bounds > self._clip**2
             for user, setting in np.argwhere(cancelled):
                 own = residual[user, :, setting]

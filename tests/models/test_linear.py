@@ -109,6 +109,21 @@ def test_theta_starts_at_zero_with_one_entry_for_each_feature_and_output() -> No
     assert learner.num_examples == ROWS
 
 
+def test_at_the_first_theta_the_gradient_is_that_of_w() -> None:
+    """Learners of one size share the first θ, so nobody can change it."""
+    learner = AdditiveLinear(batch("squared"), FEATURES, OUTPUTS)
+    first = learner.initial_theta()
+    w = np.random.default_rng(2).normal(size=FEATURES * OUTPUTS)
+    found, _ = learner.gradients(w, first, order("mean"))
+    expected, _ = learner.gradients(w, np.zeros(FEATURES * OUTPUTS), order("mean"))
+    np.testing.assert_array_equal(found, expected)
+    other, _ = learner.gradients(w, first + 1.0, order("mean"))
+    expected, _ = learner.gradients(w + 1.0, first, order("mean"))
+    np.testing.assert_allclose(other, expected, rtol=1e-12)
+    with pytest.raises(ValueError, match="read-only"):
+        first += 1.0
+
+
 def test_squared_measures_by_hand() -> None:
     """Scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1+9), one of two
     classes right."""
@@ -230,8 +245,18 @@ def test_a_perfect_fit_has_no_gradient_at_all() -> None:
     w = np.random.default_rng(3).normal(size=FEATURES * OUTPUTS)
     perfect = Fixed(data.x, data.x @ (w + 1e-17).reshape(FEATURES, OUTPUTS))
     thirds = w / 3
-    g_w, _ = AdditiveLinear(perfect, FEATURES, OUTPUTS).gradients(thirds, 2 * thirds, order("mean"))
-    np.testing.assert_array_equal(g_w, np.zeros_like(w))
+    for asked in (order("mean"), whole("mean")):
+        learner = AdditiveLinear(perfect, FEATURES, OUTPUTS)
+        g_w, _ = learner.gradients(thirds, 2 * thirds, asked)
+        np.testing.assert_array_equal(g_w, np.zeros_like(w))
+
+
+def test_round_off_is_that_of_the_largest_target() -> None:
+    """x = 1, w = 0, targets 10¹⁰ and 10⁻⁵: the second is less than the first one's last digit."""
+    targets = Fixed(np.array([[1.0]]), np.array([[1e10, 1e-5]]))
+    for asked in (order("mean"), whole("mean")):
+        g_w, _ = AdditiveLinear(targets, 1, 2).gradients(np.zeros(2), np.zeros(2), asked)
+        assert g_w.tolist() == [-1e10, 0.0]
 
 
 @pytest.mark.parametrize(("loss", "solver"), [("squared", Ridge), ("softmax", Logistic)])
