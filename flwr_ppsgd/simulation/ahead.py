@@ -23,7 +23,7 @@ from flwr_ppsgd.simulation.batches import (
     drawn,
 )
 
-MOST_ROUNDS = 32  # beyond that little is gained
+MOST_ROUNDS = 25  # beyond that little is gained
 MOST_NUMBERS = 1 << 18  # normals, or uniforms, drawn at once: 2 MB
 
 
