@@ -568,7 +568,7 @@ def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MA
     within = limits * (1 - margin)
     longer = ~(lengths <= within)  # true for NaN
     scales = np.divide(within, lengths, out=np.ones_like(lengths), where=longer)
-    scales[scales <= LEAST_SCALE] = 0.0
+    scales *= ~(scales <= LEAST_SCALE)
     return scales
 
 

@@ -212,7 +212,8 @@ def _place_block(block: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     words = block.view(np.int64)
     layer = words & (LAYERS - 1)
     place = words >> 8
-    np.multiply(place, SPACING.take(layer), out=block)
+    np.copyto(block, place)
+    block *= SPACING.take(layer)
     np.abs(place, out=place)
     (beyond,) = (place >= INSIDE.take(layer)).nonzero()
     return beyond, layer[beyond]

@@ -23,8 +23,8 @@ from flwr_ppsgd.simulation.batches import (
     drawn,
 )
 
-MOST_ROUNDS = 16  # beyond that little is gained
-MOST_NUMBERS = 1 << 17  # normals, or uniforms, drawn at once; more would leave the cache
+MOST_ROUNDS = 25  # beyond that little is gained
+MOST_NUMBERS = 1 << 18  # normals, or uniforms, drawn at once: 2 MB
 
 
 class Drawn(NamedTuple):

@@ -177,11 +177,9 @@ class CohortEngine:
         if not self._folds:
             self._noise += normals
             return
-        outputs = self.population.outputs
-        for at, step in enumerate(self._noise_step):
-            start = at * outputs
-            end = start + outputs
-            self._v[:, start:end] -= step * normals
+        features, outputs = normals.shape
+        by_setting = self._v.reshape(features, -1, outputs)
+        by_setting -= self._noise_step[:, None] * normals[:, None, :]
 
     def _step(self, batch: Batch, target: Columns) -> None:
         """Subtract s_w·Σ_i clip(g_i, C)/D from ``target`` and move θ_i, for the users of one

@@ -69,3 +69,13 @@ def test_an_engine_that_is_restored_in_between_draws_the_same(sizes: np.ndarray)
     np.testing.assert_allclose(second.w(0), whole.w(0), rtol=1e-9)
     for user in range(12):
         np.testing.assert_allclose(second.theta(0, user), whole.theta(0, user), rtol=1e-9)
+
+
+def test_fewer_rounds_are_drawn_ahead_if_many_users_are_enrolled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """12 users and 8 coordinates: 3 rounds have 36 uniforms, and a fourth would be too many."""
+    monkeypatch.setattr("flwr_ppsgd.simulation.ahead.MOST_NUMBERS", 40)
+    ahead = Ahead(table(EQUAL), Poisson(12, 0.2), SEED, np.dtype(np.float64))
+    ahead.round(1, np.zeros(12, dtype=np.intp), 1000, noisy=True)
+    assert len(ahead._coming) == 3 - 1
