@@ -41,6 +41,7 @@ class OwnProducts:
         self._starts = ends - self._sizes**2
         self._numbers = np.empty(int(ends[-1]), dtype)  # of X_i X_iᵀ, by rows
         self._grams: dict[int, Floats] = {}  # X_i X_iᵀ, in the same memory
+        self._reordered = sparse.issparse(x)
         self._positions = np.zeros(int(offsets[-1]), dtype=np.intp)
         self._crosses: dict[tuple[int, str], Floats] = {}
 
@@ -48,7 +49,7 @@ class OwnProducts:
         """The user's rows of the table, in the order of the first epoch if they are sparse."""
         size = int(self._sizes[user])
         order = np.arange(size)
-        if sparse.issparse(self._x):
+        if self._reordered:
             order = shuffled_by(self._source, self._seed, user, 0, size)
         return np.asarray(self._offsets[user] + order)
 
@@ -57,6 +58,8 @@ class OwnProducts:
         from offsets[i] to offsets[i+1]−1."""
         for user in users.tolist():
             self.gram(user)
+        if not self._reordered:
+            return rows
         return self._positions.take(rows)
 
     def gram(self, user: int) -> "Floats":

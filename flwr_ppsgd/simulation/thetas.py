@@ -176,6 +176,7 @@ class Span(_Columns):
         self._latest: Batch | None = None
         nothing = self._kept[:0]
         self._products = (nothing, nothing)  # of the latest batch
+        self._positions = np.zeros((0, 0), dtype=np.intp)  # of its samples, in A_i of all users
 
     def _moved_rows(self, user: int) -> slice:
         """The user's rows up to the last one that has been moved."""
@@ -195,7 +196,9 @@ class Span(_Columns):
     def _against_own(self, batch: Batch) -> tuple[Columns, Floats]:
         """(X_i θ_i, X_i X_iᵀ) of the minibatches, both from the same rows of the users' Gram
         matrices."""
-        positions = self._positions(batch)
+        assert batch.rows is not None
+        positions = self._own.positions(batch.users, batch.rows)
+        self._positions = positions
         places = positions - self._table.offsets[batch.users][:, None]
         if self._alike and self._kept[: self._alike].size <= NUMBERS_COPIED:
             scores = self._alike_scores(batch, positions)
@@ -203,17 +206,13 @@ class Span(_Columns):
             scores = self._own_scores(batch, places)
         return scores, self._blocks(batch, places)
 
-    def _positions(self, batch: Batch) -> Indices:
-        """Which rows of all A_i belong to the samples."""
-        assert batch.rows is not None
-        return self._own.positions(batch.users, batch.rows)
-
     def _alike_scores(self, batch: Batch, positions: Indices) -> Columns:
         """``_own_scores`` of users who all have the same number of rows, in one product."""
         products = self._own.gram_rows(positions, self._alike)
         by_user = self._kept.reshape(len(self._table), self._alike, -1)
         coefficients = by_user.take(batch.users, axis=0)  # users × rows × columns
-        return np.asarray(np.matmul(np.negative(products, out=products), coefficients))
+        scores = np.matmul(products, coefficients)
+        return np.asarray(np.negative(scores, out=scores))
 
     def _own_scores(self, batch: Batch, places: Indices) -> Columns:
         """Minus the minibatch's rows of X_i X_iᵀ, times A_i: users × m × columns."""
@@ -253,7 +252,8 @@ class Span(_Columns):
 
     def step(self, batch: Batch, residual: Columns) -> None:
         """A_i += residual_i, in the rows of the minibatch."""
-        rows = batch.present(self._positions(batch))
+        self._latest_products(batch)  # so that the positions are those of this batch
+        rows = batch.present(self._positions)
         moved = batch.present(residual)
         self._latest = None  # its scores are those before this step
         self._moved[rows] = True
