@@ -41,7 +41,7 @@ FOLDERS = {
         stackoverflow public synthetic learners by_name look
     """,
     "simulation": """
-        flower_internals grid measures batches ahead thetas engine linear networks learners
+        flower_internals grid measures products batches ahead thetas engine linear networks learners
         baselines
     """,
     "experiments": """

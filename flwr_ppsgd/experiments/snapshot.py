@@ -19,6 +19,7 @@ log = logging.getLogger("flwr.ppsgd")
 EVERY_SECONDS = 20.0
 SHARE = 20  # saving takes at most one part in this number of the time
 PREFIX = ".block-"
+FORMAT = 2  # of engines' states: files of another format are not taken up
 TOLD = "told"  # the array that holds rows and first errors, as JSON
 
 
@@ -32,7 +33,7 @@ class Snapshot:
 
     def __init__(self, directory: Path, points: Sequence[Point]) -> None:
         keys = [point.key() for point in points]
-        digest = hashlib.sha256(json.dumps(keys).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([FORMAT, keys]).encode()).hexdigest()
         self.path = directory / f"{PREFIX}{digest[:16]}.npz"
         self._due = time.monotonic() + EVERY_SECONDS
 

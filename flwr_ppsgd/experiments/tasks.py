@@ -200,6 +200,7 @@ def _linear_bytes(task: LinearTask, settings: int, conditions: Conditions) -> in
         rounds=conditions.rounds,
         rate=conditions.rate,
         average=conditions.average,
+        dtype=conditions.precision,
     )
 
 

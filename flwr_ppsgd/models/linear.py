@@ -238,7 +238,9 @@ def mean_losses(
         loss: "squared" or "softmax".
     """
     if loss == "squared":
-        squares = ((scores - y) ** 2).sum(axis=-1)
+        errors = scores - y
+        errors *= errors  # in place: for many models this is a large array
+        squares = errors.sum(axis=-1)
         return np.asarray(0.5 * squares.mean(axis=0))
     likelihoods = (y * log_softmax(scores)).sum(axis=-1)
     return np.asarray(-likelihoods.mean(axis=0))

@@ -173,7 +173,7 @@ class LocalStepsEngine:
     def add_personal(self, user: int, out: Floats) -> None:
         """Nothing: nobody has a θ."""
 
-    def add_personal_scores(self, user: int, x: Features, out: Floats, part: str) -> None:
+    def add_personal_scores(self, user: int, part: MeasuredRows, out: Floats) -> None:
         """Nothing: nobody has a θ."""
 
     def w(self, place: int) -> Vector:
@@ -324,8 +324,7 @@ def _tuned_scores(
     A step of θ moves the scores of all rows x by −(s/m)·x X_bᵀR_b: θ itself is never formed.
     """
     own = table.own(user)
-    test, _ = part.rows(user)
-    together = stacked([own, test])
+    together = stacked([own, part.own(user)])
     products = _dense(together @ own.T)  # (own and test rows) × own rows
     before = np.asarray(together @ w.reshape(len(w), -1))
     before = before.reshape(len(products), -1, 1, table.outputs)

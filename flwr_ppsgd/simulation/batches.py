@@ -4,6 +4,7 @@ The rows that a user draws are those of ``learner.minibatch_rows``. They depend 
 visit) alone, so that every engine, and every setting of a sweep, sees the same ones.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -20,10 +21,12 @@ from flwr_ppsgd.data.synthetic import Synthetic
 from flwr_ppsgd.learner import generator, minibatch_rows, shuffled_by
 from flwr_ppsgd.models.linear import Loss, Matrix, mean_losses
 from flwr_ppsgd.simulation.measures import for_choosing, summary
+from flwr_ppsgd.simulation.products import OwnProducts
 
 DType: TypeAlias = np.dtype[Any]
 Floats: TypeAlias = NDArray[Any]  # float32 or float64
 Features: TypeAlias = Floats | sparse.csr_array
+ByFeature: TypeAlias = Floats | sparse.csc_array
 Indices: TypeAlias = NDArray[np.intp]
 
 TEST_ROWS_AT_ONCE = 256
@@ -55,6 +58,11 @@ class Batch:
         if isinstance(self.x, sparse.csr_array):
             return self.x
         return self.x.reshape(-1, self.x.shape[-1])
+
+    @functools.cached_property
+    def by_feature(self) -> ByFeature:
+        """``by_feature`` of ``flat``, worked out once."""
+        return by_feature(self.flat)
 
     def dense(self) -> Floats:
         """x as users × m × d."""
@@ -136,8 +144,8 @@ class Fitted(Protocol):
         """out += θ_i of every setting, d × columns."""
         ...
 
-    def add_personal_scores(self, user: int, x: Features, out: Floats, part: str) -> None:
-        """out += x θ_i of every setting, for the user's test rows x."""
+    def add_personal_scores(self, user: int, part: "MeasuredRows", out: Floats) -> None:
+        """out += x θ_i of every setting, for the user's rows x of a part."""
         ...
 
 
@@ -193,19 +201,25 @@ class Population(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredRows:
-    """The rows on which users measure, sorted by user: user i has offsets[i] … offsets[i+1]−1."""
+    """The rows on which users measure, sorted by user: user i has offsets[i] … offsets[i+1]−1.
 
+    ``name`` tells the parts of one table apart.
+    """
+
+    name: str
     x: Features
     y: Floats
     offsets: Indices
 
     @classmethod
-    def of(cls, part: tuple[Features, Floats, ArrayLike] | None) -> "MeasuredRows | None":
+    def of(
+        cls, name: str, part: tuple[Features, Floats, ArrayLike] | None
+    ) -> "MeasuredRows | None":
         """From x, y and offsets."""
         if part is None:
             return None
         x, y, users = part
-        return cls(x, y, np.asarray(users, dtype=np.intp))
+        return cls(name, x, y, np.asarray(users, dtype=np.intp))
 
     @property
     def bytes(self) -> int:
@@ -222,11 +236,30 @@ class MeasuredRows:
         """The users who have rows here."""
         return np.flatnonzero(self.sizes)
 
-    def rows(self, user: int) -> tuple[Features, Matrix]:
-        """(x, y) of one user."""
-        start = int(self.offsets[user])
-        end = int(self.offsets[user + 1])
-        return self.x[start:end], self.y[start:end]
+    def own(self, user: int) -> Features:
+        """x of one user."""
+        return self.x[self._slice(user, user)]
+
+    def targets(self, user: int) -> Matrix:
+        """y of one user."""
+        return self.y[self._slice(user, user)]
+
+    def _slice(self, first: int, last: int) -> slice:
+        """The rows of all users from the first to the last."""
+        return slice(int(self.offsets[first]), int(self.offsets[last + 1]))
+
+    def scores(self, w: Floats) -> Iterator[tuple[int, Floats]]:
+        """(user, x w) of each measured user; several users share one product, which reads w
+        once."""
+        groups = 1 + int(self.offsets[-1]) // TEST_ROWS_AT_ONCE
+        for group in np.array_split(self.measured, groups):
+            users = group.tolist()
+            if not users:
+                continue
+            x = self.x[self._slice(users[0], users[-1])]
+            together = np.asarray(by_feature(x) @ w)
+            ends = np.cumsum(self.sizes[group])
+            yield from zip(users, np.split(together, ends[:-1]), strict=True)
 
 
 class Epochs:
@@ -332,8 +365,9 @@ class Table:
         self._counts = np.minimum(batch_size, self.sizes)  # m_i
         self._even = bool(self.sizes.min() >= batch_size)  # no minibatch needs padding
         self._epochs = Epochs(self.offsets, batch_size, seed)
-        self.test = MeasuredRows.of(test)
-        self.validation = MeasuredRows.of(validation)
+        self._products: dict[DType, OwnProducts] = {}
+        self.test = MeasuredRows.of("test", test)
+        self.validation = MeasuredRows.of("validation", validation)
 
     @property
     def bytes(self) -> int:
@@ -346,6 +380,12 @@ class Table:
     def own(self, user: int) -> Features:
         """All rows of one user."""
         return self.x[self.offsets[user] : self.offsets[user + 1]]
+
+    def products(self, dtype: DType) -> OwnProducts:
+        """Products of users' own rows, the same object for all engines on this table."""
+        if dtype not in self._products:
+            self._products[dtype] = OwnProducts(self.x, self.offsets, self.seed, dtype)
+        return self._products[dtype]
 
     def rows(self, users: Indices, visits: Indices) -> Indices:
         """Users × batch size, padded with the user's first row."""
@@ -409,9 +449,8 @@ class Table:
     def _by_user(self, fitted: Fitted, settings: int, part: MeasuredRows) -> dict[str, Floats]:
         found: dict[str, list[Vector]] = {}
         w = fitted.shared()
-        name = "validation" if part is self.validation else "test"
-        for user, x, scores in _scores(w, part):
-            fitted.add_personal_scores(user, x, scores, name)
+        for user, scores in part.scores(w):
+            fitted.add_personal_scores(user, part, scores)
             by_setting = scores.reshape(len(scores), settings, -1)  # rows × settings × K
             for measure, values in self.user_measures(by_setting, part, user).items():
                 found.setdefault(measure, []).append(values)
@@ -419,24 +458,11 @@ class Table:
 
     def user_measures(self, scores: Floats, part: MeasuredRows, user: int) -> dict[str, Vector]:
         """What one user measures on a part: scores are rows × settings × K."""
-        _, y = part.rows(user)
+        y = part.targets(user)
         if self.task is not None or y.shape[1] > 1:
             task = self.task or "classification"
             return user_measures(scores, y, self.loss, task, unit=float(self.units[user]))
         return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
-
-
-def _scores(w: Floats, part: MeasuredRows) -> Iterator[tuple[int, Features, Floats]]:
-    """(user, x, x w) of each measured user; several users share one product, which reads w once."""
-    groups = 1 + int(part.offsets[-1]) // TEST_ROWS_AT_ONCE
-    for users in np.array_split(part.measured, groups):
-        if not len(users):
-            continue
-        own = [part.rows(user)[0] for user in users.tolist()]
-        ends = np.cumsum([x.shape[0] for x in own])
-        together = np.asarray(stacked(own) @ w)
-        scores = np.split(together, ends[:-1])
-        yield from zip(users.tolist(), own, scores, strict=True)
 
 
 def _check_offsets(offsets: Indices, rows: int) -> None:
@@ -463,6 +489,15 @@ def stacked(parts: Sequence[Features]) -> Features:
     if sparse.issparse(parts[0]):
         return sparse.csr_array(sparse.vstack(parts, format="csr"))
     return np.concatenate(parts)
+
+
+def by_feature(x: Features) -> ByFeature:
+    """x such that products go through it feature by feature, if it is sparse.
+
+    x w then reads each row of w once, and only if its feature occurs. Its sums are in the order of
+    features, as they are if a sparse x has its entries in that order.
+    """
+    return x.tocsc() if isinstance(x, sparse.csr_array) else x
 
 
 def _bytes(x: Features) -> int:

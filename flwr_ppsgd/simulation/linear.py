@@ -19,7 +19,14 @@ from numpy.typing import DTypeLike
 from flwr_ppsgd.algorithm import Steps, Vector, clip_scales
 from flwr_ppsgd.models.linear import Matrix, predict
 from flwr_ppsgd.simulation.ahead import Ahead
-from flwr_ppsgd.simulation.batches import Batch, Features, Floats, Indices, Population
+from flwr_ppsgd.simulation.batches import (
+    Batch,
+    ByFeature,
+    Floats,
+    Indices,
+    MeasuredRows,
+    Population,
+)
 from flwr_ppsgd.simulation.engine import (
     Setting,
     State,
@@ -213,7 +220,7 @@ class CohortEngine:
         factors = scales * share[:, None] * self._shared_step
         clipped = scaled(residual, factors.astype(self.dtype, copy=False))
         samples = users * m
-        subtract_product(target, batch.flat, clipped.reshape(samples, -1))
+        subtract_product(target, batch.by_feature, clipped.reshape(samples, -1))
 
     def _step_personal(self, batch: Batch, residual: Floats, share: Vector) -> None:
         """θ_i −= s_θ·g_i."""
@@ -227,7 +234,7 @@ class CohortEngine:
         users, m, outputs = batch.y.shape
         samples = users * m
         settings = len(self.settings)
-        scores = self._shared_scores(batch.flat)  # samples × settings × K
+        scores = self._shared_scores(batch.by_feature)  # samples × settings × K
         if self._personal_step.size:
             personal = self._thetas.scores(batch)  # users × m × columns
             scores[:, : self._personal] += personal.reshape(samples, -1, outputs)
@@ -236,7 +243,7 @@ class CohortEngine:
         residual -= batch.y[:, :, None, :]
         return residual
 
-    def _shared_scores(self, x: Features) -> Floats:
+    def _shared_scores(self, x: ByFeature) -> Floats:
         """x w of every setting, 0 for local learning: samples × settings × K."""
         samples = x.shape[0]
         outputs = self.population.outputs
@@ -304,9 +311,9 @@ class CohortEngine:
         theta = self._thetas.theta(user, self._averaged_over())
         out[:, : theta.shape[1]] += theta
 
-    def add_personal_scores(self, user: int, x: Features, out: Columns, part: str) -> None:
+    def add_personal_scores(self, user: int, part: MeasuredRows, out: Columns) -> None:
         """out += x θ_i of every setting, for the user's rows x of a part."""
-        scores = self._thetas.part_scores(user, x, part, self._averaged_over())
+        scores = self._thetas.part_scores(user, part, self._averaged_over())
         out[:, : scores.shape[1]] += scores
 
     def _averaged_over(self) -> int:
@@ -387,6 +394,7 @@ def bytes_for(
     rounds: int,
     rate: float,
     average: bool,
+    dtype: DTypeLike = np.float64,
 ) -> int:
     """About how much memory a ``CohortEngine`` takes, the data included.
 
@@ -396,6 +404,7 @@ def bytes_for(
         rounds: the planned number of rounds.
         rate: the expected share of users in a cohort.
         average: whether average iterates are kept.
+        dtype: the precision of w and θ.
     """
     d = population.features
     columns = settings * population.outputs
@@ -410,7 +419,7 @@ def bytes_for(
     copies = 2 if average else 1
     parameters = columns * copies * (cost.numbers + d)
     numbers = cost.fixed + parameters + residuals + samples + shared
-    return population.bytes + 8 * numbers
+    return population.bytes + np.dtype(dtype).itemsize * numbers
 
 
 def users_at_once(population: Population, columns: int, kind: Kind) -> int:

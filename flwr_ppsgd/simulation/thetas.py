@@ -1,9 +1,9 @@
 """Where the cohort engine keeps every θ_i of every setting, and which of two ways costs less.
 
 ``Direct`` keeps θ_i itself: d × columns per user. ``Span`` uses that with finitely many samples θ_i
-stays in the span of the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i (n_i × columns) and the
-Gram matrix X_i X_iᵀ, so that a step of θ_i writes m rows and touches nothing of size d. Both give
-the same numbers, up to rounding.
+stays in the span of the user's own n_i rows: θ_i = −X_iᵀA_i. It keeps A_i (n_i × columns) and uses
+the Gram matrix X_i X_iᵀ, so that a step of θ_i writes m rows and touches nothing of size d. Both
+give the same numbers, up to rounding.
 """
 
 import functools
@@ -21,10 +21,11 @@ from scipy.sparse._sparsetools import csc_matvecs, csr_matvecs
 
 from flwr_ppsgd.simulation.batches import (
     Batch,
+    ByFeature,
     DType,
-    Features,
     Floats,
     Indices,
+    MeasuredRows,
     Population,
     Table,
 )
@@ -63,8 +64,8 @@ class Thetas(Protocol):
         that number of rounds."""
         ...
 
-    def part_scores(self, user: int, x: Features, part: str, average_over: int = 0) -> Columns:
-        """x θ_i for the user's rows of a part, which must be the same in every call for it."""
+    def part_scores(self, user: int, part: MeasuredRows, average_over: int = 0) -> Columns:
+        """x θ_i for the user's rows x of a part."""
         ...
 
     def keep(self, columns: Indices) -> None:
@@ -150,56 +151,40 @@ class Direct(_Columns):
         assert self._stood is not None
         return np.asarray(self._stood[user] / average_over)
 
-    def part_scores(
-        self,
-        user: int,
-        x: Features,
-        part: str,  # noqa: ARG002 - nothing is kept
-        average_over: int = 0,
-    ) -> Columns:
-        return np.asarray(x @ self.theta(user, average_over))
+    def part_scores(self, user: int, part: MeasuredRows, average_over: int = 0) -> Columns:
+        return np.asarray(part.own(user) @ self.theta(user, average_over))
 
 
 class Span(_Columns):
     """A_i with θ_i = −X_iᵀA_i: all rows × columns.
 
-    Gram matrices lie one after the other in one array. Each is computed when its user first takes
-    part; until then its memory is not touched.
+    Each user's rows are in the order of ``OwnProducts``. The rows of A_i after the last one that a
+    minibatch has held are 0: products leave them out.
     """
 
     def __init__(self, table: Table, columns: int, dtype: DType, average: bool) -> None:
         rows = int(table.offsets[-1])
         super().__init__((rows, columns), dtype, average)
         self._table = table
+        self._own = table.products(np.dtype(dtype))
+        self._moved = np.zeros(rows, dtype=bool)  # which rows of A_i have been moved
         # the number of rows of each user, if that is the same for all and minibatches are, too
         largest = int(table.sizes.max())
         self._alike = 0
         if largest == table.sizes.min() and largest >= table.batch_size:
             self._alike = largest
-        ends = np.cumsum(table.sizes**2)
-        self._gram_starts = ends - table.sizes**2
-        self._gram_numbers = np.empty(int(ends[-1]), dtype)  # of X_i X_iᵀ, by rows
-        self._grams: dict[int, Floats] = {}  # X_i X_iᵀ, in the same memory
-        self._crosses: dict[tuple[int, str], Floats] = {}  # −(the rows of a part)·X_iᵀ
         self._latest: Batch | None = None
         nothing = self._kept[:0]
         self._products = (nothing, nothing)  # of the latest batch
+        self._positions = np.zeros((0, 0), dtype=np.intp)  # of its samples, in A_i of all users
 
-    def _own(self, user: int) -> slice:
+    def _moved_rows(self, user: int) -> slice:
+        """The user's rows up to the last one that has been moved."""
         start = int(self._table.offsets[user])
         end = int(self._table.offsets[user + 1])
+        if not self._moved[end - 1]:
+            end = start + int(np.flatnonzero(self._moved[start:end]).max(initial=-1)) + 1
         return slice(start, end)
-
-    def _gram(self, user: int) -> Floats:
-        """X_i X_iᵀ, kept."""
-        if user not in self._grams:
-            own = self._table.own(user)
-            rows = own.shape[0]
-            start = int(self._gram_starts[user])
-            gram = self._gram_numbers[start : start + rows**2].reshape(rows, rows)
-            gram[...] = _product(own, own, self._kept.dtype)
-            self._grams[user] = gram
-        return self._grams[user]
 
     def _latest_products(self, batch: Batch) -> tuple[Columns, Floats]:
         """``_against_own``, kept until the next step or batch."""
@@ -212,52 +197,47 @@ class Span(_Columns):
         """(X_i θ_i, X_i X_iᵀ) of the minibatches, both from the same rows of the users' Gram
         matrices."""
         assert batch.rows is not None
-        starts = self._table.offsets[batch.users]
-        within = batch.rows - starts[:, None]
+        positions = self._own.positions(batch.users, batch.rows)
+        self._positions = positions
+        places = positions - self._table.offsets[batch.users][:, None]
         if self._alike and self._kept[: self._alike].size <= NUMBERS_COPIED:
-            scores = self._alike_scores(batch)
+            scores = self._alike_scores(batch, positions)
         else:
-            scores = self._own_scores(batch, starts, within)
-        return np.negative(scores, out=scores), self._blocks(batch, within)
+            scores = self._own_scores(batch, places)
+        return scores, self._blocks(batch, places)
 
-    def _alike_scores(self, batch: Batch) -> Columns:
+    def _alike_scores(self, batch: Batch, positions: Indices) -> Columns:
         """``_own_scores`` of users who all have the same number of rows, in one product."""
-        assert batch.rows is not None
-        for user in batch.users.tolist():
-            self._gram(user)
-        products = self._gram_numbers.reshape(-1, self._alike).take(batch.rows, axis=0)
+        products = self._own.gram_rows(positions, self._alike)
         by_user = self._kept.reshape(len(self._table), self._alike, -1)
         coefficients = by_user.take(batch.users, axis=0)  # users × rows × columns
-        return np.asarray(np.matmul(products, coefficients))
+        scores = np.matmul(products, coefficients)
+        return np.asarray(np.negative(scores, out=scores))
 
-    def _own_scores(self, batch: Batch, starts: Indices, within: Indices) -> Columns:
-        """The minibatch's rows of X_i X_iᵀ, times A_i: users × m × columns."""
-        users, m = within.shape
+    def _own_scores(self, batch: Batch, places: Indices) -> Columns:
+        """Minus the minibatch's rows of X_i X_iᵀ, times A_i: users × m × columns."""
+        users, m = places.shape
         scores = np.zeros((users, m, self._kept.shape[1]), self._kept.dtype)
         members = zip(
             batch.users.tolist(),
-            starts.tolist(),
             batch.counts.tolist(),
-            within,
+            places,
             scores,
             strict=True,
         )
-        for user, start, count, rows, out in members:
-            gram = self._gram(user)
-            products = gram.take(rows[:count], axis=0)
-            coefficients = self._kept[start : start + len(gram)]
-            np.dot(products, coefficients, out=out[:count])
+        for user, count, own, out in members:
+            moved = self._moved_rows(user)
+            coefficients = self._kept[moved]
+            products = self._own.gram(user).take(own[:count], axis=0)
+            np.negative(products, out=products)
+            np.dot(products[:, : len(coefficients)], coefficients, out=out[:count])
         return scores
 
-    def _blocks(self, batch: Batch, within: Indices) -> Floats:
+    def _blocks(self, batch: Batch, places: Indices) -> Floats:
         """X_i X_iᵀ of the minibatches, from the users' Gram matrices: users × m × m."""
-        sizes = self._table.sizes[batch.users]
-        starts = self._gram_starts[batch.users]
-        row_starts = starts[:, None] + within * sizes[:, None]
-        numbers = row_starts[:, :, None] + within[:, None, :]
-        blocks = self._gram_numbers.take(numbers)
+        blocks = self._own.blocks(batch.users, places)
         if batch.padded:
-            missing = np.arange(within.shape[1]) >= batch.counts[:, None]
+            missing = np.arange(places.shape[1]) >= batch.counts[:, None]
             blocks[missing] = 0.0
             blocks.transpose(0, 2, 1)[missing] = 0.0
         return blocks
@@ -272,10 +252,11 @@ class Span(_Columns):
 
     def step(self, batch: Batch, residual: Columns) -> None:
         """A_i += residual_i, in the rows of the minibatch."""
-        assert batch.rows is not None
-        rows = batch.present(batch.rows)
+        self._latest_products(batch)  # so that the positions are those of this batch
+        rows = batch.present(self._positions)
         moved = batch.present(residual)
         self._latest = None  # its scores are those before this step
+        self._moved[rows] = True
         # a sparse matrix with a single 1 in each column adds row k of ``moved`` to row rows[k];
         # the end of one epoch and the start of the next can hold the same row: both count
         csc_matvecs(
@@ -289,31 +270,37 @@ class Span(_Columns):
             _flat(self._kept),
         )
 
+    def state(self) -> dict[str, Floats]:
+        return {**super().state(), "moved": self._moved}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        super().restore(state)
+        self._moved[...] = state["moved"]
+
     def stand(self, users: Indices, rounds: Indices) -> None:
         assert self._stood is not None
         for user, count in zip(users.tolist(), rounds.tolist(), strict=True):
-            own = self._own(user)
-            self._stood[own] += count * self._kept[own]
+            moved = self._moved_rows(user)
+            self._stood[moved] += count * self._kept[moved]
 
     def _coefficients(self, user: int, average_over: int) -> Columns:
-        """A_i, or its average over that number of rounds."""
-        own = self._own(user)
+        """The rows of A_i that have been moved, or of its average over that number of rounds."""
+        moved = self._moved_rows(user)
         if not average_over:
-            return self._kept[own]
+            return self._kept[moved]
         assert self._stood is not None
-        return self._stood[own] / average_over
+        return self._stood[moved] / average_over
 
     def theta(self, user: int, average_over: int = 0) -> Columns:
-        own = self._table.own(user).astype(self._kept.dtype)
         coefficients = self._coefficients(user, average_over)
+        rows = self._own.order(user)[: len(coefficients)]
+        own = self._table.x[rows].astype(self._kept.dtype)
         return np.asarray(-(own.T @ coefficients))
 
-    def part_scores(self, user: int, x: Features, part: str, average_over: int = 0) -> Columns:
-        if (user, part) not in self._crosses:
-            own = self._table.own(user)
-            self._crosses[user, part] = -_product(x, own, self._kept.dtype)
+    def part_scores(self, user: int, part: MeasuredRows, average_over: int = 0) -> Columns:
         coefficients = self._coefficients(user, average_over)
-        return self._crosses[user, part] @ coefficients
+        cross = self._own.cross(user, part)
+        return cross[:, : len(coefficients)] @ coefficients
 
 
 @dataclass(frozen=True)
@@ -398,13 +385,13 @@ def thetas(
     return Span(population, columns, dtype, average)
 
 
-def subtract_product(target: Columns, x: Features, residual: Columns) -> None:
+def subtract_product(target: Columns, x: ByFeature, residual: Columns) -> None:
     """target −= xᵀ residual, in one pass over ``target`` if it is large.
 
     If x is sparse, only the rows of ``target`` that belong to columns with an entry are touched;
     the product by ``@`` would be a new array, most of it zero.
     """
-    if isinstance(x, sparse.csr_array):
+    if isinstance(x, sparse.csc_array):
         _subtract_sparse(target, x, residual)
     elif target.size <= NUMBERS_IN_CACHE:
         target -= x.T @ residual
@@ -422,8 +409,8 @@ def subtract_product(target: Columns, x: Features, residual: Columns) -> None:
         )
 
 
-def _subtract_sparse(target: Columns, x: sparse.csr_array, residual: Columns) -> None:
-    turned = x.T.tocsr()
+def _subtract_sparse(target: Columns, x: sparse.csc_array, residual: Columns) -> None:
+    turned = x.T  # in the same memory
     rows, samples = turned.shape
     csr_matvecs(
         rows,
@@ -469,12 +456,3 @@ def kept_columns(array: Columns, columns: Indices) -> Columns:
         flat[begin:end] = block.reshape(-1)
     size = len(rows) * kept
     return flat[:size].reshape(*leading, kept)
-
-
-def _product(left: Features, right: Features, dtype: DType) -> Floats:
-    """left rightᵀ, dense."""
-    turned = right.astype(dtype).T
-    product = left.astype(dtype) @ turned
-    if sparse.issparse(product):
-        return np.asarray(product.toarray())
-    return np.asarray(product)

@@ -132,3 +132,17 @@ def test_an_engine_goes_on_from_its_state(make: Callable[[bool], Engine], averag
 def several(engine: Engine, rounds: int) -> None:
     for _ in range(rounds):
         engine.advance()
+
+
+def test_a_file_of_another_format_is_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers in it may mean something else: the block begins anew, with the same rows."""
+    sweep = load(tmp_path)
+    flat, block = sweep.base.to_flat(), block_of(sweep)
+    with monkeypatch.context() as before:
+        before.setattr(snapshot, "FORMAT", 1)
+        whole = run_block(flat, block, directory=tmp_path)
+    heard: list[int] = []
+    assert run_block(flat, block, lambda round_, best: heard.append(round_), tmp_path) == whole  # noqa: ARG005
+    assert heard == list(range(7))

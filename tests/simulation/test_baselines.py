@@ -125,8 +125,8 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
                 x = own.x[rows]
                 residual = x @ (w[:, at] + theta) - own.y[rows]
                 theta -= 0.1 * x.T @ residual / len(rows)
-            x, y = own.test.rows(user)
-            scores = x @ (w[:, at] + theta)
+            y = own.test.targets(user)
+            scores = own.test.own(user) @ (w[:, at] + theta)
             accuracies.append(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
         np.testing.assert_allclose(by_user, accuracies)
         assert measures["accuracy"] == pytest.approx(

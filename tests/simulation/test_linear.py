@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context
+from numpy.typing import DTypeLike
 from scipy import sparse
 
 from flwr_ppsgd import (
@@ -34,7 +35,7 @@ from flwr_ppsgd.models.linear import AdditiveLinear, Loss
 from flwr_ppsgd.models.split import SplitModel
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.server.curator import Curator
-from flwr_ppsgd.simulation.batches import Fresh, Population, Table
+from flwr_ppsgd.simulation.batches import Fresh, Population, Table, by_feature
 from flwr_ppsgd.simulation.engine import Setting, reported_rounds, train
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.simulation.linear import CohortEngine, bytes_for
@@ -432,7 +433,8 @@ def test_a_product_is_subtracted_in_place(features: int, sparse_x: bool) -> None
     residual = SOURCE.normal(size=(5, 4))
     target = SOURCE.normal(size=(features, 4))
     expected = target - x.T @ residual
-    subtract_product(target, sparse.csr_array(x) if sparse_x else x, residual)
+    given = by_feature(sparse.csr_array(x)) if sparse_x else x
+    subtract_product(target, given, residual)
     np.testing.assert_allclose(target, expected, rtol=EXACT, atol=1e-12)
 
 
@@ -461,20 +463,21 @@ def test_the_representation_is_chosen_by_cost() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize(
     "population", [wide([20] * 40, 500), Fresh(Synthetic.draw(200, 100, 1), 10)]
 )
-def test_memory_is_foreseen(population: Population) -> None:
+def test_memory_is_foreseen(population: Population, dtype: DTypeLike) -> None:
     """What is planned is enough, and not wastefully much. NumPy's allocations are traced."""
     users = len(population)
     settings = [Setting(Release(Poisson(users, 1.0), 1.0, 1.0), Steps(1.0, 1.0))] * 40
     tracemalloc.start()
-    engine = CohortEngine(population, settings, seed=1, rounds=20)
+    engine = CohortEngine(population, settings, seed=1, rounds=20, dtype=dtype)
     engine.advance()
     engine.measures()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    planned = bytes_for(population, 40, rounds=20, rate=1.0, average=False)
+    planned = bytes_for(population, 40, rounds=20, rate=1.0, average=False, dtype=dtype)
     assert planned / 3 < population.bytes + peak < planned * 1.1
 
 
