@@ -7,7 +7,7 @@ export NO_MKDOCS_2_WARNING := 1
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help demo swap text adapters deployment test test-all test-adopters test-deployment fuzz check format bench docs docs-serve lock sbom dist clean
+.PHONY: help demo swap text adapters deployment test test-all test-adopters test-deployment fuzz check format bench bench-neighbours docs docs-serve lock sbom dist clean
 
 help:                            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /' | sort | awk '{printf "make %-16s", $$1; $$1 = ""; print}'
@@ -58,6 +58,10 @@ format: $(BIN)/.installed        ## format the code and sort the imports
 bench: $(BIN)/.installed         ## speeds, as ratios within one run
 	$(BIN)/python -m simulations.benchmarks
 
+NEIGHBOURS := simulations/benchmarks/neighbours
+bench-neighbours: $(BIN)/.installed .venv-pfl/.installed .venv-fedjax/.installed   ## beside pfl and fedjax, as ratios within one run
+	$(BIN)/python -m simulations.benchmarks.neighbours --pfl .venv-pfl/bin/python --fedjax .venv-fedjax/bin/python
+
 docs: $(BIN)/.docs               ## build the site in build/site; a warning is an error
 	$(BIN)/mkdocs build --strict --quiet
 	@echo "Site: build/site/index.html"
@@ -91,5 +95,10 @@ $(BIN)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 
+.venv-%/.installed: $(NEIGHBOURS)/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 clean:                           ## remove the environment and everything that was built
-	rm -rf .venv build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-pfl .venv-fedjax build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

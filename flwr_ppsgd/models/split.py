@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flwr_ppsgd.algorithm import Reduction, Vector
+from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales
 from flwr_ppsgd.learner import Batches, Rows, as_array
 from flwr_ppsgd.models.batch import Feeding, scores_of
 from flwr_ppsgd.models.blocks import (
@@ -318,6 +318,28 @@ class SplitModel:
         ]
         g_w, g_theta = zip(*of_each, strict=True)
         return np.stack(g_w), np.stack(g_theta)
+
+    def clipped_sums(
+        self,
+        ws: Matrix,
+        thetas: Floats,
+        entered: tuple[Tensor, Tensor],
+        reduction: Reduction,
+        clip_norms: Vector,
+    ) -> tuple[Matrix, Floats]:
+        """(Σ_i clip(∇_w, C), settings × parameters; ∇_θ as in ``cohort_gradients``).
+
+        Args:
+            ws: as in ``cohort_gradients``.
+            thetas: as in ``cohort_gradients``.
+            entered: as in ``cohort_gradients``.
+            reduction: as in ``cohort_gradients``.
+            clip_norms: C of each setting.
+        """
+        g_w, g_theta = self.cohort_gradients(ws, thetas, entered, reduction)
+        scales = clip_scales(np.linalg.norm(g_w, axis=2), clip_norms[:, None])
+        sums: Matrix = np.matmul(scales[:, None], g_w)[:, 0]
+        return sums, g_theta
 
     def _cohort_gradients(
         self,
@@ -627,17 +649,66 @@ class AdditiveHead(SplitModel):
         """As of ``SplitModel``. The gradient of the shared head is that of θ."""
         if self._chain is None:
             return super().cohort_gradients(ws, thetas, entered, reduction)
+        gradients = self._by_user(ws, thetas, entered, reduction)
+        g_theta = self._parts(gradients)["head"]
+        return self._in_order(gradients), g_theta.double().numpy()
+
+    def clipped_sums(
+        self,
+        ws: Matrix,
+        thetas: Floats,
+        entered: tuple[Tensor, Tensor],
+        reduction: Reduction,
+        clip_norms: Vector,
+    ) -> tuple[Matrix, Floats]:
+        """As of ``SplitModel``, with sums in the network's precision and norms in float64."""
+        if self._chain is None:
+            return super().clipped_sums(ws, thetas, entered, reduction, clip_norms)
+        gradients = self._by_user(ws, thetas, entered, reduction)
+        scales = clip_scales(_lengths(gradients), clip_norms[:, None])  # settings × users
+        weights = torch.from_numpy(scales).to(gradients.dtype)
+        sums = product(weights[:, None], gradients)[:, 0]
+        g_theta = self._parts(gradients)["head"]
+        return self._in_order(sums), g_theta.double().numpy()
+
+    def _by_user(
+        self,
+        ws: Matrix,
+        thetas: Floats,
+        entered: tuple[Tensor, Tensor],
+        reduction: Reduction,
+    ) -> Tensor:
+        """∇_w, settings × users × parameters, kernels in the order of the chain."""
+        assert self._chain is not None
         x, y = entered
         network, heads = self._network_and_heads(ws, thetas)
-        passed = self._chain.passed(x, network)
         settings, users, width, _ = heads.shape
-        features = passed.features.reshape(settings, users, -1, width)
+        way = self._chain.pass_for(x, settings, users)
+        way.forward(x, network)
+        features = way.features.view(settings, users, -1, width)
         slopes = self._slopes(product(features, heads), y, reduction)
-        found = {"head": product(features.transpose(2, 3), slopes)}
-        back = product(slopes, heads.transpose(2, 3)).flatten(1, 2)
-        for name, gradient in passed.gradients(back, users).items():
-            found[NETWORK + name] = gradient
-        return _by_row(found, self._shared, 2), _by_row(found, ["head"], 2)
+        product(slopes, heads.transpose(2, 3), way.slope.view(features.shape))
+        found = torch.empty(settings, users, ws.shape[1], dtype=self._dtype)
+        parts = self._parts(found)
+        product(features.transpose(2, 3), slopes, parts.pop("head").view(heads.shape))
+        into = {name.removeprefix(NETWORK): part for name, part in parts.items()}
+        way.backward(x, network, into)
+        return found
+
+    def _parts(self, gradients: Tensor) -> dict[str, Tensor]:
+        """… × parameters as one view for each shared parameter."""
+        sizes = [self._parameters[name].numel() for name in self._shared]
+        return dict(zip(self._shared, torch.split(gradients, sizes, dim=-1), strict=True))
+
+    def _in_order(self, gradients: Tensor) -> Floats:
+        """The same with kernels in the order of w."""
+        assert self._chain is not None
+        parts = self._parts(gradients)
+        head = parts.pop("head")
+        network = {name.removeprefix(NETWORK): part for name, part in parts.items()}
+        found = {NETWORK + name: part for name, part in self._chain.in_order(network).items()}
+        found["head"] = head
+        return _by_row(found, self._shared, gradients.ndim - 1)
 
     def _network_and_heads(
         self,
@@ -656,10 +727,21 @@ class AdditiveHead(SplitModel):
         def objective(scores: Tensor, y: Tensor) -> Tensor:
             return self._objective.total(scores, y, reduction)
 
-        of_all = torch.func.vmap(torch.func.grad(objective))
+        by_user = scores.flatten(0, 1)
         targets = y.expand(len(scores), *y.shape).flatten(0, 1)
-        slopes: Tensor = of_all(scores.flatten(0, 1), targets)
+        if self._objective.by_sample:
+            slopes = self._slopes_by_sample(by_user, targets, reduction)
+        else:
+            slopes = torch.func.vmap(torch.func.grad(objective))(by_user, targets)
         return slopes.view(scores.shape)
+
+    def _slopes_by_sample(self, scores: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
+        """The same without ``vmap``, which takes milliseconds for a few numbers: rows of all users
+        go into one sum, since the loss of a row has no other row in it."""
+        leaf = scores.detach().requires_grad_()
+        total = self._objective.total(leaf.flatten(0, 1), y.flatten(0, 1), "sum")
+        (slopes,) = torch.autograd.grad(total, leaf)
+        return slopes / scores.shape[1] if reduction == "mean" else slopes
 
     @property
     def additive(self) -> bool:
@@ -714,6 +796,15 @@ def _flat(tensors: Iterable[Tensor], single: bool = False) -> Vector:
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     values = torch.cat(parts).cpu()
     return (values.float() if single else values.double()).numpy()
+
+
+def _lengths(gradients: Tensor) -> Matrix:
+    """Norms along the last axis in float64, one row after the other: a row stays in a cache."""
+    squares = []
+    for row in gradients.flatten(0, 1).numpy():
+        values = row.astype(np.float64)
+        squares.append(values @ values)
+    return np.sqrt(squares).reshape(gradients.shape[:2])
 
 
 def _by_row(

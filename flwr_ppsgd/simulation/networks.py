@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flwr_ppsgd.algorithm import Vector, clip_scales, descend
+from flwr_ppsgd.algorithm import Vector, descend
 from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.linear import Matrix
 from flwr_ppsgd.noise import coins_for
@@ -57,13 +57,6 @@ class _Group:
 
     users: Indices
     entered: Any
-
-
-def _clipped_sum(gradients: Matrix, clip_norm: float) -> Vector:
-    """Σ_i clip(g_i, C); gradients are users × parameters."""
-    lengths = np.linalg.norm(gradients, axis=1)
-    total: Vector = clip_scales(lengths, clip_norm) @ gradients
-    return total
 
 
 class NetworkEngine:
@@ -172,15 +165,17 @@ class NetworkEngine:
         """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
         ws = np.stack([training.w for training in trainings])
         reduction = trainings[0].setting.release.reduction
+        clip_norms = np.array([training.setting.release.clip_norm for training in trainings])
         totals = [training.setting.release.usual_noise_std * normals for training in trainings]
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
             for group in groups:
                 thetas = np.stack([training.thetas[group.users] for training in trainings])
-                found = self._model.cohort_gradients(ws, thetas, group.entered, reduction)
-                for place, (g_w, g_theta) in enumerate(zip(*found, strict=True)):
-                    training = trainings[place]
-                    totals[place] += _clipped_sum(g_w, training.setting.release.clip_norm)
-                    moved = training.setting.steps.personal * g_theta
+                sums, g_thetas = self._model.clipped_sums(
+                    ws, thetas, group.entered, reduction, clip_norms
+                )
+                for place, training in enumerate(trainings):
+                    totals[place] += sums[place]
+                    moved = training.setting.steps.personal * g_thetas[place]
                     training.thetas[group.users] = thetas[place] - moved
         for training, total in zip(trainings, totals, strict=True):
             setting = training.setting

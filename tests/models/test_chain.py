@@ -1,6 +1,8 @@
 """Known layers for a whole cohort: the gradients are those of one user after the other."""
 
+import copy
 import itertools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from flwr_ppsgd.algorithm import clip
 from flwr_ppsgd.models.chain import Chain
-from flwr_ppsgd.models.split import AdditiveHead
+from flwr_ppsgd.models.split import AdditiveHead, _lengths
 from tests.support.toy import Floats
 
 SETTINGS, USERS, ROWS, CLASSES = 3, 4, 5, 3
@@ -107,3 +110,68 @@ def test_a_frozen_layer_is_left_to_torch() -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert Chain.of(network, ["1.weight", "1.bias"]) is None
     assert Chain.of(network, ["0.weight", "0.bias", "1.weight", "1.bias"]) is not None
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "one by one"])
+def test_clipped_sums_are_those_of_the_gradients(name: str) -> None:
+    """With clip norms of their own, some of which clip nobody; and for a network that is left to
+    torch."""
+    model = model_of("two convolutions" if name == "one by one" else name)
+    if name == "one by one":
+        model._chain = None
+    source = np.random.default_rng(3)
+    start = model.initial_w()
+    ws = start + 0.1 * source.normal(size=(SETTINGS, start.size))
+    thetas = source.normal(size=(SETTINGS, USERS, model.initial_theta().size))
+    entered = model.entered(cohort())
+    g_w, g_theta = model.cohort_gradients(ws, thetas, entered, "mean")
+    lengths = np.linalg.norm(g_w, axis=2)
+    clip_norms = np.linspace(lengths.min() / 2, lengths.max() * 2, SETTINGS)
+    sums, found_theta = model.clipped_sums(ws, thetas, entered, "mean", clip_norms)
+    for setting, clip_norm in enumerate(clip_norms):
+        clipped = [clip(gradient, clip_norm) for gradient in g_w[setting]]
+        np.testing.assert_allclose(sums[setting], np.sum(clipped, axis=0), rtol=0, atol=1e-12)
+    np.testing.assert_array_equal(found_theta, g_theta)
+
+
+def test_norms_of_float32_gradients_are_summed_in_float64() -> None:
+    """A million squares of 1e-4 next to one of 1e4, in float32: all but the large one would be
+    lost."""
+    row = torch.full((1, 1, 1_000_001), 1e-2)
+    row[0, 0, 0] = 1e2
+    squares = row.double().square().sum().item()
+    assert _lengths(row).item() == pytest.approx(math.sqrt(squares), rel=1e-12)
+
+
+def test_a_cohort_of_another_size_and_a_copy_have_arrays_of_their_own() -> None:
+    model = model_of("two convolutions")
+    x, y = cohort()
+    for _ in range(2):
+        w = model.initial_w() * np.random.default_rng(4).normal(size=model.initial_w().size)
+        for users in (USERS, 1, USERS):
+            thetas = np.zeros((1, users, model.initial_theta().size))
+            entered = model.entered((x[:users], y[:users]))
+            g_w, _ = model.cohort_gradients(w[None], thetas, entered, "mean")
+            expected, _ = model.gradients(w, thetas[0, 0], (x[0], y[0]), "mean")
+            np.testing.assert_allclose(g_w[0, 0], expected, rtol=0, atol=1e-12)
+        model = copy.deepcopy(model)
+        x = -x
+
+
+def test_a_loss_of_ones_own_has_the_slopes_of_the_named_one() -> None:
+    """That one goes through ``vmap``, since its rows may depend on each other."""
+
+    def cross_entropy(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(prediction, y, reduction="none")
+
+    x, y = cohort()
+    found = []
+    for loss in ("softmax", cross_entropy):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(2 * 9 * 8, 5), nn.Tanh()).double()
+        model = AdditiveHead(network, 5, CLASSES, loss=loss)
+        thetas = np.ones((1, USERS, model.initial_theta().size))
+        entered = model.entered((x, y))
+        found.append(model.cohort_gradients(model.initial_w()[None], thetas, entered, "mean"))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=0, atol=1e-12)
