@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from flwr_ppsgd.client.model import PersonalModel, personalize
     from flwr_ppsgd.client.personal import recall
     from flwr_ppsgd.learner import Learner, Minibatches, Solution
+    from flwr_ppsgd.models.additive_head import AdditiveHead
     from flwr_ppsgd.models.linear import AdditiveLinear
     from flwr_ppsgd.models.representation import Backbone, RandomConvolution, RandomFourier
-    from flwr_ppsgd.models.split import AdditiveHead, SplitModel
+    from flwr_ppsgd.models.split import SplitModel
     from flwr_ppsgd.models.torch_app import (
         shared_arrays,
         torch_client,
@@ -82,7 +83,7 @@ _HOMES = {
     "PPSGD": "flwr_ppsgd.server.message_api",
     "SGD": "flwr_ppsgd.optimizers",
     "Adam": "flwr_ppsgd.optimizers",
-    "AdditiveHead": "flwr_ppsgd.models.split",
+    "AdditiveHead": "flwr_ppsgd.models.additive_head",
     "AdditiveLinear": "flwr_ppsgd.models.linear",
     "Backbone": "flwr_ppsgd.models.representation",
     "FixedSize": "flwr_ppsgd.algorithm",

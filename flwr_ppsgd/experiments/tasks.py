@@ -24,7 +24,7 @@ from flwr_ppsgd.theory import Constants
 
 if TYPE_CHECKING:
     from flwr_ppsgd.data.per_user import PerUser
-    from flwr_ppsgd.models.split import AdditiveHead
+    from flwr_ppsgd.models.additive_head import AdditiveHead
     from flwr_ppsgd.simulation.batches import Population, Table
     from flwr_ppsgd.simulation.engine import Engine, Setting
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flwr_ppsgd.models.split import AdditiveHead
+from flwr_ppsgd.models.additive_head import AdditiveHead
 
 FEATURES = 32
 CLASSES = 10

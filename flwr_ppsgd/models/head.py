@@ -105,3 +105,26 @@ def _same(made: Tensor, scores: Tensor) -> bool:
     if made.shape != scores.shape:
         return False
     return torch.allclose(made, scores, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+class Additive(nn.Module):
+    """(head + personal)ᵀΦ(x) with a network Φ: the module of an ``AdditiveHead``.
+
+    Args:
+        network: Φ.
+        head: the shared head at the start.
+    """
+
+    def __init__(self, network: nn.Module, head: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        first = next(network.parameters(), None)
+        dtype = torch.get_default_dtype() if first is None else first.dtype
+        device = None if first is None else first.device
+        self.head = nn.Parameter(head.to(device, dtype))
+        self.personal = nn.Parameter(torch.zeros_like(self.head))
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        output = self.network(*inputs, **named)
+        features = scores_of(output, type(self.network).__name__)
+        return features.flatten(1) @ (self.head + self.personal)

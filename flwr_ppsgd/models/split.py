@@ -23,8 +23,7 @@ from flwr_ppsgd.models.blocks import (
     refuse_running_statistics,
     refuse_without_values,
 )
-from flwr_ppsgd.models.chain import PRECISIONS, Chain, product
-from flwr_ppsgd.models.head import LinearHead
+from flwr_ppsgd.models.head import Additive, LinearHead
 from flwr_ppsgd.models.linear import Loss, Matrix
 from flwr_ppsgd.models.loaders import LoaderBatches, rows_in
 from flwr_ppsgd.models.losses import LossFunction, Objective
@@ -34,7 +33,6 @@ from flwr_ppsgd.wire import Layout
 
 Floats: TypeAlias = NDArray[np.float64]
 HALF = (torch.bfloat16, torch.float16)
-NETWORK = "network."  # how the names of the parameters under an additive head begin
 
 
 class SplitModel:
@@ -81,7 +79,7 @@ class SplitModel:
         # w and θ of one user after the other are written into this one
         own = module if handed_over else copy.deepcopy(module)
         self._module = own.train().to(self._device)
-        self._channels_last = allows_channels_last(self._module, beside=_Additive)
+        self._channels_last = allows_channels_last(self._module, beside=Additive)
         if self._channels_last:
             self._module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parameters = dict(self._module.named_parameters())
@@ -90,7 +88,7 @@ class SplitModel:
         self._start = {name: _copied(self._parameters[name]) for name in kept}
         self._dtype = _common_dtype(self._parameters[name] for name in moving)
         first = next(module.parameters())
-        network = module.network if isinstance(module, _Additive) else module
+        network = module.network if isinstance(module, Additive) else module
         self._feeding = Feeding.into(network, self._device, first.dtype)
         self._objective = Objective(loss, self._device)
 
@@ -107,11 +105,11 @@ class SplitModel:
 
     def initial_w(self) -> Vector:
         """The same as one flat vector."""
-        return _flat(self._start[name] for name in self._shared)
+        return flat_vector(self._start[name] for name in self._shared)
 
     def initial_theta(self) -> Vector:
         """θ as the module has it; zero if it is added to w."""
-        theta = _flat(self._start[name] for name in self._personal)
+        theta = flat_vector(self._start[name] for name in self._personal)
         return 0.0 * theta if self._additive else theta
 
     def learner(
@@ -214,8 +212,8 @@ class SplitModel:
     def _blocks(self, gradients: dict[str, Tensor]) -> tuple[Vector, Vector]:
         """(∇_w, ∇_θ): that of w in float32 if the network computes so, since w may be large."""
         shared = [gradients[name] for name in self._shared]
-        g_w = _flat(shared, single=self.takes_float32)
-        return g_w, _flat(gradients[name] for name in self._personal)
+        g_w = flat_vector(shared, single=self.takes_float32)
+        return g_w, flat_vector(gradients[name] for name in self._personal)
 
     @property
     def takes_float32(self) -> bool:
@@ -235,7 +233,7 @@ class SplitModel:
         loss = self._objective.total(prediction, y, reduction)
         personal = [held[name] for name in self._personal]
         gradients = torch.autograd.grad(loss, personal, materialize_grads=True)
-        return float(loss.detach()), _flat(gradients)
+        return float(loss.detach()), flat_vector(gradients)
 
     @property
     def additive(self) -> bool:
@@ -256,11 +254,11 @@ class SplitModel:
         if not self._additive:
             return self.initial_theta()
         parts = self._split(w, self._shared, "w")
-        return _flat(parts[name] for name in self._personal)
+        return flat_vector(parts[name] for name in self._personal)
 
     def local_start(self, w: Vector) -> Vector:
         """θ with which the personal parameters are those of the module at the beginning."""
-        begun = _flat(self._start[name] for name in self._personal)
+        begun = flat_vector(self._start[name] for name in self._personal)
         return begun - self.shared_head(w) if self._additive else begun
 
     def head(self) -> LinearHead | None:
@@ -368,7 +366,7 @@ class SplitModel:
         of_one_user = torch.func.grad(objective, argnums=(0, 1))
         of_all = torch.func.vmap(of_one_user, in_dims=(None, 0, 0, 0), randomness="different")
         g_w, g_theta = of_all(shared, personal, x, y)
-        return _by_row(g_w, self._shared, 1), _by_row(g_theta, self._personal, 1)
+        return by_row(g_w, self._shared, 1), by_row(g_theta, self._personal, 1)
 
     def evaluate(
         self,
@@ -586,198 +584,6 @@ def _repeated(array: NDArray[Any], size: int) -> NDArray[Any]:
     return array[np.arange(size) % len(array)]
 
 
-class AdditiveHead(SplitModel):
-    """(w + θ_i)ᵀΦ_W(x): any network as the shared representation Φ_W, under an additive head.
-
-    The network's parameters and the head w are shared (and clipped together), θ_i is a head of the
-    same size.
-
-    Args:
-        network: Φ_W.
-        num_features: the number of outputs of ``network``.
-        num_outputs: K.
-        loss: as for ``SplitModel``.
-        head: the initial w, a num_features × num_outputs tensor; None is zero.
-        device: as for ``SplitModel``.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        num_features: int,
-        num_outputs: int,
-        loss: Loss | LossFunction = "softmax",
-        head: Tensor | None = None,
-        *,
-        device: str | torch.device | None = None,
-    ) -> None:
-        shape = (num_features, num_outputs)
-        start = torch.zeros(shape) if head is None else head
-        found = tuple(start.shape)
-        if found != shape:
-            raise ValueError(
-                f"head must have shape {shape}, got {found}: give num_features × num_outputs"
-            )
-        additive = _Additive(network, start)
-        super().__init__(additive, personal=["personal"], loss=loss, device=device)
-        self._chain = self._known_layers()
-
-    def _known_layers(self) -> Chain | None:
-        """The network's layers, if a cohort can go through them together; else None."""
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
-        one_precision = len(dtypes) == 1 and self._dtype in PRECISIONS
-        on_cpu = self._device.type == "cpu"
-        if not one_precision or not on_cpu or not self._channels_last:
-            return None
-        trained = [name.removeprefix(NETWORK) for name in self._shared]
-        return Chain.of(self._module.get_submodule("network"), trained)
-
-    def entered(self, rows: tuple[Rows, Rows]) -> tuple[Tensor, Tensor]:
-        """As of ``SplitModel``; x is one row after the other if the layers are known."""
-        x, y = super().entered(rows)
-        if self._chain is None:
-            return x, y
-        return self._chain.entered(x.flatten(0, 1)), y
-
-    def cohort_gradients(
-        self,
-        ws: Matrix,
-        thetas: Floats,
-        entered: tuple[Tensor, Tensor],
-        reduction: Reduction,
-    ) -> tuple[Floats, Floats]:
-        """As of ``SplitModel``. The gradient of the shared head is that of θ."""
-        if self._chain is None:
-            return super().cohort_gradients(ws, thetas, entered, reduction)
-        gradients = self._by_user(ws, thetas, entered, reduction)
-        g_theta = self._parts(gradients)["head"]
-        return self._in_order(gradients), g_theta.double().numpy()
-
-    def clipped_sums(
-        self,
-        ws: Matrix,
-        thetas: Floats,
-        entered: tuple[Tensor, Tensor],
-        reduction: Reduction,
-        clip_norms: Vector,
-    ) -> tuple[Matrix, Floats]:
-        """As of ``SplitModel``, with sums in the network's precision and norms in float64."""
-        if self._chain is None:
-            return super().clipped_sums(ws, thetas, entered, reduction, clip_norms)
-        gradients = self._by_user(ws, thetas, entered, reduction)
-        scales = clip_scales(_lengths(gradients), clip_norms[:, None])  # settings × users
-        weights = torch.from_numpy(scales).to(gradients.dtype)
-        sums = product(weights[:, None], gradients)[:, 0]
-        g_theta = self._parts(gradients)["head"]
-        return self._in_order(sums), g_theta.double().numpy()
-
-    def _by_user(
-        self,
-        ws: Matrix,
-        thetas: Floats,
-        entered: tuple[Tensor, Tensor],
-        reduction: Reduction,
-    ) -> Tensor:
-        """∇_w, settings × users × parameters, kernels in the order of the chain."""
-        assert self._chain is not None
-        x, y = entered
-        network, heads = self._network_and_heads(ws, thetas)
-        settings, users, width, _ = heads.shape
-        way = self._chain.pass_for(x, settings, users)
-        way.forward(x, network)
-        features = way.features.view(settings, users, -1, width)
-        slopes = self._slopes(product(features, heads), y, reduction)
-        product(slopes, heads.transpose(2, 3), way.slope.view(features.shape))
-        found = torch.empty(settings, users, ws.shape[1], dtype=self._dtype)
-        parts = self._parts(found)
-        product(features.transpose(2, 3), slopes, parts.pop("head").view(heads.shape))
-        into = {name.removeprefix(NETWORK): part for name, part in parts.items()}
-        way.backward(x, network, into)
-        return found
-
-    def _parts(self, gradients: Tensor) -> dict[str, Tensor]:
-        """… × parameters as one view for each shared parameter."""
-        sizes = [self._parameters[name].numel() for name in self._shared]
-        return dict(zip(self._shared, torch.split(gradients, sizes, dim=-1), strict=True))
-
-    def _in_order(self, gradients: Tensor) -> Floats:
-        """The same with kernels in the order of w."""
-        assert self._chain is not None
-        parts = self._parts(gradients)
-        head = parts.pop("head")
-        network = {name.removeprefix(NETWORK): part for name, part in parts.items()}
-        found = {NETWORK + name: part for name, part in self._chain.in_order(network).items()}
-        found["head"] = head
-        return _by_row(found, self._shared, gradients.ndim - 1)
-
-    def _network_and_heads(
-        self,
-        ws: Matrix,
-        thetas: Floats,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The networks' parameters by name, and w + θ_i: settings × users × features × K."""
-        shared = self._split(ws, self._shared, "w")
-        personal = self._split(thetas, self._personal, "θ")
-        heads = shared.pop("head")[:, None] + personal["personal"]
-        return {name.removeprefix(NETWORK): part for name, part in shared.items()}, heads
-
-    def _slopes(self, scores: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
-        """The gradient of each user's loss in the own predictions: settings × users × m × K."""
-
-        def objective(scores: Tensor, y: Tensor) -> Tensor:
-            return self._objective.total(scores, y, reduction)
-
-        by_user = scores.flatten(0, 1)
-        targets = y.expand(len(scores), *y.shape).flatten(0, 1)
-        if self._objective.by_sample:
-            slopes = self._slopes_by_sample(by_user, targets, reduction)
-        else:
-            slopes = torch.func.vmap(torch.func.grad(objective))(by_user, targets)
-        return slopes.view(scores.shape)
-
-    def _slopes_by_sample(self, scores: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
-        """The same without ``vmap``, which takes milliseconds for a few numbers: rows of all users
-        go into one sum, since the loss of a row has no other row in it."""
-        leaf = scores.detach().requires_grad_()
-        total = self._objective.total(leaf.flatten(0, 1), y.flatten(0, 1), "sum")
-        (slopes,) = torch.autograd.grad(total, leaf)
-        return slopes / scores.shape[1] if reduction == "mean" else slopes
-
-    @property
-    def additive(self) -> bool:
-        """θ is added to the shared head."""
-        return True
-
-    def shared_head(self, w: Vector) -> Vector:
-        """The shared head in w."""
-        return _flat([self._split(w, self._shared, "w")["head"]])
-
-    def local_start(self, w: Vector) -> Vector:
-        """θ that takes the shared head away."""
-        return -self.shared_head(w)
-
-    def head(self) -> LinearHead | None:
-        """θ itself, on the outputs of the network."""
-        features, outputs = self._parameters["personal"].shape
-        return LinearHead("network", (features, outputs), transposed=False)
-
-
-class _Additive(nn.Module):
-    def __init__(self, network: nn.Module, head: Tensor) -> None:
-        super().__init__()
-        self.network = network
-        first = next(network.parameters(), None)
-        dtype = torch.get_default_dtype() if first is None else first.dtype
-        device = None if first is None else first.device
-        self.head = nn.Parameter(head.to(device, dtype))
-        self.personal = nn.Parameter(torch.zeros_like(self.head))
-
-    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        output = self.network(*inputs, **named)
-        features = scores_of(output, type(self.network).__name__)
-        return features.flatten(1) @ (self.head + self.personal)
-
-
 def _copied(parameter: Tensor) -> Tensor:
     """Its values, on the CPU and in the usual layout."""
     return parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -791,23 +597,14 @@ def _common_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _flat(tensors: Iterable[Tensor], single: bool = False) -> Vector:
+def flat_vector(tensors: Iterable[Tensor], single: bool = False) -> Vector:
     """One vector of all values, in float64 or ``single`` precision."""
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     values = torch.cat(parts).cpu()
     return (values.float() if single else values.double()).numpy()
 
 
-def _lengths(gradients: Tensor) -> Matrix:
-    """Norms along the last axis in float64, one row after the other: a row stays in a cache."""
-    squares = []
-    for row in gradients.flatten(0, 1).numpy():
-        values = row.astype(np.float64)
-        squares.append(values @ values)
-    return np.sqrt(squares).reshape(gradients.shape[:2])
-
-
-def _by_row(
+def by_row(
     gradients: dict[str, Tensor],
     names: list[str],
     axes: int,

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_ppsgd import Poisson, Release, Steps, client_app, torch_client
 from flwr_ppsgd.learner import Minibatches, generator
+from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.models.cnn import paper_cnn
-from flwr_ppsgd.models.split import AdditiveHead
 from flwr_ppsgd.models.split_learner import SplitLearner
 from flwr_ppsgd.simulation.engine import Setting
 from flwr_ppsgd.simulation.grid import InProcessGrid

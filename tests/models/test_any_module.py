@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flwr_ppsgd import Order, SplitModel, torch_learner, whole_module
+from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.models.blocks import allows_channels_last
-from flwr_ppsgd.models.split import AdditiveHead
 from flwr_ppsgd.models.split_learner import SplitLearner
 from flwr_ppsgd.wire import Layout
 from tests.support.toy import Floats

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from flwr_ppsgd.algorithm import clip
+from flwr_ppsgd.models.additive_head import AdditiveHead, _lengths
 from flwr_ppsgd.models.chain import Chain
-from flwr_ppsgd.models.split import AdditiveHead, _lengths
 from tests.support.toy import Floats
 
 SETTINGS, USERS, ROWS, CLASSES = 3, 4, 5, 3

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from flwr_ppsgd import FixedSize, Release, client_step, server_step
+from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.models.cnn import from_channels_last, mean_square, paper_cnn
-from flwr_ppsgd.models.split import AdditiveHead
 from flwr_ppsgd.wire import Layout
 from tests.support.paths import GOLDEN
 from tests.support.toy import Floats

@@ -12,7 +12,8 @@ from flwr_ppsgd import Order
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models import split
-from flwr_ppsgd.models.split import AdditiveHead, SplitModel
+from flwr_ppsgd.models.additive_head import AdditiveHead
+from flwr_ppsgd.models.split import SplitModel
 from flwr_ppsgd.wire import Layout
 from tests.support.toy import Floats
 

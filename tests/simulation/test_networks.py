@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from flwr_ppsgd import FixedSize, Release, Steps
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.split import AdditiveHead, SplitModel
+from flwr_ppsgd.models.additive_head import AdditiveHead
+from flwr_ppsgd.models.split import SplitModel
 from flwr_ppsgd.models.split_learner import ROWS_AT_ONCE
 from flwr_ppsgd.simulation.engine import Setting
 from flwr_ppsgd.simulation.networks import TOGETHER, NetworkEngine
