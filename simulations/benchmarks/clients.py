@@ -1,15 +1,12 @@
 """What a client costs: a message, a large model, files."""
 
-import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, Message, MetricRecord
-from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd import Learner, Order, Poisson, client_app
 from flwr_ppsgd.algorithm import Vector
@@ -18,7 +15,7 @@ from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.data import load
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.simulation.grid import InProcessGrid
-from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES, ORDER
+from flwr_ppsgd.wire import ORDER
 from simulations.benchmarks.measuring import in_a_process, median_ratio, ratio, seconds, show
 from simulations.benchmarks.networks import (
     convolutions,
@@ -33,8 +30,7 @@ from simulations.benchmarks.workload import (
     REPLIES,
     Constant,
     constant_learner,
-    reply,
-    stock_round,
+    stock_rounds,
     strategy,
     train,
 )
@@ -126,22 +122,7 @@ def large_ratio(learner_for: Callable[[Context], Learner], repetitions: int = 5)
 
 def fedavg(w: ArrayRecord) -> Iterator[int]:
     """Rounds without end of Flower's FedAvg, whose clients take a step along ``Constant``."""
-    app = ClientApp()
-
-    @app.train()
-    def step(message: Message, context: Context) -> Message:  # noqa: ARG001
-        arrays = message.content[ARRAYS]
-        assert isinstance(arrays, ArrayRecord)
-        (w,) = arrays.to_numpy_ndarrays()
-        trained = w - 0.1 * np.ones_like(w)
-        weight = MetricRecord({NUM_EXAMPLES: 1})
-        return reply({ARRAYS: ArrayRecord([trained]), METRICS: weight}, message)
-
-    stock = FedAvg(fraction_evaluate=0.0)
-    grid = InProcessGrid(app, REPLIES)
-    for round_ in itertools.count(1):
-        stock_round(stock, grid, w)
-        yield round_
+    return stock_rounds(lambda w, _: w - 0.1 * np.ones_like(w), REPLIES, w)
 
 
 # Flower starts a process for every message: what it loads, and one gradient of 784×10 numbers.

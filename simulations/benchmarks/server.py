@@ -5,15 +5,16 @@ import math
 import time
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
-from flwr_ppsgd import PPSGD, Poisson, Release, Steps, client_app, clip
+from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app, clip
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.noise import Coins, GridSum
@@ -48,6 +49,7 @@ from simulations.benchmarks.workload import (
     linear_learner,
     linear_table,
     reply,
+    stock_rounds,
     strategy,
     train,
 )
@@ -63,6 +65,7 @@ def show_server() -> None:
         at_least=200,
     )
     show_against_loop("a. the same / a plain loop", message_api(), least=0.27)
+    show("a. the same / FedAvg's rounds with the same gradients", stock_ratio(), at_most=1)
     show(
         "a. seconds for 50 rounds of 580 users with all of their 112 rows",
         recipe_seconds(),
@@ -142,6 +145,29 @@ def message_api(rounds: int = 20) -> Comparison:
         repetitions=20,
         rounds=rounds,
     )
+
+
+def stock_ratio(rounds: int = 10, repetitions: int = 40) -> float:
+    """Rounds through Flower's messages over those of its FedAvg, whose clients take one step on the
+    same rows: no θ, no clipping, no noise, no account."""
+    w = ArrayRecord([np.zeros((FEATURES, CLASSES))])
+    ours = train(
+        strategy(Poisson(USERS, rate=0.01)),
+        InProcessGrid(client_app(linear_learner), USERS),
+        w,
+    )
+    theirs = stock_rounds(one_step, USERS, w)
+    take(100, ours)
+    take(100, theirs)
+    return ratio(lambda: take(rounds, ours), lambda: take(rounds, theirs), repetitions)
+
+
+def one_step(w: NDArray[Any], context: Context) -> NDArray[Any]:
+    """w after one step on a minibatch of the node's rows."""
+    learner = linear_learner(context)
+    order = Order(1, 0.0, math.inf, "mean", True, visit=1)
+    gradient, _ = learner.gradients(w.reshape(-1), learner.initial_theta(), order)
+    return w - 0.1 * gradient.reshape(w.shape)
 
 
 def recipe_seconds(users: int = 580, rows: int = 112, sampled: int = 3) -> float:

@@ -3,12 +3,15 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
+from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import Vector
@@ -16,7 +19,9 @@ from flwr_ppsgd.learner import Minibatches, generator
 from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.simulation.batches import Table
 from flwr_ppsgd.simulation.engine import Engine
+from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.simulation.linear import CohortEngine
+from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES
 from simulations.benchmarks.measuring import Comparison
 from simulations.yardsticks import random_table, take
 
@@ -116,6 +121,29 @@ class Constant:
 
 def constant_learner(context: Context) -> Constant:  # noqa: ARG001
     return Constant()
+
+
+def stock_rounds(
+    trained: Callable[[NDArray[Any], Context], NDArray[Any]], nodes: int, w: ArrayRecord
+) -> Iterator[int]:
+    """Rounds without end of Flower's FedAvg with ten of the nodes; ``trained`` is what a client
+    does to w."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        arrays = message.content[ARRAYS]
+        assert isinstance(arrays, ArrayRecord)
+        (w,) = arrays.to_numpy_ndarrays()
+        weight = MetricRecord({NUM_EXAMPLES: 1})
+        after = ArrayRecord([trained(w, context)])
+        return reply({ARRAYS: after, METRICS: weight}, message)
+
+    stock = FedAvg(fraction_train=REPLIES / nodes, fraction_evaluate=0.0)
+    grid = InProcessGrid(app, nodes)
+    for round_ in itertools.count(1):
+        stock_round(stock, grid, w)
+        yield round_
 
 
 def stock_round(stock: FedAvg, grid: Grid, arrays: ArrayRecord) -> None:
