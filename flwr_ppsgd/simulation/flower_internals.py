@@ -5,8 +5,11 @@ and only a grid may give a message its id. Flower offers no public way to do eit
 """
 
 from importlib.metadata import version
+from typing import TypeAlias
 
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from flwr_ppsgd.arrays import put
 
 REMEDY = "install flwr==1.41.0, or use Flower's own simulation"
 
@@ -20,6 +23,7 @@ except ImportError as error:  # pragma: no cover - depends on the installed Flow
         f"({error}): {REMEDY}"
     ) from error
 
+Record: TypeAlias = ArrayRecord | ConfigRecord | MetricRecord
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 __all__ = ["CLIENT_RAISED", "Run", "adopt_identity", "copy_content", "empty_run", "stamp"]
@@ -49,19 +53,16 @@ def stamp(message: Message, message_id: str) -> None:
 
 
 def copy_content(content: RecordDict) -> RecordDict:
-    """New records over the same immutable bytes.
-
-    Flower's type checks cost more than a client's gradient. They are left out here, because
-    everything in ``content`` has passed them before.
-    """
+    """New records over the same immutable bytes."""
     fresh = content.copy()
-    records = fresh.__dict__["_data"]
-    for name, record in content.items():
-        records[name] = record.copy()
-        if isinstance(record, ArrayRecord):
-            arrays = records[name].__dict__["_data"]
-            for key, array in arrays.items():
-                arrays[key] = _copy_array(array)
+    put(fresh, {name: _copy_record(record) for name, record in content.items()})
+    return fresh
+
+
+def _copy_record(record: Record) -> Record:
+    fresh = record.copy()
+    if isinstance(fresh, ArrayRecord):
+        put(fresh, {name: _copy_array(array) for name, array in fresh.items()})
     return fresh
 
 
