@@ -156,7 +156,7 @@ class Minibatches:
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
         rows = self.rows(visit)
-        return self._x[rows], self._y[rows]
+        return self._x.take(rows, axis=0), self._y.take(rows, axis=0)  # faster than [rows]
 
     def everything(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """All rows, as they came."""
