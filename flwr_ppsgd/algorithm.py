@@ -564,7 +564,7 @@ def _clip_scale(actual: float, limit: float, margin: float) -> float:
 
 
 def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
-    """``clip_scale`` of many vectors at once, from their lengths."""
+    """``clip_scale`` of many vectors at once, from their lengths; limits broadcast to these."""
     within = limits * (1 - margin)
     longer = ~(lengths <= within)  # true for NaN
     scales = np.divide(within, lengths, out=np.ones_like(lengths), where=longer)

@@ -17,6 +17,7 @@ from flwr_ppsgd.arrays import (
     filled,
     header_of,
     note_on,
+    numbers,
     put,
     put_note,
     unchanging,
@@ -147,3 +148,21 @@ def test_a_flower_that_keeps_entries_elsewhere_checks_them() -> None:
     record = Elsewhere()
     put(record, {"round": 3})
     assert record.__dict__["checked"] == {"round": 3}
+
+
+def test_an_array_that_becomes_bytes_between_two_looks_is_read() -> None:
+    """Another thread may ask for its bytes at any time."""
+    array = held(VALUES)
+    header = header_of("w", array)
+    assert array.data
+    np.testing.assert_array_equal(numbers("w", array, header), VALUES.reshape(-1))
+
+
+def test_a_header_with_a_truth_value_for_a_length_is_read_as_a_number() -> None:
+    honest = Array(np.ones(1)).data
+    lying = honest.replace(
+        b"'fortran_order': False, 'shape': (1,), ", b"'fortran_order': True, 'shape':(True,),"
+    )
+    assert len(lying) == len(honest)
+    array = Array("float64", (1,), "numpy.ndarray", lying)
+    np.testing.assert_array_equal(decode("w", array, (1,)), [1.0])

@@ -469,10 +469,18 @@ def _records(context: Context) -> list[ArrayRecord]:
 def _decode(record: ArrayRecord) -> Personal:
     array = record["stamp"]
     kept: Personal | None = note_on(array)
-    if kept is not None and holds(record["theta"], kept.theta):
+    if kept is not None and _is_of(kept, record):
         return kept
     stood = decode_vector(record["stood"]) if "stood" in record else None
     return Personal(decode_vector(record["theta"]), stood=stood, **_stamp(decode_vector(array)))
+
+
+def _is_of(kept: Personal, record: ArrayRecord) -> bool:
+    """Whether the vectors in the record are those that were kept, and nobody put in others."""
+    vectors = kept.vectors()
+    if len(record) != len(vectors) + 1:
+        return False
+    return all(name in record and holds(record[name], own) for name, own in vectors.items())
 
 
 def _stamp(numbers: NDArray[Any]) -> dict[str, int]:
@@ -488,9 +496,11 @@ def _state_name(place: int) -> str:
 
 
 def _encode(personal: Personal) -> ArrayRecord:
-    stamp = HeldArray.later(lambda: _numbers(personal), len(_STAMP), np.uint64)
-    put_note(stamp, personal)
     record = vector_record(personal.vectors())
+    held = {name: decode_vector(array) for name, array in record.items()}
+    kept = altered(personal, **held)
+    stamp = HeldArray.later(lambda: _numbers(kept), len(_STAMP), np.uint64)
+    put_note(stamp, kept)
     put(record, {"stamp": stamp})
     return record
 

@@ -8,6 +8,7 @@ A layer with parameters is a matrix product here: that of a convolution is patch
 lies between two of them are steps without parameters.
 """
 
+import threading
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_ppsgd.models.steps import Bound, Flat, Step, Unroll, step_of
+from flwr_ppsgd.models.steps import Bound, Flat, InOrder, Step, Unroll, step_of
 
 Parts: TypeAlias = Mapping[str, Tensor]  # by the parameter's name
 
 PRECISIONS = (torch.float32, torch.float64)
-MOST_PASSES = 2  # kept for the next call, one for each shape
+MOST_PASSES = 2  # kept for the next call in a thread, one for each shape
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Chain:
     def __init__(self, affine: Sequence[Affine], between: Sequence[Sequence[Step]]) -> None:
         self._affine = affine
         self._between = between
-        self._passes: dict[tuple[int, ...], Pass] = {}
+        self._own = threading.local()  # each thread has passes of its own
 
     @classmethod
     def of(cls, network: nn.Module, trained: Container[str]) -> "Chain | None":
@@ -108,8 +109,7 @@ class Chain:
                 continue
             if not _is_product(layer):
                 return None
-            if isinstance(layer, nn.Conv2d):
-                between[-1].append(_unroll(layer))
+            between[-1].append(_unroll(layer) if isinstance(layer, nn.Conv2d) else InOrder())
             affine.append(Affine.of(name, layer))
             between.append([])
         names = [name for each in affine for name in each.names]
@@ -118,9 +118,9 @@ class Chain:
         between[-1].append(Flat())
         return cls(affine, between)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copies make arrays of their own."""
-        return {**self.__dict__, "_passes": {}}
+        return Chain, (self._affine, self._between)
 
     def in_order(self, gradients: Parts) -> Parts:
         """From the order of ``Pass.gradients`` to that of the parameters: … × values each."""
@@ -147,12 +147,13 @@ class Chain:
             users: whose rows they are, the same number for each, one user after the other.
         """
         shape = (settings, users, *entered.shape)
-        found = self._passes.get(shape)
+        passes: dict[tuple[int, ...], Pass] = self._own.__dict__.setdefault("passes", {})
+        found = passes.get(shape)
         if found is None:
-            if len(self._passes) == MOST_PASSES:
-                del self._passes[next(iter(self._passes))]
+            if len(passes) == MOST_PASSES:
+                del passes[next(iter(passes))]
             found = Pass(self._affine, self._between[1:], entered, settings, users)
-            self._passes[shape] = found
+            passes[shape] = found
         return found
 
 

@@ -106,20 +106,24 @@ class Rectify:
 
 
 @dataclass(frozen=True)
+class InOrder:
+    """The same numbers, in memory in the order of the axes, as a linear layer needs them."""
+
+    def bound(self, x: Tensor, slope: Tensor) -> Bound:
+        if x.is_contiguous() and slope.is_contiguous():
+            return Bound(x, slope, _nothing, _nothing)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        slope_y = torch.empty_like(y)
+        return Bound(y, slope_y, lambda: y.copy_(x), lambda: slope.copy_(slope_y))
+
+
+@dataclass(frozen=True)
 class Flat:
     """Each row as one vector."""
 
     def bound(self, x: Tensor, slope: Tensor) -> Bound:
-        if x.ndim == 2:
-            return Bound(x, slope, _nothing, _nothing)
-        y = torch.empty(x.shape, dtype=x.dtype)
-        slope_y = torch.empty_like(y)
-        return Bound(
-            y.flatten(1),
-            slope_y.flatten(1),
-            lambda: y.copy_(x),
-            lambda: slope.copy_(slope_y),
-        )
+        rows = InOrder().bound(x, slope)
+        return Bound(rows.y.flatten(1), rows.slope.flatten(1), rows.forward, rows.backward)
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,8 @@ class PairPool:
     stride: tuple[int, int]
 
     def bound(self, x: Tensor, slope: Tensor) -> Bound:
+        if x.ndim != 4:  # images without channels
+            return ByTorch(nn.MaxPool2d(2, self.stride)).bound(x, slope)
         across = self._along(3, x, slope)
         down = self._along(2, across.y, across.slope)
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,44 @@ def test_a_theta_that_somebody_else_puts_there_counts() -> None:
     assert found is not None
     assert found.theta.tolist() == [7.0] * 3
     assert found.visit == KEPT.visit
+
+
+def test_an_average_that_somebody_else_puts_there_counts() -> None:
+    context = node()
+    keep(context, KEPT)
+    record = context.state[STATE]
+    assert isinstance(record, ArrayRecord)
+    record["stood"] = Array(np.full(3, 7.0))
+    found = recall(context)
+    assert found is not None
+    assert found.stood is not None
+    assert found.stood.tolist() == [7.0] * 3
+    del record["stood"]
+    without = recall(context)
+    assert without is not None
+    assert without.stood is None
+
+
+def test_what_its_maker_does_afterwards_changes_nothing() -> None:
+    theta = np.ones(3)
+    stood = np.ones(3)
+    context = node()
+    keep(context, Personal(theta, run=1, stood=stood))
+    theta[:] = 7.0
+    stood[:] = 7.0
+    found = recall(context)
+    assert found is not None
+    assert found.stood is not None
+    assert [*found.theta, *found.stood] == [1.0] * 6
+
+
+def test_vectors_are_kept_once() -> None:
+    context = node()
+    theta = np.ones(3)
+    given = weakref.ref(theta)
+    keep(context, Personal(theta, run=1))
+    del theta
+    assert given() is None
 
 
 @pytest.mark.parametrize("left_out", ["", "stood"])

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,6 +25,17 @@ NETWORKS: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
     "no bias": (lambda: [nn.Flatten(), nn.Linear(144, 6, bias=False), nn.Tanh()], 6),
     "convolution last": (lambda: [nn.Conv2d(2, 3, 3, stride=2)], 36),
     "padding": (lambda: [nn.Conv2d(2, 3, (4, 3), stride=(2, 1), padding=(3, 1)), nn.ReLU()], 144),
+    "linear on images": (lambda: [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Linear(6, 4)], 84),
+    "linear after a pool": (lambda: [nn.Conv2d(2, 3, 3), nn.AvgPool2d(2), nn.Linear(3, 4)], 36),
+    "linear on channels": (lambda: [nn.Conv2d(2, 3, 3), nn.Flatten(2), nn.Linear(42, 4)], 12),
+    "a pool without channels": (
+        lambda: [nn.Flatten(1, 2), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)],
+        5,
+    ),
+    "the same in the middle": (
+        lambda: [nn.Flatten(1, 2), nn.Linear(8, 8), nn.ReLU(), nn.MaxPool2d(2)],
+        36,
+    ),
     "stride beyond the kernel": (lambda: [nn.Conv2d(2, 3, 2, stride=3), nn.GELU()], 27),
     "two convolutions": (
         lambda: [
@@ -156,6 +168,47 @@ def test_a_cohort_of_another_size_and_a_copy_have_arrays_of_their_own() -> None:
             np.testing.assert_allclose(g_w[0, 0], expected, rtol=0, atol=1e-12)
         model = copy.deepcopy(model)
         x = -x
+
+
+def test_threads_that_share_a_model_have_arrays_of_their_own() -> None:
+    model = model_of("two convolutions")
+    x, y = cohort()
+    thetas = np.zeros((1, USERS, model.initial_theta().size))
+    entered = model.entered((x, y))
+    ws = [model.initial_w() * factor for factor in (1.0, -2.0)]
+    expected = [model.cohort_gradients(w[None], thetas, entered, "mean")[0] for w in ws]
+
+    def again(place: int) -> bool:
+        found, _ = model.cohort_gradients(ws[place][None], thetas, entered, "mean")
+        return np.array_equal(found, expected[place])
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(again, [0, 1] * 40))
+
+
+class Weighted(nn.Module):
+    """A loss for each row, by weights whose mean over the batch is 1. Its ``targets`` are nobody
+    else's."""
+
+    targets = "something of its own"
+
+    def forward(self, prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = nn.functional.cross_entropy(prediction, y, reduction="none")
+        weights = y + 1.0
+        return losses * weights / weights.mean()
+
+
+def test_a_loss_that_joins_the_rows_of_a_user_never_joins_users() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(144, 5), nn.Tanh()).double()
+    model = AdditiveHead(network, 5, CLASSES, loss=Weighted(), head=torch.randn(5, CLASSES))
+    x, y = cohort()
+    w = model.initial_w()
+    thetas = np.ones((1, USERS, model.initial_theta().size))
+    found, _ = model.cohort_gradients(w[None], thetas, model.entered((x, y)), "mean")
+    for user in range(USERS):
+        expected, _ = model.gradients(w, thetas[0, user], (x[user], y[user]), "mean")
+        np.testing.assert_allclose(found[0, user], expected, rtol=0, atol=1e-12)
 
 
 def test_a_loss_of_ones_own_has_the_slopes_of_the_named_one() -> None:
