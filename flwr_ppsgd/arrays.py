@@ -61,9 +61,8 @@ class HeldArray(Array):
 
     @classmethod
     def of(cls, values: NDArray[Any], shape: tuple[int, ...]) -> "HeldArray":
-        """Hold these values, or a copy if somebody could still change them."""
-        if values.flags.writeable or not values.flags.owndata:
-            values = unchanging(np.array(values, order="C"))
+        """Hold these values, ``fixed``."""
+        values = fixed(values)
         held = object.__new__(cls)
         held.__dict__.update(
             dtype=_dtype_name(values.dtype),
@@ -154,6 +153,13 @@ def encode(
 def unchanging(values: NDArray[Any]) -> NDArray[Any]:
     """The same array, which nobody can change from now on: it needs no copy to be held."""
     values.flags.writeable = False
+    return values
+
+
+def fixed(values: NDArray[Any]) -> NDArray[Any]:
+    """The same array, or a copy if somebody could still change it."""
+    if values.flags.writeable or not values.flags.owndata:
+        return unchanging(np.array(values, order="C"))
     return values
 
 

@@ -21,6 +21,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import (
     HeldArray,
     decode_vector,
+    fixed,
     holds,
     note_on,
     put,
@@ -496,9 +497,9 @@ def _state_name(place: int) -> str:
 
 
 def _encode(personal: Personal) -> ArrayRecord:
-    record = vector_record(personal.vectors())
-    held = {name: decode_vector(array) for name, array in record.items()}
-    kept = altered(personal, **held)
+    vectors = {name: fixed(vector) for name, vector in personal.vectors().items()}
+    record = vector_record(vectors)
+    kept = altered(personal, **vectors)
     stamp = HeldArray.later(lambda: _numbers(kept), len(_STAMP), np.uint64)
     put_note(stamp, kept)
     put(record, {"stamp": stamp})
