@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flwr_ppsgd.models.steps import ByTorch, Flat, PairPool, Rectify, Unroll, step_of
+from flwr_ppsgd.models.steps import Bound, ByTorch, Flat, PairPool, Rectify, Unroll, step_of
 
 POOLS = {
     "overlapping": lambda: nn.MaxPool2d(2, stride=1),
@@ -38,6 +38,17 @@ def few_values(seed: int) -> Tensor:
     return values.double().permute(0, 3, 1, 2)
 
 
+def assert_there_and_back(bound: Bound, slope: Tensor, leaf: Tensor, expected: Tensor) -> None:
+    """The step gives what torch gives, and the gradient of its input is torch's too."""
+    bound.forward()
+    torch.testing.assert_close(bound.y, expected.detach(), rtol=0, atol=0)
+    ahead = torch.randn(expected.shape, dtype=expected.dtype)
+    bound.slope.copy_(ahead)
+    bound.backward()
+    (of_leaf,) = torch.autograd.grad(expected, leaf, ahead)
+    torch.testing.assert_close(slope, of_leaf, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_step_is_torchs_layer_there_and_back_in_every_call(name: str) -> None:
     """Bound once, with other values in each call: nothing is left of the call before."""
@@ -52,13 +63,7 @@ def test_a_step_is_torchs_layer_there_and_back_in_every_call(name: str) -> None:
         leaf = few_values(seed).requires_grad_()
         expected = make()(leaf.clone())
         x.copy_(leaf.detach())
-        bound.forward()
-        torch.testing.assert_close(bound.y, expected.detach(), rtol=0, atol=0)
-        ahead = torch.randn(expected.shape, dtype=x.dtype)
-        bound.slope.copy_(ahead)
-        bound.backward()
-        (of_leaf,) = torch.autograd.grad(expected, leaf, ahead)
-        torch.testing.assert_close(slope, of_leaf, rtol=0, atol=1e-14)
+        assert_there_and_back(bound, slope, leaf, expected)
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (1, 2)])
@@ -75,10 +80,4 @@ def test_patches_are_those_of_unfold_and_so_is_their_derivative(padding: tuple[i
         by_channel = columns.unflatten(1, (3, *kernel))  # type: ignore[no-untyped-call]
         expected = by_channel.permute(0, 4, 2, 3, 1).flatten(2).reshape(bound.y.shape)
         x.copy_(leaf.detach())
-        bound.forward()
-        torch.testing.assert_close(bound.y, expected.detach(), rtol=0, atol=0)
-        ahead = torch.randn(expected.shape, dtype=x.dtype)
-        bound.slope.copy_(ahead)
-        bound.backward()
-        (of_leaf,) = torch.autograd.grad(expected, leaf, ahead)
-        torch.testing.assert_close(slope, of_leaf, rtol=0, atol=1e-14)
+        assert_there_and_back(bound, slope, leaf, expected)
