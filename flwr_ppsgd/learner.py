@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -13,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.wire import Order
 
+_OF_THREAD = threading.local()  # a generator that is seeded for each use
 Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load torch
 
 
@@ -188,7 +190,10 @@ def minibatch_rows(
 @functools.lru_cache(maxsize=4096)
 def shuffled(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
     """The order of a user's rows in one epoch."""
-    return shuffled_by(generator("any"), seed, user, epoch, length)
+    source = getattr(_OF_THREAD, "source", None)
+    if source is None:
+        source = _OF_THREAD.source = generator("any")
+    return shuffled_by(source, seed, user, epoch, length)
 
 
 def shuffled_by(
@@ -205,6 +210,8 @@ def shuffled_by(
 
 def as_array(values: Rows) -> NDArray[Any]:
     """A torch tensor or an array as an array, without a copy if none is needed."""
+    if type(values) is np.ndarray:
+        return values
     if hasattr(values, "detach"):
         tensor: NDArray[Any] = values.detach().cpu().numpy()
         return tensor

@@ -18,12 +18,16 @@ from flwr_ppsgd.wire import Order
 Loss: TypeAlias = Literal["squared", "softmax"]
 Matrix: TypeAlias = NDArray[np.float64]
 
+DOUBLE = np.dtype(np.float64)
 ROUND_OFF = 1e-14  # of the largest number
 
 
 def as_matrix(values: Rows) -> Matrix:
     """One float64 row per sample, without a copy if ``values`` has that form already."""
-    array = as_array(values).astype(np.float64, copy=False)
+    array = as_array(values)
+    if array.ndim == 2 and array.dtype == DOUBLE:
+        return array
+    array = array.astype(np.float64, copy=False)
     return array.reshape(len(array), -1)
 
 
@@ -94,9 +98,11 @@ class AdditiveLinear:
         They are equal because w and θ enter only as w + θ.
         """
         x, y = self._minibatch(order)
-        scores = self._scores(x, _sum(w, theta))
-        largest = self._largest_target if order.full_batch else _largest(y)
-        residual = _without_round_off(predict(scores, self._loss), y, largest)
+        prediction = predict(self._scores(x, _sum(w, theta)), self._loss)
+        residual = prediction - y
+        if order.normalise:  # a perfect fit must not send noise of the last digit at full weight
+            least = ROUND_OFF * self._largest(prediction, y, order)
+            np.copyto(residual, 0.0, where=np.abs(residual) <= least)
         if order.reduction == "mean" and len(y):
             residual /= len(y)
         gradient = dense(x.T @ residual).reshape(-1)
@@ -149,6 +155,13 @@ class AdditiveLinear:
         _, y = self._everything
         return _largest(y)
 
+    def _largest(self, prediction: Matrix, y: Matrix, order: Order) -> float:
+        """The size of what is compared: that of chances is 1."""
+        if self._loss == "softmax":
+            return 1.0
+        targets = self._largest_target if order.full_batch else _largest(y)
+        return max(targets, _largest(prediction))
+
     def _all_rows(self) -> tuple[Features, Matrix]:
         x, y = all_rows(self._batches)
         return as_matrix(x), as_matrix(y)
@@ -196,21 +209,9 @@ def _sum(w: Vector, theta: Vector) -> Vector:
     return w if theta is _zeros(len(w)) else w + theta
 
 
-def _without_round_off(prediction: Matrix, y: Matrix, largest_target: float) -> Matrix:
-    """prediction − y, zero where they agree but for round-off.
-
-    A gradient may be brought to norm C whatever its size, and a perfect fit must not send noise of
-    the last digit at full weight.
-    """
-    residual = prediction - y
-    largest = max(largest_target, _largest(prediction))
-    residual[abs(residual) <= ROUND_OFF * largest] = 0.0
-    return residual
-
-
 def _largest(values: Matrix) -> float:
     """max |values|."""
-    return float(np.abs(values).max(initial=0.0))
+    return float(np.maximum.reduce(np.abs(values), axis=None, initial=0.0))
 
 
 def predict(scores: Matrix, loss: Loss) -> Matrix:

@@ -1,6 +1,7 @@
 """The additive linear model: gradients against autograd, measures against numbers done by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -240,23 +241,39 @@ def test_a_full_batch_leaves_out_rows_with_nan() -> None:
 
 
 def test_a_perfect_fit_has_no_gradient_at_all() -> None:
-    """Round-off must not be sent at full weight where gradients are normalised."""
+    """Where gradients are normalised, round-off must not be sent at full weight."""
     data = batch("squared")
     w = np.random.default_rng(3).normal(size=FEATURES * OUTPUTS)
     perfect = Fixed(data.x, data.x @ (w + 1e-17).reshape(FEATURES, OUTPUTS))
     thirds = w / 3
     for asked in (order("mean"), whole("mean")):
         learner = AdditiveLinear(perfect, FEATURES, OUTPUTS)
-        g_w, _ = learner.gradients(thirds, 2 * thirds, asked)
+        g_w, _ = learner.gradients(thirds, 2 * thirds, replace(asked, normalise=True))
         np.testing.assert_array_equal(g_w, np.zeros_like(w))
 
 
 def test_round_off_is_that_of_the_largest_target() -> None:
     """x = 1, w = 0, targets 10¹⁰ and 10⁻⁵: the second is less than the first one's last digit."""
     targets = Fixed(np.array([[1.0]]), np.array([[1e10, 1e-5]]))
+    learner = AdditiveLinear(targets, 1, 2)
     for asked in (order("mean"), whole("mean")):
-        g_w, _ = AdditiveLinear(targets, 1, 2).gradients(np.zeros(2), np.zeros(2), asked)
+        normalised = replace(asked, normalise=True)
+        g_w, _ = learner.gradients(np.zeros(2), np.zeros(2), normalised)
         assert g_w.tolist() == [-1e10, 0.0]
+        g_w, _ = learner.gradients(np.zeros(2), np.zeros(2), asked)
+        assert g_w.tolist() == [-1e10, -1e-5]
+
+
+def test_round_off_of_chances_is_that_of_one() -> None:
+    """Scores 0 and −40: the chance of the second class, 4·10⁻¹⁸, is less than the last digit."""
+    targets = Fixed(np.array([[1.0]]), np.array([[1.0, 0.0]]))
+    learner = AdditiveLinear(targets, 1, 2, "softmax")
+    w = np.array([0.0, -40.0])
+    for asked in (order("mean"), whole("mean")):
+        g_w, _ = learner.gradients(w, np.zeros(2), replace(asked, normalise=True))
+        assert g_w.tolist() == [0.0, 0.0]
+        g_w, _ = learner.gradients(w, np.zeros(2), asked)
+        assert 0 < g_w[1] < 1e-17
 
 
 @pytest.mark.parametrize(("loss", "solver"), [("squared", Ridge), ("softmax", Logistic)])
