@@ -39,7 +39,8 @@ from flwr_ppsgd.algorithm import (
 
 GRID_CLIP_MARGIN = 1e-9  # relative; keeps the truncated vector below C in exact integers
 ROUNDING = 2.0**-53  # of each term of a norm, which the margin covers besides
-PRECISIONS = (np.float64, np.float32)  # of vectors that can be summed; the sum is in float64
+# of vectors that can be summed; the sum is in float64
+PRECISIONS = (np.dtype(np.float64), np.dtype(np.float32))
 AT_ONCE = 1 << 14  # coordinates: their memory stays in the cache, and is not new for each block
 ZEROS = memoryview(bytes(8 * AT_ONCE))  # what the cipher turns into coins
 CUT_TAIL = 2.0**-145  # the probability that a normal lies beyond the sampler's cut
@@ -132,10 +133,15 @@ class _Tape:
             words = words[len(own) :]
 
 
+def _tape(streams: Sequence[Coins], counts: Sequence[int]) -> _Tape | Coins:
+    """The words of several streams; a lone one fills by itself."""
+    return streams[0] if len(streams) == 1 else _Tape(streams, counts)
+
+
 def _uniforms(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
     """Uniforms from each stream, one stream after the other: the upper 53 bits of each word."""
     out = np.empty(sum(counts))
-    tape = _Tape(streams, counts)
+    tape = _tape(streams, counts)
     for start in range(0, len(out), AT_ONCE):
         block = out[start : start + AT_ONCE]
         words = block.view(np.uint64)  # the coins lie where the uniforms will
@@ -183,7 +189,7 @@ def _normals(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
         counts: the number of normals from each.
     """
     out = np.empty(sum(counts))
-    tape = _Tape(streams, counts)
+    tape = _tape(streams, counts)
     beyond, layers = _place(tape, out)
     if len(beyond):
         shares = _counts(beyond, counts)
@@ -191,11 +197,14 @@ def _normals(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
     return out
 
 
-def _place(tape: _Tape, out: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+def _place(tape: _Tape | Coins, out: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     """Fill ``out``.
 
     Returns which of its numbers fell beyond the inner edge of their layer, and the layers of those.
     """
+    if len(out) <= AT_ONCE:
+        tape.fill(out.view(np.uint64))
+        return _place_block(out)
     places = [np.empty(0, np.intp)]
     layers = [np.empty(0, np.int64)]
     for start in range(0, len(out), AT_ONCE):
@@ -258,8 +267,9 @@ def _tail(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
     """
     words = [coins.words(4 * count).reshape(2, 2, count) for coins, count in _each(streams, counts)]
     halves = np.concatenate(words, axis=2)  # two exponentials × high and low × numbers
-    excess = _exponentials(halves[0]) / TAIL
-    accepted = 2 * _exponentials(halves[1]) > excess**2
+    along, across = _exponentials(halves.swapaxes(0, 1))
+    excess: Vector = along / TAIL
+    accepted = 2 * across > excess**2
     accepted &= excess <= LARGEST_NORMAL - TAIL
     found = TAIL + excess
     if accepted.all():
@@ -283,7 +293,7 @@ def _with_redrawn(
 
 
 def _exponentials(halves: NDArray[np.uint64]) -> Vector:
-    """−ln u with u = (high and low half)·2⁻¹²⁸: 2 × numbers."""
+    """−ln u with u = (high and low half)·2⁻¹²⁸: 2 × …, high halves first."""
     high, low = halves.astype(np.float64)
     uniforms = (low + 0.5) * 2.0**-128 + high * 2.0**-64
     return np.asarray(-np.log(uniforms))
@@ -353,7 +363,9 @@ class GridSum:
                 end = min(start + AT_ONCE, part.place.stop)
                 block = self._space[: end - start]
                 np.multiply(vector[start:end], scale, out=block, dtype=np.float64)
-                self._multiples[start:end] += np.trunc(block, out=block)
+                np.trunc(block, out=block)
+                multiples = self._multiples[start:end]
+                np.add(multiples, block, out=multiples)
 
     def _scale(self, values: Vector, part: _Part) -> float:
         margin = GRID_CLIP_MARGIN + ROUNDING * len(values)
