@@ -7,40 +7,17 @@ import functools
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord
 from numpy.typing import DTypeLike, NDArray
 
+from flwr_ppsgd.records import entries, filled
+
 NUMPY = "numpy.ndarray"  # Flower's name for its serialisation of numpy arrays
+DOUBLE = np.dtype(np.float64)
 LONGEST_HEADER = 4096  # bytes; numpy writes 128 for any array of parameters
-Record = TypeVar("Record", ArrayRecord, ConfigRecord, RecordDict)
-EMPTY: dict[Any, Any] = {kind: kind() for kind in (ArrayRecord, ConfigRecord, RecordDict)}
-
-
-def filled(kind: type[Record], entries: Mapping[str, Any]) -> Record:
-    """A record with these entries; see ``put``."""
-    record: Record = EMPTY[kind].copy()
-    put(record, entries)
-    return record
-
-
-def put(record: ArrayRecord | ConfigRecord | RecordDict, entries: Mapping[str, Any]) -> None:
-    """Put entries into a record, which were made here and whose types need no check.
-
-    Flower's check takes several microseconds for each entry, more in all than a small gradient. If
-    the installed Flower keeps entries elsewhere than Flower 1.41 does, each one is checked.
-
-    Args:
-        record: is changed.
-        entries: of the types that such a record holds.
-    """
-    kept = record.__dict__.get("_data")
-    if type(kept) is dict:
-        kept.update(entries)
-    else:
-        record.update(entries)
 
 
 class Header(NamedTuple):
@@ -73,11 +50,20 @@ class HeldArray(Array):
         return held
 
     @classmethod
-    def later(cls, make: Callable[[], NDArray[Any]], size: int, dtype: DTypeLike) -> "HeldArray":
-        """A vector that is made when somebody reads it."""
+    def later(
+        cls, make: Callable[[], NDArray[Any]], size: int, dtype: np.dtype[Any], note: Any = None
+    ) -> "HeldArray":
+        """A vector that is made when somebody reads it.
+
+        Args:
+            make: makes it.
+            size: its length.
+            dtype: of its numbers.
+            note: what it says, so that nobody in this process has to read it.
+        """
         held = object.__new__(cls)
-        name = _dtype_name(np.dtype(dtype))
-        held.__dict__.update(dtype=name, shape=(size,), stype=NUMPY, make=make)
+        name = _dtype_name(dtype)
+        held.__dict__.update(dtype=name, shape=(size,), stype=NUMPY, make=make, note=note)
         return held
 
     @functools.cached_property
@@ -105,15 +91,10 @@ class HeldArray(Array):
     __hash__ = None  # type: ignore[assignment]
 
 
-def put_note(array: Array, note: Any) -> None:
-    """Attach what the array says, so that nobody in this process has to read it again."""
-    if type(array) is HeldArray:
-        array.__dict__["note"] = note
-
-
 def note_on(array: Array) -> Any:
-    """What ``put_note`` attached; None if the array was serialised since, or changed."""
-    return array.__dict__.get("note") if _is_held(array) else None
+    """What ``HeldArray.later`` noted; None if the array was serialised since, or changed."""
+    fields = array.__dict__
+    return None if type(array) is not HeldArray or "data" in fields else fields.get("note")
 
 
 def holds(array: Array, values: NDArray[Any]) -> bool:
@@ -127,27 +108,32 @@ def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:
 
 def _held(array: Array) -> NDArray[Any] | None:
     """The values of an array that has not been serialised."""
-    if not _is_held(array):
+    fields = array.__dict__
+    if type(array) is not HeldArray or "data" in fields:  # somebody wrote others
         return None
-    values: NDArray[Any] | None = array.__dict__.get("values")
-    make = array.__dict__.get("make")
-    return values if make is None else unchanging(make())
-
-
-def _is_held(array: Array) -> bool:
-    """Whether nobody has asked for the array's bytes, or written others."""
-    return type(array) is HeldArray and "data" not in array.__dict__
+    values: NDArray[Any] | None = fields.get("values")
+    if values is not None:
+        return values
+    make = fields.get("make")
+    return None if make is None else unchanging(make())
 
 
 def encode(
     values: NDArray[Any], shape: tuple[int, ...], dtype: DTypeLike, scale: float = 1.0
 ) -> Array:
     """A copy of ``values`` in this shape and dtype, multiplied by ``scale`` in double precision."""
-    if scale == 1.0:
-        return HeldArray.of(unchanging(np.array(values, dtype, order="C")), shape)
-    scaled = np.empty(values.shape, dtype)
-    np.multiply(values, scale, out=scaled, dtype=np.float64, casting="same_kind")
-    return HeldArray.of(unchanging(scaled), shape)
+    return HeldArray.of(unchanging(_scaled(values, dtype, scale)), shape)
+
+
+def _scaled(values: NDArray[Any], dtype: DTypeLike, scale: float) -> NDArray[Any]:
+    if values.dtype == dtype == DOUBLE:
+        return np.asarray(values * scale)
+    with np.errstate(all="ignore"):  # a number too large for float32 becomes infinity
+        if scale == 1.0:
+            return np.array(values, dtype, order="C")
+        scaled = np.empty(values.shape, dtype)
+        np.multiply(values, scale, out=scaled, dtype=np.float64, casting="same_kind")
+    return scaled
 
 
 def unchanging(values: NDArray[Any]) -> NDArray[Any]:
@@ -168,6 +154,9 @@ def decode(name: str, array: Array, shape: tuple[int, ...]) -> NDArray[np.floati
 
     ValueError unless they are real floats of this very shape.
     """
+    held = _held(array)
+    if held is not None and array.shape == shape and held.dtype == DOUBLE:
+        return held if held.ndim == 1 else held.reshape(-1)
     header = header_of(name, array)
     if header.shape != shape or header.dtype.kind != "f":
         found = f"{header.dtype}{header.shape}"
@@ -216,7 +205,7 @@ def record_of(tensors: Sequence[bytes]) -> ArrayRecord:
 
 def bytes_of(record: ArrayRecord) -> dict[str, bytes]:
     """The serialised arrays by name: ``record_from`` turns them back."""
-    return {name: array.data for name, array in record.items()}
+    return {name: array.data for name, array in entries(record).items()}
 
 
 def header_of(name: str, array: Array) -> Header:

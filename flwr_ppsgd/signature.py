@@ -88,8 +88,8 @@ def digest(arrays: Mapping[str, bytes]) -> bytes:
     return sha.digest()
 
 
-def signed(order: Order, arrays: Mapping[str, bytes], key: TrainingKey) -> Order:
-    """The Order with the training's public key and its signature.
+def signed(order: Order, arrays: Mapping[str, bytes], key: TrainingKey) -> dict[str, Any]:
+    """The Order as it is sent, with the training's public key and its signature.
 
     Args:
         order: an Order that is finished but for these two.
@@ -99,10 +99,10 @@ def signed(order: Order, arrays: Mapping[str, bytes], key: TrainingKey) -> Order
     return signed_over(order, digest(arrays), key)
 
 
-def signed_over(order: Order, w_digest: bytes, key: TrainingKey) -> Order:
+def signed_over(order: Order, w_digest: bytes, key: TrainingKey) -> dict[str, Any]:
     """``signed``, with the digest of the arrays known already."""
-    keyed = altered(order, server_key=key.public, signature="")
-    return altered(keyed, signature=key.sign(keyed.to_flat(), w_digest))
+    flat = altered(order, server_key=key.public, signature="").to_flat()
+    return {**flat, "signature": key.sign(flat, w_digest)}
 
 
 def verify(order: Order, arrays: Mapping[str, bytes], server_key: str) -> bool:

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.arrays import Header, decode, decode_vector, encode, filled, header_of, numbers
+from flwr_ppsgd.arrays import DOUBLE, Header, decode, decode_vector, encode, header_of, numbers
 from flwr_ppsgd.checks import LARGEST_COUNT
+from flwr_ppsgd.records import entries, filled
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import Terms
 from flwr_ppsgd.tuning import MOST_POWERS
@@ -33,6 +35,7 @@ VOTE = "vote"  # the only array of a vote, in the record of the gradient
 SECURE = "ppsgd-secure"  # a message of a secure sum, up or down
 DATA = "data"  # its bytes
 MASKED = "masked"  # the record of a masked vector, and its only array
+SINGLE = np.dtype(np.float32)
 STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
 PROTOCOL = 3  # of the Order
@@ -138,13 +141,16 @@ class Order:
     def from_flat(cls, flat: Mapping[str, Any]) -> "Order":
         """The Order that ``to_flat`` gave; ValueError unless every field is as it must be.
 
-        All clients of a simulation get the same Order: it is read once.
+        All clients of a simulation get the very same fields in a round: they are read once.
         """
+        names = tuple(flat)
         values = tuple(flat.values())
-        try:
-            return _read_once(tuple(flat), tuple(map(type, values)), values)
-        except TypeError:  # a list cannot be looked up, and is no field either
-            return cls.read(dict(flat))
+        for last_names, last_values, order in _LAST:
+            if names == last_names and all(map(operator.is_, values, last_values)):
+                return order
+        order = cls.read(flat)
+        _LAST[:] = [(names, values, order)]
+        return order
 
     @classmethod
     def read(cls, flat: Mapping[str, Any]) -> "Order":
@@ -201,11 +207,8 @@ class Order:
             raise ValueError(f"in an Order the terms of a secure sum are none: {error}") from None
 
 
-@functools.lru_cache(maxsize=8)
-def _read_once(names: tuple[str, ...], types: tuple[type, ...], values: tuple[Any, ...]) -> Order:  # noqa: ARG001
-    """The types are part of the key: 1 and True are equal and not the same."""
-    return Order.read(dict(zip(names, values, strict=True)))
-
+# The names and values that were read last, and the Order in them.
+_LAST: list[tuple[tuple[str, ...], tuple[Any, ...], Order]] = []
 
 # The fields that are sent and their types; metrics and starts travel as text.
 _PLAIN: dict[str, type] = {
@@ -320,15 +323,17 @@ class Layout:
     @classmethod
     def of(cls, record: ArrayRecord, hold: Hold | None = None) -> "Layout":
         """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
-        headers = tuple((name, header_of(name, array)) for name, array in record.items())
+        arrays = entries(record)
+        headers = tuple([(name, header_of(name, array)) for name, array in arrays.items()])
         return _layout(headers, hold)
 
     @classmethod
     def read(cls, record: ArrayRecord, *, as_sent: bool = False) -> "tuple[Layout, Vector]":
         """The layout of ``record`` and its arrays as one vector; ``as_sent`` as of ``flatten``."""
-        headers = tuple((name, header_of(name, array)) for name, array in record.items())
+        arrays = entries(record)
+        headers = tuple([(name, header_of(name, array)) for name, array in arrays.items()])
         layout = _layout(headers, None)
-        parts = [numbers(name, record[name], header) for name, header in headers]
+        parts = [numbers(name, arrays[name], header) for name, header in headers]
         return layout, _joined(parts, as_sent)
 
     @functools.cached_property
@@ -368,10 +373,12 @@ class Layout:
             record: the arrays.
             as_sent: leave float32 as it is, if all of them are; else the vector is float64.
         """
-        if record.keys() - self.held != self._keys:
-            raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
+        arrays = entries(record)
+        names = arrays.keys() - self.held if self.held else arrays.keys()
+        if names != self._keys:
+            raise ValueError(f"keys {sorted(arrays)} where {sorted(self.names)} were expected")
         pairs = zip(self.names, self.shapes, strict=True)
-        return _joined([decode(name, record[name], shape) for name, shape in pairs], as_sent)
+        return _joined([decode(name, arrays[name], shape) for name, shape in pairs], as_sent)
 
     def unflatten(
         self, vector: Vector, like: ArrayRecord | None = None, *, scale: float = 1.0
@@ -386,11 +393,9 @@ class Layout:
         if vector.shape != (self.size,):
             raise ValueError(f"a vector of shape {vector.shape} where w has {self.size} parameters")
         forms = zip(self.names, self._parts, self.shapes, self.dtypes, strict=True)
-        with np.errstate(all="ignore"):  # a number too large for float32 becomes infinity
-            arrays = {
-                name: encode(vector[part], shape, dtype, scale)
-                for name, part, shape, dtype in forms
-            }
+        arrays = {
+            name: encode(vector[part], shape, dtype, scale) for name, part, shape, dtype in forms
+        }
         if like is not None and self.held:
             arrays = {name: arrays.get(name, held) for name, held in like.items()}
         return filled(ArrayRecord, arrays)
@@ -398,8 +403,8 @@ class Layout:
 
 def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
     """Arrays of floats as one vector, in float64 unless they stay as they were sent."""
-    single = as_sent and all(part.dtype == np.float32 for part in parts)
-    dtype = np.float32 if single else np.float64
+    single = as_sent and {part.dtype for part in parts} == {SINGLE}
+    dtype = SINGLE if single else DOUBLE
     if len(parts) == 1 and parts[0].dtype == dtype:
         return cast(Vector, parts[0])  # a view of the bytes
     vector = cast(Vector, np.empty(sum(map(len, parts)), dtype))

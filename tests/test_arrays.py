@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.arrays import (
@@ -14,12 +14,9 @@ from flwr_ppsgd.arrays import (
     decode,
     decode_vector,
     encode,
-    filled,
     header_of,
     note_on,
     numbers,
-    put,
-    put_note,
     unchanging,
     vector_record,
 )
@@ -30,6 +27,11 @@ def held(values: NDArray[Any]) -> Array:
 
 
 VALUES = np.arange(6.0).reshape(2, 3)
+WORDS = np.dtype(np.uint64)
+
+
+def noted() -> Array:
+    return HeldArray.later(lambda: np.arange(3, dtype=WORDS), 3, WORDS, note="a note")
 
 
 def test_an_array_that_is_only_read_here_is_never_serialised() -> None:
@@ -57,12 +59,11 @@ def test_its_name_on_the_wire_is_flowers() -> None:
 
 @pytest.mark.parametrize("copied", [lambda a: pickle.loads(pickle.dumps(a)), copy.deepcopy])
 def test_another_process_gets_flowers_own_class(copied: Any) -> None:
-    array = held(VALUES)
-    put_note(array, "a note")
-    other = copied(array)
-    assert type(other) is Array
-    assert other == Array(VALUES)
-    assert set(other.__dict__) <= set(Array(VALUES).__dict__)
+    for array, theirs in [(held(VALUES), VALUES), (noted(), np.arange(3, dtype=WORDS))]:
+        other = copied(array)
+        assert type(other) is Array
+        assert other == Array(theirs)
+        assert set(other.__dict__) <= set(Array(VALUES).__dict__)
 
 
 def test_it_equals_flowers_array_of_the_same_numbers() -> None:
@@ -92,11 +93,13 @@ def test_what_nobody_can_change_is_not_copied() -> None:
 def test_bytes_that_are_put_in_later_count() -> None:
     """A mod may write into an array: what it wrote is what is read."""
     array = held(VALUES)
-    put_note(array, "about the old numbers")
     array.data = Array(VALUES + 1).data
     np.testing.assert_array_equal(decode("w", array, (2, 3)), VALUES.reshape(-1) + 1)
     assert header_of("w", array).end > 0
-    assert note_on(array) is None
+    stamp = noted()
+    stamp.data = Array(np.ones(3, dtype=WORDS)).data
+    assert note_on(stamp) is None
+    assert decode_vector(stamp).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -115,39 +118,13 @@ def test_a_vector_for_later_is_made_when_it_is_read() -> None:
         made.append(1)
         return np.arange(3, dtype=np.uint64)
 
-    array = HeldArray.later(make, 3, np.uint64)
-    put_note(array, "a note")
+    array = HeldArray.later(make, 3, WORDS, note="a note")
     assert note_on(array) == "a note"
     assert not made
     assert decode_vector(array).tolist() == [0, 1, 2]
     assert array == Array(np.arange(3, dtype=np.uint64))
     assert type(array) is Array
     assert set(array.__dict__) <= set(Array(VALUES).__dict__)
-
-
-def test_records_are_filled_as_flower_would() -> None:
-    entries: dict[str, Any] = {"round": 3, "promise": "none", "step": 0.5, "publishes": True}
-    order = filled(ConfigRecord, entries)
-    assert order == ConfigRecord({**entries})
-    assert order.deflate() == ConfigRecord({**entries}).deflate()
-    arrays = filled(ArrayRecord, {"w": Array(VALUES)})
-    assert arrays == ArrayRecord({"w": Array(VALUES)})
-    content = filled(RecordDict, {"order": order, "arrays": arrays})
-    assert content == RecordDict({"order": order, "arrays": arrays})
-    assert not filled(ConfigRecord, {})  # each one is new
-
-
-def test_a_flower_that_keeps_entries_elsewhere_checks_them() -> None:
-    class Elsewhere(ConfigRecord):
-        def __init__(self) -> None:
-            self.__dict__["checked"] = {}
-
-        def __setitem__(self, key: str, value: Any) -> None:
-            self.__dict__["checked"][key] = value
-
-    record = Elsewhere()
-    put(record, {"round": 3})
-    assert record.__dict__["checked"] == {"round": 3}
 
 
 def test_an_array_that_becomes_bytes_between_two_looks_is_read() -> None:

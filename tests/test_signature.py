@@ -12,7 +12,7 @@ from tests.test_wire import ORDER
 
 W = {"0": b"first array", "1": b"second"}
 KEY = TrainingKey.new()
-SIGNED = signed(ORDER, W, KEY)
+SIGNED = Order.from_flat(signed(ORDER, W, KEY))
 
 OTHER: dict[str, Any] = {
     "round": 8,
@@ -74,8 +74,8 @@ def test_a_change_of_w_shows(arrays: dict[str, bytes]) -> None:
 def test_unsigned_orders_and_those_of_another_key_are_not_accepted() -> None:
     foreign = TrainingKey.new()
     assert not verify(ORDER, W, KEY.public)
-    assert not verify(signed(ORDER, W, foreign), W, KEY.public)
-    claimed = Order.from_flat({**signed(ORDER, W, foreign).to_flat(), "server_key": KEY.public})
+    assert not verify(Order.from_flat(signed(ORDER, W, foreign)), W, KEY.public)
+    claimed = Order.from_flat({**signed(ORDER, W, foreign), "server_key": KEY.public})
     assert not verify(claimed, W, KEY.public)
     for nonsense in ("", "====", "ä", "YWJj"):
         assert not verify(

@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import bytes_of, filled, vector_record
+from flwr_ppsgd.arrays import bytes_of, vector_record
 from flwr_ppsgd.client.mods import guarded_mod
 from flwr_ppsgd.client.refusal import REFUSED_MESSAGE, REFUSED_ORDER, RefusedError, refusing
 from flwr_ppsgd.client.secure import (
@@ -35,6 +35,7 @@ from flwr_ppsgd.client.visit import (
     serve,
 )
 from flwr_ppsgd.learner import Learner
+from flwr_ppsgd.records import content_of, entries, reply_to
 from flwr_ppsgd.wire import (
     ARRAYS,
     CONFIG,
@@ -80,13 +81,15 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        order = _order(_records(message))
+        records = content_of(message)
+        order = _order(records)
         if order is not None and order.stage:
             return _answer_stage(message, context, order, learner_for)
         learner = learner_for(context)
         if order is not None:
             refuse_plain(context, order)
-            return _train(message, context, learner, order)
+            sent = _trained(records, context, learner, order)
+            return reply_to(message, sent)
         local = LocalSteps.of(context, local_step, local_steps)
         return _train_locally(message, context, learner, local)
 
@@ -97,7 +100,7 @@ def client_app(
     @app.query()
     def check(message: Message, context: Context) -> Message:
         """The Order is one that this client would obey, for this w; no data are read."""
-        records = _records(message)
+        records = content_of(message)
         layout, _ = _shared(records)
         order = _order(records)
         if order is not None:
@@ -126,11 +129,12 @@ class _App(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """The reply after all mods, and only then θ for good."""
-        asked = _records(message)  # mods may change what the client sees
+        asked = dict(content_of(message))  # mods may change what the client sees
         kind = message.metadata.message_type.partition(".")[0]
+        order = asked.get(ORDER)
         request = Request(
             kind=kind,
-            order=asked.get(ORDER),  # from_flat refuses any other record
+            order=None if order is None else entries(order),
             arrays=lambda: _arrays(asked),
             serves_stock=self._serves_stock,
         )
@@ -172,7 +176,7 @@ def _answer_stage(
             return _answer_masked(message, context, order, payload, learner_for)
         case _:
             data = answer_revealed(context, order, payload)
-    return _reply(message, {SECURE: ConfigRecord({DATA: data})})
+    return reply_to(message, {SECURE: ConfigRecord({DATA: data})})
 
 
 def _answer_masked(
@@ -183,7 +187,7 @@ def _answer_masked(
     learner_for: Callable[[Context], Learner],
 ) -> Message:
     """The masked vector, and nothing else."""
-    layout, w = _shared(_records(message))
+    layout, w = _shared(content_of(message))
     refusing(REFUSED_MESSAGE, lambda: check_shared(learner_for, layout.shape_of))
 
     def train() -> Sent:
@@ -194,13 +198,13 @@ def _answer_masked(
     size = order.powers if order.asks == "size" else layout.size
     words = answer_masked(context, order, payload, size=size, train=train)
     masked = vector_record({MASKED: words.astype("<u8", copy=False)})
-    return _reply(message, {MASKED: masked})
+    return reply_to(message, {MASKED: masked})
 
 
-def _train(message: Message, context: Context, learner: Learner, order: Order) -> Message:
+def _trained(asked: Records, context: Context, learner: Learner, order: Order) -> Records:
     """The answer to an Order: the clipped gradient, private measures, and nothing else."""
     as_sent = getattr(learner, "takes_float32", False)
-    layout, w = _shared(_records(message), as_sent)
+    layout, w = _shared(asked, as_sent)
     check_shared(learner, layout.shape_of)
     sent = answer_order(context, learner, w, order)
     records: Records = {}
@@ -211,27 +215,27 @@ def _train(message: Message, context: Context, learner: Learner, order: Order) -
         records[GRADIENT] = sent.record(layout)
     if sent.measures:
         records[METRICS] = MetricRecord({**sent.measures})
-    return _reply(message, records)
+    return records
 
 
 def _train_locally(
     message: Message, context: Context, learner: Learner, local: LocalSteps
 ) -> Message:
     """The answer to a stock strategy, with the proximal term of FedProx if it asks for one."""
-    layout, w = _shared(_records(message))
+    layout, w = _shared(content_of(message))
     config: Mapping[str, Any] = message.content.config_records.get(CONFIG, ConfigRecord())
     proximal = float(config.get("proximal-mu", 0.0))
     sent = answer_stock(context, learner, w, local, proximal)
     metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
-    return _reply(message, {ARRAYS: sent.record(layout), METRICS: metrics})
+    return reply_to(message, {ARRAYS: sent.record(layout), METRICS: metrics})
 
 
 def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
-    records = _records(message)
+    records = content_of(message)
     _, w = _shared(records)
     measures = measure(context, learner, w, _order(records))
     metrics = MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})
-    return _reply(message, {METRICS: metrics})
+    return reply_to(message, {METRICS: metrics})
 
 
 def _without_error(reply: Message) -> Message:
@@ -241,21 +245,11 @@ def _without_error(reply: Message) -> Message:
     return reply
 
 
-def _records(message: Message) -> Records:
-    """The records in a message, by name: Flower's own look-ups take longer."""
-    return dict(message.content.items())
-
-
-def _reply(message: Message, records: Records) -> Message:
-    """The answer to a message, with records that were made here."""
-    return Message(filled(RecordDict, records), reply_to=message)
-
-
 def _order(records: Records) -> Order | None:
     record = records.get(ORDER)
     if record is None:
         return None
-    return refusing(REFUSED_ORDER, lambda: Order.from_flat(record))
+    return refusing(REFUSED_ORDER, lambda: Order.from_flat(entries(record)))
 
 
 def _arrays(records: Records) -> dict[str, bytes]:

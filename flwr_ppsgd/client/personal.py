@@ -9,12 +9,12 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, Context
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
@@ -24,9 +24,6 @@ from flwr_ppsgd.arrays import (
     fixed,
     holds,
     note_on,
-    put,
-    put_note,
-    vector_record,
 )
 from flwr_ppsgd.checks import altered
 from flwr_ppsgd.client.policy import check_keys
@@ -41,11 +38,13 @@ from flwr_ppsgd.client.shelf import (
     needed_before,
     owner_of,
 )
+from flwr_ppsgd.records import entries, filled, put
 from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
 
 STATE = "ppsgd-personal"  # the newest θ in a node's state; older ones are STATE-1, STATE-2, …
+STAMP_TYPE = np.dtype(np.uint64)
 LEAST_BACK = 2  # rounds that any server with a checkpoint_dir may go back
 Answer = TypeVar("Answer")
 
@@ -286,20 +285,22 @@ def all_or_nothing(
         answer: makes the reply.
         leaving: what the reply takes along; asked for only if the node has a directory.
     """
-    before = context.state.copy()
+    before = dict(entries(context.state))
     try:
         reply = answer()
-        stepped = context.state.get(STATE) is not before.get(STATE)
-        _mirror(context, lambda: leaving(reply), stepped=stepped)
+        if keeps_on_disk(context):
+            stepped = context.state.get(STATE) is not before.get(STATE)
+            _mirror(context, leaving(reply), stepped=stepped)
     except BaseException:
-        context.state = before
+        context.state = filled(RecordDict, before)
         raise
     return reply
 
 
 def note(context: Context, leaving: Leaving) -> None:
     """In the node's directory, if it has one: note a reply that leaves θ as it is."""
-    _mirror(context, lambda: leaving, stepped=False)
+    if keeps_on_disk(context):
+        _mirror(context, leaving, stepped=False)
 
 
 def training_in(context: Context) -> int:
@@ -313,11 +314,8 @@ def keeps_on_disk(context: Context) -> bool:
     return owner_of(context) is not None
 
 
-def _mirror(context: Context, leaving: Callable[[], Leaving], stepped: bool) -> None:
-    """In the node's directory, if it has one: note what leaves, then w, and last θ."""
-    if owner_of(context) is None:
-        return
-    reply = leaving()
+def _mirror(context: Context, reply: Leaving, stepped: bool) -> None:
+    """In the node's directory: note what leaves, then w, and last θ."""
     training = reply.order.training if reply.order else training_in(context)
     shelf = Shelf.of(context, training)
     assert shelf is not None
@@ -459,7 +457,7 @@ def _from_node(context: Context) -> Iterator[Personal]:
 def _records(context: Context) -> list[ArrayRecord]:
     """The same, serialised."""
     records: list[ArrayRecord] = []
-    state = dict(context.state.items())
+    state = entries(context.state)
     while (record := state.get(_state_name(len(records)))) is not None:
         if not isinstance(record, ArrayRecord):
             break
@@ -468,20 +466,22 @@ def _records(context: Context) -> list[ArrayRecord]:
 
 
 def _decode(record: ArrayRecord) -> Personal:
-    array = record["stamp"]
-    kept: Personal | None = note_on(array)
-    if kept is not None and _is_of(kept, record):
+    arrays = entries(record)
+    kept: Personal | None = note_on(arrays["stamp"])
+    if kept is not None and _is_of(kept, arrays):
         return kept
-    stood = decode_vector(record["stood"]) if "stood" in record else None
-    return Personal(decode_vector(record["theta"]), stood=stood, **_stamp(decode_vector(array)))
+    stood = decode_vector(arrays["stood"]) if "stood" in arrays else None
+    stamp = _stamp(decode_vector(arrays["stamp"]))
+    return Personal(decode_vector(arrays["theta"]), stood=stood, **stamp)
 
 
-def _is_of(kept: Personal, record: ArrayRecord) -> bool:
-    """Whether the vectors in the record are those that were kept, and nobody put in others."""
+def _is_of(kept: Personal, arrays: Mapping[str, Array]) -> bool:
+    """Whether the vectors in a record are those that were kept, and nobody put in others."""
     vectors = kept.vectors()
-    if len(record) != len(vectors) + 1:
-        return False
-    return all(name in record and holds(record[name], own) for name, own in vectors.items())
+    for name, own in vectors.items():
+        if name not in arrays or not holds(arrays[name], own):
+            return False
+    return len(arrays) == len(vectors) + 1
 
 
 def _stamp(numbers: NDArray[Any]) -> dict[str, int]:
@@ -498,14 +498,12 @@ def _state_name(place: int) -> str:
 
 def _encode(personal: Personal) -> ArrayRecord:
     vectors = {name: fixed(vector) for name, vector in personal.vectors().items()}
-    record = vector_record(vectors)
     kept = altered(personal, **vectors)
-    stamp = HeldArray.later(lambda: _numbers(kept), len(_STAMP), np.uint64)
-    put_note(stamp, kept)
-    put(record, {"stamp": stamp})
-    return record
+    arrays = {name: HeldArray.of(vector, vector.shape) for name, vector in vectors.items()}
+    stamp = HeldArray.later(lambda: _numbers(kept), len(_STAMP), STAMP_TYPE, note=kept)
+    return filled(ArrayRecord, {**arrays, "stamp": stamp})
 
 
 def _numbers(personal: Personal) -> NDArray[np.uint64]:
     """The stamp of a θ in a node's state."""
-    return np.array([getattr(personal, name) for name in _STAMP], dtype=np.uint64)
+    return np.array([getattr(personal, name) for name in _STAMP], dtype=STAMP_TYPE)

@@ -72,11 +72,12 @@ class Policy:
     min_clients: float = 0.0
 
     @classmethod
-    def of(cls, node_config: Mapping[str, Any]) -> Self:
+    def of(cls, node_config: Mapping[str, Any]) -> "Policy":
         """What a node config says; a wrong key or value is refused."""
-        if not any(key.startswith(PREFIX) for key in node_config):
-            return cls()
-        return refusing(NODE_CONFIG, lambda: cls._read(node_config))
+        for key in node_config:
+            if key.startswith(PREFIX):
+                return refusing(NODE_CONFIG, lambda: cls._read(node_config))
+        return NO_LIMITS
 
     @classmethod
     def _read(cls, node: Mapping[str, Any]) -> Self:
@@ -183,6 +184,9 @@ class Policy:
                 f"pass local_step to client_app or PPSGDClient, or set {STOCK} = true in the node "
                 "config and local-step in the run config"
             )
+
+
+NO_LIMITS = Policy()
 
 
 def check_keys(node_config: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from flwr_ppsgd.client.refusal import REFUSED_SECURE, DiskError, RefusedError, r
 from flwr_ppsgd.client.shelf import TRAININGS, Shelf
 from flwr_ppsgd.client.visit import Sent
 from flwr_ppsgd.noise import Coins, secure_input
+from flwr_ppsgd.records import entries
 from flwr_ppsgd.secure.masks import Words
 from flwr_ppsgd.secure.messages import Partners, Roster, members_of
 from flwr_ppsgd.secure.participant import Keyed, Masked, Session, Shared, State
@@ -90,6 +91,9 @@ class Memory:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         last = {part: (int(start), int(round_)) for part, (start, round_) in data["last"].items()}
         return cls(data["terms"], last, data["answers"])
+
+
+NOTHING = Memory()
 
 
 def refuse_plain(context: Context, order: Order) -> None:
@@ -269,7 +273,7 @@ def _recalled(context: Context, training: int) -> Memory:
     shelf = Shelf.of(context, training)
     found = _in_state(context) if shelf is None else shelf.memory()
     data = found.get(str(training))
-    return Memory() if data is None else Memory.from_json(data)
+    return NOTHING if data is None else Memory.from_json(data)
 
 
 @contextmanager
@@ -282,7 +286,7 @@ def _remembering(
     def changed(change: Callable[[Memory], Memory]) -> None:
         found = _in_state(context) if shelf is None else shelf.memory()
         before = found.pop(str(training), None)
-        after = change(Memory() if before is None else Memory.from_json(before))
+        after = change(NOTHING if before is None else Memory.from_json(before))
         recent = list(found.items())[-(TRAININGS - 1) :]
         kept = {**dict(recent), str(training): after.to_json()}
         if shelf is None:
@@ -298,10 +302,8 @@ def _remembering(
 
 
 def _in_state(context: Context) -> dict[str, Any]:
-    if MEMORY not in context.state:
-        return {}
-    record = context.state[MEMORY]
-    if not isinstance(record, ConfigRecord):
+    record = entries(context.state).get(MEMORY)
+    if record is None or not isinstance(record, ConfigRecord):
         return {}
     found: dict[str, Any] = json.loads(str(record[DATA]))
     return found

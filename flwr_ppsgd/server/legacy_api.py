@@ -290,7 +290,7 @@ class PPSGDStrategy(Strategy):
         if round_ == 0:
             asked = self._rounds.open_vote(lambda: _present(client_manager))
             record = record_of(parameters.tensors)
-            instructions = FitIns(parameters, self._rounds.vote_order(record).to_flat())
+            instructions = FitIns(parameters, self._rounds.vote_order(record))
         else:
             w = self._flatten(parameters.tensors)
             asked = self._rounds.open(round_, w, self._layout, lambda: _present(client_manager))
@@ -379,7 +379,7 @@ class PPSGDStrategy(Strategy):
         """What a client gets beside w: an Order, or what Flower's stock strategies send."""
         if self.training.replies == "parameters":
             return {"server_round": round_}
-        return self._rounds.order(round_, record_of(parameters.tensors)).to_flat()
+        return self._rounds.order(round_, record_of(parameters.tensors))
 
     def _reply(self, result: FitRes) -> Reply:
         if self.training.replies == "gradient":

@@ -18,12 +18,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
-from flwr_ppsgd.arrays import bytes_of, filled, record_from
+from flwr_ppsgd.arrays import bytes_of, record_from
 from flwr_ppsgd.callers import refuse_dp_strategy
 from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.recipe import recipe
+from flwr_ppsgd.records import content_of, filled, messages_to
 from flwr_ppsgd.secure.participant import Session
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, essence, refusals_of
@@ -328,7 +329,7 @@ class PPSGD(Strategy):
             return
         nodes = self._rounds.to_check(lambda: present_in(grid))
         content = self._content("fit", self.rounds_done, arrays, ConfigRecord())
-        messages = [Message(content, cast(int, node), MessageType.QUERY) for node in nodes]
+        messages = messages_to(dict.fromkeys(nodes, content), MessageType.QUERY)
         refusals = refusals_of(grid, messages, timeout, _size(arrays))
         self._rounds.refuse_if_nobody_obeys(len(messages), refusals)
 
@@ -342,9 +343,9 @@ class PPSGD(Strategy):
             self._rounds.publish_vote()
             return
         nodes = self._rounds.open_vote(lambda: present_in(grid))
-        order = filled(ConfigRecord, self._rounds.vote_order(arrays).to_flat())
-        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord(), ORDER: order})
-        messages = [Message(content, cast(int, node), MessageType.TRAIN) for node in nodes]
+        order = self._rounds.vote_order(arrays)
+        content = _with_order(order, {ARRAYS: arrays, CONFIG: ConfigRecord()})
+        messages = messages_to(dict.fromkeys(nodes, content), MessageType.TRAIN)
         self._asked = [message.metadata for message in messages]
         replies = ask(grid, messages, timeout, _size(arrays))
         self._take(self._rounds.opened(0), replies)
@@ -415,14 +416,12 @@ class PPSGD(Strategy):
         for node, order in orders.items():
             payload = payloads[node]
             if payload not in contents:
-                content = RecordDict({**records, ORDER: filled(ConfigRecord, order.to_flat())})
+                more = {}
                 if payload:
-                    content[SECURE] = ConfigRecord({DATA: payload})
-                contents[payload] = content
-        return [
-            Message(contents[payload], cast(int, node), MessageType.TRAIN)
-            for node, payload in payloads.items()
-        ]
+                    more = {SECURE: ConfigRecord({DATA: payload})}
+                contents[payload] = _with_order(order, {**records, **more})
+        addressed = {node: contents[payload] for node, payload in payloads.items()}
+        return messages_to(addressed, MessageType.TRAIN)
 
     def _run_evaluation(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
@@ -449,7 +448,7 @@ class PPSGD(Strategy):
         w = layout.flatten(arrays)
         nodes = self._rounds.open(server_round, w, layout, lambda: present_in(grid))
         content = self._content("fit", server_round, arrays, config)
-        messages = [Message(content, cast(int, node), MessageType.TRAIN) for node in nodes]
+        messages = messages_to(dict.fromkeys(nodes, content), MessageType.TRAIN)
         self._arrays = arrays
         # a grid fills in the message ids when it sends them
         self._asked = [message.metadata for message in messages]
@@ -470,7 +469,7 @@ class PPSGD(Strategy):
             arrays = self._layout(arrays).unflatten(w, like=arrays)
         self._curator.save(bytes_of(arrays))
         self._latest = arrays
-        return arrays, MetricRecord({**released})
+        return arrays, filled(MetricRecord, released)
 
     def _take(self, opened: OpenRound, replies: Iterable[Message]) -> None:
         """Add each reply to what was asked for."""
@@ -488,7 +487,7 @@ class PPSGD(Strategy):
         if not nodes:
             return []
         content = self._content("evaluate", server_round, self.averaged(arrays), config)
-        return [Message(content, cast(int, node), MessageType.EVALUATE) for node in nodes]
+        return messages_to(dict.fromkeys(nodes, content), MessageType.EVALUATE)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -537,8 +536,8 @@ class PPSGD(Strategy):
         """
         if self.training.replies == "parameters":
             return self._addressing.content(task, arrays, config, round_)
-        order = filled(ConfigRecord, self._rounds.order(round_, arrays).to_flat())
-        return RecordDict({ARRAYS: arrays, CONFIG: config, ORDER: order})
+        order = self._rounds.order(round_, arrays)
+        return _with_order(order, {ARRAYS: arrays, CONFIG: config})
 
     def _reply(self, message: Message) -> Reply:
         """The arrays of a message and its measures, and nothing else of it."""
@@ -548,7 +547,8 @@ class PPSGD(Strategy):
         if message.has_error() or ARRAYS in message.content:
             return _reply(message, ARRAYS)
         content = message.content
-        return Reply(trained(content, self._arrays), error=failure(content), found=list(content))
+        arrays = trained(content, self._arrays)
+        return Reply(arrays, error=failure(content), found=content_of(message))
 
     def _layout(self, arrays: ArrayRecord) -> Layout:
         return Layout.of(arrays, self._rounds.hold())
@@ -563,6 +563,11 @@ def _check_initial(arrays: object) -> None:
         )
 
 
+def _with_order(order: Mapping[str, Any], records: Mapping[str, Any]) -> RecordDict:
+    """What is sent along with an Order, and the Order last."""
+    return filled(RecordDict, {**records, ORDER: filled(ConfigRecord, order)})
+
+
 def _size(arrays: ArrayRecord) -> int:
     """The number of bytes of the serialised arrays."""
     return sum(len(array.data) for array in arrays.values())
@@ -572,7 +577,7 @@ def _reply(message: Message, name: str) -> Reply:
     """The named record of a message and its measures, and nothing else of it."""
     if message.has_error():
         return Reply(error=f"error {message.error.code}: {essence(str(message.error.reason))}")
-    records = dict(message.content.items())
+    records = content_of(message)
     arrays = records.get(name, records.get(MASKED))
     measures = records.get(METRICS)
     secure = records.get(SECURE)
@@ -581,7 +586,7 @@ def _reply(message: Message, name: str) -> Reply:
         payload=payload if isinstance(payload, bytes) else b"",
         arrays=arrays if isinstance(arrays, ArrayRecord) else None,
         measures=measures if isinstance(measures, MetricRecord) else {},
-        found=list(records),
+        found=records,
     )
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -82,7 +82,7 @@ class Reply(NamedTuple):
     measures: Mapping[str, Any] = MappingProxyType({})
     error: str = ""
     payload: bytes = b""
-    found: Sequence[str] = ()
+    found: Collection[str] = ()
 
 
 class Rounds:
@@ -205,7 +205,7 @@ class Rounds:
         """``open`` a round in which something else than plain gradients is wanted."""
         self.curator.check_budget(round_)
         online = self._online(look)
-        drawn = self._enrolment.nodes(self.curator.draw(round_))
+        drawn = self._enrolment.nodes(self.curator.draw(round_).tolist())
         asked = [online[node] for node in drawn if node in online]
         offline = len(drawn) - len(asked)
         self._open = OpenRound(self.curator, round_, wanted, asked, offline=offline)
@@ -290,14 +290,14 @@ class Rounds:
             "cost epsilon: look at a client's log, mend it, and start again"
         )
 
-    def vote_order(self, arrays: ArrayRecord) -> Order:
-        """What the server asks of everybody before the first round, signed."""
+    def vote_order(self, arrays: ArrayRecord) -> dict[str, Any]:
+        """What the server asks of everybody before the first round, signed, as it is sent."""
         return signed(vote_order_of(self.curator), bytes_of(arrays), self.curator.key)
 
     def staged_orders(
         self, round_: int, stage: int, payloads: Mapping[Identity, bytes], w_digest: bytes
-    ) -> dict[Identity, Order]:
-        """What the server asks of each client in one exchange of a secure sum.
+    ) -> dict[Identity, dict[str, Any]]:
+        """What the server asks of each client in one exchange of a secure sum, as it is sent.
 
         Args:
             round_: the absolute round; 0 for the vote.
@@ -314,8 +314,8 @@ class Rounds:
         }
         return {node: orders[payload] for node, payload in payloads.items()}
 
-    def order(self, round_: int, arrays: ArrayRecord) -> Order:
-        """What the server asks of each client in a round, signed.
+    def order(self, round_: int, arrays: ArrayRecord) -> dict[str, Any]:
+        """What the server asks of each client in a round, signed, as it is sent.
 
         Args:
             round_: the absolute round.

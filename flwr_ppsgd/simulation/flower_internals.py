@@ -5,11 +5,8 @@ and only a grid may give a message its id. Flower offers no public way to do eit
 """
 
 from importlib.metadata import version
-from typing import TypeAlias
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-
-from flwr_ppsgd.arrays import put
+from flwr.app import Message
 
 REMEDY = "install flwr==1.41.0, or use Flower's own simulation"
 
@@ -23,10 +20,9 @@ except ImportError as error:  # pragma: no cover - depends on the installed Flow
         f"({error}): {REMEDY}"
     ) from error
 
-Record: TypeAlias = ArrayRecord | ConfigRecord | MetricRecord
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
-__all__ = ["CLIENT_RAISED", "Run", "adopt_identity", "copy_content", "empty_run", "stamp"]
+__all__ = ["CLIENT_RAISED", "Run", "adopt_identity", "empty_run", "stamp"]
 
 
 def adopt_identity(run_id: int) -> None:
@@ -50,23 +46,3 @@ def stamp(message: Message, message_id: str) -> None:
             f"flwr {version('flwr')} does not keep message ids where flwr 1.41 does: {REMEDY}"
         )
     metadata["_message_id"] = message_id
-
-
-def copy_content(content: RecordDict) -> RecordDict:
-    """New records over the same immutable bytes."""
-    fresh = content.copy()
-    put(fresh, {name: _copy_record(record) for name, record in content.items()})
-    return fresh
-
-
-def _copy_record(record: Record) -> Record:
-    fresh = record.copy()
-    if isinstance(fresh, ArrayRecord):
-        put(fresh, {name: _copy_array(array) for name, array in fresh.items()})
-    return fresh
-
-
-def _copy_array(array: Array) -> Array:
-    fresh = object.__new__(type(array))
-    fresh.__dict__.update(array.__dict__)
-    return fresh

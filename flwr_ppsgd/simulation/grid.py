@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_ppsgd.checks import count
+from flwr_ppsgd.records import copied_content, entries, filled
 from flwr_ppsgd.simulation import flower_internals as _flower
 
 log = logging.getLogger("flwr.ppsgd")
@@ -188,16 +189,16 @@ class InProcessGrid(Grid):
         """Run the client on its own copy of the content: strategies put one RecordDict into all
         messages."""
         context = self.context(message.metadata.dst_node_id)
-        state_before = context.state.copy()
+        state_before = dict(entries(context.state))
         content = message.content
-        message.content = _flower.copy_content(content)
+        message.content = copied_content(content)
         try:
             reply = self._app(message, context)
             if reply.has_content():
-                reply.content = _flower.copy_content(reply.content)
+                reply.content = copied_content(reply.content)
         except Exception as error:
             log.debug("A client raised an exception", exc_info=True)
-            context.state = state_before
+            context.state = filled(RecordDict, state_before)
             reply = _error_reply(error, message)
         finally:
             message.content = content

@@ -174,7 +174,7 @@ def test_every_key_is_read() -> None:
 
 
 def signed_order(w: ArrayRecord, key: TrainingKey = KEY) -> Order:
-    return signed(ORDER, bytes_of(w), key)
+    return Order.from_flat(signed(ORDER, bytes_of(w), key))
 
 
 @both_apis

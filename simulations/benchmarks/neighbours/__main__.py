@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 PACKAGE = "simulations.benchmarks.neighbours"
 WARMING = 50  # rounds; also tells how many make a turn
-TURN_SECONDS = 1.5
+REST_SECONDS = 0.1  # before a turn: threads of the side before may still be spinning
+TURN_SECONDS = 0.4  # short: the speed of a shared machine changes within seconds
 SINGLE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -88,6 +90,7 @@ class Process:
 
     def seconds(self, rounds: int) -> float:
         """CPU seconds of this number of rounds."""
+        time.sleep(REST_SECONDS)
         assert self._process.stdin is not None
         print(rounds, file=self._process.stdin, flush=True)
         return float(self._answer())
@@ -123,7 +126,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {PACKAGE}")
     parser.add_argument("--pfl", metavar="PYTHON", help="an interpreter that has pfl")
     parser.add_argument("--fedjax", metavar="PYTHON", help="an interpreter that has fedjax")
-    parser.add_argument("--turns", type=int, default=9, help="how often sides take turns")
+    parser.add_argument("--turns", type=int, default=31, help="how often sides take turns")
     return parser.parse_args()
 
 
