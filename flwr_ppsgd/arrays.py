@@ -126,9 +126,9 @@ def encode(
 
 
 def _scaled(values: NDArray[Any], dtype: DTypeLike, scale: float) -> NDArray[Any]:
-    if values.dtype == dtype == DOUBLE:
-        return np.asarray(values * scale)
     with np.errstate(all="ignore"):  # a number too large for float32 becomes infinity
+        if values.dtype == dtype == DOUBLE:
+            return values * scale
         if scale == 1.0:
             return np.array(values, dtype, order="C")
         scaled = np.empty(values.shape, dtype)
@@ -144,7 +144,8 @@ def unchanging(values: NDArray[Any]) -> NDArray[Any]:
 
 def fixed(values: NDArray[Any]) -> NDArray[Any]:
     """The same array, or a copy if somebody could still change it."""
-    if values.flags.writeable or not values.flags.owndata:
+    flags = values.flags
+    if flags.writeable or not flags.owndata:
         return unchanging(np.array(values, order="C"))
     return values
 

@@ -228,6 +228,19 @@ def test_a_state_dict_is_no_record() -> None:
         start(torch_client(network, PERSONAL, loaders), network().state_dict())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["train_config", "evaluate_config"])
+def test_a_plain_dict_is_no_config(name: str) -> None:
+    server = PPSGD.auto(population=NODES, epsilon=8.0, delta=1e-3, rounds=3)
+    on = InProcessGrid(torch_client(network, PERSONAL, loaders), NODES)
+    arrays = shared_arrays(network(), PERSONAL)
+    config: Any = {"learning-rate": 0.1}
+    with pytest.raises(ValueError, match="config must be a ConfigRecord, got a dict: wrap it"):
+        server.start(on, arrays, **{name: config})
+    with pytest.raises(ValueError, match="config must be a ConfigRecord, got a dict: wrap it"):
+        server.configure_train(1, arrays, config, on)
+    assert server.ledger.rounds == 0
+
+
 def test_fewer_rounds_than_auto_has_planned_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     server = PPSGD.auto(population=NODES, epsilon=8.0, delta=1e-3, rounds=3)
     grid = InProcessGrid(torch_client(network, PERSONAL, loaders), NODES)

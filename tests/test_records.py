@@ -48,6 +48,7 @@ def asked() -> Message:
     adopt_identity(1)
     message = Message(content(), 7, "train.default", ttl=60.0, group_id="round 3", dst_task_id=11)
     message.metadata.__dict__["_message_id"] = "the id"
+    message.metadata.created_at -= 30.0
     return message
 
 
@@ -135,6 +136,25 @@ def test_a_copy_can_be_changed_alone(change: Callable[[RecordDict], None]) -> No
     change(fresh)
     assert fresh != own
     assert own == content()
+
+
+class Remembering(ConfigRecord):
+    """Somebody's own kind of record, which holds more than entries."""
+
+    def __init__(self) -> None:
+        super().__init__({"round": 3})
+        self.__dict__["cache"] = []
+
+
+def test_a_copy_shares_nothing_that_somebody_put_beside_the_entries() -> None:
+    own = RecordDict({"order": Remembering()})
+    own.__dict__["cache"] = []
+    own["order"].__dict__["_object_id"] = "of the old entries"
+    fresh = copied_content(own)
+    assert type(fresh["order"]) is Remembering
+    assert fresh == own
+    for record in (fresh, fresh["order"]):
+        assert not {"cache", "_object_id"} & set(record.__dict__)
 
 
 def test_messages_to_many_are_those_to_each() -> None:

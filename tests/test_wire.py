@@ -1,5 +1,6 @@
 """w as named arrays and back; the Order."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -93,6 +94,66 @@ ORDER = Order(
 
 def test_every_field_survives_the_wire() -> None:
     assert Order.from_flat(ConfigRecord(ORDER.to_flat())) == ORDER
+
+
+def test_an_order_is_read_again_when_a_field_changes() -> None:
+    """The same record, changed in place, is another Order; then the first one comes back."""
+    flat = ORDER.to_flat()
+    before = flat["clip_norm"]
+    assert Order.from_flat(flat) is Order.from_flat(flat)
+    flat["clip_norm"] = 100.0
+    assert Order.from_flat(flat).clip_norm == 100.0
+    flat["clip_norm"] = before
+    assert Order.from_flat(flat) == ORDER
+
+
+class Changing(dict[str, Any]):
+    """Fields that another thread changes as soon as their values were looked at."""
+
+    def values(self) -> Any:
+        seen = list(super().values())
+        self["clip_norm"] = 1e9
+        return seen
+
+
+def test_an_order_is_kept_under_the_fields_it_was_read_from() -> None:
+    flat = ORDER.to_flat()
+    assert Order.from_flat(Changing(flat)) == ORDER
+    assert Order.from_flat(flat) == ORDER
+
+
+def test_w_is_read_once_for_the_very_same_bytes() -> None:
+    own = ArrayRecord([np.arange(3.0)])
+    layout, w = Layout.read(own)
+    same = ArrayRecord({name: copy.copy(array) for name, array in own.items()})
+    assert Layout.read(same)[1] is w
+    assert not w.flags.writeable
+    assert Layout.read(ArrayRecord([np.arange(3.0)]))[1] is not w
+    own["0"].data = Array(np.arange(4.0)).data
+    assert Layout.read(own)[1].tolist() == [0, 1, 2, 3]
+    assert Layout.read(same)[0] == layout
+
+
+def test_w_that_says_another_name_or_form_is_read_again() -> None:
+    own = ArrayRecord([np.arange(3.0, dtype=np.float32)])
+    assert Layout.read(own, as_sent=True)[1].dtype == np.float32
+    assert Layout.read(own)[1].dtype == np.float64
+    renamed = ArrayRecord({"other": copy.copy(own["0"])})
+    assert Layout.read(renamed, as_sent=True)[0].names == ("other",)
+    assert Layout.read(own, as_sent=True)
+    own["0"].stype = "torch"
+    with pytest.raises(ValueError, match="serialised as 'torch'"):
+        Layout.read(own, as_sent=True)
+
+
+def test_a_w_that_is_no_view_of_bytes_is_not_shared() -> None:
+    """Two layers become one vector of their own, and what was not serialised may be another w."""
+    layers = ArrayRecord([np.arange(3.0), np.ones(2)])
+    assert Layout.read(layers)[1] is not Layout.read(layers)[1]
+    layout = Layout.of(ArrayRecord([np.zeros(3)]))
+    for value in (1.0, 2.0):
+        held = layout.unflatten(np.full(3, value))
+        assert Layout.read(held)[1].tolist() == [value] * 3
 
 
 def test_numbers_of_other_libraries_become_plain_ones() -> None:

@@ -327,7 +327,8 @@ def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vec
     privacy. If θ is solved, it stays where g_w was taken. ValueError if the step does not fit; g_w
     is as the learner gave it.
     """
-    g_w, g_theta = learner.gradients(w, theta, order)
+    # a mask, or whatever else a kind of array of its own does, is not for a bound to rest on
+    g_w, g_theta = map(np.asarray, learner.gradients(w, theta, order))
     if order.personal == "solve":
         return g_w, theta
     _check_shape(learner, "g_θ", g_theta, theta)

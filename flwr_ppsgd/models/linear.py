@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import unchanging
+from flwr_ppsgd.arrays import DOUBLE, unchanging
 from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows, as_array
 from flwr_ppsgd.models.logistic import Logistic, log_softmax, softmax
 from flwr_ppsgd.models.ridge import Columns, Features, Ridge, dense, finite_rows
@@ -18,7 +18,6 @@ from flwr_ppsgd.wire import Order
 Loss: TypeAlias = Literal["squared", "softmax"]
 Matrix: TypeAlias = NDArray[np.float64]
 
-DOUBLE = np.dtype(np.float64)
 ROUND_OFF = 1e-14  # of the largest number
 
 

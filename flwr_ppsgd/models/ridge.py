@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.arrays import DOUBLE
 from flwr_ppsgd.learner import Solution
 
 log = logging.getLogger("flwr.ppsgd")
@@ -83,6 +84,8 @@ class Span:
 
 def dense(values: Features) -> Floats:
     """An array of what may be sparse."""
+    if type(values) is np.ndarray and values.dtype == DOUBLE:
+        return values
     if hasattr(values, "toarray"):
         values = values.toarray()
     return np.asarray(values, dtype=np.float64)

@@ -269,6 +269,8 @@ class PPSGD(Strategy):
         if timeout is None:
             timeout = self.training.round_timeout
         _check_initial(initial_arrays)
+        for config in (train_config, evaluate_config):
+            _check_config(config or ConfigRecord())
         planned = self._planned_rounds or FLOWER_ROUNDS
         if num_rounds is None:
             num_rounds = planned
@@ -536,6 +538,7 @@ class PPSGD(Strategy):
         """
         if self.training.replies == "parameters":
             return self._addressing.content(task, arrays, config, round_)
+        _check_config(config)
         order = self._rounds.order(round_, arrays)
         return _with_order(order, {ARRAYS: arrays, CONFIG: config})
 
@@ -560,6 +563,15 @@ def _check_initial(arrays: object) -> None:
         raise ValueError(
             f"initial_arrays must be an ArrayRecord, got a {type(arrays).__name__}: wrap it, as in "
             "ArrayRecord(module.state_dict())"
+        )
+
+
+def _check_config(config: object) -> None:
+    """ValueError unless what is sent along came as Flower's record."""
+    if not isinstance(config, ConfigRecord):
+        raise ValueError(
+            f"config must be a ConfigRecord, got a {type(config).__name__}: wrap it, as in "
+            "ConfigRecord({...})"
         )
 
 

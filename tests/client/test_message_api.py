@@ -8,6 +8,8 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from flwr_ppsgd import PPSGD, Order, Steps, client_app
 from flwr_ppsgd.client.personal import STATE, Personal, keep, recall
+from flwr_ppsgd.client.refusal import ClientError
+from flwr_ppsgd.client.visit import respond
 from flwr_ppsgd.simulation.grid import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
 from tests.support.toy import (
@@ -133,6 +135,50 @@ def test_a_learner_with_a_wrong_gradient_gets_one_clear_line_and_theta_stays(
     assert after.visit == 2
 
 
+@dataclass
+class Given(Toy):
+    """A learner whose gradient is given."""
+
+    gradient: Floats | None = None
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
+        assert self.gradient is not None
+        return self.gradient, self.gradient
+
+
+MASKED = np.ma.array([3.0, 4.0, 100.0, 0.0, 0.0, 0.0], mask=np.arange(SIZE) == 2)
+
+
+def test_what_a_mask_hides_is_clipped_too() -> None:
+    """Numpy's masked arrays leave masked numbers alone when they are multiplied."""
+    on = grid(1, client_app(lambda _: Given(np.zeros(SIZE), gradient=MASKED)))
+    (message,) = opened(strategy(release=release(1)), on)
+    (reply,) = on.send_and_receive([message])
+    sent = reply.content.array_records[GRADIENT]["0"].numpy()
+    assert np.linalg.norm(sent) == pytest.approx(1.0)
+    np.testing.assert_allclose(sent, MASKED.data / np.linalg.norm(MASKED.data))
+
+
+def test_what_a_mask_hides_is_clipped_for_the_legacy_api_too() -> None:
+    order = Order(1, 0.1, 1.0, "mean", True)
+    sent, theta = respond(
+        Given(np.zeros(SIZE), gradient=MASKED), np.zeros(SIZE), np.zeros(SIZE), order
+    )
+    assert sent.vector is not None
+    assert np.linalg.norm(np.asarray(sent.vector)) == pytest.approx(1.0)
+    np.testing.assert_allclose(np.asarray(theta), -0.1 * MASKED.data)
+
+
+def test_a_number_that_vanishes_in_clipping_is_no_error() -> None:
+    """Whether it does depends on the user's data, and numpy may have been told to raise."""
+    tiny = np.array([5.0, 1e-308, 0.0, 0.0, 0.0, 0.0])
+    on = grid(1, client_app(lambda _: Given(np.zeros(SIZE), gradient=tiny)))
+    (message,) = opened(strategy(release=release(1)), on)
+    with np.errstate(all="raise"):
+        (reply,) = on.send_and_receive([message])
+    assert not reply.has_error()
+
+
 def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,7 +191,11 @@ def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was(
     monkeypatch.setattr("flwr_ppsgd.client.message_api.reply_to", fail)
     (reply,) = on.send_and_receive([message])
     assert reply.has_error()
-    assert recall(on.context(message.metadata.dst_node_id)) is None
+    context = on.context(message.metadata.dst_node_id)
+    assert recall(context) is None
+    with pytest.raises(ClientError):  # the app itself, not the grid, puts the state back
+        client_app(toy_learner)(message, context)
+    assert recall(context) is None
 
 
 def test_evaluation_uses_the_kept_theta_and_changes_nothing() -> None:
