@@ -329,7 +329,7 @@ class Layout:
         return _layout(headers, hold)
 
     @classmethod
-    def read(cls, record: ArrayRecord, *, as_sent: bool = False) -> "tuple[Layout, Vector]":
+    def read(cls, record: ArrayRecord, as_sent: bool = False) -> "tuple[Layout, Vector]":
         """The layout of ``record`` and its arrays as one vector; ``as_sent`` as of ``flatten``.
 
         All clients of a simulation get the very same bytes in a round: they are read once.
@@ -417,7 +417,7 @@ class Layout:
 
 def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
     """Arrays of floats as one vector, in float64 unless they stay as they were sent."""
-    single = as_sent and {part.dtype for part in parts} == {SINGLE}
+    single = as_sent and parts[0].dtype == SINGLE and all(part.dtype == SINGLE for part in parts)
     dtype = SINGLE if single else DOUBLE
     if len(parts) == 1 and parts[0].dtype == dtype:
         return cast(Vector, parts[0])  # a view of the bytes

@@ -105,7 +105,7 @@ def client_app(
         order = _order(records)
         if order is not None:
             refuse_other_terms(context, order)
-        refusing(REFUSED_MESSAGE, lambda: check_shared(learner_for, layout.shape_of))
+        refusing(REFUSED_MESSAGE, check_shared, learner_for, layout.shape_of)
         return Message(RecordDict(), reply_to=message)
 
     return app
@@ -188,7 +188,7 @@ def _answer_masked(
 ) -> Message:
     """The masked vector, and nothing else."""
     layout, w = _shared(content_of(message))
-    refusing(REFUSED_MESSAGE, lambda: check_shared(learner_for, layout.shape_of))
+    refusing(REFUSED_MESSAGE, check_shared, learner_for, layout.shape_of)
 
     def train() -> Sent:
         learner = learner_for(context)
@@ -249,7 +249,7 @@ def _order(records: Records) -> Order | None:
     record = records.get(ORDER)
     if record is None:
         return None
-    return refusing(REFUSED_ORDER, lambda: Order.from_flat(entries(record)))
+    return refusing(REFUSED_ORDER, Order.from_flat, entries(record))
 
 
 def _arrays(records: Records) -> dict[str, bytes]:
@@ -267,4 +267,4 @@ def _shared(records: Records, as_sent: bool = False) -> tuple[Layout, Vector]:
             f"no ArrayRecord {ARRAYS!r} in a message that holds {sorted(records)}: let the "
             f"strategy use arrayrecord_key={ARRAYS!r}",
         )
-    return refusing(REFUSED_MESSAGE, lambda: Layout.read(record, as_sent=as_sent))
+    return refusing(REFUSED_MESSAGE, Layout.read, record, as_sent)

@@ -275,22 +275,24 @@ def back_of(order: Order | None) -> int:
 
 def all_or_nothing(
     context: Context,
-    answer: Callable[[], Answer],
-    leaving: Callable[[Answer], Leaving],
+    order: Order | None,
+    answer: Callable[[Order | None], Answer],
+    leaving: Callable[[Answer, Order | None], Leaving],
 ) -> Answer:
     """A reply and the θ after it, or an exception and the θ before it; on disk too.
 
     Args:
         context: the node.
+        order: what is asked; None by a stock strategy.
         answer: makes the reply.
         leaving: what the reply takes along; asked for only if the node has a directory.
     """
     before = dict(entries(context.state))
     try:
-        reply = answer()
+        reply = answer(order)
         if keeps_on_disk(context):
             stepped = context.state.get(STATE) is not before.get(STATE)
-            _mirror(context, leaving(reply), stepped=stepped)
+            _mirror(context, leaving(reply, order), stepped=stepped)
     except BaseException:
         context.state = filled(RecordDict, before)
         raise

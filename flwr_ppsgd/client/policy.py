@@ -76,7 +76,7 @@ class Policy:
         """What a node config says; a wrong key or value is refused."""
         for key in node_config:
             if key.startswith(PREFIX):
-                return refusing(NODE_CONFIG, lambda: cls._read(node_config))
+                return refusing(NODE_CONFIG, cls._read, node_config)
         return NO_LIMITS
 
     @classmethod

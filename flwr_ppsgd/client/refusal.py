@@ -8,7 +8,7 @@ import builtins
 import logging
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -101,10 +101,10 @@ def _explains_itself(error: Exception) -> bool:
     return str(innermost.f_globals.get("__name__")).startswith("flwr_ppsgd.")
 
 
-def refusing(code: str, read: Callable[[], Value]) -> Value:
-    """What ``read`` returns; a ValueError of it becomes a refusal with this code."""
+def refusing(code: str, read: Callable[..., Value], *given: Any) -> Value:
+    """What ``read`` makes of what is given; a ValueError of it becomes a refusal with this code."""
     try:
-        return read()
+        return read(*given)
     except RefusedError:
         raise
     except ValueError as error:

@@ -83,7 +83,7 @@ def serve(
             serves_stock=request.serves_stock,
             arrays=request.arrays,
         )
-        return all_or_nothing(context, lambda: answer(order), lambda reply: leaving(reply, order))
+        return all_or_nothing(context, order, answer, leaving)
     except Exception as error:
         told = coded(error)
     _note_error(context, Leaving(request.kind, order=order, code=told.code))
@@ -95,7 +95,7 @@ def _read(request: Request) -> Order | None:
     flat = request.order
     if flat is None:
         return None
-    return refusing(REFUSED_ORDER, lambda: Order.from_flat(flat))
+    return refusing(REFUSED_ORDER, Order.from_flat, flat)
 
 
 def _note_error(context: Context, leaving: Leaving) -> None:
@@ -151,7 +151,7 @@ class LocalSteps:
 
         Whether stock strategies are answered at all, no run config decides: see ``Policy``.
         """
-        return refusing(REFUSED_POLICY, lambda: cls._read(context.run_config, size, steps))
+        return refusing(REFUSED_POLICY, cls._read, context.run_config, size, steps)
 
     @classmethod
     def _read(cls, config: Mapping[str, Any], size: float | None, steps: int | None) -> Self:

@@ -77,7 +77,7 @@ class AdditiveLinear:
 
     def check_shared(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """ValueError unless the server's w has a number for each feature and output."""
-        found = sum(math.prod(shape) for shape in shapes.values())
+        found = sum(map(math.prod, shapes.values()))
         features, outputs = self._shape
         if found != features * outputs:
             raise ValueError(

@@ -1,5 +1,6 @@
 """PPSGD as a Flower strategy (Message API): translate, call the rounds, translate back."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.recipe import recipe
-from flwr_ppsgd.records import content_of, filled, messages_to
+from flwr_ppsgd.records import EMPTY, content_of, entries, filled, messages_to
 from flwr_ppsgd.secure.participant import Session
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, essence, refusals_of
@@ -479,7 +480,7 @@ class PPSGD(Strategy):
         # InProcessGrid forgets each reply once it is read
         for reply in getattr(replies, "once", replies.__iter__)():
             node = _answered_node(reply, asked)
-            opened.take(node, lambda reply=reply: self._reply(reply))  # type: ignore[misc]
+            opened.take(node, functools.partial(self._reply, reply))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -591,13 +592,13 @@ def _reply(message: Message, name: str) -> Reply:
         return Reply(error=f"error {message.error.code}: {essence(str(message.error.reason))}")
     records = content_of(message)
     arrays = records.get(name, records.get(MASKED))
-    measures = records.get(METRICS)
-    secure = records.get(SECURE)
-    payload = secure.get(DATA) if isinstance(secure, ConfigRecord) else None
+    measures = records.get(METRICS, EMPTY[MetricRecord])
+    secure = records.get(SECURE, EMPTY[ConfigRecord])
+    payload = entries(secure).get(DATA) if isinstance(secure, ConfigRecord) else None
     return Reply(
         payload=payload if isinstance(payload, bytes) else b"",
         arrays=arrays if isinstance(arrays, ArrayRecord) else None,
-        measures=measures if isinstance(measures, MetricRecord) else {},
+        measures=entries(measures) if isinstance(measures, MetricRecord) else {},
         found=records,
     )
 
@@ -608,8 +609,9 @@ def _answered_node(reply: Message, asked: Mapping[str, int]) -> int | None:
     By the message it replies to, if it names one, else by its source. What one node says in
     another's name counts for nobody. Errors may come from Flower itself, as node 1.
     """
-    answered = reply.metadata.reply_to_message_id
-    source = reply.metadata.src_node_id
+    metadata = reply.metadata
+    answered = metadata.reply_to_message_id
+    source = metadata.src_node_id
     if not (answered and asked):
         return source
     node = asked.get(answered)

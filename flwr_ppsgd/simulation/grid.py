@@ -104,9 +104,10 @@ class InProcessGrid(Grid):
 
     def context(self, node_id: int) -> Context:
         """The Context of a node, made on first use: what stays on that user's device."""
-        if node_id not in self._contexts:
-            self._contexts[node_id] = self._new_context(node_id)
-        return self._contexts[node_id]
+        context = self._contexts.get(node_id)
+        if context is None:
+            context = self._contexts[node_id] = self._new_context(node_id)
+        return context
 
     def _new_context(self, node_id: int) -> Context:
         partition = node_id - FIRST_NODE_ID
