@@ -82,10 +82,11 @@ def test_the_front_doors_fifteen_lines_give_the_output_that_is_shown() -> None:
     claimed = shown.splitlines()[0]
     assert numbers(first).keys() == numbers(claimed).keys()
     for name, value in numbers(first).items():
-        assert value == pytest.approx(numbers(claimed)[name], abs=0.02), name  # secret noise
+        assert value == pytest.approx(numbers(claimed)[name], abs=0.01), name  # secret noise
     assert " ".join(shown.splitlines()[1:3]) == statement.splitlines()[0]
     measured = namespace["result"].evaluate_metrics_clientapp[50]
-    assert measured["accuracy"] > measured["local_accuracy"] + 0.02
+    # 0.0222 in the mean of 14 runs, with a standard deviation of 0.0016
+    assert measured["accuracy"] > measured["local_accuracy"] + 0.015
     assert measured["accuracy"] > measured["shared_accuracy"] + 0.02
 
 
