@@ -93,8 +93,7 @@ class HeldArray(Array):
 
 def note_on(array: Array) -> Any:
     """What ``HeldArray.later`` noted; None if the array was serialised since, or changed."""
-    fields = array.__dict__
-    return None if type(array) is not HeldArray or "data" in fields else fields.get("note")
+    return array.__dict__.get("note") if _is_held(array) else None
 
 
 def holds(array: Array, values: NDArray[Any]) -> bool:
@@ -108,14 +107,18 @@ def _fields(array: Array) -> tuple[str, tuple[int, ...], str, bytes]:
 
 def _held(array: Array) -> NDArray[Any] | None:
     """The values of an array that has not been serialised."""
-    fields = array.__dict__
-    if type(array) is not HeldArray or "data" in fields:  # somebody wrote others
+    if not _is_held(array):
         return None
-    values: NDArray[Any] | None = fields.get("values")
+    values: NDArray[Any] | None = array.__dict__.get("values")
     if values is not None:
         return values
-    make = fields.get("make")
+    make = array.__dict__.get("make")
     return None if make is None else unchanging(make())
+
+
+def _is_held(array: Array) -> bool:
+    """Whether nobody has asked for the array's bytes, or written others."""
+    return type(array) is HeldArray and "data" not in array.__dict__
 
 
 def encode(
@@ -155,9 +158,6 @@ def decode(name: str, array: Array, shape: tuple[int, ...]) -> NDArray[np.floati
 
     ValueError unless they are real floats of this very shape.
     """
-    held = _held(array)
-    if held is not None and array.shape == shape and held.dtype == DOUBLE:
-        return held if held.ndim == 1 else held.reshape(-1)
     header = header_of(name, array)
     if header.shape != shape or header.dtype.kind != "f":
         found = f"{header.dtype}{header.shape}"

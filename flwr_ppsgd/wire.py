@@ -12,10 +12,10 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, get_args
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
@@ -52,6 +52,25 @@ STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchN
 Making: TypeAlias = Literal["step", "solve"]  # of θ
 Asked: TypeAlias = Literal["gradient", "size"]  # for, in an Order
 Hold: TypeAlias = Callable[[str, np.dtype[Any]], bool]
+Value = TypeVar("Value")
+
+
+class LastRead(Generic[Value]):
+    """What was read last, for whoever brings the very same objects again."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Any, ...], tuple[Any, ...], Value] | None = None
+
+    def of(self, names: tuple[Any, ...], seen: tuple[Any, ...]) -> Value | None:
+        """What was read from these objects under these names; None if those were others."""
+        last = self._last  # another thread may put others there
+        if last is None or names != last[0] or not all(map(operator.is_, seen, last[1])):
+            return None
+        return last[2]
+
+    def keep(self, names: tuple[Any, ...], seen: tuple[Any, ...], value: Value) -> None:
+        """Remember what was read; as many names always come with as many objects."""
+        self._last = (names, seen, value)
 
 
 @dataclass(frozen=True)
@@ -146,11 +165,10 @@ class Order:
         """
         names = tuple(flat)
         values = tuple(flat.values())
-        for last_names, last_values, order in _LAST:
-            if names == last_names and all(map(operator.is_, values, last_values)):
-                return order
-        order = cls.read(dict(zip(names, values, strict=True)))
-        _LAST[:] = [(names, values, order)]
+        order = _LAST_ORDER.of(names, values)
+        if order is None:
+            order = cls.read(dict(zip(names, values, strict=True)))
+            _LAST_ORDER.keep(names, values, order)
         return order
 
     @classmethod
@@ -208,8 +226,7 @@ class Order:
             raise ValueError(f"in an Order the terms of a secure sum are none: {error}") from None
 
 
-# The names and values that were read last, and the Order in them.
-_LAST: list[tuple[tuple[str, ...], tuple[Any, ...], Order]] = []
+_LAST_ORDER = LastRead[Order]()
 
 # The fields that are sent and their types; metrics and starts travel as text.
 _PLAIN: dict[str, type] = {
@@ -324,9 +341,7 @@ class Layout:
     @classmethod
     def of(cls, record: ArrayRecord, hold: Hold | None = None) -> "Layout":
         """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
-        arrays = entries(record)
-        headers = tuple([(name, header_of(name, array)) for name, array in arrays.items()])
-        return _layout(headers, hold)
+        return _layout(_headers(entries(record)), hold)
 
     @classmethod
     def read(cls, record: ArrayRecord, as_sent: bool = False) -> "tuple[Layout, Vector]":
@@ -335,19 +350,20 @@ class Layout:
         All clients of a simulation get the very same bytes in a round: they are read once.
         """
         arrays = entries(record)
-        key: list[Any] = [as_sent]
-        for name, array in arrays.items():
-            key += (name, array.stype, array.__dict__.get("data"))
-        for last, layout, vector in _LAST_W:
-            if len(key) == len(last) and all(map(operator.is_, key, last)):
-                return layout, vector
-        headers = tuple([(name, header_of(name, array)) for name, array in arrays.items()])
+        names = (*arrays, as_sent)
+        parts = [(array.stype, array.__dict__.get("data")) for array in arrays.values()]
+        seen = tuple(itertools.chain.from_iterable(parts))
+        last = _LAST_W.of(names, seen)
+        if last is not None:
+            return last
+        headers = _headers(arrays)
         layout = _layout(headers, None)
         vector = _joined([numbers(name, arrays[name], head) for name, head in headers], as_sent)
-        data = key[-1]
+        data = seen[-1]
         base: object = vector.base
         if isinstance(data, bytes) and base is data and len(data) <= MOST_KEPT:
-            _LAST_W[:] = [(key, layout, vector)]  # a view of bytes, which nobody can change
+            # a view of bytes, which nobody can change
+            _LAST_W.keep(names, seen, (layout, vector))
         return layout, vector
 
     @functools.cached_property
@@ -415,9 +431,13 @@ class Layout:
         return filled(ArrayRecord, arrays)
 
 
+def _headers(arrays: Mapping[str, Array]) -> tuple[tuple[str, Header], ...]:
+    return tuple([(name, header_of(name, array)) for name, array in arrays.items()])
+
+
 def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
     """Arrays of floats as one vector, in float64 unless they stay as they were sent."""
-    single = as_sent and parts[0].dtype == SINGLE and all(part.dtype == SINGLE for part in parts)
+    single = as_sent and all(part.dtype == SINGLE for part in parts)
     dtype = SINGLE if single else DOUBLE
     if len(parts) == 1 and parts[0].dtype == dtype:
         return cast(Vector, parts[0])  # a view of the bytes
@@ -427,7 +447,7 @@ def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
     return vector
 
 
-_LAST_W: list[tuple[list[Any], Layout, Vector]] = []
+_LAST_W = LastRead[tuple[Layout, Vector]]()
 
 
 @functools.lru_cache(maxsize=64)

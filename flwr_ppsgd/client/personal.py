@@ -24,6 +24,7 @@ from flwr_ppsgd.arrays import (
     fixed,
     holds,
     note_on,
+    vector_record,
 )
 from flwr_ppsgd.checks import altered
 from flwr_ppsgd.client.policy import check_keys
@@ -501,9 +502,10 @@ def _state_name(place: int) -> str:
 def _encode(personal: Personal) -> ArrayRecord:
     vectors = {name: fixed(vector) for name, vector in personal.vectors().items()}
     kept = altered(personal, **vectors)
-    arrays = {name: HeldArray.of(vector, vector.shape) for name, vector in vectors.items()}
+    record = vector_record(vectors)
     stamp = HeldArray.later(lambda: _numbers(kept), len(_STAMP), STAMP_TYPE, note=kept)
-    return filled(ArrayRecord, {**arrays, "stamp": stamp})
+    put(record, {"stamp": stamp})
+    return record
 
 
 def _numbers(personal: Personal) -> NDArray[np.uint64]:

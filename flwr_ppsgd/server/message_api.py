@@ -25,7 +25,7 @@ from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.recipe import recipe
-from flwr_ppsgd.records import EMPTY, content_of, entries, filled, messages_to
+from flwr_ppsgd.records import content_of, filled, messages_to
 from flwr_ppsgd.secure.participant import Session
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, essence, refusals_of
@@ -270,8 +270,8 @@ class PPSGD(Strategy):
         if timeout is None:
             timeout = self.training.round_timeout
         _check_initial(initial_arrays)
-        for config in (train_config, evaluate_config):
-            _check_config(config or ConfigRecord())
+        train_config = _checked_config(train_config)
+        evaluate_config = _checked_config(evaluate_config)
         planned = self._planned_rounds or FLOWER_ROUNDS
         if num_rounds is None:
             num_rounds = planned
@@ -293,10 +293,8 @@ class PPSGD(Strategy):
                 self._hold_vote(grid, result.arrays, timeout)
             for round_ in range(first, last + 1):
                 if round_ > first:
-                    self._run_round(round_, result, grid, timeout, train_config or ConfigRecord())
-                self._run_evaluation(
-                    round_, result, grid, timeout, evaluate_config or ConfigRecord()
-                )
+                    self._run_round(round_, result, grid, timeout, train_config)
+                self._run_evaluation(round_, result, grid, timeout, evaluate_config)
                 central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
                 if central is not None:
                     log.info("Round %d: evaluate_fn measured %s", round_, dict(central))
@@ -539,9 +537,8 @@ class PPSGD(Strategy):
         """
         if self.training.replies == "parameters":
             return self._addressing.content(task, arrays, config, round_)
-        _check_config(config)
         order = self._rounds.order(round_, arrays)
-        return _with_order(order, {ARRAYS: arrays, CONFIG: config})
+        return _with_order(order, {ARRAYS: arrays, CONFIG: _checked_config(config)})
 
     def _reply(self, message: Message) -> Reply:
         """The arrays of a message and its measures, and nothing else of it."""
@@ -567,13 +564,16 @@ def _check_initial(arrays: object) -> None:
         )
 
 
-def _check_config(config: object) -> None:
-    """ValueError unless what is sent along came as Flower's record."""
+def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
+    """What is sent along, empty unless given; ValueError if it is not Flower's record."""
+    if config is None:
+        return ConfigRecord()
     if not isinstance(config, ConfigRecord):
         raise ValueError(
             f"config must be a ConfigRecord, got a {type(config).__name__}: wrap it, as in "
             "ConfigRecord({...})"
         )
+    return config
 
 
 def _with_order(order: Mapping[str, Any], records: Mapping[str, Any]) -> RecordDict:
@@ -592,13 +592,13 @@ def _reply(message: Message, name: str) -> Reply:
         return Reply(error=f"error {message.error.code}: {essence(str(message.error.reason))}")
     records = content_of(message)
     arrays = records.get(name, records.get(MASKED))
-    measures = records.get(METRICS, EMPTY[MetricRecord])
-    secure = records.get(SECURE, EMPTY[ConfigRecord])
-    payload = entries(secure).get(DATA) if isinstance(secure, ConfigRecord) else None
+    measures = records.get(METRICS)
+    secure = records.get(SECURE)
+    payload = secure.get(DATA) if isinstance(secure, ConfigRecord) else None
     return Reply(
         payload=payload if isinstance(payload, bytes) else b"",
         arrays=arrays if isinstance(arrays, ArrayRecord) else None,
-        measures=entries(measures) if isinstance(measures, MetricRecord) else {},
+        measures=measures if isinstance(measures, MetricRecord) else {},
         found=records,
     )
 

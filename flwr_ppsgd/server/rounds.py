@@ -451,7 +451,7 @@ class Gradients:
         sent = _sent(reply, self._layout, training.replies)
         if training.replies == "parameters":
             sent = self._w - sent
-        return self._curator.encoded(sent, finite(reply.measures) if reply.measures else {})
+        return self._curator.encoded(sent, finite(reply.measures))
 
 
 class Votes:

@@ -72,12 +72,16 @@ def test_another_process_reads_the_same() -> None:
     assert_same(recall(context), KEPT)
 
 
-def test_a_theta_that_somebody_else_puts_there_counts() -> None:
-    context = node()
+def kept_record(context: Context) -> ArrayRecord:
     keep(context, KEPT)
     record = context.state[STATE]
     assert isinstance(record, ArrayRecord)
-    record["theta"] = Array(np.full(3, 7.0))
+    return record
+
+
+def test_a_theta_that_somebody_else_puts_there_counts() -> None:
+    context = node()
+    kept_record(context)["theta"] = Array(np.full(3, 7.0))
     found = recall(context)
     assert found is not None
     assert found.theta.tolist() == [7.0] * 3
@@ -86,9 +90,7 @@ def test_a_theta_that_somebody_else_puts_there_counts() -> None:
 
 def test_an_average_that_somebody_else_puts_there_counts() -> None:
     context = node()
-    keep(context, KEPT)
-    record = context.state[STATE]
-    assert isinstance(record, ArrayRecord)
+    record = kept_record(context)
     record["stood"] = Array(np.full(3, 7.0))
     found = recall(context)
     assert found is not None
