@@ -45,7 +45,7 @@ from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.secure.graph import design, survivors_needed
 from flwr_ppsgd.server.message_api import PPSGD
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, ORDER, Layout, Order
 
 if TYPE_CHECKING:
@@ -328,14 +328,12 @@ def draw(found: Audit, path: Path) -> None:
 
 
 def _draw_noise(axes: "Axes", found: Audit) -> None:
-    from flwr_ppsgd.results.plots import COLOURS
-
     edges = np.linspace(-5, 5, 81).tolist()
     axes.hist(
         found.residuals,
         bins=edges,
         density=True,
-        color=COLOURS[5],
+        color="#56B4E9",
         label="released",
     )
     x = np.linspace(-5, 5, 401)
@@ -343,7 +341,7 @@ def _draw_noise(axes: "Axes", found: Audit) -> None:
     axes.plot(
         x,
         density,
-        color=COLOURS[1],
+        color="#D55E00",
         lw=2,
         label="normal density",
     )
@@ -357,8 +355,6 @@ def _draw_noise(axes: "Axes", found: Audit) -> None:
 
 
 def _draw_estimates(axes: "Axes", found: Audit) -> None:
-    from flwr_ppsgd.results.plots import COLOURS
-
     names = list(found.estimates)
     off = [estimate.errors_off for estimate in found.estimates.values()]
     reach = max(8.0, *(abs(errors) for errors in off)) + 2
@@ -368,7 +364,7 @@ def _draw_estimates(axes: "Axes", found: Audit) -> None:
         names,
         xerr=1.0,
         fmt="o",
-        color=COLOURS[0],
+        color="#0072B2",
         capsize=3,
     )
     axes.set(

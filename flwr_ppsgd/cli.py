@@ -26,10 +26,10 @@ from typer.models import ArgumentInfo
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result
 
-    from flwr_ppsgd.experiments.blocks import Best, Plan
-    from flwr_ppsgd.experiments.rows import Point, RunRow
-    from flwr_ppsgd.experiments.run import Outcome, Watch
-    from flwr_ppsgd.experiments.settings import Experiment
+    from flwr_ppsgd.lab.experiments.blocks import Best, Plan
+    from flwr_ppsgd.lab.experiments.rows import Point, RunRow
+    from flwr_ppsgd.lab.experiments.run import Outcome, Watch
+    from flwr_ppsgd.lab.experiments.settings import Experiment
     from flwr_ppsgd.privacy import Ledger
 
 MOST_EXTENSIONS = 3  # of a grid, in one command
@@ -188,7 +188,7 @@ def ppsgd(
 @app.command()
 def experiments() -> None:
     """List the experiments that ship with this package."""
-    from flwr_ppsgd.experiments.shipped import presets
+    from flwr_ppsgd.lab.experiments.shipped import presets
 
     for name, what in presets().items():
         _show(f"{name:24} {what}")
@@ -223,8 +223,8 @@ def look(  # noqa: PLR0917 - typer's own way
 ) -> None:
     """Before anything else: users, rows, features, scales, gaps, the task, trivial answers."""
     about_data = _about_data(locals())
-    from flwr_ppsgd.data import look as looking
-    from flwr_ppsgd.experiments.problem import Problem
+    from flwr_ppsgd.lab.data import look as looking
+    from flwr_ppsgd.lab.experiments.problem import Problem
 
     problem = Problem.of(about_data).found()
     raw = problem.per_user()
@@ -273,8 +273,8 @@ def run(  # noqa: PLR0917 - typer's own way
     """Train once and write w, the measures, the privacy statement and a picture."""
     about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or []) | _given({"rounds": rounds})
-    from flwr_ppsgd.experiments.outputs import check_free, free_directory
-    from flwr_ppsgd.experiments.settings import Experiment
+    from flwr_ppsgd.lab.experiments.outputs import check_free, free_directory
+    from flwr_ppsgd.lab.experiments.settings import Experiment
 
     chosen = Experiment.load(experiment, overrides)
     if out is None:
@@ -324,13 +324,13 @@ def _describe(experiment: "Experiment") -> None:
 def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
     """Write the output directory; whether the user has stopped the run."""
     if engine is Engine.flower:
-        from flwr_ppsgd.experiments import flwr_run
-        from flwr_ppsgd.results.figures import draw_run
+        from flwr_ppsgd.lab.experiments import flwr_run
+        from flwr_ppsgd.lab.results.figures import draw_run
 
         flwr_run.run(experiment, out)
         draw_run(out)
         return False
-    from flwr_ppsgd.experiments import run as running
+    from flwr_ppsgd.lab.experiments import run as running
 
     if engine is Engine.cohort:
         return _run_here(experiment, out, running.run_as_cohort)
@@ -340,8 +340,8 @@ def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
 def _run_here(
     experiment: "Experiment", out: Path, train: "Callable[[Experiment, Watch], Outcome]"
 ) -> bool:
-    from flwr_ppsgd.experiments.outputs import save
-    from flwr_ppsgd.results.figures import draw_run
+    from flwr_ppsgd.lab.experiments.outputs import save
+    from flwr_ppsgd.lab.results.figures import draw_run
 
     with progress_bar() as progress:
         hook = progress_hook(progress, "training", experiment.training.rounds)
@@ -352,8 +352,8 @@ def _run_here(
 
 def _compare_with_trivial(experiment: "Experiment", out: Path) -> None:
     """A line if the model does not beat an answer that uses no features."""
-    from flwr_ppsgd.experiments.outputs import read_run
-    from flwr_ppsgd.simulation.measures import badness, measure_of
+    from flwr_ppsgd.lab.engines.measures import badness, measure_of
+    from flwr_ppsgd.lab.experiments.outputs import read_run
 
     rows = [row for row in read_run(out).rows if row.measures]
     if not rows:
@@ -371,7 +371,7 @@ def _compare_with_trivial(experiment: "Experiment", out: Path) -> None:
 
 def _report(out: Path) -> int:
     """Print the statement and what was written where; the number of rounds that were trained."""
-    from flwr_ppsgd.experiments.outputs import read_run
+    from flwr_ppsgd.lab.experiments.outputs import read_run
 
     saved = read_run(out)
     console.print("\n".join(saved.statement), highlight=False, markup=False)
@@ -383,8 +383,8 @@ def _report(out: Path) -> int:
 
 def _report_people(out: Path, rows: "Sequence[RunRow]") -> None:
     """How users fare with their personal models, if that was measured."""
-    from flwr_ppsgd.experiments.outputs import read_people
-    from flwr_ppsgd.experiments.people import fares
+    from flwr_ppsgd.lab.experiments.outputs import read_people
+    from flwr_ppsgd.lab.experiments.people import fares
 
     columns = read_people(out)
     if columns is not None and rows:
@@ -441,12 +441,12 @@ def sweep(  # noqa: PLR0917 - typer's own way
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
     about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or [])
-    from flwr_ppsgd.experiments.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
-    from flwr_ppsgd.experiments.problem import SYNTHETIC
-    from flwr_ppsgd.experiments.rows import CAVEAT
-    from flwr_ppsgd.experiments.sweep import Sweep
-    from flwr_ppsgd.experiments.workers import run_sweep
-    from flwr_ppsgd.results.summary import summarise
+    from flwr_ppsgd.lab.experiments.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
+    from flwr_ppsgd.lab.experiments.problem import SYNTHETIC
+    from flwr_ppsgd.lab.experiments.rows import CAVEAT
+    from flwr_ppsgd.lab.experiments.sweep import Sweep
+    from flwr_ppsgd.lab.experiments.workers import run_sweep
+    from flwr_ppsgd.lab.results.summary import summarise
 
     grid = Sweep.load(experiment, overrides)
     limit = _bytes(memory)
@@ -511,8 +511,8 @@ def plot(
 ) -> None:
     """Draw the figures of a sweep, with their numbers as CSV, and print the best settings."""
     from flwr_ppsgd.checks import one_of
-    from flwr_ppsgd.experiments.outputs import finished_rows, read_config
-    from flwr_ppsgd.results.figures import PICTURE_FORMATS, draw_sweep
+    from flwr_ppsgd.lab.experiments.outputs import finished_rows, read_config
+    from flwr_ppsgd.lab.results.figures import PICTURE_FORMATS, draw_sweep
 
     formats = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     for kind in formats:
@@ -531,8 +531,8 @@ def predict_rows(
     out: Annotated[Path, typer.Option(help="Where predictions go.")] = Path("predictions.csv"),
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
-    from flwr_ppsgd.experiments.outputs import write_predictions
-    from flwr_ppsgd.experiments.predict import predict
+    from flwr_ppsgd.lab.experiments.outputs import write_predictions
+    from flwr_ppsgd.lab.experiments.predict import predict
 
     if out.exists():
         raise ValueError(f"{out} is there already: choose another file with --out")
@@ -550,7 +550,7 @@ def report(
     directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")],
 ) -> None:
     """Write one self-contained page: what was run, the guarantee, best settings, figures, rows."""
-    from flwr_ppsgd.results.page import write_report
+    from flwr_ppsgd.lab.results.page import write_report
 
     _show(f"Written: {write_report(directory)}")
 
@@ -567,7 +567,7 @@ def audit(
 ) -> None:
     """Send canaries through a strategy and measure the noise that these settings really give."""
     from flwr_ppsgd import audit as auditing
-    from flwr_ppsgd.experiments.settings import Experiment
+    from flwr_ppsgd.lab.experiments.settings import Experiment
     from flwr_ppsgd.server.message_api import PPSGD
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
@@ -667,8 +667,8 @@ def plan(
     about_data = _about_data(typed)
     others = {"experiment", "as_json", *ABOUT_DATA}
     given = {name: value for name, value in typed.items() if name not in others}
-    from flwr_ppsgd import plan as planning
-    from flwr_ppsgd import recipe_plan
+    from flwr_ppsgd.lab import plan as planning
+    from flwr_ppsgd.lab import recipe_plan
 
     flat = planning.gather(experiment, given)
     automatic = recipe_plan.is_asked(flat, given)
@@ -698,10 +698,10 @@ def _seen_for_plan(
     about_data: Mapping[str, Any], *, automatic: bool, quiet: bool
 ) -> dict[str, Any]:
     """The numbers that a plan takes from users' rows, and a line on what that means."""
-    from flwr_ppsgd.data.features import LOOKED
-    from flwr_ppsgd.data.look import numbers_for_plan
-    from flwr_ppsgd.experiments.problem import Problem
-    from flwr_ppsgd.recipe_plan import SEEN
+    from flwr_ppsgd.lab.data.features import LOOKED
+    from flwr_ppsgd.lab.data.look import numbers_for_plan
+    from flwr_ppsgd.lab.experiments.problem import Problem
+    from flwr_ppsgd.lab.recipe_plan import SEEN
 
     seen = Problem.of(about_data).found().as_by_default().per_user()
     found = numbers_for_plan(seen)
@@ -827,7 +827,7 @@ class SweepBar:
 
     def show(self, block: int, round_: int, best: "Best | None") -> None:
         """A block has come to this round."""
-        from flwr_ppsgd.experiments.blocks import best_among
+        from flwr_ppsgd.lab.experiments.blocks import best_among
 
         self._done[block] = self._sizes[block] * round_
         if best is not None:

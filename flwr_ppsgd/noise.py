@@ -16,11 +16,10 @@ thousand rounds.
 
 import contextlib
 import hashlib
-import itertools
 import math
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +79,14 @@ class Coins:
 
     def uniforms(self, count: int) -> Vector:
         """Uniform on the multiples of 2⁻⁵³ in [0, 1)."""
-        return _uniforms([self], [count])
+        uniforms = np.empty(count)
+        for start in range(0, count, AT_ONCE):
+            block = uniforms[start : start + AT_ONCE]
+            words = block.view(np.uint64)  # the coins lie where the uniforms will
+            self.fill(words)
+            words >>= 11
+            np.multiply(words.view(np.int64), 2.0**-53, out=block)
+        return uniforms
 
     def exponentials(self, count: int) -> Vector:
         """−ln u with u from 128 bits: the far tail is as fine as the rest."""
@@ -88,7 +94,7 @@ class Coins:
 
     def normals(self, count: int) -> Vector:
         """Standard normals."""
-        return _normals([self], [count])
+        return _normals(self, count)
 
 
 def coins_for(seed: int | None, purpose: str, round_: int) -> Coins:
@@ -96,59 +102,6 @@ def coins_for(seed: int | None, purpose: str, round_: int) -> Coins:
     if seed is None:
         return Coins.secret()
     return Coins.insecure(seed, purpose, round_)
-
-
-def normals_of(streams: Sequence[Coins], count: int) -> NDArray[np.float64]:
-    """``normals(count)`` of each stream, in fewer and larger calls: streams × count."""
-    normals = _normals(streams, [count] * len(streams))
-    return normals.reshape(len(streams), count)
-
-
-def uniforms_of(streams: Sequence[Coins], count: int) -> NDArray[np.float64]:
-    """``uniforms(count)`` of each stream, in fewer and larger calls: streams × count."""
-    uniforms = _uniforms(streams, [count] * len(streams))
-    return uniforms.reshape(len(streams), count)
-
-
-class _Tape:
-    """The words of several streams, one stream after the other.
-
-    Args:
-        streams: where they come from.
-        counts: the number of words from each.
-    """
-
-    def __init__(self, streams: Sequence[Coins], counts: Sequence[int]) -> None:
-        self._left = list(_each(streams, counts))
-        self._left.reverse()  # the next one is last
-
-    def fill(self, words: NDArray[np.uint64]) -> None:
-        """Overwrite these with the next words."""
-        while len(words):
-            coins, count = self._left.pop()
-            own = words[:count]
-            coins.fill(own)
-            if count > len(own):
-                self._left.append((coins, count - len(own)))
-            words = words[len(own) :]
-
-
-def _tape(streams: Sequence[Coins], counts: Sequence[int]) -> _Tape | Coins:
-    """The words of several streams; a lone one fills by itself."""
-    return streams[0] if len(streams) == 1 else _Tape(streams, counts)
-
-
-def _uniforms(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
-    """Uniforms from each stream, one stream after the other: the upper 53 bits of each word."""
-    out = np.empty(sum(counts))
-    tape = _tape(streams, counts)
-    for start in range(0, len(out), AT_ONCE):
-        block = out[start : start + AT_ONCE]
-        words = block.view(np.uint64)  # the coins lie where the uniforms will
-        tape.fill(words)
-        words >>= 11
-        np.multiply(words.view(np.int64), 2.0**-53, out=block)
-    return out
 
 
 def _edges() -> Vector:
@@ -178,46 +131,32 @@ SPACING = EDGES[:-1] * 2.0**-55  # of the places in a layer, which are −2⁵�
 INSIDE = np.floor(EDGES[1:] / EDGES[:-1] * 2.0**55).astype(np.int64)
 
 
-def _normals(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
+def _normals(coins: Coins, count: int) -> Vector:
     """Marsaglia and Tsang's ziggurat (2000): 8 bits choose the layer, 56 others the place in it.
 
     The separate bits are Doornik's (2005). Ninety-nine of a hundred fall where a layer is all below
     the curve and are done; the time it takes tells how many of all coordinates do not.
-
-    Args:
-        streams: each gives its own normals, whatever the others give.
-        counts: the number of normals from each.
     """
-    out = np.empty(sum(counts))
-    tape = _tape(streams, counts)
-    beyond, layers = _place(tape, out)
-    if len(beyond):
-        shares = _counts(beyond, counts)
-        out[beyond] = _settled(streams, shares, layers, out[beyond])
-    return out
-
-
-def _place(tape: _Tape | Coins, out: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Fill ``out``.
-
-    Returns which of its numbers fell beyond the inner edge of their layer, and the layers of those.
-    """
-    if len(out) <= AT_ONCE:
-        tape.fill(out.view(np.uint64))
-        return _place_block(out)
+    normals = np.empty(count)
     places = [np.empty(0, np.intp)]
     layers = [np.empty(0, np.int64)]
-    for start in range(0, len(out), AT_ONCE):
-        block = out[start : start + AT_ONCE]
-        tape.fill(block.view(np.uint64))
+    for start in range(0, count, AT_ONCE):
+        block = normals[start : start + AT_ONCE]
+        coins.fill(block.view(np.uint64))
         beyond, own_layers = _place_block(block)
         places.append(start + beyond)
         layers.append(own_layers)
-    return np.concatenate(places), np.concatenate(layers)
+    beyond = np.concatenate(places)
+    if len(beyond):
+        normals[beyond] = _decide(coins, np.concatenate(layers), normals[beyond])
+    return normals
 
 
 def _place_block(block: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """``_place`` of one block, in whose memory the coins lie."""
+    """Turn the coins that lie in a block's memory into normals.
+
+    Returns which of them fell beyond the inner edge of their layer, and the layers of those.
+    """
     words = block.view(np.int64)
     layer = words & (LAYERS - 1)
     place = words >> 8
@@ -228,68 +167,37 @@ def _place_block(block: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     return beyond, layer[beyond]
 
 
-def _settled(
-    streams: Sequence[Coins],
-    shares: Sequence[int],
-    layer: NDArray[np.int64],
-    drawn: Vector,
-) -> Vector:
+def _decide(coins: Coins, layer: NDArray[np.int64], drawn: Vector) -> Vector:
     """Decide on what fell beyond the inner edge of its layer.
 
     It stays if a height in its layer is below the curve, else it is drawn again; in the lowest
-    layer it becomes the tail. ``shares`` says how many are whose, one stream after the other.
+    layer it becomes the tail.
     """
-    height = HEIGHTS.take(layer) + _uniforms(streams, shares) * THICKNESS.take(layer)
+    height = HEIGHTS.take(layer) + coins.uniforms(len(layer)) * THICKNESS.take(layer)
     curve = np.exp(drawn * drawn * -0.5)
     lowest = layer == 0
     (in_tail,) = lowest.nonzero()
     (again,) = ((height >= curve) & ~lowest).nonzero()
     if len(in_tail):
-        tail = _tail(streams, _counts(in_tail, shares))
-        drawn[in_tail] = np.copysign(tail, drawn[in_tail])
+        drawn[in_tail] = np.copysign(_tail(coins, len(in_tail)), drawn[in_tail])
     if len(again):
-        drawn[again] = _normals(streams, _counts(again, shares))
+        drawn[again] = _normals(coins, len(again))
     return drawn
 
 
-def _counts(places: NDArray[np.intp], shares: Sequence[int]) -> list[int]:
-    """How many of the increasing ``places`` belong to each stream."""
-    if len(shares) == 1:
-        return [len(places)]
-    ends = places.searchsorted(np.cumsum(shares)).tolist()
-    return [end - start for start, end in itertools.pairwise([0, *ends])]
-
-
-def _tail(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
+def _tail(coins: Coins, count: int) -> Vector:
     """Beyond TAIL: exponentials e/TAIL above it, each kept with probability exp(−(e/TAIL)²/2).
 
     Marsaglia 1964.
     """
-    words = [coins.words(4 * count).reshape(2, 2, count) for coins, count in _each(streams, counts)]
-    halves = np.concatenate(words, axis=2)  # two exponentials × high and low × numbers
+    halves = coins.words(4 * count).reshape(2, 2, count)  # two exponentials × high and low × count
     along, across = _exponentials(halves.swapaxes(0, 1))
     excess: Vector = along / TAIL
     accepted = 2 * across > excess**2
     accepted &= excess <= LARGEST_NORMAL - TAIL
-    found = TAIL + excess
-    if accepted.all():
-        return found
-    return _with_redrawn(streams, counts, found, accepted)
-
-
-def _with_redrawn(
-    streams: Sequence[Coins],
-    counts: Sequence[int],
-    found: Vector,
-    accepted: NDArray[np.bool_],
-) -> Vector:
-    """Of each stream what is accepted, and after it others from the tail for the rest."""
-    stream = np.repeat(np.arange(len(counts)), counts)  # whose each number is
-    missing = np.bincount(stream[~accepted], minlength=len(counts))
-    redrawn = _tail(streams, missing.tolist())
-    whose = np.concatenate([stream[accepted], np.repeat(np.arange(len(counts)), missing)])
-    order = np.argsort(whose, kind="stable")
-    return np.concatenate([found[accepted], redrawn])[order]
+    found = TAIL + excess[accepted]
+    missing = count - len(found)
+    return np.concatenate([found, _tail(coins, missing)]) if missing else found
 
 
 def _exponentials(halves: NDArray[np.uint64]) -> Vector:
@@ -297,12 +205,6 @@ def _exponentials(halves: NDArray[np.uint64]) -> Vector:
     high, low = halves.astype(np.float64)
     uniforms = (low + 0.5) * 2.0**-128 + high * 2.0**-64
     return np.asarray(-np.log(uniforms))
-
-
-def _each(streams: Sequence[Coins], counts: Sequence[int]) -> Iterator[tuple[Coins, int]]:
-    """The streams that have anything to give."""
-    pairs = zip(streams, counts, strict=True)
-    return (pair for pair in pairs if pair[1])
 
 
 class _Part(NamedTuple):

@@ -8,11 +8,10 @@ import functools
 import hashlib
 import itertools
 import math
-import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.arrays import DOUBLE, Header, decode, decode_vector, encode, header_of, numbers
 from flwr_ppsgd.checks import LARGEST_COUNT
-from flwr_ppsgd.records import entries, filled
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import Terms
 from flwr_ppsgd.tuning import MOST_POWERS
@@ -43,7 +41,6 @@ LARGEST_NUMBER = 2**63
 LONGEST_PROMISE = 1000  # characters
 LONGEST_NAME = 200  # characters: of a measure, a key, a signature
 LONGEST_SHOWN = 80  # characters of a wrong value that an error shows
-MOST_KEPT = 1 << 20  # bytes of a w that is not read again
 MOST_METRICS = 100
 MOST_STARTS = 1_000_000
 _NUMBER = re.compile(r"[1-9][0-9]{0,14}")
@@ -52,25 +49,6 @@ STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchN
 Making: TypeAlias = Literal["step", "solve"]  # of θ
 Asked: TypeAlias = Literal["gradient", "size"]  # for, in an Order
 Hold: TypeAlias = Callable[[str, np.dtype[Any]], bool]
-Value = TypeVar("Value")
-
-
-class LastRead(Generic[Value]):
-    """What was read last, for whoever brings the very same objects again."""
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[Any, ...], tuple[Any, ...], Value] | None = None
-
-    def of(self, names: tuple[Any, ...], seen: tuple[Any, ...]) -> Value | None:
-        """What was read from these objects under these names; None if those were others."""
-        last = self._last  # another thread may put others there
-        if last is None or names != last[0] or not all(map(operator.is_, seen, last[1])):
-            return None
-        return last[2]
-
-    def keep(self, names: tuple[Any, ...], seen: tuple[Any, ...], value: Value) -> None:
-        """Remember what was read; as many names always come with as many objects."""
-        self._last = (names, seen, value)
 
 
 @dataclass(frozen=True)
@@ -159,21 +137,7 @@ class Order:
 
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any]) -> "Order":
-        """The Order that ``to_flat`` gave; ValueError unless every field is as it must be.
-
-        All clients of a simulation get the very same fields in a round: they are read once.
-        """
-        names = tuple(flat)
-        values = tuple(flat.values())
-        order = _LAST_ORDER.of(names, values)
-        if order is None:
-            order = cls.read(dict(zip(names, values, strict=True)))
-            _LAST_ORDER.keep(names, values, order)
-        return order
-
-    @classmethod
-    def read(cls, flat: Mapping[str, Any]) -> "Order":
-        """What ``from_flat`` does the first time."""
+        """The Order that ``to_flat`` gave; ValueError unless every field is as it must be."""
         _check_protocol(flat)
         secure = _SIGN_OF_TERMS in flat
         empty = (*_MAY_BE_EMPTY, *_MAY_BE_EMPTY_IN_TERMS) if secure else _MAY_BE_EMPTY
@@ -225,8 +189,6 @@ class Order:
         except ValueError as error:
             raise ValueError(f"in an Order the terms of a secure sum are none: {error}") from None
 
-
-_LAST_ORDER = LastRead[Order]()
 
 # The fields that are sent and their types; metrics and starts travel as text.
 _PLAIN: dict[str, type] = {
@@ -341,30 +303,15 @@ class Layout:
     @classmethod
     def of(cls, record: ArrayRecord, hold: Hold | None = None) -> "Layout":
         """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
-        return _layout(_headers(entries(record)), hold)
+        return _layout(_headers(record), hold)
 
     @classmethod
     def read(cls, record: ArrayRecord, as_sent: bool = False) -> "tuple[Layout, Vector]":
-        """The layout of ``record`` and its arrays as one vector; ``as_sent`` as of ``flatten``.
-
-        All clients of a simulation get the very same bytes in a round: they are read once.
-        """
-        arrays = entries(record)
-        names = (*arrays, as_sent)
-        parts = [(array.stype, array.__dict__.get("data")) for array in arrays.values()]
-        seen = tuple(itertools.chain.from_iterable(parts))
-        last = _LAST_W.of(names, seen)
-        if last is not None:
-            return last
-        headers = _headers(arrays)
+        """The layout of ``record`` and its arrays as one vector; ``as_sent`` as of ``flatten``."""
+        headers = _headers(record)
         layout = _layout(headers, None)
-        vector = _joined([numbers(name, arrays[name], head) for name, head in headers], as_sent)
-        data = seen[-1]
-        base: object = vector.base
-        if isinstance(data, bytes) and base is data and len(data) <= MOST_KEPT:
-            # a view of bytes, which nobody can change
-            _LAST_W.keep(names, seen, (layout, vector))
-        return layout, vector
+        parts = [numbers(name, record[name], head) for name, head in headers]
+        return layout, _joined(parts, as_sent)
 
     @functools.cached_property
     def shape_of(self) -> Mapping[str, tuple[int, ...]]:
@@ -403,7 +350,7 @@ class Layout:
             record: the arrays.
             as_sent: leave float32 as it is, if all of them are; else the vector is float64.
         """
-        arrays = entries(record)
+        arrays = record
         names = arrays.keys() - self.held if self.held else arrays.keys()
         if names != self._keys:
             raise ValueError(f"keys {sorted(arrays)} where {sorted(self.names)} were expected")
@@ -428,7 +375,7 @@ class Layout:
         }
         if like is not None and self.held:
             arrays = {name: arrays.get(name, held) for name, held in like.items()}
-        return filled(ArrayRecord, arrays)
+        return ArrayRecord(arrays)
 
 
 def _headers(arrays: Mapping[str, Array]) -> tuple[tuple[str, Header], ...]:
@@ -445,9 +392,6 @@ def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
     with np.errstate(all="ignore"):
         np.concatenate(parts, out=vector, casting="unsafe")
     return vector
-
-
-_LAST_W = LastRead[tuple[Layout, Vector]]()
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flwr_ppsgd import Poisson, Release, Steps
-from flwr_ppsgd.data.synthetic import Synthetic
-from flwr_ppsgd.plan import Plan, Question, make
-from flwr_ppsgd.simulation.batches import Fresh
-from flwr_ppsgd.simulation.engine import Setting, train
-from flwr_ppsgd.simulation.linear import CohortEngine
+from flwr_ppsgd.lab.data.synthetic import Synthetic
+from flwr_ppsgd.lab.engines.batches import Fresh
+from flwr_ppsgd.lab.engines.engine import Setting, train
+from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.lab.plan import Plan, Question, make
 
 ALPHA_QS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)
 STEPS = (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5)

@@ -15,8 +15,7 @@ import numpy as np
 
 from flwr_ppsgd import Poisson, Release, Steps, server_step
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.models.linear import Matrix
-from flwr_ppsgd.theory import (
+from flwr_ppsgd.lab.theory import (
     Minimiser,
     Theorem,
     noise_scale,
@@ -25,6 +24,7 @@ from flwr_ppsgd.theory import (
     theorem_4_5,
     threshold_samples,
 )
+from flwr_ppsgd.models.linear import Matrix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -190,7 +190,7 @@ def draw(out: Path) -> None:
 
 def draw_panel(axes: "Axes", side: str, rounds: int) -> None:
     """One side of the threshold."""
-    from flwr_ppsgd.results.plots import log_scale
+    from flwr_ppsgd.lab.results.plots import log_scale
 
     bounds, measured = curves(PROBLEM, rounds, range(SEEDS))
     places = range(len(ALPHA_QS))

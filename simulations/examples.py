@@ -14,9 +14,9 @@ from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd import PPSGD, Ledger, Poisson, Release, Steps, calibrate_noise
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.experiments.rows import RunRow
+from flwr_ppsgd.lab.experiments.rows import RunRow
+from flwr_ppsgd.lab.results.figures import learning_curves
 from flwr_ppsgd.promise import rounded_up
-from flwr_ppsgd.results.figures import learning_curves
 from flwr_ppsgd.simulation import InProcessGrid
 
 Train: TypeAlias = Callable[[Grid, UserConfig], tuple[PPSGD, Result]]

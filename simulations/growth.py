@@ -26,8 +26,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
-from flwr_ppsgd.simulation.grid import InProcessGrid
-from flwr_ppsgd.simulation.linear import CohortEngine
+from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.simulation import InProcessGrid
 from simulations.benchmarks.clients import fedavg
 from simulations.benchmarks.measuring import seconds
 from simulations.benchmarks.workload import (

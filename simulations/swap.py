@@ -30,7 +30,7 @@ from flwr_ppsgd import (
 )
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.results.plots import COLOURS
+from flwr_ppsgd.lab.results.plots import COLOURS
 from flwr_ppsgd.simulation import InProcessGrid
 
 USERS = 150

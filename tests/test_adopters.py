@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_ppsgd import PPSGD, Poisson, Release, Steps, recall, whole_module
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.recipes import python_block
 
 NODES = 3

@@ -15,8 +15,8 @@ from torch import nn
 
 from flwr_ppsgd import PPSGD, Poisson, Release, Steps, calibrate_noise, shared_arrays, whole_module
 from flwr_ppsgd.client.personal import recall
-from flwr_ppsgd.experiments import flwr_run
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.lab.experiments import flwr_run
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.recipes import (
     CONFIG,
     DIFFS,

@@ -12,45 +12,9 @@ from numpy.typing import NDArray
 
 import flwr_ppsgd
 import flwr_ppsgd.legacy
-from flwr_ppsgd import simulation
 from tests.support.paths import ROOT
 
 PACKAGE = Path(flwr_ppsgd.__file__).parent
-# A file imports only what stands above it: in the first list, and then in its own folder's.
-GROUND_FLOOR = """
-    door callers checks disk records arrays algorithm optimizers tuning noise secure
-    loss_distribution epsilon privacy recipe promise wire signature learner theory settings client
-    server legacy models data simulation experiments results plan recipe_plan audit cli
-"""
-FOLDERS = {
-    "secure": "terms shamir keys masks graph messages participant coordinator",
-    "client": """
-        connection refusal policy mods shelf sent personal visit secure message_api
-        legacy_api model
-    """,
-    "server": """
-        training private_log record chain checkpoint journal budget ledgers curator status enrolment
-        tensorboard rounds secure_rounds fetch numpy_clients message_api legacy_api
-    """,
-    "models": """
-        ridge logistic linear batch blocks backbone representation losses loaders torch_optimizer
-        torch_server head twin steps chain split_learner split additive_head cnn torch_app
-    """,
-    "data": """
-        split per_user raw columns frames features scaling tables npz files cache tff emnist
-        stackoverflow public synthetic learners by_name look
-    """,
-    "simulation": """
-        flower_internals grid measures products batches ahead thetas engine linear networks learners
-        baselines
-    """,
-    "experiments": """
-        shipped problem rows tasks people settings client_app run sweep snapshot blocks outputs
-        predict workers server_app flwr_run
-    """,
-    "results": "summary plots people figures page",
-}
-FLOORS = {"": GROUND_FLOOR.split(), **{name: files.split() for name, files in FOLDERS.items()}}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 
 
@@ -60,61 +24,23 @@ def name_of(path: Path) -> str:
 
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
-    """Modules of this package that a file imports, anywhere in it, as ``client.shelf``.
-
-    What is imported for types alone does not count.
-    """
+    """Modules of this package that a file names in an import, anywhere in it, as ``lab.data``."""
     found = set()
-    for node in running(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("flwr_ppsgd"):
-            inside = str(node.module).removeprefix("flwr_ppsgd").removeprefix(".")
-            for alias in node.names:
-                longer = f"{inside}.{alias.name}".removeprefix(".")
-                found.add(longer if known(longer) else inside)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-            own = [name for name in names if name.startswith("flwr_ppsgd.")]
-            found |= {name.removeprefix("flwr_ppsgd.") for name in own}
-    return frozenset(found)
+            found |= {alias.name for alias in node.names}
+    own = (name for name in found if name.startswith("flwr_ppsgd."))
+    return frozenset(name.removeprefix("flwr_ppsgd.") for name in own)
 
 
-def running(tree: ast.AST) -> list[ast.AST]:
-    """All nodes that run, those under ``if TYPE_CHECKING`` left out."""
-    found = []
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        found.append(node)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            waiting += node.orelse
-        else:
-            waiting += ast.iter_child_nodes(node)
-    return found
-
-
-def known(module: str) -> bool:
-    return any(name_of(path) == module for path in MODULES)
-
-
-def place(module: str) -> tuple[int, int]:
-    """Where a module stands: its floor, and its place in its folder."""
-    folder, _, file = module.partition(".")
-    return FLOORS[""].index(folder), FLOORS[folder].index(file) if file else 0
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_what_stands_above_it(path: Path) -> None:
-    own = name_of(path)
-    for other in imports(path):
-        assert other, f"{own} imports from the root: import from the module that defines the name"
-        assert place(other) < place(own), f"{own} must not import {other}"
-
-
-def test_every_module_has_its_place() -> None:
-    listed = {name for name in FLOORS[""] if name not in FOLDERS}
-    for folder in FOLDERS:
-        listed |= {f"{folder}.{file}" for file in FLOORS[folder]}
-    assert {name_of(path) for path in MODULES} <= listed
+def test_the_plugin_never_imports_the_laboratory() -> None:
+    """Only the command line does, when a command asks for it."""
+    for path in MODULES:
+        own = name_of(path).partition(".")[0]
+        used = {name.partition(".")[0] for name in imports(path)}
+        assert own in ("lab", "cli") or "lab" not in used, path
 
 
 def test_server_and_client_never_import_each_other() -> None:
@@ -125,7 +51,19 @@ def test_server_and_client_never_import_each_other() -> None:
         assert not (own == "server" and "client" in others), path
 
 
-@pytest.mark.parametrize("door", [flwr_ppsgd, flwr_ppsgd.legacy, simulation])
+FLOWER_INTERNALS = {"simulation", "server.fetch", "client.connection"}
+
+
+def test_flowers_internals_stand_in_three_files() -> None:
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        modules = {str(node.module) for node in froms}
+        private = [name for name in modules if name.startswith(("flwr.supercore", "flwr.proto"))]
+        assert not private or name_of(path) in FLOWER_INTERNALS, (path, private)
+
+
+@pytest.mark.parametrize("door", [flwr_ppsgd, flwr_ppsgd.legacy])
 def test_all_is_exactly_what_a_door_exports(door: object) -> None:
     names = list(vars(door)["__all__"])
     assert sorted(dir(door)) == sorted(set(names))
@@ -137,7 +75,7 @@ def test_all_is_exactly_what_a_door_exports(door: object) -> None:
 
 def test_the_doors_names_for_type_checkers_are_those_that_are_loaded() -> None:
     """The imports under TYPE_CHECKING and the table of homes say the same."""
-    for door in (flwr_ppsgd, flwr_ppsgd.legacy, simulation):
+    for door in (flwr_ppsgd, flwr_ppsgd.legacy):
         tree = ast.parse(Path(str(door.__file__)).read_text(encoding="utf-8"))
         guarded = [node for node in tree.body if isinstance(node, ast.If)]
         shown = {
@@ -166,7 +104,7 @@ CLIENTS = [
     "from flwr_ppsgd import client_app; client_app(print)",
     "from flwr_ppsgd.legacy import PPSGDClient",
     "from flwr_ppsgd import AdditiveLinear, Learner, Minibatches, PersonalModel, personalize",
-    "import flwr_ppsgd.experiments.client_app",
+    "import flwr_ppsgd.lab.experiments.client_app",
     "import simulations.client_app",
     "import simulations.deployment.client_app",
 ]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from flwr_ppsgd import cli
-from flwr_ppsgd.experiments.settings import Experiment
+from flwr_ppsgd.lab.experiments.settings import Experiment
 from tests.support.loaded import loaded_by
 
 FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png"}

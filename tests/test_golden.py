@@ -5,10 +5,10 @@ import pytest
 from numpy.typing import NDArray
 
 from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, Steps, client_step, server_step
-from flwr_ppsgd.data.synthetic import Synthetic
-from flwr_ppsgd.simulation.batches import Fresh
-from flwr_ppsgd.simulation.engine import Setting, train
-from flwr_ppsgd.simulation.linear import CohortEngine
+from flwr_ppsgd.lab.data.synthetic import Synthetic
+from flwr_ppsgd.lab.engines.batches import Fresh
+from flwr_ppsgd.lab.engines.engine import Setting, train
+from flwr_ppsgd.lab.engines.linear import CohortEngine
 from tests.support.paths import GOLDEN
 
 Arrays = dict[str, NDArray[np.float64]]

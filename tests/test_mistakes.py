@@ -29,7 +29,7 @@ from flwr_ppsgd import (
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
 from flwr_ppsgd.server.rounds import NobodyUsableError
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.server.test_legacy_api import run_legacy
 
 NODES = 10

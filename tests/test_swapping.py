@@ -28,7 +28,7 @@ from torch import nn
 
 from flwr_ppsgd import Steps, client_app
 from flwr_ppsgd.client.personal import recall
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import SIZE, flat, grid, opened, release, strategy, target, toy_learner, w0
 
 serves_all = client_app(toy_learner, local_step=0.5, local_steps=2)

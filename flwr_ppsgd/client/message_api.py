@@ -35,7 +35,6 @@ from flwr_ppsgd.client.visit import (
     serve,
 )
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.records import content_of, entries, reply_to
 from flwr_ppsgd.wire import (
     ARRAYS,
     CONFIG,
@@ -51,7 +50,7 @@ from flwr_ppsgd.wire import (
     Order,
 )
 
-Records: TypeAlias = dict[str, Any]  # of a message, by name
+Records: TypeAlias = Mapping[str, Any]  # of a message, by name
 
 
 def client_app(
@@ -81,7 +80,7 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        records = content_of(message)
+        records = message.content
         order = _order(records)
         if order is not None and order.stage:
             return _answer_stage(message, context, order, learner_for)
@@ -89,7 +88,7 @@ def client_app(
         if order is not None:
             refuse_plain(context, order)
             sent = _trained(records, context, learner, order)
-            return reply_to(message, sent)
+            return Message(RecordDict({**sent}), reply_to=message)
         local = LocalSteps.of(context, local_step, local_steps)
         return _train_locally(message, context, learner, local)
 
@@ -100,7 +99,7 @@ def client_app(
     @app.query()
     def check(message: Message, context: Context) -> Message:
         """The Order is one that this client would obey, for this w; no data are read."""
-        records = content_of(message)
+        records = message.content
         layout, _ = _shared(records)
         order = _order(records)
         if order is not None:
@@ -129,12 +128,12 @@ class _App(ClientApp):
 
     def __call__(self, message: Message, context: Context) -> Message:
         """The reply after all mods, and only then θ for good."""
-        asked = dict(content_of(message))  # mods may change what the client sees
+        asked = dict(message.content)  # mods may change what the client sees
         kind = message.metadata.message_type.partition(".")[0]
         order = asked.get(ORDER)
         request = Request(
             kind=kind,
-            order=None if order is None else entries(order),
+            order=None if order is None else order,
             arrays=lambda: _arrays(asked),
             serves_stock=self._serves_stock,
         )
@@ -176,7 +175,7 @@ def _answer_stage(
             return _answer_masked(message, context, order, payload, learner_for)
         case _:
             data = answer_revealed(context, order, payload)
-    return reply_to(message, {SECURE: ConfigRecord({DATA: data})})
+    return Message(RecordDict({SECURE: ConfigRecord({DATA: data})}), reply_to=message)
 
 
 def _answer_masked(
@@ -187,7 +186,7 @@ def _answer_masked(
     learner_for: Callable[[Context], Learner],
 ) -> Message:
     """The masked vector, and nothing else."""
-    layout, w = _shared(content_of(message))
+    layout, w = _shared(message.content)
     refusing(REFUSED_MESSAGE, check_shared, learner_for, layout.shape_of)
 
     def train() -> Sent:
@@ -198,7 +197,7 @@ def _answer_masked(
     size = order.powers if order.asks == "size" else layout.size
     words = answer_masked(context, order, payload, size=size, train=train)
     masked = vector_record({MASKED: words.astype("<u8", copy=False)})
-    return reply_to(message, {MASKED: masked})
+    return Message(RecordDict({MASKED: masked}), reply_to=message)
 
 
 def _trained(asked: Records, context: Context, learner: Learner, order: Order) -> Records:
@@ -207,7 +206,7 @@ def _trained(asked: Records, context: Context, learner: Learner, order: Order) -
     layout, w = _shared(asked, as_sent)
     check_shared(learner, layout.shape_of)
     sent = answer_order(context, learner, w, order)
-    records: Records = {}
+    records: dict[str, Any] = {}
     if order.asks == "size":
         assert sent.vector is not None
         records[GRADIENT] = vector_record({VOTE: sent.vector})
@@ -222,20 +221,20 @@ def _train_locally(
     message: Message, context: Context, learner: Learner, local: LocalSteps
 ) -> Message:
     """The answer to a stock strategy, with the proximal term of FedProx if it asks for one."""
-    layout, w = _shared(content_of(message))
+    layout, w = _shared(message.content)
     config: Mapping[str, Any] = message.content.config_records.get(CONFIG, ConfigRecord())
     proximal = float(config.get("proximal-mu", 0.0))
     sent = answer_stock(context, learner, w, local, proximal)
     metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
-    return reply_to(message, {ARRAYS: sent.record(layout), METRICS: metrics})
+    return Message(RecordDict({ARRAYS: sent.record(layout), METRICS: metrics}), reply_to=message)
 
 
 def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
-    records = content_of(message)
+    records = message.content
     _, w = _shared(records)
     measures = measure(context, learner, w, _order(records))
     metrics = MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})
-    return reply_to(message, {METRICS: metrics})
+    return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
 
 def _without_error(reply: Message) -> Message:
@@ -249,7 +248,7 @@ def _order(records: Records) -> Order | None:
     record = records.get(ORDER)
     if record is None:
         return None
-    return refusing(REFUSED_ORDER, Order.from_flat, entries(record))
+    return refusing(REFUSED_ORDER, Order.from_flat, record)
 
 
 def _arrays(records: Records) -> dict[str, bytes]:

@@ -6,26 +6,18 @@ start of the server began, and θ is stepped from the newest save that is still 
 """
 
 import itertools
-import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import (
-    HeldArray,
-    decode_vector,
-    fixed,
-    holds,
-    note_on,
-    vector_record,
-)
+from flwr_ppsgd.arrays import decode_vector, vector_record
 from flwr_ppsgd.checks import altered
 from flwr_ppsgd.client.policy import check_keys
 from flwr_ppsgd.client.refusal import REFUSED_CHARGES, THETA_FOREIGN, TOO_LATE, RefusedError
@@ -39,13 +31,11 @@ from flwr_ppsgd.client.shelf import (
     needed_before,
     owner_of,
 )
-from flwr_ppsgd.records import entries, filled, put
 from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
 
 STATE = "ppsgd-personal"  # the newest θ in a node's state; older ones are STATE-1, STATE-2, …
-STAMP_TYPE = np.dtype(np.uint64)
 LEAST_BACK = 2  # rounds that any server with a checkpoint_dir may go back
 Answer = TypeVar("Answer")
 
@@ -246,7 +236,8 @@ def keep(context: Context, personal: Personal, back: int = 0) -> None:
     if before and owner_of(context) is None:
         kept = [_decode(record) for record in before]
         records += [before[place] for place in _still_needed(personal, kept, back)]
-    put(context.state, {_state_name(place): record for place, record in enumerate(records)})
+    for place, record in enumerate(records):
+        context.state[_state_name(place)] = record
     for place in range(len(records), len(before)):
         del context.state[_state_name(place)]
 
@@ -288,14 +279,14 @@ def all_or_nothing(
         answer: makes the reply.
         leaving: what the reply takes along; asked for only if the node has a directory.
     """
-    before = dict(entries(context.state))
+    before = dict(context.state)
     try:
         reply = answer(order)
         if keeps_on_disk(context):
             stepped = context.state.get(STATE) is not before.get(STATE)
             _mirror(context, leaving(reply, order), stepped=stepped)
     except BaseException:
-        context.state = filled(RecordDict, before)
+        context.state = RecordDict(before)
         raise
     return reply
 
@@ -460,8 +451,7 @@ def _from_node(context: Context) -> Iterator[Personal]:
 def _records(context: Context) -> list[ArrayRecord]:
     """The same, serialised."""
     records: list[ArrayRecord] = []
-    state = entries(context.state)
-    while (record := state.get(_state_name(len(records)))) is not None:
+    while (record := context.state.get(_state_name(len(records)))) is not None:
         if not isinstance(record, ArrayRecord):
             break
         records.append(record)
@@ -469,29 +459,13 @@ def _records(context: Context) -> list[ArrayRecord]:
 
 
 def _decode(record: ArrayRecord) -> Personal:
-    arrays = entries(record)
-    kept: Personal | None = note_on(arrays["stamp"])
-    if kept is not None and _is_of(kept, arrays):
-        return kept
-    stood = decode_vector(arrays["stood"]) if "stood" in arrays else None
-    stamp = _stamp(decode_vector(arrays["stamp"]))
-    return Personal(decode_vector(arrays["theta"]), stood=stood, **stamp)
-
-
-def _is_of(kept: Personal, arrays: Mapping[str, Array]) -> bool:
-    """Whether the vectors in a record are those that were kept, and nobody put in others."""
-    vectors = kept.vectors()
-    for name, own in vectors.items():
-        if name not in arrays or not holds(arrays[name], own):
-            return False
-    return len(arrays) == len(vectors) + 1
+    stood = decode_vector(record["stood"]) if "stood" in record else None
+    stamp = _stamp(decode_vector(record["stamp"]))
+    return Personal(decode_vector(record["theta"]), stood=stood, **stamp)
 
 
 def _stamp(numbers: NDArray[Any]) -> dict[str, int]:
-    """The stamp in a node's state; version 0.2 wrote it as a text."""
-    if numbers.dtype == np.uint8:
-        stamp: dict[str, int] = json.loads(numbers.tobytes())
-        return stamp
+    """The stamp in a node's state."""
     return dict(zip(_STAMP, numbers.tolist(), strict=True))
 
 
@@ -500,14 +474,5 @@ def _state_name(place: int) -> str:
 
 
 def _encode(personal: Personal) -> ArrayRecord:
-    vectors = {name: fixed(vector) for name, vector in personal.vectors().items()}
-    kept = altered(personal, **vectors)
-    record = vector_record(vectors)
-    stamp = HeldArray.later(lambda: _numbers(kept), len(_STAMP), STAMP_TYPE, note=kept)
-    put(record, {"stamp": stamp})
-    return record
-
-
-def _numbers(personal: Personal) -> NDArray[np.uint64]:
-    """The stamp of a θ in a node's state."""
-    return np.array([getattr(personal, name) for name in _STAMP], dtype=STAMP_TYPE)
+    stamp = np.array([getattr(personal, name) for name in _STAMP], dtype=np.uint64)
+    return vector_record({**personal.vectors(), "stamp": stamp})

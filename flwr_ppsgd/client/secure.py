@@ -21,7 +21,6 @@ from flwr_ppsgd.client.refusal import REFUSED_SECURE, DiskError, RefusedError, r
 from flwr_ppsgd.client.shelf import TRAININGS, Shelf
 from flwr_ppsgd.client.visit import Sent
 from flwr_ppsgd.noise import Coins, secure_input
-from flwr_ppsgd.records import entries
 from flwr_ppsgd.secure.masks import Words
 from flwr_ppsgd.secure.messages import Partners, Roster, members_of
 from flwr_ppsgd.secure.participant import Keyed, Masked, Session, Shared, State
@@ -302,7 +301,7 @@ def _remembering(
 
 
 def _in_state(context: Context) -> dict[str, Any]:
-    record = entries(context.state).get(MEMORY)
+    record = context.state.get(MEMORY)
     if record is None or not isinstance(record, ConfigRecord):
         return {}
     found: dict[str, Any] = json.loads(str(record[DATA]))

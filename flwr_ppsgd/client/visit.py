@@ -14,7 +14,6 @@ import numpy as np
 from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd.algorithm import Vector, bound_scale, length
-from flwr_ppsgd.arrays import unchanging
 from flwr_ppsgd.checks import altered, count, require
 from flwr_ppsgd.client.personal import (
     Personal,
@@ -335,7 +334,7 @@ def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vec
     with np.errstate(all="ignore"):
         change = order.step * g_theta
         in_place = change if change.dtype == theta.dtype else None  # θ may be a large model
-        stepped: Vector = unchanging(np.subtract(theta, change, out=in_place))
+        stepped: Vector = np.subtract(theta, change, out=in_place)
     personal_step = getattr(learner, "personal_step", None)
     if personal_step is not None:
         stepped = personal_step(w, theta, order)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import DOUBLE, unchanging
+from flwr_ppsgd.arrays import DOUBLE
 from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows, as_array
 from flwr_ppsgd.models.logistic import Logistic, log_softmax, softmax
 from flwr_ppsgd.models.ridge import Columns, Features, Ridge, dense, finite_rows
@@ -71,9 +71,9 @@ class AdditiveLinear:
         self.num_examples = batches.num_examples
 
     def initial_theta(self) -> Vector:
-        """Zeros, which nobody can change: learners of the same size share them."""
+        """Zeros."""
         features, outputs = self._shape
-        return _zeros(features * outputs)
+        return np.zeros(features * outputs)
 
     def check_shared(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """ValueError unless the server's w has a number for each feature and output."""
@@ -97,7 +97,7 @@ class AdditiveLinear:
         They are equal because w and θ enter only as w + θ.
         """
         x, y = self._minibatch(order)
-        prediction = predict(self._scores(x, _sum(w, theta)), self._loss)
+        prediction = predict(self._scores(x, w + theta), self._loss)
         residual = prediction - y
         if order.normalise:  # a perfect fit must not send noise of the last digit at full weight
             least = ROUND_OFF * self._largest(prediction, y, order)
@@ -115,7 +115,7 @@ class AdditiveLinear:
     ) -> dict[str, float]:
         """Mean loss on the minibatch."""
         x, y = self._minibatch(order)
-        scores = self._scores(x, _sum(w, theta))
+        scores = self._scores(x, w + theta)
         return {"loss": float(mean_losses(scores, y, self._loss))}
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
@@ -123,7 +123,7 @@ class AdditiveLinear:
         if self._test is None:
             return {}
         x, y = self._test
-        scores = self._scores(x, _sum(w, theta))
+        scores = self._scores(x, w + theta)
         measures = {"loss": float(mean_losses(scores, y, self._loss))}
         if self._shape[1] > 1:
             right = scores.argmax(axis=1) == y.argmax(axis=1)
@@ -196,16 +196,6 @@ def solver(
     if loss == "softmax":
         return Logistic(x, y, groups)
     return Ridge(x, y, groups)
-
-
-@functools.lru_cache(maxsize=8)
-def _zeros(size: int) -> Vector:
-    return unchanging(np.zeros(size))
-
-
-def _sum(w: Vector, theta: Vector) -> Vector:
-    """w + θ; w itself if θ is the first one, which is zero."""
-    return w if theta is _zeros(len(w)) else w + theta
 
 
 def _largest(values: Matrix) -> float:

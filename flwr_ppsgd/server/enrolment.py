@@ -7,12 +7,11 @@ import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from flwr_ppsgd.checks import printable, require
@@ -51,7 +50,7 @@ class Present(NamedTuple):
     real: bool = False
 
     @classmethod
-    def of(cls, node: NodeInfo) -> "Present":
+    def of(cls, node: Any) -> "Present":
         """Flower's simulation gives nodes random bytes for a key; a SuperNode has a real one."""
         real = node.public_key.startswith(b"-----BEGIN")
         known_by = fingerprint(node.public_key) if real else ""

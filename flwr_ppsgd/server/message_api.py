@@ -25,7 +25,6 @@ from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.recipe import recipe
-from flwr_ppsgd.records import content_of, filled, messages_to
 from flwr_ppsgd.secure.participant import Session
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, essence, refusals_of
@@ -330,7 +329,7 @@ class PPSGD(Strategy):
             return
         nodes = self._rounds.to_check(lambda: present_in(grid))
         content = self._content("fit", self.rounds_done, arrays, ConfigRecord())
-        messages = messages_to(dict.fromkeys(nodes, content), MessageType.QUERY)
+        messages = _messages(nodes, content, MessageType.QUERY)
         refusals = refusals_of(grid, messages, timeout, _size(arrays))
         self._rounds.refuse_if_nobody_obeys(len(messages), refusals)
 
@@ -346,7 +345,7 @@ class PPSGD(Strategy):
         nodes = self._rounds.open_vote(lambda: present_in(grid))
         order = self._rounds.vote_order(arrays)
         content = _with_order(order, {ARRAYS: arrays, CONFIG: ConfigRecord()})
-        messages = messages_to(dict.fromkeys(nodes, content), MessageType.TRAIN)
+        messages = _messages(nodes, content, MessageType.TRAIN)
         self._asked = [message.metadata for message in messages]
         replies = ask(grid, messages, timeout, _size(arrays))
         self._take(self._rounds.opened(0), replies)
@@ -421,8 +420,10 @@ class PPSGD(Strategy):
                 if payload:
                     more = {SECURE: ConfigRecord({DATA: payload})}
                 contents[payload] = _with_order(order, {**records, **more})
-        addressed = {node: contents[payload] for node, payload in payloads.items()}
-        return messages_to(addressed, MessageType.TRAIN)
+        return [
+            Message(contents[payload], cast(int, node), MessageType.TRAIN)
+            for node, payload in payloads.items()
+        ]
 
     def _run_evaluation(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
@@ -449,7 +450,7 @@ class PPSGD(Strategy):
         w = layout.flatten(arrays)
         nodes = self._rounds.open(server_round, w, layout, lambda: present_in(grid))
         content = self._content("fit", server_round, arrays, config)
-        messages = messages_to(dict.fromkeys(nodes, content), MessageType.TRAIN)
+        messages = _messages(nodes, content, MessageType.TRAIN)
         self._arrays = arrays
         # a grid fills in the message ids when it sends them
         self._asked = [message.metadata for message in messages]
@@ -470,7 +471,7 @@ class PPSGD(Strategy):
             arrays = self._layout(arrays).unflatten(w, like=arrays)
         self._curator.save(bytes_of(arrays))
         self._latest = arrays
-        return arrays, filled(MetricRecord, released)
+        return arrays, MetricRecord({**released})
 
     def _take(self, opened: OpenRound, replies: Iterable[Message]) -> None:
         """Add each reply to what was asked for."""
@@ -488,7 +489,7 @@ class PPSGD(Strategy):
         if not nodes:
             return []
         content = self._content("evaluate", server_round, self.averaged(arrays), config)
-        return messages_to(dict.fromkeys(nodes, content), MessageType.EVALUATE)
+        return _messages(nodes, content, MessageType.EVALUATE)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -549,7 +550,7 @@ class PPSGD(Strategy):
             return _reply(message, ARRAYS)
         content = message.content
         arrays = trained(content, self._arrays)
-        return Reply(arrays, error=failure(content), found=content_of(message))
+        return Reply(arrays, error=failure(content), found=content)
 
     def _layout(self, arrays: ArrayRecord) -> Layout:
         return Layout.of(arrays, self._rounds.hold())
@@ -578,7 +579,12 @@ def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
 
 def _with_order(order: Mapping[str, Any], records: Mapping[str, Any]) -> RecordDict:
     """What is sent along with an Order, and the Order last."""
-    return filled(RecordDict, {**records, ORDER: filled(ConfigRecord, order)})
+    return RecordDict({**records, ORDER: ConfigRecord({**order})})
+
+
+def _messages(nodes: Iterable[Identity], content: RecordDict, kind: str) -> list[Message]:
+    """The same content to each node."""
+    return [Message(content, cast(int, node), kind) for node in nodes]
 
 
 def _size(arrays: ArrayRecord) -> int:
@@ -590,7 +596,7 @@ def _reply(message: Message, name: str) -> Reply:
     """The named record of a message and its measures, and nothing else of it."""
     if message.has_error():
         return Reply(error=f"error {message.error.code}: {essence(str(message.error.reason))}")
-    records = content_of(message)
+    records = message.content
     arrays = records.get(name, records.get(MASKED))
     measures = records.get(METRICS)
     secure = records.get(SECURE)

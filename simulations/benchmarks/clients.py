@@ -12,9 +12,9 @@ from flwr_ppsgd import Learner, Order, Poisson, client_app
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.personal import Personal
 from flwr_ppsgd.client.shelf import Shelf
-from flwr_ppsgd.data import load
+from flwr_ppsgd.lab.data import load
 from flwr_ppsgd.learner import generator
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ORDER
 from simulations.benchmarks.measuring import in_a_process, median_ratio, ratio, seconds, show
 from simulations.benchmarks.networks import (

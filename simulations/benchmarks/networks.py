@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_ppsgd import Poisson, Release, Steps, client_app, torch_client
+from flwr_ppsgd.lab.cnn import paper_cnn
+from flwr_ppsgd.lab.engines.engine import Setting
+from flwr_ppsgd.lab.engines.networks import NetworkEngine
 from flwr_ppsgd.learner import Minibatches, generator
 from flwr_ppsgd.models.additive_head import AdditiveHead
-from flwr_ppsgd.models.cnn import paper_cnn
 from flwr_ppsgd.models.split_learner import SplitLearner
-from flwr_ppsgd.simulation.engine import Setting
-from flwr_ppsgd.simulation.grid import InProcessGrid
-from flwr_ppsgd.simulation.networks import NetworkEngine
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES
 from simulations.benchmarks.measuring import Comparison, ratio
 from simulations.benchmarks.workload import (

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from flwr_ppsgd.experiments.blocks import Plan, plan, setting_of
-from flwr_ppsgd.experiments.sweep import Sweep
-from flwr_ppsgd.simulation.batches import DType, Population, Table
-from flwr_ppsgd.simulation.engine import reported_rounds
-from flwr_ppsgd.simulation.linear import CohortEngine
+from flwr_ppsgd.lab.engines.batches import DType, Population, Table
+from flwr_ppsgd.lab.engines.engine import reported_rounds
+from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.lab.experiments.blocks import Plan, plan, setting_of
+from flwr_ppsgd.lab.experiments.sweep import Sweep
 from simulations.benchmarks.measuring import seconds
 from simulations.benchmarks.workload import several
 from simulations.yardsticks import bags_of_words

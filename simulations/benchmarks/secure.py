@@ -14,7 +14,7 @@ from flwr_ppsgd.noise import Coins, secure_input
 from flwr_ppsgd.secure.coordinator import Coordinator
 from flwr_ppsgd.secure.messages import Partners, Roster
 from flwr_ppsgd.secure.participant import Keyed, Session
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from simulations.benchmarks.measuring import median_ratio, seconds, show
 from simulations.benchmarks.workload import BATCH, CLASSES, CLIP_NORM, DELTA, LARGE, SAMPLES
 

@@ -15,13 +15,13 @@ from flwr.serverapp.strategy import FedAvg
 from numpy.typing import DTypeLike, NDArray
 
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app, clip
+from flwr_ppsgd.lab.engines.batches import Table
+from flwr_ppsgd.lab.engines.engine import Setting
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.noise import Coins, GridSum
 from flwr_ppsgd.recipe import recipe
-from flwr_ppsgd.simulation.batches import Table
-from flwr_ppsgd.simulation.engine import Setting
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES
 from simulations.benchmarks.measuring import (
     Comparison,

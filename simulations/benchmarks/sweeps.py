@@ -11,16 +11,16 @@ from numpy.typing import DTypeLike
 from scipy import sparse
 
 from flwr_ppsgd import Poisson, Release, Steps
-from flwr_ppsgd.data.synthetic import Synthetic
+from flwr_ppsgd.lab.data.synthetic import Synthetic
+from flwr_ppsgd.lab.engines.batches import Fresh, Table
+from flwr_ppsgd.lab.engines.engine import Setting
+from flwr_ppsgd.lab.engines.learners import Found, LearnerEngine
+from flwr_ppsgd.lab.engines.linear import CohortEngine
 from flwr_ppsgd.learner import Minibatches, all_rows, generator
 from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.recipe import recipe
 from flwr_ppsgd.server.training import Training
-from flwr_ppsgd.simulation.batches import Fresh, Table
-from flwr_ppsgd.simulation.engine import Setting
-from flwr_ppsgd.simulation.learners import Found, LearnerEngine
-from flwr_ppsgd.simulation.linear import CohortEngine
 from simulations.benchmarks.measuring import Comparison, seconds, show, show_against_loop
 from simulations.benchmarks.networks import network, paper_network_share
 from simulations.benchmarks.paper_grids import grids

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.lab.engines.batches import Table
+from flwr_ppsgd.lab.engines.engine import Engine
+from flwr_ppsgd.lab.engines.linear import CohortEngine
 from flwr_ppsgd.learner import Minibatches, generator
 from flwr_ppsgd.models.linear import AdditiveLinear
-from flwr_ppsgd.simulation.batches import Table
-from flwr_ppsgd.simulation.engine import Engine
-from flwr_ppsgd.simulation.grid import InProcessGrid
-from flwr_ppsgd.simulation.linear import CohortEngine
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES
 from simulations.benchmarks.measuring import Comparison
 from simulations.yardsticks import random_table, take

@@ -10,7 +10,7 @@ from flwr_ppsgd import PPSGD, Order, Steps, client_app
 from flwr_ppsgd.client.personal import STATE, Personal, keep, recall
 from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.visit import respond
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
 from tests.support.toy import (
     SIZE,

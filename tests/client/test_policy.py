@@ -28,10 +28,10 @@ from flwr_ppsgd.client.policy import KEYS, Policy
 from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.signature import TrainingKey, signed
-from flwr_ppsgd.simulation.flower_internals import adopt_identity
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import SIZE, toy_learner, w0
 
-adopt_identity(1)  # without it Flower lets nobody make a message
+InProcessGrid(client_app(toy_learner), 1)  # without one Flower lets nobody make a message
 ORDER = Order(1, 0.5, 1.0, "mean", True, training=7, epsilon=2.0)
 KEY = TrainingKey.new()
 KINDS = ["train", "evaluate"]

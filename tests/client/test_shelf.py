@@ -30,7 +30,7 @@ from flwr_ppsgd.client.policy import STATE_DIR, USER
 from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.client.shelf import RUN, Shelf, run_of
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import SIZE, Floats, Toy, release, strategy, target, toy_learner, w0
 
 NAMED = "a run"

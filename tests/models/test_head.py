@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flwr_ppsgd.lab.cnn import paper_cnn
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.additive_head import AdditiveHead
-from flwr_ppsgd.models.cnn import paper_cnn
 from flwr_ppsgd.models.linear import Loss
 from flwr_ppsgd.models.logistic import Logistic
 from flwr_ppsgd.models.ridge import Ridge

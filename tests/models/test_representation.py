@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from flwr_ppsgd.data.files import read
-from flwr_ppsgd.experiments.problem import Problem
-from flwr_ppsgd.experiments.tasks import task_of
+from flwr_ppsgd.lab.data.files import read
+from flwr_ppsgd.lab.experiments.problem import Problem
+from flwr_ppsgd.lab.experiments.tasks import task_of
 from flwr_ppsgd.models import representation as module
 from flwr_ppsgd.models.representation import (
     Backbone,

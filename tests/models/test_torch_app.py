@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, 
 from torch import nn
 
 from flwr_ppsgd import PPSGD, Poisson, Release, SecureSum, Steps, shared_arrays, torch_client
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 
 MADE: list[torch.device] = []
 

@@ -11,7 +11,7 @@ from flwr.proto.node_pb2 import NodeInfo
 
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
 from flwr_ppsgd.server.enrolment import Enrolment, Present, fingerprint
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import strategy, toy_learner, w0
 
 

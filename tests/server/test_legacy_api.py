@@ -45,7 +45,7 @@ from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.personal import recall
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
 from flwr_ppsgd.server.rounds import NobodyUsableError
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import SIZE, Floats, flat, release, strategy, toy_learner, w0
 
 ONE = np.full(SIZE, 0.1)

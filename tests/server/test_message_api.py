@@ -39,7 +39,7 @@ from flwr_ppsgd import (
 )
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.rounds import NobodyUsableError, mean_of
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, ORDER
 from tests.support.toy import (
     SIZE,

@@ -24,7 +24,7 @@ from flwr_ppsgd.server import private_log
 from flwr_ppsgd.server.legacy_api import COHORT_SIZES
 from flwr_ppsgd.server.private_log import NAME, PrivateLog, RoundFacts
 from flwr_ppsgd.server.rounds import NobodyUsableError
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.server.test_legacy_api import legacy
 from tests.support.toy import release, strategy, toy_learner, w0
 

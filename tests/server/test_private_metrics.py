@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Context, MetricRecord
 from flwr_ppsgd import Order, Poisson, Release, Steps, client_app
 from flwr_ppsgd.algorithm import PrivateMetrics
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, METRICS
 from tests.support.toy import (
     SIZE,

@@ -17,7 +17,7 @@ from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.optimizers import SGD, Adam, Momentum, Schedule
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.server.journal import read_story
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
 from flwr_ppsgd.wire import GRADIENT, ORDER, VOTE
 from tests.support.toy import SIZE, Floats, Toy, flat, strategy, target, w0

@@ -16,7 +16,7 @@ from flwr_ppsgd.server.budget import new_budget
 from flwr_ppsgd.server.private_log import NAME, PrivateLog
 from flwr_ppsgd.server.record import Record
 from flwr_ppsgd.server.status import status_of
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import release, strategy, toy_learner, w0
 
 POPULATION = 30

@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import flat, grid, opened, release, strategy, w0
 
 stock = ClientApp()

@@ -1,4 +1,4 @@
-"""Formulas of the paper that only tests use: they are checked against ``flwr_ppsgd.theory``."""
+"""Formulas of the paper that only tests use: they are checked against ``flwr_ppsgd.lab.theory``."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flwr_ppsgd.algorithm import Cohort, Release, Vector
 from flwr_ppsgd.epsilon import Relation
-from flwr_ppsgd.privacy import calibrate_noise
-from flwr_ppsgd.theory import (
+from flwr_ppsgd.lab.theory import (
     Constants,
     Minimiser,
     Theorem,
@@ -19,6 +18,7 @@ from flwr_ppsgd.theory import (
     squared_loss_smoothness,
     sufficient_constant,
 )
+from flwr_ppsgd.privacy import calibrate_noise
 
 Floats = NDArray[np.float64]
 

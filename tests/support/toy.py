@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
-from flwr_ppsgd.simulation.grid import InProcessGrid
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
 
 SIZE = 6

@@ -13,9 +13,9 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flwr_ppsgd import Poisson, Release, Steps, client_app
-from flwr_ppsgd.simulation.engine import Setting
-from flwr_ppsgd.simulation.grid import InProcessGrid
-from flwr_ppsgd.simulation.linear import CohortEngine
+from flwr_ppsgd.lab.engines.engine import Setting
+from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.simulation import InProcessGrid
 from simulations.benchmarks.neighbours.serving import (
     CLASSES,
     CLIP_NORM,

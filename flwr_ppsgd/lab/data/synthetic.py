@@ -1,0 +1,158 @@
+"""The paper's synthetic problem, and one of its users as a learner."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.lab.theory import Constants, Minimiser, squared_loss_smoothness
+from flwr_ppsgd.learner import generator, reseed
+from flwr_ppsgd.models.linear import AdditiveLinear, Matrix
+from flwr_ppsgd.wire import Order
+
+DIFFERING = 5  # the last coordinates, in which users differ
+
+
+@dataclass(frozen=True, eq=False)
+class Synthetic:
+    """The paper's regression (Section 6): θ_i* = θ_0 plus a little in the last 5 coordinates.
+
+    θ_0 ~ N(0, 10² I), the differences ~ N(0, .01²), x ~ N(0, diag(1/k)), label noise .01.
+
+    Args:
+        optima: θ_i*, one row per user.
+        seed: decides all samples.
+        label_noise: τ, the standard deviation of y around xᵀθ_i*.
+    """
+
+    optima: NDArray[np.float64]
+    seed: int
+    label_noise: float = 0.01
+
+    @classmethod
+    def draw(
+        cls,
+        users: int,
+        features: int,
+        seed: int,
+    ) -> "Synthetic":
+        """A problem that depends on the seed alone."""
+        truth = generator("synthetic", seed)
+        common = truth.normal(0, 10, features)
+        optima = np.tile(common, (users, 1))
+        last = optima[:, -DIFFERING:]
+        last += truth.normal(0, 0.01, last.shape)
+        return cls(optima, seed)
+
+    @property
+    def variances(self) -> Vector:
+        """The diagonal of Σ: 1, 1/2, …, 1/d."""
+        return 1 / np.arange(1, self.optima.shape[1] + 1)
+
+    def batch(
+        self,
+        user: int,
+        visit: int,
+        size: int,
+    ) -> tuple[Matrix, Matrix]:
+        """Fresh samples, which depend on (seed, user, visit) alone."""
+        x, y = self.batches(np.array([user]), np.array([visit]), size)
+        return x[0], y[0]
+
+    def batches(
+        self,
+        users: NDArray[np.intp],
+        visits: NDArray[np.intp],
+        size: int,
+    ) -> tuple[Matrix, Matrix]:
+        """The same for many users at once: users × size × d, and users × size × 1."""
+        features = self.optima.shape[1]
+        values = size * features
+        source = generator()
+        drawn = np.empty((len(users), values + size))
+        for row, user, visit in zip(
+            drawn,
+            users.tolist(),
+            visits.tolist(),
+            strict=True,
+        ):
+            reseed(source, "sample", self.seed, user, visit)
+            source.standard_normal(out=row)
+        standard = drawn[:, :values].reshape(-1, size, features)  # users × size × d
+        x = standard * np.sqrt(self.variances)
+        y = np.matmul(x, self.optima[users][:, :, None])  # users × size × 1
+        y += self.label_noise * drawn[:, values:, None]
+        return x, y
+
+    def constants(self) -> Constants:
+        """What the paper's bounds ask about this problem, from the truth behind the data.
+
+        That truth is known here, and is nobody's data. σ² = τ²·tr Σ (Section 4). Gaussian features
+        have no largest norm: L = 2R² with R² three standard deviations above the mean of ‖x‖², and
+        G is the gradient at the start of a sample with ‖x‖ = R along θ_0.
+        """
+        trace = self.variances.sum()
+        spread = math.sqrt(2 * (self.variances**2).sum())
+        squared_radius = trace + 3 * spread
+        minimiser = Minimiser.additive(self.optima)
+        variance = self.label_noise**2 * trace
+        return Constants(
+            smoothness=squared_loss_smoothness(math.sqrt(squared_radius)),
+            variance_w=variance,
+            variance_theta=variance,
+            gradient_bound=squared_radius * math.sqrt(minimiser.shared),
+            minimiser=minimiser,
+            dimension=self.optima.shape[1],
+        )
+
+    def excess_risk(self, user: int, parameters: Vector) -> float:
+        """‖w + θ_i − θ_i*‖²_Σ, twice f_i − f_i* of the ½-squared loss."""
+        squares = (parameters - self.optima[user]) ** 2
+        return float(np.dot(self.variances, squares))
+
+
+class FreshSamples:
+    """An endless stream of one user's samples of the synthetic problem."""
+
+    def __init__(
+        self,
+        problem: Synthetic,
+        user: int,
+        size: int,
+    ) -> None:
+        self._problem = problem
+        self._user = user
+        self._size = size
+        self.num_examples = size
+
+    def __call__(self, visit: int) -> tuple[Matrix, Matrix]:
+        return self._problem.batch(self._user, visit, self._size)
+
+    def everything(self) -> tuple[Matrix, Matrix]:
+        """Samples of a visit that no training has: the stream itself has no end."""
+        return self._problem.batch(self._user, 0, self._size)
+
+
+class SyntheticLearner(AdditiveLinear):
+    """An additive linear learner that is measured against the truth behind its data."""
+
+    def __init__(
+        self,
+        problem: Synthetic,
+        user: int,
+        batch_size: int,
+    ) -> None:
+        self._samples = FreshSamples(problem, user, batch_size)
+        super().__init__(self._samples, problem.optima.shape[1])
+        self._problem = problem
+        self._user = user
+
+    def _minibatch(self, order: Order) -> tuple[Matrix, Matrix]:
+        """Fresh samples at every visit, whether the whole of a user's rows is asked for or not."""
+        return self._samples(order.visit)
+
+    def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
+        """The excess risk of w + θ."""
+        return {"excess_risk": self._problem.excess_risk(self._user, w + theta)}

@@ -1,0 +1,273 @@
+"""The cohort engine for networks: the gradients of a whole cohort and a few settings at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flwr_ppsgd.algorithm import Vector, descend
+from flwr_ppsgd.lab.engines.batches import Indices, drawn
+from flwr_ppsgd.lab.engines.engine import (
+    Setting,
+    State,
+    check_alike,
+    dropped_since,
+    progress,
+)
+from flwr_ppsgd.lab.engines.measures import for_choosing, measure_of, summary
+from flwr_ppsgd.learner import Batches, Rows
+from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.noise import coins_for
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.models.split import SplitModel
+
+# the arrays of a training that rounds change; also the start of their names in ``state``
+TRAINED = ("w", "thetas", "w_sum", "thetas_sum")
+TOGETHER = 4  # settings in one call of the model: the activations of more do not fit into caches
+
+
+class _Training:
+    """One setting: w, everyone's θ, and the sums of their iterates if averages are wanted."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        w: Vector,
+        theta: Vector,
+        users: int,
+        average: bool,
+    ) -> None:
+        self.setting = setting
+        self.w = w
+        self.thetas: Matrix = np.tile(theta, (users, 1))
+        self.w_sum = np.zeros_like(w)
+        self.thetas_sum = np.zeros_like(self.thetas if average else self.thetas[:0])
+
+    @property
+    def noisy(self) -> bool:
+        release = self.setting.release
+        return self.setting.steps.publishes and release.noise_std > 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Users whose minibatches have the same size, and those as the model's ``entered`` has them."""
+
+    users: Indices
+    entered: Any
+
+
+class NetworkEngine:
+    """``SplitModel`` or ``AdditiveHead`` for all users and several settings, one round at a time.
+
+    w and θ are float64, as on every engine; the network computes in its own precision.
+
+    Args:
+        model: the network, and which of its parameters are personal.
+        batches: the training minibatches of every user, by visit.
+        settings: as in ``CohortEngine``.
+        seed: as in ``CohortEngine``.
+        average: as in ``CohortEngine``.
+        tests: (x, y) of every user to measure on; empty if nobody measures.
+        validation: the same for choosing settings; empty if there are no such rows.
+        most_visits: the number of visits after which each user drops out; None: never.
+    """
+
+    def __init__(
+        self,
+        model: "SplitModel",
+        batches: Sequence[Batches],
+        settings: Sequence[Setting],
+        *,
+        seed: int | None,
+        average: bool = False,
+        tests: Sequence[tuple[Rows, Rows]] = (),
+        validation: Sequence[tuple[Rows, Rows]] = (),
+        most_visits: Indices | None = None,
+    ) -> None:
+        check_alike(len(batches), settings)
+        self.round = 0
+        self._model = model
+        self._batches = batches
+        self._tests = tests
+        self._validation = validation
+        self._most_visits = most_visits
+        self._seed = seed
+        self._average = average
+        self._cohort = settings[0].release.cohort
+        self._visits = np.zeros(len(batches), dtype=np.intp)
+        # the round up to which each user's average θ is counted
+        self._since = np.zeros(len(batches), dtype=np.intp)
+        self._trainings: dict[int, _Training] = {}
+        w = model.initial_w()
+        theta = model.initial_theta()
+        for place, setting in enumerate(settings):
+            self._trainings[place] = _Training(setting, w, theta, len(batches), average)
+        self._size = len(w)
+
+    @property
+    def places(self) -> list[int]:
+        """The settings that are still trained."""
+        return list(self._trainings)
+
+    def advance(self) -> None:
+        """One round of every setting."""
+        self.round += 1
+        users = self._draw()
+        self._visits[users] += 1
+        self._stand(users, self.round)
+        groups = self._groups(users)
+        normals = self._normals()
+        everything = list(self._trainings.values())
+        for start in range(0, len(everything), TOGETHER):
+            trainings = everything[start : start + TOGETHER]
+            if self._average:
+                for training in trainings:
+                    training.w_sum += training.w
+            self._step(trainings, groups, normals)
+
+    def _draw(self) -> Indices:
+        """The users who take part in this round."""
+        coins = coins_for(self._seed, "cohort", self.round)
+        uniforms = coins.uniforms(len(self._batches))
+        return drawn(self._cohort, uniforms, self._visits, self._most_visits)
+
+    def _normals(self) -> Vector:
+        """The standard normals of this round, the same for all settings."""
+        noisy = any(training.noisy for training in self._trainings.values())
+        if not noisy:
+            return np.zeros(self._size)
+        return coins_for(self._seed, "noise", self.round).normals(self._size)
+
+    def _groups(self, users: Indices) -> list[_Group]:
+        """The minibatches of this round, those of the same size together."""
+        minibatches = {}
+        for user in users.tolist():
+            visit = int(self._visits[user])
+            minibatches[user] = self._batches[user](visit)
+        groups = []
+        sizes = {len(x) for x, _ in minibatches.values()}
+        for size in sorted(sizes):
+            members = [user for user, (x, _) in minibatches.items() if len(x) == size]
+            x = np.stack([minibatches[user][0] for user in members])
+            y = np.stack([minibatches[user][1] for user in members])
+            groups.append(_Group(np.array(members), self._model.entered((x, y))))
+        return groups
+
+    def _step(
+        self,
+        trainings: Sequence[_Training],
+        groups: Sequence[_Group],
+        normals: Vector,
+    ) -> None:
+        """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
+        ws = np.stack([training.w for training in trainings])
+        reduction = trainings[0].setting.release.reduction
+        clip_norms = np.array([training.setting.release.clip_norm for training in trainings])
+        totals = [training.setting.release.usual_noise_std * normals for training in trainings]
+        with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
+            for group in groups:
+                thetas = np.stack([training.thetas[group.users] for training in trainings])
+                sums, g_thetas = self._model.clipped_sums(
+                    ws, thetas, group.entered, reduction, clip_norms
+                )
+                for place, training in enumerate(trainings):
+                    totals[place] += sums[place]
+                    moved = training.setting.steps.personal * g_thetas[place]
+                    training.thetas[group.users] = thetas[place] - moved
+        for training, total in zip(trainings, totals, strict=True):
+            setting = training.setting
+            if setting.steps.publishes:
+                training.w = descend(training.w, total, setting.release, setting.steps.shared)
+
+    def _stand(self, users: Indices, until: int) -> None:
+        """If averages are wanted, add each θ_i to its sum once for every round since it moved."""
+        if self._average:
+            rounds = until - self._since[users]
+            for training in self._trainings.values():
+                training.thetas_sum[users] += rounds[:, None] * training.thetas[users]
+        self._since[users] = until
+
+    def w(self, place: int) -> Vector:
+        """w of one setting, or its average iterate."""
+        training = self._trainings[place]
+        if self._average and self.round:
+            return training.w_sum / self.round
+        return training.w
+
+    def theta(self, place: int, user: int) -> Vector:
+        """θ_i of one setting and user, or its average iterate."""
+        return np.asarray(self._thetas(place)[user])
+
+    def _thetas(self, place: int) -> Matrix:
+        """The θ of everyone, users × personal parameters."""
+        training = self._trainings[place]
+        if not self._average or not self.round:
+            return training.thetas
+        everyone = np.arange(len(self._batches))
+        self._stand(everyone, self.round)
+        averages: Matrix = training.thetas_sum / self.round
+        return averages
+
+    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
+        """Of every setting: over all measured rows, and the spread over users."""
+        rows: dict[int, dict[str, float]] = {}
+        for place in self.places:
+            found: dict[str, Vector] = {}
+            if self._validation:
+                found = for_choosing(self._summary(place, self._validation))
+            if final or not self._validation:
+                found |= self._summary(place, self._tests)
+            rows[place] = {name: float(value) for name, value in found.items()}
+        return rows
+
+    def _summary(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
+        weights = np.array([len(x) for x, _ in parts if len(x)], dtype=float)
+        return summary(self._by_user(place, parts), weights)
+
+    def _by_user(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
+        """Each measure of one setting, one number for each measured user."""
+        users = [user for user, (x, _) in enumerate(parts) if len(x)]
+        if not users:
+            return {}
+        tests = [parts[user] for user in users]
+        thetas = self._thetas(place)[users]
+        found: dict[str, list[float]] = {}
+        for measured in self._model.evaluate_users(self.w(place), thetas, tests):
+            for name, value in measured.items():
+                found.setdefault(name, []).append(value)
+        return {name: np.array(values) for name, values in found.items()}
+
+    def by_user(self) -> dict[int, Vector]:
+        """The main measure of each measured user, for every setting that is still trained."""
+        main: dict[int, Vector] = {}
+        for place in self.places:
+            found = self._by_user(place, self._tests)
+            if found:
+                main[place] = found[measure_of(found)]
+        return main
+
+    def state(self) -> State:
+        """Everything that training has changed."""
+        arrays = {}
+        for place, training in self._trainings.items():
+            for name in TRAINED:
+                arrays[f"{name}-{place}"] = getattr(training, name)
+        return {**arrays, **progress(self), "visits": self._visits, "since": self._since}
+
+    def restore(self, state: State) -> None:
+        """Continue from ``state``, which comes from an engine made with the same arguments."""
+        self.drop(dropped_since(self, state))
+        self.round = int(state["round"])
+        self._visits[...] = state["visits"]
+        self._since[...] = state["since"]
+        for place, training in self._trainings.items():
+            for name in TRAINED:
+                setattr(training, name, state[f"{name}-{place}"])
+
+    def drop(self, gone: set[int]) -> None:
+        """Stop training the settings at these places."""
+        for place in gone:
+            self._trainings.pop(place, None)
