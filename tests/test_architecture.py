@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 PACKAGE = Path(flwr_ppsgd.__file__).parent
 # A file imports only what stands above it: in the first list, and then in its own folder's.
 GROUND_FLOOR = """
-    door callers checks disk records arrays algorithm optimizers tuning noise secure
+    door callers checks disk records arrays algorithm recipe_numbers optimizers tuning noise secure
     loss_distribution epsilon privacy recipe promise wire signature learner theory settings client
     server legacy models data simulation experiments results plan recipe_plan audit cli
 """
@@ -33,8 +33,9 @@ FOLDERS = {
         tensorboard rounds secure_rounds fetch numpy_clients message_api legacy_api
     """,
     "models": """
-        ridge logistic linear batch blocks backbone representation losses loaders torch_optimizer
-        torch_server head twin steps chain split_learner split additive_head cnn torch_app
+        ridge solve logistic linear batch blocks backbone representation losses loaders
+        torch_optimizer torch_server head twin steps chain split_learner split additive_head cnn
+        torch_app
     """,
     "data": """
         split per_user raw columns frames features scaling tables npz files cache tff emnist
