@@ -25,11 +25,12 @@ RANDOM_CONVOLUTION = "random-convolution"
 RANDOM_FOURIER = "random-fourier"
 CONVOLUTION_FEATURES = 1000
 FOURIER_FEATURES = 300
-FILTER = 7  # pixels, in height and width
+FILTER = 13  # pixels, in height and width
+SHORTEST_SIDE = 7  # pixels, of an image
 POOL = 5  # pixels at least, and at most about this many cells along an edge
 WORKING_SIDE = 28  # pixels: larger images are averaged down to about this size
 LEAST_PIXELS = 144
-ROWS_AT_ONCE = 64
+ROWS_AT_ONCE = 8  # the patches of this many images stay in a processor's cache
 ROWS_LOOKED_AT = 500
 SMOOTH = 0.7  # neighbours in an image differ by less than this share of what any two pixels do
 
@@ -61,15 +62,16 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class RandomConvolution:
-    """Random convolutions of an image: |image ∗ filter| − t, its positive part, averaged in cells.
+    """Random Gabor filters of an image: |response| − t, its positive part, averaged in cells.
 
-    Filters have 7 × 7 pixels, mean zero in each channel and unit norm; t is the root mean square of
-    all responses of the image. An image's features are divided by their norm. So neither
-    brightness, nor contrast, nor units matter.
+    A filter is a wave under a Gaussian window of 13 × 13 pixels, mean zero and unit norm; its
+    direction, wavelength, window and phase are drawn. t is the root mean square of all responses of
+    the image. An image's features are divided by their norm. So neither brightness, nor contrast,
+    nor units matter. With several channels each filter sees a random direction of colour.
 
     Args:
         features: about how many; a whole number of filters is taken.
-        seed: of the filters. Public.
+        seed: of the filters, 0 or more. Public.
         shape: of an image: (height, width) or (height, width, channels); () is a square one.
     """
 
@@ -83,8 +85,7 @@ class RandomConvolution:
     def widths(self, columns: int) -> tuple[int, ...]:
         """Filters × cells."""
         height, width, _ = self._small(columns)
-        filters = self._filters(columns)
-        return (len(_edges(height)) * len(_edges(width)) * filters.shape[1],)
+        return (_cells(height) * _cells(width) * self._filters(columns).shape[1],)
 
     def __call__(self, x: Floats) -> Floats:
         """Rows × features, of images as rows of pixels."""
@@ -118,20 +119,37 @@ class RandomConvolution:
         return height // factor, width // factor, channels
 
     def _filters(self, columns: int) -> NDArray[np.float32]:
-        """(7·7·channels) × filters."""
+        """(13·channels·13) × filters."""
         height, width, channels = self._small(columns)
-        cells = len(_edges(height)) * len(_edges(width))
-        count = max(1, round(self.features / cells))
-        return _drawn_filters(self.seed, channels, count)
+        count = max(1, round(self.features / (_cells(height) * _cells(width))))
+        return _gabor_filters(self.seed, channels, count)
 
 
 @functools.lru_cache(maxsize=8)
-def _drawn_filters(seed: int, channels: int, count: int) -> NDArray[np.float32]:
-    drawn = generator("random-convolution", seed).normal(size=(count, FILTER * FILTER, channels))
-    drawn -= drawn.mean(axis=1, keepdims=True)
-    flat = drawn.reshape(count, -1)
-    flat /= np.linalg.norm(flat, axis=1, keepdims=True)
-    return flat.T.astype(np.float32)
+def _gabor_filters(seed: int, channels: int, count: int) -> NDArray[np.float32]:
+    """cos(2π·position/wavelength + phase) under a window: (across·channels·down) × filters."""
+    drawn = np.random.default_rng([seed, FILTER, 9]).random((count, 4)).T
+    direction = math.pi * drawn[0]
+    wavelength = 3 + 7 * drawn[1]
+    deviation = 0.7 * FILTER * (0.25 + 0.25 * drawn[2])
+    phase = 2 * math.pi * drawn[3]
+    down, across = np.mgrid[:FILTER, :FILTER][:, :, :, None] - FILTER // 2
+    position = across * np.cos(direction) + down * np.sin(direction)
+    window = np.exp(-(across**2 + down**2) / (2 * deviation**2))
+    waves = window * np.cos(2 * math.pi * position / wavelength + phase)
+    waves -= waves.mean(axis=(0, 1))
+    waves /= np.sqrt((waves**2).sum(axis=(0, 1)))
+    # down × across × filters, brought to across × channels × down × filters
+    filters = waves.transpose(1, 0, 2)[:, None] * _colours(seed, channels, count)[:, None]
+    return np.asarray(filters.reshape(-1, count), dtype=np.float32)
+
+
+def _colours(seed: int, channels: int, count: int) -> Floats:
+    """Channels × filters: how much each filter sees of each channel, of unit norm."""
+    if channels == 1:
+        return np.ones((1, count))
+    drawn = np.random.default_rng([seed, FILTER, 9, channels]).normal(size=(count, channels)).T
+    return np.asarray(drawn / np.linalg.norm(drawn, axis=0))
 
 
 def _factor(shape: tuple[int, int, int]) -> int:
@@ -139,35 +157,44 @@ def _factor(shape: tuple[int, int, int]) -> int:
     return max(1, min(shape[:2]) // WORKING_SIDE)
 
 
-def _edges(length: int) -> list[tuple[int, int]]:
-    """The cells along an edge: of 5 pixels, or of a fifth of the edge if that is more.
+def _cell_side(length: int) -> int:
+    """The side of a cell along an edge: 5 pixels, or a fifth of the edge if that is more."""
+    return min(length, max(POOL, length // POOL))
 
-    What is left over at the end is not used.
-    """
-    size = max(POOL, length // POOL)
-    size = min(size, length)
-    return [(start, start + size) for start in range(0, length - size + 1, size)]
+
+def _cells(length: int) -> int:
+    """The number of cells along an edge; the pixels that are left over at its end are not used."""
+    return length // _cell_side(length)
 
 
 def _pooled(images: NDArray[np.float32], filters: NDArray[np.float32]) -> NDArray[np.float32]:
     """n × (cells·filters); the pixels at an image's edge are repeated beyond it."""
+    count, height, width, _ = images.shape
+    responses = np.abs(_patches(images) @ filters).reshape(count, -1)
+    mean_squares = np.einsum("ij,ij->i", responses, responses) / responses.shape[1]
+    responses -= np.sqrt(mean_squares)[:, None]
+    np.maximum(responses, 0.0, out=responses)
+    down, across = _cells(height), _cells(width)
+    tall, wide = _cell_side(height), _cell_side(width)
+    maps = responses.reshape(count, height, width, -1)[:, : down * tall, : across * wide]
+    cells = maps.reshape(count, down, tall, across, wide, -1)
+    return np.asarray(cells.mean(axis=(2, 4)).reshape(count, -1))
+
+
+def _patches(images: NDArray[np.float32]) -> NDArray[np.float32]:
+    """A row of 13·channels·13 numbers, across and then down, around each pixel.
+
+    Windows are taken down first: what a patch holds then lies side by side in memory.
+    """
     count, height, width, channels = images.shape
     margin = FILTER // 2
     edges = ((0, 0), (margin, margin), (margin, margin), (0, 0))
     padded = np.pad(images, edges, mode="edge")
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (FILTER, FILTER), axis=(1, 2))
-    # n × height × width × channels × 7 × 7, brought to one row per pixel
-    rows = windows.transpose(0, 1, 2, 4, 5, 3).reshape(-1, FILTER * FILTER * channels)
-    responses = np.abs(rows @ filters).reshape(count, -1)
-    responses -= np.sqrt(np.mean(responses**2, axis=1, keepdims=True))
-    np.maximum(responses, 0.0, out=responses)
-    maps = responses.reshape(count, height, width, -1)
-    cells = [
-        maps[:, top:bottom, left:right].mean(axis=(1, 2))
-        for top, bottom in _edges(height)
-        for left, right in _edges(width)
-    ]
-    return np.concatenate(cells, axis=1)
+    tall = np.lib.stride_tricks.sliding_window_view(padded, FILTER, axis=1)
+    lines = tall.reshape(count, height, -1)
+    step = channels * FILTER
+    wide = np.lib.stride_tricks.sliding_window_view(lines, FILTER * step, axis=2)
+    return wide[:, :, ::step].reshape(count * height * width, FILTER * step)
 
 
 @dataclass(frozen=True)
@@ -336,7 +363,7 @@ def looks_like_images(x: Any, shape: Shape = ()) -> bool:
         shape: of a row, if it is known.
     """
     if shape:
-        return len(shape) in (2, 3) and min(shape[:2]) >= FILTER
+        return len(shape) in (2, 3) and min(shape[:2]) >= SHORTEST_SIDE
     columns = int(x.shape[1])
     side = math.isqrt(columns)
     if columns < LEAST_PIXELS or side * side != columns or hasattr(x, "toarray"):

@@ -40,23 +40,43 @@ def images(count: int, shape: tuple[int, ...], seed: int = 0) -> Floats:
     return np.array(found)
 
 
+def drawn_filters(seed: int, channels: int, count: int) -> torch.Tensor:
+    """Filters × channels × 13 × 13, drawn one number after the other."""
+    source = np.random.default_rng([seed, 13, 9])
+    down, across = np.mgrid[-6:7, -6:7]
+    filters = []
+    for _ in range(count):
+        direction = source.uniform(0, np.pi)
+        wavelength = source.uniform(3, 10)
+        deviation = 13 * 0.7 * source.uniform(0.25, 0.5)
+        phase = source.uniform(0, 2 * np.pi)
+        position = across * np.cos(direction) + down * np.sin(direction)
+        wave = np.cos(2 * np.pi * position / wavelength + phase)
+        wave *= np.exp(-(across**2 + down**2) / (2 * deviation**2))
+        wave -= wave.mean()
+        filters.append(wave / np.linalg.norm(wave))
+    colours = np.ones((count, 1))
+    if channels > 1:
+        colours = np.random.default_rng([seed, 13, 9, channels]).normal(size=(count, channels))
+        colours /= np.linalg.norm(colours, axis=1, keepdims=True)
+    return torch.from_numpy(colours[:, :, None, None] * np.array(filters)[:, None]).float()
+
+
 @pytest.mark.parametrize("shape", [(12, 12), (28, 28), (32, 32, 3), (20, 30, 2)])
 def test_random_convolutions_are_those_of_torch(shape: tuple[int, ...]) -> None:
     """|image ∗ filter| − its root mean square, the positive part, averaged, of unit length."""
     phi = RandomConvolution(features=200, seed=3, shape=shape)
-    x = images(3, shape)
+    x = images(9, shape)
     channels = shape[2] if len(shape) == 3 else 1
-    filters = phi._filters(x.shape[1])
-    kernel = torch.from_numpy(filters.T.reshape(-1, 7, 7, channels)).permute(0, 3, 1, 2)
-    assert torch.allclose(kernel.mean(dim=(2, 3)), torch.zeros(1), atol=1e-6)
-    assert torch.allclose(kernel.flatten(1).norm(dim=1), torch.ones(1), atol=1e-6)
+    pools = [max(5, side // 5) for side in shape[:2]]
+    cells = (shape[0] // pools[0]) * (shape[1] // pools[1])
+    kernel = drawn_filters(3, channels, round(200 / cells))
     planes = torch.from_numpy(x / x.max(axis=1, keepdims=True)).float()
-    planes = planes.reshape(3, *shape[:2], channels).permute(0, 3, 1, 2)
-    padded = nn.functional.pad(planes, (3, 3, 3, 3), mode="replicate")
+    planes = planes.reshape(9, *shape[:2], channels).permute(0, 3, 1, 2)
+    padded = nn.functional.pad(planes, (6, 6, 6, 6), mode="replicate")
     responses = nn.functional.conv2d(padded, kernel).abs()
     typical = responses.square().mean(dim=(1, 2, 3), keepdim=True).sqrt()
     responses = torch.relu(responses - typical)
-    pools = [max(5, side // 5) for side in shape[:2]]
     pooled = nn.functional.avg_pool2d(responses, pools).permute(0, 2, 3, 1).flatten(1)
     expected = nn.functional.normalize(pooled, dim=1).numpy()
     np.testing.assert_allclose(phi(x), expected, atol=1e-5)
@@ -65,8 +85,14 @@ def test_random_convolutions_are_those_of_torch(shape: tuple[int, ...]) -> None:
 
 def test_a_thousand_features_are_forty_filters_on_28_pixels() -> None:
     phi = RandomConvolution()
-    assert phi._filters(784).shape == (49, 40)
-    assert phi.widths(784) == (1000,)
+    assert phi.widths(784) == (40 * 5 * 5,)
+    assert phi(images(1, (28, 28))).shape == (1, 1000)
+
+
+def test_more_filters_begin_with_the_same_ones() -> None:
+    few = RandomConvolution(features=8, shape=(10, 10))._filters(100)
+    more = RandomConvolution(features=80, shape=(10, 10))._filters(100)
+    np.testing.assert_array_equal(more[:, : few.shape[1]], few)
 
 
 def test_images_of_any_size_and_brightness_have_features_of_one_length() -> None:
@@ -85,7 +111,7 @@ def test_images_of_any_size_and_brightness_have_features_of_one_length() -> None
 def test_the_seed_alone_decides() -> None:
     x = images(2, (14, 14))
     first = RandomConvolution(seed=1)(x)
-    module._drawn_filters.cache_clear()
+    module._gabor_filters.cache_clear()
     np.testing.assert_array_equal(RandomConvolution(seed=1)(x), first)
     assert not np.allclose(RandomConvolution(seed=2)(x), first)
     table = np.random.default_rng(0).normal(size=(4, 6))

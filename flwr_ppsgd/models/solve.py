@@ -1,0 +1,628 @@
+"""What one user's device solves: the message to the server, and the personal model.
+
+Both are ridge regressions on the user's own rows, linear in w or with a kernel. A kernel matrix is
+factorised once, K = BB'; every penalty, every w and every row left out then costs products with B.
+Numpy alone: a device needs nothing else.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.checks import require
+from flwr_ppsgd.recipe_numbers import Flags, Matrix, Task
+
+log = logging.getLogger("flwr.ppsgd")
+
+Rows: TypeAlias = Any  # rows × columns: an array, or a sparse matrix that has ``toarray``
+Places: TypeAlias = NDArray[np.intp]
+
+RIDGE = 0.001  # of the trace, in a message: almost none
+UNIT_DEGREES = 4  # the public unit counts as much as this many own rows
+CUT = 5.0  # own standard deviations, for columns of numbers
+CONSTANT = 1e-9  # of the mean: a smaller deviation is round-off
+LAMBDAS = np.array([1.0, 4.0, 16.0, 64.0, 256.0])  # divided by n, for kernels of trace n
+BETAS = np.array([0.0, 0.5, 1.0])  # how much of w is added
+WIDTHS = (0.3, 1.0, 3.0)  # of RBF kernels; one alone costs 8 % on some data
+REFINEMENT = 0.1  # the prior of every RBF kernel, and of β = ½ beside β = 1
+OFFSET = 10.0  # the prior of the own offset alone, divided by n
+LEAST_RBF_ROWS = 5  # below, a kernel learns nothing
+MOST_RBF_ROWS = 500  # a kernel needs a matrix of rows × rows
+LEAST_ERROR = 1e-12  # of the mean square of Y: a smaller mean square of errors is round-off
+LARGEST = 1e100  # a larger number counts as missing: its square has no room in a float
+LEAST_TRACE = 1e-200  # a smaller sum of squares counts as zero
+CLOSE = 1e-6  # of the squared norms: nearer pairs of rows are subtracted, for their digits' sake
+PAIRS_AT_ONCE = 1024
+ROWS_AT_ONCE = 1024
+SCALING = "scaling_"  # begins the names of a saved model's scaling
+NOT_SAVED = ("scaling", "alone")
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """What is public about rows and targets.
+
+    Args:
+        task: "regression" or "classification".
+        numbers: per column, whether it is a number that each user scales by own rows.
+        sparse: per column, whether most users lack it.
+        outputs: the number of classes; 1 in regression.
+        ones: whether a column of ones is added, as the last.
+    """
+
+    task: Task
+    numbers: Flags
+    sparse: Flags
+    outputs: int = 1
+    ones: bool = False
+
+    @property
+    def width(self) -> int:
+        """The number of columns of w."""
+        return len(self.numbers) + self.ones
+
+    @property
+    def sparse_shared(self) -> Flags:
+        """Per column of w, whether it is sparse."""
+        return np.append(self.sparse, [False] * self.ones).astype(np.bool_)
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """What every device gets once, after the last round.
+
+    Args:
+        shared: w, columns × outputs.
+        variance: ν, the noise in w: one number, or one per column.
+        unit: u, in the units of the targets; 1 in classification.
+        size: C.
+    """
+
+    shared: Matrix
+    variance: Vector
+    unit: float = 1.0
+    size: float = 1.0
+
+
+def spread(targets: ArrayLike) -> float:
+    """√(S/(n − 1)) with S = Σ(y − ȳ)²; NaN below two rows, 0 if all targets are equal."""
+    values = np.asarray(targets, dtype=np.float64).reshape(-1)
+    values = values[np.abs(values) <= LARGEST]
+    if len(values) < 2:
+        return math.nan
+    around, _ = _around_mean(values)
+    return math.sqrt(float(around @ around) / (len(values) - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """How one user's raw rows become rows of X.
+
+    Args:
+        width: the number of raw columns.
+        numbers: the places of the columns of numbers.
+        mean: of each of them, over the training rows.
+        deviation: likewise, with divisor n; 0 if the column is constant.
+        centre: what is subtracted last, per column of w; it has one column more if ones are added.
+    """
+
+    width: int
+    numbers: Places
+    mean: Vector
+    deviation: Vector
+    centre: Vector
+
+    @classmethod
+    def of(cls, training: Matrix, columns: Columns) -> Self:
+        """By the training rows; in regression the centre is their mean."""
+        numbers = np.flatnonzero(columns.numbers)
+        around, mean = _around_mean(training[:, numbers])
+        deviation = np.sqrt((around**2).sum(axis=0) / max(1, len(training)))
+        deviation[deviation <= CONSTANT * np.abs(mean)] = 0.0
+        width = len(columns.numbers)
+        plain = cls(width, numbers, mean, deviation, np.zeros(columns.width))
+        if columns.task == "classification":
+            return plain
+        _, centre = _around_mean(plain(training))
+        return cls(width, numbers, mean, deviation, centre)
+
+    def __call__(self, raw: Rows) -> Matrix:
+        """Rows of X. A value that is missing counts as the own mean, or 0 in classification."""
+        rows = _dense(raw)
+        remedy = "give the columns of training, in their order"
+        require(
+            rows.shape[1] == self.width,
+            f"rows must have {self.width} columns",
+            rows.shape[1],
+            remedy,
+        )
+        scaled = np.ones((len(rows), len(self.centre)))
+        scaled[:, : self.width] = rows
+        if len(self.numbers):
+            varies = self.deviation > 0
+            units = (rows[:, self.numbers] - self.mean) / np.where(varies, self.deviation, 1.0)
+            scaled[:, self.numbers] = np.where(varies, np.clip(units, -CUT, CUT), 0.0)
+        scaled -= self.centre
+        scaled[~(np.abs(scaled) <= LARGEST)] = 0.0
+        return scaled
+
+
+def eigenpairs(matrix: Matrix) -> tuple[Vector, Matrix]:
+    """Eigenvalues and eigenvectors of a matrix that has no negative ones but by round-off."""
+    values, vectors = np.linalg.eigh(matrix)
+    return np.maximum(values, 0.0), vectors
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """K = BB' with B'B = diag(s), for a kernel matrix K.
+
+    Args:
+        basis: B, rows × r.
+        squares: s, of length r.
+    """
+
+    basis: Matrix
+    squares: Vector
+
+    @classmethod
+    def of(cls, kernel: Matrix) -> Self:
+        """By eigenvectors."""
+        squares, vectors = eigenpairs(kernel)
+        return cls(vectors * np.sqrt(squares), squares)
+
+    def residuals(self, values: Matrix, ridges: Vector) -> Matrix:
+        """λ(K + λI)⁻¹·values for each λ: rows × λ × columns of the values."""
+        rank = len(self.squares)
+        coordinates = self.basis.T @ values
+        shrunk = coordinates[:, None, :] / (self.squares[:, None] + ridges)[:, :, None]
+        fitted = self.basis @ shrunk.reshape(rank, len(ridges) * values.shape[1])
+        return np.asarray(values[:, None, :] - fitted.reshape(-1, len(ridges), values.shape[1]))
+
+    def leverages(self, ridges: Vector) -> Matrix:
+        """The diagonal of K(K + λI)⁻¹ for each λ: rows × λ."""
+        return np.asarray(self.basis**2 @ (1 / (self.squares[:, None] + ridges)))
+
+
+@dataclass(frozen=True, eq=False)
+class OwnProblem:
+    """One user's rows X and targets Y, ready to be solved for any w.
+
+    In regression both have mean zero, and Y is in own units: v² = (S + 4u²)/(max(n, 1) + 3). In
+    classification Y is one-hot − 1/K. X holds only the columns of w in which some row is not 0.
+
+    Args:
+        columns: what is public.
+        scaling: how raw rows become X.
+        support: the places of X's columns among those of w.
+        rows: X, n × support.
+        targets: Y, n × outputs.
+        has: per sparse column, whether some raw row is not 0 there.
+        location: ȳ; 0 in classification.
+        unit: v; 1 in classification.
+    """
+
+    columns: Columns
+    scaling: Scaling
+    support: Places
+    rows: Matrix
+    targets: Matrix
+    has: Flags
+    location: float = 0.0
+    unit: float = 1.0
+
+    @classmethod
+    def of(cls, rows: Rows, targets: ArrayLike, columns: Columns, unit: float = 1.0) -> Self:
+        """From raw rows and targets: numbers, or class indices, or a row of 0 and 1 per class.
+
+        Rows that hold NaN or infinity are left out, with a line in the log.
+        """
+        training, values = _usable_rows(_dense(rows), np.asarray(targets, dtype=np.float64))
+        scaling = Scaling.of(training, columns)
+        scaled = scaling(training)
+        support = np.flatnonzero(scaled.any(axis=0))
+        own = scaled.take(support, axis=1)
+        has = np.asarray(training[:, columns.sparse].any(axis=0))
+        if columns.task == "classification":
+            return cls(columns, scaling, support, own, _class_targets(values, columns), has)
+        remedy = "give as many targets as rows"
+        require(values.size == len(training), "a row has one target", values.shape, remedy)
+        around, mean = _around_mean(values.reshape(-1))
+        freedom = max(len(around), 1) - 1 + UNIT_DEGREES
+        own_unit = math.sqrt((float(around @ around) + UNIT_DEGREES * unit**2) / freedom)
+        scores = around[:, None] / own_unit
+        return cls(columns, scaling, support, own, scores, has, float(mean), own_unit)
+
+    @property
+    def primal(self) -> bool:
+        """Whether X'X is smaller than XX'."""
+        n, width = self.rows.shape
+        return bool(n > width)
+
+    @functools.cached_property
+    def spectrum(self) -> tuple[Vector, Matrix]:
+        """Of X'X or XX': computed once, for all rounds and the personal model."""
+        if self.primal:
+            return eigenpairs(self.rows.T @ self.rows)
+        return eigenpairs(self.rows @ self.rows.T)
+
+    @functools.cached_property
+    def trace(self) -> float:
+        """tr XX', 0 if it is tiny."""
+        found = float((self.rows**2).sum())
+        return found if found > LEAST_TRACE else 0.0
+
+    def own_columns(self) -> Vector:
+        """1.0 for each sparse column that this user has, else 0.0."""
+        return self.has.astype(np.float64)
+
+    def predictions(self, shared: Matrix) -> Matrix:
+        """Xw, n × outputs."""
+        return np.asarray(self.rows @ shared.take(self.support, axis=0))
+
+
+def solution(problem: OwnProblem, shared: Matrix) -> Matrix:
+    """m = X'(XX' + λI)⁻¹(Y − Xw), λ = .001·tr XX': what this user would add to w.
+
+    Zeros if X = 0: no rows, or one in regression.
+    """
+    message = np.zeros(shared.shape)
+    if problem.trace == 0:
+        return message
+    rows = problem.rows
+    squares, vectors = problem.spectrum
+    damped = squares[:, None] + RIDGE * problem.trace
+    residual = problem.targets - problem.predictions(shared)
+    if problem.primal:
+        own = vectors @ (vectors.T @ (rows.T @ residual) / damped)
+    else:
+        own = rows.T @ (vectors @ (vectors.T @ residual / damped))
+    message[problem.support] = own
+    return message
+
+
+def trust_in(problem: OwnProblem, published: Published) -> float:
+    """s = max(0, 1 − c·Σx_j²ν_j/‖Xw‖²): is w's prediction for own rows more than its noise?"""
+    signal = float((problem.predictions(published.shared) ** 2).sum())
+    if signal == 0:
+        return 0.0
+    energy = (problem.rows**2).sum(axis=0)
+    variance = np.broadcast_to(published.variance, problem.columns.width)[problem.support]
+    noise = problem.columns.outputs * float(energy @ variance)
+    return max(0.0, 1 - noise / signal)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One family of own models.
+
+    Args:
+        name: "linear", "offset" or "rbf" and its width.
+        prior: how much the family counts before the user's rows are seen.
+        factors: of its matrix between own rows.
+        scale: its trace divided by n, which every λ is multiplied by.
+        intercept: whether the model has a constant without penalty. Rows and targets have mean
+            zero then: the constant is 0, and differs only if a row is left out.
+    """
+
+    name: str
+    prior: float
+    factors: Factors
+    scale: float = 1.0
+    intercept: bool = False
+
+    @property
+    def ridges(self) -> Vector:
+        """The penalties λ in the units of the matrix."""
+        return np.asarray(LAMBDAS * (self.scale / len(self.factors.basis)))
+
+
+def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
+    """The user's kernels, and the rates of those that are RBF: exp(−rate·‖x − x'‖²).
+
+    RBF kernels are for dense columns and 5 to 500 rows that are not all equal.
+    """
+    n = len(problem.rows)
+    regression = problem.columns.task == "regression"
+    scale = problem.trace / n or 1.0
+    squares, vectors = problem.spectrum
+    basis = problem.rows @ vectors if problem.primal else vectors * np.sqrt(squares)
+    flat = Factors(np.zeros((n, 0)), np.zeros(0))
+    if not regression:
+        flat = Factors(np.ones((n, 1)), np.array([float(n)]))
+    kernels = [
+        Kernel("linear", 1.0, Factors(basis, squares), scale, regression),
+        Kernel("offset", OFFSET / n, flat, intercept=regression),
+    ]
+    none = np.zeros(0)
+    if problem.columns.sparse.any() or not LEAST_RBF_ROWS <= n <= MOST_RBF_ROWS:
+        return kernels, none
+    distances = squared_distances(problem.rows, problem.rows)
+    different = distances[distances > LEAST_TRACE]
+    if not different.size:
+        return kernels, none
+    rates = np.array(WIDTHS) / np.median(different)
+    for width, rate in zip(WIDTHS, rates, strict=True):
+        factors = Factors.of(np.exp(-rate * distances))
+        kernels.append(Kernel(f"rbf {width}", REFINEMENT, factors))
+    return kernels, rates
+
+
+def squared_distances(left: Matrix, right: Matrix) -> Matrix:
+    """‖x − x'‖² for rows of the one and of the other; exactly 0 for equal rows."""
+    squares = np.einsum("ij,ij->i", left, left)[:, None] + np.einsum("ij,ij->i", right, right)
+    distances = np.asarray(squares - 2 * (left @ right.T))
+    near = distances <= CLOSE * squares
+    if left is right:
+        np.fill_diagonal(near, False)
+        np.fill_diagonal(distances, 0.0)
+    first, second = np.nonzero(near)
+    for start in range(0, len(first), PAIRS_AT_ONCE):
+        some = first[start : start + PAIRS_AT_ONCE]
+        others = second[start : start + PAIRS_AT_ONCE]
+        gaps = left[some] - right[others]
+        distances[some, others] = np.einsum("ij,ij->i", gaps, gaps)
+    return distances
+
+
+@dataclass(frozen=True, eq=False)
+class LeftOut:
+    """One kernel's models for every λ and β, and their errors on rows left out.
+
+    Args:
+        duals: of Y and of Xw, rows × λ × 2 × outputs: those of a β belong to Y − β·Xw.
+        scores: L, the mean squares of errors on rows left out, λ × β.
+    """
+
+    duals: Matrix
+    scores: Matrix
+
+    @classmethod
+    def of(cls, kernel: Kernel, targets: Matrix, predictions: Matrix) -> Self:
+        """Exactly: the error on a row left out is its residual/(1 − its leverage)."""
+        n, outputs = targets.shape
+        both = np.hstack([targets, predictions])
+        residuals = kernel.factors.residuals(both, kernel.ridges)
+        residuals = residuals.reshape(n, len(LAMBDAS), 2, outputs)
+        free = 1 - kernel.factors.leverages(kernel.ridges)
+        if kernel.intercept:
+            free -= 1 / n
+        errors = residuals / free[:, :, None, None]
+        of_betas = [errors[:, :, 0] - beta * errors[:, :, 1] for beta in BETAS]
+        scores = [(error**2).sum(axis=(0, 2)) / n for error in of_betas]
+        return cls(residuals / kernel.ridges[:, None, None], np.stack(scores, axis=1))
+
+    def mixed(self, weights: Matrix) -> Matrix:
+        """Dual coefficients, rows × outputs, for weights λ × β."""
+        counts = np.stack([weights.sum(axis=1), -weights @ BETAS], axis=1)  # λ × 2
+        return np.asarray(np.einsum("nlko,lk->no", self.duals, counts))
+
+
+def mixture_weights(scores: Matrix, priors: Vector, trust: float, targets: Matrix) -> Matrix:
+    """∝ prior·L^(−n/2), kernels × λ × β, of sum 1; the prior alone if Y = 0.
+
+    Args:
+        scores: L, kernels × λ × β; at least 1e-12 of the mean square of Y counts.
+        priors: of the kernels; β = 0, ½, 1 have the priors 1 − s, s/10, s.
+        trust: s.
+        targets: Y.
+    """
+    of_beta = np.array([1 - trust, REFINEMENT * trust, trust])
+    prior = np.broadcast_to(priors[:, None, None] * of_beta, scores.shape)
+    n = len(targets)
+    mean_square = float((targets**2).sum()) / n
+    if mean_square == 0:
+        return np.asarray(prior / prior.sum())
+    logs = np.log(np.maximum(scores, LEAST_ERROR * mean_square))
+    least = logs[prior > 0].min()
+    weights = prior * np.exp(-0.5 * n * np.maximum(logs - least, 0.0))
+    return np.asarray(weights / weights.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """A user's personal model; it stays on the device.
+
+    Prediction = location + unit·(x·slopes + offset + Σ_rates exp(−rate·‖x − rows‖²)·coefficients).
+
+    Args:
+        scaling: how raw rows become x.
+        slopes: β̄·w and the own linear part, columns × outputs.
+        offset: per output.
+        support: the places of the columns of ``rows``.
+        rows: the user's own rows, if there are RBF kernels.
+        rates: of the RBF kernels.
+        coefficients: dual ones, rates × rows × outputs.
+        location: ȳ; 0 in classification.
+        unit: v; 1 in classification.
+        has_location: False in regression without rows: there is no ȳ, and nothing to predict with.
+        trust: s.
+        beta: β̄, the mean β.
+        kernels: the names of the kernels; none below two rows.
+        weights: how much each of them counts.
+        alone: the same mixture with β = 0 only: own rows without w. It is not saved.
+    """
+
+    scaling: Scaling
+    slopes: Matrix
+    offset: Vector
+    support: Places
+    rows: Matrix
+    rates: Vector
+    coefficients: Matrix
+    location: float
+    unit: float
+    has_location: bool
+    trust: float
+    beta: float
+    kernels: NDArray[np.str_]
+    weights: Vector
+    alone: "Mixture | None" = None
+
+    @property
+    def chosen(self) -> dict[str, float]:
+        """What the user chose, in numbers: trust, the mean β, and the weight of each kernel."""
+        by_kernel = zip(self.kernels.tolist(), self.weights.tolist(), strict=True)
+        return {"trust": self.trust, "beta": self.beta, **dict(by_kernel)}
+
+    def predict(self, raw: Rows) -> Matrix:
+        """Rows × 1 in the units of the targets, or rows × classes of scores."""
+        if not self.has_location:
+            raise ValueError(
+                "a user without rows has no mean to predict around: give this user rows, or leave "
+                "the user out of the evaluation"
+            )
+        count = raw.shape[0]
+        parts = [
+            self._predict_some(raw[start : start + ROWS_AT_ONCE])
+            for start in range(0, count, ROWS_AT_ONCE)
+        ]
+        return np.concatenate([np.zeros((0, len(self.offset))), *parts])
+
+    def _predict_some(self, raw: Rows) -> Matrix:
+        x = self.scaling(raw)
+        result = x @ self.slopes + self.offset
+        if len(self.rates):
+            elsewhere = np.delete(x, self.support, axis=1)
+            distances = squared_distances(x.take(self.support, axis=1), self.rows)
+            distances += np.einsum("ij,ij->i", elsewhere, elsewhere)[:, None]
+            for rate, coefficients in zip(self.rates, self.coefficients, strict=True):
+                result += np.exp(-rate * distances) @ coefficients
+        return np.asarray(self.location + self.unit * result)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Everything that predicts, for ``np.savez``."""
+        scaling = {SCALING + name: value for name, value in vars(self.scaling).items()}
+        own = {name: value for name, value in vars(self).items() if name not in NOT_SAVED}
+        return {name: np.asarray(value) for name, value in {**scaling, **own}.items()}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
+        """The model that gave these arrays: it predicts the same bits."""
+        scaling = {each.name: _plain_value(arrays[SCALING + each.name]) for each in fields(Scaling)}
+        own = [each.name for each in fields(cls) if each.name not in NOT_SAVED]
+        values = {name: _plain_value(arrays[name]) for name in own}
+        return cls(scaling=Scaling(**scaling), **values)
+
+
+def personal_model(problem: OwnProblem, published: Published) -> Mixture:
+    """Own models around β·w, weighted by their errors on rows left out; w alone below two rows."""
+    shared = published.shared
+    trust = trust_in(problem, published)
+    if len(problem.rows) < 2:
+        alone = _linear_model(problem, 0.0 * shared, problem.targets.sum(axis=0))
+        no_offset = np.zeros(problem.columns.outputs)
+        only_shared = _linear_model(problem, shared, no_offset)
+        return replace(only_shared, trust=trust, beta=1.0, alone=alone)
+    kernels, rates = candidates(problem)
+    predictions = problem.predictions(shared)
+    fits = [LeftOut.of(kernel, problem.targets, predictions) for kernel in kernels]
+    mixture = functools.partial(
+        _mixture, problem=problem, shared=shared, kernels=kernels, fits=fits, rates=rates
+    )
+    return replace(mixture(trust), alone=mixture(0.0))
+
+
+def _mixture(
+    trust: float,
+    *,
+    problem: OwnProblem,
+    shared: Matrix,
+    kernels: Sequence[Kernel],
+    fits: Sequence[LeftOut],
+    rates: Vector,
+) -> Mixture:
+    """The mixture of all candidates; the first two kernels are the linear one and the offset."""
+    scores = np.array([fit.scores for fit in fits])
+    priors = np.array([kernel.prior for kernel in kernels])
+    weights = mixture_weights(scores, priors, trust, problem.targets)
+    duals = [fit.mixed(own) for fit, own in zip(fits, weights, strict=True)]
+    beta = float((weights @ BETAS).sum())
+    slopes = beta * shared
+    slopes[problem.support] += problem.rows.T @ duals[0]
+    offset = np.zeros(problem.columns.outputs)
+    if problem.columns.task == "classification":
+        offset = duals[1].sum(axis=0)
+    return replace(
+        _linear_model(problem, slopes, offset),
+        rows=problem.rows if len(rates) else problem.rows[:0],
+        rates=rates,
+        coefficients=np.array(duals[2:]),
+        trust=trust,
+        beta=beta,
+        kernels=np.array([kernel.name for kernel in kernels]),
+        weights=weights.sum(axis=(1, 2)),
+    )
+
+
+def _linear_model(problem: OwnProblem, slopes: Matrix, offset: Vector) -> Mixture:
+    """A model without kernels, in the user's own coordinates."""
+    return Mixture(
+        scaling=problem.scaling,
+        slopes=slopes,
+        offset=offset,
+        support=problem.support,
+        rows=problem.rows[:0],
+        rates=np.zeros(0),
+        coefficients=np.zeros((0, 0, len(offset))),
+        location=problem.location,
+        unit=problem.unit,
+        has_location=problem.columns.task == "classification" or len(problem.rows) > 0,
+        trust=0.0,
+        beta=0.0,
+        kernels=np.array([], dtype=np.str_),
+        weights=np.zeros(0),
+    )
+
+
+def _plain_value(array: NDArray[Any]) -> Any:
+    """A number as Python's own, an array as it is."""
+    return array.item() if array.ndim == 0 else array
+
+
+def _dense(rows: Rows) -> Matrix:
+    """A float64 array of what may be sparse."""
+    return np.asarray(rows.toarray() if hasattr(rows, "toarray") else rows, dtype=np.float64)
+
+
+def _around_mean(values: Matrix) -> tuple[Matrix, Matrix]:
+    """Values minus their mean, and the mean; equal values give exact zeros, no values mean 0."""
+    if not len(values):
+        return values, np.zeros(values.shape[1:])
+    from_first = values - values[0]
+    mean = from_first.mean(axis=0)
+    return from_first - mean, values[0] + mean
+
+
+def _usable_rows(rows: Matrix, targets: Matrix) -> tuple[Matrix, Matrix]:
+    """Without rows that hold NaN, infinity or a number beyond 1e100."""
+    usable = (np.abs(rows) <= LARGEST).all(axis=1)
+    fine = np.abs(targets) <= LARGEST
+    usable &= fine.all(axis=1) if fine.ndim == 2 else fine
+    if usable.all():
+        return rows, targets
+    left_out = int((~usable).sum())
+    log.warning(
+        "%d of this user's %d rows hold NaN or infinity and are left out: clean the data",
+        left_out,
+        len(rows),
+    )
+    return rows[usable], targets[usable]
+
+
+def _class_targets(values: Matrix, columns: Columns) -> Matrix:
+    """One-hot − 1/K, of class indices; or of rows of 0 and 1 minus 1/K."""
+    if values.ndim == 2:
+        return values - 1 / columns.outputs
+    classes = values.astype(np.intp)
+    known = bool(((values == classes) & (classes >= 0) & (classes < columns.outputs)).all())
+    rule = f"classes must be whole numbers from 0 to {columns.outputs - 1}"
+    require(known, rule, values[:5].tolist(), "number the classes in their public order")
+    return np.asarray(np.eye(columns.outputs)[classes] - 1 / columns.outputs)

@@ -1,0 +1,165 @@
+"""The numbers of the recipe: rounds, shares of the budget, scalars and gains, from public values.
+
+Pure functions. The server calls all of them; a device calls ``scalar_pair`` alone, so importing
+this module loads numpy and nothing heavier. Under secure sums pass the largest noise multiplier
+that there can be, z·√(N/h): the number of survivors is not published.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_ppsgd.algorithm import Vector
+
+Task: TypeAlias = Literal["regression", "classification"]
+Matrix: TypeAlias = NDArray[np.float64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+LEAST_ROUNDS = 2  # one round is .4 % worse
+MOST_ROUNDS = 8  # later rounds change nothing that the personal part does not
+USERS_PER_ROUND = 100  # per unit of noise: T rounds then add noise of at most C/100 to a prediction
+SCALAR_SHARE = 0.05  # of the budget, for each scalar
+COLUMNS_SHARE = 0.10  # for the count of users that have each sparse column
+OCTAVES = 8.0  # a scalar is log2(value)/8, which covers 2^-8 to 2^8
+ANSWER = 0.5  # what a user who answers adds to the count beside the scalar
+SCALAR_BOUND = math.sqrt(1 + ANSWER**2)  # the norm of the longest pair (±1, ½)
+VALUE_PRIOR = (3 / OCTAVES) ** 2  # variance: three octaves around the value 1
+MISSING_PRIOR = 0.3**2  # variance of the share of users that do not answer
+MOST_MISSING = 0.75  # a larger share would be noise
+
+
+def noise_alone(epsilon: float, delta: float) -> float:
+    """σ₁: the noise multiplier of the one release that (ε, δ) pays for, everyone in it."""
+    import dp_accounting
+
+    return float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+
+
+def rounds_for(population: int, sigma: float) -> int:
+    """T = clip(round(N/(100·σ₁)), 2, 8); 8 without noise."""
+    if sigma == 0:
+        return MOST_ROUNDS
+    wanted = round(population / (USERS_PER_ROUND * sigma))
+    return min(MOST_ROUNDS, max(LEAST_ROUNDS, wanted))
+
+
+def shares(task: Task, sparse: bool, rounds: int) -> dict[str, float]:
+    """The share a of the budget of each release, in their order: its z is σ₁/√a.
+
+    "mean" is one of the T rounds; all the shares, with "mean" T times, add up to 1.
+
+    Args:
+        task: regression releases the unit of the targets; classification has none.
+        sparse: whether there are sparse columns. Without them regression needs no size: C = 1.
+        rounds: T.
+    """
+    budget: dict[str, float] = {}
+    if task == "regression":
+        budget["unit"] = SCALAR_SHARE
+    if task == "classification" or sparse:
+        budget["size"] = SCALAR_SHARE
+    if sparse:
+        budget["count"] = SCALAR_SHARE
+        budget["columns"] = COLUMNS_SHARE
+    budget["mean"] = (1 - sum(budget.values())) / rounds
+    return budget
+
+
+def scalar_pair(value: float) -> Vector:
+    """A user's answer: (log2(value)/8 cut to [−1, 1], ½), or (0, 0) if there is no logarithm."""
+    if not 0 < value < math.inf:
+        return np.zeros(2)
+    octaves = math.log2(value) / OCTAVES
+    return np.array([min(1.0, max(-1.0, octaves)), ANSWER])
+
+
+def scalar_value(noisy_sum: Vector, population: int, z: float) -> float:
+    """2^(8q·p/(p + σ_q²)): the geometric mean of the answers, drawn to 1 as far as it is noise.
+
+    q = Σ̃v/B with B the estimated number of answers; σ_q = (√1.25·z/B)·√(1 + (2κq)²).
+
+    Args:
+        noisy_sum: the noisy sum of ``scalar_pair`` over all users.
+        population: N.
+        z: the noise multiplier, in units of the bound √1.25.
+    """
+    answers, belief = _answers(noisy_sum, population, z)
+    q = float(noisy_sum[0]) / answers
+    from_value = SCALAR_BOUND * z / answers
+    sigma = from_value * math.sqrt(1 + (belief * q / ANSWER) ** 2)
+    kept = VALUE_PRIOR / (VALUE_PRIOR + sigma**2)
+    return float(2.0 ** (OCTAVES * q * kept))
+
+
+def _answers(noisy_sum: Vector, population: int, z: float) -> tuple[float, float]:
+    """B = N·(1 − d), and κ: how far the noisy share d of missing users is believed."""
+    noise = SCALAR_BOUND * z / (ANSWER * population)
+    belief = MISSING_PRIOR / (MISSING_PRIOR + noise**2)
+    missing = belief * (1 - float(noisy_sum[1]) / (ANSWER * population))
+    return population * (1 - min(MOST_MISSING, max(0.0, missing))), belief
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnShares:
+    """How many users have each column of w.
+
+    Args:
+        shares: f, the noisy share of users per column; 1 for columns that are not sparse.
+        known: whether f is above its floor, or the column is not sparse.
+    """
+
+    shares: Vector
+    known: Flags
+
+
+def column_shares(
+    noisy_sum: Vector, size: float, population: int, z: float, sparse: Flags
+) -> ColumnShares:
+    """f = k·noisy sum/N, at least max(2σ_f, 1/N) with σ_f = z·k/N, at most 1.
+
+    Args:
+        noisy_sum: over users, of their 0/1 vectors of own sparse columns divided by k. A release
+            that failed counts as zeros: every share is at its floor.
+        size: k, the released typical root of a user's number of sparse columns.
+        population: N.
+        z: the noise multiplier of that release.
+        sparse: per column of w, whether it is sparse.
+    """
+    floor = max(2 * z * size, 1.0) / population
+    counted = size * noisy_sum / population
+    found = np.ones(len(sparse))
+    found[sparse] = np.clip(counted, floor, 1.0)
+    known = np.ones(len(sparse), dtype=np.bool_)
+    known[sparse] = counted > floor
+    return ColumnShares(found, known)
+
+
+def server_gain(mean: Matrix, sigma: float, columns: ColumnShares | None) -> Vector:
+    """g: the server adds g_j·m_j to w_j. One 1 for dense columns, else a number per column.
+
+    g = f/(f² + σ²/τ²): 1/f is the largest safe step, the rest a Wiener filter. τ² is the mean of
+    (m² − σ²)/f² over the outputs of known columns; without any, or if it is not positive, g = 0.
+
+    Args:
+        mean: m = C·noisy sum/N of this round, columns × outputs.
+        sigma: σ = z·C/N, the noise in each of its numbers.
+        columns: the shares of users, or None if no column is sparse.
+    """
+    if columns is None:
+        return np.ones(1)
+    known = columns.known
+    signal = (mean[known] ** 2 - sigma**2) / columns.shares[known, None] ** 2
+    tau2 = float(signal.mean()) if signal.size else 0.0
+    if tau2 <= 0:
+        return np.zeros(len(mean))
+    return np.asarray(columns.shares / (columns.shares**2 + sigma**2 / tau2))
+
+
+def published_variance(gains: Sequence[Vector], sigma: float) -> Vector:
+    """ν = the largest (g·σ)² of the rounds: the noise of one, since later ones contract it."""
+    largest = np.max(np.array(gains), axis=0)
+    return np.asarray((largest * sigma) ** 2)

@@ -1,0 +1,594 @@
+"""What a device solves: recorded problems, rows left out, saved models, users of any kind."""
+
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+from numpy.typing import NDArray
+
+from flwr_ppsgd.models.solve import (
+    BETAS,
+    LAMBDAS,
+    WIDTHS,
+    Columns,
+    Kernel,
+    LeftOut,
+    Mixture,
+    OwnProblem,
+    Published,
+    candidates,
+    mixture_weights,
+    personal_model,
+    solution,
+    spread,
+    squared_distances,
+    trust_in,
+)
+from flwr_ppsgd.recipe_numbers import Task
+from tests.support.recipe_golden import (
+    NAMES,
+    close,
+    needs_golden,
+    problems_of,
+    recorded,
+)
+
+Floats = NDArray[np.float64]
+TASKS: list[Task] = ["regression", "classification"]
+
+
+def plain_columns(task: Task, width: int, numbers: int = 0, sparse: int = 0) -> Columns:
+    """Numbers first, sparse columns last; three classes and ones in classification."""
+    places = np.arange(width)
+    classes = task == "classification"
+    return Columns(
+        task, places < numbers, places >= width - sparse, 3 if classes else 1, ones=classes
+    )
+
+
+def data(task: Task, n: int, width: int, seed: int = 0) -> tuple[Floats, Floats]:
+    """Rows around 2, and targets that depend on them."""
+    random = np.random.default_rng([seed, n, width])
+    rows = random.normal(size=(n, width)) + 2
+    signal = rows @ random.normal(size=(width, 3)) + random.normal(size=(n, 3))
+    return rows, signal[:, 0] if task == "regression" else signal.argmax(axis=1)
+
+
+def made(task: Task, n: int, width: int, seed: int = 0, **kinds: int) -> OwnProblem:
+    rows, targets = data(task, n, width, seed)
+    return OwnProblem.of(rows, targets, plain_columns(task, width, **kinds), 2.0)
+
+
+def published(columns: Columns, seed: int = 0, variance: float = 1e-3) -> Published:
+    shared = np.random.default_rng(seed).normal(size=(columns.width, columns.outputs))
+    return Published(shared, np.array([variance]), 2.0, 1.0)
+
+
+def whole_rows(problem: OwnProblem) -> Floats:
+    """X with all columns of w."""
+    rows = np.zeros((len(problem.rows), problem.columns.width))
+    rows[:, problem.support] = problem.rows
+    return rows
+
+
+# Recorded problems
+
+
+@needs_golden
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_targets_and_messages_are_the_recorded_ones(name: str) -> None:
+    golden = recorded(name)
+    problems = problems_of(golden)
+    w = np.zeros_like(golden["round0_w"])
+    for t in range(golden["T"]):
+        for user, problem in enumerate(problems):
+            close(solution(problem, w), golden[f"round{t}_messages"][user])
+        w = golden[f"round{t}_w"]
+    for user, problem in enumerate(problems):
+        close(whole_rows(problem), golden[f"user{user}_x"])
+        close(problem.targets, golden[f"user{user}_y"])
+        close(problem.scaling.centre, golden[f"user{user}_x_centre"])
+        close(problem.location, golden[f"user{user}_y_centre"])
+        close(problem.unit, golden[f"user{user}_v"])
+
+
+@needs_golden
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_before_the_rounds_are_the_recorded_ones(name: str) -> None:
+    """The sums of what users say about unit, size and columns, before noise."""
+    golden = recorded(name)
+    problems = problems_of(golden)
+    zero = np.zeros_like(golden["round0_w"])
+    own = [golden["targets"][golden["user"] == user] for user in range(golden["users"])]
+    answers = {
+        "unit": [spread(targets) for targets in own],
+        "size": [float(np.linalg.norm(solution(problem, zero))) for problem in problems],
+        "count": [math.sqrt(problem.own_columns().sum()) for problem in problems],
+    }
+    for name_, values in answers.items():
+        if f"{name_}_sum" in golden:
+            said = np.array([value for value in values if value > 0])
+            pairs = np.clip(np.log2(said) / 8, -1, 1).sum(), len(said) / 2
+            close(pairs, golden[f"{name_}_sum"])
+    if golden["sparse"].any():
+        vectors = np.array([problem.own_columns() for problem in problems]) / golden["k"]
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        close((vectors / np.maximum(lengths, 1)).sum(axis=0), golden["columns_sum"])
+
+
+@needs_golden
+@pytest.mark.parametrize("name", NAMES)
+def test_personal_models_are_the_recorded_ones(name: str) -> None:
+    golden = recorded(name)
+    shared = golden[f"round{golden['T'] - 1}_w"]
+    last = Published(shared, golden["nu"], golden["u"], golden["C"])
+    for user, problem in enumerate(problems_of(golden)):
+        model = personal_model(problem, last)
+        recorded_weights = golden[f"user{user}_weights"]
+        close(model.trust, golden[f"user{user}_s"])
+        close(model.beta, float((recorded_weights * BETAS).sum()))
+        assert model.kernels.tolist() == golden[f"user{user}_kernels"].tolist()
+        if len(problem.rows) > 1:
+            close(model.weights, recorded_weights.sum(axis=(1, 2)))
+            kernels, _ = candidates(problem)
+            predictions = problem.predictions(shared)
+            fits = [LeftOut.of(kernel, problem.targets, predictions) for kernel in kernels]
+            close([fit.scores for fit in fits], golden[f"user{user}_scores"])
+            duals = [
+                kernel.scale * fit.mixed(weights)
+                for kernel, fit, weights in zip(kernels, fits, recorded_weights, strict=True)
+            ]
+            close(duals, golden[f"user{user}_coefficients"])
+        if model.has_location:
+            close(model.predict(golden["test_rows"][user]), golden[f"user{user}_predictions"])
+
+
+# The message
+
+
+def test_a_message_by_hand() -> None:
+    """x = −1, 1 and y = −1, 1 around their means: v² = (2 + 4·2²)/(2 + 3), λ = .001·2."""
+    columns = Columns("regression", np.array([False]), np.array([False]))
+    problem = OwnProblem.of(np.array([[5.0], [7.0]]), [10.0, 12.0], columns, unit=2.0)
+    unit = math.sqrt(18 / 5)
+    assert problem.unit == pytest.approx(unit)
+    assert problem.location == 11.0
+    np.testing.assert_allclose(solution(problem, np.zeros((1, 1))), [[2 / unit / 2.002]])
+    np.testing.assert_allclose(
+        solution(problem, np.array([[0.1]])), [[(2 / unit - 0.2) / 2.002]], rtol=1e-12
+    )
+
+
+def test_a_message_of_classes_by_hand() -> None:
+    """One row (1, 1) of class 1 in three: m = x·(y − 1/3)/(2 + .002), ones included."""
+    columns = Columns("classification", np.array([False]), np.array([False]), 3, ones=True)
+    problem = OwnProblem.of(np.array([[1.0]]), [1], columns)
+    expected = np.array([-1, 2, -1]) / 3 / 2.002
+    np.testing.assert_allclose(solution(problem, np.zeros((2, 3))), [expected, expected])
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("n", "width"), [(4, 30), (40, 6), (12, 12)])
+def test_primal_and_dual_messages_are_the_ridge_solution(task: Task, n: int, width: int) -> None:
+    problem = made(task, n, width, numbers=2)
+    w = published(problem.columns).shared
+    x = whole_rows(problem)
+    ridge = 0.001 * np.trace(x @ x.T)
+    residual = problem.targets - x @ w
+    dual = x.T @ np.linalg.solve(x @ x.T + ridge * np.eye(n), residual)
+    primal = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ residual)
+    assert problem.primal == (n > width + problem.columns.ones)
+    np.testing.assert_allclose(solution(problem, w), dual, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(solution(problem, w), primal, rtol=1e-9, atol=1e-12)
+
+
+def test_a_user_is_factorised_once_for_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = made("classification", 20, 8)
+    calls = []
+    eigh = np.linalg.eigh
+
+    def counted(matrix: Floats) -> Any:
+        calls.append(len(matrix))
+        return eigh(matrix)
+
+    monkeypatch.setattr(np.linalg, "eigh", counted)
+    last = published(problem.columns)
+    for _ in range(3):
+        solution(problem, last.shared)
+    personal_model(problem, last)
+    assert calls == [9, *[20] * len(WIDTHS)]
+
+
+def test_numbers_are_scaled_by_own_rows_and_cut() -> None:
+    """Numbers: (x − mean)/deviation within ±5, constant ones 0; other columns as they are."""
+    columns = Columns("classification", np.array([True, True, False]), np.zeros(3, bool), 2, True)
+    rows = np.zeros((100, 3))
+    rows[:50, 0] = 2.0
+    rows[:, 1] = 0.1
+    rows[:, 2] = 7.0
+    problem = OwnProblem.of(rows, np.zeros(100), columns)
+    np.testing.assert_allclose(whole_rows(problem)[[0, 99]], [[1, 0, 7, 1], [-1, 0, 7, 1]])
+    later = problem.scaling(np.array([[1e6, 55.0, -3.0], [-1e6, 0.1, math.nan]]))
+    np.testing.assert_array_equal(later, [[5, 0, -3, 1], [-5, 0, 0, 1]])
+
+
+def test_the_spread_has_divisor_n_minus_1_and_may_be_undefined() -> None:
+    assert spread([1.0, 3.0]) == pytest.approx(math.sqrt(2))
+    assert spread([0.1] * 7) == 0
+    assert math.isnan(spread([4.0]))
+    assert math.isnan(spread([]))
+    assert spread([1.0, math.nan, 3.0, math.inf]) == pytest.approx(math.sqrt(2))
+
+
+def test_own_columns_are_the_sparse_ones_that_are_not_zero_somewhere() -> None:
+    """A sparse column that is 1 in every own row counts, though its centred form is 0."""
+    columns = plain_columns("regression", 4, sparse=3)
+    rows = np.array([[3.0, 1, 0, 0], [4.0, 1, 0, 2]])
+    problem = OwnProblem.of(rows, [1.0, 2.0], columns)
+    assert problem.own_columns().tolist() == [1.0, 0.0, 1.0]
+    assert columns.sparse_shared.tolist() == [False, True, True, True]
+    with_ones = plain_columns("classification", 2, sparse=1)
+    assert with_ones.sparse_shared.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_sparse_rows_give_what_dense_ones_do(task: Task) -> None:
+    random = np.random.default_rng(1)
+    rows = random.normal(size=(12, 40)) * (random.random((12, 40)) < 0.1)
+    targets = data(task, 12, 2)[1]
+    columns = plain_columns(task, 40, sparse=38)
+    last = published(columns)
+    dense = OwnProblem.of(rows, targets, columns)
+    sparse = OwnProblem.of(scipy.sparse.csr_matrix(rows), targets, columns)
+    np.testing.assert_array_equal(solution(sparse, last.shared), solution(dense, last.shared))
+    later = random.normal(size=(5, 40))
+    np.testing.assert_array_equal(
+        personal_model(sparse, last).predict(scipy.sparse.csr_matrix(later)),
+        personal_model(dense, last).predict(later),
+    )
+
+
+# The personal model
+
+
+def kernel_matrix(problem: OwnProblem, kernel: Kernel) -> Floats:
+    """K of trace n, written out."""
+    x = problem.rows
+    n = len(x)
+    if kernel.name == "linear":
+        gram = x @ x.T
+        return np.asarray(gram / (np.trace(gram) / n))
+    if kernel.name == "offset":
+        return np.full((n, n), 0.0 if problem.columns.task == "regression" else 1.0)
+    distances = ((x[:, None] - x[None]) ** 2).sum(axis=2)
+    typical = np.median(distances[np.triu_indices(n, 1)])
+    return np.asarray(np.exp(-float(kernel.name.split()[1]) * distances / typical))
+
+
+def refitted_error(gram: Floats, values: Floats, row: int, ridge: float, intercept: bool) -> Floats:
+    """Fits all rows but one and returns the error on that one."""
+    others = np.delete(np.arange(len(gram)), row)
+    inner = gram[np.ix_(others, others)] + ridge * np.eye(len(others))
+    ones = np.ones((len(others), 1)) * intercept
+    corner = np.array([[0.0 if intercept else 1.0]])
+    bordered = np.block([[inner, ones], [ones.T, corner]])
+    target = np.vstack([values[others], np.zeros((1, values.shape[1]))])
+    solved = np.linalg.solve(bordered, target)
+    return np.asarray(values[row] - gram[row, others] @ solved[:-1] - solved[-1] * intercept)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("n", "width"), [(2, 3), (3, 8), (9, 4), (14, 30)])
+def test_scores_are_those_of_really_leaving_rows_out(task: Task, n: int, width: int) -> None:
+    problem = made(task, n, width, numbers=1)
+    predictions = problem.predictions(published(problem.columns).shared)
+    kernels, _ = candidates(problem)
+    assert len(kernels) == (5 if n >= 5 else 2)
+    for kernel in kernels:
+        gram = kernel_matrix(problem, kernel)
+        found = LeftOut.of(kernel, problem.targets, predictions).scores
+        intercept = task == "regression" and kernel.name in ("linear", "offset")
+        for l_, ridge in enumerate(LAMBDAS / n):
+            for b, beta in enumerate(BETAS):
+                residual = problem.targets - beta * predictions
+                errors = [refitted_error(gram, residual, row, ridge, intercept) for row in range(n)]
+                assert found[l_, b] == pytest.approx((np.array(errors) ** 2).sum() / n, rel=1e-8)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("n", [4, 9])
+def test_predictions_are_the_weighted_mean_of_all_candidates(task: Task, n: int) -> None:
+    """Each one fitted by itself, on later rows that have columns which training has not."""
+    rows, targets = data(task, n, 3)
+    rows[:, 1] = 0.0
+    problem = OwnProblem.of(rows, targets, plain_columns(task, 3), 2.0)
+    last = published(problem.columns)
+    model = personal_model(problem, last)
+    later = np.random.default_rng(5).normal(size=(6, 3)) + 2
+    x, z = whole_rows(problem), problem.scaling(later)
+    kernels, rates = candidates(problem)
+    fits = [LeftOut.of(each, problem.targets, x @ last.shared) for each in kernels]
+    weights = mixture_weights(
+        np.array([fit.scores for fit in fits]),
+        np.array([each.prior for each in kernels]),
+        model.trust,
+        problem.targets,
+    )
+    between = [z @ x.T / (np.trace(x @ x.T) / n), np.ones((6, n)) * (task != "regression")]
+    distances = ((z[:, None] - x[None]) ** 2).sum(axis=2)
+    between += [np.exp(-rate * distances) for rate in rates]
+    expected = np.zeros((6, problem.columns.outputs))
+    for k, kernel in enumerate(kernels):
+        gram = kernel_matrix(problem, kernel)
+        for l_, ridge in enumerate(LAMBDAS / n):
+            inverse = np.linalg.inv(gram + ridge * np.eye(n))
+            for b, beta in enumerate(BETAS):
+                own = inverse @ (problem.targets - beta * x @ last.shared)
+                expected += weights[k, l_, b] * (beta * z @ last.shared + between[k] @ own)
+    expected = problem.location + problem.unit * expected
+    np.testing.assert_allclose(model.predict(later), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_the_trust_in_w_by_hand() -> None:
+    """‖Xw‖² = 4·(3² + 1)·2² of three classes; noise 3·(40·.5 + 4·.25)."""
+    columns = Columns("classification", np.array([False]), np.array([False]), 3, ones=True)
+    problem = OwnProblem.of(np.array([[3.0], [-3.0], [1.0], [-1.0]]), [0, 1, 2, 0], columns)
+    w = np.array([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    signal = 4 * (9 + 9 + 1 + 1)
+    noise = 3 * (20 * 0.5 + 4 * 0.25)
+    assert trust_in(problem, Published(w, np.array([0.5, 0.25]))) == pytest.approx(
+        1 - noise / signal
+    )
+    assert trust_in(problem, Published(w, np.array([10.0]))) == 0
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("n", [0, 1, 2, 9])
+def test_a_w_of_zeros_is_not_trusted(task: Task, n: int) -> None:
+    problem = made(task, n, 4)
+    nothing = Published(np.zeros((problem.columns.width, problem.columns.outputs)), np.ones(1))
+    assert trust_in(problem, nothing) == 0
+    model = personal_model(problem, nothing)
+    assert model.trust == 0
+    assert model.beta == (1.0 if n < 2 else 0.0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_alone_is_the_model_of_a_w_of_zeros(task: Task) -> None:
+    problem = made(task, 9, 4)
+    last = published(problem.columns)
+    alone = personal_model(problem, last).alone
+    nothing = personal_model(problem, Published(0 * last.shared, np.zeros(1), 2.0))
+    assert alone is not None
+    assert alone.beta == 0
+    later = data(task, 6, 4)[0]
+    np.testing.assert_allclose(alone.predict(later), nothing.predict(later), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(alone.weights, nothing.weights, rtol=1e-9)
+
+
+def test_weights_by_hand() -> None:
+    """Two kernels, two rows: prior·L^(−1); and with Y = 0 the prior alone."""
+    scores = np.ones((2, 1, 3))
+    scores[1, 0] = [2.0, 4.0, 1e-30]
+    targets = np.array([[1.0], [-1.0]])  # mean square 1
+    priors = np.array([1.0, 0.5])
+    prior = np.array([[[0.2, 0.08, 0.8]], [[0.1, 0.04, 0.4]]])
+    raw = prior / np.maximum(scores, 1e-12)
+    found = mixture_weights(scores, priors, 0.8, targets)
+    np.testing.assert_allclose(found, raw / raw.sum(), rtol=1e-12)
+    found = mixture_weights(scores, priors, 0.8, 0 * targets)
+    np.testing.assert_allclose(found, prior / prior.sum(), rtol=1e-12)
+    assert mixture_weights(scores, priors, 0.0, targets)[:, :, 1:].sum() == 0
+
+
+def test_the_chosen_numbers_have_names() -> None:
+    chosen = personal_model(made("regression", 9, 4), published(made("regression", 9, 4).columns))
+    names = ["trust", "beta", "linear", "offset", "rbf 0.3", "rbf 1.0", "rbf 3.0"]
+    assert list(chosen.chosen) == names
+    assert sum(chosen.weights) == pytest.approx(1)
+
+
+def test_a_prior_of_the_offset_falls_with_rows() -> None:
+    kernels, _ = candidates(made("regression", 20, 3))
+    priors = {kernel.name: kernel.prior for kernel in kernels}
+    assert priors == {"linear": 1, "offset": 0.5, "rbf 0.3": 0.1, "rbf 1.0": 0.1, "rbf 3.0": 0.1}
+    sparse, rates = candidates(made("regression", 20, 3, sparse=1))
+    assert [kernel.name for kernel in sparse] == ["linear", "offset"]
+    assert not len(rates)
+    many, _ = candidates(made("regression", 501, 3))
+    assert [kernel.name for kernel in many] == ["linear", "offset"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("n", [1, 3, 9, 700])
+def test_a_saved_model_predicts_the_same_bits(tmp_path: Path, task: Task, n: int) -> None:
+    problem = made(task, n, 6, numbers=2)
+    model = personal_model(problem, published(problem.columns))
+    arrays: dict[str, Any] = model.to_arrays()
+    np.savez(tmp_path / "model.npz", **arrays)
+    with np.load(tmp_path / "model.npz") as file:
+        loaded = Mixture.from_arrays(file)
+    later = data(task, 50, 6, seed=1)[0]
+    np.testing.assert_array_equal(loaded.predict(later), model.predict(later))
+    assert loaded.chosen == model.chosen
+    assert loaded.has_location
+
+
+# Users of any kind
+
+
+def test_one_row_in_regression_is_its_target_and_the_shared_slope() -> None:
+    """ȳ + u·(x − x₁)w."""
+    columns = plain_columns("regression", 2)
+    problem = OwnProblem.of(np.array([[1.0, 2.0]]), [5.0], columns, unit=3.0)
+    shared = np.array([[0.5], [-1.0]])
+    model = personal_model(problem, Published(shared, np.zeros(1), 3.0))
+    np.testing.assert_allclose(model.predict(np.array([[2.0, 1.0]])), [[5 + 3 * 1.5]])
+    assert model.alone is not None
+    np.testing.assert_allclose(model.alone.predict(np.array([[2.0, 1.0]])), [[5.0]])
+    assert not solution(problem, shared).any()
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_below_two_rows_classes_are_those_of_w(n: int) -> None:
+    problem = made("classification", n, 4)
+    last = published(problem.columns)
+    later = data("classification", 5, 4)[0]
+    found = personal_model(problem, last).predict(later)
+    np.testing.assert_allclose(found, later @ last.shared[:4] + last.shared[4])
+
+
+def test_regression_without_rows_has_no_location_and_says_so() -> None:
+    problem = made("regression", 0, 4)
+    model = personal_model(problem, published(problem.columns))
+    assert not model.has_location
+    assert model.alone is not None
+    assert not model.alone.has_location
+    with pytest.raises(ValueError, match="a user without rows has no mean"):
+        model.predict(np.zeros((1, 4)))
+    assert personal_model(made("regression", 1, 4), published(problem.columns)).has_location
+
+
+def unusual(name: str, task: Task) -> tuple[Floats, Floats]:
+    """A user's rows and targets with one thing that is out of the ordinary."""
+    n = {"no rows": 0, "one row": 1, "two rows": 2, "many rows": 5200}.get(name, 12)
+    rows, targets = data(task, n, 4)
+    if name == "constant targets":
+        targets = 0 * targets + 1
+    if name == "constant columns":
+        rows[:] = 1 / 3
+    if name == "rows of zeros":
+        rows[:] = 0
+    if name == "twice the same rows":
+        rows[6:] = rows[:6]
+    if name == "large columns":
+        rows *= 1e6
+    if name == "far from zero":
+        rows += 1e6
+    if name == "huge columns":
+        rows *= 1e99
+    if name == "tiny columns":
+        rows *= 1e-155
+    if name == "too large a number":
+        rows[3, 2] = 1e300
+    if name == "missing numbers":
+        rows[2, 1] = math.nan
+        rows[5, 0] = math.inf
+    if name == "missing everywhere":
+        rows[:, 1] = math.nan
+    if name == "one row of another class" and task == "classification":
+        targets[:] = 1
+        targets[0] = 2
+    return rows, targets
+
+
+UNUSUAL = [
+    "no rows",
+    "one row",
+    "two rows",
+    "many rows",
+    "constant targets",
+    "constant columns",
+    "rows of zeros",
+    "twice the same rows",
+    "large columns",
+    "far from zero",
+    "huge columns",
+    "tiny columns",
+    "too large a number",
+    "missing numbers",
+    "missing everywhere",
+    "one row of another class",
+]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("numbers", [0, 4])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_no_user_crashes_or_makes_nan(name: str, numbers: int, task: Task) -> None:
+    rows, targets = unusual(name, task)
+    problem = OwnProblem.of(rows, targets, plain_columns(task, 4, numbers=numbers), 2.0)
+    last = published(problem.columns)
+    assert np.isfinite(solution(problem, last.shared)).all()
+    model = personal_model(problem, last)
+    assert np.isfinite(list(model.chosen.values())).all()
+    assert model.alone is not None
+    later = np.vstack([data(task, 5, 4, seed=1)[0], np.full((1, 4), math.nan)])
+    for each in (model, model.alone):
+        if each.has_location:
+            assert np.isfinite(each.predict(later)).all()
+
+
+def test_a_row_with_nan_is_left_out_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows, targets = data("regression", 9, 3)
+    rows[4, 1] = math.nan
+    targets[7] = math.inf
+    good = [0, 1, 2, 3, 5, 6, 8]
+    columns = plain_columns("regression", 3, numbers=1)
+    found = OwnProblem.of(rows, targets, columns)
+    assert "2 of this user's 9 rows hold NaN or infinity and are left out" in caplog.text
+    expected = OwnProblem.of(rows[good], targets[good], columns)
+    w = published(columns).shared
+    np.testing.assert_array_equal(solution(found, w), solution(expected, w))
+
+
+def test_many_rows_never_make_a_matrix_of_rows_by_rows() -> None:
+    n = 6000
+    rows, targets = data("classification", n, 10)
+    tracemalloc.start()
+    problem = OwnProblem.of(rows, targets, plain_columns("classification", 10))
+    personal_model(problem, published(problem.columns)).predict(rows)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * n * n / 4
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e5])
+def test_distances_keep_their_digits(shift: float) -> None:
+    """Rows far from zero lose 1e-6 of their distance by products alone; equal rows are at 0."""
+    random = np.random.default_rng(0)
+    left = random.normal(size=(30, 5)) + shift
+    right = random.normal(size=(20, 5)) + shift
+    right[3] = left[7]
+    plain = ((left[:, None] - right[None]) ** 2).sum(axis=2)
+    found = squared_distances(left, right)
+    np.testing.assert_allclose(found, plain, rtol=1e-9)
+    assert found[7, 3] == 0
+
+
+def test_rows_of_0_and_1_are_targets_too() -> None:
+    rows, targets = data("classification", 9, 3)
+    columns = plain_columns("classification", 3)
+    by_index = OwnProblem.of(rows, targets, columns)
+    by_row = OwnProblem.of(rows, np.eye(3)[targets.astype(int)], columns)
+    np.testing.assert_array_equal(by_index.targets, by_row.targets)
+
+
+@pytest.mark.parametrize("targets", [[0, 3], [-1, 0], [0.5, 1.0]])
+def test_targets_that_are_no_class_are_refused(targets: list[float]) -> None:
+    with pytest.raises(ValueError, match="classes must be whole numbers from 0 to 2"):
+        OwnProblem.of(np.zeros((2, 1)), targets, plain_columns("classification", 1))
+
+
+def test_targets_of_another_number_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a row has one target, got \(3, 2\)"):
+        OwnProblem.of(np.zeros((3, 1)), np.zeros((3, 2)), plain_columns("regression", 1))
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    problem = made("regression", 9, 4)
+    model = personal_model(problem, published(problem.columns))
+    with pytest.raises(ValueError, match="rows must have 4 columns, got 3"):
+        model.predict(np.zeros((2, 3)))
+
+
+def test_w_has_a_column_of_ones_in_classification() -> None:
+    columns = plain_columns("classification", 4)
+    assert columns.width == 5
+    assert plain_columns("regression", 4).width == 4
