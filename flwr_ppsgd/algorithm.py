@@ -7,7 +7,7 @@ vector, as in the paper.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias
 
@@ -30,8 +30,6 @@ LEAST_NOISE = 1e-6  # a smaller z protects nobody, and no accountant can tell it
 BLOCK = 1 << 15  # coordinates handled at once: the working set stays in the cache
 CLIP_MARGIN = 2.0**-40  # relative; the rounding of a norm and of a product stays far below it
 LEAST_SCALE = 1e-280  # a smaller factor has too few digits left
-SHORTEST_DIRECTION = 1e-280  # a shorter or longer vector is not normalised: it counts as zero
-LONGEST_DIRECTION = 1e280
 STANDARD_ERROR = "-standard-error"
 EVERYONE = 40  # up to so many clients of a secure sum are all neighbours of each other
 MOST_CLIENTS = 1 << 20  # of a secure sum
@@ -173,8 +171,6 @@ class SecureSum:
 class Release:
     """One publication of the server: (Σ_i clip(g_i, C) + N(0, z²C² I)) / D.
 
-    With ``normalise``, C·g_i/‖g_i‖ stands in for clip(g_i, C).
-
     The noise that is added and the noise that is charged both come from this object, so they cannot
     drift apart.
 
@@ -185,9 +181,6 @@ class Release:
             0 gives no privacy.
         total_batch: M = Σ_i m_i for Algorithm 2, where users send sums over their minibatches;
             public. None is Algorithm 3 (and 1), where they send means.
-        normalise: bring each gradient *to* norm C, not only below it: every user then speaks with
-            the same weight, and with an optimizer that ignores scale C needs no tuning. Private
-            measures stay clipped.
         aggregation: ``SecureSum`` if clients add the noise and the server sees the sum only. None:
             the server adds it, and is trusted.
     """
@@ -196,7 +189,6 @@ class Release:
     clip_norm: float
     noise_multiplier: float
     total_batch: int | None = None
-    normalise: bool = False
     aggregation: SecureSum | None = None
 
     def __post_init__(self) -> None:
@@ -204,11 +196,6 @@ class Release:
         self._check_noise()
         if self.total_batch is not None:
             _plain(self, total_batch=count("total_batch", self.total_batch))
-        if self.normalise and self.total_batch is not None:
-            raise ValueError(
-                f"normalise and total_batch={self.total_batch} exclude each other: a normalised "
-                "gradient has no weight; leave out total_batch"
-            )
         self._check_grid()
         if self.aggregation is not None:
             self._check_share(self.aggregation)
@@ -552,10 +539,11 @@ def clip_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
         limit: the largest norm.
         margin: relative, below the limit, for the rounding of the product.
     """
-    return _clip_scale(length(g), limit, margin)
+    return scale_for(length(g), limit, margin)
 
 
-def _clip_scale(actual: float, limit: float, margin: float) -> float:
+def scale_for(actual: float, limit: float, margin: float = CLIP_MARGIN) -> float:
+    """``clip_scale`` of a vector of this length."""
     within = limit * (1 - margin)
     if actual <= within:
         return 1.0
@@ -570,47 +558,6 @@ def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MA
     scales = np.divide(within, lengths, out=np.ones_like(lengths), where=longer)
     scales *= ~(scales <= LEAST_SCALE)
     return scales
-
-
-def normal_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
-    """The factor that brings ‖g‖ to ``limit``, whether that is longer or shorter.
-
-    A vector shorter than 10⁻²⁸⁰, longer than 10²⁸⁰ or not finite becomes zero. That is decided
-    before anything is scaled: its direction has too few digits.
-    """
-    return _normal_scale(length(g), limit, margin)
-
-
-def _normal_scale(actual: float, limit: float, margin: float) -> float:
-    if not SHORTEST_DIRECTION <= actual <= LONGEST_DIRECTION:
-        return 0.0
-    scale = limit * (1 - margin) / actual
-    return scale if LEAST_SCALE < scale < math.inf else 0.0
-
-
-def normal_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
-    """``normal_scale`` of many vectors at once, from their lengths."""
-    usable = (lengths >= SHORTEST_DIRECTION) & (lengths <= LONGEST_DIRECTION)
-    with np.errstate(all="ignore"):
-        scales: Vector = limits * (1 - margin) / lengths
-    return np.where(usable & (scales > LEAST_SCALE) & np.isfinite(scales), scales, 0.0)
-
-
-def normalised(g: Vector, norm: float) -> Vector:
-    """C·g/‖g‖, or zero if g has no direction (see ``normal_scale``)."""
-    scale = normal_scale(g, norm)
-    return g * scale if scale else np.zeros_like(g)
-
-
-def bounded(g: Vector, norm: float, normalise: bool) -> Vector:
-    """What of one user enters the sum: the clipped gradient, or the normalised one."""
-    return normalised(g, norm) if normalise else clip(g, norm)
-
-
-def bound_scale(actual: float, norm: float, normalise: bool) -> float:
-    """The factor by which ``bounded`` multiplies a vector of length ``actual``."""
-    scale = _normal_scale if normalise else _clip_scale
-    return scale(actual, norm, CLIP_MARGIN)
 
 
 def clip(g: Vector, norm: float) -> Vector:
@@ -636,40 +583,26 @@ def client_step(
     return clip(g_w, clip_norm), theta - step * g_theta
 
 
-def descend(w: Vector, total: Vector | float, release: Release, step: float) -> Vector:
-    """w − s_w·total/D, with ``total`` the noisy sum."""
-    # a step that is too large ends in infinity, not in a warning
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved: NDArray[Any] = np.multiply(total, -step / release.denominator)
-        moved += w
-    return moved
-
-
 def server_step(
-    w: Vector,
-    gradients: Iterable[Vector],
-    release: Release,
-    step: float,
-    noise: Vector | float,
+    w: Vector, noisy_sum: Vector | float, release: Release, step: float | Vector
 ) -> Vector:
-    """w − s_w·(Σ_i clip(g_i, C) + noise) / D   (Algorithms 1–3, last line), in floating point.
+    """w − s_w·(Σ_i clip(g_i, C) + noise) / D   (Algorithms 1–3, last line).
 
     D is the *expected* weight of a cohort: it is public, and a client that drops out shrinks the
-    sum but not the noise. Clipping happens here even if the client already did it: the guarantee
-    must not rest on the client's word. What a deployment releases is the same step over whole
-    multiples of a grid: see ``noise.GridSum``.
+    sum but not the noise. The sum was clipped where it was taken, on the server: the guarantee must
+    not rest on the client's word.
 
     Args:
         w: the shared parameters.
-        gradients: one vector per user, of the size of w.
+        noisy_sum: from the grid, from a secure sum, or from an engine.
         release: C and D.
-        step: s_w.
-        noise: a vector on the scale of the sum, or 0.0.
+        step: s_w, one number or one for each coordinate.
     """
-    total = np.zeros_like(w)
-    for gradient in gradients:
-        total += bounded(gradient, release.clip_norm, release.normalise)
-    return descend(w, total + noise, release, step)
+    # a step that is too large ends in infinity, not in a warning
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved: NDArray[Any] = np.multiply(noisy_sum, -step / release.denominator)
+        moved += w
+    return moved
 
 
 def _plain(value: object, **fields: object) -> None:

@@ -40,7 +40,6 @@ from scipy.stats import beta, chi2, norm
 
 from flwr_ppsgd.algorithm import Poisson, Release
 from flwr_ppsgd.client.message_api import client_app
-from flwr_ppsgd.optimizers import PLAIN
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.secure.graph import design, survivors_needed
@@ -55,13 +54,7 @@ if TYPE_CHECKING:
 # audit are not those of a training, so no budget ends them
 AS_RELEASED: dict[str, Any] = {
     "max_epsilon": None,
-    "optimizer": PLAIN,
-    "personal": "step",
-    "solve_in_training": False,
-    "full_batch": False,
-    "vote": None,
-    "default_size": 1.0,
-    "adaptive_clip": None,
+    "recipe": None,
 }
 DIRECTIONS = 2
 OVER_NORM = 10.0  # canaries send vectors of this many clip norms

@@ -3,9 +3,7 @@
 import functools
 import hashlib
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.random.bit_generator import ISeedSequence
@@ -18,19 +16,43 @@ _OF_THREAD = threading.local()  # a generator that is seeded for each use
 Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load torch
 
 
-@dataclass(frozen=True, eq=False)
-class Solution:
-    """The best personal part that a user finds for a published w, from own rows alone.
+LOCAL = "local_"  # before the name of a measure: of a model from own rows alone
+SHARED = "shared_"  # of w alone
 
-    Args:
-        theta: θ: the model at (w, θ) is the user's personal model. For additive models
-            θ = (β − 1)·w plus the user's own part, β saying how far the user trusts w.
-        chosen: what the user chose and gained, by name, such as "beta" and "loo" (the estimated
-            error on a row that was left out). It stays on the node.
-    """
 
-    theta: Vector
-    chosen: Mapping[str, float] = field(default_factory=dict)
+class OwnModel(Protocol):
+    """A user's personal model, on the device."""
+
+    def measures(self) -> dict[str, float]:
+        """On the user's test rows; ``local_…`` of own rows alone, ``shared_…`` of w alone."""
+        ...
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Everything that predicts, for the device's own disk."""
+        ...
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """What a learner offers besides, to take part in ``PPSGD.auto``."""
+
+    task: str
+
+    def solution(self, w: Vector, order: Order) -> Vector:
+        """What the user would add to w, by own rows alone; ``order.unit`` is the public unit."""
+        ...
+
+    def spread(self) -> float:
+        """The standard deviation of the user's own targets; NaN if there is none."""
+        ...
+
+    def own_columns(self) -> Vector:
+        """1 for each sparse column that the user has, else 0; empty without sparse columns."""
+        ...
+
+    def personal_model(self, w: Vector, variance: Vector, order: Order) -> OwnModel:
+        """The user's own model around w, whose noise has this variance."""
+        ...
 
 
 class Learner(Protocol):
@@ -63,8 +85,7 @@ class Learner(Protocol):
     def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
         """(g_w, g_θ), both at (w, θ), over the minibatch of ``order.visit``.
 
-        Over all of the user's rows if ``order.full_batch`` is set. Reduced as ``order.reduction``
-        says.
+        Reduced as ``order.reduction`` says.
         """
         ...
 
@@ -83,18 +104,6 @@ class Learner(Protocol):
     # def personal_step(self, w: Vector, theta: Vector, order: Order) -> Vector
     # Optional: ValueError unless the server's arrays, shapes by name, are the shared parameters.
     # def check_shared(self, shapes: Mapping[str, Sequence[int]]) -> None
-    # Optional, for ``personal="solve"``: the best θ for the published w. It costs no privacy:
-    # nothing leaves the node.
-    # def solve(self, w: Vector) -> Solution
-    # Optional, for the private vote on the rate: the typical size of the user's own solution, the
-    # root mean square of the local ridge solution over the features that the user has. 0 if it
-    # cannot say.
-    # def own_size(self) -> float
-    # Optional: whether w = 0 with a solved θ is a model from own rows alone, as for linear models.
-    # begins_at_zero: bool
-    # Optional, for ``personal="solve"``: the θ at which g_w is taken. Without it this is
-    # ``initial_theta()``; for models in which that θ is no model, it is a θ trained for this w.
-    # def anchor(self, w: Vector, theta: Vector, order: Order) -> Vector
 
 
 class Batches(Protocol):

@@ -19,7 +19,6 @@ import hashlib
 import math
 import secrets
 import sys
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +32,6 @@ from flwr_ppsgd.algorithm import (
     Release,
     Vector,
     clip_scale,
-    normal_scale,
 )
 
 GRID_CLIP_MARGIN = 1e-9  # relative; keeps the truncated vector below C in exact integers
@@ -212,17 +210,16 @@ class _Part(NamedTuple):
 
     place: slice
     limit: float
-    scale: Callable[[Vector, float, float], float]  # of a vector, its limit and a margin
 
 
 class GridSum:
-    """Σ_i clip(g_i, C) in whole multiples of ``release.grid``, or Σ_i C·g_i/‖g_i‖ if it normalises.
+    """Σ_i clip(g_i, C) in whole multiples of ``release.grid``.
 
     Exact, and the same in any order of the replies.
 
     Args:
         size: the number of coordinates.
-        release: C, z, the grid, and whether gradients are normalised.
+        release: C, z and the grid.
         metrics: private measures that follow after the ``size`` coordinates. They are clipped by
             themselves, to C·√ρ, and the rest to C·√(1−ρ): together they stay within C.
     """
@@ -234,13 +231,8 @@ class GridSum:
         self._multiples = np.zeros(size + measures)  # whole numbers, each below 2^53
         self._space = np.empty(min(AT_ONCE, size + measures))
         share = metrics.share if metrics else 0.0
-        scale = normal_scale if release.normalise else clip_scale
-        gradient = _Part(slice(0, size), release.clip_norm * math.sqrt(1 - share), scale)
-        own = _Part(
-            slice(size, size + measures),
-            release.clip_norm * math.sqrt(share),
-            clip_scale,
-        )
+        gradient = _Part(slice(0, size), release.clip_norm * math.sqrt(1 - share))
+        own = _Part(slice(size, size + measures), release.clip_norm * math.sqrt(share))
         self._parts = [part for part in (gradient, own) if part.place.start < part.place.stop]
 
     def add(self, vector: Vector) -> None:
@@ -271,7 +263,7 @@ class GridSum:
 
     def _scale(self, values: Vector, part: _Part) -> float:
         margin = GRID_CLIP_MARGIN + ROUNDING * len(values)
-        scale = part.scale(values, part.limit, margin)
+        scale = clip_scale(values, part.limit, margin)
         if scale == 0.0 and not np.all(np.isfinite(values)):
             raise FloatingPointError("a vector that holds NaN or infinity")
         to_grid = scale / self._grid

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, PrivateMetrics, Release, SecureSum
-from flwr_ppsgd.tuning import SizeVote
+from flwr_ppsgd.recipe import Recipe, Values
 
 TRUSTED_SERVER = "the server itself, which is trusted: it sees each clipped gradient"
 ALWAYS_OUTSIDE = (
@@ -142,9 +142,8 @@ class Promise:
         terms: further terms of a simulation.
         ledger: the ledger as data.
         release_data: the release as data.
-        vote: on the size of users' own solutions, before the first round; None if there is none.
-        voted_size: what it found; None if it found nothing, or was not held yet.
-        personal: how θ is made: "step" or "solve".
+        recipe: what ``auto`` releases; None is the paper's method.
+        values: what its releases before the first round gave so far.
     """
 
     headline: Headline
@@ -166,9 +165,8 @@ class Promise:
     terms: tuple[str, ...] = ()
     ledger: Mapping[str, Any] = field(default_factory=dict)
     release_data: Mapping[str, Any] = field(default_factory=dict)
-    vote: SizeVote | None = None
-    voted_size: float | None = None
-    personal: str = "step"
+    recipe: Recipe | None = None
+    values: Values = Values()
 
     def statement(self) -> str:
         """The promise in words: what is promised, its terms, and what it does not cover."""
@@ -206,8 +204,7 @@ class Promise:
             "rounds_stated": head.rounds,
             "denominator": self.release.denominator,
             "release": dict(self.release_data),
-            "vote": self._vote_as_data(),
-            "personal": self.personal,
+            "recipe": self._recipe_as_data(),
             "insecure_rounds": head.insecure_rounds,
             "evaluation_on_client_data": self.evaluated,
             "caveats": list(self.caveats),
@@ -219,13 +216,19 @@ class Promise:
             data["noise"] = SIMULATION_NOISE
         return data
 
-    def _vote_as_data(self) -> dict[str, Any] | None:
-        if self.vote is None:
+    def _recipe_as_data(self) -> dict[str, Any] | None:
+        if self.recipe is None:
             return None
+        before = {
+            name: {"noise_multiplier": release.noise_multiplier, "bound": release.clip_norm}
+            for name, release in self.recipe.before.items()
+        }
         return {
-            "noise_multiplier": self.vote.release.noise_multiplier,
-            "powers_of_two": [self.vote.lowest, self.vote.lowest + self.vote.powers - 1],
-            "size": self.voted_size,
+            "task": self.recipe.task,
+            "rounds": self.recipe.rounds,
+            "before_the_rounds": before,
+            "unit": self.values.unit,
+            "size": self.values.size,
         }
 
     def _stated(self, cost: float) -> float:
@@ -284,13 +287,8 @@ class Promise:
                 f"{self.delta_taken_by_cap_replace_one:.2g} for replace-one neighbours, finite "
                 f"precision at most {self.delta_taken_by_precision:.2g}."
             )
-        if self.vote is not None:
-            terms.append(self._voting())
-        if self.personal == "solve":
-            terms.append(
-                "Personal parts are worked out by the users from the published parameters and "
-                "their own data. That costs no epsilon; what they chose and gained stays with them."
-            )
+        if self.recipe is not None:
+            terms += self._recipe_terms(self.recipe)
         if self.metrics is not None:
             names = ", ".join(self.metrics.bounds)
             terms.append(
@@ -314,28 +312,39 @@ class Promise:
         )
 
     def _releases(self) -> str:
-        """The number of rounds for which ε is stated, and the vote if there is one."""
-        if self.vote is None:
-            return f"{self.headline.rounds} rounds"
-        return f"{self.headline.rounds} releases (a vote, and rounds)"
+        """The number of releases for which ε is stated."""
+        kind = "rounds" if self.recipe is None else "releases"
+        return f"{self.headline.rounds} {kind}"
 
-    def _voting(self) -> str:
-        assert self.vote is not None
-        release = self.vote.release
-        return (
-            "Before the first round everybody was asked once for the size of their own solution, "
-            f"as one of {self.vote.powers} powers of two. The counts were published with Gaussian "
-            f"noise of standard deviation {release.noise_multiplier:g}; they are inside the "
-            "guarantee."
+    def _recipe_terms(self, recipe: Recipe) -> list[str]:
+        """What is released before the rounds, what the server sees, and what stays with users."""
+        terms = []
+        if recipe.before:
+            listed = ", ".join(
+                f"{name} (bound {release.clip_norm:.4g}, z = {release.noise_multiplier:.4g})"
+                for name, release in recipe.before.items()
+            )
+            terms.append(
+                f"Before the rounds everybody was asked once for: {listed}. They are inside the "
+                "guarantee, and the unit and the size C follow from them by a public rule."
+            )
+        if recipe.release.aggregation is None:
+            terms.append(
+                "The server, which is trusted, sees each user's own fitted model, clipped; of a "
+                "user with one row, that row's direction."
+            )
+        terms.append(
+            "Personal models are worked out by the users from the published parameters and their "
+            "own data. That costs no epsilon; what they chose and gained stays with them."
         )
+        return terms
 
     def _mechanism(self) -> str:
         release = self.release
-        how = "brought" if release.normalise else "clipped"
         if release.aggregation is not None:
-            return _secure_mechanism(release, release.aggregation, how)
+            return _secure_mechanism(release, release.aggregation)
         return (
-            f"Mechanism: sum of one vector per user, {how} by the server to norm "
+            "Mechanism: sum of one vector per user, clipped by the server to norm "
             f"C = {release.clip_norm:g}, plus Gaussian noise of standard deviation z*C with "
             f"z = {release.noise_multiplier:g}, divided by the fixed number "
             f"D = {release.denominator:g}; a client that fails counts as zero. "
@@ -365,14 +374,14 @@ def outside_of(release: Release) -> tuple[str, ...]:
     )
 
 
-def _secure_mechanism(release: Release, rules: SecureSum, how: str) -> str:
+def _secure_mechanism(release: Release, rules: SecureSum) -> str:
     failure = ""
     if release.failure:
         failure = (
             f" Delta pays {release.failure:.2g} per round for neighbours that are drawn at random."
         )
     return (
-        f"Mechanism: secure sum of one vector per user, {how} by the client itself to norm "
+        "Mechanism: secure sum of one vector per user, clipped by the client itself to norm "
         f"C = {release.clip_norm:g}, to which each client adds its share of the noise before it "
         f"masks it. The noise of any {rules.honest} honest clients has the standard deviation z*C "
         f"with z = {release.noise_multiplier:g}. Nothing is unmasked unless {rules.least} clients "

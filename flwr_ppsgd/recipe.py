@@ -1,166 +1,334 @@
-"""The recipe: everything about a training that nobody has to tune, from public numbers alone.
+"""The numbers of the recipe: rounds, shares of the budget, scalars and gains, from public values.
 
-Few rounds with everyone, full-batch gradients of norm C, an Adam that knows its noise, a rate in
-units of users' own solutions, and personal parts that are solved. Whoever names ε, δ and the
-population gets all the rest.
+Pure functions. The server calls all of them; a device calls ``scalar_pair`` alone, so importing
+this module loads numpy and nothing heavier. Under secure sums pass the largest noise multiplier
+that there can be, z·√(N/h): the number of survivors is not published.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
-import dp_accounting
+import numpy as np
+from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import Poisson, Release, SecureSum, Steps
-from flwr_ppsgd.checks import count, require
-from flwr_ppsgd.optimizers import Adam
-from flwr_ppsgd.privacy import calibrate_noise
-from flwr_ppsgd.tuning import ROUNDS, SizeVote
+from flwr_ppsgd.algorithm import Poisson, Release, SecureSum, Steps, Vector
+from flwr_ppsgd.checks import count, one_of, require
 
-RATE = 0.15  # of the typical size of a user's own solution, per round
-QUIET_RATE = 0.3  # the same without noise, where nothing is lost by travelling farther
-DEFAULT_SIZE = 0.05  # of a user's own solution, where there is no vote
-CLIP_NORM = 1.0  # of no consequence: Adam cancels it
-PEOPLE_PER_NOISE = 16  # a vote's noise may be a sixteenth of the population at most
-LEAST_VOTE_SHARE = 0.01  # of the privacy budget, in units of 1/z²: half a percent more noise
-MOST_VOTE_SHARE = 0.05
+Task: TypeAlias = Literal["regression", "classification"]
+Matrix: TypeAlias = NDArray[np.float64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+LEAST_ROUNDS = 2  # one round is .4 % worse
+MOST_ROUNDS = 8  # later rounds change nothing that the personal part does not
+USERS_PER_ROUND = 100  # per unit of noise: T rounds then add noise of at most C/100 to a prediction
+SCALAR_SHARE = 0.05  # of the budget, for each scalar
+COLUMNS_SHARE = 0.10  # for the count of users that have each sparse column
+OCTAVES = 8.0  # a scalar is log2(value)/8, which covers 2^-8 to 2^8
+ANSWER = 0.5  # what a user who answers adds to the count beside the scalar
+SCALAR_BOUND = math.sqrt(1 + ANSWER**2)  # the norm of the longest pair (±1, ½)
+VALUE_PRIOR = (3 / OCTAVES) ** 2  # variance: three octaves around the value 1
+MISSING_PRIOR = 0.3**2  # variance of the share of users that do not answer
+MOST_MISSING = 0.75  # a larger share would be noise
+SAMPLED_ROUNDS = 40  # of Poisson cohorts; w is the mean over the second half
+ROUNDING = 1e-9  # more noise, so that the ledger's sum of all shares stays within ε
+
+
+def noise_alone(epsilon: float, delta: float) -> float:
+    """σ₁: the noise multiplier of the one release that (ε, δ) pays for, everyone in it."""
+    import dp_accounting
+
+    return float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+
+
+def rounds_for(population: int, sigma: float) -> int:
+    """T = clip(round(N/(100·σ₁)), 2, 8); 8 without noise."""
+    if sigma == 0:
+        return MOST_ROUNDS
+    wanted = round(population / (USERS_PER_ROUND * sigma))
+    return min(MOST_ROUNDS, max(LEAST_ROUNDS, wanted))
+
+
+def shares(task: Task, sparse: bool, rounds: int) -> dict[str, float]:
+    """The share a of the budget of each release, in their order: its z is σ₁/√a.
+
+    "mean" is one of the T rounds; all the shares, with "mean" T times, add up to 1.
+
+    Args:
+        task: regression releases the unit of the targets; classification has none.
+        sparse: whether there are sparse columns. Without them regression needs no size: C = 1.
+        rounds: T.
+    """
+    budget: dict[str, float] = {}
+    if task == "regression":
+        budget["unit"] = SCALAR_SHARE
+    if task == "classification" or sparse:
+        budget["size"] = SCALAR_SHARE
+    if sparse:
+        budget["count"] = SCALAR_SHARE
+        budget["columns"] = COLUMNS_SHARE
+    budget["mean"] = (1 - sum(budget.values())) / rounds
+    return budget
+
+
+def scalar_pair(value: float) -> Vector:
+    """A user's answer: (log2(value)/8 cut to [−1, 1], ½), or (0, 0) if there is no logarithm."""
+    if not 0 < value < math.inf:
+        return np.zeros(2)
+    octaves = math.log2(value) / OCTAVES
+    return np.array([min(1.0, max(-1.0, octaves)), ANSWER])
+
+
+def scalar_value(noisy_sum: Vector, population: int, z: float) -> float:
+    """2^(8q·p/(p + σ_q²)): the geometric mean of the answers, drawn to 1 as far as it is noise.
+
+    q = Σ̃v/B with B the estimated number of answers; σ_q = (√1.25·z/B)·√(1 + (2κq)²).
+
+    Args:
+        noisy_sum: the noisy sum of ``scalar_pair`` over all users.
+        population: N.
+        z: the noise multiplier, in units of the bound √1.25.
+    """
+    answers, belief = _answers(noisy_sum, population, z)
+    q = float(noisy_sum[0]) / answers
+    from_value = SCALAR_BOUND * z / answers
+    sigma = from_value * math.sqrt(1 + (belief * q / ANSWER) ** 2)
+    kept = VALUE_PRIOR / (VALUE_PRIOR + sigma**2)
+    return float(2.0 ** (OCTAVES * q * kept))
+
+
+def _answers(noisy_sum: Vector, population: int, z: float) -> tuple[float, float]:
+    """B = N·(1 − d), and κ: how far the noisy share d of missing users is believed."""
+    noise = SCALAR_BOUND * z / (ANSWER * population)
+    belief = MISSING_PRIOR / (MISSING_PRIOR + noise**2)
+    missing = belief * (1 - float(noisy_sum[1]) / (ANSWER * population))
+    return population * (1 - min(MOST_MISSING, max(0.0, missing))), belief
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnShares:
+    """How many users have each column of w.
+
+    Args:
+        shares: f, the noisy share of users per column; 1 for columns that are not sparse.
+        known: whether f is above its floor, or the column is not sparse.
+    """
+
+    shares: Vector
+    known: Flags
+
+
+def column_shares(
+    noisy_sum: Vector, size: float, population: int, z: float, sparse: Flags
+) -> ColumnShares:
+    """f = k·noisy sum/N, at least max(2σ_f, 1/N) with σ_f = z·k/N, at most 1.
+
+    Args:
+        noisy_sum: over users, of their 0/1 vectors of own sparse columns divided by k. A release
+            that failed counts as zeros: every share is at its floor.
+        size: k, the released typical root of a user's number of sparse columns.
+        population: N.
+        z: the noise multiplier of that release.
+        sparse: per column of w, whether it is sparse.
+    """
+    floor = max(2 * z * size, 1.0) / population
+    counted = size * noisy_sum / population
+    found = np.ones(len(sparse))
+    found[sparse] = np.clip(counted, floor, 1.0)
+    known = np.ones(len(sparse), dtype=np.bool_)
+    known[sparse] = counted > floor
+    return ColumnShares(found, known)
+
+
+def server_gain(mean: Matrix, sigma: float, columns: ColumnShares | None) -> Vector:
+    """g: the server adds g_j·m_j to w_j. One 1 for dense columns, else a number per column.
+
+    g = f/(f² + σ²/τ²): 1/f is the largest safe step, the rest a Wiener filter. τ² is the mean of
+    (m² − σ²)/f² over the outputs of known columns; without any, or if it is not positive, g = 0.
+
+    Args:
+        mean: m = C·noisy sum/N of this round, columns × outputs.
+        sigma: σ = z·C/N, the noise in each of its numbers.
+        columns: the shares of users, or None if no column is sparse.
+    """
+    if columns is None:
+        return np.ones(1)
+    known = columns.known
+    signal = (mean[known] ** 2 - sigma**2) / columns.shares[known, None] ** 2
+    tau2 = float(signal.mean()) if signal.size else 0.0
+    if tau2 <= 0:
+        return np.zeros(len(mean))
+    return np.asarray(columns.shares / (columns.shares**2 + sigma**2 / tau2))
+
+
+def published_variance(gains: Sequence[Vector], sigma: float) -> Vector:
+    """ν = the largest (g·σ)² of the rounds: the noise of one, since later ones contract it."""
+    largest = np.max(np.array(gains), axis=0)
+    return np.asarray((largest * sigma) ** 2)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What ``PPSGD.auto`` and ``method = "auto"`` run.
+    """What ``PPSGD.auto`` releases: a few numbers before the first round, then T noisy means.
 
     Args:
-        release: what is published in a round.
-        vote: on the rate, before the first round; None if the population is too small for one.
-        rounds: the number of rounds.
+        task: "regression" or "classification".
+        release: of a round: solutions divided by C, clipped to 1.
+        before: the releases before the first round, by what they ask for, in their order.
+        rounds: T.
         epsilon: what all of it costs, at most; infinite without noise.
         delta: δ at which that is stated.
+        sparse: the places of sparse columns among those of w.
     """
 
+    task: Task
     release: Release
-    vote: SizeVote | None
+    before: Mapping[str, Release]
     rounds: int
     epsilon: float
     delta: float
-
-    @property
-    def rate(self) -> float:
-        """Of the server's steps, in units of the typical size of a user's own solution."""
-        return QUIET_RATE if self.release.noise_multiplier == 0 else RATE
-
-    @property
-    def rate_from(self) -> str:
-        """In words, where the rate of the server's steps comes from."""
-        if self.vote is None:
-            return (
-                f"a default, {self.rate:g} × {DEFAULT_SIZE:g} (a population of "
-                f"{self.release.cohort.population} is too small for a private vote on it)"
-            )
-        return (
-            f"{self.rate:g} × the typical size of users' own solutions, by a private vote before "
-            "round 1"
-        )
+    sparse: tuple[int, ...] = ()
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of both strategies."""
         return {
             "release": self.release,
-            "steps": Steps(shared=self.rate, personal=0.0),
+            "steps": Steps(shared=1.0, personal=0.0),
             "delta": self.delta,
             "max_epsilon": self.epsilon if math.isfinite(self.epsilon) else None,
-            "optimizer": Adam(),
-            "personal": "solve",
-            "full_batch": True,
-            "vote": self.vote,
-            "default_size": DEFAULT_SIZE,
+            "recipe": self,
         }
+
+    @property
+    def noise_in_prediction(self) -> float:
+        """About how much of C the noise is in the prediction for a row of unit length, at most.
+
+        σ·T: each round adds zC/(qN), and z of a round is about σ₁·√T.
+        """
+        noise = self.release.usual_noise_std / self.release.denominator
+        return noise * math.sqrt(self.rounds)
+
+    def length(self, name: str) -> int:
+        """Of the vector that a release before the first round sums."""
+        return len(self.sparse) if name == "columns" else 2
+
+    def sparse_among(self, columns: int) -> Flags:
+        """Per column of w, whether it is sparse."""
+        flags = np.zeros(columns, dtype=np.bool_)
+        flags[list(self.sparse)] = True
+        return flags
+
+
+@dataclass(frozen=True)
+class Values:
+    """What follows from the releases before the first round; 1 is the prior of each.
+
+    Args:
+        unit: u.
+        size: C.
+        count: k.
+        columns: the noisy sum of own columns divided by k; None if there is none.
+    """
+
+    unit: float = 1.0
+    size: float = 1.0
+    count: float = 1.0
+    columns: Vector | None = field(default=None, compare=False)
+
+
+def values_of(recipe: Recipe, sums: Mapping[str, Vector]) -> Values:
+    """u, C and k from the noisy sums that were released."""
+    found: dict[str, float] = {}
+    for name in ("unit", "size", "count"):
+        if name in sums:
+            release = recipe.before[name]
+            z = release.usual_noise_std / release.clip_norm
+            found[name] = scalar_value(sums[name], release.cohort.population, z)
+    return Values(**found, columns=sums.get("columns"))
+
+
+def shares_of_columns(recipe: Recipe, values: Values, columns: int) -> ColumnShares | None:
+    """How many users have each column of w; None if none is sparse."""
+    if not recipe.sparse:
+        return None
+    release = recipe.before["columns"]
+    noisy = np.zeros(len(recipe.sparse)) if values.columns is None else values.columns
+    z = release.usual_noise_std / release.clip_norm
+    population = release.cohort.population
+    return column_shares(noisy, values.count, population, z, recipe.sparse_among(columns))
 
 
 def recipe(
     *,
     population: int,
+    epsilon: float,
     delta: float,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
+    task: Task,
+    sparse: Sequence[int] = (),
     rounds: int | None = None,
-    rate: float = 1.0,
+    rate: float | None = None,
     aggregation: SecureSum | None = None,
 ) -> Recipe:
-    """The recipe for a population and a budget.
+    """The recipe for a population and a budget; every z and T is fixed here.
 
     Args:
         population: N, the number of enrolled users.
-        delta: δ, well below 1/N.
         epsilon: ε of everything together, under zero-out neighbours; infinite is no noise.
-        noise_multiplier: z of the rounds, in place of ``epsilon``. The vote then has the same.
-        rounds: the number of rounds; 50 unless given.
-        rate: the share of users per round. 1 is everyone; a tenth loses little, and serves very
-            large populations.
+        delta: δ, well below 1/N.
+        task: "regression" or "classification".
+        sparse: the places of columns of w that most users lack.
+        rounds: T; by the rule of ``rounds_for`` unless given.
+        rate: the share of users per round, for very many of them; None is everyone.
         aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
     """
-    if (epsilon is None) == (noise_multiplier is None):
-        raise ValueError("give either epsilon or noise_multiplier: it decides how much noise")
-    planned = ROUNDS if rounds is None else count("rounds", rounds)
-    cohort = Poisson(population, rate)
-    if epsilon is None:
-        assert noise_multiplier is not None
-        vote = _vote(population, noise_multiplier, aggregation)
-        release = _release(cohort, noise_multiplier, aggregation)
-        return Recipe(release, vote, planned, math.inf, delta)
+    one_of("task", task, get_args(Task))
     require(epsilon > 0, "epsilon must be positive", epsilon, "inf trains without noise")
-    noise = vote_noise(population, epsilon, delta)
-    vote = None if noise is None else _vote(population, noise, aggregation)
-    z = 0.0
-    if math.isfinite(epsilon):
-        z = calibrate_noise(
-            epsilon=epsilon,
-            delta=delta,
-            cohort=cohort,
-            rounds=planned,
-            also=[] if vote is None else [(vote.release, 1)],
-            aggregation=aggregation,
-        )
-    release = _release(cohort, z, aggregation)
-    return Recipe(release, vote, planned, epsilon, delta)
-
-
-def _release(cohort: Poisson, z: float, aggregation: SecureSum | None) -> Release:
-    return Release(cohort, CLIP_NORM, z, normalise=True, aggregation=aggregation)
-
-
-def _vote(population: int, noise: float, aggregation: SecureSum | None) -> SizeVote | None:
-    """A vote with this noise; None if it would tell too little."""
-    if population < least_voters_for(noise):
-        return None
+    if rate is not None and aggregation is not None:
+        raise ValueError(f"rate={rate} with secure sums: leave it out, everyone takes part in them")
+    places = tuple(sorted(set(sparse)))
     everyone = Poisson(population, 1.0)
-    return SizeVote(Release(everyone, CLIP_NORM, noise, aggregation=aggregation))
+    sampled = rate is not None and rate < 1
+    sigma = _noise_for(epsilon, delta, everyone, len(places), aggregation)
+    wanted = SAMPLED_ROUNDS if sampled else rounds_for(population, sigma)
+    planned = wanted if rounds is None else count("rounds", rounds)
+    budget = shares(task, bool(places), planned)
+    share = budget.pop("mean")
+    before = {}
+    for name, own in budget.items():
+        bound = 1.0 if name == "columns" else SCALAR_BOUND
+        before[name] = Release(everyone, bound, sigma / math.sqrt(own), aggregation=aggregation)
+    cohort = everyone
+    z = sigma / math.sqrt(share)
+    if rate is not None and sampled:
+        cohort = Poisson(population, rate)
+        z = _sampled_noise(epsilon, delta, cohort, planned, before)
+    release = Release(cohort, 1.0, z, aggregation=aggregation)
+    return Recipe(task, release, before, planned, epsilon, delta, places)
 
 
-def vote_noise(population: int, epsilon: float, delta: float) -> float | None:
-    """The noise multiplier of a vote, or None if it would cost too much or tell too little.
-
-    A vote takes 1 % of the budget (in units of 1/z²) if the population is large, and up to 5 % so
-    that its noise stays below a sixteenth of the population.
-    """
+def _noise_for(
+    epsilon: float, delta: float, everyone: Poisson, sparse: int, aggregation: SecureSum | None
+) -> float:
+    """σ₁; with secure sums at δ less what their neighbours may take from it."""
     if math.isinf(epsilon):
         return 0.0
-    if population < least_voters(epsilon, delta):
-        return None
-    cheapest = noise_alone(epsilon, delta) / math.sqrt(LEAST_VOTE_SHARE)
-    return min(cheapest, population / PEOPLE_PER_NOISE)
+    if aggregation is None:
+        return noise_alone(epsilon, delta) * (1 + ROUNDING)
+    most = MOST_ROUNDS + (4 if sparse else 2)
+    failure = Release(everyone, 1.0, 1.0, aggregation=aggregation).failure
+    left = delta - most * failure
+    require(left > 0, "delta must be above what random neighbours take", delta, "raise delta")
+    return noise_alone(epsilon, left) * (1 + ROUNDING)
 
 
-def least_voters(epsilon: float, delta: float) -> int:
-    """The smallest population that holds a vote within its share of a budget."""
-    return least_voters_for(noise_alone(epsilon, delta) / math.sqrt(MOST_VOTE_SHARE))
+def _sampled_noise(
+    epsilon: float, delta: float, cohort: Poisson, rounds: int, before: Mapping[str, Release]
+) -> float:
+    """z of Poisson rounds, by the accountant for the whole composition."""
+    if math.isinf(epsilon):
+        return 0.0
+    from flwr_ppsgd.privacy import calibrate_noise
 
-
-def least_voters_for(noise: float) -> int:
-    """The smallest population that can read a vote with this noise multiplier."""
-    return math.ceil(PEOPLE_PER_NOISE * noise)
-
-
-def noise_alone(epsilon: float, delta: float) -> float:
-    """The noise multiplier of the one release that a budget pays for, everyone in it."""
-    return float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+    also = [(release, 1) for release in before.values()]
+    return calibrate_noise(epsilon=epsilon, delta=delta, cohort=cohort, rounds=rounds, also=also)

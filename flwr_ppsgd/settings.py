@@ -12,17 +12,14 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, require
-from flwr_ppsgd.optimizers import ENDING, SGD, Adam, Course, Momentum, Optimizer, Schedule
-from flwr_ppsgd.tuning import ROUNDS, AdaptiveClip
-
-if TYPE_CHECKING:
-    from flwr_ppsgd.recipe import Recipe
+from flwr_ppsgd.recipe import Recipe, Task, noise_alone, recipe, rounds_for
+from flwr_ppsgd.wire import places_in
 
 THEORY = "theory"  # the word that an experiment replaces by a number for alpha-q
 OWN_PREFIX = "ppsgd-"
@@ -41,18 +38,8 @@ PAPER = "paper"
 AUTO = "auto"
 METHODS = (PAPER, AUTO)
 SECURE_PREFIX = "secure_"
-OPTIMIZERS = ("sgd", "momentum", "adam")
 OF_PAPER = ("clip_norm", "step", "alpha_q")  # which the recipe decides
-CHOICES_OF_PAPER = (
-    "cohort_size",
-    "cap",
-    "total_batch",
-    "normalise",
-    "server_optimizer",
-    "server_momentum",
-    "server_schedule",
-    "adaptive_clip",
-)
+CHOICES_OF_PAPER = ("cohort_size", "cap", "total_batch", "noise_multiplier", "average")
 T = TypeVar("T")
 RUN_CONFIG = "run config"  # how errors call it
 
@@ -69,10 +56,9 @@ class Settings:
     ``secure-honest`` and ``secure-colluding`` make the sum of each round a secure one, as of
     ``flwr_ppsgd.SecureSum``.
 
-    ``method = "auto"`` is the recipe of ``flwr_ppsgd.recipe``: it needs neither clip norm nor
-    steps, has everyone take part in 50 rounds unless ``rate`` or ``rounds`` say otherwise, and
-    ``personal`` is "solve". ``server-optimizer``, ``normalise`` and ``adaptive-clip`` are for
-    ``method = "paper"``, the default.
+    ``method = "auto"`` is the recipe of ``flwr_ppsgd.recipe``: it needs ``epsilon`` and ``task``,
+    and neither clip norm nor steps; ``sparse`` lists columns that most users lack, as in 3-5,9;
+    everyone takes part in 2 to 8 rounds unless ``rate`` or ``rounds`` say otherwise.
     """
 
     population: int
@@ -87,7 +73,9 @@ class Settings:
     step: float | None = None
     alpha_q: float | None = None
     delta: float
-    rounds: int
+    rounds: int = 0
+    task: str = ""
+    sparse: str = ""
     max_epsilon: float | None = None
     evaluate_every: int = 0
     min_online: float = 0.5
@@ -101,14 +89,6 @@ class Settings:
     budget_dir: str = ""
     tensorboard_dir: str = ""
     insecure_seed: int | None = None
-    normalise: bool = False
-    server_optimizer: str = "sgd"
-    server_momentum: float = 0.9
-    server_schedule: str = "constant"
-    personal: str | None = None
-    solve_in_training: bool = False
-    full_batch: bool | None = None
-    adaptive_clip: float | None = None
     secure_honest: int | None = None
     secure_colluding: int | None = None
     secure_failure: float | None = None
@@ -117,8 +97,10 @@ class Settings:
     def __post_init__(self) -> None:
         """What only the flat keys have. ``server.training.Training`` checks all else."""
         one_of("method", self.method, METHODS)
-        one_of("server_optimizer", self.server_optimizer, OPTIMIZERS)
         self._check_method()
+        if self.automatic:
+            self._plan_recipe()
+            return
         _exactly_one(self, "rate", "cohort_size")
         _exactly_one(self, "noise_multiplier", "epsilon")
         require(self.rounds >= 1, "rounds must be at least 1", self.rounds, "plan at least one")
@@ -149,10 +131,14 @@ class Settings:
         """Whether the recipe decides what is not given."""
         return self.method == AUTO
 
-    @property
-    def solves(self) -> bool:
-        """Whether personal parts are solved rather than stepped."""
-        return (self.personal or ("solve" if self.automatic else "step")) == "solve"
+    def _plan_recipe(self) -> None:
+        """The number of rounds, unless it is given."""
+        if self.epsilon is None:
+            raise ValueError("'epsilon' is missing: auto needs it, as in epsilon = 1.0")
+        require(self.epsilon > 0, "epsilon must be positive", self.epsilon, "name what you allow")
+        if not self.rounds:
+            sigma = 0.0 if math.isinf(self.epsilon) else noise_alone(self.epsilon, self.delta)
+            object.__setattr__(self, "rounds", rounds_for(self.population, sigma))
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
@@ -168,7 +154,7 @@ class Settings:
                 f"{where}: alpha-q 'theory' is known to experiments only: let `ppsgd plan` work it "
                 "out and write the number here"
             )
-        return build(cls, completed(with_keys(flat)), where)
+        return build(cls, with_keys(flat), where)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Self:
@@ -190,8 +176,7 @@ class Settings:
             )
         if self.cohort_size is not None:
             return FixedSize(self.population, self.cohort_size)
-        assert self.rate is not None
-        return Poisson(self.population, self.rate, self.cap)
+        return Poisson(self.population, 1.0 if self.rate is None else self.rate, self.cap)
 
     def uncalibrated(self) -> Release:
         """The release; if ``epsilon`` is given, still without its noise."""
@@ -208,10 +193,7 @@ class Settings:
 
     def _release(self, noise: float) -> Release:
         clip_norm = 1.0 if self.clip_norm is None else self.clip_norm
-        normalise = self.normalise or self.automatic
-        return Release(
-            self.cohort(), clip_norm, noise, self.total_batch, normalise, self.aggregation()
-        )
+        return Release(self.cohort(), clip_norm, noise, self.total_batch, self.aggregation())
 
     def aggregation(self) -> SecureSum | None:
         """Whether the server sees sums only, and on which terms; None if it is trusted."""
@@ -228,17 +210,18 @@ class Settings:
                 raise ValueError(f"{key!r} is missing: a secure sum needs it, as in {key} = …")
         return SecureSum(**chosen)
 
-    def recipe(self) -> "Recipe":
+    def recipe(self) -> Recipe:
         """Everything that ``method = "auto"`` decides."""
-        from flwr_ppsgd.recipe import recipe
-
+        assert self.epsilon is not None
+        one_of("task", self.task, ("classification", "regression"))
         return recipe(
             population=self.population,
-            delta=self.delta,
             epsilon=self.epsilon,
-            noise_multiplier=self.noise_multiplier,
+            delta=self.delta,
+            task=cast(Task, self.task),
+            sparse=places_in(self.sparse),
             rounds=self.rounds,
-            rate=self.cohort().rate,
+            rate=self.rate,
             aggregation=self.aggregation(),
         )
 
@@ -295,49 +278,10 @@ class Settings:
         }
 
     def _published(self, release: Release | None) -> dict[str, Any]:
-        """What is released, how w moves by it, and how θ is made."""
+        """What is released, and how far w and θ move."""
         if self.automatic and release is None:
-            return {**self.recipe().arguments(), **self._given_beside_recipe()}
-        values: dict[str, Any] = {
-            "release": release or self.release(),
-            "steps": self.steps(),
-            "optimizer": self.chosen_optimizer(),
-            "personal": self.personal or "step",
-            "solve_in_training": self.solve_in_training,
-            "full_batch": bool(self.full_batch),
-        }
-        if self.adaptive_clip is not None:
-            values["adaptive_clip"] = AdaptiveClip(self.adaptive_clip)
-        return values
-
-    def _given_beside_recipe(self) -> dict[str, Any]:
-        """How θ is made and how much of the data a gradient takes, where that is said."""
-        given: dict[str, Any] = {"solve_in_training": self.solve_in_training}
-        if self.personal is not None:
-            given["personal"] = self.personal
-        if self.full_batch is not None:
-            given["full_batch"] = self.full_batch
-        return given
-
-    def chosen_optimizer(self) -> Optimizer:
-        """What the server does with a released gradient."""
-        ends = self.server_schedule in ENDING
-        schedule = Schedule(cast(Course, self.server_schedule), self.rounds if ends else None)
-        if self.server_optimizer == "momentum":
-            return Momentum(self.server_momentum, schedule=schedule)
-        if self.server_optimizer == "adam":
-            return Adam(schedule=schedule)
-        return SGD(schedule)
-
-
-def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat settings with what ``method = "auto"`` leaves open filled in, hyphens in their keys."""
-    if flat.get("method") != AUTO:
-        return dict(flat)
-    defaults: dict[str, Any] = {"rounds": ROUNDS}
-    if not any(key in flat for key in ("rate", "cohort-mean", "cohort-size")):
-        defaults["rate"] = 1.0
-    return {**defaults, **flat}
+            return self.recipe().arguments()
+        return {"release": release or self.release(), "steps": self.steps()}
 
 
 def _exactly_one(settings: Settings, first: str, second: str) -> None:

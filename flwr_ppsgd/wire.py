@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -22,32 +22,39 @@ from flwr_ppsgd.arrays import DOUBLE, Header, decode, decode_vector, encode, hea
 from flwr_ppsgd.checks import LARGEST_COUNT
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import Terms
-from flwr_ppsgd.tuning import MOST_POWERS
 
 ARRAYS = "arrays"  # w, under the name that Flower's stock strategies use
 CONFIG = "config"
 METRICS = "metrics"
 ORDER = "ppsgd-order"
 GRADIENT = "gradient"
-VOTE = "vote"  # the only array of a vote, in the record of the gradient
+ANSWER = "answer"  # the only array of an answer to "unit", "size", "count" or "columns"
 SECURE = "ppsgd-secure"  # a message of a secure sum, up or down
 DATA = "data"  # its bytes
 MASKED = "masked"  # the record of a masked vector, and its only array
 SINGLE = np.dtype(np.float32)
+VARIANCE = "ppsgd-variance"  # ν, beside w in what auto publishes
+UNIT = "ppsgd-unit"  # u
+SIZE = "ppsgd-size"  # C
+BESIDE = (VARIANCE, UNIT, SIZE)
 STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
-PROTOCOL = 3  # of the Order
+PROTOCOL = 4  # of the Order
 LARGEST_NUMBER = 2**63
 LONGEST_PROMISE = 1000  # characters
 LONGEST_NAME = 200  # characters: of a measure, a key, a signature
 LONGEST_SHOWN = 80  # characters of a wrong value that an error shows
 MOST_METRICS = 100
 MOST_STARTS = 1_000_000
+MOST_COLUMNS = 10_000_000
 _NUMBER = re.compile(r"[1-9][0-9]{0,14}")
+_SPAN = re.compile(r"([0-9]{1,8})(?:-([0-9]{1,8}))?")
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchNorm's buffers
 
-Making: TypeAlias = Literal["step", "solve"]  # of θ
-Asked: TypeAlias = Literal["gradient", "size"]  # for, in an Order
+# what an Order may ask for: see ``Order.asks``
+Asked: TypeAlias = Literal["gradient", "solution", "unit", "size", "count", "columns", "nothing"]
+BEFORE_ROUNDS = ("unit", "size", "count", "columns")  # asked once, of everybody
+OrderTask: TypeAlias = Literal["", "regression", "classification"]
 Hold: TypeAlias = Callable[[str, np.dtype[Any]], bool]
 
 
@@ -61,14 +68,15 @@ class Order:
         clip_norm: C.
         reduction: whether gradients over a minibatch are averaged (Algorithm 3) or summed
             (Algorithm 2).
-        normalise: bring the gradient to norm C, not only below it.
-        full_batch: take the gradient over all of the user's rows, not over a minibatch.
-        personal: how θ is made: "step" moves the kept θ by s_θ, "solve" works out the best θ for
-            the w at hand.
-        solve_in_training: with "solve", take the gradient of w at the solved θ; else at θ = 0.
-        asks: "gradient", or "size" for a vote on the size of the user's own solution.
-        lowest: of a vote, the exponent of the first bin.
-        powers: of a vote, the number of bins.
+        asks: "gradient"; of the recipe, "solution" is what the user would add to w, divided by ``size``; "unit", "size" and
+            "count" are one number, "columns" which sparse columns the user has; "nothing" brings
+            the last w.
+        task: of the recipe; empty for the paper's method.
+        sparse: the places of sparse columns among those of w.
+        unit: u, the public unit of targets.
+        size: C, by which solutions are divided; of "columns", what those are divided by.
+        variance: ν, the noise in the w that comes along; empty while nobody needs it.
+        last: whether this w is the last one: the device makes the personal model and keeps it.
         publishes: whether a gradient is wanted; at α = 0 none is sent.
         average: whether the average iterate of θ is kept, and used in evaluation.
         metrics: names of training measures to send along, which are released with the gradient's
@@ -98,13 +106,13 @@ class Order:
     clip_norm: float
     reduction: Reduction
     publishes: bool
-    normalise: bool = False
-    full_batch: bool = False
-    personal: Making = "step"
-    solve_in_training: bool = False
     asks: Asked = "gradient"
-    lowest: int = 0
-    powers: int = 0
+    task: OrderTask = ""
+    sparse: tuple[int, ...] = ()
+    unit: float = 1.0
+    size: float = 1.0
+    variance: tuple[float, ...] = ()
+    last: bool = False
     average: bool = False
     metrics: tuple[str, ...] = ()
     training: int = 0
@@ -130,10 +138,12 @@ class Order:
         flat: dict[str, Any] = {name: kind(getattr(self, name)) for name, kind in _PLAIN.items()}
         flat["metrics"] = ",".join(self.metrics)
         flat["starts"] = ",".join(str(int(start)) for start in self.starts)
+        flat["sparse"] = spans_of(self.sparse)
+        flat["variance"] = np.array(self.variance, "<f8").tobytes()
         if self.terms is not None:
             flat |= {name: kind(getattr(self, name)) for name, kind in _OF_STAGE.items()}
             flat |= {PREFIX + name: value for name, value in self.terms.to_flat().items()}
-        return {name: value for name, value in flat.items() if value != ""}
+        return {name: value for name, value in flat.items() if value not in ("", b"")}
 
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any]) -> "Order":
@@ -141,11 +151,13 @@ class Order:
         _check_protocol(flat)
         secure = _SIGN_OF_TERMS in flat
         empty = (*_MAY_BE_EMPTY, *_MAY_BE_EMPTY_IN_TERMS) if secure else _MAY_BE_EMPTY
-        flat = {**dict.fromkeys(empty, ""), **flat}
+        flat = {**dict.fromkeys(empty, ""), "variance": b"", **flat}
         _check_fields(flat, _SECURE_TYPES if secure else _TYPES)
         values = {name: flat[name] for name in _PLAIN}
         values["metrics"] = _names(flat["metrics"])
         values["starts"] = _numbers(flat["starts"])
+        values["sparse"] = places_in(flat["sparse"])
+        values["variance"] = _variance(flat["variance"])
         if secure:
             values |= {name: flat[name] for name in _OF_STAGE}
             values["terms"] = Terms.from_flat({name: flat[PREFIX + name] for name in TERMS})
@@ -162,12 +174,12 @@ class Order:
         _check(0 < self.clip_norm < math.inf, "clip_norm must be finite, above 0", self.clip_norm)
         _check(self.epsilon >= 0, "epsilon must be at least 0", self.epsilon)
         _check_word("reduction", self.reduction, get_args(Reduction))
-        _check_word("personal", self.personal, get_args(Making))
         _check_word("asks", self.asks, get_args(Asked))
-        _check(abs(self.lowest) <= MOST_POWERS, "lowest must be -1000 to 1000", self.lowest)
-        _check(0 <= self.powers <= MOST_POWERS, "powers must be 0 to 1000", self.powers)
-        votes = self.powers > 0
-        _check(votes == (self.asks == "size"), "powers must be there for a vote", self.powers)
+        _check_word("task", self.task, get_args(OrderTask))
+        _check(0 < self.unit < math.inf, "unit must be finite, above 0", self.unit)
+        _check(0 < self.size < math.inf, "size must be finite, above 0", self.size)
+        releases = self.publishes or self.asks in ("gradient", "nothing")
+        _check(releases, "what is asked for must be published", self.asks)
         if self.terms is not None:
             self._check_terms(self.terms)
         _check_text("promise", self.promise, LONGEST_PROMISE)
@@ -181,8 +193,6 @@ class Order:
         _check(0 <= self.stage <= STAGES, f"stage must be 0 to {STAGES}", self.stage)
         _check_count("planned", self.planned)
         _check_text("payload", self.payload, LONGEST_NAME)
-        same = terms.normalise == self.normalise or self.asks == "size"
-        _check(same, "normalise must be that of its terms", self.normalise)
         try:
             _ = terms.release
             terms.metrics(self.metrics)
@@ -197,13 +207,11 @@ _PLAIN: dict[str, type] = {
     "clip_norm": float,
     "reduction": str,
     "publishes": bool,
-    "normalise": bool,
-    "full_batch": bool,
-    "personal": str,
-    "solve_in_training": bool,
     "asks": str,
-    "lowest": int,
-    "powers": int,
+    "task": str,
+    "unit": float,
+    "size": float,
+    "last": bool,
     "average": bool,
     "training": int,
     "back": int,
@@ -214,13 +222,13 @@ _PLAIN: dict[str, type] = {
     "signature": str,
     "protocol": int,
 }
-_TYPES = {**_PLAIN, "metrics": str, "starts": str}
+_TYPES = {**_PLAIN, "metrics": str, "starts": str, "sparse": str, "variance": bytes}
 PREFIX = "secure_"  # before the names of the terms of a secure sum
 _OF_STAGE: dict[str, type] = {"stage": int, "payload": str, "planned": int}
 _SECURE_TYPES = {**_TYPES, **_OF_STAGE, **{PREFIX + name: kind for name, kind in TERMS.items()}}
 _SIGN_OF_TERMS = PREFIX + "honest"
 _MAY_BE_EMPTY_IN_TERMS = ("payload", PREFIX + "bounds")
-_MAY_BE_EMPTY = ("metrics", "starts", "promise", "server_key", "signature")
+_MAY_BE_EMPTY = ("metrics", "starts", "sparse", "task", "promise", "server_key", "signature")
 
 
 def _check(holds: bool, rule: str, value: object) -> None:
@@ -280,6 +288,48 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
+def answer_length(order: Order) -> int:
+    """Of the vector that answers what is asked before the first round; 0 in a round."""
+    if order.asks not in BEFORE_ROUNDS:
+        return 0
+    return len(order.sparse) if order.asks == "columns" else 2
+
+
+def spans_of(places: Sequence[int]) -> str:
+    """Increasing places as text: ``(3, 4, 5, 9)`` is "3-5,9"."""
+    spans: list[list[int]] = []
+    for place in places:
+        if spans and place == spans[-1][1] + 1:
+            spans[-1][1] = place
+        else:
+            spans.append([place, place])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def places_in(text: str) -> tuple[int, ...]:
+    """The places that ``spans_of`` wrote; ValueError unless they increase."""
+    places: list[int] = []
+    for span in text.split(",") if text else ():
+        found = _SPAN.fullmatch(span)
+        _check(found is not None, "sparse must be places such as 3-5,9", text)
+        assert found is not None
+        first = int(found[1])
+        last = int(found[2] or first)
+        after = places[-1] if places else -1
+        fits = after < first <= last < MOST_COLUMNS
+        _check(fits, f"sparse must be increasing places below {MOST_COLUMNS}", span)
+        places.extend(range(first, last + 1))
+    return tuple(places)
+
+
+def _variance(data: bytes) -> tuple[float, ...]:
+    _check(len(data) % 8 == 0, "variance must be numbers of 8 bytes", len(data))
+    numbers = np.frombuffer(data, "<f8")
+    fits = bool((numbers >= 0).all() and np.isfinite(numbers).all())
+    _check(fits, "variance must be finite and at least 0", numbers.size)
+    return tuple(numbers.tolist())
+
+
 def _shown(value: object) -> str:
     """A value that a server chose, for one line of a log: no control characters, not too long."""
     text = repr(value)
@@ -326,6 +376,12 @@ class Layout:
             if shape != other.shape_of[name]:
                 return f"{name!r} of shape {shape} and {other.shape_of[name]}"
         return ""
+
+    @functools.cached_property
+    def columns(self) -> int:
+        """The number of rows of a lone matrix, one for each column of users' rows; else ``size``."""
+        lone = len(self.shapes) == 1 and len(self.shapes[0]) > 0
+        return self.shapes[0][0] if lone else self.size
 
     @functools.cached_property
     def size(self) -> int:

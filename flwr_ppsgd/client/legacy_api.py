@@ -24,7 +24,7 @@ from flwr_ppsgd.client.visit import (
     serve,
 )
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, Order
+from flwr_ppsgd.wire import ARRAYS, BEFORE_ROUNDS, GRADIENT, METRICS, Order
 
 TRAIN = "train"
 ORDER_FIELDS = ("protocol", "publishes", "clip_norm")  # no stock strategy sends one of these
@@ -72,7 +72,7 @@ class PPSGDClient(NumPyClient):
             check_shared(self._learner, shapes)
             refuse_plain(self._context, order)
             sent = answer_order(self._context, self._learner, w, order)
-            if order.asks == "size":
+            if order.asks in BEFORE_ROUNDS:
                 assert sent.vector is not None
                 return [sent.vector], 1, {}
             return _arrays(sent, parameters), 1, {**sent.measures}
@@ -91,6 +91,8 @@ class PPSGDClient(NumPyClient):
 
         def answer(order: Order | None) -> tuple[float, int, dict[str, Scalar]]:
             measures = measure(self._context, self._learner, _flat(parameters), order)
+            if order is not None and order.asks == "nothing":
+                return 0.0, 1, {}
             numbers = {name: float(value) for name, value in measures.items()}
             return numbers.get("loss", 0.0), num_tested(self._learner), {**numbers}
 

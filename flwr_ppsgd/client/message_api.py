@@ -36,7 +36,9 @@ from flwr_ppsgd.client.visit import (
 )
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import (
+    ANSWER,
     ARRAYS,
+    BEFORE_ROUNDS,
     CONFIG,
     DATA,
     GRADIENT,
@@ -45,9 +47,9 @@ from flwr_ppsgd.wire import (
     NUM_EXAMPLES,
     ORDER,
     SECURE,
-    VOTE,
     Layout,
     Order,
+    answer_length,
 )
 
 Records: TypeAlias = Mapping[str, Any]  # of a message, by name
@@ -194,7 +196,7 @@ def _answer_masked(
         check_shared(learner, layout.shape_of)
         return answer_order(context, learner, w, order)
 
-    size = order.powers if order.asks == "size" else layout.size
+    size = answer_length(order) or layout.size
     words = answer_masked(context, order, payload, size=size, train=train)
     masked = vector_record({MASKED: words.astype("<u8", copy=False)})
     return Message(RecordDict({MASKED: masked}), reply_to=message)
@@ -207,9 +209,9 @@ def _trained(asked: Records, context: Context, learner: Learner, order: Order) -
     check_shared(learner, layout.shape_of)
     sent = answer_order(context, learner, w, order)
     records: dict[str, Any] = {}
-    if order.asks == "size":
+    if order.asks in BEFORE_ROUNDS:
         assert sent.vector is not None
-        records[GRADIENT] = vector_record({VOTE: sent.vector})
+        records[GRADIENT] = vector_record({ANSWER: sent.vector})
     elif sent.unscaled is not None:
         records[GRADIENT] = sent.record(layout)
     if sent.measures:
@@ -232,7 +234,10 @@ def _train_locally(
 def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
     records = message.content
     _, w = _shared(records)
-    measures = measure(context, learner, w, _order(records))
+    order = _order(records)
+    measures = measure(context, learner, w, order)
+    if order is not None and order.asks == "nothing":
+        return Message(RecordDict(), reply_to=message)
     metrics = MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 

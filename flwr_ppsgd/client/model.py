@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias, cast
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import record_from
 from flwr_ppsgd.client.shelf import Shelf
-from flwr_ppsgd.client.visit import solved, visit
-from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.wire import Layout, Order
+from flwr_ppsgd.client.visit import visit
+from flwr_ppsgd.learner import Learner, Solver
+from flwr_ppsgd.models.solve import Mixture
+from flwr_ppsgd.wire import BESIDE, SIZE, UNIT, VARIANCE, Layout, Order, OrderTask
 
 STEP = 0.1  # of θ, for somebody who never took part
 VISITS = 100
@@ -37,10 +38,17 @@ class Modular(Protocol):
 
 @dataclass(frozen=True)
 class PersonalModel:
-    """w, as named arrays, and the θ of one user."""
+    """w, as named arrays, and what makes it one user's own model.
+
+    Args:
+        shared: w.
+        theta: θ of the paper's method; empty under ``PPSGD.auto``.
+        mixture: the personal model of ``PPSGD.auto``, if there is one.
+    """
 
     shared: ArrayRecord
     theta: Vector
+    mixture: Mixture | None = None
 
     @classmethod
     def load(
@@ -50,7 +58,6 @@ class PersonalModel:
         *,
         run: str | None = None,
         w: Published | None = None,
-        learner: Learner | None = None,
     ) -> Self:
         """What the node of ``user`` kept last.
 
@@ -60,15 +67,22 @@ class PersonalModel:
             run: the ``ppsgd-run``, if the user took part in more than one.
             w: the published parameters, if they are newer than those that came with the user's
                 last round.
-            learner: the user's model and data: θ is then solved anew for w, if the learner can.
         """
         shelf = _shelf(Path(state_dir), user, run)
         save = shelf.last()
         assert save is not None
         shared = record_from(shelf.shared().arrays) if w is None else _record(w)
-        theta = save.vectors["theta"]
-        solution = None if learner is None else solved(learner, _flat(shared))
-        return cls(shared, theta if solution is None else solution.theta)
+        arrays = shelf.model()
+        mixture = None if arrays is None else Mixture.from_arrays(arrays)
+        return cls(shared, save.vectors["theta"], mixture)
+
+    def predict(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Of new rows of this user: amounts, rows × 1, or scores of classes, rows × classes."""
+        if self.mixture is None:
+            raise ValueError(
+                "this model was stepped, not solved: use arrays() for w + θ, or module(model)"
+            )
+        return self.mixture.predict(rows)
 
     @property
     def w(self) -> Vector:
@@ -98,32 +112,39 @@ def personalize(
     w: Published,
     data: Learner,
     *,
-    step: float | None = None,
-    visits: int | None = None,
+    step: float = STEP,
+    visits: int = VISITS,
     theta: Vector | None = None,
 ) -> PersonalModel:
-    """θ for a user who never took part, at the published w.
-
-    A learner that can solve for θ does so. Without that, or if ``step``, ``visits`` or ``theta`` is
-    given, θ alone is moved by steps.
+    """The personal model of somebody who never took part, at the published w.
 
     Args:
-        w: the published parameters.
+        w: the published parameters; what ``PPSGD.published`` gives makes the model of
+            ``PPSGD.auto``, anything else a θ by steps.
         data: the user's learner, which is the model together with the user's data.
-        step: the size of a step; 0.1 unless given.
-        visits: the number of steps; 100 unless given.
+        step: the size of a step.
+        visits: the number of steps.
         theta: where to begin; the learner's initial θ unless given.
     """
     record = _record(w)
     flat = _flat(record)
-    if step is None and visits is None and theta is None:
-        solution = solved(data, flat)
-        if solution is not None:
-            return PersonalModel(record, solution.theta)
+    if isinstance(w, Mapping) and VARIANCE in w and isinstance(data, Solver):
+        order = Order(
+            0,
+            0.0,
+            1.0,
+            "mean",
+            False,
+            asks="nothing",
+            task=cast(OrderTask, data.task),
+            unit=float(w[UNIT]),
+            size=float(w[SIZE]),
+        )
+        own = data.personal_model(flat, np.asarray(w[VARIANCE]).reshape(-1), order)
+        return PersonalModel(record, np.zeros(0), Mixture.from_arrays(own.arrays()))
     now = data.initial_theta() if theta is None else theta
-    size = STEP if step is None else step
-    for number in range(1, (VISITS if visits is None else visits) + 1):
-        order = Order(0, size, math.inf, "mean", False, visit=number)
+    for number in range(1, visits + 1):
+        order = Order(0, step, math.inf, "mean", False, visit=number)
         _, now = visit(data, flat, now, order)
     return PersonalModel(record, now)
 
@@ -148,4 +169,5 @@ def _record(w: Published) -> ArrayRecord:
         return w
     if isinstance(w, np.ndarray):
         return ArrayRecord([w])
-    return ArrayRecord({name: Array(values) for name, values in w.items()})
+    arrays = {name: each for name, each in w.items() if name not in BESIDE}
+    return ArrayRecord({name: Array(np.asarray(each)) for name, each in arrays.items()})

@@ -8,12 +8,12 @@ start of the server began, and θ is stepped from the newest save that is still 
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
@@ -36,6 +36,7 @@ from flwr_ppsgd.wire import Order
 log = logging.getLogger("flwr.ppsgd")
 
 STATE = "ppsgd-personal"  # the newest θ in a node's state; older ones are STATE-1, STATE-2, …
+MODEL = "ppsgd-model"  # the personal model of the recipe, in a node's state
 LEAST_BACK = 2  # rounds that any server with a checkpoint_dir may go back
 Answer = TypeVar("Answer")
 
@@ -295,6 +296,16 @@ def note(context: Context, leaving: Leaving) -> None:
     """In the node's directory, if it has one: note a reply that leaves θ as it is."""
     if keeps_on_disk(context):
         _mirror(context, leaving, stepped=False)
+
+
+def keep_model(context: Context, training: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Keep a personal model: in the node's directory if it has one, else in its state."""
+    shelf = Shelf.of(context, training)
+    if shelf is None:
+        context.state[MODEL] = ArrayRecord({name: Array(each) for name, each in arrays.items()})
+        return
+    with shelf.writing():
+        shelf.put_model(arrays)
 
 
 def training_in(context: Context) -> int:

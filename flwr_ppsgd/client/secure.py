@@ -43,7 +43,7 @@ class Memory:
     """What a node remembers of one training with a secure sum.
 
     Args:
-        terms: what was first agreed for each part ("gradient", "size"): it never changes.
+        terms: what was first agreed for each part, by what was asked for: it never changes.
         last: the start of the server and the round of the last masked vector, by part.
         answers: the number of masked vectors.
     """
@@ -208,8 +208,7 @@ def _input(order: Order, size: int, train: Callable[[], Sent]) -> NDArray[np.int
     try:
         sent = train()
         assert sent.vector is not None
-        # the release has one clip norm; that of a round may differ if it adapts
-        vector = sent.vector * (terms.clip_norm / order.clip_norm)
+        vector = sent.vector
         if metrics is not None:
             encoded = metrics.encode(sent.measures, terms.clip_norm)
             vector = np.append(vector, encoded)

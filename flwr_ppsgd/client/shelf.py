@@ -5,6 +5,7 @@ file is newest is told by a serial number in its name, never by a clock.
 """
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 from flwr.app import Context
+from numpy.typing import NDArray
 
 from flwr_ppsgd import disk
 from flwr_ppsgd.algorithm import Vector
@@ -39,6 +41,7 @@ NO_TRAINING = "no-training"  # for messages without an Order
 FORMAT = "flwr_ppsgd theta 2"
 FORMATS = ("flwr_ppsgd theta 1", FORMAT)  # those that are read; 1 is that of version 0.1
 SHARED_FORMAT = "flwr_ppsgd shared 1"
+MODEL = "model"  # the personal model of the recipe
 SHARED = "shared.w"
 SENT = "sent.jsonl"
 MEMORY = "secure.memory"  # of secure sums: their terms, and which rounds were answered
@@ -359,6 +362,23 @@ class Shelf:
         head = {"format": SHARED_FORMAT, "round": round_, "promise": promise, "arrays": sizes}
         content = disk.seal(head, arrays.values())
         disk.write(self.directory / SHARED, content, mode=disk.PRIVATE_FILE, sync=False)
+
+    def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Keep the personal model that follows from the last w; it holds the user's own rows."""
+        stream = io.BytesIO()
+        np.savez(stream, allow_pickle=False, **arrays)
+        head = {"format": SHARED_FORMAT}
+        content = disk.seal(head, [stream.getvalue()])
+        disk.write(self.directory / MODEL, content, mode=disk.PRIVATE_FILE)
+
+    def model(self) -> dict[str, NDArray[Any]] | None:
+        """The personal model; None if the last w has not come yet."""
+        path = self.directory / MODEL
+        if not path.exists():
+            return None
+        _, data = disk.unseal(path.read_bytes())
+        with np.load(io.BytesIO(data)) as arrays:
+            return dict(arrays)
 
     def shared(self) -> Shared:
         """The last w that came."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Context
 
-from flwr_ppsgd.algorithm import Vector, bound_scale, length
+from flwr_ppsgd.algorithm import Vector, clip, length, scale_for
 from flwr_ppsgd.checks import altered, count, require
 from flwr_ppsgd.client.personal import (
     Personal,
@@ -21,7 +21,7 @@ from flwr_ppsgd.client.personal import (
     back_of,
     evaluate_with,
     keep,
-    keeps_on_disk,
+    keep_model,
     note,
     recall_or_begin,
     step_from,
@@ -29,14 +29,12 @@ from flwr_ppsgd.client.personal import (
 from flwr_ppsgd.client.policy import Policy
 from flwr_ppsgd.client.refusal import REFUSED_ORDER, REFUSED_POLICY, coded, refusing
 from flwr_ppsgd.client.sent import Leaving
-from flwr_ppsgd.learner import Learner, Solution
-from flwr_ppsgd.tuning import BELOW, encode_size
-from flwr_ppsgd.wire import Layout, Order
+from flwr_ppsgd.learner import Learner, OwnModel, Solver
+from flwr_ppsgd.recipe import scalar_pair
+from flwr_ppsgd.wire import BEFORE_ROUNDS, Layout, Order
 
 log = logging.getLogger("flwr.ppsgd")
 
-LOCAL = "local_"  # before the name of a measure: of a model from own rows alone
-SHARED = "shared_"  # of w alone
 Answer = TypeVar("Answer")
 
 
@@ -178,76 +176,89 @@ def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def answer_order(context: Context, learner: Learner, w: Vector, order: Order) -> Sent:
-    """Serve one Order: send the bounded gradient, make θ and keep it in the node's state.
+    """Serve one Order: send the bounded vector, make θ and keep it in the node's state.
 
-    θ is kept last: an exception before it leaves θ as it was. A vote leaves θ alone.
+    θ is kept last: an exception before it leaves θ as it was. What is asked before the first round
+    leaves θ alone.
     """
-    if order.asks == "size":
-        return Sent(vote(learner, order))
-    personal = step_from(context, order, learner.initial_theta)
+    if order.asks in BEFORE_ROUNDS:
+        return Sent(answer_before(solver_of(learner, order), w, order))
+    initial = learner.initial_theta if order.asks == "gradient" else _nothing
+    personal = step_from(context, order, initial)
     order = altered(order, visit=personal.visit + 1)
     sent, theta = respond(learner, w, personal.theta, order)
-    if order.personal == "solve" and keeps_on_disk(context):
-        theta = _for_later(learner, w, theta)
     after = personal.stepped(theta, order.round, order.average)
     keep(context, after, back_of(order))
     return sent
 
 
+def _nothing() -> Vector:
+    """θ while the recipe's rounds run: it is made when the last w comes."""
+    return np.zeros(0)
+
+
 def respond(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Sent, Vector]:
     """What one visit sends, and the θ after it: a function of w, θ and the user's data alone."""
-    if order.personal == "solve":
-        theta = _anchor(learner, w, theta, order)
+    if order.asks == "solution":
+        return _solution(solver_of(learner, order), w, order), theta
     g_w, after = visit(learner, w, theta, order)
     actual = _checked_length(learner, "g_w", g_w, w)
     if not order.publishes:
         return Sent(None), after
-    measures = _measures(learner, w, theta, order, actual) if order.metrics else {}
-    scale = bound_scale(actual, order.clip_norm, order.normalise)
-    return Sent(g_w, measures, scale), after
+    measures = _measures(learner, w, theta, order) if order.metrics else {}
+    return Sent(g_w, measures, scale_for(actual, order.clip_norm)), after
 
 
-def _for_later(learner: Learner, w: Vector, theta: Vector) -> Vector:
-    """The solved θ, which ``PersonalModel`` finds on the node's disk; θ as it is if none can be."""
-    solution = solved(learner, w)
-    return theta if solution is None else solution.theta
+def _solution(learner: Solver, w: Vector, order: Order) -> Sent:
+    """−solution/C, clipped to 1."""
+    found = -np.asarray(learner.solution(w, order))
+    actual = _checked_length(learner, "a solution", found, w)
+    return Sent(found, {}, scale_for(actual / order.size, order.clip_norm) / order.size)
 
 
-def vote(learner: Learner, order: Order) -> Vector:
-    """The bin of the size of the user's own solution; zeros if the learner cannot say."""
-    own_size = getattr(learner, "own_size", None)
-    size = 0.0 if own_size is None else float(own_size())
-    return encode_size(size, order.lowest, order.powers, order.clip_norm)
+def answer_before(learner: Solver, w: Vector, order: Order) -> Vector:
+    """The answer to what is asked before the first round, bounded by the Order's clip norm."""
+    if order.asks == "columns":
+        return clip(own_columns(learner, order) / order.size, order.clip_norm)
+    if order.asks == "unit":
+        value = learner.spread()
+    elif order.asks == "size":
+        value = length(learner.solution(np.zeros_like(w), order))
+    else:
+        value = math.sqrt(own_columns(learner, order).sum())
+    return scalar_pair(value)
 
 
-def _anchor(learner: Learner, w: Vector, kept: Vector, order: Order) -> Vector:
-    """The θ at which the gradient of w is taken if θ is solved rather than stepped.
-
-    The solved θ if the server asks for that; else the one before the first visit, or what the
-    learner itself trains where that is no model.
-    """
-    if order.solve_in_training:
-        solution = solved(learner, w)
-        if solution is not None:
-            return solution.theta
-    anchor = getattr(learner, "anchor", None)
-    if anchor is None:
-        return learner.initial_theta()
-    trained: Vector = anchor(w, kept, order)
-    return trained
+def own_columns(learner: Solver, order: Order) -> Vector:
+    """1 for each sparse column that the user has, else 0; ValueError if there are others."""
+    own = np.asarray(learner.own_columns(), dtype=np.float64)
+    if own.shape != (len(order.sparse),):
+        raise ValueError(
+            f"the server counts {len(order.sparse)} sparse columns and this learner has "
+            f"{own.size}: give auto(sparse=…) and the learner the same columns"
+        )
+    return own
 
 
-def solved(learner: Learner, w: Vector) -> Solution | None:
-    """The best θ for w, from own rows alone; None if the learner cannot solve.
+def solver_of(learner: object, order: Order) -> Solver:
+    """The learner, which can answer ``auto``; ValueError in one line if it cannot."""
+    if not isinstance(learner, Solver):
+        raise ValueError(
+            f"PPSGD.auto asks for solutions and {type(learner).__name__} has no solution(w, "
+            "order): use AdditiveLinear or torch_client, or PPSGD(release, steps, …) for gradients"
+        )
+    if learner.task != order.task:
+        raise ValueError(
+            f"the server trains for {order.task} and this client's model is for {learner.task}: "
+            f"give task={learner.task!r} to PPSGD.auto, or to the learner task={order.task!r}"
+        )
+    return learner
 
-    ValueError if what it found does not fit.
-    """
-    solve = getattr(learner, "solve", None)
-    if solve is None:
-        return None
-    solution: Solution = solve(w)
-    _checked_length(learner, "a solved θ", solution.theta, learner.initial_theta())
-    return solution
+
+def personal_model(learner: Learner, w: Vector, order: Order) -> OwnModel:
+    """The user's own model around the published w."""
+    variance = np.array(order.variance) if order.variance else np.zeros(1)
+    return solver_of(learner, order).personal_model(w, variance, order)
 
 
 def answer_stock(
@@ -280,15 +291,17 @@ def answer_stock(
 def measure(context: Context, learner: Learner, w: Vector, order: Order | None) -> dict[str, float]:
     """The learner's measures at w and this user's θ, or its average if the server asks for that.
 
-    If θ is solved, also those of the user's own model (``local_…``) and of w alone (``shared_…``).
+    Under the recipe those of the personal model, of one from own rows alone (``local_…``) and of w
+    alone (``shared_…``); if w is the last one, the personal model is kept.
     """
     if order is None:
         kept = recall_or_begin(context, learner.initial_theta)
         return learner.evaluate(w, kept.theta)
-    if order.personal == "solve":
-        solution = solved(learner, w)
-        if solution is not None:
-            return compared(learner, w, solution.theta)
+    if order.task:
+        model = personal_model(learner, w, order)
+        if order.last:
+            keep_model(context, order.training, model.arrays())
+        return {} if order.asks == "nothing" else model.measures()
     personal = evaluate_with(context, order, learner.initial_theta)
     theta = personal.average(order.round) if order.average else personal.theta
     return learner.evaluate(w, theta)
@@ -299,37 +312,14 @@ def num_tested(learner: Learner) -> int:
     return int(getattr(learner, "num_tested", learner.num_examples))
 
 
-def compared(learner: Learner, w: Vector, theta: Vector) -> dict[str, float]:
-    """The measures of (w, θ), beside those of a model from own rows alone and of w alone.
-
-    From own rows alone only if the learner says that w = 0 is where that begins
-    (``begins_at_zero``): not so for networks, whose features are part of w. Of w alone only if
-    θ = 0 is a model.
-    """
-    measures = learner.evaluate(w, theta)
-    if getattr(learner, "begins_at_zero", False):
-        nothing = np.zeros_like(w)
-        alone = solved(learner, nothing)
-        assert alone is not None
-        local = learner.evaluate(nothing, alone.theta)
-        measures |= {LOCAL + name: value for name, value in local.items()}
-    if getattr(learner, "anchor", None) is None:
-        shared = learner.evaluate(w, learner.initial_theta())
-        measures |= {SHARED + name: value for name, value in shared.items()}
-    return measures
-
-
 def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
     """(g_w, θ after the visit).
 
     A learner may step θ in its own way, by ``personal_step(w, theta, order)``: that costs no
-    privacy. If θ is solved, it stays where g_w was taken. ValueError if the step does not fit; g_w
-    is as the learner gave it.
+    privacy. ValueError if the step does not fit; g_w is as the learner gave it.
     """
     # a mask, or whatever else a kind of array of its own does, is not for a bound to rest on
     g_w, g_theta = map(np.asarray, learner.gradients(w, theta, order))
-    if order.personal == "solve":
-        return g_w, theta
     _check_shape(learner, "g_θ", g_theta, theta)
     with np.errstate(all="ignore"):
         change = order.step * g_theta
@@ -362,33 +352,25 @@ def local_training(
     return trained, personal
 
 
-def _measures(
-    learner: Learner, w: Vector, theta: Vector, order: Order, actual: float
-) -> dict[str, float]:
+def _measures(learner: Learner, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
     """The training measures that the server releases privately; only those it names leave."""
-    measures: dict[str, float] = {}
-    asked = [name for name in order.metrics if name != BELOW]
-    if len(asked) < len(order.metrics):
-        measures[BELOW] = 0.5 if actual <= order.clip_norm else -0.5
-    if not asked:
-        return measures
     name = type(learner).__name__
     training_measures = getattr(learner, "training_measures", None)
     if training_measures is None:
         raise ValueError(
-            f"the server asks for {', '.join(asked)} and {name} has no "
+            f"the server asks for {', '.join(order.metrics)} and {name} has no "
             "training_measures(w, theta, order): add it, or leave out metrics"
         )
     given = training_measures(w, theta, order)
-    missing = set(asked).difference(given)
+    missing = set(order.metrics).difference(given)
     if missing:
         raise ValueError(
             f"{name} has no measure {sorted(missing)}, only {sorted(given)}: ask for those"
         )
-    return {**measures, **{measure: float(given[measure]) for measure in asked}}
+    return {measure: float(given[measure]) for measure in order.metrics}
 
 
-def _checked_length(learner: Learner, name: str, vector: Vector, at: Vector) -> float:
+def _checked_length(learner: object, name: str, vector: Vector, at: Vector) -> float:
     """The length of a vector in the form that the algorithm needs, or one line that says what the
     learner did."""
     _check_shape(learner, name, vector, at)
@@ -399,7 +381,7 @@ def _checked_length(learner: Learner, name: str, vector: Vector, at: Vector) -> 
     return actual
 
 
-def _check_shape(learner: Learner, name: str, vector: Vector, at: Vector) -> None:
+def _check_shape(learner: object, name: str, vector: Vector, at: Vector) -> None:
     if vector.shape != at.shape:
         owner = type(learner).__name__
         raise ValueError(

@@ -1,24 +1,34 @@
 """The additive linear model in numpy."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import DOUBLE
-from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows, as_array
-from flwr_ppsgd.models.logistic import Logistic, log_softmax, softmax
-from flwr_ppsgd.models.ridge import Columns, Features, Ridge, dense, finite_rows
+from flwr_ppsgd.checks import one_of
+from flwr_ppsgd.learner import LOCAL, SHARED, Batches, Rows, all_rows, as_array
+from flwr_ppsgd.models.solve import (
+    Columns,
+    Mixture,
+    OwnProblem,
+    Published,
+    personal_model,
+    solution,
+    spread,
+)
+from flwr_ppsgd.recipe import Task
 from flwr_ppsgd.wire import Order
 
 Loss: TypeAlias = Literal["squared", "softmax"]
 Matrix: TypeAlias = NDArray[np.float64]
+Features: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
 
-ROUND_OFF = 1e-14  # of the largest number
+KINDS = ("number", "as-is", "sparse")  # of columns
 
 
 def as_matrix(values: Rows) -> Matrix:
@@ -33,18 +43,21 @@ def as_matrix(values: Rows) -> Matrix:
 class AdditiveLinear:
     """f_i = mean of ℓ(y, (w + θ_i)ᵀx), with K outputs.
 
-    w and θ_i are d × K matrices, flattened by rows.
+    w and θ_i are d × K matrices, flattened by rows. Under ``PPSGD.auto`` the user solves for what
+    to add to w, and the personal model is a mixture: see ``flwr_ppsgd.models.solve``.
 
     Args:
         batches: this user's training minibatches. Targets are real numbers for the squared loss
-            ½‖·‖², one-hot rows for softmax.
+            ½‖·‖², one-hot rows for softmax and for classification.
         num_features: d.
         num_outputs: K.
         loss: "squared" or "softmax".
         test: (x, y) on which ``evaluate`` measures, in the same form.
+        task: for ``PPSGD.auto``: "classification" or "regression"; the latter unless there are two
+            or more outputs.
+        kinds: for ``PPSGD.auto``: of each column, "number" (each user scales it by own rows),
+            "sparse" (most users lack it) or "as-is"; None uses all as they are.
     """
-
-    begins_at_zero = True
 
     def __init__(
         self,
@@ -53,6 +66,9 @@ class AdditiveLinear:
         num_outputs: int = 1,
         loss: Loss = "squared",
         test: tuple[Rows, Rows] | None = None,
+        *,
+        task: Task | None = None,
+        kinds: Sequence[str] | None = None,
     ) -> None:
         if loss not in ("squared", "softmax"):
             raise ValueError(f"loss must be squared or softmax, got {loss!r}: choose one of them")
@@ -63,6 +79,8 @@ class AdditiveLinear:
         self._batches = batches
         self._shape = (num_features, num_outputs)
         self._loss = loss
+        self.task: Task = task or ("classification" if num_outputs > 1 else "regression")
+        self._columns = columns_of(kinds, num_features, num_outputs, self.task)
         self._test: tuple[Matrix, Matrix] | None = None
         if test is not None:
             x, y = test
@@ -99,9 +117,6 @@ class AdditiveLinear:
         x, y = self._minibatch(order)
         prediction = predict(self._scores(x, w + theta), self._loss)
         residual = prediction - y
-        if order.normalise:  # a perfect fit must not send noise of the last digit at full weight
-            least = ROUND_OFF * self._largest(prediction, y, order)
-            np.copyto(residual, 0.0, where=np.abs(residual) <= least)
         if order.reduction == "mean" and len(y):
             residual /= len(y)
         gradient = dense(x.T @ residual).reshape(-1)
@@ -130,48 +145,53 @@ class AdditiveLinear:
             measures["accuracy"] = float(np.mean(right))
         return measures
 
-    def solve(self, w: Vector) -> Solution:
-        """The best θ for this w: see ``ridge``, and ``logistic`` for softmax."""
-        return self._solver.solve(w)
+    def solution(self, w: Vector, order: Order) -> Vector:
+        """What this user would add to w: a ridge solution around it, almost without penalty."""
+        return solution(self._problem(order.unit), w.reshape(self._shape)).reshape(-1)
 
-    def own_size(self) -> float:
-        """The root mean square of the user's local solution."""
-        return self._solver.own_size()
+    def spread(self) -> float:
+        """The standard deviation of the user's own targets."""
+        _, y = self._all_rows()
+        return spread(y)
 
-    @functools.cached_property
-    def _solver(self) -> Ridge | Logistic:
-        x, y = self._everything
-        return solver(x, y, self._loss, self._groups())
+    def own_columns(self) -> Vector:
+        """1 for each sparse column that is not 0 in every own row."""
+        return self._problem(1.0).own_columns()
 
-    @functools.cached_property
-    def _everything(self) -> tuple[Features, Matrix]:
-        """All rows of the user that are finite."""
-        return finite_rows(*self._all_rows())
+    def personal_model(self, w: Vector, variance: Vector, order: Order) -> "LinearModel":
+        """The user's mixture around w, with the rows on which it is measured."""
+        published = Published(w.reshape(self._shape), variance, order.unit, order.size)
+        return LinearModel(personal_model(self._problem(order.unit), published), self)
 
-    @functools.cached_property
-    def _largest_target(self) -> float:
-        """max |y| over all rows."""
-        _, y = self._everything
-        return _largest(y)
+    def measure(self, model: Mixture) -> dict[str, float]:
+        """Measures of a model's predictions on the test part."""
+        if self._test is None:
+            return {}
+        x, y = self._test
+        scores = model.predict(x)
+        if self.task == "regression":
+            return {"loss": float(mean_losses(scores, y, "squared"))}
+        shifted = scores + 1 / y.shape[1]  # scores are around 0, targets are 0 and 1
+        right = scores.argmax(axis=1) == y.argmax(axis=1)
+        return {
+            "loss": float(mean_losses(shifted, y, "squared")),
+            "accuracy": float(np.mean(right)),
+        }
 
-    def _largest(self, prediction: Matrix, y: Matrix, order: Order) -> float:
-        """The size of what is compared: that of chances is 1."""
-        if self._loss == "softmax":
-            return 1.0
-        targets = self._largest_target if order.full_batch else _largest(y)
-        return max(targets, _largest(prediction))
+    def _problem(self, unit: float) -> OwnProblem:
+        """The user's rows, ready to be solved; made once for each unit."""
+        if self._solving is None or self._solving[0] != unit:
+            x, y = self._all_rows()
+            self._solving = (unit, OwnProblem.of(x, y, self._columns, unit))
+        return self._solving[1]
+
+    _solving: tuple[float, OwnProblem] | None = None
 
     def _all_rows(self) -> tuple[Features, Matrix]:
         x, y = all_rows(self._batches)
         return as_matrix(x), as_matrix(y)
 
-    def _groups(self) -> Sequence[Columns]:
-        """The columns of each representation, if there are several."""
-        return ()
-
     def _minibatch(self, order: Order) -> tuple[Features, Matrix]:
-        if order.full_batch:
-            return self._everything
         x, y = self._batches(order.visit)
         return as_matrix(x), as_matrix(y)
 
@@ -179,28 +199,73 @@ class AdditiveLinear:
         return dense(x @ parameters.reshape(self._shape))
 
 
-def solver(
-    x: Features,
-    y: Matrix,
-    loss: Loss,
-    groups: Sequence[Columns] = (),
-) -> Ridge | Logistic:
-    """One user's rows, ready to be solved for any w.
+@dataclass(frozen=True)
+class LinearModel:
+    """A user's mixture, measured on the user's test rows.
 
     Args:
-        x: n × d, dense or sparse.
-        y: n × K: one-hot for softmax.
-        loss: "squared" or "softmax".
-        groups: as for ``ridge.Design``.
+        mixture: the personal model.
+        learner: whose model it is.
     """
-    if loss == "softmax":
-        return Logistic(x, y, groups)
-    return Ridge(x, y, groups)
+
+    mixture: Mixture
+    learner: AdditiveLinear
+
+    def measures(self) -> dict[str, float]:
+        """Of the personal model, of own rows alone (``local_…``), of w alone (``shared_…``)."""
+        if not self.mixture.has_location:
+            return {}
+        found = dict(self.learner.measure(self.mixture))
+        for prefix, other in ((LOCAL, self.mixture.alone), (SHARED, self.mixture.shared_alone)):
+            if other is not None:
+                measures = self.learner.measure(other)
+                found |= {prefix + name: value for name, value in measures.items()}
+        return found
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Everything that predicts."""
+        return self.mixture.to_arrays()
 
 
-def _largest(values: Matrix) -> float:
-    """max |values|."""
-    return float(np.maximum.reduce(np.abs(values), axis=None, initial=0.0))
+def columns_of(kinds: Sequence[str] | None, features: int, outputs: int, task: Task) -> Columns:
+    """What is public about the columns of a linear model's rows."""
+    if kinds is None:
+        kinds = ["as-is"] * features
+    if len(kinds) != features:
+        raise ValueError(f"kinds has {len(kinds)} entries for {features} columns: name each")
+    for kind in kinds:
+        one_of("kinds", kind, KINDS)
+    return Columns(
+        task,
+        numbers=np.array([kind == "number" for kind in kinds], dtype=np.bool_),
+        sparse=np.array([kind == "sparse" for kind in kinds], dtype=np.bool_),
+        outputs=outputs,
+    )
+
+
+def dense(values: Features) -> Matrix:
+    """An array of what may be sparse."""
+    if type(values) is np.ndarray and values.dtype == DOUBLE:
+        return values
+    if hasattr(values, "toarray"):
+        values = values.toarray()
+    return np.asarray(values, dtype=np.float64)
+
+
+def log_softmax(scores: Matrix) -> Matrix:
+    """The logarithms of the chances, along the last axis."""
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    total = np.exp(shifted).sum(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(total))
+
+
+def softmax(scores: NDArray[Any]) -> NDArray[Any]:
+    """The chances, along the last axis, in the precision of the scores."""
+    # for a few rows numpy's methods take longer to call these than they take
+    largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
+    chances: NDArray[Any] = np.exp(scores - largest)
+    chances /= np.add.reduce(chances, axis=-1, keepdims=True)
+    return chances
 
 
 def predict(scores: Matrix, loss: Loss) -> Matrix:

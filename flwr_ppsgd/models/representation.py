@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.learner import generator
-from flwr_ppsgd.models.ridge import Columns, Floats
 
 Shape: TypeAlias = tuple[int, ...]
+Floats: TypeAlias = NDArray[np.float64]
+Columns: TypeAlias = NDArray[np.intp]
 
 NONE = "none"
 RANDOM_CONVOLUTION = "random-convolution"

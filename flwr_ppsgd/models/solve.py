@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.recipe_numbers import Flags, Matrix, Task
+from flwr_ppsgd.recipe import Flags, Matrix, Task
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -42,7 +42,7 @@ CLOSE = 1e-6  # of the squared norms: nearer pairs of rows are subtracted, for t
 PAIRS_AT_ONCE = 1024
 ROWS_AT_ONCE = 1024
 SCALING = "scaling_"  # begins the names of a saved model's scaling
-NOT_SAVED = ("scaling", "alone")
+NOT_SAVED = ("scaling", "alone", "shared_alone")
 
 
 @dataclass(frozen=True, eq=False)
@@ -448,6 +448,7 @@ class Mixture:
         kernels: the names of the kernels; none below two rows.
         weights: how much each of them counts.
         alone: the same mixture with β = 0 only: own rows without w. It is not saved.
+        shared_alone: w around the own location, without own models. It is not saved.
     """
 
     scaling: Scaling
@@ -465,6 +466,7 @@ class Mixture:
     kernels: NDArray[np.str_]
     weights: Vector
     alone: "Mixture | None" = None
+    shared_alone: "Mixture | None" = None
 
     @property
     def chosen(self) -> dict[str, float]:
@@ -516,18 +518,17 @@ def personal_model(problem: OwnProblem, published: Published) -> Mixture:
     """Own models around β·w, weighted by their errors on rows left out; w alone below two rows."""
     shared = published.shared
     trust = trust_in(problem, published)
+    only_shared = _linear_model(problem, shared, np.zeros(problem.columns.outputs))
     if len(problem.rows) < 2:
         alone = _linear_model(problem, 0.0 * shared, problem.targets.sum(axis=0))
-        no_offset = np.zeros(problem.columns.outputs)
-        only_shared = _linear_model(problem, shared, no_offset)
-        return replace(only_shared, trust=trust, beta=1.0, alone=alone)
+        return replace(only_shared, trust=trust, beta=1.0, alone=alone, shared_alone=only_shared)
     kernels, rates = candidates(problem)
     predictions = problem.predictions(shared)
     fits = [LeftOut.of(kernel, problem.targets, predictions) for kernel in kernels]
     mixture = functools.partial(
         _mixture, problem=problem, shared=shared, kernels=kernels, fits=fits, rates=rates
     )
-    return replace(mixture(trust), alone=mixture(0.0))
+    return replace(mixture(trust), alone=mixture(0.0), shared_alone=only_shared)
 
 
 def _mixture(

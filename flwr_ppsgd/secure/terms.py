@@ -16,7 +16,6 @@ class Terms:
         population: N; the grid follows from it.
         clip_norm: C of the release.
         noise_multiplier: z.
-        normalise: whether gradients are brought to norm C.
         honest: h.
         colluding: t.
         failure: η.
@@ -28,7 +27,6 @@ class Terms:
     population: int
     clip_norm: float
     noise_multiplier: float
-    normalise: bool
     honest: int
     colluding: int
     failure: float
@@ -46,7 +44,6 @@ class Terms:
             population=release.cohort.population,
             clip_norm=release.clip_norm,
             noise_multiplier=release.noise_multiplier,
-            normalise=release.normalise,
             honest=rules.honest,
             colluding=rules.colluding,
             failure=rules.failure,
@@ -94,7 +91,6 @@ def _release(terms: Terms) -> Release:
         Poisson(terms.population, 1.0),
         terms.clip_norm,
         terms.noise_multiplier,
-        normalise=terms.normalise,
         aggregation=rules,
     )
 

@@ -16,25 +16,24 @@ from flwr.serverapp.exception import PrivacyBudgetExhausted
 from numpy import intp
 from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import Release, Vector
+from flwr_ppsgd.algorithm import Release, Vector, server_step
 from flwr_ppsgd.epsilon import Bound, check_accountant
 from flwr_ppsgd.noise import GridSum, coins_for, residual_delta
-from flwr_ppsgd.optimizers import Released, State
 from flwr_ppsgd.privacy import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.promise import Headline, Promise, rounded_up
+from flwr_ppsgd.recipe import Values, server_gain, shares_of_columns, values_of
 from flwr_ppsgd.server import checkpoint
 from flwr_ppsgd.server.budget import Budget
 from flwr_ppsgd.server.checkpoint import Checkpoint
 from flwr_ppsgd.server.journal import Journal, behind
 from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.signature import KEY, TrainingKey
-from flwr_ppsgd.tuning import BELOW
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
 
-VOTES = "votes"  # in the state of a simulation
+SUM = "sum-"  # before the names of what was released before round 1, in the state of a simulation
 ITERATES = "iterates"
-CLIP_NORM = "clip-norm"  # in the state of a checkpoint, beside the optimizer's own vectors
+VARIANCE = "variance"  # in the state of a checkpoint
 
 
 class Curator:
@@ -55,9 +54,8 @@ class Curator:
         self._planned_rounds = 0
         self._caveats: dict[str, str] = {}  # and who is protected, "user" or "node"
         self._iterates: Vector | None = None  # Σ_{t<n} w_t
-        self._optimizing: State | None = None  # of the optimizer
-        self.clip_norm = training.release.clip_norm  # of the next round, if it adapts
-        self.votes: Vector | None = None  # the noisy counts of the vote, once it was held
+        self.sums: dict[str, Vector] = {}  # what was released before the first round
+        self._variance = np.zeros(1)  # ν
         self._last_round = 0  # of the plan
         self._covered = 0  # the number of charges that are known to be within the budget
         self._begun = False
@@ -137,21 +135,12 @@ class Curator:
         self.resumed = found
         self.rounds_done = found.round if found else 0
         self._iterates = found.iterates if found else None
-        if journal.story.vote is not None:
-            self.votes = np.array(journal.story.vote)
-        self._restore(found.state if found else {})
+        self.sums = {name: np.array(numbers) for name, numbers in journal.story.sums.items()}
+        if found is not None and VARIANCE in found.state:
+            self._variance = found.state[VARIANCE]
         if found is not None:
             charged = self.ledger.rounds
             log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
-
-    def _restore(self, state: Mapping[str, Vector]) -> None:
-        """Go on with the optimizer's state, and the clip norm, of the checkpoint."""
-        kept = dict(state)
-        clip_norm = kept.pop(CLIP_NORM, None)
-        self.clip_norm = self.training.release.clip_norm
-        if clip_norm is not None:
-            self.clip_norm = float(clip_norm[0])
-        self._optimizing = kept or None
 
     def _refuse_lost_charges(self, journal: Journal, found: Checkpoint | None) -> None:
         """ValueError if w, or this process, knows of more charges than the journal."""
@@ -208,16 +197,15 @@ class Curator:
         return sum(times for charged, times in self.ledger.releases if charged == release)
 
     def _besides_rounds(self) -> list[tuple[Release, int]]:
-        """What was charged for anything but rounds, and the vote that is still to come."""
+        """What was charged for anything but rounds, and what comes before the first one."""
         release = self.training.release
         others = [each for each in self.ledger.releases if each[0] != release]
-        return [*others, *self._coming_vote()]
+        return [*others, *self._coming()]
 
-    def _coming_vote(self) -> list[tuple[Release, int]]:
-        """The vote that is still to come, as a release with how often; nothing if there is none."""
-        if self.training.vote is None or not self.vote_pending:
-            return []
-        return [(self.training.vote.release, 1)]
+    def _coming(self) -> list[tuple[Release, int]]:
+        """What is still to be released before the first round, each once."""
+        recipe = self.training.recipe
+        return [] if recipe is None else [(recipe.before[name], 1) for name in self.pending]
 
     def plan(self, rounds: int) -> int:
         """Fix the number of rounds before the first one: as many as wanted and as can be paid for.
@@ -254,7 +242,7 @@ class Curator:
                 "far, and not a guarantee that was fixed in advance"
             )
         # a round that is charged twice counts twice
-        charges = charged + max(0, rounds - self.rounds_done) + self.vote_pending
+        charges = charged + max(0, rounds - self.rounds_done) + len(self.pending)
         self.planned_charges = max(self.planned_charges, charges)
         self._planned_rounds = max(before, rounds)
         if self._journal is not None:
@@ -273,7 +261,7 @@ class Curator:
         """How many of ``rounds`` rounds the budget of all trainings has room for now."""
         if self._budget is None or not self.training.steps.publishes:
             return rounds
-        fits = self._budget.affords(self.training.release, self._coming_vote())
+        fits = self._budget.affords(self.training.release, self._coming())
         room = self.rounds_done + fits
         if room < rounds:
             log.warning(
@@ -310,21 +298,26 @@ class Curator:
             f"users, or raise noise_multiplier (now {release.noise_multiplier:g})."
         )
 
-    def check_vote(self) -> None:
-        """Raise before anything is sent in a vote that the budget does not pay for."""
+    def check_before(self, name: str) -> None:
+        """Raise before anything is sent, if the budget does not pay for what comes before round 1.
+
+        Args:
+            name: what is asked for.
+        """
+        assert self.training.recipe is not None
         self.reopen()
         self._reserve()
-        for vote, _ in self._coming_vote():
-            if self._budget is not None:
-                self._budget.check(0, vote)
-            limit = self.training.max_epsilon
-            after = self.ledger.record(vote).epsilon()
-            if limit is not None and after > limit:
-                raise PrivacyBudgetExhausted(
-                    f"the vote before round 1 would bring epsilon to {rounded_up(after)} at "
-                    f"delta={self.ledger.delta:g}, above max_epsilon={limit:g}. Give it more "
-                    f"noise (noise_multiplier is {vote.noise_multiplier:g}), or leave it out."
-                )
+        release = self.training.recipe.before[name]
+        if self._budget is not None:
+            self._budget.check(0, release)
+        limit = self.training.max_epsilon
+        after = self.ledger.record(release).epsilon()
+        if limit is not None and after > limit:
+            raise PrivacyBudgetExhausted(
+                f"asking for the {name} before round 1 would bring epsilon to {rounded_up(after)} "
+                f"at delta={self.ledger.delta:g}, above max_epsilon={limit:g}: raise max_epsilon, "
+                "or leave it out, since auto keeps to its epsilon"
+            )
 
     def _reserve(self) -> None:
         if self._journal is not None:
@@ -339,8 +332,8 @@ class Curator:
         insecure = self.training.insecure_seed is not None
         missing = max(0, self.planned_charges - self.ledger.rounds)
         ledger = self.ledger
-        for vote, times in self._coming_vote() if missing else ():
-            ledger = ledger.record(vote, times, insecure=insecure)
+        for release, times in self._coming() if missing else ():
+            ledger = ledger.record(release, times, insecure=insecure)
             missing -= times
         return ledger.record(self.training.release, missing, insecure=insecure)
 
@@ -410,10 +403,9 @@ class Curator:
             delta_taken_by_neighbours=stated.failure,
             rounds_trained=self.rounds_done,
             rounds_charged=self.ledger.rounds,
-            metrics=self.training.measures,
-            vote=self.training.vote,
-            voted_size=self.voted_size,
-            personal=self.training.personal,
+            metrics=self.training.metrics,
+            recipe=self.training.recipe,
+            values=self.values,
             caveats=self._all_caveats(),
             evaluated=self.evaluated,
             terms=terms,
@@ -506,67 +498,55 @@ class Curator:
         """An empty sum for vectors of ``size``, and for private measures if there are any."""
         if not self.training.steps.publishes:
             return GridSum(0, self.training.release)
-        return GridSum(size, self.training.release, self.training.measures)
-
-    @property
-    def scale(self) -> float:
-        """C_t/C: by which a gradient is divided before it is summed, if the clip norm adapts."""
-        return self.clip_norm / self.training.release.clip_norm
+        return GridSum(size, self.training.release, self.training.metrics)
 
     def encoded(self, gradient: Vector, measures: Mapping[str, float]) -> Vector:
-        """What of one user is summed: the gradient on the scale of C, then private measures."""
-        if self.scale != 1.0:
-            with np.errstate(all="ignore"):
-                gradient = np.divide(gradient, self.scale, dtype=np.float64)
-        kinds = self.training.measures
+        """What of one user is summed: the gradient, then private measures."""
+        kinds = self.training.metrics
         if kinds is None:
             return gradient
         return np.append(gradient, kinds.encode(measures, self.training.release.clip_norm))
 
-    def publish(self, round_: int, w: Vector, total: GridSum) -> tuple[Vector, dict[str, float]]:
-        """(w after the optimizer's step on g·k/D, private measures).
+    def publish(
+        self, round_: int, w: Vector, total: GridSum, columns: int = 0
+    ) -> tuple[Vector, dict[str, float]]:
+        """(w − s_w·g·k/D, private measures).
 
         Charged before either exists. At α = 0 nothing is released or charged.
+
+        Args:
+            round_: the absolute round.
+            w: the shared parameters.
+            total: the sum.
+            columns: of users' rows, if w has a row for each of them.
         """
         if not self.training.steps.publishes:
             self._count(round_, w)
             return w, {}
-        self.charge_round(round_, len(w))
+        self.charge_round(round_)
         self._count(round_, w)
         noisy = total.noisy(coins_for(self.training.insecure_seed, "noise", round_))
-        return self._moved(w, noisy, self.training.release)
+        return self._step(w, noisy, columns)
 
-    def charge_round(self, round_: int, size: int) -> None:
-        """Write a round down, before anything of it can be seen.
-
-        Args:
-            round_: the absolute round.
-            size: of w; ValueError, before anything is charged, if the optimizer is of another.
-        """
-        self._state_for(size)
+    def charge_round(self, round_: int) -> None:
+        """Write a round down, before anything of it can be seen."""
         self._charge(round_)
 
     def publish_sum(
-        self, round_: int, w: Vector, noisy: Vector | None, counted: int
+        self, round_: int, w: Vector, noisy: Vector | None, columns: int = 0
     ) -> tuple[Vector, dict[str, float]]:
-        """(w after the optimizer's step, private measures) for a secure sum that was charged.
-
-        The noise is that of all clients in the sum, each with its share, not only of those whom the
-        guarantee counts on: its variance is ``counted``/h times what is charged for.
+        """(w after the step, private measures) for a secure sum that was charged.
 
         Args:
             round_: the absolute round.
             w: the shared parameters.
             noisy: the sum; None if there is none, and w stays.
-            counted: how many clients are in it.
+            columns: as of ``publish``.
         """
         self._count(round_, w)
         if noisy is None:
             return w, {}
-        release = self.training.release
-        more = math.sqrt(counted / release.noise_shares)
-        added = replace(release, noise_multiplier=more * release.noise_multiplier)
-        return self._moved(w, noisy, added)
+        return self._step(w, noisy, columns)
 
     def _count(self, round_: int, w: Vector) -> None:
         """Note that a round is over that began with w."""
@@ -574,93 +554,100 @@ class Curator:
             self._iterates = w.copy() if self._iterates is None else self._iterates + w
         self.rounds_done = round_
 
-    def _moved(self, w: Vector, noisy: Vector, added: Release) -> tuple[Vector, dict[str, float]]:
-        """What follows from a released sum: the new w, measures, and the next clip norm.
-
-        Args:
-            w: the shared parameters.
-            noisy: the sum.
-            added: the release, with the noise that was really added.
-        """
+    def _step(self, w: Vector, noisy: Vector, columns: int) -> tuple[Vector, dict[str, float]]:
+        """What follows from a released sum: the new w, and private measures."""
         training = self.training
-        state = self._state_for(len(w))
-        gradient = noisy[: len(w)]
-        if self.scale != 1.0:
-            gradient = gradient * self.scale
-        deviation = added.noise_std * self.scale / added.denominator
-        released = Released(gradient, training.release, deviation, self.clip_norm)
-        step = training.steps.shared * self.size
-        moved, self._optimizing = training.optimizer.moved(w, released, step, state)
-        if training.measures is None:
+        total = noisy[: len(w)]
+        step: float | Vector = training.steps.shared
+        if training.recipe is not None:
+            step = self._recipe_step(total, columns or len(w))
+        moved = server_step(w, total, training.release, step)
+        if self._averages_half and 2 * self.rounds_done > self._planned_rounds:
+            self._iterates = moved if self._iterates is None else self._iterates + moved
+        if training.metrics is None:
             return moved, {}
-        measures = training.measures.decode(noisy[len(w) :], added)
-        if training.adaptive_clip is not None:
-            measures["clip-norm"] = self.clip_norm
-            first = training.release.clip_norm
-            bit = measures[BELOW]
-            self.clip_norm = training.adaptive_clip.after(self.clip_norm, bit, first)
+        # the noise of a secure sum is that of all clients in it
+        added = replace(training.release, aggregation=None)
+        z = training.release.usual_noise_std / training.release.clip_norm
+        measures = training.metrics.decode(noisy[len(w) :], replace(added, noise_multiplier=z))
         return moved, measures
 
-    def _state_for(self, size: int) -> State:
-        """The optimizer's state; ValueError, before anything is charged, if it is another's."""
-        fresh = self.training.optimizer.initial(size)
-        if self._optimizing is None:
-            return fresh
-        kept = {name: vector.shape for name, vector in self._optimizing.items()}
-        if kept != {name: vector.shape for name, vector in fresh.items()}:
-            raise ValueError(
-                f"the training so far was optimized with {sorted(kept)} and "
-                f"{type(self.training.optimizer).__name__} keeps {sorted(fresh)}, or other sizes: "
-                "go on with the same optimizer, or start anew in another checkpoint_dir"
-            )
-        return self._optimizing
-
-    # --- the vote
+    def _recipe_step(self, total: Vector, columns: int) -> float | Vector:
+        """C·g: users sent −solution/C, and the server adds g times their noisy mean to w."""
+        recipe = self.training.recipe
+        assert recipe is not None
+        values = self.values
+        release = recipe.release
+        mean = (-values.size / release.denominator) * total.reshape(columns, -1)
+        sigma = values.size * release.usual_noise_std / release.denominator
+        gain = server_gain(mean, sigma, shares_of_columns(recipe, values, columns))
+        self._variance = np.maximum(self._variance, (gain * sigma) ** 2)
+        if len(gain) == 1:
+            return values.size * float(gain[0])
+        return values.size * np.repeat(gain, mean.shape[1])
 
     @property
-    def vote_pending(self) -> bool:
-        """Whether a vote is to be held before the first round, and was not."""
-        wanted = self.training.vote is not None and self.training.steps.publishes
-        return wanted and self.votes is None
+    def variance(self) -> Vector:
+        """ν, the noise in the published w: one number, or one for each column.
 
-    def publish_vote(self, total: GridSum) -> Vector:
-        """The noisy counts, charged before they exist and written down for a restart."""
-        self.charge_vote()
-        return self.note_votes(total.noisy(coins_for(self.training.insecure_seed, "vote", 0)))
+        Of Poisson cohorts w is a mean over T/2 rounds.
+        """
+        if not self._averages_half:
+            return self._variance
+        return self._variance * 2 / max(1, self._planned_rounds)
 
-    def charge_vote(self) -> None:
-        """Write the vote down, before anything of it can be seen."""
-        assert self.training.vote is not None
-        self._charge(0, self.training.vote.release)
+    @property
+    def _averages_half(self) -> bool:
+        """Whether w is the mean over the second half of the rounds."""
+        recipe = self.training.recipe
+        return recipe is not None and recipe.release.cohort.rate < 1
 
-    def note_votes(self, votes: Vector | None) -> Vector:
-        """Keep the noisy counts for a restart; zeros, from which nothing follows, if None."""
-        assert self.training.vote is not None
-        if votes is None:
-            votes = np.zeros(self.training.vote.powers)
+    @property
+    def averages(self) -> bool:
+        """Whether what is published in the end is a mean over rounds."""
+        return self.training.average or self._averages_half
+
+    # --- before the first round
+
+    @property
+    def pending(self) -> list[str]:
+        """What is still to be asked for before the first round."""
+        recipe = self.training.recipe
+        if recipe is None:
+            return []
+        return [name for name in recipe.before if name not in self.sums]
+
+    def publish_before(self, name: str, total: GridSum) -> None:
+        """The noisy sum, charged before it exists and written down for a restart."""
+        self.charge_before(name)
+        coins = coins_for(self.training.insecure_seed, name, 0)
+        self.note_sum(name, total.noisy(coins))
+
+    def charge_before(self, name: str) -> None:
+        """Write a release before the first round down, before anything of it can be seen."""
+        assert self.training.recipe is not None
+        self._charge(0, self.training.recipe.before[name])
+
+    def note_sum(self, name: str, noisy: Vector | None) -> None:
+        """Keep a noisy sum for a restart; if there is none, zeros, which leave the prior."""
+        assert self.training.recipe is not None
+        if noisy is None:
+            noisy = np.zeros(self.training.recipe.length(name))
         if self._journal is not None:
-            self._journal.note_vote(votes.tolist())
-        self.votes = votes
-        return votes
+            self._journal.note_sum(name, noisy.tolist())
+        self.sums[name] = noisy
 
     @property
-    def voted_size(self) -> float | None:
-        """The typical size of users' own solutions; None if no vote has found one."""
-        if self.votes is None or self.training.vote is None:
-            return None
-        return self.training.vote.typical(self.votes)
-
-    @property
-    def size(self) -> float:
-        """The unit of the server's steps: what the vote found, or the default."""
-        voted = self.voted_size
-        return self.training.default_size if voted is None else voted
+    def values(self) -> Values:
+        """u, C and k, as far as they were released."""
+        recipe = self.training.recipe
+        return Values() if recipe is None else values_of(recipe, self.sums)
 
     def _charge(self, round_: int, release: Release | None = None) -> None:
         """Write the release down in all places; only then may it be made.
 
         Args:
-            round_: the absolute round; 0 for a vote.
+            round_: the absolute round; 0 before the first.
             release: None is that of a round.
         """
         release = release or self.training.release
@@ -680,11 +667,14 @@ class Curator:
         if self.training.steps.publishes:
             self.ledger = self.ledger.record(self.training.release, times, insecure=True)
 
-    def simulate_vote(self, votes: Vector) -> None:
-        """Count a vote without a guarantee, which others have held."""
-        assert self.training.vote is not None
-        self.ledger = self.ledger.record(self.training.vote.release, insecure=True)
-        self.votes = votes
+    def simulate_sums(self, sums: Mapping[str, Vector]) -> None:
+        """Count releases before the first round without a guarantee, which others have made."""
+        assert self.training.recipe is not None
+        for name, noisy in sums.items():
+            if name not in self.sums:
+                release = self.training.recipe.before[name]
+                self.ledger = self.ledger.record(release, insecure=True)
+                self.sums[name] = noisy
 
     def save(self, arrays: Mapping[str, bytes]) -> None:
         """Write w of the round just published, if it is due."""
@@ -703,32 +693,34 @@ class Curator:
 
     def _kept_state(self) -> dict[str, Vector]:
         """What the next round needs besides w."""
-        state = dict(self._optimizing or {})
-        if self.training.adaptive_clip is not None:
-            state[CLIP_NORM] = np.array([self.clip_norm])
-        return state
+        return {} if self.training.recipe is None else {VARIANCE: self._variance}
 
     def between_rounds(self) -> dict[str, Vector]:
         """Everything but w that a simulation needs to go on later."""
         state = self._kept_state()
-        for name, vector in ((VOTES, self.votes), (ITERATES, self._iterates)):
-            if vector is not None:
-                state[name] = vector
-        return state
+        if self._iterates is not None:
+            state[ITERATES] = self._iterates
+        return {**state, **{SUM + name: noisy for name, noisy in self.sums.items()}}
 
     def continue_after(self, round_: int, state: Mapping[str, Vector]) -> None:
         """Go on with a simulation after ``round_`` rounds, from what ``between_rounds`` gave."""
-        kept = dict(state)
-        self.votes = kept.pop(VOTES, None)
-        self._iterates = kept.pop(ITERATES, None)
-        self._restore(kept)
-        if self.votes is not None:
-            self.simulate_vote(self.votes)
+        self._iterates = state.get(ITERATES)
+        self._variance = state.get(VARIANCE, self._variance)
+        sums = {
+            name.removeprefix(SUM): noisy for name, noisy in state.items() if name.startswith(SUM)
+        }
+        if sums:
+            self.simulate_sums(sums)
         self.simulate(round_)
 
     def averaged(self, w: Vector) -> Vector:
-        """The average iterate so far, if it is kept; else ``w``, also before the first round."""
-        return w if self._iterates is None else self._iterates / self.rounds_done
+        """The mean that is published in place of ``w``, if there is one; before round 1 ``w``."""
+        if self._iterates is None:
+            return w
+        rounds = self.rounds_done
+        if self._averages_half:
+            rounds -= self._planned_rounds // 2
+        return self._iterates / rounds
 
 
 def headline_of(ledger: Ledger, cost: float | None = None) -> Headline:

@@ -52,7 +52,7 @@ class Story:
         charges: how often each kind was charged, and whether with coins from a known seed.
         torn: the number of torn lines, each of which counts as one charge of the dearest kind.
         added: charges that were added by hand with their reasons; of the dearest kind too.
-        vote: the noisy counts of the vote before the first round; None if there was none.
+        sums: what was released before the first round, by what it asked for.
         planned: the largest number of charges that was planned.
         planned_rounds: the largest number of rounds that was planned.
         starts: the first round of each start of the server.
@@ -76,7 +76,7 @@ class Story:
     caveats: dict[str, str] = field(default_factory=dict)
     budget: int | None = None
     budget_dir: str = ""
-    vote: list[float] | None = None
+    sums: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[Release, int]:
@@ -119,8 +119,8 @@ class Story:
                 self.kinds[int(kind)] = release_from_dict(data)
             case {"added": times, "reason": reason}:
                 self.added.append((int(times), reason))
-            case {"vote": counts}:
-                self.vote = [float(number) for number in counts]
+            case {"sum": name, "numbers": numbers}:
+                self.sums[str(name)] = [float(number) for number in numbers]
             case {"budget": budget, "directory": directory}:
                 self.budget = int(budget)
                 self.budget_dir = directory
@@ -251,9 +251,9 @@ class Journal:
         """
         self._note({"begins": round_})
 
-    def note_vote(self, counts: list[float]) -> None:
-        """Write down what a vote has released, so that nobody votes again after a restart."""
-        self._note({"vote": counts})
+    def note_sum(self, name: str, numbers: list[float]) -> None:
+        """Write down what was released before the first round: nobody is asked again."""
+        self._note({"sum": name, "numbers": numbers})
 
     def note_evaluation(self) -> None:
         """Write down that there is evaluation on client data."""

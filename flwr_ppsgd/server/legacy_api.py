@@ -24,15 +24,14 @@ from flwr.server.strategy import Strategy
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
 from flwr_ppsgd.arrays import NUMPY, record_from, record_of
 from flwr_ppsgd.callers import refuse_dp_strategy, refuse_secagg_workflow
-from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.recipe import recipe
+from flwr_ppsgd.recipe import Recipe, Task
+from flwr_ppsgd.recipe import recipe as make_recipe
 from flwr_ppsgd.server.enrolment import Present, present_in
 from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_other_model
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
-from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
-from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, VOTE, Layout, Making
+from flwr_ppsgd.wire import ANSWER, ARRAYS, NUM_EXAMPLES, Layout
 
 log = logging.getLogger("flwr.ppsgd")
 flower_log = logging.getLogger("flwr")
@@ -123,13 +122,7 @@ class PPSGDStrategy(Strategy):
         metrics: PrivateMetrics | None = None,
         tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
-        optimizer: Optimizer = PLAIN,
-        personal: Making = "step",
-        solve_in_training: bool = False,
-        full_batch: bool = False,
-        vote: SizeVote | None = None,
-        default_size: float = 1.0,
-        adaptive_clip: AdaptiveClip | None = None,
+        recipe: Recipe | None = None,
         evaluate_fn: Central | None = None,
     ) -> None:
         if not isinstance(initial_parameters, Parameters):
@@ -161,20 +154,14 @@ class PPSGDStrategy(Strategy):
             metrics=metrics,
             tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
-            optimizer=optimizer,
-            personal=personal,
-            solve_in_training=solve_in_training,
-            full_batch=full_batch,
-            vote=vote,
-            default_size=default_size,
-            adaptive_clip=adaptive_clip,
+            recipe=recipe,
         )
         flower_log.addFilter(_without_cohort_sizes)  # while this process lives
         self._rounds = Rounds(self.training)
         self._curator = self._rounds.curator
         self._layout = Layout.of(record_of(initial_parameters.tensors), self._rounds.hold())
-        # a vote takes a round of Flower's loop, which is round 0 of the training
-        self._first = self._curator.rounds_done - self._curator.vote_pending
+        # what comes before the first round takes rounds of Flower's loop
+        self._first = self._curator.rounds_done - len(self._curator.pending)
         self._initial = initial_parameters
         if self._curator.resumed is not None:
             arrays = self._curator.resumed.arrays
@@ -185,7 +172,6 @@ class PPSGDStrategy(Strategy):
         self._parameters_sent = self._initial
         self._evaluate_fn = evaluate_fn
         self._warned = False
-        self._planned_rounds: int | None = None  # by ``auto``
 
     @classmethod
     def from_config(
@@ -205,22 +191,23 @@ class PPSGDStrategy(Strategy):
         population: int,
         epsilon: float,
         delta: float,
+        task: Task = "classification",
+        sparse: Sequence[int] = (),
         rounds: int | None = None,
-        rate: float = 1.0,
+        rate: float | None = None,
         **more: Any,
     ) -> Self:
         """With nothing to tune, as ``PPSGD.auto``; ``server_config()`` has the planned rounds."""
-        made = recipe(
+        made = make_recipe(
             population=population,
             epsilon=epsilon,
             delta=delta,
+            task=task,
+            sparse=sparse,
             rounds=rounds,
             rate=rate,
         )
-        log.info("The server's rate is %s", made.rate_from)
-        strategy = cls(initial_parameters=initial_parameters, **{**made.arguments(), **more})
-        strategy._planned_rounds = made.rounds
-        return strategy
+        return cls(initial_parameters=initial_parameters, **{**made.arguments(), **more})
 
     @property
     def ledger(self) -> Ledger:
@@ -236,9 +223,9 @@ class PPSGDStrategy(Strategy):
         """How many of ``total`` rounds are left to run: not yet done, and within the budget."""
         planned = self._rounds.plan(total)
         self._rounds.say_whether_it_can_learn(self._layout.size)
-        if planned <= self._curator.rounds_done:
-            return 0
-        return planned - self._first
+        if planned > self._curator.rounds_done:
+            return planned - self._first
+        return 0 if self.training.recipe is None else 1  # in which w is delivered once more
 
     def server_config(self, total: int | None = None) -> ServerConfig:
         """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout.
@@ -246,12 +233,10 @@ class PPSGDStrategy(Strategy):
         Args:
             total: the number of rounds; unless given, the number that ``auto`` has planned.
         """
-        if total is None:
-            total = self._planned_rounds
-        if total is None:
+        if total is None and self.training.recipe is None:
             raise ValueError("server_config needs the number of rounds: only auto plans one")
         return ServerConfig(
-            num_rounds=self.remaining_rounds(total),
+            num_rounds=self.remaining_rounds(self.training.rounds_or(total, 0)),
             round_timeout=self.training.round_timeout,
         )
 
@@ -269,7 +254,7 @@ class PPSGDStrategy(Strategy):
 
     def averaged(self, parameters: Parameters) -> Parameters:
         """The average iterate, if ``average`` is on; ``parameters`` otherwise."""
-        if not self.training.average:
+        if not self._curator.averages:
             return parameters
         average = self._curator.averaged(self._flatten(parameters.tensors))
         return self._parameters(average, parameters)
@@ -287,10 +272,14 @@ class PPSGDStrategy(Strategy):
         refuse_secagg_workflow("PPSGDStrategy")
         round_ = self._absolute(server_round)
         self._parameters_sent = parameters
-        if round_ == 0:
-            asked = self._rounds.open_vote(lambda: _present(client_manager))
+        if self.training.recipe is not None and round_ > self._rounds.last_round:
+            return []
+        if self._curator.pending:
+            name = self._curator.pending[0]
+            asked = self._rounds.open_before(name, lambda: _present(client_manager))
             record = record_of(parameters.tensors)
-            instructions = FitIns(parameters, self._rounds.vote_order(record))
+            order = self._rounds.before_order(name, record)
+            instructions = FitIns(parameters, order)
         else:
             w = self._flatten(parameters.tensors)
             asked = self._rounds.open(round_, w, self._layout, lambda: _present(client_manager))
@@ -308,13 +297,14 @@ class PPSGDStrategy(Strategy):
         """One noisy step; each result is a vector or zero."""
         round_ = self._absolute(server_round)
         opened = self._rounds.opened(round_)
-        read = _vote if round_ == 0 else self._reply
+        before = self._curator.pending[:1]
+        read = _answer if before else self._reply
         for client, result in results:
             opened.take(client.cid, lambda result=result: read(result))  # type: ignore[misc]
         for failure in failures:
             _count_failure(opened, failure)
-        if round_ == 0:
-            self._rounds.publish_vote()
+        if before:
+            self._rounds.publish_before(before[0])
             return self._parameters_sent, {}
         heard = bool(results or failures)
         w, released = self._rounds.publish(round_, heard)
@@ -330,10 +320,21 @@ class PPSGDStrategy(Strategy):
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Ask every enrolled node online, if evaluation is due."""
         round_ = self._absolute(server_round)
+        if self._curator.pending:
+            return []
         asked = self._rounds.evaluators(round_, lambda: _present(client_manager))
         clients = _clients(client_manager)
         average = self.averaged(parameters)
-        instructions = EvaluateIns(average, self._config(round_, average))
+        config = self._config(round_, average)
+        if self.training.recipe is not None and self.training.replies == "gradient":
+            measured = bool(asked)
+            record = record_of(average.tensors)
+            if round_ >= self._rounds.last_round:
+                asked = asked or self._rounds.everybody(lambda: _present(client_manager))
+                config = self._rounds.last_order(record, measured=measured)
+            else:
+                config = self._rounds.measuring_order(round_, record)
+        instructions = EvaluateIns(average, config)
         chosen = [(clients[str(cid)], instructions) for cid in asked if str(cid) in clients]
         if not chosen:
             self._end(round_)
@@ -371,7 +372,7 @@ class PPSGDStrategy(Strategy):
 
     def _end(self, round_: int) -> None:
         """Log the statement after the last planned round, and give up the lock."""
-        if round_ == self._rounds.last_round:
+        if round_ >= self._rounds.last_round:
             log.info("%s", self.privacy_statement())
             self.close()
 
@@ -408,10 +409,10 @@ class PPSGDStrategy(Strategy):
         return Parameters([array.data for array in record.values()], NUMPY)
 
 
-def _vote(result: FitRes) -> Reply:
-    """A reply to the vote: one array, which the legacy API does not name."""
+def _answer(result: FitRes) -> Reply:
+    """An answer before the first round: one array, which the legacy API does not name."""
     tensors = result.parameters.tensors
-    return Reply(arrays=record_from({VOTE: tensors[0]}) if len(tensors) == 1 else None)
+    return Reply(arrays=record_from({ANSWER: tensors[0]}) if len(tensors) == 1 else None)
 
 
 def _failure(failure: tuple[ClientProxy, FitRes | EvaluateRes] | BaseException) -> str:

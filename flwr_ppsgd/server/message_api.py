@@ -2,10 +2,11 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
+import numpy as np
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
@@ -17,30 +18,31 @@ from flwr.app import (
 )
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
 from flwr_ppsgd.arrays import bytes_of, record_from
 from flwr_ppsgd.callers import refuse_dp_strategy
-from flwr_ppsgd.optimizers import PLAIN, Optimizer
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
-from flwr_ppsgd.recipe import recipe
+from flwr_ppsgd.recipe import Recipe, Task
+from flwr_ppsgd.recipe import recipe as make_recipe
 from flwr_ppsgd.secure.participant import Session
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.fetch import ask, essence, refusals_of
-from flwr_ppsgd.server.numpy_clients import Addressing, Task, failure, measured, trained
+from flwr_ppsgd.server.numpy_clients import Addressing, failure, measured, trained
+from flwr_ppsgd.server.numpy_clients import Task as Kind
 from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_other_model
 from flwr_ppsgd.server.secure_rounds import (
     Exchange,
     Purpose,
+    SecureAnswers,
     SecureGradients,
     SecureRound,
-    SecureVotes,
 )
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.signature import digest
-from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
 from flwr_ppsgd.wire import (
     ARRAYS,
     CONFIG,
@@ -50,8 +52,10 @@ from flwr_ppsgd.wire import (
     METRICS,
     ORDER,
     SECURE,
+    SIZE,
+    UNIT,
+    VARIANCE,
     Layout,
-    Making,
 )
 
 log = logging.getLogger("flwr.ppsgd")
@@ -92,14 +96,8 @@ class PPSGD(Strategy):
         metrics: PrivateMetrics | None = None,
         tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
-        optimizer: Optimizer = PLAIN,
-        personal: Making = "step",
-        solve_in_training: bool = False,
-        full_batch: bool = False,
-        vote: SizeVote | None = None,
-        default_size: float = 1.0,
-        adaptive_clip: AdaptiveClip | None = None,
         aggregation: SecureSum | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         self.training = Training.of(
             release=release,
@@ -120,20 +118,13 @@ class PPSGD(Strategy):
             metrics=metrics,
             tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
-            optimizer=optimizer,
-            personal=personal,
-            solve_in_training=solve_in_training,
-            full_batch=full_batch,
-            vote=vote,
-            default_size=default_size,
-            adaptive_clip=adaptive_clip,
+            recipe=recipe,
         )
         self._rounds = Rounds(self.training)
         self._curator = self._rounds.curator
         self._addressing = Addressing()
         self._asked: list[Metadata] = []
         self._arrays = ArrayRecord()
-        self._planned_rounds: int | None = None  # by ``auto``
         self._latest = self._resumed()
 
     @classmethod
@@ -156,36 +147,41 @@ class PPSGD(Strategy):
         population: int,
         epsilon: float,
         delta: float,
+        task: Task = "classification",
+        sparse: Sequence[int] = (),
         rounds: int | None = None,
-        rate: float = 1.0,
+        rate: float | None = None,
         aggregation: SecureSum | None = None,
         **more: Any,
     ) -> Self:
         """With nothing to tune: the recipe of ``flwr_ppsgd.recipe`` for a population and a budget.
 
-        ``start`` then runs the planned rounds, unless it is told another number.
+        Users send what they would add to w, in a handful of rounds; after the last one w goes to
+        everybody, and each device makes its personal model.
 
         Args:
             population: N, the number of enrolled users.
             epsilon: ε of everything that is released, under zero-out neighbours.
             delta: δ, well below 1/population.
-            rounds: the number of rounds; 50 unless given.
-            rate: the share of users per round; 1 is everyone.
+            task: "classification" or "regression".
+            sparse: the places of columns of w that most users lack, such as words or items.
+            rounds: the number of rounds; 2 to 8 by N and ε unless given.
+            rate: the share of users per round, for very many of them (1,000/N is enough); None is
+                everyone.
             aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
             more: arguments as of ``PPSGD``, which come before the recipe's.
         """
-        made = recipe(
+        made = make_recipe(
             population=population,
             epsilon=epsilon,
             delta=delta,
+            task=task,
+            sparse=sparse,
             rounds=rounds,
             rate=rate,
             aggregation=aggregation,
         )
-        log.info("The server's rate is %s", made.rate_from)
-        strategy = cls(**{**made.arguments(), **more})
-        strategy._planned_rounds = made.rounds
-        return strategy
+        return cls(**{**made.arguments(), **more})
 
     @property
     def release(self) -> Release:
@@ -230,13 +226,28 @@ class PPSGD(Strategy):
         size = self._layout(self._arrays).size if self._arrays else 0
         return self._curator.promise(size).as_data()
 
+    def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
+        """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
+
+        ``numpy.savez("model.npz", **strategy.published(result.arrays))`` keeps it;
+        ``personalize`` makes the model of somebody who never took part from it.
+
+        Args:
+            arrays: w, as of ``result.arrays``.
+        """
+        values = self._curator.values
+        return {
+            **{name: array.numpy() for name, array in arrays.items()},
+            VARIANCE: self._curator.variance,
+            UNIT: np.array(values.unit),
+            SIZE: np.array(values.size),
+        }
+
     def summary(self) -> None:
         """Log the settings that make up the promise."""
         refuse_dp_strategy("PPSGD")
         log.info("\t├──> %s", self.release)
-        if self.training.personal == "solve":
-            log.info("\t├──> %s, personal parts are solved", self.training.optimizer)
-        else:
+        if self.training.recipe is None:
             log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
         log.info("\t└──> %s", self._rounds.private.where)
 
@@ -271,25 +282,14 @@ class PPSGD(Strategy):
         _check_initial(initial_arrays)
         train_config = _checked_config(train_config)
         evaluate_config = _checked_config(evaluate_config)
-        planned = self._planned_rounds or FLOWER_ROUNDS
-        if num_rounds is None:
-            num_rounds = planned
-        if self._planned_rounds and num_rounds < planned:
-            log.warning(
-                "auto has planned %d rounds and calibrated the noise for them, and num_rounds=%d: "
-                "each round has more noise than it needs; leave num_rounds out, or give "
-                "rounds=%d to auto",
-                planned,
-                num_rounds,
-                num_rounds,
-            )
+        num_rounds = self.training.rounds_or(num_rounds, FLOWER_ROUNDS)
         try:
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._beginning(initial_arrays))
             if last > first:
                 self._rounds.say_whether_it_can_learn(self._layout(result.arrays).size)
                 self._check_clients(grid, result.arrays, timeout)
-                self._hold_vote(grid, result.arrays, timeout)
+                self._ask_before(grid, result.arrays, timeout)
             for round_ in range(first, last + 1):
                 if round_ > first:
                     self._run_round(round_, result, grid, timeout, train_config)
@@ -302,6 +302,7 @@ class PPSGD(Strategy):
                     on_round(round_, result)
             log.info("%s", self.privacy_statement())
             result.arrays = self.averaged(result.arrays)
+            self._deliver(grid, result.arrays, timeout)
             return result
         except BaseException as error:
             self._rounds.private.note_error(error)
@@ -333,23 +334,32 @@ class PPSGD(Strategy):
         refusals = refusals_of(grid, messages, timeout, _size(arrays))
         self._rounds.refuse_if_nobody_obeys(len(messages), refusals)
 
-    def _hold_vote(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
-        """Ask everybody for the size of their own solution, unless that was done or is not due."""
-        if not self._curator.vote_pending:
-            return
-        if self.training.secure:
-            purpose = SecureVotes(self._curator)
-            self._run_secure(0, purpose, grid, (arrays, ConfigRecord()), timeout)
-            self._rounds.publish_vote()
-            return
-        nodes = self._rounds.open_vote(lambda: present_in(grid))
-        order = self._rounds.vote_order(arrays)
+    def _ask_before(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+        """Ask everybody for what the recipe releases before the first round, unless it was."""
+        for name in self._curator.pending:
+            if self.training.secure:
+                purpose = SecureAnswers(self._curator, name)
+                self._run_secure(0, purpose, grid, (arrays, ConfigRecord()), timeout, name)
+                self._rounds.publish_before(name)
+                continue
+            nodes = self._rounds.open_before(name, lambda: present_in(grid))
+            order = self._rounds.before_order(name, arrays)
+            content = _with_order(order, {ARRAYS: arrays, CONFIG: ConfigRecord()})
+            messages = _messages(nodes, content, MessageType.TRAIN)
+            self._asked = [message.metadata for message in messages]
+            replies = ask(grid, messages, timeout, _size(arrays))
+            self._take(self._rounds.opened(0), replies)
+            self._rounds.publish_before(name)
+
+    def _deliver(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+        """Bring the last w of the recipe to everybody; the reply is empty, whatever it is."""
+        if self.training.recipe is None or self.training.evaluate_every:
+            return  # the last evaluation brings it
+        nodes = self._rounds.everybody(lambda: present_in(grid))
+        order = self._rounds.last_order(arrays, measured=False)
         content = _with_order(order, {ARRAYS: arrays, CONFIG: ConfigRecord()})
-        messages = _messages(nodes, content, MessageType.TRAIN)
-        self._asked = [message.metadata for message in messages]
-        replies = ask(grid, messages, timeout, _size(arrays))
-        self._take(self._rounds.opened(0), replies)
-        self._rounds.publish_vote()
+        for _ in ask(grid, _messages(nodes, content, MessageType.EVALUATE), timeout, size=0):
+            pass
 
     def _run_round(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
@@ -358,7 +368,8 @@ class PPSGD(Strategy):
             refuse_dp_strategy("PPSGD")
             self._arrays = result.arrays
             w = self._layout(result.arrays).flatten(result.arrays)
-            purpose = SecureGradients(self._curator, round_, w)
+            columns = self._layout(result.arrays).columns
+            purpose = SecureGradients(self._curator, round_, w, columns)
             self._run_secure(round_, purpose, grid, (result.arrays, config), timeout)
             result.arrays, metrics = self._published(round_)
         else:
@@ -378,6 +389,7 @@ class PPSGD(Strategy):
         grid: Grid,
         sent: tuple[ArrayRecord, ConfigRecord],
         timeout: float,
+        before: str = "",
     ) -> None:
         """The four exchanges of a secure sum, each with the timeout of a round."""
         session = Session(
@@ -385,24 +397,28 @@ class PPSGD(Strategy):
             run=grid.run.run_id,
             start=len(self._curator.starts()),
             round=round_,
-            part="gradient" if round_ else "size",
+            part=before or self._rounds.asked_in_rounds,
         )
         secure = SecureRound(self._curator, session, purpose)
         if round_:
             nodes = self._rounds.open_for(secure, round_, lambda: present_in(grid))
         else:
-            nodes = self._rounds.open_vote(lambda: present_in(grid), secure)
+            nodes = self._rounds.open_before(before, lambda: present_in(grid), secure)
         opened = self._rounds.opened(round_)
         for exchange in secure.exchanges(list(nodes)):
             if exchange.stage > 1:
                 opened.ask_again(exchange.payloads)
-            messages = self._staged(round_, exchange, sent)
+            messages = self._staged(round_, exchange, sent, before)
             self._asked = [message.metadata for message in messages]
             replies = ask(grid, messages, timeout, _size(sent[0]))
             self._take(opened, replies)
 
     def _staged(
-        self, round_: int, exchange: Exchange, sent: tuple[ArrayRecord, ConfigRecord]
+        self,
+        round_: int,
+        exchange: Exchange,
+        sent: tuple[ArrayRecord, ConfigRecord],
+        before: str,
     ) -> list[Message]:
         """One message to each client of an exchange; w travels only if it is needed."""
         arrays, config = sent
@@ -411,7 +427,7 @@ class PPSGD(Strategy):
             records = {ARRAYS: arrays, CONFIG: config}
         w_digest = digest(bytes_of(arrays) if exchange.brings_w else {})
         payloads = cast(Mapping[Identity, bytes], exchange.payloads)
-        orders = self._rounds.staged_orders(round_, exchange.stage, payloads, w_digest)
+        orders = self._rounds.staged_orders(round_, exchange.stage, payloads, w_digest, before)
         contents = {}  # those who get the same share one
         for node, order in orders.items():
             payload = payloads[node]
@@ -507,7 +523,7 @@ class PPSGD(Strategy):
 
     def averaged(self, arrays: ArrayRecord) -> ArrayRecord:
         """The average iterate, if ``average`` is on; ``arrays`` otherwise."""
-        if not self.training.average:
+        if not self._curator.averages:
             return arrays
         layout = self._layout(arrays)
         average = self._curator.averaged(layout.flatten(arrays))
@@ -530,7 +546,7 @@ class PPSGD(Strategy):
         return self._latest
 
     def _content(
-        self, task: Task, round_: int, arrays: ArrayRecord, config: ConfigRecord
+        self, task: Kind, round_: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> RecordDict:
         """What a client gets.
 
@@ -538,8 +554,16 @@ class PPSGD(Strategy):
         """
         if self.training.replies == "parameters":
             return self._addressing.content(task, arrays, config, round_)
-        order = self._rounds.order(round_, arrays)
+        order = self._order(task, round_, arrays)
         return _with_order(order, {ARRAYS: arrays, CONFIG: _checked_config(config)})
+
+    def _order(self, task: Kind, round_: int, arrays: ArrayRecord) -> dict[str, Any]:
+        """The Order of a round, or that of an evaluation; the last one brings the recipe's w."""
+        if task == "fit":
+            return self._rounds.order(round_, arrays)
+        if self.training.recipe is not None and round_ == self._rounds.last_round:
+            return self._rounds.last_order(arrays, measured=True)
+        return self._rounds.measuring_order(round_, arrays)
 
     def _reply(self, message: Message) -> Reply:
         """The arrays of a message and its measures, and nothing else of it."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -29,11 +29,12 @@ from flwr_ppsgd.server.tensorboard import Scalars
 from flwr_ppsgd.server.training import Identity, Training
 from flwr_ppsgd.signature import signed, signed_over
 from flwr_ppsgd.wire import (
+    ANSWER,
     ARRAYS,
     GRADIENT,
     LONGEST_PROMISE,
     NUM_EXAMPLES,
-    VOTE,
+    Asked,
     Hold,
     Layout,
     Order,
@@ -119,6 +120,11 @@ class Rounds:
         """Whether the population is the first nodes seen, rather than a list that was given."""
         return self._enrolment.open
 
+    @property
+    def asked_in_rounds(self) -> str:
+        """What the Order of a round asks for."""
+        return "gradient" if self.training.recipe is None else "solution"
+
     def plan(self, rounds: int) -> int:
         """Fix the number of rounds, as of ``Curator.plan``; warn if δ protects nobody."""
         self.last_round = self.curator.plan(rounds)
@@ -159,6 +165,22 @@ class Rounds:
         release = self.training.release
         left = self.last_round - self.curator.rounds_done
         if left < 1 or not self.training.steps.publishes or release.noise_multiplier == 0:
+            return
+        recipe = self.training.recipe
+        if recipe is not None:
+            noise = recipe.noise_in_prediction
+            log.info(
+                "Noise in a prediction: at most about %.2g of the size of users' models", noise
+            )
+            if noise > DROWNED:
+                log.warning(
+                    "With %d users the noise in a prediction of the shared model is about %.2g of "
+                    "what it says: users will mostly keep to their own models. Enrol about %.3g "
+                    "times as many, or allow a larger epsilon.",
+                    release.cohort.population,
+                    noise,
+                    noise / DROWNED,
+                )
             return
         reached = math.sqrt(left) * release.signal_to_noise(size)
         log.info("Signal to noise over %d rounds: at best %.2g, if all users agree", left, reached)
@@ -211,35 +233,42 @@ class Rounds:
         self._open = OpenRound(self.curator, round_, wanted, asked, offline=offline)
         return asked
 
-    def open_vote(
-        self, look: Callable[[], Iterable[Present]], wanted: "Wanted | None" = None
+    def open_before(
+        self,
+        name: str,
+        look: Callable[[], Iterable[Present]],
+        wanted: "Wanted | None" = None,
     ) -> list[Identity]:
         """Budget, then everybody who is enrolled: the addresses of those online.
 
         Args:
+            name: what is asked for before the first round.
             look: tells who is online.
-            wanted: what becomes of the replies; None: they are votes.
+            wanted: what becomes of the replies; None: they are summed.
         """
-        self.curator.check_vote()
+        self.curator.check_before(name)
         online = self._online(look)
         asked = [online[node] for node in self._enrolment.known if node in online]
-        self._open = OpenRound(self.curator, 0, wanted or Votes(self.curator), asked)
+        self._open = OpenRound(self.curator, 0, wanted or Answers(self.curator, name), asked)
         return asked
 
-    def publish_vote(self) -> None:
-        """Release the counts, and say what follows from them."""
+    def publish_before(self, name: str) -> None:
+        """Release a sum before the first round; NobodyUsableError if nobody's answer had a form.
+
+        A mistake that everybody makes ends the run here, with one release charged.
+        """
         opened = self.opened(0)
         opened.close(0)
         self.private.note_round(opened.facts())
-        size = self.curator.size
-        if self.curator.voted_size is None:
-            log.warning(
-                "The vote on the size of users' own solutions found none that stands out from the "
-                "noise: the default, %.3g, is taken",
-                size,
+        if opened.asked and not opened.usable:
+            said = self.private.where
+            if self.private.path is None:
+                said = f"the first: {opened.first_failure or 'no reply'}"
+            raise NobodyUsableError(
+                f"none of {opened.asked} clients gave a usable answer to the first question, the "
+                f"{name} ({said}). One release is charged: look at a client's log, mend it, and "
+                "start again"
             )
-        else:
-            log.info("By a private vote, users' own solutions have a typical size of %.3g", size)
 
     def opened(self, round_: int) -> "OpenRound":
         """The round that was configured last; ValueError if there is none."""
@@ -290,22 +319,53 @@ class Rounds:
             "cost epsilon: look at a client's log, mend it, and start again"
         )
 
-    def vote_order(self, arrays: ArrayRecord) -> dict[str, Any]:
+    def before_order(self, name: str, arrays: ArrayRecord) -> dict[str, Any]:
         """What the server asks of everybody before the first round, signed, as it is sent."""
-        return signed(vote_order_of(self.curator), bytes_of(arrays), self.curator.key)
+        return signed(before_order_of(self.curator, name), bytes_of(arrays), self.curator.key)
+
+    def last_order(self, arrays: ArrayRecord, *, measured: bool) -> dict[str, Any]:
+        """The Order that brings the last w to everybody, signed, as it is sent.
+
+        Args:
+            arrays: w.
+            measured: whether it asks for measures too.
+        """
+        order = order_of(self.curator, self.curator.rounds_done)
+        order = replace(order, last=True, variance=tuple(self.curator.variance.tolist()))
+        if not measured:
+            order = replace(order, asks="nothing")
+        return signed(order, bytes_of(arrays), self.curator.key)
+
+    def measuring_order(self, round_: int, arrays: ArrayRecord) -> dict[str, Any]:
+        """What comes with w for evaluation, signed, as it is sent."""
+        order = order_of(self.curator, round_)
+        if self.training.recipe is not None:
+            order = replace(order, variance=tuple(self.curator.variance.tolist()))
+        return signed(order, bytes_of(arrays), self.curator.key)
+
+    def everybody(self, look: Callable[[], Iterable[Present]]) -> list[Identity]:
+        """All enrolled nodes that are online."""
+        online = self._online(look)
+        return [online[node] for node in self._enrolment.known if node in online]
 
     def staged_orders(
-        self, round_: int, stage: int, payloads: Mapping[Identity, bytes], w_digest: bytes
+        self,
+        round_: int,
+        stage: int,
+        payloads: Mapping[Identity, bytes],
+        w_digest: bytes,
+        before: str = "",
     ) -> dict[Identity, dict[str, Any]]:
         """What the server asks of each client in one exchange of a secure sum, as it is sent.
 
         Args:
-            round_: the absolute round; 0 for the vote.
+            round_: the absolute round; 0 before the first.
             stage: which exchange it is.
             payloads: what each client gets besides its Order, which names it.
             w_digest: of the arrays that travel along, as of ``signature.digest``.
+            before: what is asked for before the first round; empty in a round.
         """
-        asked = order_of(self.curator, round_) if round_ else vote_order_of(self.curator)
+        asked = before_order_of(self.curator, before) if before else order_of(self.curator, round_)
         base = replace(asked, stage=stage)
         hashes = {payload: payload_hash(payload) for payload in set(payloads.values())}
         orders = {
@@ -329,8 +389,7 @@ class Rounds:
         if not every or (round_ % every and round_ != self.last_round):
             return []
         self.curator.note_evaluation()
-        online = self._online(look)
-        return [online[node] for node in self._enrolment.known if node in online]
+        return self.everybody(look)
 
     def note_failed_evaluations(self, round_: int, failures: Sequence[str], others: int) -> None:
         """Note for the operator how many evaluations failed, if any did, and why the first.
@@ -364,18 +423,20 @@ def order_of(curator: Curator, round_: int) -> Order:
     training = curator.training
     persistent = training.checkpoint_dir is not None
     epsilon, promise = curator.for_clients()
+    values = curator.values
     return Order(
         round=round_,
         step=training.steps.personal,
-        clip_norm=curator.clip_norm,
+        clip_norm=training.release.clip_norm,
         reduction=training.release.reduction,
         publishes=training.steps.publishes,
-        normalise=training.release.normalise,
-        full_batch=training.full_batch,
-        personal=training.personal,
-        solve_in_training=training.solve_in_training,
+        asks="solution" if training.recipe else "gradient",
+        task="" if training.recipe is None else training.recipe.task,
+        sparse=() if training.recipe is None else training.recipe.sparse,
+        unit=values.unit,
+        size=values.size,
         average=training.average,
-        metrics=tuple(training.measures.bounds) if training.measures else (),
+        metrics=tuple(training.metrics.bounds) if training.metrics else (),
         training=curator.training_id,
         starts=curator.starts(),
         # w may fall back to the checkpoint before the last one
@@ -383,23 +444,29 @@ def order_of(curator: Curator, round_: int) -> Order:
         charges=curator.ledger.rounds,
         epsilon=epsilon,
         promise=printable(promise, LONGEST_PROMISE),
-        terms=_terms(training.release, training.measures),
+        terms=_terms(training.release, training.metrics),
         planned=curator.planned_charges if training.release.aggregation else 0,
     )
 
 
-def vote_order_of(curator: Curator) -> Order:
-    """What is asked of everybody before the first round."""
-    vote = curator.training.vote
-    assert vote is not None
+def before_order_of(curator: Curator, name: str) -> Order:
+    """What is asked of everybody before the first round.
+
+    Args:
+        curator: knows the recipe.
+        name: what is asked for.
+    """
+    recipe = curator.training.recipe
+    assert recipe is not None
+    release = recipe.before[name]
+    values = curator.values
     return replace(
         order_of(curator, 0),
-        clip_norm=vote.release.clip_norm,
-        asks="size",
-        lowest=vote.lowest,
-        powers=vote.powers,
+        clip_norm=release.clip_norm,
+        asks=cast(Asked, name),
+        size=values.count if name == "columns" else values.size,
         metrics=(),
-        terms=_terms(vote.release, None),
+        terms=_terms(release, None),
     )
 
 
@@ -437,7 +504,7 @@ class Gradients:
 
     def publish(self) -> tuple[Vector, dict[str, float]]:
         """The new w, and private measures."""
-        return self._curator.publish(self._number, self._w, self._total)
+        return self._curator.publish(self._number, self._w, self._total, self._layout.columns)
 
     def read(self, node: Hashable, reply: Reply) -> Callable[[], bool]:  # noqa: ARG002
         """Adds a reply to the sum."""
@@ -454,26 +521,30 @@ class Gradients:
         return self._curator.encoded(sent, finite(reply.measures))
 
 
-class Votes:
-    """The vote before the first round: one count per power of two.
+class Answers:
+    """What is asked for once before the first round: a number of each user, or own columns.
 
     Args:
         curator: charges and releases.
+        name: what is asked for.
     """
 
-    def __init__(self, curator: Curator) -> None:
-        vote = curator.training.vote
-        assert vote is not None
+    def __init__(self, curator: Curator, name: str) -> None:
+        recipe = curator.training.recipe
+        assert recipe is not None
+        length = recipe.length(name)
         self._curator = curator
-        self._layout = Layout.of(vector_record({VOTE: np.zeros(vote.powers)}))
-        self._total = GridSum(vote.powers, vote.release)
+        self._name = name
+        self._layout = Layout.of(vector_record({ANSWER: np.zeros(length)}))
+        self._total = GridSum(length, recipe.before[name])
 
     def publish(self) -> tuple[Vector, dict[str, float]]:
-        """The noisy counts."""
-        return self._curator.publish_vote(self._total), {}
+        """The noisy sum."""
+        self._curator.publish_before(self._name, self._total)
+        return self._curator.sums[self._name], {}
 
     def read(self, node: Hashable, reply: Reply) -> Callable[[], bool]:  # noqa: ARG002
-        """Adds one user's vote."""
+        """Adds one user's answer."""
         return _adding(self._total, _sent(reply, self._layout, "gradient"))
 
 

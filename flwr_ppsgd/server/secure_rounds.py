@@ -50,8 +50,8 @@ class Purpose(Protocol):
         """Write the release down."""
         ...
 
-    def publish(self, noisy: Vector | None, counted: int) -> tuple[Vector, dict[str, float]]:
-        """What follows from the noisy sum of ``counted`` clients; None if there is no sum."""
+    def publish(self, noisy: Vector | None) -> tuple[Vector, dict[str, float]]:
+        """What follows from the noisy sum; None if there is none."""
         ...
 
 
@@ -115,7 +115,7 @@ class SecureRound:
                 "Lower honest or colluding if that happens often.",
                 self.why_lost,
             )
-        return self._purpose.publish(self._total, self._sum.counted)
+        return self._purpose.publish(self._total)
 
     def _exchange(self, stage: int, payloads: Mapping[Hashable, bytes]) -> Exchange:
         self._stage = stage
@@ -134,41 +134,46 @@ class SecureGradients:
         curator: charges and releases.
         number: the absolute round.
         w: the shared parameters as one flat vector.
+        columns: of users' rows, if w has a row for each of them.
     """
 
-    def __init__(self, curator: Curator, number: int, w: Vector) -> None:
+    def __init__(self, curator: Curator, number: int, w: Vector, columns: int) -> None:
         self._curator = curator
         self._number = number
         self._w = w
+        self._columns = columns
         self.release = curator.training.release
-        measures = curator.training.measures
+        measures = curator.training.metrics
         self.size = len(w) + (len(measures.bounds) if measures else 0)
 
     def charge(self) -> None:
-        self._curator.charge_round(self._number, len(self._w))
+        self._curator.charge_round(self._number)
 
-    def publish(self, noisy: Vector | None, counted: int) -> tuple[Vector, dict[str, float]]:
+    def publish(self, noisy: Vector | None) -> tuple[Vector, dict[str, float]]:
         """The new w, and private measures; w as it was if there is no sum."""
-        return self._curator.publish_sum(self._number, self._w, noisy, counted)
+        return self._curator.publish_sum(self._number, self._w, noisy, self._columns)
 
 
-class SecureVotes:
-    """The vote before the first round.
+class SecureAnswers:
+    """What is asked for once before the first round.
 
     Args:
         curator: charges and releases.
+        name: what is asked for.
     """
 
-    def __init__(self, curator: Curator) -> None:
-        vote = curator.training.vote
-        assert vote is not None
+    def __init__(self, curator: Curator, name: str) -> None:
+        recipe = curator.training.recipe
+        assert recipe is not None
         self._curator = curator
-        self.release = vote.release
-        self.size = vote.powers
+        self._name = name
+        self.release = recipe.before[name]
+        self.size = recipe.length(name)
 
     def charge(self) -> None:
-        self._curator.charge_vote()
+        self._curator.charge_before(self._name)
 
-    def publish(self, noisy: Vector | None, counted: int) -> tuple[Vector, dict[str, float]]:  # noqa: ARG002
-        """The noisy counts; zeros if there is no sum."""
-        return self._curator.note_votes(noisy), {}
+    def publish(self, noisy: Vector | None) -> tuple[Vector, dict[str, float]]:
+        """The noisy sum; zeros if there is none."""
+        self._curator.note_sum(self._name, noisy)
+        return self._curator.sums[self._name], {}

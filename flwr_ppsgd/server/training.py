@@ -1,5 +1,6 @@
 """All settings of one training, as one value that is checked once."""
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
-from flwr_ppsgd.checks import is_whole, one_of, require
-from flwr_ppsgd.optimizers import PLAIN, Optimizer
+from flwr_ppsgd.checks import is_whole, require
+from flwr_ppsgd.recipe import Recipe
 from flwr_ppsgd.secure.graph import survivors_needed
-from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
-from flwr_ppsgd.wire import Making
+
+log = logging.getLogger("flwr.ppsgd")
 
 Identity: TypeAlias = int | str  # a node's id; or its name or public key, which outlive a restart
 ReplyKind: TypeAlias = Literal["gradient", "parameters"]
@@ -50,17 +51,7 @@ class Training:
         budget_dir: a budget that several trainings of one population share, made before the first
             of them by ``ppsgd budget``; None is none.
         metrics: training measures to release along with the gradient; None is none.
-        optimizer: what the server does with a released gradient; free post-processing. Its steps
-            have the size ``steps.shared``.
-        personal: how θ is made: "step" moves it by ``steps.personal`` in every visit; "solve" lets
-            each user work out the best θ for the published w, which is free too.
-        solve_in_training: with "solve", take gradients at the solved θ; else at θ = 0.
-        full_batch: ask for gradients over all of a user's rows instead of a minibatch.
-        vote: on the size of users' own solutions, before the first round: ``steps.shared`` is then
-            in units of that size. None is no vote.
-        default_size: stands in for the size if the vote finds none.
-        adaptive_clip: lets the clip norm follow a quantile of the users' norms; ``clip_norm`` is
-            then that of the first round. None keeps it.
+        recipe: what ``auto`` releases before and in the rounds; None is the paper's method.
         tensorboard_dir: where curves of ε by round go, if TensorBoard is installed.
         insecure_seed: makes cohorts and noise repeatable, for simulation and tests. It voids the
             guarantee, and the ledger and every report say so.
@@ -83,13 +74,7 @@ class Training:
     metrics: PrivateMetrics | None = None
     tensorboard_dir: Path | None = None
     insecure_seed: int | None = None
-    optimizer: Optimizer = PLAIN
-    personal: Making = "step"
-    solve_in_training: bool = False
-    full_batch: bool = False
-    vote: SizeVote | None = None
-    default_size: float = 1.0
-    adaptive_clip: AdaptiveClip | None = None
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         rule = f"delta must be in (0, {LARGEST_DELTA:g})"
@@ -114,38 +99,13 @@ class Training:
         rule = "replies must be 'gradient' or 'parameters'"
         known = self.replies in get_args(ReplyKind)
         require(known, rule, self.replies, "it says what clients send")
-        if self.measures is not None and self.replies != "gradient":
+        if self.metrics is not None and self.replies != "gradient":
             raise ValueError(
                 "private metrics need clients that know of them: use replies='gradient'"
             )
-        self._check_making()
+        if self.recipe is not None and self.replies != "gradient":
+            raise ValueError("auto needs clients that obey Orders: use replies='gradient'")
         self._check_secure()
-
-    def _check_making(self) -> None:
-        one_of("personal", self.personal, get_args(Making))
-        asked = {
-            "personal='solve'": self.personal == "solve",
-            "full_batch": self.full_batch,
-            "vote": self.vote is not None,
-        }
-        for name, is_asked in asked.items():
-            if is_asked and self.replies != "gradient":
-                raise ValueError(f"{name} needs clients that obey Orders: use replies='gradient'")
-        if self.solve_in_training and self.personal != "solve":
-            raise ValueError("solve_in_training needs personal='solve': nothing is solved else")
-        if self.adaptive_clip is not None and self.release.normalise:
-            raise ValueError(
-                "adaptive_clip and a release with normalise exclude each other: a normalised "
-                "gradient has norm C anyway; leave one out"
-            )
-        rule = "default_size must be positive and finite"
-        require(0 < self.default_size < math.inf, rule, self.default_size, "1 is none")
-        if self.vote is None:
-            return
-        voters = self.vote.release.cohort.population
-        rule = f"a vote must ask the population of {self.release.cohort.population}"
-        same = voters == self.release.cohort.population
-        require(same, rule, voters, "give both the same population")
 
     def _check_secure(self) -> None:
         """A secure sum needs clients that know it, and enough of them to lose a few."""
@@ -163,23 +123,36 @@ class Training:
         require(needed <= rules.least, rule, rules.least, remedy)
         rule = f"honest + colluding must be at most the {expected} clients of a round, on average"
         require(rules.least <= expected, rule, rules.least, "lower honest, or draw more clients")
-        if self.vote is not None and self.vote.release.aggregation != rules:
-            raise ValueError(
-                f"the rounds have aggregation={rules} and the vote has "
-                f"{self.vote.release.aggregation}: give both the same, the server sees either"
+
+    def rounds_or(self, wanted: int | None, default: int) -> int:
+        """The number of rounds to run: what is wanted, and no more than the recipe has planned.
+
+        Args:
+            wanted: None if nobody has said a number.
+            default: without a recipe.
+        """
+        if self.recipe is None:
+            return default if wanted is None else wanted
+        planned = self.recipe.rounds
+        if wanted is None:
+            return planned
+        if wanted > planned:
+            log.info("auto needs %d rounds: num_rounds=%d is not used", planned, wanted)
+        elif wanted < planned:
+            log.warning(
+                "auto has planned %d rounds and calibrated the noise for them, and num_rounds=%d: "
+                "each round has more noise than it needs; leave num_rounds out, or give "
+                "rounds=%d to auto",
+                planned,
+                wanted,
+                wanted,
             )
+        return min(wanted, planned)
 
     @property
     def secure(self) -> bool:
         """Whether the server sees sums only."""
         return self.release.aggregation is not None and self.steps.publishes
-
-    @property
-    def measures(self) -> PrivateMetrics | None:
-        """Everything that is released along with the gradient."""
-        if self.adaptive_clip is None:
-            return self.metrics
-        return self.adaptive_clip.measures(self.metrics)
 
     @classmethod
     def of(
@@ -191,20 +164,16 @@ class Training:
         tensorboard_dir: Path | str | None,
         release: Release,
         aggregation: SecureSum | None = None,
-        vote: SizeVote | None = None,
         **more: Any,
     ) -> Self:
         """From the arguments of a strategy: lists and texts become tuples and paths.
 
-        ``aggregation`` becomes part of the release, and of that of the vote.
+        ``aggregation`` becomes part of the release.
         """
         if aggregation is not None:
             release = replace(release, aggregation=aggregation)
-            if vote is not None:
-                vote = replace(vote, release=replace(vote.release, aggregation=aggregation))
         return cls(
             release=release,
-            vote=vote,
             enrolled=None if enrolled is None else tuple(enrolled),
             checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
             budget_dir=None if budget_dir is None else Path(budget_dir),

@@ -28,7 +28,7 @@ from flwr_ppsgd.models.solve import (
     squared_distances,
     trust_in,
 )
-from flwr_ppsgd.recipe_numbers import Task
+from flwr_ppsgd.recipe import Task
 from tests.support.recipe_golden import (
     NAMES,
     close,

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from flwr_ppsgd.models.solve import Columns, OwnProblem
-from flwr_ppsgd.recipe_numbers import Task
+from flwr_ppsgd.recipe import Task
 from tests.support.paths import ROOT
 
 FOLDER = ROOT.parent / "shared" / "golden"

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from flwr_ppsgd.recipe_numbers import (
+from flwr_ppsgd.recipe import (
     SCALAR_BOUND,
     ColumnShares,
     Task,
@@ -242,7 +242,7 @@ def test_a_device_loads_neither_scipy_nor_accounting() -> None:
     program = (
         "import sys\n"
         "import flwr_ppsgd.models.solve, flwr_ppsgd.models.representation\n"
-        "from flwr_ppsgd.recipe_numbers import scalar_pair\n"
+        "from flwr_ppsgd.recipe import scalar_pair\n"
         "assert not {'scipy', 'dp_accounting', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
