@@ -34,7 +34,7 @@ FOLDERS = {
     """,
     "models": """
         ridge logistic linear batch blocks backbone representation losses loaders torch_optimizer
-        torch_server head twin steps chain split_learner split additive_head cnn torch_app
+        torch_server head twin split_learner split additive_head cnn torch_app
     """,
     "data": """
         split per_user raw columns frames features scaling tables npz files cache tff emnist

@@ -312,9 +312,6 @@ def check_network_measures(
     """Weighted by the number of examples; a dropped setting is gone."""
     losses = [model.evaluate(engine.w(1), engine.theta(1, i), tests[i])["loss"] for i in range(5)]
     assert engine.measures()[1]["loss"] == pytest.approx(np.average(losses, weights=sizes))
-    thetas = np.stack([engine.theta(1, i) for i in range(5)])
-    together = model.evaluate_users(engine.w(1), thetas, tests)
-    assert [each["loss"] for each in together] == pytest.approx(losses)
     engine.drop({0, 2})
     assert engine.places == [1, 3]
     assert set(engine.measures()) == {1, 3}
