@@ -3,6 +3,8 @@
 import logging
 import math
 import re
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from flwr_ppsgd import PPSGD, Poisson, Release, Steps, calibrate_noise, shared_a
 from flwr_ppsgd.client.personal import recall
 from flwr_ppsgd.experiments import flwr_run
 from flwr_ppsgd.simulation.grid import InProcessGrid
+from tests.support import toy
 from tests.support.recipes import (
     CONFIG,
     DIFFS,
@@ -176,6 +179,22 @@ def test_the_pages_options_of_a_torch_client(tmp_path: Path) -> None:
     strategy = PPSGD(release=release, steps=Steps.from_ratio(0.1, 0.3), delta=1e-3)
     initial = shared_arrays(Net(), ["fc2.*", "fc3.*"])
     strategy.start(InProcessGrid(page["app"], 3), initial, num_rounds=1)
+
+
+def test_the_pages_curves_are_epsilon_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for TensorBoard, which need not be installed."""
+    written: list[tuple[str, float, int]] = []
+    writer = types.SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
+    module = types.ModuleType("torch.utils.tensorboard")
+    monkeypatch.setattr(module, "SummaryWriter", lambda _: writer, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    page: dict[str, Any] = {}
+    exec(compile(python_block("Curves in TensorBoard"), "flower-apps.md", "exec"), page)
+    result = toy.strategy(release=toy.release(z=2.0)).start(
+        toy.grid(), toy.w0(), num_rounds=3, on_round=page["on_round"]
+    )
+    epsilons = [metrics["epsilon"] for metrics in result.train_metrics_clientapp.values()]
+    assert written == [("epsilon", epsilon, n) for n, epsilon in enumerate(epsilons, start=1)]
 
 
 def test_the_recipe_in_a_real_flower_simulation(

@@ -30,7 +30,7 @@ FOLDERS = {
     """,
     "server": """
         training private_log record chain checkpoint journal budget ledgers curator status enrolment
-        tensorboard rounds secure_rounds fetch numpy_clients message_api legacy_api
+        rounds secure_rounds fetch numpy_clients message_api legacy_api
     """,
     "models": """
         ridge logistic linear batch blocks backbone representation losses loaders torch_optimizer
