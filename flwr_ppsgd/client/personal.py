@@ -27,7 +27,6 @@ from flwr_ppsgd.arrays import (
     vector_record,
 )
 from flwr_ppsgd.checks import altered
-from flwr_ppsgd.client.policy import check_keys
 from flwr_ppsgd.client.refusal import REFUSED_CHARGES, THETA_FOREIGN, TOO_LATE, RefusedError
 from flwr_ppsgd.client.sent import Leaving
 from flwr_ppsgd.client.shelf import (
@@ -129,14 +128,6 @@ class Personal:
 
 
 _STAMP = tuple(each.name for each in fields(Personal) if each.name not in ("theta", "stood"))
-
-
-def recall(context: Context) -> Personal | None:
-    """What this node kept last, or None if the user has not taken part yet."""
-    check_keys(context.node_config)
-    kept = next(_from_node(context), None)
-    shelf = Shelf.of(context, kept.training) if kept else _only_shelf(context)
-    return _last(context, shelf)
 
 
 def recall_or_begin(context: Context, initial: Callable[[], Vector]) -> Personal:
@@ -401,18 +392,6 @@ def _last(context: Context, shelf: Shelf | None) -> Personal | None:
         return next(_from_disk([save]))
     kept = next(_from_node(context), None)
     return None if kept is None else replace(kept, seen=0)  # no save was seen
-
-
-def _only_shelf(context: Context) -> Shelf | None:
-    """The directory's only θ of this user; for a node that has just started."""
-    place = owner_of(context)
-    if place is None:
-        return None
-    root, user = place
-    run = str(context.run_config.get(RUN, ""))
-    if run:
-        return Shelf(root, run, user)
-    return Shelf.only(root, user)
 
 
 def _own(context: Context, shelf: Shelf | None, training: int) -> Iterator[Personal]:
