@@ -6,7 +6,6 @@ start of the server began, and θ is stepped from the newest save that is still 
 """
 
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,7 +31,6 @@ from flwr_ppsgd.client.sent import Leaving
 from flwr_ppsgd.client.shelf import (
     RUN,
     TRAININGS,
-    UNNAMED,
     Save,
     Shelf,
     needed_before,
@@ -183,7 +181,6 @@ def _chosen(
     below = order.round if stepping else order.round + 1
     chosen = choose(own, _others(context, shelf, order.training), order, below)
     if chosen is None:
-        _tell_of_older_version(shelf)
         return Personal(theta, context.run_id, training=order.training)
     _refuse_other_model(chosen, theta, shelf)
     return chosen
@@ -369,22 +366,6 @@ def _refuse_other_model(kept: Personal, initial: Vector, shelf: Shelf | None) ->
         )
 
 
-def _tell_of_older_version(shelf: Shelf | None) -> None:
-    """Version 0.1 kept all trainings without a name in one place and went on from there."""
-    if shelf is None or shelf.named:
-        return
-    old = Shelf(shelf.root, UNNAMED, shelf.user)
-    if old.serials():
-        log.warning(
-            "θ of user %r begins anew, and an older version of flwr-ppsgd has left one in %s: to "
-            "go on with that one, set %s = %r in the run config",
-            shelf.user,
-            old.directory,
-            RUN,
-            UNNAMED,
-        )
-
-
 def _last(context: Context, shelf: Shelf | None) -> Personal | None:
     """The newest θ in the directory, or else in the node."""
     save = shelf.last() if shelf else None
@@ -453,7 +434,7 @@ def _decode(record: ArrayRecord) -> Personal:
     if kept is not None and _is_of(kept, arrays):
         return kept
     stood = decode_vector(arrays["stood"]) if "stood" in arrays else None
-    stamp = _stamp(decode_vector(arrays["stamp"]))
+    stamp = dict(zip(_STAMP, decode_vector(arrays["stamp"]).tolist(), strict=True))
     return Personal(decode_vector(arrays["theta"]), stood=stood, **stamp)
 
 
@@ -464,14 +445,6 @@ def _is_of(kept: Personal, arrays: Mapping[str, Array]) -> bool:
         if name not in arrays or not holds(arrays[name], own):
             return False
     return len(arrays) == len(vectors) + 1
-
-
-def _stamp(numbers: NDArray[Any]) -> dict[str, int]:
-    """The stamp in a node's state; version 0.2 wrote it as a text."""
-    if numbers.dtype == np.uint8:
-        stamp: dict[str, int] = json.loads(numbers.tobytes())
-        return stamp
-    return dict(zip(_STAMP, numbers.tolist(), strict=True))
 
 
 def _state_name(place: int) -> str:

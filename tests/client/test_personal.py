@@ -1,12 +1,9 @@
 """θ in a node's state: what is kept there, and what another process reads of it."""
 
-import json
 import pickle
 import weakref
-from typing import Any
 
 import numpy as np
-import pytest
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
 from flwr_ppsgd.arrays import HeldArray
@@ -123,17 +120,3 @@ def test_vectors_are_kept_once() -> None:
     keep(context, Personal(theta, run=1))
     del theta
     assert given() is None
-
-
-@pytest.mark.parametrize("left_out", ["", "stood"])
-def test_the_stamp_of_version_0_2_is_read(left_out: str) -> None:
-    stamp = np.frombuffer(json.dumps(KEPT.stamp()).encode(), dtype=np.uint8)
-    arrays: dict[str, Any] = {**KEPT.vectors(), "stamp": stamp}
-    arrays.pop(left_out, None)
-    context = node()
-    context.state[STATE] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
-    found = kept_by(context)
-    assert found is not None
-    assert found.round == KEPT.round
-    assert found.training == KEPT.training
-    assert (found.stood is None) == bool(left_out)

@@ -110,7 +110,6 @@ def test_files_are_private_and_as_many_as_are_needed(tmp_path: Path) -> None:
 
 
 def test_folders_that_others_could_read_are_closed(tmp_path: Path) -> None:
-    """Version 0.1 made the folder of a run with the permissions of the process."""
     directory = shelf(tmp_path).directory
     directory.mkdir(mode=0o755, parents=True)
     new = tmp_path / "new" / "root"
@@ -523,58 +522,6 @@ def test_stock_messages_in_a_run_without_a_name_have_a_theta_of_their_own(tmp_pa
         kept_by(Nodes(tmp_path, run="").context(1_000_000))
 
 
-def _as_of_version_0_1(directory: Path, user: int, training: int, rounds: int) -> Floats:
-    """Saves as version 0.1 wrote them."""
-    folder = directory / "unnamed-run" / str(user)
-    folder.mkdir(parents=True)
-    kept = np.zeros(SIZE)
-    for round_ in range(1, rounds + 1):
-        kept = kept - STEP * (kept - target(user))
-        stamp = {
-            "run": 1,
-            "round": round_,
-            "visit": round_,
-            "training": training,
-            "start": 1,
-            "since": 0,
-            "base": round_ - 1,
-            "seen": round_ - 1,
-        }
-        head = {
-            "format": "flwr_ppsgd theta 1",
-            "run": "unnamed-run",
-            "user": str(user),
-            "stamp": stamp,
-            "vectors": {"theta": SIZE},
-        }
-        path = folder / f"{round_:010d}-{training:016x}.theta"
-        path.write_bytes(b"".join(disk.seal(head, [kept.tobytes()])))
-    return kept
-
-
-def test_a_training_of_version_0_1_goes_on(tmp_path: Path) -> None:
-    before = _as_of_version_0_1(tmp_path, 0, training=7, rounds=3)
-    on = Nodes(tmp_path, run="")
-    answer(on.context(1_000_000), order(4, (1, 4)))
-    (found,) = Shelf.all_in(tmp_path)
-    saves = list(found.saves())
-    assert [save.stamp["round"] for save in saves] == [4, 3, 2]
-    np.testing.assert_array_equal(saves[0].vectors["theta"], before - STEP * (before - target(0)))
-
-
-def test_another_training_says_where_the_theta_of_version_0_1_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = _as_of_version_0_1(tmp_path, 0, training=7, rounds=3)
-    answer(Nodes(tmp_path, run="").context(1_000_000), order(1, training=8))
-    assert "set ppsgd-run = 'unnamed-run' in the run config" in caplog.text
-    np.testing.assert_allclose(theta(tmp_path, run=run_of(8)), STEP * target(0), atol=1e-15)
-    answer(Nodes(tmp_path, run="unnamed-run").context(1_000_000), order(1, training=9))
-    np.testing.assert_array_equal(
-        theta(tmp_path, run="unnamed-run"), before - STEP * (before - target(0))
-    )
-
-
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_a_theta_of_another_model_is_refused_and_its_run_named(
     tmp_path: Path, on_disk: bool, caplog: pytest.LogCaptureFixture
@@ -816,7 +763,7 @@ def test_a_line_that_the_disk_takes_only_in_part_is_cut_off(
 
 
 def test_control_characters_never_reach_the_report(tmp_path: Path) -> None:
-    """Neither from a promise that version 0.1 kept nor from the names of records."""
+    """Neither from a promise nor from the names of records."""
     own = shelf(tmp_path)
     with own.writing():
         own.note({"bytes": {"a\x1b[2Jb": 1}, "code": "\x07", "kind": "train"})
