@@ -82,10 +82,6 @@ class Coins:
         """Uniform on the multiples of 2⁻⁵³ in [0, 1)."""
         return _uniforms([self], [count])
 
-    def exponentials(self, count: int) -> Vector:
-        """−ln u with u from 128 bits: the far tail is as fine as the rest."""
-        return _exponentials(self.words(2 * count).reshape(2, count))
-
     def normals(self, count: int) -> Vector:
         """Standard normals."""
         return _normals([self], [count])
@@ -267,7 +263,7 @@ def _tail(streams: Sequence[Coins], counts: Sequence[int]) -> Vector:
     """
     words = [coins.words(4 * count).reshape(2, 2, count) for coins, count in _each(streams, counts)]
     halves = np.concatenate(words, axis=2)  # two exponentials × high and low × numbers
-    along, across = _exponentials(halves.swapaxes(0, 1))
+    along, across = exponentials(halves.swapaxes(0, 1))
     excess: Vector = along / TAIL
     accepted = 2 * across > excess**2
     accepted &= excess <= LARGEST_NORMAL - TAIL
@@ -292,7 +288,7 @@ def _with_redrawn(
     return np.concatenate([found[accepted], redrawn])[order]
 
 
-def _exponentials(halves: NDArray[np.uint64]) -> Vector:
+def exponentials(halves: NDArray[np.uint64]) -> Vector:
     """−ln u with u = (high and low half)·2⁻¹²⁸: 2 × …, high halves first."""
     high, low = halves.astype(np.float64)
     uniforms = (low + 0.5) * 2.0**-128 + high * 2.0**-64

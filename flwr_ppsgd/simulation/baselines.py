@@ -39,12 +39,6 @@ from flwr_ppsgd.simulation.engine import (
 from flwr_ppsgd.simulation.linear import scaled, squared_norms
 from flwr_ppsgd.simulation.measures import badness, for_choosing, measure_of, on_test, summary
 
-# methods of a sweep
-PPSGD = "ppsgd"
-FINE_TUNED = "fine-tuned"
-FEDAVG = "fedavg"
-BASELINES = (FINE_TUNED, FEDAVG)
-
 COLUMNS_AT_ONCE = 4096
 
 

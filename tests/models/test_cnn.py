@@ -6,7 +6,7 @@ import torch
 
 from flwr_ppsgd import FixedSize, Release, client_step, server_step
 from flwr_ppsgd.models.additive_head import AdditiveHead
-from flwr_ppsgd.models.cnn import from_channels_last, mean_square, paper_cnn
+from flwr_ppsgd.models.cnn import FEATURES, mean_square, paper_cnn
 from flwr_ppsgd.simulation.networks import cohort_gradients
 from flwr_ppsgd.wire import Layout
 from tests.support.paths import GOLDEN
@@ -21,6 +21,26 @@ def recorded() -> dict[str, Floats]:
 
 
 RECORDED = recorded()
+
+
+def from_channels_last(parameters: list[Floats]) -> dict[str, torch.Tensor]:
+    """The network's parameters from the authors' framework, which has channels last.
+
+    Kernels are height × width × in × out there and out × in × height × width here. Dense matrices
+    are in × out there and out × in here; their inputs are flattened by height, width, channel
+    there, by channel, height, width here.
+    """
+    tensors = [torch.as_tensor(np.asarray(array)) for array in parameters]
+    kernel1, bias1, kernel2, bias2, dense, bias3 = tensors
+    by_place = dense.reshape(4, 4, 32, FEATURES)  # height × width × channels × outputs
+    return {
+        "1.weight": kernel1.permute(3, 2, 0, 1),
+        "1.bias": bias1.reshape(-1),
+        "4.weight": kernel2.permute(3, 2, 0, 1),
+        "4.bias": bias2.reshape(-1),
+        "8.weight": by_place.permute(3, 2, 0, 1).reshape(FEATURES, -1),
+        "8.bias": bias3,
+    }
 
 
 def flat(model: AdditiveHead, head: Floats, parameters: list[Floats]) -> Floats:

@@ -19,13 +19,14 @@ from flwr_ppsgd.experiments.tasks import table
 from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.linear import predict
 from flwr_ppsgd.noise import Coins
-from flwr_ppsgd.simulation.baselines import BASELINES, LocalStepsEngine, fine_tune
+from flwr_ppsgd.simulation.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.simulation.batches import Table
 from flwr_ppsgd.simulation.engine import Setting
 from flwr_ppsgd.simulation.linear import CohortEngine
 from tests.support.own_data import FLAT, USERS, write
 
 COHORT = Poisson(USERS, 0.5)
+BASELINES = ("fine-tuned", "fedavg")
 
 
 def settings(clip_norm: float = 0.3) -> list[Setting]:
