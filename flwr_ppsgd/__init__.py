@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     )
     from flwr_ppsgd.client.message_api import client_app
     from flwr_ppsgd.client.model import PersonalModel, personalize
-    from flwr_ppsgd.client.personal import recall
     from flwr_ppsgd.learner import Learner, Minibatches, Solution
     from flwr_ppsgd.models.additive_head import AdditiveHead
     from flwr_ppsgd.models.linear import AdditiveLinear
@@ -71,7 +70,6 @@ __all__ = [
     "client_step",
     "clip",
     "personalize",
-    "recall",
     "server_step",
     "shared_arrays",
     "torch_client",
@@ -110,7 +108,6 @@ _HOMES = {
     "client_step": "flwr_ppsgd.algorithm",
     "clip": "flwr_ppsgd.algorithm",
     "personalize": "flwr_ppsgd.client.model",
-    "recall": "flwr_ppsgd.client.personal",
     "server_step": "flwr_ppsgd.algorithm",
     "shared_arrays": "flwr_ppsgd.models.torch_app",
     "torch_client": "flwr_ppsgd.models.torch_app",

@@ -588,14 +588,6 @@ def _normal_scale(actual: float, limit: float, margin: float) -> float:
     return scale if LEAST_SCALE < scale < math.inf else 0.0
 
 
-def normal_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
-    """``normal_scale`` of many vectors at once, from their lengths."""
-    usable = (lengths >= SHORTEST_DIRECTION) & (lengths <= LONGEST_DIRECTION)
-    with np.errstate(all="ignore"):
-        scales: Vector = limits * (1 - margin) / lengths
-    return np.where(usable & (scales > LEAST_SCALE) & np.isfinite(scales), scales, 0.0)
-
-
 def normalised(g: Vector, norm: float) -> Vector:
     """C·g/‖g‖, or zero if g has no direction (see ``normal_scale``)."""
     scale = normal_scale(g, norm)

@@ -99,7 +99,6 @@ class Settings:
     checkpoint_dir: str = ""
     checkpoint_every: int = 1
     budget_dir: str = ""
-    tensorboard_dir: str = ""
     insecure_seed: int | None = None
     normalise: bool = False
     server_optimizer: str = "sgd"
@@ -290,7 +289,6 @@ class Settings:
             "checkpoint_dir": self.checkpoint_dir or None,
             "checkpoint_every": self.checkpoint_every,
             "budget_dir": self.budget_dir or None,
-            "tensorboard_dir": self.tensorboard_dir or None,
             "insecure_seed": self.insecure_seed,
         }
 

@@ -61,7 +61,6 @@ class Training:
         default_size: stands in for the size if the vote finds none.
         adaptive_clip: lets the clip norm follow a quantile of the users' norms; ``clip_norm`` is
             then that of the first round. None keeps it.
-        tensorboard_dir: where curves of ε by round go, if TensorBoard is installed.
         insecure_seed: makes cohorts and noise repeatable, for simulation and tests. It voids the
             guarantee, and the ledger and every report say so.
     """
@@ -81,7 +80,6 @@ class Training:
     checkpoint_every: int = 1
     budget_dir: Path | None = None
     metrics: PrivateMetrics | None = None
-    tensorboard_dir: Path | None = None
     insecure_seed: int | None = None
     optimizer: Optimizer = PLAIN
     personal: Making = "step"
@@ -188,7 +186,6 @@ class Training:
         enrolled: Iterable[Identity] | None,
         checkpoint_dir: Path | str | None,
         budget_dir: Path | str | None,
-        tensorboard_dir: Path | str | None,
         release: Release,
         aggregation: SecureSum | None = None,
         vote: SizeVote | None = None,
@@ -208,6 +205,5 @@ class Training:
             enrolled=None if enrolled is None else tuple(enrolled),
             checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
             budget_dir=None if budget_dir is None else Path(budget_dir),
-            tensorboard_dir=None if tensorboard_dir is None else Path(tensorboard_dir),
             **more,
         )
