@@ -573,7 +573,7 @@ def audit(
     logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
     training = Experiment.load(experiment, _overrides(settings or [])).training
     flat = training.to_flat()
-    for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "tensorboard-dir", "enrolled"):
+    for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "enrolled"):
         flat.pop(key, None)
     found = auditing.audit(lambda: PPSGD.from_config(flat, **auditing.AS_RELEASED), training.rounds)
     console.print(found.in_words(), highlight=False, markup=False)

@@ -86,10 +86,6 @@ class Coins:
             np.multiply(words.view(np.int64), 2.0**-53, out=block)
         return uniforms
 
-    def exponentials(self, count: int) -> Vector:
-        """−ln u with u from 128 bits: the far tail is as fine as the rest."""
-        return _exponentials(self.words(2 * count).reshape(2, count))
-
     def normals(self, count: int) -> Vector:
         """Standard normals."""
         return _normals(self, count)
@@ -189,7 +185,7 @@ def _tail(coins: Coins, count: int) -> Vector:
     Marsaglia 1964.
     """
     halves = coins.words(4 * count).reshape(2, 2, count)  # two exponentials × high and low × count
-    along, across = _exponentials(halves.swapaxes(0, 1))
+    along, across = exponentials(halves.swapaxes(0, 1))
     excess: Vector = along / TAIL
     accepted = 2 * across > excess**2
     accepted &= excess <= LARGEST_NORMAL - TAIL
@@ -198,7 +194,7 @@ def _tail(coins: Coins, count: int) -> Vector:
     return np.concatenate([found, _tail(coins, missing)]) if missing else found
 
 
-def _exponentials(halves: NDArray[np.uint64]) -> Vector:
+def exponentials(halves: NDArray[np.uint64]) -> Vector:
     """−ln u with u = (high and low half)·2⁻¹²⁸: 2 × …, high halves first."""
     high, low = halves.astype(np.float64)
     uniforms = (low + 0.5) * 2.0**-128 + high * 2.0**-64

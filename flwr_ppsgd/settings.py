@@ -87,7 +87,6 @@ class Settings:
     checkpoint_dir: str = ""
     checkpoint_every: int = 1
     budget_dir: str = ""
-    tensorboard_dir: str = ""
     insecure_seed: int | None = None
     secure_honest: int | None = None
     secure_colluding: int | None = None
@@ -273,7 +272,6 @@ class Settings:
             "checkpoint_dir": self.checkpoint_dir or None,
             "checkpoint_every": self.checkpoint_every,
             "budget_dir": self.budget_dir or None,
-            "tensorboard_dir": self.tensorboard_dir or None,
             "insecure_seed": self.insecure_seed,
         }
 

@@ -15,8 +15,9 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_ppsgd import PPSGD, Poisson, Release, Steps, recall, whole_module
+from flwr_ppsgd import PPSGD, Poisson, Release, Steps, whole_module
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.kept import kept_by
 from tests.support.recipes import python_block
 
 NODES = 3
@@ -88,7 +89,7 @@ def test_hugging_face() -> None:
     grid, arrays, metrics = trained(page)
     assert moved(page["initial_arrays"], arrays)
     assert set(metrics[2]) == {"loss", "accuracy"}
-    personal = recall(grid.context(grid.get_node_ids()[0]))
+    personal = kept_by(grid.context(grid.get_node_ids()[0]))
     assert personal is not None
     whole = whole_module(page["network"](), arrays, "classifier.*", personal.theta)
     page["network"]().load_state_dict(whole.state_dict(), strict=True)

@@ -3,6 +3,8 @@
 import logging
 import math
 import re
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,20 @@ import torch
 from flwr.app import ArrayRecord, Context, RecordDict
 from torch import nn
 
-from flwr_ppsgd import PPSGD, Poisson, Release, Steps, calibrate_noise, shared_arrays, whole_module
-from flwr_ppsgd.client.personal import recall
+from flwr_ppsgd import (
+    PPSGD,
+    PersonalModel,
+    Poisson,
+    Release,
+    Steps,
+    calibrate_noise,
+    shared_arrays,
+    whole_module,
+)
 from flwr_ppsgd.lab.experiments import flwr_run
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.support import toy
+from tests.support.kept import kept_by
 from tests.support.recipes import (
     CONFIG,
     DIFFS,
@@ -83,7 +95,7 @@ def test_the_recipe_trains_and_states_its_guarantee(
     apply_page(kind, app)
     grid = run(app, NODES)
     assert STATEMENT in caplog.text
-    kept = [recall(grid.context(node)) for node in grid.get_node_ids()]
+    kept = [kept_by(grid.context(node)) for node in grid.get_node_ids()]
     assert all(personal is not None and personal.visit == 2 for personal in kept)
 
 
@@ -98,7 +110,7 @@ def test_the_recipe_evaluates_centrally_and_its_model_loads_again(
     net = imported(app, "task").Net()
     net.load_state_dict(whole_state(app), strict=True)
     node = next(iter(grid.get_node_ids()))
-    personal = recall(grid.context(node))
+    personal = kept_by(grid.context(node))
     assert personal is not None
     values = [value.numpy() for value in whole_state(app).values()]
     mine = whole_module(net, values, "fc3.*", personal.theta)
@@ -150,13 +162,15 @@ def test_the_pages_code_for_the_whole_network(tmp_path: Path) -> None:
     apply_page("message", app)
     grid = run(app, NODES)
     task = vars(imported(app, "task"))
-    page: dict[str, Any] = {**task, "Context": Context, "torch": torch}
+    page: dict[str, Any] = {**task, "torch": torch}
     exec(compile(python_block("The whole network"), "flower-apps.md", "exec"), page)
     arrays = ArrayRecord(whole_state(app))
     assert set(page["global_evaluate"](1, arrays)) == {"accuracy", "loss"}
     page["save"](arrays, str(tmp_path / "again.pt"))
     loaded = page["load"](str(tmp_path / "again.pt"))
-    mine = page["my_own"](arrays, grid.context(grid.get_node_ids()[0]))
+    kept = kept_by(grid.context(grid.get_node_ids()[0]))
+    assert kept is not None
+    mine = page["my_own"](PersonalModel(arrays, kept.theta))
     torch.testing.assert_close(mine.conv1.weight, loaded.conv1.weight)
     assert not torch.equal(mine.fc3.weight, loaded.fc3.weight)
 
@@ -176,6 +190,22 @@ def test_the_pages_options_of_a_torch_client(tmp_path: Path) -> None:
     strategy = PPSGD(release=release, steps=Steps.from_ratio(0.1, 0.3), delta=1e-3)
     initial = shared_arrays(Net(), ["fc2.*", "fc3.*"])
     strategy.start(InProcessGrid(page["app"], 3), initial, num_rounds=1)
+
+
+def test_the_pages_curves_are_epsilon_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for TensorBoard, which need not be installed."""
+    written: list[tuple[str, float, int]] = []
+    writer = types.SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
+    module = types.ModuleType("torch.utils.tensorboard")
+    monkeypatch.setattr(module, "SummaryWriter", lambda _: writer, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    page: dict[str, Any] = {}
+    exec(compile(python_block("Curves in TensorBoard"), "flower-apps.md", "exec"), page)
+    result = toy.strategy(release=toy.release(z=2.0)).start(
+        toy.grid(), toy.w0(), num_rounds=3, on_round=page["on_round"]
+    )
+    epsilons = [metrics["epsilon"] for metrics in result.train_metrics_clientapp.values()]
+    assert written == [("epsilon", epsilon, n) for n, epsilon in enumerate(epsilons, start=1)]
 
 
 def test_the_recipe_in_a_real_flower_simulation(

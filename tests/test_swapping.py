@@ -27,8 +27,8 @@ from flwr.serverapp.strategy import (
 from torch import nn
 
 from flwr_ppsgd import Steps, client_app
-from flwr_ppsgd.client.personal import recall
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.kept import kept_by
 from tests.support.toy import SIZE, flat, grid, opened, release, strategy, target, toy_learner, w0
 
 serves_all = client_app(toy_learner, local_step=0.5, local_steps=2)
@@ -74,7 +74,7 @@ def test_the_proximal_term_of_fedprox() -> None:
 def test_stock_strategies_leave_theta_alone() -> None:
     on = InProcessGrid(serves_all, 5)
     FedAvg().start(on, w0(), num_rounds=2)
-    kept = recall(on.context(on.get_node_ids()[0]))
+    kept = kept_by(on.context(on.get_node_ids()[0]))
     assert kept is not None
     np.testing.assert_array_equal(kept.theta, 0.0)
     assert kept.visit == 4

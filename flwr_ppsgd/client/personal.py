@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import decode_vector, vector_record
 from flwr_ppsgd.checks import altered
-from flwr_ppsgd.client.policy import check_keys
 from flwr_ppsgd.client.refusal import REFUSED_CHARGES, THETA_FOREIGN, TOO_LATE, RefusedError
 from flwr_ppsgd.client.sent import Leaving
 from flwr_ppsgd.client.shelf import (
     RUN,
     TRAININGS,
-    UNNAMED,
     Save,
     Shelf,
     needed_before,
@@ -122,14 +120,6 @@ class Personal:
 _STAMP = tuple(each.name for each in fields(Personal) if each.name not in ("theta", "stood"))
 
 
-def recall(context: Context) -> Personal | None:
-    """What this node kept last, or None if the user has not taken part yet."""
-    check_keys(context.node_config)
-    kept = next(_from_node(context), None)
-    shelf = Shelf.of(context, kept.training) if kept else _only_shelf(context)
-    return _last(context, shelf)
-
-
 def recall_or_begin(context: Context, initial: Callable[[], Vector]) -> Personal:
     """The θ for a message without an Order: that of this node's training, or else a new one."""
     training = training_in(context)
@@ -183,7 +173,6 @@ def _chosen(
     below = order.round if stepping else order.round + 1
     chosen = choose(own, _others(context, shelf, order.training), order, below)
     if chosen is None:
-        _tell_of_older_version(shelf)
         return Personal(theta, context.run_id, training=order.training)
     _refuse_other_model(chosen, theta, shelf)
     return chosen
@@ -380,22 +369,6 @@ def _refuse_other_model(kept: Personal, initial: Vector, shelf: Shelf | None) ->
         )
 
 
-def _tell_of_older_version(shelf: Shelf | None) -> None:
-    """Version 0.1 kept all trainings without a name in one place and went on from there."""
-    if shelf is None or shelf.named:
-        return
-    old = Shelf(shelf.root, UNNAMED, shelf.user)
-    if old.serials():
-        log.warning(
-            "θ of user %r begins anew, and an older version of flwr-ppsgd has left one in %s: to "
-            "go on with that one, set %s = %r in the run config",
-            shelf.user,
-            old.directory,
-            RUN,
-            UNNAMED,
-        )
-
-
 def _last(context: Context, shelf: Shelf | None) -> Personal | None:
     """The newest θ in the directory, or else in the node."""
     save = shelf.last() if shelf else None
@@ -403,18 +376,6 @@ def _last(context: Context, shelf: Shelf | None) -> Personal | None:
         return next(_from_disk([save]))
     kept = next(_from_node(context), None)
     return None if kept is None else replace(kept, seen=0)  # no save was seen
-
-
-def _only_shelf(context: Context) -> Shelf | None:
-    """The directory's only θ of this user; for a node that has just started."""
-    place = owner_of(context)
-    if place is None:
-        return None
-    root, user = place
-    run = str(context.run_config.get(RUN, ""))
-    if run:
-        return Shelf(root, run, user)
-    return Shelf.only(root, user)
 
 
 def _own(context: Context, shelf: Shelf | None, training: int) -> Iterator[Personal]:

@@ -34,7 +34,6 @@ MEMORY = "ppsgd-secure-memory"  # of trainings, in the node's state
 SESSION = "session"
 KIND = "kind"
 CHARGES = "charges"
-KINDS: dict[str, type[State]] = {kind.__name__: kind for kind in (Keyed, Shared, Masked)}
 Kind = TypeVar("Kind", Keyed, Shared, Masked)
 
 

@@ -36,10 +36,8 @@ from flwr_ppsgd.client.refusal import (
 log = logging.getLogger("flwr.ppsgd")
 
 RUN = "ppsgd-run"  # run config: the name under which trainings share one θ
-UNNAMED = "unnamed-run"  # the name that version 0.1 gave to trainings without one
 NO_TRAINING = "no-training"  # for messages without an Order
 FORMAT = "flwr_ppsgd theta 2"
-FORMATS = ("flwr_ppsgd theta 1", FORMAT)  # those that are read; 1 is that of version 0.1
 SHARED_FORMAT = "flwr_ppsgd shared 1"
 MODEL = "model"  # the personal model of the recipe
 SHARED = "shared.w"
@@ -50,13 +48,13 @@ LOCK = "lock"
 KEPT = 3  # saves of a training at least, in case the newest one is damaged
 TRAININGS = 4  # of which θ is kept under one name
 DAMAGED = ".damaged"
-NAME = re.compile(r"(\d{10})-([0-9a-f]{16})(?:-(\d+))?\.theta")
+NAME = re.compile(r"(\d{10})-([0-9a-f]{16})-(\d+)\.theta")
 LONGEST_FOLDER = 200  # bytes; file systems take 255
 HASHED = "+"  # never in a name that is quoted whole
 
 
 class Name(NamedTuple):
-    """What the name of a file says: its number, the training, the round (0 in version 0.1)."""
+    """What the name of a file says: its number, the training, the round."""
 
     serial: int
     training: int
@@ -69,7 +67,7 @@ class Name(NamedTuple):
         match = NAME.fullmatch(file)
         if match is None:
             return None
-        return cls(int(match[1]), int(match[2], 16), int(match[3] or 0), file)
+        return cls(int(match[1]), int(match[2], 16), int(match[3]), file)
 
     @classmethod
     def new(cls, serial: int, training: int, round_: int) -> "Name":
@@ -131,9 +129,6 @@ class Shelf:
         run = str(context.run_config.get(RUN, ""))
         if run:
             return cls(root, run, user)
-        old = cls(root, UNNAMED, user, named=False)
-        if training and old.knows(training):
-            return old
         return cls(root, run_of(training), user, named=False)
 
     @classmethod
@@ -183,11 +178,6 @@ class Shelf:
     def newest(self, training: int) -> int:
         """The number of the last save of a training; 0 if there is none."""
         return max(self.serials(training), default=0)
-
-    def knows(self, training: int) -> bool:
-        """Whether there are saves of a training, whole or damaged."""
-        names = [*self._names(), *self._names(DAMAGED)]
-        return any(name.training == training for name in names)
 
     def saves(self, of: Callable[[int], bool] = lambda _: True) -> Iterator[Save]:
         """The saves, newest first. Damaged ones are set aside, saying so.
@@ -243,7 +233,7 @@ class Shelf:
             ) from error
 
     def _make_private(self) -> None:
-        """For the owner alone, also where version 0.1 let others look."""
+        """For the owner alone, also if others could look before."""
         disk.make_private(self.directory)
         for directory in (self.directory.parent, self.directory):
             if directory.stat().st_mode & 0o077:
@@ -414,7 +404,7 @@ class Shelf:
         path = self.directory / name.file
         try:
             head, data = disk.unseal(path.read_bytes())
-            if head["format"] not in FORMATS:
+            if head["format"] != FORMAT:
                 raise ValueError(f"format {head['format']!r}, expected {FORMAT!r}")
         except FileNotFoundError:  # pruned by another task a moment ago
             return None

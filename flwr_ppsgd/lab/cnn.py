@@ -1,11 +1,8 @@
 """The convolutional network of the paper's experiments, under an additive head."""
 
 import math
-from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_ppsgd.models.additive_head import AdditiveHead
@@ -48,8 +45,6 @@ def paper_cnn(
 class _MeanSquare:
     """``mean_square``, which also says what its targets are, so that the head can be solved."""
 
-    by_sample = True
-
     def __call__(self, prediction: Tensor, y: Tensor) -> Tensor:
         return mean_square(prediction, y)
 
@@ -80,29 +75,6 @@ def shifted_targets(y: Tensor, outputs: int) -> Tensor:
         return y
     classes = torch.arange(outputs, device=y.device)
     return (y[:, None] == classes).double() - SHIFT  # .1 in float32 is not .1
-
-
-def from_channels_last(parameters: Sequence[NDArray[np.float64]]) -> dict[str, Tensor]:
-    """The network's parameters from those of a channels-last framework.
-
-    Kernels are height × width × in × out there and out × in × height × width here. Dense matrices
-    are in × out there and out × in here; their inputs are flattened by height, width, channel
-    there, by channel, height, width here.
-
-    Args:
-        parameters: kernel, bias, kernel, bias, dense, bias.
-    """
-    tensors = [torch.as_tensor(np.asarray(array)) for array in parameters]
-    kernel1, bias1, kernel2, bias2, dense, bias3 = tensors
-    by_place = dense.reshape(4, 4, 32, FEATURES)  # height × width × channels × outputs
-    return {
-        "1.weight": kernel1.permute(3, 2, 0, 1),
-        "1.bias": bias1.reshape(-1),
-        "4.weight": kernel2.permute(3, 2, 0, 1),
-        "4.bias": bias2.reshape(-1),
-        "8.weight": by_place.permute(3, 2, 0, 1).reshape(FEATURES, -1),
-        "8.bias": bias3,
-    }
 
 
 def _network() -> nn.Sequential:

@@ -62,14 +62,6 @@ class Objective:
             losses = losses.flatten(1).mean(dim=1)
         return losses.mean() if reduction == "mean" else losses.sum()
 
-    @property
-    def by_sample(self) -> bool:
-        """Whether a sample's loss is known to have nothing of other samples in it.
-
-        A loss of one's own says so by ``by_sample = True``.
-        """
-        return self._named or getattr(self._loss, "by_sample", False) is True
-
     def linear_targets(self, y: Tensor, outputs: int) -> tuple[Loss, NDArray[np.float64]] | None:
         """(kind, targets) with which a linear layer can be solved; None for any other loss.
 

@@ -1,17 +1,16 @@
 """Networks as learners: f_i(w, θ_i) together with one user's data."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales
-from flwr_ppsgd.learner import Batches, Rows, as_array
+from flwr_ppsgd.algorithm import Reduction, Vector
+from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.batch import Feeding, scores_of
 from flwr_ppsgd.models.blocks import (
     Shapes,
@@ -27,11 +26,10 @@ from flwr_ppsgd.models.head import Additive, LinearHead
 from flwr_ppsgd.models.linear import Loss, Matrix
 from flwr_ppsgd.models.loaders import LoaderBatches, rows_in
 from flwr_ppsgd.models.losses import LossFunction, Objective
-from flwr_ppsgd.models.split_learner import ROWS_AT_ONCE, SplitLearner, TrainedSplitLearner
+from flwr_ppsgd.models.split_learner import SplitLearner, TrainedSplitLearner
 from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, PersonalTraining, Schedule
 from flwr_ppsgd.wire import Layout
 
-Floats: TypeAlias = NDArray[np.float64]
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -286,87 +284,49 @@ class SplitModel:
         """The shapes of the personal parameters, in the order of θ."""
         return [self._parameters[name].shape for name in self._personal]
 
-    def entered(self, rows: tuple[Rows, Rows]) -> tuple[Tensor, Tensor]:
-        """The minibatches of a cohort as ``cohort_gradients`` wants them: the same for every w.
+    def settle_loss(self, rows: tuple[Rows, Rows]) -> None:
+        """Find out how the loss reduces, on these rows of one user: before ``torch.func``."""
+        with torch.no_grad():
+            self._objective.settle(lambda: self._predicted(rows))
 
-        Args:
-            rows: x and y as users × m × …; all minibatches have the same size m.
-        """
-        self._settle(rows)
-        return self._feeding.tensor(rows[0], "x"), self._feeding.tensor(rows[1])
+    def tensor(self, values: Rows) -> Tensor:
+        """Inputs or targets on the network's device, floats in its precision."""
+        return self._feeding.tensor(values)
 
-    def cohort_gradients(
-        self,
-        ws: Matrix,
-        thetas: Floats,
-        entered: tuple[Tensor, Tensor],
-        reduction: Reduction,
-    ) -> tuple[Floats, Floats]:
-        """(∇_w, ∇_θ) of several settings and many users: settings × users × parameters.
-
-        Args:
-            ws: the shared parameters, settings × parameters.
-            thetas: settings × users × personal parameters.
-            entered: the users' minibatches, from ``entered``.
-            reduction: mean or sum over a minibatch.
-        """
-        of_each = [
-            self._cohort_gradients(w, own, entered, reduction)
-            for w, own in zip(ws, thetas, strict=True)
-        ]
-        g_w, g_theta = zip(*of_each, strict=True)
-        return np.stack(g_w), np.stack(g_theta)
-
-    def clipped_sums(
-        self,
-        ws: Matrix,
-        thetas: Floats,
-        entered: tuple[Tensor, Tensor],
-        reduction: Reduction,
-        clip_norms: Vector,
-    ) -> tuple[Matrix, Floats]:
-        """(Σ_i clip(∇_w, C), settings × parameters; ∇_θ as in ``cohort_gradients``).
-
-        Args:
-            ws: as in ``cohort_gradients``.
-            thetas: as in ``cohort_gradients``.
-            entered: as in ``cohort_gradients``.
-            reduction: as in ``cohort_gradients``.
-            clip_norms: C of each setting.
-        """
-        g_w, g_theta = self.cohort_gradients(ws, thetas, entered, reduction)
-        scales = clip_scales(np.linalg.norm(g_w, axis=2), clip_norms[:, None])
-        sums: Matrix = np.matmul(scales[:, None], g_w)[:, 0]
-        return sums, g_theta
-
-    def _cohort_gradients(
-        self,
-        w: Vector,
-        thetas: Matrix,
-        entered: tuple[Tensor, Tensor],
-        reduction: Reduction,
-    ) -> tuple[Matrix, Matrix]:
-        """Those of one setting, users × parameters."""
-        self._module.train()
+    def shared_tensors(self, w: Vector) -> dict[str, Tensor]:
+        """The shared parameters by name."""
         parts = self._split(w, self._shared, "w")
-        shared = {name: self._laid_out(part) for name, part in parts.items()}
-        personal = self._split(thetas, self._personal, "θ")
-        x, y = entered
+        return {name: self._laid_out(part) for name, part in parts.items()}
 
-        def objective(
-            shared: dict[str, Tensor],
-            personal: dict[str, Tensor],
-            x: Tensor,
-            y: Tensor,
-        ) -> Tensor:
-            parameters = self._combined(shared, personal)
-            output = torch.func.functional_call(self._module, parameters, (x,))
-            return self._objective.total(self._scores(output), y, reduction)
+    def personal_tensors(self, thetas: Vector | Matrix) -> dict[str, Tensor]:
+        """The personal parameters by name, of one user or with one row per user."""
+        return self._split(thetas, self._personal, "θ")
 
-        of_one_user = torch.func.grad(objective, argnums=(0, 1))
-        of_all = torch.func.vmap(of_one_user, in_dims=(None, 0, 0, 0), randomness="different")
-        g_w, g_theta = of_all(shared, personal, x, y)
-        return by_row(g_w, self._shared, 1), by_row(g_theta, self._personal, 1)
+    def predict(
+        self,
+        shared: dict[str, Tensor],
+        personal: dict[str, Tensor],
+        x: Tensor,
+        *,
+        training: bool,
+    ) -> Tensor:
+        """The network's predictions with these parameters, for ``torch.func``."""
+        self._module.train(training)
+        parameters = self._combined(shared, personal)
+        output = torch.func.functional_call(self._module, parameters, (x,))
+        return self._scores(output)
+
+    def loss(
+        self,
+        shared: dict[str, Tensor],
+        personal: dict[str, Tensor],
+        rows: tuple[Tensor, Tensor],
+        reduction: Reduction,
+    ) -> Tensor:
+        """The loss over ``rows`` with these parameters, for ``torch.func``."""
+        x, y = rows
+        prediction = self.predict(shared, personal, x, training=True)
+        return self._objective.total(prediction, y, reduction)
 
     def evaluate(
         self,
@@ -376,59 +336,6 @@ class SplitModel:
     ) -> dict[str, float]:
         """Mean loss, and accuracy if y holds class numbers."""
         return self.evaluate_over(w, theta, [rows])
-
-    def evaluate_users(
-        self,
-        w: Vector,
-        thetas: Matrix,
-        tests: Sequence[tuple[Rows, Rows]],
-    ) -> list[dict[str, float]]:
-        """``evaluate`` for many users, in a few large calls of the network.
-
-        Users with similar numbers of rows go together. The rows of shorter tests are repeated to
-        the longest among them, and what is predicted for the repeated ones is thrown away. If rows
-        are not arrays of one shape (several inputs, or texts of any length), users are measured one
-        by one.
-
-        Args:
-            w: the shared parameters.
-            thetas: users × personal parameters.
-            tests: x and y of each user, at least one row each.
-        """
-        if not _alike([x for x, _ in tests]):
-            each = zip(thetas, tests, strict=True)
-            return [self.evaluate(w, theta, rows) for theta, rows in each]
-        measured: dict[int, dict[str, float]] = {}
-        for user, scores in self._scores_of_users(w, thetas, [as_array(x) for x, _ in tests]):
-            y = self._feeding.tensor(tests[user][1])
-            measured[user] = self._measures(scores, y)
-        return [measured[user] for user in range(len(tests))]
-
-    def _scores_of_users(
-        self,
-        w: Vector,
-        thetas: Matrix,
-        xs: Sequence[NDArray[Any]],
-    ) -> Iterator[tuple[int, Tensor]]:
-        """(user, predictions for the user's rows), in any order."""
-        self._module.eval()
-        parts = self._split(w, self._shared, "w")
-        shared = {name: self._laid_out(part) for name, part in parts.items()}
-
-        def predict(personal: dict[str, Tensor], x: Tensor) -> Tensor:
-            parameters = self._combined(shared, personal)
-            return self._scores(torch.func.functional_call(self._module, parameters, (x,)))
-
-        of_all = torch.func.vmap(predict, randomness="different")
-        sizes = [len(x) for x in xs]
-        for users in _of_similar_size(sizes, ROWS_AT_ONCE):
-            personal = self._split(thetas[users], self._personal, "θ")
-            longest = sizes[users[-1]]
-            x = np.stack([_repeated(xs[user], longest) for user in users])
-            with torch.no_grad():
-                scores = of_all(personal, self._feeding.tensor(x, "x"))
-            for user, padded in zip(users, scores, strict=True):
-                yield user, padded[: sizes[user]]
 
     def evaluate_over(
         self,
@@ -461,9 +368,10 @@ class SplitModel:
     def _measured(self, rows: tuple[Rows, Rows]) -> dict[str, float]:
         with torch.no_grad():
             prediction, y = self._predicted(rows)
-        return self._measures(prediction, y)
+        return self.measures(prediction, y)
 
-    def _measures(self, prediction: Tensor, y: Tensor) -> dict[str, float]:
+    def measures(self, prediction: Tensor, y: Tensor) -> dict[str, float]:
+        """Mean loss of these predictions, and accuracy if y holds class numbers."""
         with torch.no_grad():
             loss = self._objective.total(prediction, y, "mean")
         measures = {"loss": float(loss)}
@@ -483,12 +391,6 @@ class SplitModel:
     def _scores(self, output: Any) -> Tensor:
         scores = scores_of(output, self._feeding.name)
         return scores.contiguous() if self._channels_last else scores
-
-    def _settle(self, rows: tuple[Rows, Rows]) -> None:
-        """How a loss reduces is found out on the first user's minibatch."""
-        first = (rows[0][0], rows[1][0])
-        with torch.no_grad():
-            self._objective.settle(lambda: self._predicted(first))
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
         if not self._channels_last or tensor.ndim != 4:
@@ -560,30 +462,6 @@ class SplitModel:
         return Layout.of(w).flatten(w)
 
 
-def _of_similar_size(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """All places, sorted by size, in groups whose length times largest size is about ``most``."""
-    group: list[int] = []
-    for place in np.argsort(sizes, kind="stable").tolist():
-        if group and (len(group) + 1) * sizes[place] > most:
-            yield group
-            group = []
-        group.append(place)
-    if group:
-        yield group
-
-
-def _alike(parts: Sequence[Rows]) -> bool:
-    """Whether these are arrays or tensors, whose rows have the same shape and dtype."""
-    kinds = {(getattr(x, "shape", (0,))[1:], getattr(x, "dtype", None)) for x in parts}
-    shaped = all(hasattr(x, "shape") for x in parts)
-    return shaped and len(kinds) == 1
-
-
-def _repeated(array: NDArray[Any], size: int) -> NDArray[Any]:
-    """The rows again and again, up to ``size`` of them."""
-    return array[np.arange(size) % len(array)]
-
-
 def _copied(parameter: Tensor) -> Tensor:
     """Its values, on the CPU and in the usual layout."""
     return parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -602,15 +480,3 @@ def flat_vector(tensors: Iterable[Tensor], single: bool = False) -> Vector:
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     values = torch.cat(parts).cpu()
     return (values.float() if single else values.double()).numpy()
-
-
-def by_row(
-    gradients: dict[str, Tensor],
-    names: list[str],
-    axes: int,
-) -> Floats:
-    """One row of all parameters for each place along the first ``axes`` axes, in float64."""
-    parts = [gradients[name].detach().flatten(axes).cpu() for name in names]
-    if any(part.dtype in HALF for part in parts):
-        parts = [part.double() for part in parts]  # numpy does not know them
-    return np.concatenate([part.numpy() for part in parts], axis=axes, dtype=np.float64)

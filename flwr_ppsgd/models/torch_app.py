@@ -271,7 +271,7 @@ def whole_module(
         module: the network.
         arrays: w, as ``evaluate_fn`` gets it or as ``result.arrays``; in the legacy API a list.
         personal: as for ``SplitModel``.
-        theta: one user's personal parameters, such as ``recall(context).theta``.
+        theta: one user's personal parameters, such as ``PersonalModel.load(…).theta``.
     """
     shared, own = blocks(module, personal)
     additive = len(arrays) == len(shared) + len(own)

@@ -15,7 +15,6 @@ from flwr_ppsgd.algorithm import Vector
 log = logging.getLogger("flwr.ppsgd")
 
 FORMAT = "flwr_ppsgd checkpoint 2"
-FORMATS = ("flwr_ppsgd checkpoint 1", FORMAT)  # the first one had no state
 KEPT = 2
 
 
@@ -55,10 +54,10 @@ class Checkpoint:
     def from_bytes(cls, content: bytes) -> "Checkpoint":
         """ValueError unless every byte is as it was written."""
         head, data = disk.unseal(content)
-        if head["format"] not in FORMATS:
+        if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']!r}, expected {FORMAT!r}")
         arrays = head["arrays"]
-        state = head.get("state", {})
+        state = head["state"]
         parts = disk.cut(data, [*arrays.values(), head["iterates"], *state.values()])
         own = [bytes(part) for part in parts[: len(arrays)]]
         kept = [np.frombuffer(part) for part in parts[len(arrays) + 1 :]]

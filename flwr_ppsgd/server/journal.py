@@ -27,7 +27,6 @@ log = logging.getLogger("flwr.ppsgd")
 NAME = "journal.jsonl"
 PATIENCE = 60.0  # seconds to wait for the lock
 FORMAT = "flwr_ppsgd journal 3"
-FORMATS = ("flwr_ppsgd journal 2", FORMAT)  # 2: one kind of release, which charges do not name
 FIRST = 0  # the kind of release of which the first line tells
 TRAINING = re.compile(rb'"training": (\d+),')
 NO_RECORD = (
@@ -45,7 +44,6 @@ class Story:
     """What the lines of a journal tell.
 
     Args:
-        format: of the file.
         training: names this training to its clients.
         delta: δ at which ε is stated.
         kinds: the releases that charges may be of, by number.
@@ -62,7 +60,6 @@ class Story:
         budget_dir: where that budget is.
     """
 
-    format: str
     training: int
     delta: float
     kinds: dict[int, Release]
@@ -105,9 +102,8 @@ class Story:
     def take(self, entry: Mapping[str, Any]) -> None:
         """Add what a line tells that is neither the first nor a charge."""
         match entry:
-            case {"planned": charges}:
+            case {"planned": charges, "rounds": rounds}:
                 self.planned = max(self.planned, int(charges))
-                rounds = entry.get("rounds", charges)
                 self.planned_rounds = max(self.planned_rounds, int(rounds))
             case {"begins": round_}:
                 self.starts.append(int(round_))
@@ -164,19 +160,19 @@ def story_of(told: Told, path: Path) -> Story:
     """What the lines of a journal tell; ValueError if this version cannot read them."""
     first = told.entries[0]
     found = first.get("format")
-    if found not in FORMATS:
+    if found != FORMAT:
         raise ValueError(
-            f"{path} is of format {found!r}, this version reads {' and '.join(FORMATS)}: continue "
-            "with the version of flwr-ppsgd that wrote it"
+            f"{path} is of format {found!r}, this version reads {FORMAT!r}: continue with the "
+            "version of flwr-ppsgd that wrote it"
         )
     try:
         kinds = {FIRST: release_from_dict(first["release"])}
-        story = Story(found, int(first["training"]), float(first["delta"]), kinds, torn=told.torn)
+        story = Story(int(first["training"]), float(first["delta"]), kinds, torn=told.torn)
         for entry in told.entries[1:]:
             story.take(entry)
         for rest, times in told.charges.items():
             charge = load_charge(rest)
-            story.take_charge(charge.get("kind", FIRST), charge["insecure"], times)
+            story.take_charge(charge["kind"], charge["insecure"], times)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read ({error}): continue with the version of flwr-ppsgd that wrote "

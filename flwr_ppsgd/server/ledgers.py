@@ -105,7 +105,7 @@ def _journal_in_words(directory: Path, story: Story) -> str:
     starts = ", ".join(map(str, story.starts))
     lines = [
         f"{directory}",
-        f"training {story.training} ({story.format})",
+        f"training {story.training}",
         f"charged: {ledger.rounds} releases",
         *_releases(story.counts),
         f"planned: {story.planned} charges in {story.planned_rounds} rounds",

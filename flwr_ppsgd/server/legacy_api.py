@@ -120,7 +120,6 @@ class PPSGDStrategy(Strategy):
         checkpoint_every: int = 1,
         budget_dir: Path | str | None = None,
         metrics: PrivateMetrics | None = None,
-        tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
         recipe: Recipe | None = None,
         evaluate_fn: Central | None = None,
@@ -152,7 +151,6 @@ class PPSGDStrategy(Strategy):
             checkpoint_every=checkpoint_every,
             budget_dir=budget_dir,
             metrics=metrics,
-            tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
             recipe=recipe,
         )

@@ -94,7 +94,6 @@ class PPSGD(Strategy):
         checkpoint_every: int = 1,
         budget_dir: Path | str | None = None,
         metrics: PrivateMetrics | None = None,
-        tensorboard_dir: Path | str | None = None,
         insecure_seed: int | None = None,
         aggregation: SecureSum | None = None,
         recipe: Recipe | None = None,
@@ -116,7 +115,6 @@ class PPSGD(Strategy):
             checkpoint_every=checkpoint_every,
             budget_dir=budget_dir,
             metrics=metrics,
-            tensorboard_dir=tensorboard_dir,
             insecure_seed=insecure_seed,
             recipe=recipe,
         )

@@ -25,7 +25,6 @@ from flwr_ppsgd.secure.terms import Terms
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Enrolment, Present
 from flwr_ppsgd.server.private_log import PrivateLog, RoundFacts
-from flwr_ppsgd.server.tensorboard import Scalars
 from flwr_ppsgd.server.training import Identity, Training
 from flwr_ppsgd.signature import signed, signed_over
 from flwr_ppsgd.wire import (
@@ -102,7 +101,6 @@ class Rounds:
         except (ValueError, OSError) as error:
             self.private.note_refusal(error)
             raise
-        self._scalars = Scalars(training.tensorboard_dir)
         population = training.release.cohort.population
         self._enrolment = Enrolment(
             population,
@@ -288,7 +286,6 @@ class Rounds:
         w, measures = opened.close(round_)
         released = {"epsilon": self.curator.epsilon_so_far(), **measures}
         self.private.note_round(opened.facts())
-        self._scalars.add(round_, released)
         if heard:
             self._count_useless(opened)
         return w, released

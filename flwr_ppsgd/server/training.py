@@ -52,7 +52,6 @@ class Training:
             of them by ``ppsgd budget``; None is none.
         metrics: training measures to release along with the gradient; None is none.
         recipe: what ``auto`` releases before and in the rounds; None is the paper's method.
-        tensorboard_dir: where curves of ε by round go, if TensorBoard is installed.
         insecure_seed: makes cohorts and noise repeatable, for simulation and tests. It voids the
             guarantee, and the ledger and every report say so.
     """
@@ -72,7 +71,6 @@ class Training:
     checkpoint_every: int = 1
     budget_dir: Path | None = None
     metrics: PrivateMetrics | None = None
-    tensorboard_dir: Path | None = None
     insecure_seed: int | None = None
     recipe: Recipe | None = None
 
@@ -161,7 +159,6 @@ class Training:
         enrolled: Iterable[Identity] | None,
         checkpoint_dir: Path | str | None,
         budget_dir: Path | str | None,
-        tensorboard_dir: Path | str | None,
         release: Release,
         aggregation: SecureSum | None = None,
         **more: Any,
@@ -177,6 +174,5 @@ class Training:
             enrolled=None if enrolled is None else tuple(enrolled),
             checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
             budget_dir=None if budget_dir is None else Path(budget_dir),
-            tensorboard_dir=None if tensorboard_dir is None else Path(tensorboard_dir),
             **more,
         )

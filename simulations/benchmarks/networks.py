@@ -42,7 +42,7 @@ PAPER_CNN_OPERATIONS = 2 * (2 * 422_208 + 221_504)
 
 
 def network(settings: int = 1) -> Comparison:
-    """What is compared is a cohort's gradients by products against a loop over users."""
+    """A cohort's gradients by ``torch.func.vmap``, against a loop over users."""
     setting = network_setting()
     batches = [images(user) for user in range(50)]
     engine = NetworkEngine(head(), batches, [setting] * settings, seed=1)

@@ -273,6 +273,6 @@ COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (
     ("f. 99 settings, synthetic, N=1000, d=100, Q=N", synthetic_sweep, 15),
     ("f. 36 settings, sparse 5000×80, N=500, Q=10, float32", narrow_words_sweep, 100),
     ("f. the same in float64", words_sweep, 100),
-    ("f. CNN with additive head, Q=10", network, 2),
-    ("f. 8 settings, the same", functools.partial(network, 8), 2),
+    ("f. CNN with additive head, Q=10", network, 1.2),
+    ("f. 8 settings, the same", functools.partial(network, 8), 1.2),
 )

@@ -7,11 +7,12 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from flwr_ppsgd import PPSGD, Order, Steps, client_app
-from flwr_ppsgd.client.personal import STATE, Personal, keep, recall
+from flwr_ppsgd.client.personal import STATE, Personal, keep
 from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.visit import respond
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
+from tests.support.kept import kept_by
 from tests.support.toy import (
     SIZE,
     Floats,
@@ -86,7 +87,7 @@ def test_theta_is_kept_with_run_round_and_visit() -> None:
     for round_ in (1, 2, 3):
         messages = ppsgd.configure_train(round_, w0(), ConfigRecord(), on)
         ppsgd.aggregate_train(round_, on.send_and_receive(messages))
-    personal = recall(on.context(node))
+    personal = kept_by(on.context(node))
     assert personal is not None
     assert (personal.run, personal.round, personal.visit) == (1, 3, 3)
     assert set(on.context(node).state) == {STATE}
@@ -96,7 +97,7 @@ def test_alpha_infinity_freezes_theta() -> None:
     on = grid()
     strategy(steps=Steps.from_ratio(0.5, np.inf)).start(on, w0(), num_rounds=3)
     for node in on.get_node_ids():
-        personal = recall(on.context(node))
+        personal = kept_by(on.context(node))
         assert personal is not None
         np.testing.assert_array_equal(personal.theta, 0.0)
         assert personal.visit == 3
@@ -129,7 +130,7 @@ def test_a_learner_with_a_wrong_gradient_gets_one_clear_line_and_theta_stays(
     (reply,) = on.send_and_receive([message])
     assert reply.error.reason == "ClientError: learner-failed: ValueError"
     assert "Broken.gradients returned" in caplog.text
-    after = recall(on.context(message.metadata.dst_node_id))
+    after = kept_by(on.context(message.metadata.dst_node_id))
     assert after is not None
     np.testing.assert_array_equal(after.theta, kept.theta)
     assert after.visit == 2
@@ -192,10 +193,10 @@ def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was(
     (reply,) = on.send_and_receive([message])
     assert reply.has_error()
     context = on.context(message.metadata.dst_node_id)
-    assert recall(context) is None
+    assert kept_by(context) is None
     with pytest.raises(ClientError):  # the app itself, not the grid, puts the state back
         client_app(toy_learner)(message, context)
-    assert recall(context) is None
+    assert kept_by(context) is None
 
 
 def test_evaluation_uses_the_kept_theta_and_changes_nothing() -> None:
@@ -203,6 +204,6 @@ def test_evaluation_uses_the_kept_theta_and_changes_nothing() -> None:
     ppsgd = strategy(release=release(2), steps=Steps(shared=0.0, personal=1.0), evaluate_every=1)
     result = ppsgd.start(on, w0(), num_rounds=2)
     assert result.evaluate_metrics_clientapp[2]["distance"] == pytest.approx(0.0, abs=1e-20)
-    kept = recall(on.context(on.get_node_ids()[0]))
+    kept = kept_by(on.context(on.get_node_ids()[0]))
     assert kept is not None
     assert kept.visit == 2

@@ -6,7 +6,8 @@ import weakref
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, RecordDict
 
-from flwr_ppsgd.client.personal import STATE, Personal, keep, recall
+from flwr_ppsgd.client.personal import STATE, Personal, keep
+from tests.support.kept import kept_by
 
 KEPT = Personal(
     np.arange(3.0),
@@ -47,14 +48,14 @@ def serialised(state: RecordDict) -> RecordDict:
 def test_a_kept_theta_is_read_with_its_stamp() -> None:
     context = node()
     keep(context, KEPT)
-    assert_same(recall(context), KEPT)
+    assert_same(kept_by(context), KEPT)
 
 
 def test_another_process_reads_the_same() -> None:
     context = node()
     keep(context, KEPT)
     context.state = serialised(context.state)
-    assert_same(recall(context), KEPT)
+    assert_same(kept_by(context), KEPT)
 
 
 def kept_record(context: Context) -> ArrayRecord:
@@ -67,7 +68,7 @@ def kept_record(context: Context) -> ArrayRecord:
 def test_a_theta_that_somebody_else_puts_there_counts() -> None:
     context = node()
     kept_record(context)["theta"] = Array(np.full(3, 7.0))
-    found = recall(context)
+    found = kept_by(context)
     assert found is not None
     assert found.theta.tolist() == [7.0] * 3
     assert found.visit == KEPT.visit
@@ -77,12 +78,12 @@ def test_an_average_that_somebody_else_puts_there_counts() -> None:
     context = node()
     record = kept_record(context)
     record["stood"] = Array(np.full(3, 7.0))
-    found = recall(context)
+    found = kept_by(context)
     assert found is not None
     assert found.stood is not None
     assert found.stood.tolist() == [7.0] * 3
     del record["stood"]
-    without = recall(context)
+    without = kept_by(context)
     assert without is not None
     assert without.stood is None
 
@@ -94,7 +95,7 @@ def test_what_its_maker_does_afterwards_changes_nothing() -> None:
     keep(context, Personal(theta, run=1, stood=stood))
     theta[:] = 7.0
     stood[:] = 7.0
-    found = recall(context)
+    found = kept_by(context)
     assert found is not None
     assert found.stood is not None
     assert [*found.theta, *found.stood] == [1.0] * 6

@@ -25,12 +25,13 @@ from hypothesis import strategies as st
 
 from flwr_ppsgd import PPSGD, Order, cli, client_app, disk
 from flwr_ppsgd.client.legacy_api import PPSGDClient
-from flwr_ppsgd.client.personal import Personal, choose, keep, recall, step_from
+from flwr_ppsgd.client.personal import Personal, choose, keep, step_from
 from flwr_ppsgd.client.policy import STATE_DIR, USER
 from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.client.shelf import RUN, Shelf, run_of
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.kept import kept_by
 from tests.support.toy import SIZE, Floats, Toy, release, strategy, target, toy_learner, w0
 
 NAMED = "a run"
@@ -88,9 +89,9 @@ def told(message: Message) -> str:
 def test_theta_is_on_disk_as_it_is_in_the_node(tmp_path: Path) -> None:
     on = Nodes(tmp_path)
     strategy(checkpoint_dir=tmp_path / "server", average=True).start(on, w0(), num_rounds=3)
-    kept = recall(on.context(on.get_node_ids()[2]))
+    kept = kept_by(on.context(on.get_node_ids()[2]))
     on.restart()
-    again = recall(on.context(on.get_node_ids()[2]))
+    again = kept_by(on.context(on.get_node_ids()[2]))
     assert kept is not None
     assert again is not None
     np.testing.assert_array_equal(again.theta, kept.theta)
@@ -109,7 +110,6 @@ def test_files_are_private_and_as_many_as_are_needed(tmp_path: Path) -> None:
 
 
 def test_folders_that_others_could_read_are_closed(tmp_path: Path) -> None:
-    """Version 0.1 made the folder of a run with the permissions of the process."""
     directory = shelf(tmp_path).directory
     directory.mkdir(mode=0o755, parents=True)
     new = tmp_path / "new" / "root"
@@ -127,7 +127,7 @@ def test_a_node_that_restarts_in_every_round_trains_as_one_that_never_does(tmp_p
     steady = InProcessGrid(client_app(toy_learner), 5)
     strategy(insecure_seed=5).start(steady, w0(), num_rounds=6)
     for user, node in enumerate(steady.get_node_ids()):
-        kept = recall(steady.context(node))
+        kept = kept_by(steady.context(node))
         assert kept is not None
         np.testing.assert_array_equal(theta(tmp_path / "states", user), kept.theta)
 
@@ -136,7 +136,7 @@ def test_a_new_run_goes_on_with_theta_and_another_name_begins_anew(tmp_path: Pat
     strategy().start(Nodes(tmp_path), w0(), num_rounds=2)
     first = theta(tmp_path)
     strategy().start(Nodes(tmp_path, run_id=2), w0(), num_rounds=1)
-    again = recall(Nodes(tmp_path).context(1_000_000))
+    again = kept_by(Nodes(tmp_path).context(1_000_000))
     assert again is not None
     assert (again.round, again.visit, again.since) == (1, 3, 2)
     np.testing.assert_allclose(again.theta, first - STEP * (first - target(0)), atol=1e-15)
@@ -260,7 +260,7 @@ def test_a_damaged_file_is_set_aside_and_the_one_before_goes_on(
     strategy().start(Nodes(tmp_path), w0(), num_rounds=2)
     before = next(iter(list(shelf(tmp_path).saves())[1:])).vectors["theta"]
     _damage(files(tmp_path)[-1], how)
-    kept = recall(Nodes(tmp_path).context(1_000_000))
+    kept = kept_by(Nodes(tmp_path).context(1_000_000))
     assert kept is not None
     np.testing.assert_array_equal(kept.theta, before)
     assert "is damaged" in caplog.text
@@ -403,7 +403,7 @@ def test_the_clock_may_go_back(tmp_path: Path) -> None:
         for path in files(tmp_path):
             os.utime(path, (1e9 - 1e6 * round_, 1e9 - 1e6 * round_))
         on.restart()
-    kept = recall(on.context(1_000_000))
+    kept = kept_by(on.context(1_000_000))
     assert kept is not None
     assert (kept.round, kept.visit) == (3, 3)
 
@@ -425,12 +425,7 @@ def test_the_legacy_client_keeps_theta_on_disk_too(tmp_path: Path) -> None:
     assert shelf(tmp_path).shared().round == 2
 
 
-def test_a_typing_error_in_the_node_config_is_named(tmp_path: Path) -> None:
-    context = Context(1, 2, {"ppsgd-statedir": str(tmp_path)}, RecordDict(), {})
-    with pytest.raises(
-        ValueError, match="unknown key 'ppsgd-statedir': did you mean 'ppsgd-state-dir'"
-    ):
-        recall(context)
+def test_a_directory_needs_the_name_of_its_user(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"add {USER}, or partition-id"):
         Shelf.of(Context(1, 2, {STATE_DIR: str(tmp_path)}, RecordDict(), {}), 7)
 
@@ -454,7 +449,7 @@ def test_long_and_odd_names_of_users_are_folders_of_their_own(tmp_path: Path, na
             answer(context(user), order(round_))
     found = Shelf.all_in(tmp_path)
     assert sorted(shelf.user for shelf in found) == sorted([name, name + "x"])
-    kept = recall(context(name))
+    kept = kept_by(context(name))
     assert kept is not None
     assert kept.visit == 2
     assert "\x1b" not in client_report(tmp_path)
@@ -508,7 +503,7 @@ def test_a_node_without_a_directory_keeps_trainings_apart_too() -> None:
     for round_ in (1, 2, 3):
         for ppsgd in both:
             one_round(ppsgd, on, round_)
-    kept = recall(on.context(1_000_000))
+    kept = kept_by(on.context(1_000_000))
     assert kept is not None
     assert (kept.round, kept.visit) == (3, 3)
 
@@ -524,59 +519,7 @@ def test_stock_messages_in_a_run_without_a_name_have_a_theta_of_their_own(tmp_pa
     np.testing.assert_array_equal(theta(tmp_path, run=own), before)
     np.testing.assert_array_equal(theta(tmp_path, run="no-training"), 0.0)
     with pytest.raises(ValueError, match=r"took part in .*: name one"):
-        recall(Nodes(tmp_path, run="").context(1_000_000))
-
-
-def _as_of_version_0_1(directory: Path, user: int, training: int, rounds: int) -> Floats:
-    """Saves as version 0.1 wrote them."""
-    folder = directory / "unnamed-run" / str(user)
-    folder.mkdir(parents=True)
-    kept = np.zeros(SIZE)
-    for round_ in range(1, rounds + 1):
-        kept = kept - STEP * (kept - target(user))
-        stamp = {
-            "run": 1,
-            "round": round_,
-            "visit": round_,
-            "training": training,
-            "start": 1,
-            "since": 0,
-            "base": round_ - 1,
-            "seen": round_ - 1,
-        }
-        head = {
-            "format": "flwr_ppsgd theta 1",
-            "run": "unnamed-run",
-            "user": str(user),
-            "stamp": stamp,
-            "vectors": {"theta": SIZE},
-        }
-        path = folder / f"{round_:010d}-{training:016x}.theta"
-        path.write_bytes(b"".join(disk.seal(head, [kept.tobytes()])))
-    return kept
-
-
-def test_a_training_of_version_0_1_goes_on(tmp_path: Path) -> None:
-    before = _as_of_version_0_1(tmp_path, 0, training=7, rounds=3)
-    on = Nodes(tmp_path, run="")
-    answer(on.context(1_000_000), order(4, (1, 4)))
-    (found,) = Shelf.all_in(tmp_path)
-    saves = list(found.saves())
-    assert [save.stamp["round"] for save in saves] == [4, 3, 2]
-    np.testing.assert_array_equal(saves[0].vectors["theta"], before - STEP * (before - target(0)))
-
-
-def test_another_training_says_where_the_theta_of_version_0_1_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = _as_of_version_0_1(tmp_path, 0, training=7, rounds=3)
-    answer(Nodes(tmp_path, run="").context(1_000_000), order(1, training=8))
-    assert "set ppsgd-run = 'unnamed-run' in the run config" in caplog.text
-    np.testing.assert_allclose(theta(tmp_path, run=run_of(8)), STEP * target(0), atol=1e-15)
-    answer(Nodes(tmp_path, run="unnamed-run").context(1_000_000), order(1, training=9))
-    np.testing.assert_array_equal(
-        theta(tmp_path, run="unnamed-run"), before - STEP * (before - target(0))
-    )
+        kept_by(Nodes(tmp_path, run="").context(1_000_000))
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
@@ -613,7 +556,7 @@ def test_damaged_saves_never_fall_back_to_the_theta_of_another_training(tmp_path
             with pytest.raises(ClientError, match=r"^theta-damaged: ValueError$"):
                 answer(on.context(1_000_000), order(3, training=training), kind)
     with pytest.raises(ValueError, match="no whole one of training 0000000000000008 is left"):
-        recall(on.context(1_000_000))
+        kept_by(on.context(1_000_000))
     assert "no whole one of training 0000000000000008 is left" in client_report(tmp_path)
     answer(on.context(1_000_000), order(3, training=7))
 
@@ -660,7 +603,7 @@ def test_redone_rounds_step_theta_once_for_every_number_that_checkpoints_allow(
         context = on.context(1_000_000)
         before = take_part(context, range(rate, last + 1, rate), (1,), back)
         again = take_part(context, range(last - k + 1, last + 1), (1, last - k + 1), back)
-        kept = recall(context)
+        kept = kept_by(context)
         assert kept is not None
         expected = [r for r in before if r <= last - k] + again
         assert kept.visit == len(expected)
@@ -820,7 +763,7 @@ def test_a_line_that_the_disk_takes_only_in_part_is_cut_off(
 
 
 def test_control_characters_never_reach_the_report(tmp_path: Path) -> None:
-    """Neither from a promise that version 0.1 kept nor from the names of records."""
+    """Neither from a promise nor from the names of records."""
     own = shelf(tmp_path)
     with own.writing():
         own.note({"bytes": {"a\x1b[2Jb": 1}, "code": "\x07", "kind": "train"})

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from flwr_ppsgd import FixedSize, Release, client_step, server_step
-from flwr_ppsgd.lab.cnn import from_channels_last, mean_square, paper_cnn
+from flwr_ppsgd.lab.cnn import FEATURES, mean_square, paper_cnn
+from flwr_ppsgd.lab.engines.networks import cohort_gradients
 from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.wire import Layout
 from tests.support.paths import GOLDEN
@@ -20,6 +21,26 @@ def recorded() -> dict[str, Floats]:
 
 
 RECORDED = recorded()
+
+
+def from_channels_last(parameters: list[Floats]) -> dict[str, torch.Tensor]:
+    """The network's parameters from the authors' framework, which has channels last.
+
+    Kernels are height × width × in × out there and out × in × height × width here. Dense matrices
+    are in × out there and out × in here; their inputs are flattened by height, width, channel
+    there, by channel, height, width here.
+    """
+    tensors = [torch.as_tensor(np.asarray(array)) for array in parameters]
+    kernel1, bias1, kernel2, bias2, dense, bias3 = tensors
+    by_place = dense.reshape(4, 4, 32, FEATURES)  # height × width × channels × outputs
+    return {
+        "1.weight": kernel1.permute(3, 2, 0, 1),
+        "1.bias": bias1.reshape(-1),
+        "4.weight": kernel2.permute(3, 2, 0, 1),
+        "4.bias": bias2.reshape(-1),
+        "8.weight": by_place.permute(3, 2, 0, 1).reshape(FEATURES, -1),
+        "8.bias": bias3,
+    }
 
 
 def flat(model: AdditiveHead, head: Floats, parameters: list[Floats]) -> Floats:
@@ -66,18 +87,16 @@ def test_a_round_is_that_of_the_authors_code(clip: str) -> None:
 
 
 def test_a_cohort_at_once_has_the_gradients_of_the_authors_code() -> None:
-    """Twice the same setting: both have the recorded norms and gradients of θ."""
     model = paper_cnn(0, dtype=torch.float64)
     w = flat(model, RECORDED["w"], parameters("param"))
     thetas = RECORDED["th"].reshape(USERS, -1)
     x, y = zip(*[rows(user) for user in range(USERS)], strict=True)
-    entered = model.entered((np.stack(x), np.stack(y)))
-    found = model.cohort_gradients(np.stack([w, w]), np.stack([thetas, thetas]), entered, "mean")
-    for g_w, g_theta in zip(*found, strict=True):
-        norms = np.linalg.norm(g_w, axis=1)
-        np.testing.assert_allclose(norms, RECORDED["user_grad_norm"].reshape(-1), rtol=1e-8)
-        expected = RECORDED["C0.1_gth"].reshape(USERS, -1)
-        np.testing.assert_allclose(g_theta, expected, rtol=0, atol=1e-8)
+    batch = (model.tensor(np.stack(x)), model.tensor(np.stack(y)))
+    g_w, g_theta = cohort_gradients(model, w, thetas, batch, "mean")
+    norms = np.linalg.norm(g_w, axis=1)
+    np.testing.assert_allclose(norms, RECORDED["user_grad_norm"].reshape(-1), rtol=1e-8)
+    expected = RECORDED["C0.1_gth"].reshape(USERS, -1)
+    np.testing.assert_allclose(g_theta, expected, rtol=0, atol=1e-8)
 
 
 def test_the_loss_is_that_of_the_authors_code() -> None:

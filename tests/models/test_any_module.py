@@ -1,6 +1,5 @@
 """Modules as their owners have them: layouts, inputs, outputs, losses, precision, devices."""
 
-import itertools
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flwr_ppsgd import Order, SplitModel, torch_learner, whole_module
+from flwr_ppsgd.lab.engines.networks import cohort_gradients
 from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.models.blocks import allows_channels_last
 from flwr_ppsgd.models.split_learner import SplitLearner
@@ -297,22 +297,6 @@ def test_a_frozen_half_precision_backbone_under_a_float32_head() -> None:
     ]
 
 
-def test_the_cohort_engine_takes_the_same_losses() -> None:
-    """All users at once, with a loss that reduces, as user by user."""
-    model = SplitModel(regression(), "2.*", nn.MSELoss(reduction="sum"))
-    x = torch.randn(3, 5, 2, dtype=torch.float64)
-    y = torch.randn(3, 5, dtype=torch.float64)
-    thetas = np.stack([model.initial_theta() + user for user in range(3)])
-    ws = np.stack([model.initial_w(), 2 * model.initial_w()])
-    entered = model.entered((x, y))
-    g_w, g_theta = model.cohort_gradients(ws, np.stack([thetas, thetas]), entered, "mean")
-    for setting, user in itertools.product(range(2), range(3)):
-        rows = (x[user], y[user])
-        one_w, one_theta = model.gradients(ws[setting], thetas[user], rows, "mean")
-        np.testing.assert_allclose(g_w[setting, user], one_w, atol=1e-12)
-        np.testing.assert_allclose(g_theta[setting, user], one_theta, atol=1e-12)
-
-
 def test_devices() -> None:
     module = regression(3)
     for device in ("auto", "cpu", torch.device("cpu"), None):
@@ -389,10 +373,10 @@ def test_theta_may_be_added_to_layers_that_are_shared() -> None:
     g_w, g_theta = model.gradients(w, theta, rows, "mean")
     np.testing.assert_array_equal(g_w[-12:], g_theta)
     np.testing.assert_allclose(model.gradients(shifted, 0 * theta, rows, "mean")[0], g_w)
-    batch = (rows[0][None], rows[1][None])
-    both = model.cohort_gradients(w[None], theta[None, None], model.entered(batch), "mean")
-    np.testing.assert_allclose(both[0][0, 0], g_w, atol=1e-12)
-    np.testing.assert_allclose(both[1][0, 0], g_theta, atol=1e-12)
+    batch = (model.tensor(rows[0][None]), rows[1][None])
+    both = cohort_gradients(model, w, theta[None], batch, "mean")
+    np.testing.assert_allclose(both[0][0], g_w, atol=1e-12)
+    np.testing.assert_allclose(both[1][0], g_theta, atol=1e-12)
 
 
 def test_a_whole_module_with_theta_added() -> None:

@@ -6,12 +6,11 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_ppsgd import Order
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models import split
 from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.models.split import SplitModel
 from flwr_ppsgd.wire import Layout
@@ -176,22 +175,6 @@ def test_a_head_of_another_shape_is_refused() -> None:
         AdditiveHead(small_network(), 5, 4, head=torch.zeros(4, 5))
 
 
-def test_users_of_all_sizes_are_measured_together_as_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Groups of a few rows, so that there are several, with tests of 1 to 9 rows in each."""
-    monkeypatch.setattr(split, "ROWS_AT_ONCE", 20)
-    source = np.random.default_rng(0)
-    model = SplitModel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), ["2.*"])
-    sizes = [9, 1, 4, 7, 2, 2, 8, 1, 25]
-    tests = [(source.normal(size=(n, 3)), source.integers(5, size=n)) for n in sizes]
-    w = model.initial_w()
-    thetas = source.normal(size=(len(sizes), len(model.initial_theta())))
-    together = model.evaluate_users(w, thetas, tests)
-    for theta, rows, measured in zip(thetas, tests, together, strict=True):
-        assert measured == pytest.approx(model.evaluate(w, theta, rows), rel=1e-5)
-
-
 def test_a_module_that_is_handed_over_is_used_itself_and_keeps_its_theta() -> None:
     head = nn.Linear(5, 4).double()
     module = nn.Sequential(small_network(), head)
@@ -225,39 +208,3 @@ def test_gradients_of_w_are_float32_if_the_network_is(single: bool) -> None:
         narrow = cast(Vector, w.astype(np.float32))
         from_single, _ = model.gradients(narrow, theta, images(), "mean")
         np.testing.assert_array_equal(from_single, g_w)
-
-
-def test_users_whose_rows_differ_in_shape_are_measured_one_by_one() -> None:
-    """Texts of any length, whose rows cannot be stacked."""
-    source = np.random.default_rng(0)
-    network = nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 4))
-    model = SplitModel(network, ["1.bias"])
-    tests = [(source.normal(size=(2, size)), source.integers(4, size=2)) for size in (5, 8)]
-    w = model.initial_w()
-    thetas = source.normal(size=(2, 4))
-    together = model.evaluate_users(w, thetas, tests)
-    one_by_one = [model.evaluate(w, thetas[user], tests[user]) for user in range(2)]
-    assert together == one_by_one
-
-
-def test_users_with_several_inputs_are_measured_one_by_one() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(3, 3)
-            self.head = nn.Linear(3, 4)
-
-        def forward(self, first: Tensor, second: Tensor) -> Tensor:
-            scores: Tensor = self.head(self.body(first) + second)
-            return scores
-
-    source = np.random.default_rng(0)
-    model = SplitModel(Sum(), ["head.*"])
-    tests = []
-    for _ in range(2):
-        x = {"first": source.normal(size=(2, 3)), "second": source.normal(size=(2, 3))}
-        tests.append((x, source.integers(4, size=2)))
-    w = model.initial_w()
-    thetas = np.tile(model.initial_theta(), (2, 1))
-    together = model.evaluate_users(w, thetas, tests)
-    assert together == [model.evaluate(w, thetas[user], tests[user]) for user in range(2)]

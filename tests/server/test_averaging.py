@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import PPSGD, Steps
-from flwr_ppsgd.client.personal import Personal, recall
+from flwr_ppsgd.client.personal import Personal
+from tests.support.kept import kept_by
 from tests.support.toy import SIZE, Floats, flat, grid, release, strategy, target, w0
 
 
@@ -61,11 +62,11 @@ def test_absent_users_average_by_rounds_and_not_by_visits() -> None:
     on, history = grid(), []
 
     def watch(_: int, __: object) -> None:
-        kept = recall(on.context(on.get_node_ids()[0]))
+        kept = kept_by(on.context(on.get_node_ids()[0]))
         history.append(np.zeros(SIZE) if kept is None else kept.theta)
 
     ppsgd.start(on, w0(), num_rounds=12, on_round=watch)
-    kept = recall(on.context(on.get_node_ids()[0]))
+    kept = kept_by(on.context(on.get_node_ids()[0]))
     assert kept is not None
     assert 0 < kept.visit < 12
     np.testing.assert_allclose(kept.average(12), np.mean(history[:12], axis=0), atol=1e-12)
@@ -74,7 +75,7 @@ def test_absent_users_average_by_rounds_and_not_by_visits() -> None:
 def test_without_it_the_last_iterate_is_the_result_and_nothing_more_is_kept() -> None:
     on = grid()
     result = strategy().start(on, w0(), num_rounds=3)
-    kept = recall(on.context(on.get_node_ids()[0]))
+    kept = kept_by(on.context(on.get_node_ids()[0]))
     assert kept is not None
     assert kept.stood is None
     assert np.any(flat(result.arrays))

@@ -7,7 +7,6 @@ import random
 import shutil
 import subprocess
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from flwr_ppsgd.privacy import release_to_dict
 from flwr_ppsgd.server import record
 from flwr_ppsgd.server.chain import RESERVE, RESERVE_BYTES, Chain, sealed
 from flwr_ppsgd.server.checkpoint import Checkpoint, save
-from flwr_ppsgd.server.journal import NAME, NO_RECORD, Journal
+from flwr_ppsgd.server.journal import NAME, Journal
 from tests.server.test_journal import NOISY, run, training
 from tests.support.toy import grid, release, w0
 
@@ -62,46 +61,12 @@ def test_a_line_names_its_release(tmp_path: Path) -> None:
     assert again.insecure_rounds == 1
 
 
-def old_journal(path: Path) -> None:
-    """As version 0.1.0 wrote it: format 2, charges that name no release."""
-    entries = [
-        '{"format": "flwr_ppsgd journal 2", "training": 77, "delta": 0.0001, "release": '
-        '{"cohort": {"kind": "Poisson", "population": 5, "rate": 1.0, "cap": null}, '
-        '"clip_norm": 1.0, "noise_multiplier": 3.0, "total_batch": null}}',
-        '{"planned": 4}',
-        '{"begins": 1}',
-        '{"round": 1, "insecure": false}',
-        '{"evaluation": true}',
-        '{"round": 2, "insecure": true}',
-    ]
-    check = 0
-    with path.open("w", encoding="utf-8") as file:
-        for text in entries:
-            check = zlib.crc32(text.encode(), check)
-            file.write(f"{text}\t{check:08x}\n")
-
-
-def test_a_journal_of_version_0_1_is_continued(tmp_path: Path) -> None:
-    old_journal(tmp_path / NAME)
-    journal = Journal(tmp_path, NOISY, 1e-4)
-    assert journal.training == 77
-    assert journal.ledger.rounds == 2
-    assert journal.ledger.insecure_rounds == 1
-    assert journal.story.planned == 4
-    assert journal.story.starts == [1]
-    assert journal.story.evaluated
-    assert list(journal.story.caveats) == [NO_RECORD], "that version kept no record"
-    journal.charge(3, False)
-    journal.close()
-    assert reopened(tmp_path).ledger.rounds == 3
-
-
-def test_a_journal_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    line, _ = sealed(b'{"format": "flwr_ppsgd journal 9"}', 0)
+@pytest.mark.parametrize("number", [2, 9])
+def test_a_journal_of_another_format_is_refused(tmp_path: Path, number: int) -> None:
+    line, _ = sealed(b'{"format": "flwr_ppsgd journal %d"}' % number, 0)
     (tmp_path / NAME).write_bytes(line)
-    with pytest.raises(
-        ValueError, match=r"journal 9.*with the version of flwr-ppsgd that wrote it"
-    ):
+    words = rf"journal {number}.*with the version of flwr-ppsgd that wrote it"
+    with pytest.raises(ValueError, match=words):
         Journal(tmp_path, NOISY, 1e-4)
 
 

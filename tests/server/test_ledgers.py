@@ -32,7 +32,7 @@ def test_a_journal_is_shown(tmp_path: Path) -> None:
     journal.close()
     before = (tmp_path / NAME).read_bytes()
     text = describe([tmp_path])
-    assert f"training {journal.training} (flwr_ppsgd journal 3)" in text
+    assert f"training {journal.training}\n" in text
     assert "charged: 5 releases" in text
     assert "4 x Release(" in text
     assert "1 x Release(" in text

@@ -42,10 +42,10 @@ from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from flwr_ppsgd import PrivateMetrics, SecureSum, Steps, client_app
 from flwr_ppsgd.client.legacy_api import PPSGDClient
-from flwr_ppsgd.client.personal import recall
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
 from flwr_ppsgd.server.rounds import NobodyUsableError
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.kept import kept_by
 from tests.support.toy import SIZE, Floats, flat, release, strategy, toy_learner, w0
 
 ONE = np.full(SIZE, 0.1)
@@ -131,7 +131,7 @@ def test_a_legacy_app_gives_the_same_w_as_the_message_api() -> None:
 def test_theta_stays_in_the_nodes_state() -> None:
     grid = InProcessGrid(ClientApp(client_fn=client_fn), 5)
     run_legacy(legacy(), 3, grid)
-    kept = recall(grid.context(grid.get_node_ids()[2]))
+    kept = kept_by(grid.context(grid.get_node_ids()[2]))
     assert kept is not None
     assert (kept.round, kept.visit) == (3, 3)
     assert np.any(kept.theta != 0)

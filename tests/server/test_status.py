@@ -139,7 +139,7 @@ def test_under_a_budget_it_says_whose_epsilon_is_the_guarantee(tmp_path: Path) -
     assert f"under the budget in {tmp_path / 'budget'}" in found.in_words()
 
 
-def test_a_training_of_an_earlier_version_has_no_private_file(tmp_path: Path) -> None:
+def test_a_training_without_its_private_file_has_a_status(tmp_path: Path) -> None:
     made(tmp_path).start(grid(), w0(), num_rounds=2)
     (tmp_path / NAME).unlink()
     found = status_of(tmp_path)

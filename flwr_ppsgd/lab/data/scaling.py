@@ -17,10 +17,8 @@ from flwr_ppsgd.lab.data.features import LOOKED, is_encoded
 from flwr_ppsgd.lab.data.per_user import OwnScale, PerUser, Table
 from flwr_ppsgd.lab.data.split import Indices
 
-NONE = "none"
 OWN = "own"
 AUTO = "auto"
-SCALES = (NONE, OWN, AUTO)
 FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought there
 LARGEST = 10.0  # root mean square of a column that may stay as it is
 SMALLEST = 0.05  # its deviation

@@ -39,12 +39,6 @@ from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.linear import Matrix, predict
 from flwr_ppsgd.noise import coins_for
 
-# methods of a sweep
-PPSGD = "ppsgd"
-FINE_TUNED = "fine-tuned"
-FEDAVG = "fedavg"
-BASELINES = (FINE_TUNED, FEDAVG)
-
 COLUMNS_AT_ONCE = 4096
 
 

@@ -1,12 +1,15 @@
-"""The cohort engine for networks: the gradients of a whole cohort and a few settings at once."""
+"""The cohort engine for networks: the gradients of a whole cohort in one call of the network."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from flwr_ppsgd.algorithm import Vector, descend
+from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, descend
 from flwr_ppsgd.lab.engines.batches import Indices, drawn
 from flwr_ppsgd.lab.engines.engine import (
     Setting,
@@ -16,16 +19,14 @@ from flwr_ppsgd.lab.engines.engine import (
     progress,
 )
 from flwr_ppsgd.lab.engines.measures import for_choosing, measure_of, summary
-from flwr_ppsgd.learner import Batches, Rows
+from flwr_ppsgd.learner import Batches, Rows, as_array
 from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.models.split import SplitModel
 from flwr_ppsgd.noise import coins_for
-
-if TYPE_CHECKING:
-    from flwr_ppsgd.models.split import SplitModel
 
 # the arrays of a training that rounds change; also the start of their names in ``state``
 TRAINED = ("w", "thetas", "w_sum", "thetas_sum")
-TOGETHER = 4  # settings in one call of the model: the activations of more do not fit into caches
+ROWS_AT_ONCE = 256  # in one call of the network that measures
 
 
 class _Training:
@@ -53,10 +54,10 @@ class _Training:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Users whose minibatches have the same size, and those as the model's ``entered`` has them."""
+    """Users whose minibatches have the same size m, and those: users × m × …"""
 
     users: Indices
-    entered: Any
+    rows: tuple[Tensor, Tensor]
 
 
 class NetworkEngine:
@@ -77,7 +78,7 @@ class NetworkEngine:
 
     def __init__(
         self,
-        model: "SplitModel",
+        model: SplitModel,
         batches: Sequence[Batches],
         settings: Sequence[Setting],
         *,
@@ -120,13 +121,10 @@ class NetworkEngine:
         self._stand(users, self.round)
         groups = self._groups(users)
         normals = self._normals()
-        everything = list(self._trainings.values())
-        for start in range(0, len(everything), TOGETHER):
-            trainings = everything[start : start + TOGETHER]
+        for training in self._trainings.values():
             if self._average:
-                for training in trainings:
-                    training.w_sum += training.w
-            self._step(trainings, groups, normals)
+                training.w_sum += training.w
+            self._step(training, groups, normals)
 
     def _draw(self) -> Indices:
         """The users who take part in this round."""
@@ -153,34 +151,27 @@ class NetworkEngine:
             members = [user for user, (x, _) in minibatches.items() if len(x) == size]
             x = np.stack([minibatches[user][0] for user in members])
             y = np.stack([minibatches[user][1] for user in members])
-            groups.append(_Group(np.array(members), self._model.entered((x, y))))
+            self._model.settle_loss((x[0], y[0]))
+            rows = (self._model.tensor(x), self._model.tensor(y))
+            groups.append(_Group(np.array(members), rows))
         return groups
 
-    def _step(
-        self,
-        trainings: Sequence[_Training],
-        groups: Sequence[_Group],
-        normals: Vector,
-    ) -> None:
+    def _step(self, training: _Training, groups: Sequence[_Group], normals: Vector) -> None:
         """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
-        ws = np.stack([training.w for training in trainings])
-        reduction = trainings[0].setting.release.reduction
-        clip_norms = np.array([training.setting.release.clip_norm for training in trainings])
-        totals = [training.setting.release.usual_noise_std * normals for training in trainings]
+        release = training.setting.release
+        steps = training.setting.steps
+        total = release.usual_noise_std * normals
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
             for group in groups:
-                thetas = np.stack([training.thetas[group.users] for training in trainings])
-                sums, g_thetas = self._model.clipped_sums(
-                    ws, thetas, group.entered, reduction, clip_norms
+                thetas = training.thetas[group.users]
+                g_w, g_theta = cohort_gradients(
+                    self._model, training.w, thetas, group.rows, release.reduction
                 )
-                for place, training in enumerate(trainings):
-                    totals[place] += sums[place]
-                    moved = training.setting.steps.personal * g_thetas[place]
-                    training.thetas[group.users] = thetas[place] - moved
-        for training, total in zip(trainings, totals, strict=True):
-            setting = training.setting
-            if setting.steps.publishes:
-                training.w = descend(training.w, total, setting.release, setting.steps.shared)
+                scales = clip_scales(np.linalg.norm(g_w, axis=1), release.clip_norm)
+                total += scales @ g_w
+                training.thetas[group.users] = thetas - steps.personal * g_theta
+        if steps.publishes:
+            training.w = descend(training.w, total, release, steps.shared)
 
     def _stand(self, users: Indices, until: int) -> None:
         """If averages are wanted, add each θ_i to its sum once for every round since it moved."""
@@ -235,7 +226,7 @@ class NetworkEngine:
         tests = [parts[user] for user in users]
         thetas = self._thetas(place)[users]
         found: dict[str, list[float]] = {}
-        for measured in self._model.evaluate_users(self.w(place), thetas, tests):
+        for measured in evaluate_users(self._model, self.w(place), thetas, tests):
             for name, value in measured.items():
                 found.setdefault(name, []).append(value)
         return {name: np.array(values) for name, values in found.items()}
@@ -271,3 +262,101 @@ class NetworkEngine:
         """Stop training the settings at these places."""
         for place in gone:
             self._trainings.pop(place, None)
+
+
+def cohort_gradients(
+    model: SplitModel,
+    w: Vector,
+    thetas: Matrix,
+    rows: tuple[Tensor, Tensor],
+    reduction: Reduction,
+) -> tuple[Matrix, Matrix]:
+    """(∇_w, ∇_θ) of many users, users × parameters each, in float64.
+
+    Args:
+        model: the network.
+        w: the shared parameters.
+        thetas: users × personal parameters.
+        rows: x and y of the users' minibatches, users × m × …
+        reduction: mean or sum over a minibatch.
+    """
+
+    def loss(
+        shared: dict[str, Tensor], personal: dict[str, Tensor], x: Tensor, y: Tensor
+    ) -> Tensor:
+        return model.loss(shared, personal, (x, y), reduction)
+
+    of_one_user = torch.func.grad(loss, argnums=(0, 1))
+    of_all = torch.func.vmap(of_one_user, in_dims=(None, 0, 0, 0), randomness="different")
+    g_w, g_theta = of_all(model.shared_tensors(w), model.personal_tensors(thetas), *rows)
+    return _by_user(g_w), _by_user(g_theta)
+
+
+def _by_user(gradients: dict[str, Tensor]) -> Matrix:
+    """users × parameters, in float64."""
+    parts = [part.flatten(1).double() for part in gradients.values()]
+    return torch.cat(parts, dim=1).cpu().numpy()
+
+
+def evaluate_users(
+    model: SplitModel,
+    w: Vector,
+    thetas: Matrix,
+    tests: Sequence[tuple[Rows, Rows]],
+) -> list[dict[str, float]]:
+    """``SplitModel.evaluate`` of many users, in a few large calls of the network.
+
+    Users with similar numbers of rows go together. The rows of shorter tests are repeated to the
+    longest among them, and what is predicted for the repeated ones is thrown away. If rows are not
+    arrays of one shape (several inputs, or texts of any length), users are measured one by one.
+
+    Args:
+        model: the network.
+        w: the shared parameters.
+        thetas: users × personal parameters.
+        tests: x and y of each user, at least one row each.
+    """
+    if not _alike([x for x, _ in tests]):
+        each = zip(thetas, tests, strict=True)
+        return [model.evaluate(w, theta, rows) for theta, rows in each]
+    shared = model.shared_tensors(w)
+
+    def predict(personal: dict[str, Tensor], x: Tensor) -> Tensor:
+        return model.predict(shared, personal, x, training=False)
+
+    of_all = torch.func.vmap(predict, randomness="different")
+    sizes = [len(x) for x, _ in tests]
+    measured: dict[int, dict[str, float]] = {}
+    for users in _of_similar_size(sizes):
+        longest = sizes[users[-1]]
+        stacked = np.stack([_repeated(as_array(tests[user][0]), longest) for user in users])
+        with torch.no_grad():
+            scores = of_all(model.personal_tensors(thetas[users]), model.tensor(stacked))
+        for user, padded in zip(users, scores, strict=True):
+            y = model.tensor(tests[user][1])
+            measured[user] = model.measures(padded[: sizes[user]], y)
+    return [measured[user] for user in range(len(tests))]
+
+
+def _of_similar_size(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """All places, sorted by size, in groups whose length times largest size is ROWS_AT_ONCE."""
+    group: list[int] = []
+    for place in np.argsort(sizes, kind="stable").tolist():
+        if group and (len(group) + 1) * sizes[place] > ROWS_AT_ONCE:
+            yield group
+            group = []
+        group.append(place)
+    if group:
+        yield group
+
+
+def _alike(parts: Sequence[Rows]) -> bool:
+    """Whether these are arrays or tensors, whose rows have the same shape and dtype."""
+    kinds = {(getattr(x, "shape", (0,))[1:], getattr(x, "dtype", None)) for x in parts}
+    shaped = all(hasattr(x, "shape") for x in parts)
+    return shaped and len(kinds) == 1
+
+
+def _repeated(array: NDArray[Any], size: int) -> NDArray[Any]:
+    """The rows again and again, up to ``size`` of them."""
+    return array[np.arange(size) % len(array)]

@@ -52,8 +52,6 @@ LOCK = ".lock"
 READABLE_FOLDER = 0o755  # a temporary directory is for its owner alone
 
 Draw: TypeAlias = Callable[[Path], object]
-# settings of a server, which version 0.1 did not have and which change no row
-SERVING = {"wait-timeout", "budget-dir"}
 
 
 def free_directory(name: str) -> Path:
@@ -284,7 +282,7 @@ def _settle(out: Path, flat: Mapping[str, Any], growing: Sequence[str]) -> None:
         disk.write_text(out / CONFIG, tomli_w.dumps(flat))
         return
     there = read_config(out)
-    for key in sorted((flat.keys() | there.keys()) - SERVING - set(growing)):
+    for key in sorted((flat.keys() | there.keys()) - set(growing)):
         if flat.get(key) != there.get(key):
             raise ValueError(
                 f"{out} holds the results of another experiment: its {key} is {there.get(key)}, "

@@ -59,7 +59,7 @@ class Point:
     def of(cls, flat: Mapping[str, Any]) -> Self:
         """The setting that a row of JSON is about."""
         values: dict[str, Any] = {
-            "method": flat.get("method", PPSGD),
+            "method": flat["method"],
             name_of(TARGET): _number(flat.get(TARGET)),
         }
         for field in fields(cls):
@@ -138,8 +138,7 @@ class SweepRow:
             diverged=bool(flat.get("diverged", False)),
             personal_step=_number(flat.get("personal-step")),
             by_user=None if by_user is None else tuple(by_user),
-            # rows of version 0.1 call it epsilon
-            deployed_epsilon=_number(flat.get("deployed_epsilon", flat.get("epsilon"))),
+            deployed_epsilon=_number(flat.get("deployed_epsilon")),
             paper_epsilon=_number(flat.get("paper_epsilon")),
         )
 
@@ -223,7 +222,7 @@ class RunRow:
         epsilon = _number(flat["epsilon"])
         if epsilon is None:
             raise ValueError("epsilon is missing")
-        deployed = _number(flat.get("deployed_epsilon", epsilon))
+        deployed = _number(flat["deployed_epsilon"])
         return cls(int(flat["round"]), epsilon, deployed, _measures(flat, RUN_KEYS))
 
 

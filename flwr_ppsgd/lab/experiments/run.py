@@ -33,7 +33,7 @@ log = logging.getLogger("flwr.ppsgd")
 
 MOST_LEARNERS = 4096  # that are kept in memory
 # arguments of a strategy that a simulation on the cohort engine has no use for
-SERVER_ONLY = ("enrolled", "checkpoint_dir", "budget_dir", "tensorboard_dir", "evaluate_every")
+SERVER_ONLY = ("enrolled", "checkpoint_dir", "budget_dir", "evaluate_every")
 SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 
 Watch: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges

@@ -11,7 +11,7 @@ import tomli_w
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Poisson, Release, Steps, clip
-from flwr_ppsgd.lab.engines.baselines import BASELINES, LocalStepsEngine, fine_tune
+from flwr_ppsgd.lab.engines.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.engines.batches import Table
 from flwr_ppsgd.lab.engines.engine import Setting
 from flwr_ppsgd.lab.engines.linear import CohortEngine
@@ -26,6 +26,7 @@ from flwr_ppsgd.noise import Coins
 from tests.support.own_data import FLAT, USERS, write
 
 COHORT = Poisson(USERS, 0.5)
+BASELINES = ("fine-tuned", "fedavg")
 
 
 def settings(clip_norm: float = 0.3) -> list[Setting]:

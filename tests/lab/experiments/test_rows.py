@@ -35,12 +35,6 @@ def test_a_row_of_a_sweep_has_its_keys_in_this_order() -> None:
     )
 
 
-def test_rows_of_version_0_1_call_it_epsilon() -> None:
-    flat = WHOLE.to_json()
-    flat["epsilon"] = flat.pop("deployed_epsilon")
-    assert SweepRow.from_json(flat) == WHOLE
-
-
 def test_local_learning_costs_nothing() -> None:
     row = SweepRow(Point(2, 0.0, 0.1, None, None), 3, {}, deployed_epsilon=0.0)
     assert row.to_json()["epsilon"] == 0.0
@@ -51,11 +45,6 @@ def test_names_of_measures_never_replace_ours_in_a_row_of_a_run() -> None:
     flat = row.to_json()
     assert (flat["round"], flat["epsilon"], flat["deployed_epsilon"]) == (3, "infinite", 1.5)
     assert flat["outside_the_guarantee"] == ["loss"]
-
-
-def test_rows_without_a_method_are_of_the_algorithm_itself() -> None:
-    flat = {key: value for key, value in WHOLE.to_json().items() if key != "method"}
-    assert SweepRow.from_json(flat).point.method == "ppsgd"
 
 
 def test_a_row_of_a_run_names_what_is_outside_the_guarantee() -> None:

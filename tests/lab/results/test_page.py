@@ -76,7 +76,13 @@ def run_in(directory: Path) -> Path:
         tomli_w.dumps({"population": 50, "alpha-q": 0.3}), encoding="utf-8"
     )
     rows = [
-        {"round": t, "epsilon": 1.00001 * t, "loss": 9.0 - t, "outside_the_guarantee": ["loss"]}
+        {
+            "round": t,
+            "epsilon": 1.00001 * t,
+            "deployed_epsilon": 1.00001 * t,
+            "loss": 9.0 - t,
+            "outside_the_guarantee": ["loss"],
+        }
         for t in (0, 4)
     ]
     (directory / "metrics.jsonl").write_text(
