@@ -38,6 +38,7 @@ MASKED = "masked"  # the record of a masked vector, and its only array
 SINGLE = np.dtype(np.float32)
 STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
+SERVER_ROUND = "server_round"  # in a legacy config, beside the fields of the Order
 PROTOCOL = 3  # of the Order
 LARGEST_NUMBER = 2**63
 LONGEST_PROMISE = 1000  # characters

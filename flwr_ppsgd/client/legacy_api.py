@@ -24,7 +24,7 @@ from flwr_ppsgd.client.visit import (
     serve,
 )
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, Order
+from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, SERVER_ROUND, Order
 
 TRAIN = "train"
 ORDER_FIELDS = ("protocol", "publishes", "clip_norm")  # no stock strategy sends one of these
@@ -106,10 +106,12 @@ class PPSGDClient(NumPyClient):
         )
 
     def _request(self, kind: str, parameters: NDArrays, config: Mapping[str, Scalar]) -> Request:
-        has_order = any(name in config for name in ORDER_FIELDS)
+        order: dict[str, Scalar] | None = None
+        if any(name in config for name in ORDER_FIELDS):
+            order = {name: value for name, value in config.items() if name != SERVER_ROUND}
         return Request(
             kind=kind,
-            order=config if has_order else None,
+            order=order,
             arrays=lambda: _serialised(parameters),
             serves_stock=self._local_step is not None,
         )

@@ -72,9 +72,9 @@ def flat(arrays: ArrayRecord) -> Floats:
 
 
 def release(
-    z: float = 1.0, population: int = USERS, rate: float = 1.0, clip_norm: float = 1.0
+    z: float = 1.0, population: int = USERS, rate: float = 1.0, clip_norm: float = 1.0, **more: Any
 ) -> Release:
-    return Release(Poisson(population, rate), clip_norm, z)
+    return Release(Poisson(population, rate), clip_norm, z, **more)
 
 
 def strategy(**changes: Any) -> PPSGD:
