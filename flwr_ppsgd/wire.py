@@ -205,6 +205,8 @@ class Order:
         _check(0 <= self.powers <= MOST_POWERS, "powers must be 0 to 1000", self.powers)
         votes = self.powers > 0
         _check(votes == (self.asks == "size"), "powers must be there for a vote", self.powers)
+        told = self.publishes or self.asks == "gradient"
+        _check(told, f"publishes must be true if it asks for a {self.asks}", self.publishes)
         if self.terms is not None:
             self._check_terms(self.terms)
         _check_text("promise", self.promise, LONGEST_PROMISE)

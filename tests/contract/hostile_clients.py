@@ -3,20 +3,24 @@
 Everything goes through names that users have. What a reply holds is found in an honest one.
 """
 
+import contextlib
 import io
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters
+from flwr.common import FitIns, ndarrays_to_parameters
+from flwr.server import SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
 from numpy.typing import NDArray
 
-from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
+from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, cli, client_app
 from flwr_ppsgd.legacy import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 
@@ -190,8 +194,34 @@ def content_bytes(message: Message) -> bytes:
 
 
 def ppsgd_command(*arguments: object) -> str:
-    """What ``ppsgd`` prints in a process of its own."""
-    typed = [sys.executable, "-W", "ignore", "-m", "flwr_ppsgd.cli", *map(str, arguments)]
-    done = subprocess.run(typed, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """What ``ppsgd`` prints, as its entry point runs it."""
+    printed = io.StringIO()
+    typed = ["ppsgd", *map(str, arguments)]
+    with (
+        mock.patch.object(sys, "argv", typed),
+        contextlib.redirect_stdout(printed),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+    assert not ended.value.code
+    return printed.getvalue()
+
+
+class Named(ClientProxy):
+    """A client of the legacy API that is only a name."""
+
+    def get_properties(self, *_: Any) -> Any: ...
+    def get_parameters(self, *_: Any) -> Any: ...
+    def fit(self, *_: Any) -> Any: ...
+    def evaluate(self, *_: Any) -> Any: ...
+    def reconnect(self, *_: Any) -> Any: ...
+
+
+def legacy_round(ppsgd: PPSGDStrategy) -> list[tuple[Any, FitIns]]:
+    """The clients that are asked in round 1, in order, with what each is asked for."""
+    clients = SimpleClientManager()
+    for user in range(USERS):
+        clients.register(Named(str(user)))
+    parameters = ppsgd.initialize_parameters(clients)
+    asked = ppsgd.configure_fit(1, parameters, clients)
+    return sorted(asked, key=lambda each: each[0].cid)

@@ -4,6 +4,7 @@ What would change a gradient, or add noise that no stated ε knows of, is refuse
 charged. What only looks on works.
 """
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -141,8 +142,8 @@ def test_every_legacy_config_says_its_round() -> None:
     ppsgd = legacy_strategy(evaluate_every=1)
     run_legacy(ppsgd, ClientApp(client_fn=watched))
     assert ppsgd.ledger.rounds == 2
-    expected = [("fit", 1), ("evaluate", 1), ("fit", 2), ("evaluate", 2)]
-    assert sorted(Watched.seen, key=expected.index) == [each for each in expected for _ in range(5)]
+    each = Counter({("fit", 1): 5, ("evaluate", 1): 5, ("fit", 2): 5, ("evaluate", 2): 5})
+    assert Counter(Watched.seen) == each
 
 
 # --- strategies around ours
@@ -249,7 +250,7 @@ def recorded(server: PPSGDStrategy) -> list[Any]:
         published.append(parameters_to_ndarrays(parameters)[0])
         return parameters, metrics
 
-    server.aggregate_fit = record  # type: ignore[method-assign]
+    vars(server)["aggregate_fit"] = record
     return published
 
 
@@ -270,9 +271,9 @@ def test_mods_that_only_look_change_nothing_in_a_secure_sum() -> None:
 
 
 def test_mods_that_only_look_change_nothing_in_the_legacy_api() -> None:
-    looking = [legacy_mods.message_size_mod]
     found = []
-    for app in (ClientApp(client_fn), ClientApp(client_fn, mods=looking)):
+    watched = ClientApp(client_fn, mods=[legacy_mods.message_size_mod])
+    for app in (ClientApp(client_fn), watched):
         server = legacy_strategy(insecure_seed=1)
         published = recorded(server)
         run_legacy(server, app)

@@ -19,7 +19,6 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from flwr.server import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from numpy.typing import NDArray
 
@@ -31,10 +30,12 @@ from tests.contract.hostile_clients import (
     Floats,
     Meddle,
     MeddlingGrid,
+    Named,
     array_of,
     grid,
     is_training,
     learner_for,
+    legacy_round,
     legacy_strategy,
     new_context,
     npy,
@@ -347,16 +348,6 @@ Results = list[tuple[ClientProxy, FitRes]]
 LegacyMeddle = Callable[[Results], Results]
 
 
-class Named(ClientProxy):
-    """A client that is only a name."""
-
-    def get_properties(self, *_: Any) -> Any: ...
-    def get_parameters(self, *_: Any) -> Any: ...
-    def fit(self, *_: Any) -> Any: ...
-    def evaluate(self, *_: Any) -> Any: ...
-    def reconnect(self, *_: Any) -> Any: ...
-
-
 def result(parameters: Parameters) -> FitRes:
     return FitRes(Status(Code.OK, ""), parameters, 1, {})
 
@@ -366,19 +357,13 @@ def legacy_w(
 ) -> tuple[Floats, int]:
     """w after one round that is driven by hand, and the number of charges."""
     ppsgd = legacy_strategy(**SEED)
-    clients = SimpleClientManager()
-    for user in range(USERS):
-        clients.register(Named(str(user)))
-    parameters = ppsgd.initialize_parameters(clients)
-    assert parameters is not None
     results = []
-    for proxy, instructions in ppsgd.configure_fit(1, parameters, clients):
+    for proxy, instructions in legacy_round(ppsgd):
         context = new_context(int(proxy.cid))
         client = PPSGDClient(learner_for(context), context)
         w = parameters_to_ndarrays(instructions.parameters)
         arrays, _, _ = client.fit(w, instructions.config)
         results.append((proxy, result(ndarrays_to_parameters(arrays))))
-    results.sort(key=lambda each: each[0].cid)
     after, _ = ppsgd.aggregate_fit(1, meddle(results), list(failures or []))
     return parameters_to_ndarrays(after)[0], ppsgd.ledger.rounds
 
