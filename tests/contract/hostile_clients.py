@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common import FitIns, ndarrays_to_parameters
+from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from numpy.typing import NDArray
@@ -225,3 +225,17 @@ def legacy_round(ppsgd: PPSGDStrategy) -> list[tuple[Any, FitIns]]:
     parameters = ppsgd.initialize_parameters(clients)
     asked = ppsgd.configure_fit(1, parameters, clients)
     return sorted(asked, key=lambda each: each[0].cid)
+
+
+def recorded(server: Any) -> list[Any]:
+    """Every w that a legacy strategy publishes from now on, in order."""
+    published: list[Any] = []
+    aggregate = server.aggregate_fit
+
+    def record(*arguments: Any) -> Any:
+        parameters, metrics = aggregate(*arguments)
+        published.append(parameters_to_ndarrays(parameters)[0])
+        return parameters, metrics
+
+    server.aggregate_fit = record
+    return published

@@ -15,7 +15,7 @@ from flwr.client import mod as legacy_mods
 from flwr.clientapp import ClientApp
 from flwr.clientapp import mod as mods
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.common import NDArrays, Scalar, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import NDArrays, Scalar, ndarrays_to_parameters
 from flwr.server import (
     LegacyContext,
     ServerApp,
@@ -29,7 +29,7 @@ from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_ppsgd import SecureSum, client_app
-from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.legacy import PPSGDClient
 from tests.contract.hostile_clients import (
     SIZE,
     USERS,
@@ -38,6 +38,7 @@ from tests.contract.hostile_clients import (
     learner_for,
     legacy_strategy,
     new_context,
+    recorded,
     release,
     strategy,
     trained,
@@ -238,20 +239,6 @@ def test_legacy_clients_refuse_to_send_a_gradient_through_such_a_mod(
         np.testing.assert_array_equal(w, 0.0)
     if name == "LocalDpMod":  # the others do without a clip norm from the server
         assert "leave LocalDpMod out of mods" in caplog.text
-
-
-def recorded(server: PPSGDStrategy) -> list[Any]:
-    """Every w that the strategy publishes, in order."""
-    published: list[Any] = []
-    aggregate = server.aggregate_fit
-
-    def record(*arguments: Any) -> Any:
-        parameters, metrics = aggregate(*arguments)
-        published.append(parameters_to_ndarrays(parameters)[0])
-        return parameters, metrics
-
-    vars(server)["aggregate_fit"] = record
-    return published
 
 
 @pytest.mark.parametrize("looking", [mods.message_size_mod, mods.arrays_size_mod])
