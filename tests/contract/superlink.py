@@ -4,6 +4,7 @@ Nodes work while the server asks for replies, so that nothing here depends on cl
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -42,10 +43,14 @@ class SuperLink:
             and does not have it. Answers to checks are always there.
         app: what every node runs.
         users: the number of nodes.
+        slow: seconds that the SuperLink takes for each object, once there are replies of training.
     """
 
-    def __init__(self, uploads: Upload, app: App = APP, users: int = USERS) -> None:
+    def __init__(
+        self, uploads: Upload, app: App = APP, users: int = USERS, slow: float = 0.0
+    ) -> None:
         self._uploads = uploads
+        self._slow = slow
         self._app = app
         factory = LinkStateFactory(MEMORY, NoOpFederationManager(), ObjectStoreFactory(MEMORY))
         self._state = factory.state()
@@ -86,7 +91,11 @@ class SuperLink:
             if name in ("pull_messages", "pull_object"):
                 self._let_nodes_work()
             task = SimpleNamespace(run_id=self._run_id)
-            return getattr(runtime_handlers, name)(request, self._state, task)
+            answer = getattr(runtime_handlers, name)(request, self._state, task)
+            trains = any(announced.is_training for announced in self._announced)
+        if name == "pull_object" and trains:
+            time.sleep(self._slow)
+        return answer
 
     def _let_nodes_work(self) -> None:
         for announced in self._announced:
@@ -154,7 +163,7 @@ class Announced:
     def __init__(self, link: SuperLink, user: int, reply: Message) -> None:
         self._link = link
         self._user = user
-        self._is_training = reply.metadata.message_type == "train"
+        self.is_training = reply.metadata.message_type == "train"
         self._node = reply.metadata.src_node_id
         answer = link.announce(reply)
         self._session = answer.session_id
@@ -164,7 +173,7 @@ class Announced:
 
     def upload_if(self, uploads: Upload) -> None:
         """Upload it, if its user does so now and has not done so before."""
-        if not self._objects or (self._is_training and not uploads(self._user, self.requests)):
+        if not self._objects or (self.is_training and not uploads(self._user, self.requests)):
             return
         self._link.upload(self._node, self._session, self._objects)
         self._objects = {}

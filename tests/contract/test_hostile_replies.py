@@ -449,9 +449,11 @@ def within_a_minute(run: Callable[[], Floats]) -> Floats:
     return found[0]
 
 
-def over_superlink(uploads: Callable[[int, int], bool], round_timeout: float) -> Floats:
+def over_superlink(
+    uploads: Callable[[int, int], bool], round_timeout: float, slow: float = 0.0
+) -> Floats:
     ppsgd = strategy(round_timeout=round_timeout, **SEED)
-    with SuperLink(uploads).grid() as on:
+    with SuperLink(uploads, slow=slow).grid() as on:
         w = within_a_minute(lambda: trained(ppsgd, on, rounds=1))
     assert ppsgd.ledger.rounds == 1
     return w
@@ -469,3 +471,10 @@ def test_a_reply_that_is_uploaded_late_counts_while_its_round_is_open() -> None:
     w = over_superlink(lambda user, requests: user != 0 or requests > 25, round_timeout=LONG)
     expected, _ = w_and_charges(lambda _, replies: replies)
     np.testing.assert_array_equal(w, expected)
+
+
+def test_what_cannot_be_read_before_the_timeout_is_missing() -> None:
+    """Each reply takes more than the time of the round: a hostile one has thousands of objects."""
+    w = over_superlink(lambda *_: True, round_timeout=1.0, slow=0.6)
+    nobody, _ = w_and_charges(lambda *_: [])
+    np.testing.assert_array_equal(w, nobody)
