@@ -36,6 +36,7 @@ MASKED = "masked"  # the record of a masked vector, and its only array
 SINGLE = np.dtype(np.float32)
 STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
+SERVER_ROUND = "server_round"  # in a legacy config, beside the fields of the Order
 PROTOCOL = 3  # of the Order
 LARGEST_NUMBER = 2**63
 LONGEST_PROMISE = 1000  # characters
@@ -168,6 +169,8 @@ class Order:
         _check(0 <= self.powers <= MOST_POWERS, "powers must be 0 to 1000", self.powers)
         votes = self.powers > 0
         _check(votes == (self.asks == "size"), "powers must be there for a vote", self.powers)
+        told = self.publishes or self.asks == "gradient"
+        _check(told, f"publishes must be true if it asks for a {self.asks}", self.publishes)
         if self.terms is not None:
             self._check_terms(self.terms)
         _check_text("promise", self.promise, LONGEST_PROMISE)

@@ -32,7 +32,7 @@ from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_o
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
-from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, VOTE, Layout, Making
+from flwr_ppsgd.wire import ARRAYS, NUM_EXAMPLES, SERVER_ROUND, VOTE, Layout, Making
 
 log = logging.getLogger("flwr.ppsgd")
 flower_log = logging.getLogger("flwr")
@@ -288,7 +288,8 @@ class PPSGDStrategy(Strategy):
         if round_ == 0:
             asked = self._rounds.open_vote(lambda: _present(client_manager))
             record = record_of(parameters.tensors)
-            instructions = FitIns(parameters, self._rounds.vote_order(record))
+            order = self._rounds.vote_order(record)
+            instructions = FitIns(parameters, {**order, SERVER_ROUND: 0})
         else:
             w = self._flatten(parameters.tensors)
             asked = self._rounds.open(round_, w, self._layout, lambda: _present(client_manager))
@@ -374,10 +375,10 @@ class PPSGDStrategy(Strategy):
             self.close()
 
     def _config(self, round_: int, parameters: Parameters) -> dict[str, Scalar]:
-        """What a client gets beside w: an Order, or what Flower's stock strategies send."""
+        """What a client gets beside w: the round, and an Order if it knows of Orders."""
         if self.training.replies == "parameters":
-            return {"server_round": round_}
-        return self._rounds.order(round_, record_of(parameters.tensors))
+            return {SERVER_ROUND: round_}
+        return {**self._rounds.order(round_, record_of(parameters.tensors)), SERVER_ROUND: round_}
 
     def _reply(self, result: FitRes) -> Reply:
         if self.training.replies == "gradient":

@@ -342,7 +342,7 @@ class PPSGD(Strategy):
             return
         nodes = self._rounds.open_vote(lambda: present_in(grid))
         order = self._rounds.vote_order(arrays)
-        content = _with_order(order, {ARRAYS: arrays, CONFIG: ConfigRecord()})
+        content = _with_order(order, {ARRAYS: arrays, CONFIG: _with_round(ConfigRecord(), 0)})
         messages = _messages(nodes, content, MessageType.TRAIN)
         self._asked = [message.metadata for message in messages]
         replies = ask(grid, messages, timeout, _size(arrays))
@@ -404,9 +404,9 @@ class PPSGD(Strategy):
     ) -> list[Message]:
         """One message to each client of an exchange; w travels only if it is needed."""
         arrays, config = sent
-        records: dict[str, Any] = {}
+        records: dict[str, Any] = {CONFIG: _with_round(config, round_)}
         if exchange.brings_w:
-            records = {ARRAYS: arrays, CONFIG: config}
+            records[ARRAYS] = arrays
         w_digest = digest(bytes_of(arrays) if exchange.brings_w else {})
         payloads = cast(Mapping[Identity, bytes], exchange.payloads)
         orders = self._rounds.staged_orders(round_, exchange.stage, payloads, w_digest)
@@ -537,7 +537,8 @@ class PPSGD(Strategy):
         if self.training.replies == "parameters":
             return self._addressing.content(task, arrays, config, round_)
         order = self._rounds.order(round_, arrays)
-        return _with_order(order, {ARRAYS: arrays, CONFIG: _checked_config(config)})
+        config = _with_round(_checked_config(config), round_)
+        return _with_order(order, {ARRAYS: arrays, CONFIG: config})
 
     def _reply(self, message: Message) -> Reply:
         """The arrays of a message and its measures, and nothing else of it."""
@@ -573,6 +574,11 @@ def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
             "ConfigRecord({...})"
         )
     return config
+
+
+def _with_round(config: ConfigRecord, round_: int) -> ConfigRecord:
+    """The user's config with ``server-round``, as Flower's strategies send it; theirs stays."""
+    return ConfigRecord({**config, "server-round": round_})
 
 
 def _with_order(order: Mapping[str, Any], records: Mapping[str, Any]) -> RecordDict:
