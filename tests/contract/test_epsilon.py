@@ -93,7 +93,7 @@ POINTS = 2**20
 
 def exact_epsilon(row: Row, relation: Relation) -> float:
     spacing = math.ldexp(1.0, -15 if row.replace_one < 4 else -12)
-    losses = (np.arange(POINTS) - POINTS // 2) * spacing
+    losses: Floats = spacing * np.arange(-POINTS // 2, POINTS // 2, dtype=np.float64)
     middles = losses[:-1] + spacing / 2
     found = []
     for below in loss_distributions(row, relation):
