@@ -1,6 +1,7 @@
 """Whatever happens to the server or its disk, the ledger never shows less than was published."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -430,6 +431,53 @@ def test_no_lost_file_hides_a_charge(machine: Path) -> None:
         put_back(machine.with_name("whole"), machine)
         (machine / file).unlink()
         assert "\n" not in refusal(machine)
+
+
+@pytest.fixture
+def unsaved(machine: Path) -> Path:
+    """Four charges before the first checkpoint of w, and no record outside: nothing else helps."""
+    shutil.rmtree(machine)
+    interrupted = strategy(checkpoint_dir=machine / "server", checkpoint_every=100)
+
+    def stop(round_: int, _: object) -> None:
+        if round_ == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.start(nodes(), zeros(), num_rounds=50, on_round=stop)
+    assert interrupted.ledger.rounds == 4
+    shutil.rmtree(machine / "record")
+    put_back(machine, machine.with_name("whole"))
+    return machine
+
+
+def charges_shown(machine: Path) -> float:
+    """How many charges the next server finds; infinity if it refuses to go on."""
+    try:
+        again = strategy(checkpoint_dir=machine / "server")
+    except (ValueError, OSError):
+        return math.inf
+    again.close()
+    return again.ledger.rounds
+
+
+def changed(content: bytes) -> Iterator[bytes]:
+    """Bits flipped here and there; and each part but the last taken out, where there are lines."""
+    dice = random.Random(len(content))
+    for _ in range(30):
+        yield flipped(content, dice.randrange(len(content)))
+    lines = content.splitlines(keepends=True)
+    for place in range(min(len(lines) - 1, 20)):
+        yield b"".join(lines[:place] + lines[place + 1 :])
+
+
+def test_no_change_hides_a_charge_even_if_nothing_outside_helps(unsaved: Path) -> None:
+    for file in files_of(unsaved):
+        content = (unsaved.with_name("whole") / file).read_bytes()
+        for bytes_ in changed(content) if content else ():
+            put_back(unsaved.with_name("whole"), unsaved)
+            (unsaved / file).write_bytes(bytes_)
+            assert charges_shown(unsaved) >= 4
 
 
 def test_the_directories_of_a_training_are_its_owners_alone(tmp_path: Path) -> None:
