@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import Array, ArrayRecord, Context, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -191,6 +191,24 @@ def test_the_server_clips_each_user_to_c_and_divides_by_d() -> None:
     w = released(release, loud_learner, 4.0)
     np.testing.assert_allclose(w[:8], -4.0 * 2.0 / 8, rtol=1e-8)
     np.testing.assert_array_equal(w[8:], 0.0)
+
+
+def test_the_server_clips_even_if_the_client_did_not() -> None:
+    """Whatever arrays a client sends are made 1000 times as long on their way."""
+    app = client_app(loud_learner)
+
+    def louder(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        for record in reply.content.array_records.values():
+            for name, array in record.items():
+                record[name] = Array(1000 * array.numpy())
+        return reply
+
+    release = Release(Poisson(8, 1.0), clip_norm=2.0, noise_multiplier=0.0)
+    strategy = PPSGD(release=release, steps=Steps(4.0, 0.0), delta=1e-6)
+    grid = InProcessGrid(louder, 8)  # type: ignore[arg-type]
+    w = flat(strategy.start(grid, ArrayRecord([np.zeros(D)]), num_rounds=1).arrays)
+    np.testing.assert_allclose(w[:8], -4.0 * 2.0 / 8, rtol=1e-8)
 
 
 # Who takes part. Each user pulls a coordinate of its own, so the first w shows who was drawn.

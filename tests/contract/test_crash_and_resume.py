@@ -238,7 +238,7 @@ class Counted(Target):
 def test_clients_refuse_a_server_whose_whole_machine_went_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A snapshot takes the record of charges back too; devices remember more."""
+    """A snapshot takes the record of charges back too; devices remember more, at every start."""
     machine = tmp_path / "machine"
     monkeypatch.setenv("PPSGD_STATE_HOME", str(machine / "record"))
     grid = InProcessGrid(client_app(lambda _: Counted(np.ones(SIZE))), USERS)
@@ -251,8 +251,9 @@ def test_clients_refuse_a_server_whose_whole_machine_went_back(
     go_on(8)
     put_back(tmp_path / "snapshot", machine)
     Counted.taken = 0
-    with pytest.raises(RuntimeError, match="each client that was asked gave an error"):
-        go_on(8)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="each client that was asked gave an error"):
+            go_on(8)
     assert Counted.taken == 0
 
 
