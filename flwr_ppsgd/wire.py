@@ -39,6 +39,7 @@ SIZE = "ppsgd-size"  # C
 BESIDE = (VARIANCE, UNIT, SIZE)
 STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
+SERVER_ROUND = "server_round"  # in a legacy config, beside the fields of the Order
 PROTOCOL = 4  # of the Order
 LARGEST_NUMBER = 2**63
 LONGEST_PROMISE = 1000  # characters
@@ -179,7 +180,7 @@ class Order:
         _check(0 < self.unit < math.inf, "unit must be finite, above 0", self.unit)
         _check(0 < self.size < math.inf, "size must be finite, above 0", self.size)
         releases = self.publishes or self.asks in ("gradient", "nothing")
-        _check(releases, "what is asked for must be published", self.asks)
+        _check(releases, f"publishes must be true if it asks for a {self.asks}", self.publishes)
         if self.terms is not None:
             self._check_terms(self.terms)
         _check_text("promise", self.promise, LONGEST_PROMISE)

@@ -19,12 +19,13 @@ from flwr_ppsgd.client.visit import (
     answer_order,
     answer_stock,
     check_shared,
+    hidden_failures,
     measure,
     num_tested,
     serve,
 )
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.wire import ARRAYS, BEFORE_ROUNDS, GRADIENT, METRICS, Order
+from flwr_ppsgd.wire import ARRAYS, BEFORE_ROUNDS, GRADIENT, METRICS, SERVER_ROUND, Order
 
 TRAIN = "train"
 ORDER_FIELDS = ("protocol", "publishes", "clip_norm")  # no stock strategy sends one of these
@@ -68,10 +69,12 @@ class PPSGDClient(NumPyClient):
                 sent = self._fit_locally(w, config)
                 return _arrays(sent, parameters), self._learner.num_examples, {}
             refuse_clipping_mods()
-            shapes = {str(place): array.shape for place, array in enumerate(parameters)}
-            check_shared(self._learner, shapes)
             refuse_plain(self._context, order)
-            sent = answer_order(self._context, self._learner, w, order)
+            sent = Sent(None)
+            with hidden_failures(self._context, order):
+                shapes = {str(place): array.shape for place, array in enumerate(parameters)}
+                check_shared(self._learner, shapes)
+                sent = answer_order(self._context, self._learner, w, order)
             if order.asks in BEFORE_ROUNDS:
                 assert sent.vector is not None
                 return [sent.vector], 1, {}
@@ -108,10 +111,12 @@ class PPSGDClient(NumPyClient):
         )
 
     def _request(self, kind: str, parameters: NDArrays, config: Mapping[str, Scalar]) -> Request:
-        has_order = any(name in config for name in ORDER_FIELDS)
+        order: dict[str, Scalar] | None = None
+        if any(name in config for name in ORDER_FIELDS):
+            order = {name: value for name, value in config.items() if name != SERVER_ROUND}
         return Request(
             kind=kind,
-            order=config if has_order else None,
+            order=order,
             arrays=lambda: _serialised(parameters),
             serves_stock=self._local_step is not None,
         )

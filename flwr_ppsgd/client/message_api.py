@@ -30,6 +30,7 @@ from flwr_ppsgd.client.visit import (
     answer_order,
     answer_stock,
     check_shared,
+    hidden_failures,
     measure,
     num_tested,
     serve,
@@ -86,11 +87,13 @@ def client_app(
         order = _order(records)
         if order is not None and order.stage:
             return _answer_stage(message, context, order, learner_for)
-        learner = learner_for(context)
         if order is not None:
             refuse_plain(context, order)
-            sent = _trained(records, context, learner, order)
+            sent: Records = {}
+            with hidden_failures(context, order):
+                sent = _trained(records, context, learner_for(context), order)
             return Message(RecordDict({**sent}), reply_to=message)
+        learner = learner_for(context)
         local = LocalSteps.of(context, local_step, local_steps)
         return _train_locally(message, context, learner, local)
 

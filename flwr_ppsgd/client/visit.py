@@ -6,7 +6,8 @@ w comes in, a clipped gradient goes out, θ stays.
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -27,7 +28,14 @@ from flwr_ppsgd.client.personal import (
     step_from,
 )
 from flwr_ppsgd.client.policy import Policy
-from flwr_ppsgd.client.refusal import REFUSED_ORDER, REFUSED_POLICY, coded, refusing
+from flwr_ppsgd.client.refusal import (
+    REFUSED_ORDER,
+    REFUSED_POLICY,
+    DiskError,
+    RefusedError,
+    coded,
+    refusing,
+)
 from flwr_ppsgd.client.sent import Leaving
 from flwr_ppsgd.learner import Learner, OwnModel, Solver
 from flwr_ppsgd.recipe import scalar_pair
@@ -101,6 +109,27 @@ def _note_error(context: Context, leaving: Leaving) -> None:
         note(context, leaving)
     except Exception as error:
         log.error("This reply could not be noted: %s", error)
+
+
+@contextmanager
+def hidden_failures(context: Context, order: Order) -> Iterator[None]:
+    """Keep a learner's failure on this machine if its owner answers secure sums only.
+
+    An Order that publishes nothing then gets the same reply whatever the learner does: whether it
+    fails may depend on its data, and the server chooses w.
+
+    Args:
+        context: the node.
+        order: what the server asks for.
+    """
+    try:
+        yield
+    except (RefusedError, DiskError):
+        raise
+    except Exception:
+        if order.publishes or not Policy.of(context.node_config).secure:
+            raise
+        log.exception("The client failed; the server is not told")
 
 
 @dataclass(frozen=True)

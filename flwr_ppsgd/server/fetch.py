@@ -2,10 +2,13 @@
 
 Flower's own ``pull_messages`` inflates all replies together, and one that is malformed raises and
 ends the run. Here each reply is fetched by itself, within a bound on its size; one that cannot be
-read becomes an error reply of that node, which counts as zero. All names of Flower that are not
-public are in this file; they are imported when they are first needed.
+read becomes an error reply of that node, which counts as zero. One that was announced and is not
+uploaded yet is tried again after the others, until the time is over: nobody holds a round longer
+than that. All names of Flower that are not public are in this file; they are imported when they are
+first needed.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -34,6 +37,10 @@ MOST_DEPTH = 8
 
 class HostileReplyError(ValueError):
     """A reply whose bytes are not what a reply may be."""
+
+
+class NotUploadedError(RuntimeError):
+    """A reply that was announced, and of which an object cannot be had now."""
 
 
 def ask(
@@ -126,49 +133,77 @@ def _is_remote(grid: Grid) -> bool:
 def _fetched(
     grid: Any, messages: Sequence[Message], timeout: float, most: int
 ) -> Iterator[Message]:
-    """Replies as they come, each forgotten here once it is handed out."""
+    """Replies as they come, each forgotten here once it is handed out.
+
+    A SuperLink announces a reply once. What is not uploaded yet goes to the back of the queue.
+    """
     deadline = time.monotonic() + timeout
-    waiting = {message_id for message_id in grid.push_messages(messages) if message_id}
-    while waiting:
-        for answered, reply in _ready(grid, waiting, most):
-            waiting.discard(answered)
-            yield reply
-        if not waiting or time.monotonic() >= deadline:
+    unheard = {message_id for message_id in grid.push_messages(messages) if message_id}
+    late: list[tuple[Any, Any]] = []  # announced, and not uploaded when they were last tried
+    while unheard or late:
+        announced = _announced(grid, unheard)
+        queue = [*announced, *late]
+        late = []
+        for proto, tree in queue:
+            try:
+                yield _read(grid, proto, tree, most, deadline)
+            except NotUploadedError:
+                late.append((proto, tree))
+        left = deadline - time.monotonic()
+        if left <= 0:
             return
-        time.sleep(POLL_SECONDS)
+        if unheard or late:
+            time.sleep(min(POLL_SECONDS, left))
 
 
-def _ready(grid: Any, waiting: set[str], most: int) -> Iterator[tuple[str, Message]]:
-    """The replies that the SuperLink has, with the ids of the messages that they answer."""
+def _announced(grid: Any, unheard: set[str]) -> list[tuple[Any, Any]]:
+    """The replies that are new to the SuperLink; what they answer is taken out of ``unheard``."""
     from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
+    client = _client_of(grid)
+    if not unheard:
+        return []
+    found = client.PullMessages(PullAppMessagesRequest(message_ids=sorted(unheard)))
+    announced = []
+    for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+        answered = proto.metadata.reply_to_message_id
+        if answered in unheard:
+            unheard.discard(answered)
+            announced.append((proto, tree))
+    return announced
+
+
+def _client_of(grid: Any) -> Any:
+    """Flower's connection to the SuperLink."""
     client = getattr(grid, "_runtime_client", None)
     if client is None or not hasattr(client, "PullObject"):
         raise RuntimeError(
             f"flwr {version('flwr')} keeps its connection elsewhere than 1.41 does, so replies "
             "cannot be fetched one by one: install flwr==1.41.0"
         )
-    found = client.PullMessages(PullAppMessagesRequest(message_ids=sorted(waiting)))
-    for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
-        answered = proto.metadata.reply_to_message_id
-        if answered not in waiting:
-            continue
-        try:
-            reply = _inflated(grid, client, proto, tree, most)
-        except Exception as error:  # whatever a client sent, it is never a reason to stop a round
-            reply = _error_reply(grid, proto.metadata, f"{type(error).__name__}: {error}")
-        yield answered, reply
+    return client
 
 
-def _inflated(grid: Any, client: Any, proto: Any, tree: Any, most: int) -> Message:
+def _read(grid: Any, proto: Any, tree: Any, most: int, deadline: float) -> Message:
+    """One reply, or an error if it cannot be read; NotUploadedError if it is not there."""
+    client = _client_of(grid)
+    try:
+        contents = _contents(grid, client, tree, most, deadline)
+        reply = _inflated(proto, contents, most)
+    except NotUploadedError:
+        raise
+    except Exception as error:  # whatever a client sent, it is never a reason to stop a round
+        reply = _error_reply(grid, proto.metadata, f"{type(error).__name__}: {error}")
+    with contextlib.suppress(Exception):  # what is not confirmed is forgotten with the run
+        _confirm(grid, client, proto.metadata.message_id)
+    return reply
+
+
+def _inflated(proto: Any, contents: dict[str, bytes], most: int) -> Message:
     """One reply; HostileReplyError if its objects or its size are not what a reply may be."""
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
     message_id = proto.metadata.message_id
-    try:
-        contents = _contents(grid, client, tree, most)
-    finally:
-        _confirm(grid, client, message_id)
     check_inflated_size(contents, most)
     message = inflate_object_from_contents(message_id, contents)
     if not isinstance(message, Message):
@@ -182,15 +217,24 @@ def _inflated(grid: Any, client: Any, proto: Any, tree: Any, most: int) -> Messa
     return message
 
 
-def _contents(grid: Any, client: Any, tree: Any, most: int) -> dict[str, bytes]:
-    """The reply's objects, at most ``most`` bytes of them."""
+def _contents(grid: Any, client: Any, tree: Any, most: int, deadline: float) -> dict[str, bytes]:
+    """The reply's objects, at most ``most`` bytes of them, as far as there is time."""
     from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+    from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, pull_objects
 
     run_id = grid.run.run_id
-    pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id)
+    pull = bounded(make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id), most)
+
+    def pull_now(object_id: str) -> bytes:
+        if time.monotonic() >= deadline:
+            raise NotUploadedError("the round is over")
+        try:
+            return pull(object_id)
+        except ObjectUnavailableError as error:  # Flower would wait for it, for hours
+            raise NotUploadedError(str(error)) from None
+
     ids = list(dict.fromkeys(object_ids(tree)))
-    return pull_objects(ids, bounded(pull, most))
+    return pull_objects(ids, pull_now)
 
 
 def bounded(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:

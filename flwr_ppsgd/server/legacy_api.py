@@ -31,7 +31,7 @@ from flwr_ppsgd.server.enrolment import Present, present_in
 from flwr_ppsgd.server.rounds import OpenRound, Reply, Rounds, mean_of, refuse_other_model
 from flwr_ppsgd.server.training import Identity, ReplyKind, Training
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
-from flwr_ppsgd.wire import ANSWER, ARRAYS, NUM_EXAMPLES, Layout
+from flwr_ppsgd.wire import ANSWER, ARRAYS, NUM_EXAMPLES, SERVER_ROUND, Layout
 
 log = logging.getLogger("flwr.ppsgd")
 flower_log = logging.getLogger("flwr")
@@ -277,7 +277,7 @@ class PPSGDStrategy(Strategy):
             asked = self._rounds.open_before(name, lambda: _present(client_manager))
             record = record_of(parameters.tensors)
             order = self._rounds.before_order(name, record)
-            instructions = FitIns(parameters, order)
+            instructions = FitIns(parameters, {**order, SERVER_ROUND: 0})
         else:
             w = self._flatten(parameters.tensors)
             asked = self._rounds.open(round_, w, self._layout, lambda: _present(client_manager))
@@ -332,6 +332,7 @@ class PPSGDStrategy(Strategy):
                 config = self._rounds.last_order(record, measured=measured)
             else:
                 config = self._rounds.measuring_order(round_, record)
+            config = {**config, SERVER_ROUND: round_}
         instructions = EvaluateIns(average, config)
         chosen = [(clients[str(cid)], instructions) for cid in asked if str(cid) in clients]
         if not chosen:
@@ -375,10 +376,10 @@ class PPSGDStrategy(Strategy):
             self.close()
 
     def _config(self, round_: int, parameters: Parameters) -> dict[str, Scalar]:
-        """What a client gets beside w: an Order, or what Flower's stock strategies send."""
+        """What a client gets beside w: the round, and an Order if it knows of Orders."""
         if self.training.replies == "parameters":
-            return {"server_round": round_}
-        return self._rounds.order(round_, record_of(parameters.tensors))
+            return {SERVER_ROUND: round_}
+        return {**self._rounds.order(round_, record_of(parameters.tensors)), SERVER_ROUND: round_}
 
     def _reply(self, result: FitRes) -> Reply:
         if self.training.replies == "gradient":

@@ -342,7 +342,7 @@ class PPSGD(Strategy):
                 continue
             nodes = self._rounds.open_before(name, lambda: present_in(grid))
             order = self._rounds.before_order(name, arrays)
-            content = _with_order(order, {ARRAYS: arrays, CONFIG: ConfigRecord()})
+            content = _with_order(order, {ARRAYS: arrays, CONFIG: _with_round(ConfigRecord(), 0)})
             messages = _messages(nodes, content, MessageType.TRAIN)
             self._asked = [message.metadata for message in messages]
             replies = ask(grid, messages, timeout, _size(arrays))
@@ -355,7 +355,8 @@ class PPSGD(Strategy):
             return  # the last evaluation brings it
         nodes = self._rounds.everybody(lambda: present_in(grid))
         order = self._rounds.last_order(arrays, measured=False)
-        content = _with_order(order, {ARRAYS: arrays, CONFIG: ConfigRecord()})
+        config = _with_round(ConfigRecord(), self.rounds_done)
+        content = _with_order(order, {ARRAYS: arrays, CONFIG: config})
         for _ in ask(grid, _messages(nodes, content, MessageType.EVALUATE), timeout, size=0):
             pass
 
@@ -420,9 +421,9 @@ class PPSGD(Strategy):
     ) -> list[Message]:
         """One message to each client of an exchange; w travels only if it is needed."""
         arrays, config = sent
-        records: dict[str, Any] = {}
+        records: dict[str, Any] = {CONFIG: _with_round(config, round_)}
         if exchange.brings_w:
-            records = {ARRAYS: arrays, CONFIG: config}
+            records[ARRAYS] = arrays
         w_digest = digest(bytes_of(arrays) if exchange.brings_w else {})
         payloads = cast(Mapping[Identity, bytes], exchange.payloads)
         orders = self._rounds.staged_orders(round_, exchange.stage, payloads, w_digest, before)
@@ -553,7 +554,8 @@ class PPSGD(Strategy):
         if self.training.replies == "parameters":
             return self._addressing.content(task, arrays, config, round_)
         order = self._order(task, round_, arrays)
-        return _with_order(order, {ARRAYS: arrays, CONFIG: _checked_config(config)})
+        config = _with_round(_checked_config(config), round_)
+        return _with_order(order, {ARRAYS: arrays, CONFIG: config})
 
     def _order(self, task: Kind, round_: int, arrays: ArrayRecord) -> dict[str, Any]:
         """The Order of a round, or that of an evaluation; the last one brings the recipe's w."""
@@ -597,6 +599,11 @@ def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
             "ConfigRecord({...})"
         )
     return config
+
+
+def _with_round(config: ConfigRecord, round_: int) -> ConfigRecord:
+    """The user's config with ``server-round``, as Flower's strategies send it; theirs stays."""
+    return ConfigRecord({**config, "server-round": round_})
 
 
 def _with_order(order: Mapping[str, Any], records: Mapping[str, Any]) -> RecordDict:

@@ -189,7 +189,7 @@ def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was(
     def fail(*_: object) -> Message:
         raise OSError("disk full")
 
-    monkeypatch.setattr("flwr_ppsgd.client.message_api.reply_to", fail)
+    monkeypatch.setattr("flwr_ppsgd.client.message_api.Message", fail)
     (reply,) = on.send_and_receive([message])
     assert reply.has_error()
     context = on.context(message.metadata.dst_node_id)

@@ -376,6 +376,16 @@ def test_a_node_that_demands_secure_sums_answers_nothing_else() -> None:
     assert codes == ["refused-policy: ValueError"] * 3
 
 
+def test_a_vote_that_publishes_nothing_is_no_order() -> None:
+    """A plain one was once answered with the user's exact bin by a node that is for secure sums."""
+    vote = replace(ORDER_1, terms=None, stage=0, asks="size", powers=48, publishes=False)
+    content = RecordDict({"arrays": w0(), ORDER: ConfigRecord(vote.to_flat())})
+    asked = Message(content, dst_node_id=1, message_type="train")
+    context = Context(1, 1, {"partition-id": 0, "ppsgd-secure": True}, RecordDict(), {})
+    with pytest.raises(ClientError, match="refused-order"):
+        APP(asked, context)
+
+
 def test_limits_without_the_switch_are_a_mistake() -> None:
     from flwr_ppsgd.client.policy import Policy
 

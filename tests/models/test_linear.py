@@ -110,21 +110,6 @@ def test_theta_starts_at_zero_with_one_entry_for_each_feature_and_output() -> No
     assert learner.num_examples == ROWS
 
 
-def test_at_the_first_theta_the_gradient_is_that_of_w() -> None:
-    """Learners of one size share the first θ, so nobody can change it."""
-    learner = AdditiveLinear(batch("squared"), FEATURES, OUTPUTS)
-    first = learner.initial_theta()
-    w = np.random.default_rng(2).normal(size=FEATURES * OUTPUTS)
-    found, _ = learner.gradients(w, first, order("mean"))
-    expected, _ = learner.gradients(w, np.zeros(FEATURES * OUTPUTS), order("mean"))
-    np.testing.assert_array_equal(found, expected)
-    other, _ = learner.gradients(w, first + 1.0, order("mean"))
-    expected, _ = learner.gradients(w + 1.0, first, order("mean"))
-    np.testing.assert_allclose(other, expected, rtol=1e-12)
-    with pytest.raises(ValueError, match="read-only"):
-        first += 1.0
-
-
 def test_squared_measures_by_hand() -> None:
     """Scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1+9), one of two
     classes right."""

@@ -1,0 +1,208 @@
+"""A SuperLink in this process: Flower's own grid and handlers, without a network between them.
+
+Nodes work while the server asks for replies, so that nothing here depends on clocks.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from flwr.app import Context, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
+from flwr.proto.message_pb2 import PullObjectRequest, PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.federation.noop_federation_manager import NoOpFederationManager
+from flwr.superlink.grid.http_grid import HttpGrid
+from flwr.superlink.servicer.fleet import fleet_handlers
+from flwr.superlink.servicer.runtime import runtime_handlers
+
+from tests.contract.hostile_clients import APP, USERS, App
+
+MEMORY = ":flwr-in-memory:"
+Upload = Callable[[int, int], bool]
+
+
+class SuperLink:
+    """Nodes behind a SuperLink, and the grid through which a server reaches them.
+
+    Args:
+        uploads: called with a user and the number of requests since this user's reply was
+            announced; whether the user uploads it now. Until then the SuperLink knows of the reply
+            and does not have it. Answers to checks are always there.
+        app: what every node runs.
+        users: the number of nodes.
+        slow: seconds that the SuperLink takes for each object, once there are replies of training.
+    """
+
+    def __init__(
+        self, uploads: Upload, app: App = APP, users: int = USERS, slow: float = 0.0
+    ) -> None:
+        self._uploads = uploads
+        self._slow = slow
+        self._app = app
+        factory = LinkStateFactory(MEMORY, NoOpFederationManager(), ObjectStoreFactory(MEMORY))
+        self._state = factory.state()
+        self._run_id = self._started_run()
+        self._contexts = dict(self._new_node(user) for user in range(users))
+        self._announced: list[Announced] = []
+        self._lock = threading.Lock()
+
+    def _started_run(self) -> int:
+        state = self._state
+        run_id = state.create_run(
+            "f", "1", "h", {}, NOOP_FEDERATION_ID, None, "a", TaskType.SERVER_APP
+        )
+        task = state.get_run_info(run_ids=[run_id])[0].primary_task_id
+        assert task is not None
+        state.claim_task(task)
+        state.activate_task(task)
+        return run_id
+
+    def _new_node(self, user: int) -> tuple[int, Context]:
+        node = self._state.create_node("a", "a", str(user).encode(), 30.0)
+        self._state.activate_node(node, 3600.0)
+        return node, Context(self._run_id, node, {"partition-id": user}, RecordDict(), {})
+
+    @contextmanager
+    def grid(self) -> Iterator[Any]:
+        """Flower's own grid over HTTP, which asks the handlers below in place of a server."""
+        found = HttpGrid(token="none", insecure=True)
+        found.set_run(self._state.get_run_info(run_ids=[self._run_id])[0])
+        vars(found)["_client"] = RuntimeClient(self)
+        # Flower gives these to each process of a run
+        with mock.patch.multiple(TaskIdentity, _run_id=self._run_id, _task_id=1, _node_id=1):
+            yield found
+
+    def handle(self, name: str, request: Any) -> Any:
+        """What Flower's SuperLink answers to a request of the server."""
+        with self._lock:  # Flower's grid asks in several threads
+            if name in ("pull_messages", "pull_object"):
+                self._let_nodes_work()
+            task = SimpleNamespace(run_id=self._run_id)
+            answer = getattr(runtime_handlers, name)(request, self._state, task)
+            trains = any(announced.is_training for announced in self._announced)
+        if name == "pull_object" and trains:
+            time.sleep(self._slow)
+        return answer
+
+    def _let_nodes_work(self) -> None:
+        for announced in self._announced:
+            announced.requests += 1
+            announced.upload_if(self._uploads)
+        for node, context in self._contexts.items():
+            while (message := self._received(node)) is not None:
+                reply = self._app(message, context)
+                announced = Announced(self, int(context.node_config["partition-id"]), reply)
+                self._announced.append(announced)
+                announced.upload_if(self._uploads)
+
+    def _received(self, node: int) -> Message | None:
+        """The next message for a node."""
+        state = self._state
+        asking = Node(node_id=node)
+        request = PullMessagesRequest(node=asking)
+        pulled = fleet_handlers.pull_messages(request, state, state.object_store)
+        if not pulled.message_object_trees:
+            return None
+
+        def content(name: str) -> bytes:
+            wanted = PullObjectRequest(node=asking, run_id=self._run_id, object_id=name)
+            return fleet_handlers.pull_object(wanted, state).object_content
+
+        message = pull_and_inflate_object_from_tree(
+            pulled.message_object_trees[0], content, lambda _: None, return_type=Message
+        )
+        message.metadata.__dict__["_message_id"] = message.object_id
+        return message
+
+    def announce(self, reply: Message) -> Any:
+        """Let the SuperLink know of a reply; its answer says which objects it wants."""
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        node = Node(node_id=reply.metadata.src_node_id)
+        request = PushMessagesRequest(
+            node=node,
+            messages_list=[message_to_proto(remove_content_from_message(reply))],
+            message_object_trees=[get_object_tree(reply)],
+        )
+        return fleet_handlers.push_messages(request, self._state)
+
+    def upload(self, node: int, session: str, objects: Mapping[str, bytes]) -> None:
+        """Push the objects of a reply."""
+        for name, content in objects.items():
+            request = PushObjectRequest(
+                node=Node(node_id=node),
+                run_id=self._run_id,
+                session_id=session,
+                object_id=name,
+                object_content=content,
+            )
+            assert fleet_handlers.push_object(request, self._state).stored
+
+
+class Announced:
+    """A reply that the SuperLink knows of.
+
+    Args:
+        link: the SuperLink.
+        user: whose reply it is.
+        reply: the whole of it.
+    """
+
+    def __init__(self, link: SuperLink, user: int, reply: Message) -> None:
+        self._link = link
+        self._user = user
+        self.is_training = reply.metadata.message_type == "train"
+        self._node = reply.metadata.src_node_id
+        answer = link.announce(reply)
+        self._session = answer.session_id
+        objects = get_all_nested_objects(reply)
+        self._objects = {name: objects[name].deflate() for name in answer.objects_to_push}
+        self.requests = 0
+
+    def upload_if(self, uploads: Upload) -> None:
+        """Upload it, if its user does so now and has not done so before."""
+        if not self._objects or (self.is_training and not uploads(self._user, self.requests)):
+            return
+        self._link.upload(self._node, self._session, self._objects)
+        self._objects = {}
+
+
+class RuntimeClient:
+    """What Flower's grid talks to; each request goes to Flower's own handler.
+
+    Args:
+        link: the SuperLink.
+    """
+
+    def __init__(self, link: SuperLink) -> None:
+        self._link = link
+
+    def GetNodes(self, request: Any) -> Any:  # noqa: N802 - Flower's name, as those below
+        return self._link.handle("get_nodes", request)
+
+    def PushMessages(self, request: Any) -> Any:  # noqa: N802
+        return self._link.handle("push_messages", request)
+
+    def PushObject(self, request: Any) -> Any:  # noqa: N802
+        return self._link.handle("push_object", request)
+
+    def PullMessages(self, request: Any) -> Any:  # noqa: N802
+        return self._link.handle("pull_messages", request)
+
+    def PullObject(self, request: Any) -> Any:  # noqa: N802
+        return self._link.handle("pull_object", request)
+
+    def ConfirmMessageReceived(self, request: Any) -> Any:  # noqa: N802
+        return self._link.handle("confirm_message_received", request)

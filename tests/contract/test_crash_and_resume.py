@@ -1,0 +1,497 @@
+"""Whatever happens to the server or its disk, the ledger never shows less than was published."""
+
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Context
+from flwr.client import Client
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerApp, ServerAppComponents
+
+from flwr_ppsgd import Order, Poisson, Release, Steps, client_app
+from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.simulation import InProcessGrid
+from tests.contract import killed
+from tests.contract.command import ppsgd
+from tests.contract.targets import (
+    DELTA,
+    NOISY,
+    SIZE,
+    STEPS,
+    USERS,
+    Floats,
+    Target,
+    flat,
+    learner_for,
+    nodes,
+    strategy,
+    train,
+    zeros,
+)
+
+ROOT = Path(__file__).parents[2]
+Event = dict[str, Any]
+
+
+def command(what: str, directory: Path) -> list[str]:
+    return [sys.executable, "-m", "tests.contract.killed", what, str(directory)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def events_of(what: str, directory: Path) -> list[Event]:
+    """What a process of ``killed`` has said, to its end."""
+    ended = subprocess.run(
+        command(what, directory),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+# Crashes.
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    """A training that was killed at random moments, and what each next server found."""
+    return events_of("kills", tmp_path_factory.mktemp("killed"))
+
+
+def test_killed_at_any_moment_the_ledger_has_every_published_w(crashes: list[Event]) -> None:
+    """And at most one too many for each kill."""
+    published = 0
+    kills = 0
+    for event in crashes:
+        published += event["event"] == "published"
+        kills += event["event"] == "killed"
+        if event["event"] == "found":
+            assert published <= event["ledger"] <= published + kills
+    assert kills == killed.KILLS
+    assert published >= kills / 2
+    assert not [event for event in crashes if event["event"] == "error"]
+
+
+def test_after_a_kill_no_more_than_the_round_in_flight_is_lost(crashes: list[Event]) -> None:
+    last = 0
+    for event in crashes:
+        if event["event"] == "published":
+            last = event["round"]
+        if event["event"] == "found":
+            assert last - 1 <= event["rounds_done"] <= last + 1
+
+
+def test_a_training_goes_on_with_the_w_that_was_published_last(crashes: list[Event]) -> None:
+    seen: dict[int, str] = {}
+    compared = 0
+    for event in crashes:
+        if event["event"] == "published":
+            seen[event["round"]] = event["w"]
+        if event["event"] == "resumed" and event["round"] in seen:
+            assert event["w"] == seen[event["round"]]
+            compared += 1
+    assert compared > 0
+
+
+def test_after_crashes_the_number_of_rounds_is_still_the_total(crashes: list[Event]) -> None:
+    (total,) = [event["rounds"] for event in crashes if event["event"] == "total"]
+    before, after = [event for event in crashes if event["event"] == "found"][-2:]
+    assert before["rounds_done"] == total - 3
+    assert after == {"event": "found", "ledger": before["ledger"] + 3, "rounds_done": total}
+
+
+def test_rounds_are_absolute_after_a_restart(tmp_path: Path) -> None:
+    train(tmp_path, 3)
+    again = strategy(checkpoint_dir=tmp_path)
+    assert again.ledger.rounds == 3
+    seen: list[int] = []
+    result = again.start(
+        nodes(), zeros(), num_rounds=7, on_round=lambda round_, _: seen.append(round_)
+    )
+    assert seen == [3, 4, 5, 6, 7]
+    assert list(result.train_metrics_clientapp) == [4, 5, 6, 7]
+    assert again.ledger.rounds == again.rounds_done == 7
+
+
+def test_a_training_in_two_parts_has_the_w_of_one_in_one_part(tmp_path: Path) -> None:
+    """θ lives on the nodes, so the same grid is used before and after."""
+    grid = nodes()
+    for rounds in (3, 6):
+        part = strategy(checkpoint_dir=tmp_path, insecure_seed=9)
+        w = flat(part.start(grid, zeros(), num_rounds=rounds).arrays)
+    whole = strategy(insecure_seed=9).start(nodes(), zeros(), num_rounds=6)
+    np.testing.assert_array_equal(w, flat(whole.arrays))
+
+
+def legacy_client(context: Context) -> Client:
+    return PPSGDClient(learner_for(context), context).to_client()
+
+
+def train_legacy(grid: InProcessGrid, rounds: int, directory: Path | None) -> tuple[int, Floats]:
+    """The number of charges, and w, after this number of rounds in all."""
+    seen: list[Floats] = []
+    legacy = PPSGDStrategy(
+        release=NOISY,
+        steps=STEPS,
+        delta=DELTA,
+        insecure_seed=9,
+        initial_parameters=ndarrays_to_parameters([np.zeros(SIZE)]),
+        checkpoint_dir=directory,
+        evaluate_fn=lambda _, arrays, __: seen.append(arrays[0]),
+    )
+    parts = ServerAppComponents(config=legacy.server_config(rounds), strategy=legacy)
+    ServerApp(server_fn=lambda _: parts)(grid, grid.context(grid.get_node_ids()[0]))
+    legacy.close()
+    return legacy.ledger.rounds, seen[-1]
+
+
+def test_the_legacy_api_goes_on_too(tmp_path: Path) -> None:
+    app = ClientApp(client_fn=legacy_client)
+    grid = InProcessGrid(app, USERS)
+    train_legacy(grid, 3, tmp_path)
+    charged, w = train_legacy(grid, 6, tmp_path)
+    assert charged == 6
+    np.testing.assert_array_equal(w, train_legacy(InProcessGrid(app, USERS), 6, None)[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"release": Release(Poisson(USERS, 1.0), 1.0, 2.0)}, "noise_multiplier"),
+        ({"release": Release(Poisson(USERS, 1.0), 2.0, 3.0)}, "clip_norm"),
+        ({"release": Release(Poisson(USERS, 0.5), 1.0, 3.0)}, "cohort"),
+        ({"delta": 1e-6}, "delta"),
+    ],
+)
+def test_other_privacy_settings_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    train(tmp_path, 2)
+    with pytest.raises(ValueError, match=name) as refused:
+        strategy(**{"checkpoint_dir": tmp_path, **changes})
+    assert "\n" not in str(refused.value)
+    assert strategy(checkpoint_dir=tmp_path, steps=Steps(0.1, 0.1)).ledger.rounds == 2
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    other = strategy(checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="model"):
+        other.start(nodes(), ArrayRecord([np.zeros(SIZE + 1)]), num_rounds=4)
+    assert other.ledger.rounds == 2
+
+
+def test_insecure_rounds_are_marked_for_ever(tmp_path: Path) -> None:
+    train(tmp_path, 1, insecure_seed=3)
+    again = train(tmp_path, 2)
+    assert again.privacy_data()["guarantee"] == "none"
+
+
+# A backup that was restored.
+
+
+def test_a_restored_backup_is_refused_until_its_charges_are_added(tmp_path: Path) -> None:
+    """A whole directory as it was five published rounds ago."""
+    place = tmp_path / "server"
+    train(place, 3)
+    shutil.copytree(place, tmp_path / "backup")
+    train(place, 8)
+    put_back(tmp_path / "backup", place)
+    with pytest.raises(ValueError, match=rf"ppsgd ledger {place} --add 5") as refused:
+        strategy(checkpoint_dir=place)
+    assert "\n" not in str(refused.value)
+    assert ppsgd("ledger", place).status == 0
+    added = ppsgd("ledger", place, "--add", 5, "--reason", "a backup was restored")
+    assert added.status == 0
+    again = strategy(checkpoint_dir=place)
+    assert again.ledger.rounds == 8
+    again.start(nodes(), zeros(), num_rounds=4)
+    assert (again.rounds_done, again.ledger.rounds) == (4, 9)
+
+
+class Counted(Target):
+    """It counts how often anybody takes a gradient."""
+
+    taken: ClassVar[int] = 0
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:
+        Counted.taken += 1
+        return super().gradients(w, theta, order)
+
+
+def test_clients_refuse_a_server_whose_whole_machine_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot takes the record of charges back too; devices remember more, at every start."""
+    machine = tmp_path / "machine"
+    monkeypatch.setenv("PPSGD_STATE_HOME", str(machine / "record"))
+    grid = InProcessGrid(client_app(lambda _: Counted(np.ones(SIZE))), USERS)
+
+    def go_on(rounds: int) -> None:
+        strategy(checkpoint_dir=machine / "server").start(grid, zeros(), num_rounds=rounds)
+
+    go_on(3)
+    shutil.copytree(machine, tmp_path / "snapshot")
+    go_on(8)
+    put_back(tmp_path / "snapshot", machine)
+    Counted.taken = 0
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="each client that was asked gave an error"):
+            go_on(8)
+    assert Counted.taken == 0
+
+
+def put_back(copy: Path, place: Path) -> None:
+    shutil.rmtree(place)
+    shutil.copytree(copy, place)
+
+
+# Two processes.
+
+
+def test_a_second_process_is_refused_and_may_read(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        command("hold", tmp_path),
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert child.stdout is not None
+    try:
+        said = [json.loads(child.stdout.readline())["event"] for _ in range(2)]
+        assert said == ["resumed", "published"]
+        with pytest.raises(ValueError, match="in use by another") as refused:
+            strategy(checkpoint_dir=tmp_path / "server")
+        assert "\n" not in str(refused.value)
+        shown = ppsgd("ledger", tmp_path / "server")
+        assert shown.status == 0
+    finally:
+        child.communicate(b"go on\n")
+    assert child.returncode == 0
+    assert strategy(checkpoint_dir=tmp_path / "server").ledger.rounds == 1
+
+
+def test_a_second_training_in_one_process_is_refused_too(tmp_path: Path) -> None:
+    first = strategy(checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="in use by another"):
+        strategy(checkpoint_dir=tmp_path)
+    first.close()
+    strategy(checkpoint_dir=tmp_path).close()
+
+
+# A full disk.
+
+
+def test_where_files_cannot_grow_nothing_is_published_that_is_not_charged(tmp_path: Path) -> None:
+    """Files of at most 0, 50, … bytes; afterwards there is room, and the training goes on."""
+    published = 0
+    errors = 0
+    for event in events_of("limits", tmp_path):
+        match event["event"]:
+            case "limit":
+                published = 0
+            case "published":
+                published += 1
+            case "error":
+                errors += 1
+                assert "\n" not in event["text"]
+            case "found":
+                assert published <= event["ledger"] <= published + 1
+    assert errors >= 3
+    assert published == 6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 KiB."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(mounted)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a file system can be mounted by root only")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+def fill(directory: Path) -> Path:
+    """A file that takes all the room that is left."""
+    filler = directory / "filler"
+    with filler.open("ab", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return filler
+
+
+def test_a_full_disk_ends_a_training_with_one_line_and_loses_nothing(small_disk: Path) -> None:
+    place = small_disk / "server"
+    full = strategy(checkpoint_dir=place)
+    published: list[int] = []
+
+    def look(round_: int, _: ArrayRecord) -> None:
+        published.append(round_)
+        if round_ == 2:
+            fill(small_disk)
+
+    with pytest.raises(OSError, match="No space left on device") as ended:
+        full.start(nodes(), zeros(), num_rounds=9, evaluate_fn=look)
+    assert "\n" not in str(ended.value)
+    assert published == [0, 1, 2]
+    (small_disk / "filler").unlink()
+    again = strategy(checkpoint_dir=place)
+    assert 2 <= again.ledger.rounds <= 3
+    before = again.ledger.rounds
+    again.start(nodes(), zeros(), num_rounds=4)
+    assert (again.rounds_done, again.ledger.rounds) == (4, before + 2)
+
+
+# Damage, whatever the files are.
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+
+
+def damaged(content: bytes) -> Iterator[bytes]:
+    """Cut at both ends and in the middle; a bit flipped here and there."""
+    for kept in (0, 1, len(content) // 2, len(content) - 1):
+        yield content[:kept]
+    dice = random.Random(len(content))
+    for _ in range(8):
+        yield flipped(content, dice.randrange(len(content)))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A training of four rounds in ``server`` and its record outside; ``whole`` is a copy."""
+    place = tmp_path / "machine"
+    monkeypatch.setenv("PPSGD_STATE_HOME", str(place / "record"))
+    train(place / "server", 4)
+    shutil.copytree(place, tmp_path / "whole")
+    return place
+
+
+def files_of(machine: Path) -> list[Path]:
+    whole = machine.with_name("whole")
+    return [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
+
+
+def refusal(machine: Path) -> str:
+    """Why the training is not continued; if it is, all its charges are there, and one more."""
+    try:
+        again = strategy(checkpoint_dir=machine / "server")
+        found = again.ledger.rounds
+        again.start(nodes(), zeros(), num_rounds=5)
+    except (ValueError, OSError) as refused:
+        return str(refused)
+    assert found >= 4
+    assert again.ledger.rounds > found
+    return ""
+
+
+def test_no_damaged_file_hides_a_charge(machine: Path) -> None:
+    """One file after the other, of the record outside too: the training is refused in one line, or
+    shows all its charges and goes on."""
+    refusals = []
+    for file in files_of(machine):
+        content = (machine.with_name("whole") / file).read_bytes()
+        for changed in damaged(content) if content else ():
+            put_back(machine.with_name("whole"), machine)
+            (machine / file).write_bytes(changed)
+            refusals.append(refusal(machine))
+    assert "" in refusals
+    assert any(refusals)
+    assert not [text for text in refusals if "\n" in text]
+
+
+def test_no_lost_file_hides_a_charge(machine: Path) -> None:
+    for file in files_of(machine):
+        put_back(machine.with_name("whole"), machine)
+        (machine / file).unlink()
+        assert "\n" not in refusal(machine)
+
+
+@pytest.fixture
+def unsaved(machine: Path) -> Path:
+    """Four charges before the first checkpoint of w, and no record outside: nothing else helps."""
+    shutil.rmtree(machine)
+    interrupted = strategy(checkpoint_dir=machine / "server", checkpoint_every=100)
+
+    def stop(round_: int, _: object) -> None:
+        if round_ == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.start(nodes(), zeros(), num_rounds=50, on_round=stop)
+    assert interrupted.ledger.rounds == 4
+    shutil.rmtree(machine / "record")
+    put_back(machine, machine.with_name("whole"))
+    return machine
+
+
+def charges_shown(machine: Path) -> float:
+    """How many charges the next server finds; infinity if it refuses to go on."""
+    try:
+        again = strategy(checkpoint_dir=machine / "server")
+    except (ValueError, OSError):
+        return math.inf
+    again.close()
+    return again.ledger.rounds
+
+
+def changed(content: bytes) -> Iterator[bytes]:
+    """Bits flipped here and there; and each part but the last taken out, where there are lines."""
+    dice = random.Random(len(content))
+    for _ in range(30):
+        yield flipped(content, dice.randrange(len(content)))
+    lines = content.splitlines(keepends=True)
+    for place in range(min(len(lines) - 1, 20)):
+        yield b"".join(lines[:place] + lines[place + 1 :])
+
+
+def test_no_change_hides_a_charge_even_if_nothing_outside_helps(unsaved: Path) -> None:
+    for file in files_of(unsaved):
+        content = (unsaved.with_name("whole") / file).read_bytes()
+        for bytes_ in changed(content) if content else ():
+            put_back(unsaved.with_name("whole"), unsaved)
+            (unsaved / file).write_bytes(bytes_)
+            assert charges_shown(unsaved) >= 4
+
+
+def test_the_directories_of_a_training_are_its_owners_alone(tmp_path: Path) -> None:
+    train(tmp_path / "new" / "server", 2)
+    for path in [tmp_path / "new", *(tmp_path / "new").rglob("*")]:
+        assert not path.is_dir() or path.stat().st_mode & 0o077 == 0, path
+
+
+def test_no_seed_and_nobodys_id_is_stored(tmp_path: Path) -> None:
+    grid = nodes()
+    seeded = strategy(checkpoint_dir=tmp_path, insecure_seed=123456789)
+    seeded.start(grid, zeros(), num_rounds=3)
+    stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"123456789" not in stored
+    for node in grid.get_node_ids():
+        assert str(node).encode() not in stored

@@ -1,0 +1,268 @@
+"""Flower's own DP strategies, secure aggregation and mods around this package: refused, or working.
+
+What would change a gradient, or add noise that no stated ε knows of, is refused before anything is
+charged. What only looks on works.
+"""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message
+from flwr.client import Client
+from flwr.client import mod as legacy_mods
+from flwr.clientapp import ClientApp
+from flwr.clientapp import mod as mods
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common import NDArrays, Scalar, ndarrays_to_parameters
+from flwr.server import (
+    LegacyContext,
+    ServerApp,
+    ServerAppComponents,
+    ServerConfig,
+    SimpleClientManager,
+)
+from flwr.server import strategy as legacy_strategies
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow, SecAggWorkflow
+from flwr.serverapp import strategy as strategies
+from flwr.serverapp.strategy import FedAvg
+
+from flwr_ppsgd import SecureSum, client_app
+from flwr_ppsgd.legacy import PPSGDClient
+from tests.contract.hostile_clients import (
+    SIZE,
+    USERS,
+    flat,
+    grid,
+    learner_for,
+    legacy_strategy,
+    new_context,
+    recorded,
+    release,
+    strategy,
+    trained,
+    w0,
+)
+
+WRAPPERS = [
+    "DifferentialPrivacyClientSideAdaptiveClipping",
+    "DifferentialPrivacyClientSideFixedClipping",
+    "DifferentialPrivacyServerSideAdaptiveClipping",
+    "DifferentialPrivacyServerSideFixedClipping",
+]
+CLIPPING: dict[str, Any] = {
+    "fixedclipping_mod": mods.fixedclipping_mod,
+    "adaptiveclipping_mod": mods.adaptiveclipping_mod,
+    "LocalDpMod": mods.LocalDpMod(1.0, 1.0, 1.0, 1e-3),
+}
+LEGACY_CLIPPING: dict[str, Any] = {
+    "fixedclipping_mod": legacy_mods.fixedclipping_mod,
+    "adaptiveclipping_mod": legacy_mods.adaptiveclipping_mod,
+    "LocalDpMod": legacy_mods.LocalDpMod(1.0, 1.0, 1.0, 1e-3),
+}
+
+
+def wrapped(module: Any, name: str, inner: Any) -> Any:
+    """A DP strategy of Flower's around another strategy."""
+    numbers: dict[str, Any] = {"noise_multiplier": 0.1, "num_sampled_clients": USERS}
+    if "Fixed" in name:
+        numbers["clipping_norm"] = 1.0
+    return getattr(module, name)(inner, **numbers)
+
+
+def client_fn(context: Context) -> Client:
+    return PPSGDClient(learner_for(context), context, local_step=0.5).to_client()
+
+
+def run_legacy(server: Any, app: Any, rounds: int = 2) -> None:
+    """A legacy ServerApp on the in-process grid."""
+    components = ServerAppComponents(config=ServerConfig(num_rounds=rounds), strategy=server)
+    ServerApp(server_fn=lambda _: components)(grid(app), new_context())
+
+
+# --- the round, where Flower's strategies put it
+
+
+def test_every_message_says_its_round_and_the_users_own_config_stays() -> None:
+    """Flower's example of custom mods reads it from every message, checks and evaluations too."""
+    seen: list[tuple[str, int]] = []
+
+    def logging_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        config = message.content["config"]
+        seen.append((message.metadata.message_type, int(config["server-round"])))  # type: ignore[arg-type]
+        if message.metadata.message_type != "query":
+            assert config["lr"] == 0.1
+        return call_next(message, context)
+
+    config = ConfigRecord({"lr": 0.1})
+    app = client_app(learner_for, mods=[logging_mod])
+    strategy(evaluate_every=1).start(
+        grid(app), w0(), num_rounds=2, train_config=config, evaluate_config=config
+    )
+    assert dict(config) == {"lr": 0.1}
+    rounds = [(kind, round_) for kind, round_ in dict.fromkeys(seen) if kind != "query"]
+    assert rounds == [("evaluate", 0), ("train", 1), ("evaluate", 1), ("train", 2), ("evaluate", 2)]
+
+
+def test_every_exchange_of_a_secure_sum_says_its_round() -> None:
+    rounds: list[int] = []
+
+    def logging_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        round_ = int(message.content["config"]["server-round"])  # type: ignore[arg-type]
+        if message.metadata.message_type == "train":
+            rounds.append(round_)
+        return call_next(message, context)
+
+    app = client_app(learner_for, mods=[logging_mod])
+    secure = release(population=6, aggregation=SecureSum(4, 1))
+    trained(strategy(release=secure), grid(app, users=6))
+    assert rounds == [1] * 24 + [2] * 24
+
+
+class Watched(PPSGDClient):
+    """Notes the round that Flower's legacy clients read."""
+
+    seen: list[tuple[str, Scalar]]
+
+    def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> Any:
+        self.seen.append(("fit", config["server_round"]))
+        return super().fit(parameters, config)
+
+    def evaluate(self, parameters: NDArrays, config: dict[str, Scalar]) -> Any:
+        self.seen.append(("evaluate", config["server_round"]))
+        return super().evaluate(parameters, config)
+
+
+def test_every_legacy_config_says_its_round() -> None:
+    Watched.seen = []
+
+    def watched(context: Context) -> Client:
+        return Watched(learner_for(context), context).to_client()
+
+    ppsgd = legacy_strategy(evaluate_every=1)
+    run_legacy(ppsgd, ClientApp(client_fn=watched))
+    assert ppsgd.ledger.rounds == 2
+    each = Counter({("fit", 1): 5, ("evaluate", 1): 5, ("fit", 2): 5, ("evaluate", 2): 5})
+    assert Counter(Watched.seen) == each
+
+
+# --- strategies around ours
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("replies", ["gradient", "parameters"])
+def test_flowers_dp_strategies_are_refused_around_ppsgd(name: str, replies: str) -> None:
+    """Before anything is sent, whoever drives the rounds; the strategy itself can still be used."""
+    inner = strategy(replies=replies)
+    outer = wrapped(strategies, name, inner)
+    with pytest.raises(ValueError, match=f"PPSGD inside Flower's {name}.*use it without {name}"):
+        outer.start(grid(), w0(), num_rounds=1)
+    with pytest.raises(ValueError, match=f"PPSGD inside Flower's {name}"):
+        outer.configure_train(1, w0(), ConfigRecord(), grid())
+    assert inner.ledger.rounds == 0
+    inner.start(grid(), w0(), num_rounds=1)
+    assert inner.ledger.rounds == 1
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_flowers_legacy_dp_strategies_are_refused_around_ppsgd(name: str) -> None:
+    inner = legacy_strategy()
+    outer = wrapped(legacy_strategies, name, inner)
+    words = f"PPSGDStrategy inside Flower's {name}.*use it without {name}"
+    with pytest.raises(ValueError, match=words):
+        run_legacy(outer, ClientApp(client_fn=client_fn))
+    with pytest.raises(ValueError, match=words):
+        outer.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), SimpleClientManager())
+    assert inner.ledger.rounds == 0
+
+
+def secagg(workflow: Any, server: Any) -> None:
+    """One round of Flower's secure aggregation."""
+    on = grid(ClientApp(client_fn=client_fn, mods=[legacy_mods.secaggplus_mod]))
+    context = LegacyContext(new_context(), config=ServerConfig(num_rounds=1), strategy=server)
+    DefaultWorkflow(fit_workflow=workflow)(on, context)
+
+
+@pytest.mark.parametrize("workflow", [SecAggPlusWorkflow(3, 2), SecAggWorkflow(2)])
+def test_flowers_secure_aggregation_is_refused_around_ppsgd(workflow: Any) -> None:
+    """One client of norm 7.5 once entered unclipped, under a statement that said "clipped"."""
+    inner = legacy_strategy()
+    with pytest.raises(ValueError, match=r"inside Flower's SecAgg.*aggregation=SecureSum"):
+        secagg(workflow, inner)
+    assert inner.ledger.rounds == 0
+
+
+def test_a_secure_sum_is_refused_in_the_legacy_api() -> None:
+    with pytest.raises(ValueError, match=r"use flwr_ppsgd\.PPSGD"):
+        legacy_strategy(release=release(aggregation=SecureSum(3, 1)))
+
+
+# --- mods around our clients
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_mods_that_clip_parameters_are_refused_when_the_app_is_made(name: str) -> None:
+    with pytest.raises(ValueError, match=f"leave {name} out of mods"):
+        client_app(learner_for, mods=[CLIPPING[name]])
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_an_app_for_stock_strategies_keeps_such_mods_from_gradients(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = client_app(learner_for, local_step=0.5, mods=[CLIPPING[name]])
+    ppsgd = strategy()
+    with pytest.raises(RuntimeError, match=r"(?i)nothing was charged|rounds 1 and 2"):
+        trained(ppsgd, grid(app))
+    assert f"leave {name} out of mods" in caplog.text
+
+
+def test_a_clipping_mod_works_under_flowers_own_strategy() -> None:
+    app = client_app(learner_for, local_step=0.5, mods=[mods.fixedclipping_mod])
+    name = "DifferentialPrivacyClientSideFixedClipping"
+    outer = wrapped(strategies, name, FedAvg(fraction_evaluate=0.0))
+    assert np.any(flat(outer.start(grid(app), w0(), num_rounds=2).arrays))
+
+
+@pytest.mark.parametrize("name", LEGACY_CLIPPING)
+def test_legacy_clients_refuse_to_send_a_gradient_through_such_a_mod(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would send w + clip(g − w), and more, in place of a gradient."""
+    app = ClientApp(client_fn, mods=[LEGACY_CLIPPING[name]])
+    unchanged = legacy_strategy(release=release(z=0.0))
+    kept = recorded(unchanged)
+    with pytest.raises(RuntimeError, match="rounds 1 and 2"):
+        run_legacy(unchanged, app)
+    for w in kept:
+        np.testing.assert_array_equal(w, 0.0)
+    if name == "LocalDpMod":  # the others do without a clip norm from the server
+        assert "leave LocalDpMod out of mods" in caplog.text
+
+
+@pytest.mark.parametrize("looking", [mods.message_size_mod, mods.arrays_size_mod])
+def test_mods_that_only_look_change_nothing(looking: Mod) -> None:
+    plain = strategy(insecure_seed=1, evaluate_every=1)
+    watched = strategy(insecure_seed=1, evaluate_every=1)
+    app = client_app(learner_for, mods=[looking])
+    np.testing.assert_array_equal(trained(watched, grid(app)), trained(plain, grid()))
+
+
+def test_mods_that_only_look_change_nothing_in_a_secure_sum() -> None:
+    secure = release(z=0.0, population=6, aggregation=SecureSum(4, 1))
+    app = client_app(learner_for, mods=[mods.message_size_mod, mods.arrays_size_mod])
+    watched = trained(strategy(release=secure), grid(app, users=6))
+    plain = trained(strategy(release=secure), grid(users=6))
+    np.testing.assert_array_equal(watched, plain)
+
+
+def test_mods_that_only_look_change_nothing_in_the_legacy_api() -> None:
+    found = []
+    watched = ClientApp(client_fn, mods=[legacy_mods.message_size_mod])
+    for app in (ClientApp(client_fn), watched):
+        server = legacy_strategy(insecure_seed=1)
+        published = recorded(server)
+        run_legacy(server, app)
+        found.append(published[-1])
+    np.testing.assert_array_equal(*found)

@@ -1,0 +1,480 @@
+"""Every round releases, whatever comes back: each reply is a bounded vector or zero.
+
+w is compared to the last bit with a round in which the hostile user stays silent.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.common import (
+    Code,
+    FitRes,
+    Parameters,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.server.client_proxy import ClientProxy
+from numpy.typing import NDArray
+
+from flwr_ppsgd.legacy import PPSGDClient
+from tests.contract.hostile_clients import (
+    APP,
+    SIZE,
+    USERS,
+    Floats,
+    Meddle,
+    MeddlingGrid,
+    Named,
+    array_of,
+    grid,
+    is_training,
+    learner_for,
+    legacy_round,
+    legacy_strategy,
+    new_context,
+    npy,
+    release,
+    sent_vector,
+    strategy,
+    target,
+    trained,
+    w0,
+    without_first,
+)
+from tests.contract.superlink import SuperLink
+
+Arrays = list[Array]
+SEED = {"insecure_seed": 1}
+CLIPPED = target(0) / np.linalg.norm(
+    target(0)
+)  # what the first user's reply is worth, in units of C
+PICKLE = b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94."
+
+
+def of(array: NDArray[Any]) -> Arrays:
+    return [Array(array)]
+
+
+def an_object_array() -> Arrays:
+    """Python objects, which only an unpickler could read."""
+    data = npy(np.ones(SIZE)).replace(b"'<f8'", b"'|O' ")
+    return [array_of(data[:128] + PICKLE, dtype="object")]
+
+
+USELESS: dict[str, Callable[[], Arrays]] = {
+    "nothing": list,
+    "NaN": lambda: of(np.full(SIZE, math.nan)),
+    "infinity": lambda: of(np.full(SIZE, math.inf)),
+    "minus infinity": lambda: of(np.full(SIZE, -math.inf)),
+    "one NaN": lambda: of(np.array([0.1] * (SIZE - 1) + [math.nan])),
+    "too long": lambda: of(np.ones(SIZE + 1)),
+    "too short": lambda: of(np.ones(SIZE - 1)),
+    "another shape": lambda: of(np.ones((2, 3))),
+    "a scalar": lambda: of(np.array(1.0)),
+    "millions of numbers": lambda: of(np.ones(3_000_000, dtype=np.float32)),
+    "one array more": lambda: [Array(np.ones(SIZE)), Array(np.ones(SIZE))],
+    "whole numbers": lambda: of(np.ones(SIZE, dtype=np.int64)),
+    "complex numbers": lambda: of(np.ones(SIZE, dtype=np.complex128)),
+    "booleans": lambda: of(np.ones(SIZE, dtype=np.bool_)),
+    "words": lambda: of(np.array(["1.0"] * SIZE)),
+    "objects": an_object_array,
+    "a declared shape that is not that of the data": lambda: [array_of(npy(np.ones(SIZE + 3)))],
+    "fewer bytes than the head says": lambda: [array_of(npy(np.ones(SIZE))[:-8])],
+    "more bytes than the head says": lambda: [array_of(npy(np.ones(SIZE)) + bytes(8))],
+    "a head that claims gigabytes": lambda: [
+        array_of(npy(np.ones(SIZE)).replace(b"(6,), }         ", b"(6000000000,), }"))
+    ],
+    "no bytes": lambda: [array_of(b"")],
+    "garbage": lambda: [array_of(b"\x93NUMPY\x01\x00\xff\xffgarbage")],
+    "a pickle": lambda: [array_of(PICKLE)],
+}
+WRONG_RECORDS: dict[str, Callable[[str], RecordDict]] = {
+    "no record": lambda _: RecordDict(),
+    "another key": lambda name: RecordDict({name: ArrayRecord({"b": Array(np.ones(SIZE))})}),
+    "another record": lambda _: RecordDict({"weights": ArrayRecord([np.ones(SIZE)])}),
+    "a config where arrays should be": lambda name: RecordDict({name: ConfigRecord({"a": 1.0})}),
+    "another serialisation": lambda name: RecordDict(
+        {name: ArrayRecord({"0": Array("float64", (SIZE,), "torch.save", npy(np.ones(SIZE)))})}
+    ),
+}
+COUNTED_DTYPES = ["<f2", "<f4", ">f4", ">f8", "longdouble"]
+
+
+def test_the_first_user_counts_if_nobody_meddles() -> None:
+    """Without this the tests below could not tell zero from a vector."""
+    all_five = trained(strategy(**SEED), grid(), rounds=1)
+    without = trained(strategy(**SEED), MeddlingGrid(without_first), rounds=1)
+    np.testing.assert_allclose(all_five - without, CLIPPED / USERS, rtol=1e-6)
+
+
+# --- Message API
+
+
+def w_and_charges(meddle: Meddle, rounds: int = 1, **changes: Any) -> tuple[Floats, int]:
+    ppsgd = strategy(**{**SEED, **changes})
+    w = trained(ppsgd, MeddlingGrid(meddle), rounds)
+    return w, ppsgd.ledger.rounds
+
+
+def instead(content: Callable[[str], RecordDict]) -> Meddle:
+    """The first user replies with this; it is given the name of an honest reply's record."""
+
+    def meddle(messages: list[Message], replies: list[Message]) -> list[Message]:
+        name, _ = sent_vector(replies[0])
+        return [Message(content(name), reply_to=messages[0]), *replies[1:]]
+
+    return meddle
+
+
+def with_arrays(arrays: Arrays) -> Callable[[str], RecordDict]:
+    named = {str(place): array for place, array in enumerate(arrays)}
+    return lambda name: RecordDict({name: ArrayRecord(named)})
+
+
+def assert_counts_as_zero(meddle: Meddle, rounds: int = 1) -> None:
+    w, charges = w_and_charges(meddle, rounds)
+    expected, _ = w_and_charges(without_first, rounds)
+    np.testing.assert_array_equal(w, expected)
+    assert charges == rounds
+
+
+@pytest.mark.parametrize("kind", USELESS)
+def test_a_vector_that_cannot_be_used_counts_as_zero(kind: str) -> None:
+    assert_counts_as_zero(instead(with_arrays(USELESS[kind]())))
+
+
+@pytest.mark.parametrize("kind", WRONG_RECORDS)
+def test_a_reply_of_another_form_counts_as_zero(kind: str) -> None:
+    assert_counts_as_zero(instead(WRONG_RECORDS[kind]))
+
+
+def test_an_error_counts_as_zero_and_the_rounds_go_on() -> None:
+    def broken(messages: list[Message], replies: list[Message]) -> list[Message]:
+        return [Message(Error(2, "\x1b[2Jit broke"), reply_to=messages[0]), *replies[1:]]
+
+    assert_counts_as_zero(broken, rounds=3)
+
+
+def test_a_reply_in_anothers_name_counts_for_nobody() -> None:
+    """The first user stays silent, and the second answers for both."""
+
+    def impersonating(messages: list[Message], replies: list[Message]) -> list[Message]:
+        forged = Message(replies[1].content, reply_to=messages[0])
+        second = messages[1].metadata.dst_node_id
+        forged.metadata.__dict__["_src_node_id"] = second  # a SuperLink knows who pushed it
+        return [forged, *replies[1:]]
+
+    assert_counts_as_zero(impersonating)
+
+
+def test_a_reply_to_the_round_before_counts_for_nobody() -> None:
+    """The first user's replies come one round late, and then both at once."""
+    kept: list[Message] = []
+
+    def late(_: list[Message], replies: list[Message]) -> list[Message]:
+        kept.append(replies[0])
+        return [*kept[:-1], *replies[1:]]
+
+    assert_counts_as_zero(late, rounds=3)
+
+
+def test_a_reply_of_a_node_that_was_not_asked_counts_as_zero() -> None:
+    """Of 40 users about ten are drawn; all others answer too."""
+    few = release(population=40, rate=0.25)
+    asked: list[int] = []
+
+    def all_answer(messages: list[Message], replies: list[Message]) -> list[Message]:
+        asked.append(len(messages))
+        drawn = {message.metadata.dst_node_id for message in messages}
+        others = [node for node in on.get_node_ids() if node not in drawn]
+        content = replies[0].content
+        strangers = [Message(content, reply_to=Message(content, node, "train")) for node in others]
+        return [*strangers, *replies, *strangers]
+
+    on = MeddlingGrid(all_answer, users=40)
+    ppsgd = strategy(release=few, **SEED)
+    w = trained(ppsgd, on, rounds=2)
+    assert 0 < min(asked) <= max(asked) < 40
+    np.testing.assert_array_equal(w, trained(strategy(release=few, **SEED), grid(users=40)))
+    assert ppsgd.ledger.rounds == 2
+
+
+def test_only_the_first_valid_reply_of_a_node_counts() -> None:
+    def many(messages: list[Message], replies: list[Message]) -> list[Message]:
+        name, vector = sent_vector(replies[0])
+        useless = Message(with_arrays(of(math.nan * vector))(name), reply_to=messages[0])
+        other = Message(with_arrays(of(-3 * vector))(name), reply_to=messages[0])
+        return [useless, *replies, other, replies[0], other]
+
+    w, charges = w_and_charges(many)
+    expected, _ = w_and_charges(lambda _, replies: replies)
+    np.testing.assert_array_equal(w, expected)
+    assert charges == 1
+
+
+@pytest.mark.parametrize("dtype", COUNTED_DTYPES)
+def test_any_real_float_dtype_counts_as_the_numbers_that_it_holds(dtype: str) -> None:
+    def sending(sent_as: np.dtype[Any]) -> Meddle:
+        def meddle(messages: list[Message], replies: list[Message]) -> list[Message]:
+            name, vector = sent_vector(replies[0])
+            numbers = vector.astype(dtype).astype(sent_as)
+            forged = Message(with_arrays(of(numbers))(name), reply_to=messages[0])
+            return [forged, *replies[1:]]
+
+        return meddle
+
+    narrow, _ = w_and_charges(sending(np.dtype(dtype)))
+    double, _ = w_and_charges(sending(np.dtype(np.float64)))
+    np.testing.assert_allclose(narrow, double, atol=1e-8)
+    silent, _ = w_and_charges(without_first)
+    assert np.linalg.norm(narrow - silent) > 0.9 / USERS
+
+
+@pytest.mark.parametrize("factor", [1.01, 1e3, 1e30, 1e150])
+def test_the_server_clips_whatever_the_client_says(factor: float) -> None:
+    """‖Δw‖ ≤ s_w·C/D, in the direction that was sent."""
+
+    def huge(messages: list[Message], replies: list[Message]) -> list[Message]:
+        name, vector = sent_vector(replies[0])
+        forged = Message(with_arrays(of(factor * vector))(name), reply_to=messages[0])
+        return [forged, *replies[1:]]
+
+    w, charges = w_and_charges(huge)
+    silent, _ = w_and_charges(without_first)
+    moved = w - silent
+    assert np.linalg.norm(moved) <= (1 + 1e-8) / USERS
+    np.testing.assert_allclose(moved, CLIPPED / USERS, rtol=1e-6)
+    assert charges == 1
+
+
+def test_five_hostile_users_together_move_w_by_at_most_the_clip_norm() -> None:
+    """Without noise: each sends the largest numbers that there are, or nothing that can be used."""
+    largest = np.finfo(np.float64).max
+
+    def hostile(messages: list[Message], replies: list[Message]) -> list[Message]:
+        name, _ = sent_vector(replies[0])
+        vectors = [largest, -largest, 1e-320, math.nan, 1e200]
+        arrays = [of(np.full(SIZE, value)) for value in vectors]
+        return [
+            Message(with_arrays(array)(name), reply_to=message)
+            for message, array in zip(messages, arrays, strict=True)
+        ]
+
+    w, charges = w_and_charges(hostile, release=release(z=0.0))
+    assert np.linalg.norm(w) <= 3 / USERS
+    assert charges == 1
+
+
+def test_what_else_a_reply_holds_is_ignored() -> None:
+    """Metrics, counts and further records change neither w nor the metrics of the round."""
+
+    def more(messages: list[Message], replies: list[Message]) -> list[Message]:
+        name, _ = sent_vector(replies[0])
+        content = RecordDict(
+            {
+                name: replies[0].content[name],
+                "epsilon": ConfigRecord({"epsilon": 0.0}),
+                "more": ArrayRecord([np.full(3, 1e30)]),
+            }
+        )
+        return [Message(content, reply_to=messages[0]), *replies[1:]]
+
+    for meddle in (more, lambda _, replies: replies):
+        result = strategy(**SEED).start(MeddlingGrid(meddle), w0(), num_rounds=1)
+        assert set(result.train_metrics_clientapp[1]) == {"epsilon"}
+    w, _ = w_and_charges(more)
+    expected, _ = w_and_charges(lambda _, replies: replies)
+    np.testing.assert_array_equal(w, expected)
+
+
+def test_an_empty_cohort_still_steps_by_noise_and_is_charged() -> None:
+    asked = []
+
+    def watched(message: Message, context: Context) -> Message:
+        asked.append(is_training(message))
+        return APP(message, context)
+
+    ppsgd = strategy(release=release(rate=0.01), **SEED)
+    assert np.all(trained(ppsgd, grid(watched), rounds=3) != 0)
+    assert not any(asked)
+    assert ppsgd.ledger.rounds == 3
+
+
+def test_metrics_and_report_do_not_tell_how_many_replied() -> None:
+    def report(meddle: Meddle) -> tuple[Any, Any]:
+        ppsgd = strategy()
+        result = ppsgd.start(MeddlingGrid(meddle), w0(), num_rounds=2)
+        return result.train_metrics_clientapp, ppsgd.privacy_data()
+
+    everyone = report(lambda _, replies: replies)
+    assert everyone == report(without_first)
+    assert everyone == report(lambda _, replies: replies[:1])
+
+
+@pytest.mark.parametrize("users", [3, 12])
+def test_two_rounds_in_which_nobody_could_be_used_end_the_run_and_are_charged(users: int) -> None:
+    def failing(message: Message, context: Context) -> Message:
+        if is_training(message):
+            raise RuntimeError("no data here")
+        return APP(message, context)
+
+    ppsgd = strategy(release=release(population=users))
+    with pytest.raises(RuntimeError, match=r"(?s)rounds 1 and 2.*charged"):
+        trained(ppsgd, grid(failing, users), rounds=9)
+    assert ppsgd.ledger.rounds == 2
+
+
+def test_vectors_that_are_not_finite_never_end_a_run() -> None:
+    """They may be a user's data: ending because of them would tell."""
+
+    def not_finite(messages: list[Message], replies: list[Message]) -> list[Message]:
+        name, _ = sent_vector(replies[0])
+        content = with_arrays(of(np.full(SIZE, math.nan)))(name)
+        return [Message(content, reply_to=message) for message in messages]
+
+    _, charges = w_and_charges(not_finite, rounds=4)
+    assert charges == 4
+
+
+# --- legacy API
+
+Results = list[tuple[ClientProxy, FitRes]]
+LegacyMeddle = Callable[[Results], Results]
+
+
+def result(parameters: Parameters) -> FitRes:
+    return FitRes(Status(Code.OK, ""), parameters, 1, {})
+
+
+def legacy_w(
+    meddle: LegacyMeddle, failures: list[BaseException] | None = None
+) -> tuple[Floats, int]:
+    """w after one round that is driven by hand, and the number of charges."""
+    ppsgd = legacy_strategy(**SEED)
+    results = []
+    for proxy, instructions in legacy_round(ppsgd):
+        context = new_context(int(proxy.cid))
+        client = PPSGDClient(learner_for(context), context)
+        w = parameters_to_ndarrays(instructions.parameters)
+        arrays, _, _ = client.fit(w, instructions.config)
+        results.append((proxy, result(ndarrays_to_parameters(arrays))))
+    after, _ = ppsgd.aggregate_fit(1, meddle(results), list(failures or []))
+    return parameters_to_ndarrays(after)[0], ppsgd.ledger.rounds
+
+
+def legacy_silent(results: Results) -> Results:
+    return results[1:]
+
+
+def assert_counts_as_zero_in_legacy(meddle: LegacyMeddle, *failures: BaseException) -> None:
+    w, charges = legacy_w(meddle, list(failures))
+    expected, _ = legacy_w(legacy_silent)
+    np.testing.assert_array_equal(w, expected)
+    assert charges == 1
+
+
+def test_in_the_legacy_api_the_first_user_counts_if_nobody_meddles() -> None:
+    """And w is that of the Message API, to the last bit."""
+    w, _ = legacy_w(lambda results: results)
+    np.testing.assert_array_equal(w, trained(strategy(**SEED), grid(), rounds=1))
+    silent, _ = legacy_w(legacy_silent)
+    np.testing.assert_allclose(w - silent, CLIPPED / USERS, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", USELESS)
+def test_in_the_legacy_api_too_a_useless_vector_counts_as_zero(kind: str) -> None:
+    tensors = [array.data for array in USELESS[kind]()]
+
+    def useless(results: Results) -> Results:
+        client, _ = results[0]
+        return [(client, result(Parameters(tensors, "numpy.ndarray"))), *results[1:]]
+
+    assert_counts_as_zero_in_legacy(useless)
+
+
+def test_in_the_legacy_api_too_failures_count_as_zero() -> None:
+    assert_counts_as_zero_in_legacy(legacy_silent, RuntimeError("no data"))
+
+
+def test_in_the_legacy_api_too_second_results_and_strangers_count_as_zero() -> None:
+    def many(results: Results) -> Results:
+        stranger = (Named("stranger"), results[0][1])
+        return [*results, results[0], stranger, results[0]]
+
+    w, charges = legacy_w(many)
+    expected, _ = legacy_w(lambda results: results)
+    np.testing.assert_array_equal(w, expected)
+    assert charges == 1
+
+
+@pytest.mark.parametrize("factor", [1.01, 1e30])
+def test_in_the_legacy_api_too_the_server_clips(factor: float) -> None:
+    def huge(results: Results) -> Results:
+        client, sent = results[0]
+        (array,) = parameters_to_ndarrays(sent.parameters)
+        forged = result(ndarrays_to_parameters([factor * array]))
+        forged.num_examples = 10**9
+        forged.metrics = {"loss": 1e9}
+        return [(client, forged), *results[1:]]
+
+    w, _ = legacy_w(huge)
+    silent, _ = legacy_w(legacy_silent)
+    np.testing.assert_allclose(w - silent, CLIPPED / USERS, rtol=1e-6)
+
+
+def test_in_the_legacy_api_too_nobody_at_all_still_releases() -> None:
+    w, charges = legacy_w(lambda _: [])
+    assert np.all(w != 0)
+    assert charges == 1
+
+
+# --- a SuperLink
+
+LONG = 60.0  # seconds: Flower itself would wait for more than an hour
+
+
+def within_a_minute(run: Callable[[], Floats]) -> Floats:
+    """What ``run`` returns, if it does so before a minute has passed."""
+    found: list[Floats] = []
+    thread = threading.Thread(target=lambda: found.append(run()), daemon=True)
+    thread.start()
+    thread.join(LONG)
+    assert not thread.is_alive(), "a reply that never comes holds the round"
+    return found[0]
+
+
+def over_superlink(
+    uploads: Callable[[int, int], bool], round_timeout: float, slow: float = 0.0
+) -> Floats:
+    ppsgd = strategy(round_timeout=round_timeout, **SEED)
+    with SuperLink(uploads, slow=slow).grid() as on:
+        w = within_a_minute(lambda: trained(ppsgd, on, rounds=1))
+    assert ppsgd.ledger.rounds == 1
+    return w
+
+
+def test_a_reply_that_is_announced_and_never_uploaded_is_missing_at_the_timeout() -> None:
+    """The others' are read, whatever their order; w is as if this user had stayed silent."""
+    w = over_superlink(lambda user, _: user != 0, round_timeout=2.0)
+    silent, _ = w_and_charges(without_first)
+    np.testing.assert_array_equal(w, silent)
+
+
+def test_a_reply_that_is_uploaded_late_counts_while_its_round_is_open() -> None:
+    """It is tried again after the others, and read once it is there."""
+    w = over_superlink(lambda user, requests: user != 0 or requests > 25, round_timeout=LONG)
+    expected, _ = w_and_charges(lambda _, replies: replies)
+    np.testing.assert_array_equal(w, expected)
+
+
+def test_what_cannot_be_read_before_the_timeout_is_missing() -> None:
+    """Each reply takes more than the time of the round: a hostile one has thousands of objects."""
+    w = over_superlink(lambda *_: True, round_timeout=1.0, slow=0.6)
+    nobody, _ = w_and_charges(lambda *_: [])
+    np.testing.assert_array_equal(w, nobody)
