@@ -217,6 +217,10 @@ def test_the_gain_of_a_column_by_hand() -> None:
     columns = ColumnShares(np.array([1.0, 0.5, 0.5]), known)
     np.testing.assert_allclose(server_gain(mean, 1.0, columns), [0.8, 1.0, 1.0])
     np.testing.assert_array_equal(server_gain(mean, 1.0, None), [1.0])
+    stronger = np.array([[1.0], [math.sqrt(2)], [100.0]])  # τ² = (0 + 1/¼)/2
+    np.testing.assert_allclose(
+        server_gain(stronger, 1.0, columns), [1 / 1.5, 0.5 / 0.75, 0.5 / 0.75]
+    )
     two_outputs = np.array([[3.0, 1.0], [1.0, 1.0], [9.0, 9.0]])  # τ² = (8 + 0 + 0 + 0)/4
     np.testing.assert_allclose(
         server_gain(two_outputs, 1.0, columns), [1 / 1.5, 0.5 / 0.75, 0.5 / 0.75]
