@@ -386,7 +386,7 @@ class PPSGD(Strategy):
         log.info("[ROUND %d/%d] epsilon so far at most %s", round_, last, spent)
         self._rounds.refuse_to_go_on()
 
-    def _run_secure(
+    def _run_secure(  # noqa: PLR0917
         self,
         round_: int,
         purpose: Purpose,
