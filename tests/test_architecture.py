@@ -46,7 +46,7 @@ FOLDERS = {
     """,
     "experiments": """
         shipped problem rows tasks people settings client_app run sweep snapshot blocks outputs
-        predict workers server_app flwr_run
+        screen predict workers server_app flwr_run
     """,
     "results": "summary plots people figures page",
 }
