@@ -130,7 +130,7 @@ def test_with_an_insecure_seed_the_statement_says_no_guarantee(ppsgd: Command) -
 
 def test_local_learning_states_that_nothing_was_published(ppsgd: Command) -> None:
     assert (
-        "Nothing was published about anybody"
+        "nothing was published about anybody"
         in ppsgd("run", "small.toml", "--set", "alpha-q=0").out
     )
 

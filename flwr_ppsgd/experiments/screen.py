@@ -74,8 +74,10 @@ def _promise_lines(privacy: Mapping[str, Any]) -> list[Line]:
 
 def _headline(privacy: Mapping[str, Any]) -> str:
     """ε, δ and whom they protect; if nothing is promised, the statement's first line says why."""
-    if privacy["guarantee"] == "none" or not privacy["epsilon"]:
+    if privacy["guarantee"] == "none":
         return str(privacy["statement"].splitlines()[0])
+    if not privacy["rounds_stated"]:
+        return "ε = 0: nothing was published about anybody"
     epsilon = rounded_up(privacy["epsilon"])
     exchanged = rounded_up(privacy["epsilon_replace_one"])
     weak = " (weak)" if privacy["epsilon"] > WEAK else ""

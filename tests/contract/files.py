@@ -88,7 +88,7 @@ def check_refused(ended: Ended, *named: str) -> None:
         assert part in ended.err
 
 
-def people(users: int = 24, rows: int = 12, seed: int = 0) -> list[Row]:
+def people(users: int = 12, rows: int = 12, seed: int = 0) -> list[Row]:
     """y = 5·(user mod 6) + 2a − b, nearly without noise; a user's last 3 rows are test rows."""
     draw = np.random.default_rng(seed)
     table = []
