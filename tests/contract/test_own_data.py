@@ -125,9 +125,9 @@ def test_a_user_is_called_as_in_the_file(tmp_path: Path) -> None:
     asked = ["7", "NA", "1.0", "007", "1", "nan", "Zoë, Ltd.", "7"]
     files.write_csv(tmp_path / "new.csv", [{"user": user, "a": 0.5} for user in asked])
     check_done(ppsgd("predict", "runs/named", "--data", "new.csv", where=tmp_path))
-    for user, row in zip(asked, predictions(tmp_path), strict=True):
+    for user, answer in zip(asked, predictions(tmp_path), strict=True):
         level = levels[user.removesuffix(".0")]
-        assert float(row["prediction"]) == pytest.approx(level + 1, abs=40), user
+        assert float(answer["prediction"]) == pytest.approx(level + 1, abs=40), user
 
 
 WORDS = ("no", "yes")
