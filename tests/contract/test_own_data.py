@@ -1,6 +1,7 @@
 """From a raw file of users' rows to predictions by everyone's own model, through the commands."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +202,21 @@ def test_test_rows_teach_nothing(tmp_path: Path) -> None:
     assert before["rmse"] != after["rmse"]
 
 
+def test_a_fifth_of_each_users_rows_is_for_testing_and_no_row_for_both(tmp_path: Path) -> None:
+    """2 of 12 rows, if nothing else is said; ``look`` counts them."""
+    files.write_csv(tmp_path / "people.csv", [without(row, "test") for row in TABLE])
+    shown = check_done(ppsgd("look", "people.csv", where=tmp_path)).words
+    counts = [int(count) for count in re.findall(r"(\d+) (?:training|test) rows", shown)[:2]]
+    assert counts == [10 * 12, 2 * 12]
+
+
+def without(row: Row, name: str) -> Row:
+    return {key: value for key, value in row.items() if key != name}
+
+
 def test_the_last_rows_by_time_are_for_testing(tmp_path: Path) -> None:
     """3 of 12 rows of each user, though the file has them in another order."""
-    table = [{**row, "when": 100 - place % 12} for place, row in enumerate(TABLE)]
-    for row in table:
-        del row["test"]
+    table = [{**without(row, "test"), "when": 100 - place % 12} for place, row in enumerate(TABLE)]
     changed = [{**row, "y": -row["y"] if row["when"] > 97 else row["y"]} for row in table]
     found = []
     for name, rows in (("first", table), ("second", changed)):
