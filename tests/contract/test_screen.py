@@ -59,6 +59,8 @@ def test_a_default_run_is_a_dozen_lines_and_nothing_on_the_side(here: Path) -> N
     assert len(ended.out.splitlines()) <= MOST_LINES, ended.out
     assert ended.err == ""
     assert not re.search(r"[\x1b\r]", ended.out)
+    assert "" not in ended.out.splitlines()
+    assert len(re.findall(r"\d+/\d+ rounds", ended.out)) == 1
     for part in ("people.csv", "12 users", "regression", "ε = 8", "δ = 0.001", "personal"):
         assert part in ended.out
     assert "(not private)" in ended.out
