@@ -72,7 +72,7 @@ def test_the_installed_command_shows_its_version() -> None:
 
 
 def test_run_writes_a_directory_and_states_the_guarantee(ppsgd: Command) -> None:
-    ended = ppsgd("run", "small.toml", "--out", "out")
+    ended = ppsgd("run", "small.toml", "--verbose", "--out", "out")
     assert (ended.status, ended.err) == (0, "")
     assert {path.name for path in Path("out").iterdir()} == FILES
     statement = json.loads(Path("out/privacy.json").read_text())["statement"]
@@ -130,7 +130,7 @@ def test_with_an_insecure_seed_the_statement_says_no_guarantee(ppsgd: Command) -
 
 def test_local_learning_states_that_nothing_was_published(ppsgd: Command) -> None:
     assert (
-        "Nothing was published about anybody"
+        "nothing was published about anybody"
         in ppsgd("run", "small.toml", "--set", "alpha-q=0").out
     )
 
@@ -385,6 +385,7 @@ def test_data_of_ones_own_are_described_and_trained_on(ppsgd: Command, engine: s
         ".34",
         "--engine",
         engine,
+        "--verbose",
         "--out",
         "out",
     )
@@ -436,7 +437,7 @@ def test_stars_are_amounts_if_one_says_so(ppsgd: Command) -> None:
     stars = ["user,x,stars", *(f"{u},{h},{1 + (u + h) % 5}" for u in range(4) for h in range(6))]
     Path("stars.csv").write_text("\n".join(stars))
     common = ("run", "--data", "stars.csv", "--target", "stars", *QUICK, "--out", "out")
-    ended = ppsgd(*common)
+    ended = ppsgd(*common, "--verbose")
     assert ended.status == 0
     assert "since it has only 5 different whole numbers (--task changes it)" in ended.out
     assert "classes are 1, 2, 3, 4, 5" in ended.out
@@ -503,4 +504,4 @@ def test_a_model_worse_than_a_trivial_answer_is_said_to_be(ppsgd: Command) -> No
     budget = ("--set", "epsilon=2.0", "--set", "delta=1e-3", "--out", "out")
     ended = ppsgd("run", "--data", "far.csv", *options, *budget)
     assert ended.status == 0, ended.err
-    assert "This does not beat an answer without features (rmse" in ended.out
+    assert "this does not beat an answer without features" in ended.out
