@@ -1,21 +1,18 @@
-"""The ``ppsgd`` command as a person types it, and small files of users' rows."""
+"""Small files of users' rows, and what commands make of them."""
 
-import contextlib
 import csv
-import io
 import json
-import logging
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
+
+from tests.contract.command import Ended
 
 SCRIPT = Path(sys.executable).with_name("ppsgd")
 BUDGET = ("--set", "epsilon=8", "--set", "delta=1e-3")
@@ -33,38 +30,6 @@ evaluate-every = 1
 """
 
 Row = dict[str, Any]
-
-
-class Ended(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-    @property
-    def words(self) -> str:
-        """Everything that was printed, in one line: where lines are broken is not promised."""
-        return " ".join(self.out.split())
-
-
-def ppsgd(*arguments: str, where: Path) -> Ended:
-    """The installed command, in this process: a fresh one takes seconds to start."""
-    script = next(iter(entry_points(group="console_scripts", name="ppsgd")))
-    main: Callable[[], None] = script.load()
-    out = io.StringIO()
-    err = io.StringIO()
-    log = logging.getLogger("flwr")  # a command makes it quieter, for good
-    with contextlib.ExitStack() as stack:
-        stack.callback(log.setLevel, log.level)
-        stack.enter_context(contextlib.chdir(where))
-        stack.enter_context(contextlib.redirect_stdout(out))
-        stack.enter_context(contextlib.redirect_stderr(err))
-        stack.enter_context(mock.patch.object(sys, "argv", ["ppsgd", *arguments]))
-        try:
-            main()
-            status = 0
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-    return Ended(status, out.getvalue(), err.getvalue())
 
 
 def ppsgd_alone(*arguments: str, where: Path) -> Ended:

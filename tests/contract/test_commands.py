@@ -24,7 +24,8 @@ from flwr_ppsgd import (
     client_app,
 )
 from flwr_ppsgd.simulation import InProcessGrid
-from tests.contract.files import SCRIPT, TOML, check_done, check_refused, ppsgd, privacy_of
+from tests.contract.command import ppsgd
+from tests.contract.files import SCRIPT, TOML, check_done, check_refused, privacy_of
 
 COMMANDS = (
     *("experiments", "look", "run", "sweep", "plot", "predict", "report", "audit", "plan"),

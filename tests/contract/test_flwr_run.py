@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.contract.files import TOML, check_done, ppsgd, ppsgd_alone, privacy_of
+from tests.contract.command import ppsgd
+from tests.contract.files import TOML, check_done, ppsgd_alone, privacy_of
 
 pytest.importorskip("ray", reason="needs the simulation extra")
 

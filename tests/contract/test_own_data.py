@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 
 from tests.contract import files
-from tests.contract.files import (
-    BUDGET,
-    Ended,
-    Row,
-    check_done,
-    check_refused,
-    measured,
-    ppsgd,
-    privacy_of,
-)
+from tests.contract.command import Ended, ppsgd
+from tests.contract.files import BUDGET, Row, check_done, check_refused, measured, privacy_of
 
 DOCUMENTED = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz"}
 TABLE = files.people()

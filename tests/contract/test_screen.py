@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 
 from tests.contract import files
-from tests.contract.files import (
-    BUDGET,
-    SCRIPT,
-    TOML,
-    Ended,
-    check_done,
-    ppsgd,
-    ppsgd_alone,
-    privacy_of,
-)
+from tests.contract.command import Ended, ppsgd
+from tests.contract.files import BUDGET, SCRIPT, TOML, check_done, ppsgd_alone, privacy_of
 
 MOST_LINES = 12
 

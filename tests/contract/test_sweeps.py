@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.files import SCRIPT, check_done, check_refused, ppsgd, rows_of
+from tests.contract.command import ppsgd
+from tests.contract.files import SCRIPT, check_done, check_refused, rows_of
 
 STEPS = (0.1, 0.3)
 ALPHAS = (0.0, 0.3, math.inf)
