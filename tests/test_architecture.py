@@ -19,7 +19,7 @@ PACKAGE = Path(flwr_ppsgd.__file__).parent
 # A file imports only what stands above it: in the first list, and then in its own folder's.
 GROUND_FLOOR = """
     door callers checks disk records arrays algorithm optimizers tuning noise secure
-    loss_distribution epsilon privacy recipe promise wire signature learner theory settings client
+    epsilon privacy recipe promise wire signature learner theory settings client
     server legacy models data simulation experiments results plan recipe_plan audit cli
 """
 FOLDERS = {
