@@ -271,7 +271,7 @@ def _by_pld_at(interval: float, releases: Releases, delta: float, relation: Rela
     parts = []
     for priced in releases:
         one = _one_round(priced.rate, priced.noise_multiplier, relation, interval, beyond)
-        at_once = max(1000, math.floor(10 * (priced.reach / priced.spread) ** 2))
+        at_once = max(4000, math.floor(20 * (priced.reach / priced.spread) ** 2))
         parts.append(_repeated(one, priced.times, at_once, tail))
     total = functools.reduce(lambda done, part: done.compose(part, tail), parts)
     if total.get_delta_for_epsilon(LARGEST_EXPONENT) > delta:  # there, e^-ε loses its digits
@@ -299,9 +299,9 @@ def _one_round(
 def _repeated(
     one: pld.PrivacyLossDistribution, times: int, at_once: int, tail: float
 ) -> pld.PrivacyLossDistribution:
-    """A round composed with itself, in steps if there are too many.
+    """A round composed with itself, in steps if there are too many; then a few more than asked for.
 
-    From about 10·(largest loss/standard deviation)² rounds at once dp-accounting keeps far too many
+    From about 20·(largest loss/standard deviation)² rounds at once dp-accounting keeps far too many
     losses: ten million rounds would take all memory.
     """
     if times == 1:
@@ -309,10 +309,8 @@ def _repeated(
     if times <= at_once:
         return one.self_compose(times, tail)
     steps = math.ceil(times / at_once)
-    step = _repeated(one, times // steps, at_once, tail / steps)
-    total = _repeated(step, steps, at_once, tail)
-    rest = times % steps
-    return total.compose(_repeated(one, rest, at_once, tail), tail) if rest else total
+    step = _repeated(one, math.ceil(times / steps), at_once, tail / steps)
+    return _repeated(step, steps, at_once, tail)
 
 
 def as_two_zero_outs(cost: Callable[[float], float], delta: float) -> float:

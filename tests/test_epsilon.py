@@ -166,6 +166,19 @@ def test_very_many_rounds_approach_one_gaussian(rounds: int) -> None:
     assert stated(0.01, z, rounds, 1e-5) == pytest.approx(as_gaussian, rel=0.01)
 
 
+@pytest.mark.parametrize("rounds", [8003, 12_013, 39_999])
+def test_rounds_that_are_composed_in_steps_are_all_counted(rounds: int) -> None:
+    """In pieces of at most 4000, whose noise differs in the last digits, there are no steps."""
+    ledger = Ledger(1e-5)
+    pieces = [4000] * (rounds // 4000) + [rounds % 4000]
+    for number, piece in enumerate(pieces):
+        release = Release(Poisson(1000, 0.01), 1.0, 20.0 * (1 + number * 1e-12))
+        ledger = ledger.record(release, piece)
+    assert len(ledger.releases) == len(pieces)
+    in_pieces = ledger.epsilon()
+    assert in_pieces * (1 - 2e-5) < stated(0.01, 20.0, rounds, 1e-5) < in_pieces * (1 + 2e-4)
+
+
 def test_round_off_does_not_swamp_ten_million_rare_rounds() -> None:
     """On too fine a grid the probabilities of one round add up to 1 + 1e-6, of all to e^7.
 
