@@ -117,7 +117,8 @@ def by_hand(
             sent.append(message)
         if steps.publishes:
             noise = release.noise_std * Coins.insecure(SEED, "noise", round_).normals(len(w))
-            w = server_step(w, sent, release, steps.shared, noise)
+            total = np.sum(sent, axis=0) if sent else np.zeros_like(w)
+            w = server_step(w, total + noise, release, steps.shared)
         yield w, thetas
 
 
