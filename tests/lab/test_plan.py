@@ -286,7 +286,6 @@ def test_words_hold_every_answer(plan: Any) -> None:
         "start with αQ",
         "smallest at αQ",
         "assuming that",
-        "└──",
     ):
         assert part in text
 
