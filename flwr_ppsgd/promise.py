@@ -166,7 +166,7 @@ class Promise:
     ledger: Mapping[str, Any] = field(default_factory=dict)
     release_data: Mapping[str, Any] = field(default_factory=dict)
     recipe: Recipe | None = None
-    values: Values = Values()
+    values: Values = field(default_factory=Values)
 
     def statement(self) -> str:
         """The promise in words: what is promised, its terms, and what it does not cover."""

@@ -128,8 +128,7 @@ def personalize(
     """
     record = _record(w)
     flat = _flat(record)
-    if isinstance(w, Mapping) and VARIANCE in w and isinstance(data, Solver):
-        beside = cast(Mapping[str, NDArray[Any]], w)
+    if not isinstance(w, ArrayRecord | np.ndarray) and VARIANCE in w and isinstance(data, Solver):
         order = Order(
             0,
             0.0,
@@ -138,10 +137,10 @@ def personalize(
             False,
             asks="nothing",
             task=cast(OrderTask, data.task),
-            unit=float(beside[UNIT]),
-            size=float(beside[SIZE]),
+            unit=float(w[UNIT]),
+            size=float(w[SIZE]),
         )
-        own = data.personal_model(flat, np.asarray(beside[VARIANCE]).reshape(-1), order)
+        own = data.personal_model(flat, np.asarray(w[VARIANCE]).reshape(-1), order)
         return PersonalModel(record, np.zeros(0), Mixture.from_arrays(own.arrays()))
     now = data.initial_theta() if theta is None else theta
     for number in range(1, visits + 1):
