@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike
 
-from flwr_ppsgd import FixedSize, Poisson, Release, Steps, client_step, clip, server_step
+from flwr_ppsgd import FixedSize, Poisson, Release, Steps, client_step, clip
 from flwr_ppsgd.algorithm import clip_scale, clip_scales, length
+from tests.support.steps import noisy_step
 
 EVERYONE = Release(Poisson(4, 1.0), clip_norm=5.0, noise_multiplier=0.0)
 
@@ -54,17 +55,17 @@ def test_a_client_sends_the_clipped_gradient_and_steps_theta_by_the_whole_one() 
 
 def test_the_server_divides_by_the_expected_cohort_and_not_by_the_replies() -> None:
     """One reply of four enrolled users at rate 1: D stays 4."""
-    w = server_step(np.zeros(2), [np.array([3.0, 4.0])], EVERYONE, step=1.0, noise=0.0)
+    w = noisy_step(np.zeros(2), [np.array([3.0, 4.0])], EVERYONE, step=1.0, noise=0.0)
     np.testing.assert_allclose(w, [-0.75, -1.0])
 
 
 def test_the_server_clips_even_if_the_client_did_not() -> None:
-    w = server_step(np.zeros(2), [np.array([30.0, 40.0])], EVERYONE, step=1.0, noise=0.0)
+    w = noisy_step(np.zeros(2), [np.array([30.0, 40.0])], EVERYONE, step=1.0, noise=0.0)
     np.testing.assert_allclose(w, [-0.75, -1.0], rtol=1e-12)
 
 
 def test_noise_enters_on_the_scale_of_the_sum() -> None:
-    w = server_step(np.zeros(2), [], EVERYONE, step=0.5, noise=np.array([8.0, -8.0]))
+    w = noisy_step(np.zeros(2), [], EVERYONE, step=0.5, noise=np.array([8.0, -8.0]))
     np.testing.assert_allclose(w, [-1.0, 1.0])
 
 
@@ -124,7 +125,7 @@ def test_the_papers_steps_and_the_grid_agree() -> None:
 def test_alpha_zero_never_moves_w_and_alpha_infinity_never_moves_theta() -> None:
     local, global_ = Steps.from_ratio(1.0, 0.0), Steps.from_ratio(1.0, math.inf)
     g = np.ones(3)
-    np.testing.assert_array_equal(server_step(g, [g], EVERYONE, local.shared, noise=1e9 * g), g)
+    np.testing.assert_array_equal(noisy_step(g, [g], EVERYONE, local.shared, noise=1e9 * g), g)
     np.testing.assert_array_equal(client_step(g, g, g, 1.0, global_.personal)[1], g)
 
 

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, Steps, client_step, server_step
+from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, Steps, client_step
 from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engines.batches import Fresh
 from flwr_ppsgd.lab.engines.engine import Setting, train
 from flwr_ppsgd.lab.engines.linear import CohortEngine
 from tests.support.paths import GOLDEN
+from tests.support.steps import noisy_step
 
 Arrays = dict[str, NDArray[np.float64]]
 
@@ -46,9 +47,7 @@ def test_synthetic_trajectories(key: str) -> None:
             x, y = xs[:, i], ys[:, i]
             g = x.T @ (x @ (w + thetas[i]) - y) / len(x)
             sent[i], thetas[i] = client_step(thetas[i], g, g, 1.0, steps.personal)
-        w = server_step(
-            w, sent, release, steps.shared, noise=release.noise_std * data["noise_z"][t]
-        )
+        w = noisy_step(w, sent, release, steps.shared, noise=release.noise_std * data["noise_z"][t])
         np.testing.assert_allclose(w, data[f"{key}_w"][t], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(thetas, data[f"{key}_theta"][t], rtol=1e-9, atol=1e-11)
         risk = np.mean((w + thetas - data["theta_star"]) ** 2 * data["var"])
@@ -104,7 +103,7 @@ def test_classification_trajectories(key: str) -> None:
             vector, thetas[user] = client_step(thetas[user], g, g, 0.88, steps.personal)
             sent.append(vector)
         noise = release.noise_std * data["noise_z"][t].reshape(-1)
-        w = server_step(w, sent, release, steps.shared, noise)
+        w = noisy_step(w, sent, release, steps.shared, noise)
         np.testing.assert_allclose(w.reshape(25, 10), data[f"{key}_w"][t], rtol=1e-9, atol=1e-12)
         for kept, theta in zip(data["theta_rounds"], data[f"{key}_theta"], strict=True):
             if kept == t + 1:

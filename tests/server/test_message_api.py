@@ -35,12 +35,12 @@ from flwr_ppsgd import (
     Steps,
     client_app,
     client_step,
-    server_step,
 )
 from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.rounds import NobodyUsableError, mean_of
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, ORDER
+from tests.support.steps import noisy_step
 from tests.support.toy import (
     SIZE,
     answer,
@@ -67,7 +67,7 @@ def test_a_training_is_the_pure_algorithm_round_by_round() -> None:
         for i in range(5):
             g = w + thetas[i] - target(i)
             sent[i], thetas[i] = client_step(thetas[i], g, g, 1.0, steps.personal)
-        w = server_step(w, sent, release(), steps.shared, noise=0.0)
+        w = noisy_step(w, sent, release(), steps.shared, noise=0.0)
     np.testing.assert_allclose(flat(result.arrays), w, atol=4 * 5 * 2.0**-32)
 
 

@@ -11,7 +11,7 @@ from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 
-from flwr_ppsgd import Order, client_step, server_step
+from flwr_ppsgd import Order, client_step
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.lab.experiments import flwr_run as flower
 from flwr_ppsgd.lab.experiments.run import run
@@ -22,6 +22,7 @@ from flwr_ppsgd.server.legacy_api import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.server.test_legacy_api import recording, run_legacy
 from tests.support.paths import ROOT
+from tests.support.steps import noisy_step
 from tests.support.toy import Floats, flat
 
 EXPERIMENT = Experiment.load(
@@ -57,7 +58,7 @@ def by_the_pure_core() -> Floats:
             )
             sent.append(vector)
         noise = release.noise_std * Coins.insecure(11, "noise", t).normals(len(w))
-        w = server_step(w, sent, release, steps.shared, noise)
+        w = noisy_step(w, sent, release, steps.shared, noise)
     return w
 
 
