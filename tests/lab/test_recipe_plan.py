@@ -62,7 +62,7 @@ def test_words_name_what_public_numbers_do_not_say() -> None:
     assert "mostly keep to their own models" not in words
     sampled = question(rate=0.1)
     assert "each with chance 0.1 (about 60) in each of 40" in in_words(sampled, make(sampled))
-    few = question(population=10)
+    few = question(population=5)
     assert "mostly keep to their own models" in in_words(few, make(few))
     careless = question(delta=1e-3)
     assert "caution" in in_words(careless, make(careless))
