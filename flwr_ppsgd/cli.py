@@ -629,12 +629,6 @@ def plan(
     secure_colluding: Annotated[
         int | None, typer.Option(help="t of a secure sum: the clients that may collude.")
     ] = None,
-    signal_to_noise: Annotated[
-        float | None, typer.Option(help="Say what this would take; default: 1, signal = noise.")
-    ] = None,
-    agreement: Annotated[
-        float | None, typer.Option(help="How much users agree, up to 1: all the same direction.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data: Annotated[
         str | None,
@@ -654,7 +648,7 @@ def plan(
     encoding: Encoding = None,
     impute: Impute = None,
 ) -> None:
-    """Before training: what an ε buys. N, ε, δ and d are enough; options of the paper add its α."""
+    """Before training: what an ε buys. N, ε and δ are enough; options of the paper add its α."""
     typed = dict(locals())
     about_data = _about_data(typed)
     others = {"experiment", "as_json", *ABOUT_DATA}
@@ -674,7 +668,6 @@ def plan(
         found = recipe_plan.make(simple)
         _show_plan(found.as_data(), recipe_plan.in_words(simple, found), as_json)
     else:
-        recipe_plan.refuse_own_options(given)
         if ask:
             flat = planning.ask(flat, typer.prompt)
         question = planning.Question.read(flat)
@@ -697,10 +690,10 @@ def _seen_for_plan(
 
     seen = Problem.of(about_data).found().as_by_default().per_user()
     found = numbers_for_plan(seen)
-    public = (
-        f"From {about_data['data']}: N = {found['population']:,} users and "
-        f"d = {found['dimension']:,} parameters, taken to be public."
-    )
+    public = f"From {about_data['data']}: N = {found['population']:,} users"
+    if not automatic:
+        public += f" and d = {found['dimension']:,} parameters"
+    public += ", taken to be public."
     looked = (
         f" n = {found['samples-per-user']:.3g} samples per user and "
         f"L = {found['smoothness']:.3g}: {LOOKED}."
@@ -708,7 +701,7 @@ def _seen_for_plan(
     if not quiet:
         _show(public if automatic else public + looked)
     if automatic:
-        return {key: found[key] for key in SEEN}
+        return {"task": seen.task, **{key: found[key] for key in SEEN}}
     return found
 
 

@@ -107,7 +107,7 @@ def save(outcome: "Outcome", out: Path, draw: Draw | None = None) -> None:
 def _write_run(outcome: "Outcome", directory: Path) -> None:
     experiment = outcome.experiment
     config = experiment.to_flat()
-    if not experiment.training.automatic:  # the recipe needs ε to plan its vote again
+    if not experiment.training.automatic:
         config["noise-multiplier"] = outcome.strategy.release.noise_multiplier
         config.pop("epsilon", None)
     disk.write_text(directory / CONFIG, tomli_w.dumps(config))
@@ -116,7 +116,7 @@ def _write_run(outcome: "Outcome", directory: Path) -> None:
     data = {**outcome.strategy.privacy_data(), "assumed_public": experiment.assumed_public()}
     privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     disk.write_text(directory / PRIVACY, privacy + "\n")
-    arrays = experiment.task.named(outcome.w)
+    arrays = {**experiment.task.named(outcome.w), **outcome.beside}
     with disk.replacing(directory / MODEL) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     if outcome.people:

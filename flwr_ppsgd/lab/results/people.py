@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from flwr_ppsgd.client.visit import LOCAL, SHARED
 from flwr_ppsgd.lab.engines.measures import HIGHER_IS_BETTER, measure_of
 from flwr_ppsgd.lab.experiments.people import OUTSIDE, SAME
 from flwr_ppsgd.lab.experiments.rows import RunRow
 from flwr_ppsgd.lab.results.plots import COLOURS, name_of_measure
+from flwr_ppsgd.learner import LOCAL, SHARED
 from flwr_ppsgd.promise import rounded_up
 
 PICTURE = "users.png"
