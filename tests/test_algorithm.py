@@ -10,7 +10,6 @@ from numpy.typing import DTypeLike
 
 from flwr_ppsgd import FixedSize, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import clip_scale, clip_scales, length
-from tests.support.steps import noisy_step
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e-160, 1.0, 1e160, 1e300])

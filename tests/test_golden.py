@@ -9,7 +9,6 @@ from flwr_ppsgd.lab.engines.batches import Fresh
 from flwr_ppsgd.lab.engines.engine import Setting, train
 from flwr_ppsgd.lab.engines.linear import CohortEngine
 from tests.support.paths import GOLDEN
-from tests.support.steps import noisy_step
 
 Arrays = dict[str, NDArray[np.float64]]
 

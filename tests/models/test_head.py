@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr_ppsgd.models.logistic import Logistic
+from flwr_ppsgd.models.ridge import Ridge
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,8 +15,6 @@ from flwr_ppsgd.lab.cnn import paper_cnn
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.models.linear import Loss
-from flwr_ppsgd.models.logistic import Logistic
-from flwr_ppsgd.models.ridge import Ridge
 from flwr_ppsgd.models.split import SplitModel
 from flwr_ppsgd.models.torch_app import torch_learner
 from flwr_ppsgd.wire import Order

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr_ppsgd.models.logistic import Logistic
+from flwr_ppsgd.models.ridge import Ridge
 from numpy.typing import NDArray
 from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, as_matrix
-from flwr_ppsgd.models.logistic import Logistic
-from flwr_ppsgd.models.ridge import Ridge
 from flwr_ppsgd.wire import Order
 
 FEATURES, OUTPUTS, ROWS = 4, 3, 6

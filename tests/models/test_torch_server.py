@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr_ppsgd.optimizers import Released
 
 from flwr_ppsgd import Schedule, Steps, TorchServer, client_app
-from flwr_ppsgd.optimizers import Released
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.server.test_recipe_rounds import USERS, noisy, solver
 from tests.support.toy import SIZE, Floats, flat, strategy, w0

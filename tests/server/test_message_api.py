@@ -32,7 +32,6 @@ from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.server.rounds import mean_of
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, ORDER
-from tests.support.steps import noisy_step
 from tests.support.toy import (
     SIZE,
     answer,

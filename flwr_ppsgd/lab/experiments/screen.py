@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flwr_ppsgd.client.visit import LOCAL, SHARED
 from flwr_ppsgd.lab.data.look import hints
 from flwr_ppsgd.lab.engines.measures import badness, measure_of
 from flwr_ppsgd.lab.experiments.outputs import SavedRun, read_people
 from flwr_ppsgd.lab.experiments.people import SAME
 from flwr_ppsgd.lab.experiments.problem import LINEAR, SYNTHETIC
 from flwr_ppsgd.lab.experiments.settings import Experiment
+from flwr_ppsgd.learner import LOCAL, SHARED
 from flwr_ppsgd.promise import WEAK, rounded_up
 
 Line: TypeAlias = tuple[str, str]  # a label, and what there is to say
