@@ -295,7 +295,7 @@ class HeadModel:
         found = measures_of(self.mixture.predict(x), y, task)
         model = self.learner.model
         shared = self.mixture.shared_alone
-        if shared is not None and model.shared_head(self.w).any():
+        if shared is not None and (model.is_head or model.additive):
             of_shared = measures_of(shared.predict(x), y, task)
             if task == "classification" and not model.is_head:
                 del of_shared["loss"]  # a trained network's scores have a scale of their own
