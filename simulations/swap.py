@@ -3,15 +3,15 @@ picture.
 
 What changes between runs is the strategy alone. Everybody has few rows and a task that is partly
 everyone's and partly their own, so that both the shared and the personal part matter. Each trained
-w is measured twice: alone, as it is published, and with the personal part that each user solves on
-top of it from own rows, which is free of charge for every strategy. The wrapper needs a clip norm
+w is measured twice: alone, as it is published, and in the personal model that each user makes
+around it from own rows, which is free of charge for every strategy. The wrapper needs a clip norm
 C, and is shown with three; PPSGD.auto has nothing to choose.
 """
 
 import argparse
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +27,18 @@ from flwr_ppsgd import (
     Poisson,
     calibrate_noise,
     client_app,
+    personalize,
 )
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.cli import console
 from flwr_ppsgd.lab.results.plots import COLOURS
 from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE
 
 USERS = 150
 EPSILON = 1.0
 DELTA = 1e-4
-ROUNDS = 50  # of the recipe, and of everybody else
+ROUNDS = 50  # of everybody but PPSGD.auto, which needs fewer
 FEATURES = 20
 ROWS = 15  # of a user, to learn from
 TEST_ROWS = 50
@@ -82,7 +84,7 @@ class Outcome:
     Args:
         label: the strategy.
         alone: of w alone; None if there is none.
-        personal: of w with the personal part that each user solves.
+        personal: of the personal model that each user makes around it.
     """
 
     label: str
@@ -90,26 +92,44 @@ class Outcome:
     personal: float
 
 
-def measured(label: str, w: Vector, users: int) -> Outcome:
-    """How users fare with a published w."""
+def measured(label: str, w: Vector, users: int, auto: PPSGD | None = None) -> Outcome:
+    """How users fare with a published w.
+
+    Args:
+        label: the strategy.
+        w: what it published.
+        users: how many there are.
+        auto: the strategy if it is ``PPSGD.auto``, whose w is in units of each user's own targets.
+    """
+    published = {"w": w, VARIANCE: np.zeros(1), UNIT: np.ones(()), SIZE: np.ones(())}
+    if auto is not None:
+        published = auto.published(ArrayRecord([w]))
     alone = []
     personal = []
     for user in range(users):
         own = learner(user)
-        alone.append(_error(own, w, own.initial_theta()))
-        personal.append(_error(own, w, own.solve(w).theta))
+        around = personalize(published, own).mixture
+        assert around is not None
+        raw = w * around.unit
+        if auto is None:
+            raw = w
+            around = personalize({**published, "w": w / around.unit}, own).mixture
+            assert around is not None
+        alone.append(_error(own.evaluate(raw, own.initial_theta())))
+        personal.append(_error(own.measure(around)))
     shared = float(np.mean(alone)) if w.any() else None
     return Outcome(label, shared, float(np.mean(personal)))
 
 
-def _error(own: AdditiveLinear, w: Vector, theta: Vector) -> float:
-    return float(np.sqrt(2 * own.evaluate(w, theta)["loss"]))  # the loss is half the square
+def _error(measures: Mapping[str, float]) -> float:
+    return float(np.sqrt(2 * measures["loss"]))  # the loss is half the square
 
 
-def trained(strategy: Strategy, users: int, rounds: int) -> Vector:
-    """w after all rounds."""
+def trained(strategy: Strategy, users: int, rounds: int | None = None) -> Vector:
+    """w after all rounds; as many as ``PPSGD.auto`` plans unless given."""
     start = ArrayRecord([np.zeros(FEATURES)])
-    result = strategy.start(InProcessGrid(app, users), start, num_rounds=rounds)
+    more = {} if rounds is None else {"num_rounds": rounds}
+    result = strategy.start(InProcessGrid(app, users), start, **more)
     (w,) = result.arrays.to_numpy_ndarrays()
     return np.asarray(w, dtype=np.float64)
 
@@ -139,8 +159,8 @@ def outcomes(epsilon: float, users: int, rounds: int) -> tuple[list[Outcome], PP
     for clip_norm in CLIP_NORMS:
         w = trained(wrapped(epsilon, clip_norm, users, rounds), users, rounds)
         found.append(measured(f"Flower's DP wrapper, C = {clip_norm:g}, {at}", w, users))
-    ppsgd = PPSGD.auto(population=users, epsilon=epsilon, delta=DELTA, rounds=rounds)
-    found.append(measured(f"PPSGD.auto, {at}", trained(ppsgd, users, rounds), users))
+    ppsgd = PPSGD.auto(population=users, epsilon=epsilon, delta=DELTA, task="regression")
+    found.append(measured(f"PPSGD.auto, {at}", trained(ppsgd, users), users, ppsgd))
     return found, ppsgd
 
 
@@ -164,7 +184,7 @@ def draw(found: Sequence[Outcome], path: Path) -> None:
     bars = axes.barh(places + 0.2, cut, 0.36, color="0.7", label="w alone")
     labels = ["" if np.isnan(value) else f"{value:.3f}" for value in shared]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
-    bars = axes.barh(places - 0.2, personal, 0.36, color=COLOURS[0], label="personal, solved on w")
+    bars = axes.barh(places - 0.2, personal, 0.36, color=COLOURS[0], label="personal, around w")
     axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     axes.set_yticks(places, [outcome.label for outcome in found])
     axes.set(xlabel="mean RMSE of users on own test rows (lower is better)")
