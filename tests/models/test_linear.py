@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr_ppsgd.models.logistic import Logistic
-from flwr_ppsgd.models.ridge import Ridge
 from numpy.typing import NDArray
 from torch.func import grad
 
