@@ -1,6 +1,6 @@
 """The paper's bounds and thresholds as functions.
 
-Theorems 4.5, 5.2 and B.4 are one statement with different numbers in it. Each of them is a value
+Theorems 4.5 and B.4 are one statement with different numbers in it. Each of them is a value
 here, a :class:`Theorem`, with L_α = max(αa, b) and σ²_tot = αA + B. They need only one fact about
 the minimiser, ‖z*‖²_α = U/(α + c) + S (:class:`Minimiser`). In this form α = 0 and α = ∞ are
 limits that can be written down, not divisions by zero.
@@ -133,7 +133,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Theorem:
-    """L_α = max(αa, b) and σ²_tot = αA + B: the common form of Theorems 4.5, 5.2 and B.4.
+    """L_α = max(αa, b) and σ²_tot = αA + B: the common form of Theorems 4.5 and B.4.
 
     Args:
         smoothness: (a, b).
