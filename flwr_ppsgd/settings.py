@@ -24,7 +24,6 @@ from flwr_ppsgd.tuning import ROUNDS, AdaptiveClip
 if TYPE_CHECKING:
     from flwr_ppsgd.recipe import Recipe
 
-THEORY = "theory"  # the word that an experiment replaces by a number for alpha-q
 OWN_PREFIX = "ppsgd-"
 RUN_KEYS = ("ppsgd-run", "local-step", "local-steps", "out")  # of a run config, beside settings
 NODE_KEYS = ("ppsgd-state-dir", "ppsgd-user", "partition-id", "num-partitions")
@@ -161,12 +160,6 @@ class Settings:
             flat: keys and values. An unknown key and a value of the wrong type are refused.
             where: the file or the source, which errors name.
         """
-        words = {key_of(key): value for key, value in flat.items() if isinstance(value, str)}
-        if words.get("alpha-q") == THEORY:
-            raise ValueError(
-                f"{where}: alpha-q 'theory' is known to experiments only: let `ppsgd plan` work it "
-                "out and write the number here"
-            )
         return build(cls, completed(with_keys(flat)), where)
 
     @classmethod
