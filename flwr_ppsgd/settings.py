@@ -21,7 +21,6 @@ from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, require
 from flwr_ppsgd.recipe import Recipe, Task, noise_alone, recipe, rounds_for
 from flwr_ppsgd.wire import places_in
 
-THEORY = "theory"  # the word that an experiment replaces by a number for alpha-q
 OWN_PREFIX = "ppsgd-"
 RUN_KEYS = ("ppsgd-run", "local-step", "local-steps", "out")  # of a run config, beside settings
 NODE_KEYS = ("ppsgd-state-dir", "ppsgd-user", "partition-id", "num-partitions")
@@ -147,12 +146,6 @@ class Settings:
             flat: keys and values. An unknown key and a value of the wrong type are refused.
             where: the file or the source, which errors name.
         """
-        words = {key_of(key): value for key, value in flat.items() if isinstance(value, str)}
-        if words.get("alpha-q") == THEORY:
-            raise ValueError(
-                f"{where}: alpha-q 'theory' is known to experiments only: let `ppsgd plan` work it "
-                "out and write the number here"
-            )
         return build(cls, with_keys(flat), where)
 
     @classmethod

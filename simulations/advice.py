@@ -18,6 +18,7 @@ from flwr_ppsgd.lab.engines.batches import Fresh
 from flwr_ppsgd.lab.engines.engine import Setting, train
 from flwr_ppsgd.lab.engines.linear import CohortEngine
 from flwr_ppsgd.lab.plan import Plan, Question, make
+from flwr_ppsgd.lab.theory import squared_loss_smoothness
 
 ALPHA_QS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)
 STEPS = (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5)
@@ -70,9 +71,14 @@ class Case:
         return replace(drawn, optima=optima, label_noise=self.label_noise)
 
     def plan(self, z: float) -> Plan:
-        """With the true constants."""
+        """With the true constants: σ² = τ²·tr Σ (Section 4), and L = 2R².
+
+        Gaussian features have no largest norm: R² is three standard deviations above the mean of
+        ‖x‖².
+        """
         problem = self.problem()
-        known = problem.constants()
+        trace = problem.variances.sum()
+        squared_radius = trace + 3 * math.sqrt(2 * (problem.variances**2).sum())
         mean = problem.optima.mean(axis=0)
         squares = float(((problem.optima - mean) ** 2).sum())
         question = Question(
@@ -84,8 +90,8 @@ class Case:
             delta=DELTA,
             noise_multiplier=z,
             clip_norm=self.clip_norm,
-            gradient_std=math.sqrt(known.variance_w),
-            smoothness=known.smoothness,
+            gradient_std=problem.label_noise * math.sqrt(trace),
+            smoothness=squared_loss_smoothness(math.sqrt(squared_radius)),
             distance=float(np.linalg.norm(mean)),
             spread=math.sqrt(squares / self.users),
         )

@@ -1,6 +1,6 @@
 """The paper's bounds and thresholds as functions.
 
-Theorems 4.5, 5.2 and B.4 are one statement with different numbers in it. Each of them is a value
+Theorems 4.5 and B.4 are one statement with different numbers in it. Each of them is a value
 here, a :class:`Theorem`, with L_α = max(αa, b) and σ²_tot = αA + B. They need only one fact about
 the minimiser, ‖z*‖²_α = U/(α + c) + S (:class:`Minimiser`). In this form α = 0 and α = ∞ are
 limits that can be written down, not divisions by zero.
@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from flwr_ppsgd.algorithm import Steps
 from flwr_ppsgd.checks import require
@@ -53,24 +52,13 @@ class Minimiser:
         _not_negative("Minimiser.offset", self.offset, LARGEST)
 
     @classmethod
-    def additive(cls, optima: ArrayLike) -> "Minimiser":
-        """w = αN/(αN+1)·μ and θ_i = θ_i* − w, from the users' own optima. Equal rows are Lemma 4.6.
-
-        Args:
-            optima: θ_i*, one row per user.
-        """
-        rows = np.atleast_2d(np.asarray(optima, dtype=np.float64))
-        mean = rows.mean(axis=0)
-        return cls(squared_length(mean), squared_length(rows - mean), 1 / len(rows))
-
-    @classmethod
     def additive_norms(
         cls,
         population: int,
         distance: float,
         spread: float = 0.0,
     ) -> "Minimiser":
-        """The same from two lengths.
+        """w = αN/(αN+1)·μ and θ_i = θ_i* − w, from two lengths. A spread of 0 is Lemma 4.6.
 
         Args:
             population: N.
@@ -145,7 +133,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Theorem:
-    """L_α = max(αa, b) and σ²_tot = αA + B: the common form of Theorems 4.5, 5.2 and B.4.
+    """L_α = max(αa, b) and σ²_tot = αA + B: the common form of Theorems 4.5 and B.4.
 
     Args:
         smoothness: (a, b).
@@ -421,33 +409,6 @@ def threshold_noise_multiplier(
 def squared_loss_smoothness(radius: float) -> float:
     """L = 2R² of ½(y − (w + θ)ᵀx)² for ‖x‖ ≤ R: its Hessian in (w, θ) is four copies of xxᵀ."""
     return 2 * radius**2
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What the bounds ask about a problem.
-
-    Args:
-        smoothness: L.
-        variance_w: σ̄²_w of one sample's gradient at the optimum.
-        variance_theta: σ̄²_θ of the same gradient.
-        gradient_bound: G, the largest gradient at the start and at the optimum. Between them
-            gradients may be larger.
-        minimiser: of w and θ together.
-        dimension: d_w, the number of shared parameters.
-    """
-
-    smoothness: float
-    variance_w: float
-    variance_theta: float
-    gradient_bound: float
-    minimiser: Minimiser
-    dimension: int
-
-
-def squared_length(values: ArrayLike) -> float:
-    """Σ v²."""
-    return float(np.square(np.asarray(values, dtype=np.float64)).sum())
 
 
 def _times(factor: float, value: float) -> float:

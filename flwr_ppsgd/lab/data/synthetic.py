@@ -1,13 +1,11 @@
 """The paper's synthetic problem, and one of its users as a learner."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.theory import Constants, Minimiser, squared_loss_smoothness
 from flwr_ppsgd.learner import generator, reseed
 from flwr_ppsgd.models.linear import AdditiveLinear, Matrix
 from flwr_ppsgd.wire import Order
@@ -85,27 +83,6 @@ class Synthetic:
         y = np.matmul(x, self.optima[users][:, :, None])  # users × size × 1
         y += self.label_noise * drawn[:, values:, None]
         return x, y
-
-    def constants(self) -> Constants:
-        """What the paper's bounds ask about this problem, from the truth behind the data.
-
-        That truth is known here, and is nobody's data. σ² = τ²·tr Σ (Section 4). Gaussian features
-        have no largest norm: L = 2R² with R² three standard deviations above the mean of ‖x‖², and
-        G is the gradient at the start of a sample with ‖x‖ = R along θ_0.
-        """
-        trace = self.variances.sum()
-        spread = math.sqrt(2 * (self.variances**2).sum())
-        squared_radius = trace + 3 * spread
-        minimiser = Minimiser.additive(self.optima)
-        variance = self.label_noise**2 * trace
-        return Constants(
-            smoothness=squared_loss_smoothness(math.sqrt(squared_radius)),
-            variance_w=variance,
-            variance_theta=variance,
-            gradient_bound=squared_radius * math.sqrt(minimiser.shared),
-            minimiser=minimiser,
-            dimension=self.optima.shape[1],
-        )
 
     def excess_risk(self, user: int, parameters: Vector) -> float:
         """‖w + θ_i − θ_i*‖²_Σ, twice f_i − f_i* of the ½-squared loss."""

@@ -3,24 +3,21 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.lab.experiments.problem import DEVICE, SYNTHETIC, Problem, place_of
 from flwr_ppsgd.lab.experiments.rows import BASELINES, FEDAVG_SOLVED, SOLVED
 from flwr_ppsgd.lab.experiments.shipped import preset
 from flwr_ppsgd.lab.experiments.tasks import Conditions, Task, check_squared, task_of
-from flwr_ppsgd.lab.theory import Bound, Constants, theorem_b_4
 from flwr_ppsgd.server.rounds import DROWNED
 from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.settings import (
     AUTO,
     PAPER,
-    THEORY,
     Settings,
     build,
     check_known,
@@ -49,10 +46,6 @@ DROWNED_WORDS = ", so that users will mostly keep to their own: more users or a 
 PRECISIONS = ("float64", "float32")
 PARTS = ("training", "problem")  # the fields of an experiment that hold settings of their own
 NEEDS = {"passes": (), "cohort-mean": ("population",), "evaluations": ("rounds",)}
-THEORY_ASSUMES = (
-    "a convex additive model, samples that are fresh in every round, a clip norm that clips "
-    "nothing, features within three standard deviations, and the average over rounds as the result"
-)
 CHOSEN_BY_LOOKING = (
     "columns, categories, scales and task: no epsilon pays for choosing them by looking at the data"
 )
@@ -202,11 +195,7 @@ class Experiment:
         flat = resolved(flat, where)
         for key in flat:
             check_known(key, experiment_keys(), where)
-        by_theory = flat.get("alpha-q") == THEORY
-        if by_theory:
-            flat = {**flat, "alpha-q": 0.0}  # until everything else is known
-        experiment = _built(flat, where)
-        return experiment._by_theory(where) if by_theory else experiment
+        return _built(flat, where)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> "Experiment":
@@ -216,28 +205,6 @@ class Experiment:
         check_run_config(flat, known)
         own = {key: value for key, value in flat.items() if key in known}
         return cls.read(own, where="run config")
-
-    def _by_theory(self, where: str) -> "Experiment":
-        """With the αQ of the smallest bound: a starting point, logged with what it assumes."""
-        training = self.training
-        try:
-            constants = self.task.constants()
-        except ValueError as error:
-            raise ValueError(f"{where}: {in_keys(str(error), Settings)}") from None
-        batch_size = self.problem.batch_size
-        chosen = theory_choice(training.release(), training.rounds, batch_size, constants)
-        alpha_q = chosen.steps.alpha_q
-        step = max(chosen.steps.shared, chosen.steps.personal)
-        log.warning(
-            "alpha-q = 'theory': %.3g, where the bound on f - f* is smallest (%.3g; it would take "
-            "step = %.3g, yours is %g). It assumes %s.",
-            alpha_q,
-            chosen.total,
-            step,
-            training.step,
-            THEORY_ASSUMES,
-        )
-        return replace(self, training=replace(training, alpha_q=alpha_q))
 
 
 def _default_for(changes: Mapping[str, Any]) -> str:
@@ -400,18 +367,3 @@ def _put(flat: dict[str, Any], key: str, other: str, value: float) -> dict[str, 
             "of them"
         )
     return {**flat, other: value}
-
-
-def theory_choice(release: Release, rounds: int, batch_size: int, constants: Constants) -> Bound:
-    """The smallest bound of Theorem B.4 over αQ, for means over ``batch_size`` samples."""
-    theorem = theorem_b_4(
-        population=release.cohort.population,
-        rate=release.cohort.rate,
-        rounds=rounds,
-        dimension=constants.dimension,
-        smoothness=constants.smoothness,
-        variance_w=constants.variance_w / batch_size,
-        variance_theta=constants.variance_theta / batch_size,
-        noise_std=release.usual_noise_std / release.denominator,
-    )
-    return theorem.best(constants.minimiser)

@@ -18,7 +18,6 @@ from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.lab.engines.measures import VALIDATION
 from flwr_ppsgd.lab.experiments.problem import AUTO, CNN, DEVICE, LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.lab.experiments.rows import BASELINES, FEDAVG, OWN_TRIVIAL, TRIVIAL
-from flwr_ppsgd.lab.theory import Constants
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.models.linear import Loss
 from flwr_ppsgd.wire import spans_of
@@ -135,10 +134,6 @@ class Task(Protocol):
 
     def assumed_public(self) -> list[str]:
         """What a number of rounds that was worked out from passes gives away about the data."""
-        ...
-
-    def constants(self) -> Constants:
-        """What the paper's bounds ask about the problem."""
         ...
 
 
@@ -304,10 +299,6 @@ class SyntheticTask:
         """Nothing: the samples have no number."""
         return []
 
-    def constants(self) -> Constants:
-        """From the truth behind the data."""
-        return self.truth().constants()
-
 
 @functools.lru_cache(maxsize=4)
 def _synthetic(users: int, features: int, seed: int) -> Synthetic:
@@ -398,13 +389,6 @@ class OwnDataTask:
         """The total number of samples."""
         samples = int(self.problem.per_user().train_sizes.sum())
         return [ROUNDS_ARE_PUBLIC.format(samples)]
-
-    def constants(self) -> Constants:
-        """Nobody knows them for data that were not made up."""
-        raise ValueError(
-            "alpha_q 'theory' is for the synthetic problem, whose constants are known: give a "
-            "number"
-        )
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_a_contradiction_is_refused(tmp_path: Path) -> None:
         ({"min_train": "2"}, "min-train must be of type int, got '2'"),
         ({"step": [0.1, 0.2]}, "step is a list: that is for ppsgd sweep"),
         ({"drop_exhausted": True}, "drop-exhausted needs passes"),
-        ({"alpha_q": "theory"}, "alpha-q 'theory' is for the synthetic problem"),
+        ({"alpha_q": "theory"}, "alpha-q must be of type float, got 'theory'"),
         (
             {"baselines": "fedprox"},
             "baselines must be of fine-tuned, solved, fedavg, fedavg-solved, got 'fedprox'",
