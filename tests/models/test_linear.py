@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
-from flwr_ppsgd.learner import Minibatches
+from flwr_ppsgd.learner import Batches, Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, as_matrix
-from flwr_ppsgd.models.logistic import Logistic
-from flwr_ppsgd.models.ridge import Ridge
 from flwr_ppsgd.wire import Order
 
 FEATURES, OUTPUTS, ROWS = 4, 3, 6
@@ -181,26 +179,19 @@ def test_softmax_with_one_output_is_refused() -> None:
         AdditiveLinear(batch("softmax"), FEATURES, 1, "softmax")
 
 
-def whole(reduction: Reduction) -> Order:
-    """An Order that asks for all rows."""
-    asked = order(reduction)
-    object.__setattr__(asked, "full_batch", True)
-    return asked
-
-
-@pytest.mark.parametrize("loss", ["squared", "softmax"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_full_batch_is_all_rows_of_the_user(loss: Loss, reduction: Reduction) -> None:
-    data = batch(loss)
-    few = Minibatches(data.x, data.y, 2, seed=0, user=0)
-    w, theta = np.random.default_rng(2).normal(size=(2, FEATURES * OUTPUTS))
-    expected, _ = AdditiveLinear(data, FEATURES, OUTPUTS, loss).gradients(
-        w, theta, order(reduction)
-    )
-    for batches in (few, Unlisted(few)):
-        learner = AdditiveLinear(batches, FEATURES, OUTPUTS, loss)
-        found, _ = learner.gradients(w, theta, whole(reduction))
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_solution_is_made_from_all_rows_but_those_with_nan(listed: bool) -> None:
+    data = batch("squared")
+    x = np.vstack([data.x, np.full((1, FEATURES), np.nan)])
+    y = np.vstack([data.y, data.y[:1]])
+    w = np.random.default_rng(2).normal(size=FEATURES * OUTPUTS)
+    asked = replace(order("mean"), asks="solution", task="classification")
+    clean = AdditiveLinear(data, FEATURES, OUTPUTS).solution(w, asked)
+    few = Minibatches(x, y, 2, seed=0, user=0)
+    batches: Batches = few if listed else Unlisted(few)
+    found = AdditiveLinear(batches, FEATURES, OUTPUTS).solution(w, asked)
+    np.testing.assert_allclose(found, clean, rtol=1e-9)
+    assert np.abs(found).max() > 0
 
 
 class Unlisted:
@@ -214,59 +205,8 @@ class Unlisted:
         return self._batches(visit)
 
 
-def test_a_full_batch_leaves_out_rows_with_nan() -> None:
-    data = batch("squared")
-    x = np.vstack([data.x, np.full((1, FEATURES), np.nan)])
-    y = np.vstack([data.y, data.y[:1]])
-    spoilt = AdditiveLinear(Minibatches(x, y, 2, seed=0, user=0), FEATURES, OUTPUTS)
-    clean = AdditiveLinear(Minibatches(data.x, data.y, 2, seed=0, user=0), FEATURES, OUTPUTS)
-    w = np.ones(FEATURES * OUTPUTS)
-    found = spoilt.gradients(w, 0 * w, whole("mean"))[0]
-    np.testing.assert_array_equal(found, clean.gradients(w, 0 * w, whole("mean"))[0])
-
-
-def test_a_perfect_fit_has_no_gradient_at_all() -> None:
-    """Where gradients are normalised, round-off must not be sent at full weight."""
-    data = batch("squared")
-    w = np.random.default_rng(3).normal(size=FEATURES * OUTPUTS)
-    perfect = Fixed(data.x, data.x @ (w + 1e-17).reshape(FEATURES, OUTPUTS))
-    thirds = w / 3
-    for asked in (order("mean"), whole("mean")):
-        learner = AdditiveLinear(perfect, FEATURES, OUTPUTS)
-        g_w, _ = learner.gradients(thirds, 2 * thirds, replace(asked, normalise=True))
-        np.testing.assert_array_equal(g_w, np.zeros_like(w))
-
-
-def test_round_off_is_that_of_the_largest_target() -> None:
-    """x = 1, w = 0, targets 10¹⁰ and 10⁻⁵: the second is less than the first one's last digit."""
-    targets = Fixed(np.array([[1.0]]), np.array([[1e10, 1e-5]]))
-    learner = AdditiveLinear(targets, 1, 2)
-    for asked in (order("mean"), whole("mean")):
-        normalised = replace(asked, normalise=True)
-        g_w, _ = learner.gradients(np.zeros(2), np.zeros(2), normalised)
-        assert g_w.tolist() == [-1e10, 0.0]
-        g_w, _ = learner.gradients(np.zeros(2), np.zeros(2), asked)
-        assert g_w.tolist() == [-1e10, -1e-5]
-
-
-def test_round_off_of_chances_is_that_of_one() -> None:
-    """Scores 0 and −40: the chance of the second class, 4·10⁻¹⁸, is less than the last digit."""
-    targets = Fixed(np.array([[1.0]]), np.array([[1.0, 0.0]]))
-    learner = AdditiveLinear(targets, 1, 2, "softmax")
-    w = np.array([0.0, -40.0])
-    for asked in (order("mean"), whole("mean")):
-        g_w, _ = learner.gradients(w, np.zeros(2), replace(asked, normalise=True))
-        assert g_w.tolist() == [0.0, 0.0]
-        g_w, _ = learner.gradients(w, np.zeros(2), asked)
-        assert 0 < g_w[1] < 1e-17
-
-
-@pytest.mark.parametrize(("loss", "solver"), [("squared", Ridge), ("softmax", Logistic)])
-def test_the_personal_part_is_solved_on_all_rows(loss: Loss, solver: type[Ridge]) -> None:
-    data = batch(loss)
-    batches = Minibatches(data.x, data.y, 2, seed=0, user=0)
-    learner = AdditiveLinear(batches, FEATURES, OUTPUTS, loss)
-    w = np.random.default_rng(4).normal(size=FEATURES * OUTPUTS)
-    expected = solver(data.x, data.y)
-    np.testing.assert_array_equal(learner.solve(w).theta, expected.solve(w).theta)
-    assert learner.own_size() == expected.own_size() > 0
+def test_kinds_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="kinds must be"):
+        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, kinds=["word"] * FEATURES)
+    with pytest.raises(ValueError, match="kinds has 1 entries"):
+        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, kinds=["number"])
