@@ -67,8 +67,8 @@ class Users:
     @property
     def targets(self) -> Floats:
         if self.task == "regression":
-            return self.amounts[:, None]
-        return np.eye(self.outputs)[self.classes]
+            return np.asarray(self.amounts[:, None])
+        return np.asarray(np.eye(self.outputs)[self.classes])
 
     def learner(self, context: Context) -> AdditiveLinear:
         user = user_of(context)
@@ -236,7 +236,7 @@ def by_formulas(golden: dict[str, Any], rounds: int) -> Floats:
     size = 1.0
     share = np.ones(len(sparse))
     if sparse.any() or not regression:
-        sizes = [np.linalg.norm(solution(x, y, w)) for x, y in zip(xs, ys, strict=True)]
+        sizes = [float(np.linalg.norm(solution(x, y, w))) for x, y in zip(xs, ys, strict=True)]
         size = geometric_mean(sizes)
     if sparse.any():
         has = [x[:, golden["sparse"]].any(axis=0).astype(float) for x in raw]
@@ -255,8 +255,8 @@ def test_the_recorded_problems_without_noise_are_trained_as_the_formulas_say(nam
     golden = recorded(name)
     task = task_of(golden)
     ones = task == "classification"
-    kinds = np.where(golden["sparse"], "sparse", np.where(golden["numbers"], "number", "as-is"))
-    kinds = [*kinds.tolist(), *["as-is"] * ones]
+    scaled_or_not = np.where(golden["numbers"], "number", "as-is")
+    kinds = np.where(golden["sparse"], "sparse", scaled_or_not).tolist() + ["as-is"] * ones
 
     def learner(context: Context) -> AdditiveLinear:
         own = golden["user"] == user_of(context)
@@ -357,7 +357,7 @@ def kept_by(grid: InProcessGrid) -> dict[int, dict[str, Any]]:
     for node in grid.get_node_ids():
         context = grid.context(node)
         if MODEL in context.state:
-            record = context.state[MODEL]
+            record = context.state.array_records[MODEL]
             found[user_of(context)] = {name: array.numpy() for name, array in record.items()}
     return found
 
