@@ -11,7 +11,7 @@ C, and is shown with three; PPSGD.auto has nothing to choose.
 import argparse
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from flwr_ppsgd import (
     PPSGD,
     AdditiveLinear,
     Minibatches,
+    Order,
     Poisson,
     calibrate_noise,
     client_app,
@@ -31,12 +32,14 @@ from flwr_ppsgd import (
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.cli import console
 from flwr_ppsgd.lab.results.plots import COLOURS
+from flwr_ppsgd.learner import LOCAL, SHARED
 from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.wire import UNIT, VARIANCE
 
 USERS = 150
 EPSILON = 1.0
 DELTA = 1e-4
-ROUNDS = 50  # of the recipe, and of everybody else
+ROUNDS = 50  # of everybody but the recipe, which has its own
 FEATURES = 20
 ROWS = 15  # of a user, to learn from
 TEST_ROWS = 50
@@ -57,7 +60,7 @@ def learner(user: int) -> AdditiveLinear:
     coins = np.random.default_rng((2, user))
     truth = v + _direction(coins, OWN)
     x = coins.standard_normal((ROWS + TEST_ROWS, FEATURES))
-    y = x @ truth + NOISE * coins.standard_normal(len(x))
+    y = (x @ truth + NOISE * coins.standard_normal(len(x)))[:, None]
     batches = Minibatches(x[:ROWS], y[:ROWS], ROWS, seed=0, user=user)
     return AdditiveLinear(batches, FEATURES, test=(x[ROWS:], y[ROWS:]))
 
@@ -82,7 +85,7 @@ class Outcome:
     Args:
         label: the strategy.
         alone: of w alone; None if there is none.
-        personal: of w with the personal part that each user solves.
+        personal: of the personal model that each user makes around w.
     """
 
     label: str
@@ -91,27 +94,41 @@ class Outcome:
 
 
 def measured(label: str, w: Vector, users: int) -> Outcome:
-    """How users fare with a published w."""
-    alone = []
-    personal = []
+    """How users fare with a w that steps have trained; w = 0 is learning alone."""
+    models = [learner(user).stepped_model(w) for user in range(users)]
+    found = [model.measures() for model in models]
+    if not w.any():
+        return Outcome(label, None, _mean_error(found, LOCAL))
+    return Outcome(label, _mean_error(found, SHARED), _mean_error(found))
+
+
+def measured_recipe(label: str, ppsgd: PPSGD, w: ArrayRecord, users: int) -> Outcome:
+    """How users fare with what the recipe publishes."""
+    published = ppsgd.published(w)
+    order = Order(0, 0.0, 1.0, "mean", False, task="regression", unit=float(published[UNIT]))
+    (flat,) = w.to_numpy_ndarrays()
+    found = []
     for user in range(users):
-        own = learner(user)
-        alone.append(_error(own, w, own.initial_theta()))
-        personal.append(_error(own, w, own.solve(w).theta))
-    shared = float(np.mean(alone)) if w.any() else None
-    return Outcome(label, shared, float(np.mean(personal)))
+        model = learner(user).personal_model(flat.reshape(-1), published[VARIANCE], order)
+        found.append(model.measures())
+    return Outcome(label, _mean_error(found, SHARED), _mean_error(found))
 
 
-def _error(own: AdditiveLinear, w: Vector, theta: Vector) -> float:
-    return float(np.sqrt(2 * own.evaluate(w, theta)["loss"]))  # the loss is half the square
+def _mean_error(found: Sequence[Mapping[str, float]], prefix: str = "") -> float:
+    errors = [np.sqrt(2 * own[prefix + "loss"]) for own in found]  # the loss is half the square
+    return float(np.mean(errors))
+
+
+def start() -> ArrayRecord:
+    """w = 0."""
+    return ArrayRecord([np.zeros((FEATURES, 1))])
 
 
 def trained(strategy: Strategy, users: int, rounds: int) -> Vector:
     """w after all rounds."""
-    start = ArrayRecord([np.zeros(FEATURES)])
-    result = strategy.start(InProcessGrid(app, users), start, num_rounds=rounds)
+    result = strategy.start(InProcessGrid(app, users), start(), num_rounds=rounds)
     (w,) = result.arrays.to_numpy_ndarrays()
-    return np.asarray(w, dtype=np.float64)
+    return np.asarray(w, dtype=np.float64).reshape(-1)
 
 
 def wrapped(epsilon: float, clip_norm: float, users: int, rounds: int) -> Strategy:
@@ -139,8 +156,9 @@ def outcomes(epsilon: float, users: int, rounds: int) -> tuple[list[Outcome], PP
     for clip_norm in CLIP_NORMS:
         w = trained(wrapped(epsilon, clip_norm, users, rounds), users, rounds)
         found.append(measured(f"Flower's DP wrapper, C = {clip_norm:g}, {at}", w, users))
-    ppsgd = PPSGD.auto(population=users, epsilon=epsilon, delta=DELTA, rounds=rounds)
-    found.append(measured(f"PPSGD.auto, {at}", trained(ppsgd, users, rounds), users))
+    ppsgd = PPSGD.auto(population=users, epsilon=epsilon, delta=DELTA, task="regression")
+    w_auto = ppsgd.start(InProcessGrid(app, users), start()).arrays
+    found.append(measured_recipe(f"PPSGD.auto, {at}", ppsgd, w_auto, users))
     return found, ppsgd
 
 
@@ -164,7 +182,9 @@ def draw(found: Sequence[Outcome], path: Path) -> None:
     bars = axes.barh(places + 0.2, cut, 0.36, color="0.7", label="w alone")
     labels = ["" if np.isnan(value) else f"{value:.3f}" for value in shared]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
-    bars = axes.barh(places - 0.2, personal, 0.36, color=COLOURS[0], label="personal, solved on w")
+    bars = axes.barh(
+        places - 0.2, personal, 0.36, color=COLOURS[0], label="personal, around w"
+    )
     axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     axes.set_yticks(places, [outcome.label for outcome in found])
     axes.set(xlabel="mean RMSE of users on own test rows (lower is better)")

@@ -246,7 +246,7 @@ def recipe_shares(classes: int, users: int = 150, repetitions: int = 8) -> tuple
 
 
 def recipe_engine(classes: int, users: int) -> tuple[LearnerEngine, list[Minibatches]]:
-    """``method = "auto"`` without its vote, which comes once, and everyone's rows."""
+    """``method = "auto"``, and everyone's rows."""
     table = random_table(users, SAMPLES, FEATURES, classes)
     batches = []
     for user in range(users):
@@ -254,15 +254,14 @@ def recipe_engine(classes: int, users: int) -> tuple[LearnerEngine, list[Minibat
         x = table.x[own].astype(np.float64)
         batches.append(Minibatches(x, table.y[own], BATCH, seed=1, user=user))
     learners = [AdditiveLinear(own, FEATURES, classes) for own in batches]
-    planned = recipe(population=users, delta=DELTA, noise_multiplier=10.0)
-    arguments = planned.arguments() | {"vote": None}
-    training = Training(**arguments, insecure_seed=1)
+    planned = recipe(population=users, epsilon=8.0, delta=DELTA, task="classification")
+    training = Training(**planned.arguments(), insecure_seed=1)
     nothing = Found({}, np.zeros(0))
     engine = LearnerEngine(
         training,
         learners.__getitem__,
-        np.zeros(FEATURES * classes),
-        lambda w, thetas: nothing,  # noqa: ARG005
+        np.zeros((FEATURES, classes)),
+        lambda w, curator: nothing,  # noqa: ARG005
     )
     return engine, batches
 
