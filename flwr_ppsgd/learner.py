@@ -18,6 +18,8 @@ Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load t
 
 LOCAL = "local_"  # before the name of a measure: of a model from own rows alone
 SHARED = "shared_"  # of w alone
+OWN_W = "ppsgd-own-w"  # of a personal model's arrays: the w that it belongs to
+OWN_THETA = "ppsgd-own-theta"  # its θ, if there is one
 
 
 class OwnModel(Protocol):
@@ -53,6 +55,9 @@ class Solver(Protocol):
     def personal_model(self, w: Vector, variance: Vector, order: Order) -> OwnModel:
         """The user's own model around w, whose noise has this variance."""
         ...
+
+    # Optional, if w = 0 is no model: the w at which the length of a first solution is asked.
+    # def origin(self, w: Vector) -> Vector
 
 
 class Learner(Protocol):

@@ -21,6 +21,7 @@ Matrix: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
 
 LEAST_ROUNDS = 2  # one round is .4 % worse
+LEAST_BODY_ROUNDS = 4  # of a network whose body is shared
 MOST_ROUNDS = 8  # later rounds change nothing that the personal part does not
 USERS_PER_ROUND = 100  # per unit of noise: T rounds then add noise of at most C/100 to a prediction
 SCALAR_SHARE = 0.05  # of the budget, for each scalar
@@ -42,15 +43,15 @@ def noise_alone(epsilon: float, delta: float) -> float:
     return float(dp_accounting.get_sigma_gaussian(epsilon, delta))
 
 
-def rounds_for(population: int, sigma: float) -> int:
-    """T = clip(round(N/(100·σ₁)), 2, 8); 8 without noise."""
+def rounds_for(population: int, sigma: float, body: bool = False) -> int:
+    """T = clip(round(N/(100·σ₁)), 2, 8); 8 without noise, at least 4 if a body is shared."""
     if sigma == 0:
         return MOST_ROUNDS
     wanted = round(population / (USERS_PER_ROUND * sigma))
-    return min(MOST_ROUNDS, max(LEAST_ROUNDS, wanted))
+    return min(MOST_ROUNDS, max(LEAST_BODY_ROUNDS if body else LEAST_ROUNDS, wanted))
 
 
-def shares(task: Task, sparse: bool, rounds: int) -> dict[str, float]:
+def shares(task: Task, sparse: bool, rounds: int, body: bool = False) -> dict[str, float]:
     """The share a of the budget of each release, in their order: its z is σ₁/√a.
 
     "mean" is one of the T rounds; all the shares, with "mean" T times, add up to 1.
@@ -59,11 +60,12 @@ def shares(task: Task, sparse: bool, rounds: int) -> dict[str, float]:
         task: regression releases the unit of the targets; classification has none.
         sparse: whether there are sparse columns. Without them regression needs no size: C = 1.
         rounds: T.
+        body: whether w holds a network's body: then no unit is needed, and a size always.
     """
     budget: dict[str, float] = {}
-    if task == "regression":
+    if task == "regression" and not body:
         budget["unit"] = SCALAR_SHARE
-    if task == "classification" or sparse:
+    if task == "classification" or sparse or body:
         budget["size"] = SCALAR_SHARE
     if sparse:
         budget["count"] = SCALAR_SHARE
@@ -268,6 +270,7 @@ def recipe(
     sparse: Sequence[int] = (),
     rounds: int | None = None,
     rate: float | None = None,
+    body: bool = False,
     aggregation: SecureSum | None = None,
 ) -> Recipe:
     """The recipe for a population and a budget; every z and T is fixed here.
@@ -280,6 +283,7 @@ def recipe(
         sparse: the places of columns of w that most users lack.
         rounds: T; by the rule of ``rounds_for`` unless given.
         rate: the share of users per round, for very many of them; None is everyone.
+        body: whether w holds a network's body: at least 4 rounds, and the size is released always.
         aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
     """
     one_of("task", task, get_args(Task))
@@ -291,9 +295,9 @@ def recipe(
     cohort = everyone if rate is None else Poisson(population, rate)
     sampled = cohort.rate < 1
     sigma = _noise_for(epsilon, delta, everyone, len(places), aggregation)
-    wanted = SAMPLED_ROUNDS if sampled else rounds_for(population, sigma)
+    wanted = SAMPLED_ROUNDS if sampled else rounds_for(population, sigma, body)
     planned = wanted if rounds is None else count("rounds", rounds)
-    budget = shares(task, bool(places), planned)
+    budget = shares(task, bool(places), planned, body)
     share = budget.pop("mean")
     before = {}
     for name, own in budget.items():

@@ -123,8 +123,8 @@ class Sphere:
             gradients = self._gradients(w + thetas, source)
             thetas = thetas - steps.personal * gradients
             noise = source.normal(0, release.noise_std, self.features)
-            total_sent = sum((clip(own, self.clip_norm) for own in gradients), noise)
-            w = server_step(w, total_sent, release, steps.shared)
+            clipped = sum(clip(gradient, release.clip_norm) for gradient in gradients)
+            w = server_step(w, clipped + noise, release, steps.shared)
         squares = (total / rounds - self.optimum) ** 2
         return float(squares.sum() / self.features / self.users / 2)
 

@@ -3,8 +3,8 @@ picture.
 
 What changes between runs is the strategy alone. Everybody has few rows and a task that is partly
 everyone's and partly their own, so that both the shared and the personal part matter. Each trained
-w is measured twice: alone, as it is published, and with the personal part that each user solves on
-top of it from own rows, which is free of charge for every strategy. The wrapper needs a clip norm
+w is measured twice: alone, as it is published, and in the personal model that each user makes
+around it from own rows, which is free of charge for every strategy. The wrapper needs a clip norm
 C, and is shown with three; PPSGD.auto has nothing to choose.
 """
 
@@ -24,22 +24,21 @@ from flwr_ppsgd import (
     PPSGD,
     AdditiveLinear,
     Minibatches,
-    Order,
     Poisson,
     calibrate_noise,
     client_app,
+    personalize,
 )
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.cli import console
 from flwr_ppsgd.lab.results.plots import COLOURS
-from flwr_ppsgd.learner import LOCAL, SHARED
 from flwr_ppsgd.simulation import InProcessGrid
-from flwr_ppsgd.wire import UNIT, VARIANCE
+from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE
 
 USERS = 150
 EPSILON = 1.0
 DELTA = 1e-4
-ROUNDS = 50  # of everybody but the recipe, which has its own
+ROUNDS = 50  # of everybody but PPSGD.auto, which needs fewer
 FEATURES = 20
 ROWS = 15  # of a user, to learn from
 TEST_ROWS = 50
@@ -60,7 +59,7 @@ def learner(user: int) -> AdditiveLinear:
     coins = np.random.default_rng((2, user))
     truth = v + _direction(coins, OWN)
     x = coins.standard_normal((ROWS + TEST_ROWS, FEATURES))
-    y = (x @ truth + NOISE * coins.standard_normal(len(x)))[:, None]
+    y = x @ truth + NOISE * coins.standard_normal(len(x))
     batches = Minibatches(x[:ROWS], y[:ROWS], ROWS, seed=0, user=user)
     return AdditiveLinear(batches, FEATURES, test=(x[ROWS:], y[ROWS:]))
 
@@ -85,7 +84,7 @@ class Outcome:
     Args:
         label: the strategy.
         alone: of w alone; None if there is none.
-        personal: of the personal model that each user makes around w.
+        personal: of the personal model that each user makes around it.
     """
 
     label: str
@@ -93,42 +92,49 @@ class Outcome:
     personal: float
 
 
-def measured(label: str, w: Vector, users: int) -> Outcome:
-    """How users fare with a w that steps have trained; w = 0 is learning alone."""
-    models = [learner(user).stepped_model(w) for user in range(users)]
-    found = [model.measures() for model in models]
-    if not w.any():
-        return Outcome(label, None, _mean_error(found, LOCAL))
-    return Outcome(label, _mean_error(found, SHARED), _mean_error(found))
+def measured(label: str, w: Vector, users: int, auto: PPSGD | None = None) -> Outcome:
+    """How users fare with a published w.
 
-
-def measured_recipe(label: str, ppsgd: PPSGD, w: ArrayRecord, users: int) -> Outcome:
-    """How users fare with what the recipe publishes."""
-    published = ppsgd.published(w)
-    order = Order(0, 0.0, 1.0, "mean", False, task="regression", unit=float(published[UNIT]))
-    (flat,) = w.to_numpy_ndarrays()
-    found = []
+    Args:
+        label: the strategy.
+        w: what it published.
+        users: how many there are.
+        auto: the strategy if it is ``PPSGD.auto``, whose w is in units of each user's own targets.
+    """
+    published = {"w": w, VARIANCE: np.zeros(1), UNIT: np.ones(()), SIZE: np.ones(())}
+    if auto is not None:
+        published = auto.published(ArrayRecord([w]))
+    alone = []
+    personal = []
     for user in range(users):
-        model = learner(user).personal_model(flat.reshape(-1), published[VARIANCE], order)
-        found.append(model.measures())
-    return Outcome(label, _mean_error(found, SHARED), _mean_error(found))
+        own = learner(user)
+        around = personalize(published, own).mixture
+        assert around is not None
+        raw = w * around.unit
+        if auto is None:
+            raw = w
+            around = personalize({**published, "w": w / around.unit}, own).mixture
+            assert around is not None
+        alone.append(_error(own.evaluate(raw, own.initial_theta())))
+        personal.append(_error(own.measure(around)))
+    shared = float(np.mean(alone)) if w.any() else None
+    return Outcome(label, shared, float(np.mean(personal)))
 
 
-def _mean_error(found: Sequence[Mapping[str, float]], prefix: str = "") -> float:
-    errors = [np.sqrt(2 * own[prefix + "loss"]) for own in found]  # the loss is half the square
-    return float(np.mean(errors))
+def _error(measures: Mapping[str, float]) -> float:
+    return float(np.sqrt(2 * measures["loss"]))  # the loss is half the square
 
 
-def start() -> ArrayRecord:
-    """w = 0."""
-    return ArrayRecord([np.zeros((FEATURES, 1))])
-
-
-def trained(strategy: Strategy, users: int, rounds: int) -> Vector:
-    """w after all rounds."""
-    result = strategy.start(InProcessGrid(app, users), start(), num_rounds=rounds)
+def trained(strategy: Strategy, users: int, rounds: int | None = None) -> Vector:
+    """w after all rounds; as many as ``PPSGD.auto`` plans unless given."""
+    start = ArrayRecord([np.zeros(FEATURES)])
+    grid = InProcessGrid(app, users)
+    if rounds is None:
+        result = strategy.start(grid, start)
+    else:
+        result = strategy.start(grid, start, num_rounds=rounds)
     (w,) = result.arrays.to_numpy_ndarrays()
-    return np.asarray(w, dtype=np.float64).reshape(-1)
+    return np.asarray(w, dtype=np.float64)
 
 
 def wrapped(epsilon: float, clip_norm: float, users: int, rounds: int) -> Strategy:
@@ -157,8 +163,7 @@ def outcomes(epsilon: float, users: int, rounds: int) -> tuple[list[Outcome], PP
         w = trained(wrapped(epsilon, clip_norm, users, rounds), users, rounds)
         found.append(measured(f"Flower's DP wrapper, C = {clip_norm:g}, {at}", w, users))
     ppsgd = PPSGD.auto(population=users, epsilon=epsilon, delta=DELTA, task="regression")
-    w_auto = ppsgd.start(InProcessGrid(app, users), start()).arrays
-    found.append(measured_recipe(f"PPSGD.auto, {at}", ppsgd, w_auto, users))
+    found.append(measured(f"PPSGD.auto, {at}", trained(ppsgd, users), users, ppsgd))
     return found, ppsgd
 
 
@@ -182,9 +187,7 @@ def draw(found: Sequence[Outcome], path: Path) -> None:
     bars = axes.barh(places + 0.2, cut, 0.36, color="0.7", label="w alone")
     labels = ["" if np.isnan(value) else f"{value:.3f}" for value in shared]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
-    bars = axes.barh(
-        places - 0.2, personal, 0.36, color=COLOURS[0], label="personal, around w"
-    )
+    bars = axes.barh(places - 0.2, personal, 0.36, color=COLOURS[0], label="personal, around w")
     axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     axes.set_yticks(places, [outcome.label for outcome in found])
     axes.set(xlabel="mean RMSE of users on own test rows (lower is better)")

@@ -19,7 +19,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import record_from
 from flwr_ppsgd.client.shelf import Shelf
 from flwr_ppsgd.client.visit import visit
-from flwr_ppsgd.learner import Learner, Solver
+from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver
 from flwr_ppsgd.models.solve import Mixture
 from flwr_ppsgd.wire import BESIDE, SIZE, UNIT, VARIANCE, Layout, Order, OrderTask
 
@@ -73,11 +73,24 @@ class PersonalModel:
         assert save is not None
         shared = record_from(shelf.shared().arrays) if w is None else _record(w)
         arrays = shelf.model()
-        mixture = None if arrays is None else Mixture.from_arrays(arrays)
-        return cls(shared, save.vectors["theta"], mixture)
+        if arrays is None:
+            return cls(shared, save.vectors["theta"])
+        return cls._solved(shared, arrays)
+
+    @classmethod
+    def _solved(cls, shared: ArrayRecord, arrays: Mapping[str, NDArray[Any]]) -> Self:
+        """The model of ``PPSGD.auto`` in a learner's arrays; a network's w is among them."""
+        if OWN_W in arrays:
+            shared = Layout.of(shared).unflatten(arrays[OWN_W])
+        if OWN_THETA in arrays:
+            return cls(shared, arrays[OWN_THETA])
+        return cls(shared, np.zeros(0), Mixture.from_arrays(arrays))
 
     def predict(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """Of new rows of this user: amounts, rows × 1, or scores of classes, rows × classes."""
+        """Of new rows of this user: amounts, rows × 1, or scores of classes, rows × classes.
+
+        Those of a network are ``model.features(personal.w, x)``.
+        """
         if self.mixture is None:
             raise ValueError(
                 "this model was stepped, not solved: use arrays() for w + θ, or module(model)"
@@ -137,11 +150,11 @@ def personalize(
             False,
             asks="nothing",
             task=cast(OrderTask, data.task),
-            unit=float(w[UNIT]),
-            size=float(w[SIZE]),
+            unit=float(np.asarray(w[UNIT])),
+            size=float(np.asarray(w[SIZE])),
         )
         own = data.personal_model(flat, np.asarray(w[VARIANCE]).reshape(-1), order)
-        return PersonalModel(record, np.zeros(0), Mixture.from_arrays(own.arrays()))
+        return PersonalModel._solved(record, own.arrays())
     now = data.initial_theta() if theta is None else theta
     for number in range(1, visits + 1):
         order = Order(0, step, math.inf, "mean", False, visit=number)

@@ -252,7 +252,8 @@ def answer_before(learner: Solver, w: Vector, order: Order) -> Vector:
     if order.asks == "unit":
         value = learner.spread()
     elif order.asks == "size":
-        value = length(learner.solution(np.zeros_like(w), order))
+        origin = getattr(learner, "origin", np.zeros_like)
+        value = length(learner.solution(origin(w), order))
     else:
         value = math.sqrt(own_columns(learner, order).sum())
     return scalar_pair(value)

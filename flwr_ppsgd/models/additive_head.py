@@ -50,15 +50,16 @@ class AdditiveHead(SplitModel):
         """θ is added to the shared head."""
         return True
 
+    @property
+    def is_head(self) -> bool:
+        """Whether the network is frozen."""
+        return self._shared == ["head"]
+
     def shared_head(self, w: Vector) -> Vector:
         """The shared head in w."""
         return flat_vector([self._split(w, self._shared, "w")["head"]])
 
-    def local_start(self, w: Vector) -> Vector:
-        """θ that takes the shared head away."""
-        return -self.shared_head(w)
-
     def head(self) -> LinearHead | None:
-        """θ itself, on the outputs of the network."""
+        """The head, on the outputs of the network."""
         features, outputs = self._parameters["personal"].shape
         return LinearHead("network", (features, outputs), transposed=False)

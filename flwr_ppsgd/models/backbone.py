@@ -1,12 +1,15 @@
-"""The outputs of a frozen torch network, as features."""
+"""Frozen features and torch: a network's outputs as features, a representation as a network."""
+
+import math
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_ppsgd.models.batch import scores_of
 from flwr_ppsgd.models.blocks import refuse_without_values
+from flwr_ppsgd.models.representation import RandomConvolution
 
 ROWS_AT_ONCE = 256
 
@@ -33,3 +36,29 @@ def frozen_outputs(module: nn.Module, x: NDArray[np.float64]) -> NDArray[np.floa
         ]
     outputs: NDArray[np.float64] = torch.cat(parts).numpy()
     return outputs
+
+
+class OnImages(nn.Module):
+    """A linear layer ``head``, zero at first, on a public representation of images.
+
+    Args:
+        representation: Φ, whose shape of images is known.
+        outputs: K.
+    """
+
+    def __init__(self, representation: RandomConvolution, outputs: int) -> None:
+        super().__init__()
+        self._representation = representation
+        width = sum(representation.widths(math.prod(representation.shape)))
+        self.head = nn.Linear(width, outputs)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores; ``images`` are n × height × width, or n × channels × height × width."""
+        if images.ndim == 4:
+            images = images.movedim(1, -1)
+        pixels = images.detach().flatten(1).double().cpu().numpy()
+        features = torch.from_numpy(self._representation(pixels)).to(self.head.weight)
+        scores: Tensor = self.head(features)
+        return scores

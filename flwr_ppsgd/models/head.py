@@ -1,4 +1,4 @@
-"""A personal block that is one linear layer at the end of a network: it can be solved."""
+"""The linear layer at the end of a network: what it sees, and its parameters as a matrix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ from torch import Tensor, nn
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.models.batch import scores_of
-from flwr_ppsgd.models.ridge import Floats
+from flwr_ppsgd.models.solve import Columns
+from flwr_ppsgd.recipe import Matrix, Task
 
 
 @dataclass(frozen=True)
 class LinearHead:
-    """An ``nn.Linear`` whose parameters are all of θ, or a matrix of its own (``AdditiveHead``).
+    """An ``nn.Linear``, or the matrix of an ``AdditiveHead``.
 
     Args:
         layer: the name of the layer, or of what computes its features.
         shape: features × outputs, without a bias.
         bias: whether there is one; it is then the last row of the matrix.
-        transposed: whether θ holds outputs × features, as ``nn.Linear`` does.
+        transposed: whether weights are outputs × features, as ``nn.Linear`` has them.
     """
 
     layer: str
@@ -30,34 +31,35 @@ class LinearHead:
     transposed: bool = True
 
     @classmethod
-    def of(cls, module: nn.Module, personal: list[str]) -> "LinearHead | None":
-        """The layer that has exactly the personal parameters; None if there is none.
+    def of(cls, module: nn.Module, names: list[str]) -> "LinearHead | None":
+        """The layer that has exactly these parameters; None if there is none.
 
         Args:
             module: the network.
-            personal: the names of the personal parameters, in the order of θ.
+            names: of the parameters, in their order.
         """
-        layer, _, name = personal[0].rpartition(".")
+        layer, _, name = names[0].rpartition(".")
         found = module.get_submodule(layer)
         if name != "weight" or type(found) is not nn.Linear:
             return None
         own = [f"{layer}.{each}".lstrip(".") for each, _ in found.named_parameters()]
-        if own != personal:
+        if own != names:
             return None
         return cls(layer, (found.in_features, found.out_features), found.bias is not None)
 
-    def matrix(self, theta: Vector) -> Floats:
-        """θ as features × outputs, a bias as its last row."""
+    def matrix(self, vector: Vector) -> Matrix:
+        """The layer's parameters as columns × outputs; a bias is the weight of a column of ones."""
         features, outputs = self.shape
-        weights = theta[: features * outputs]
+        vector = np.asarray(vector, dtype=np.float64)
+        weights = vector[: features * outputs]
         if not self.transposed:
             return weights.reshape(features, outputs)
-        matrix: Floats = weights.reshape(outputs, features).T
+        matrix: Matrix = weights.reshape(outputs, features).T
         if not self.bias:
             return matrix
-        return np.vstack([matrix, theta[features * outputs :]])
+        return np.vstack([matrix, vector[features * outputs :]])
 
-    def theta(self, matrix: Floats) -> Vector:
+    def vector(self, matrix: Matrix) -> Vector:
         """The other way round."""
         if not self.transposed:
             return matrix.reshape(-1)
@@ -66,8 +68,14 @@ class LinearHead:
             return weights
         return np.concatenate([weights, matrix[-1]])
 
-    def features(self, module: nn.Module, run: Callable[[], Tensor]) -> Floats | None:
-        """What the layer sees, one row per sample, a bias as a last column of ones.
+    def columns(self, task: Task) -> Columns:
+        """What is public about the features: they are used as they are."""
+        features, outputs = self.shape
+        none = np.zeros(features, dtype=np.bool_)
+        return Columns(task, numbers=none, sparse=none, outputs=outputs, ones=self.bias)
+
+    def features(self, module: nn.Module, run: Callable[[], Tensor]) -> Matrix | None:
+        """What the layer sees, one row per sample.
 
         None if its output is not what the network returns, or if it is called more than once.
 
@@ -94,10 +102,8 @@ class LinearHead:
         last = all(_same(made, scores) for made in outputs)
         if len(inputs) != 1 or inputs[0].ndim != 2 or not last:
             return None
-        seen: Floats = inputs[0].double().cpu().numpy()
-        if not self.bias:
-            return seen
-        return np.hstack([seen, np.ones((len(seen), 1))])
+        seen: Matrix = inputs[0].double().cpu().numpy()
+        return seen
 
 
 def _same(made: Tensor, scores: Tensor) -> bool:

@@ -177,15 +177,7 @@ class AdditiveLinear:
         if self._test is None:
             return {}
         x, y = self._test
-        scores = model.predict(x)
-        if self.task == "regression":
-            return {"loss": float(mean_losses(scores, y, "squared"))}
-        shifted = scores + 1 / y.shape[1]  # scores are around 0, targets are 0 and 1
-        right = scores.argmax(axis=1) == y.argmax(axis=1)
-        return {
-            "loss": float(mean_losses(shifted, y, "squared")),
-            "accuracy": float(np.mean(right)),
-        }
+        return measures_of(model.predict(x), y, self.task)
 
     def _problem(self, unit: float) -> OwnProblem:
         """The user's rows, ready to be solved; made once for each unit."""
@@ -234,6 +226,24 @@ class LinearModel:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""
         return self.mixture.to_arrays()
+
+
+def measures_of(scores: Matrix, y: Matrix, task: Task) -> dict[str, float]:
+    """The squared loss of a mixture's predictions, and the accuracy for classes.
+
+    Args:
+        scores: predictions, rows × outputs.
+        y: numbers, or rows of 0 and 1.
+        task: "regression" or "classification".
+    """
+    if task == "regression":
+        return {"loss": float(mean_losses(scores, y, "squared"))}
+    shifted = scores + 1 / y.shape[1]  # scores are around 0, targets are 0 and 1
+    right = scores.argmax(axis=1) == y.argmax(axis=1)
+    return {
+        "loss": float(mean_losses(shifted, y, "squared")),
+        "accuracy": float(np.mean(right)),
+    }
 
 
 def columns_of(kinds: Sequence[str] | None, features: int, outputs: int, task: Task) -> Columns:

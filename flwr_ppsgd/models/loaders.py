@@ -67,9 +67,13 @@ class LoaderBatches:
         return self._iterated(visit)
 
     def epoch(self) -> Iterator[tuple[Rows, Rows]]:
-        """All batches, one after the other."""
+        """All rows, in their order if they are numbered, one batch after the other."""
         if self._held is not None:
             yield self._held
+            return
+        if self._numbered:
+            for start in range(0, self.num_examples, self._size):
+                yield self._at(list(range(start, min(start + self._size, self.num_examples))))
             return
         for batch in self._loader:
             yield self._read(batch)

@@ -4,14 +4,13 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_ppsgd.algorithm import Reduction
 from flwr_ppsgd.checks import one_of
 from flwr_ppsgd.models.linear import Loss
+from flwr_ppsgd.recipe import Task
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Kind: TypeAlias = Literal["none", "mean", "sum"]
@@ -19,6 +18,7 @@ Kind: TypeAlias = Literal["none", "mean", "sum"]
 MOST_TRIED = 8  # samples by which a reducing loss is recognised
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
 HALF_TOLERANCE = 2e-2
+LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
 class Objective:
@@ -62,40 +62,14 @@ class Objective:
             losses = losses.flatten(1).mean(dim=1)
         return losses.mean() if reduction == "mean" else losses.sum()
 
-    def linear_targets(self, y: Tensor, outputs: int) -> tuple[Loss, NDArray[np.float64]] | None:
-        """(kind, targets) with which a linear layer can be solved; None for any other loss.
+    def task(self, y: Tensor) -> Task:
+        """Regression for squared and absolute errors of one number per sample, else classes.
 
         Args:
-            y: the targets of all samples.
-            outputs: of the network.
+            y: targets of some samples.
         """
-        kind = self._linear_kind(y)
-        if kind is None:
-            return None
-        if kind == "softmax":
-            targets = nn.functional.one_hot(y.long(), outputs)
-        elif hasattr(self._loss, "targets"):
-            targets = self._loss.targets(y, outputs)
-        elif y.numel() == len(y) * outputs:
-            targets = y.reshape(len(y), outputs)
-        else:
-            return None
-        return kind, targets.double().cpu().numpy()
-
-    def _linear_kind(self, y: Tensor) -> Loss | None:
-        loss = self._loss
-        if loss is _half_square or type(loss) is nn.MSELoss or hasattr(loss, "targets"):
-            return "squared"
-        plain = (
-            type(loss) is nn.CrossEntropyLoss
-            and loss.weight is None
-            and loss.label_smoothing == 0
-            and bool((y != loss.ignore_index).all())
-        )
-        are_classes = y.ndim == 1 and not y.is_floating_point()
-        if are_classes and (plain or loss is _cross_entropy):
-            return "softmax"
-        return None
+        of_numbers = self._loss is _half_square or isinstance(self._loss, LOSSES_OF_NUMBERS)
+        return "regression" if of_numbers and y.numel() == len(y) else "classification"
 
     def settle(self, first: Callable[[], tuple[Tensor, Tensor]]) -> None:
         """Find out how the loss reduces, before ``torch.func`` hides the values.

@@ -115,6 +115,18 @@ class RandomConvolution:
         norms = np.linalg.norm(features, axis=1, keepdims=True)
         return features / np.where(norms > 0, norms, 1.0)
 
+    def network(self, outputs: int) -> Any:
+        """A torch module: Φ under a linear layer ``head`` of its own, which starts at zero.
+
+        Args:
+            outputs: the number of classes, or 1.
+        """
+        from flwr_ppsgd.models.backbone import OnImages
+
+        remedy = "such as shape=(28, 28), or (32, 32, 3) with channels"
+        require(bool(self.shape), "a network needs the images' shape", self.shape, remedy)
+        return OnImages(self, outputs)
+
     def _images(self, x: Floats) -> NDArray[np.float32]:
         """n × height × width × channels, on a scale of 1, averaged down to the working size."""
         full = image_shape(self.shape, x.shape[1])

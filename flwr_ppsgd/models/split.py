@@ -23,11 +23,12 @@ from flwr_ppsgd.models.blocks import (
     refuse_without_values,
 )
 from flwr_ppsgd.models.head import Additive, LinearHead
-from flwr_ppsgd.models.linear import Loss, Matrix
+from flwr_ppsgd.models.linear import Loss
 from flwr_ppsgd.models.loaders import LoaderBatches, rows_in
 from flwr_ppsgd.models.losses import LossFunction, Objective
 from flwr_ppsgd.models.split_learner import SplitLearner, TrainedSplitLearner
 from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, PersonalTraining, Schedule
+from flwr_ppsgd.recipe import Matrix, Task
 from flwr_ppsgd.wire import Layout
 
 HALF = (torch.bfloat16, torch.float16)
@@ -119,27 +120,22 @@ class SplitModel:
         personal_steps: int = 1,
         weight_decay: float = 0.0,
         schedule: Schedule | None = None,
-        full_batch: bool = False,
+        task: Task | None = None,
     ) -> "SplitLearner":
         """This model together with one user's data.
 
         Args:
             batches: the training minibatches, by visit.
             test: what ``evaluate`` measures on; None: nothing.
-            optimizer: of θ, as for ``PersonalTraining``.
+            optimizer: of θ, as for ``PersonalTraining``; of local epochs under ``PPSGD.auto``.
             personal_steps: the number of steps that θ takes in one visit.
             weight_decay: of θ.
             schedule: the factor on θ's learning rate, by visit.
-            full_batch: whether the gradient of w is that of all training rows.
+            task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
         """
         training = PersonalTraining(optimizer, personal_steps, weight_decay, schedule)
-        if full_batch and not isinstance(batches, LoaderBatches):
-            raise ValueError(
-                f"full_batch needs a loader, got {type(batches).__name__}: give Minibatches the "
-                "size of all rows, or use torch_learner"
-            )
         kind = SplitLearner if training.is_plain else TrainedSplitLearner
-        return kind(self, batches, test, training, full_batch)
+        return kind(self, batches, test, training, task=task)
 
     def module_with(
         self,
@@ -168,50 +164,26 @@ class SplitModel:
         reduction: Reduction,
     ) -> tuple[Vector, Vector]:
         """(∇_w, ∇_θ) of the loss over ``rows``."""
-        held = self._hold(w, theta, training=True)
-        return self._blocks(self._found(held, rows, reduction))
+        _, g_w, g_theta = self.loss_and_gradients(w, theta, rows, reduction)
+        return g_w, g_theta
 
-    def gradients_over(
+    def loss_and_gradients(
         self,
         w: Vector,
         theta: Vector,
-        batches: Iterable[tuple[Rows, Rows]],
-        reduction: Reduction,
-    ) -> tuple[Vector, Vector]:
-        """The same over many batches, one at a time in memory; summed in at least float32."""
-        held = self._hold(w, theta, training=True)
-        totals: dict[str, Tensor] = {}
-        seen = 0
-        for rows in batches:
-            seen += rows_in(rows)
-            for name, part in self._found(held, rows, "sum").items():
-                if name in totals:
-                    totals[name] += part
-                else:
-                    totals[name] = part.float() if part.dtype in HALF else part
-        g_w, g_theta = self._blocks(totals)
-        if reduction == "mean":
-            g_w /= seen
-            g_theta /= seen
-        return g_w, g_theta
-
-    def _found(
-        self,
-        held: dict[str, Tensor],
         rows: tuple[Rows, Rows],
         reduction: Reduction,
-    ) -> dict[str, Tensor]:
-        """The gradient of each parameter over ``rows``."""
+    ) -> tuple[float, Vector, Vector]:
+        """(loss, ∇_w, ∇_θ) over ``rows``; ∇_w in float32 if the network computes so."""
+        held = self._hold(w, theta, training=True)
         prediction, y = self._predicted(rows)
         loss = self._objective.total(prediction, y, reduction)
         found = torch.autograd.grad(loss, list(held.values()), materialize_grads=True)
-        return dict(zip(held, found, strict=True))
-
-    def _blocks(self, gradients: dict[str, Tensor]) -> tuple[Vector, Vector]:
-        """(∇_w, ∇_θ): that of w in float32 if the network computes so, since w may be large."""
+        gradients = dict(zip(held, found, strict=True))
         shared = [gradients[name] for name in self._shared]
-        g_w = flat_vector(shared, single=self.takes_float32)
-        return g_w, flat_vector(gradients[name] for name in self._personal)
+        g_w = flat_vector(shared, single=self.takes_float32)  # w may be large
+        g_theta = flat_vector(gradients[name] for name in self._personal)
+        return float(loss.detach()), g_w, g_theta
 
     @property
     def takes_float32(self) -> bool:
@@ -239,45 +211,47 @@ class SplitModel:
         return self._additive
 
     @property
-    def is_all_head(self) -> bool:
-        """Whether θ is added to w, and w is nothing else than what it is added to."""
-        sizes = (self._size_of(self._shared), self._size_of(self._personal))
-        return self.additive and sizes[0] == sizes[1]
+    def is_head(self) -> bool:
+        """Whether w is nothing but one linear layer, so that the features below it are fixed."""
+        return LinearHead.of(self._module, self._shared) is not None
 
-    def _size_of(self, names: list[str]) -> int:
-        return sum(self._parameters[name].numel() for name in names)
+    def head(self) -> LinearHead | None:
+        """The linear layer that is all of w, or all of θ; None if neither is one."""
+        names = self._shared if self.is_head else self._personal
+        return LinearHead.of(self._module, names)
 
     def shared_head(self, w: Vector) -> Vector:
-        """The values in w to which θ is added; the module's own θ if it is not added to any."""
+        """The values of ``head`` in w; zeros if it is not shared."""
+        if self.is_head:
+            return w
         if not self._additive:
-            return self.initial_theta()
+            return 0.0 * self.initial_theta()
         parts = self._split(w, self._shared, "w")
         return flat_vector(parts[name] for name in self._personal)
 
-    def local_start(self, w: Vector) -> Vector:
-        """θ with which the personal parameters are those of the module at the beginning."""
-        begun = flat_vector(self._start[name] for name in self._personal)
-        return begun - self.shared_head(w) if self._additive else begun
+    def features(self, w: ArrayRecord | Vector, x: Rows) -> Matrix | None:
+        """What the last layer sees of these inputs, one row per sample; None if it is not linear.
 
-    def head(self) -> LinearHead | None:
-        """The personal block as one linear layer; None if it is something else."""
-        return LinearHead.of(self._module, self._personal)
+        A personal model of ``PPSGD.auto`` predicts from them.
 
-    def head_rows(
-        self,
-        head: LinearHead,
-        w: Vector,
-        rows: tuple[Rows, Rows],
-    ) -> tuple[Loss, Matrix, Matrix] | None:
-        """(loss, features, targets) of the last layer as a linear model; None if it is not one."""
-        self._hold(w, self.initial_theta())
-        targets = self._objective.linear_targets(self._feeding.tensor(rows[1]), head.shape[1])
-        if targets is None:
+        Args:
+            w: the shared parameters.
+            x: inputs, as the network takes them.
+        """
+        head = self.head()
+        if head is None:
             return None
-        features = head.features(self._module, lambda: self._predicted(rows)[0])
-        if features is None:
-            return None
-        return targets[0], features, targets[1]
+        self._hold(self._flat_shared(w), self.initial_theta())
+        return head.features(self._module, lambda: self._outputs(x))
+
+    def task(self, y: Rows) -> Task:
+        """What the loss is for, with targets like these."""
+        return self._objective.task(self._feeding.tensor(y))
+
+    @property
+    def shared_shapes(self) -> list[torch.Size]:
+        """The shapes of the shared parameters, in the order of w."""
+        return [self._parameters[name].shape for name in self._shared]
 
     @property
     def personal_shapes(self) -> list[torch.Size]:
@@ -384,9 +358,11 @@ class SplitModel:
 
     def _predicted(self, rows: tuple[Rows, Rows]) -> tuple[Tensor, Tensor]:
         """The network's predictions, and the targets."""
-        positional, named = self._feeding.call(rows[0])
-        output = self._module(*positional, **named)
-        return self._scores(output), self._feeding.tensor(rows[1])
+        return self._outputs(rows[0]), self._feeding.tensor(rows[1])
+
+    def _outputs(self, x: Rows) -> Tensor:
+        positional, named = self._feeding.call(x)
+        return self._scores(self._module(*positional, **named))
 
     def _scores(self, output: Any) -> Tensor:
         scores = scores_of(output, self._feeding.name)

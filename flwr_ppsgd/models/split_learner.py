@@ -1,32 +1,50 @@
 """A network together with one user's data."""
 
-import logging
+import functools
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.learner import Batches, Rows, Solution, all_rows
-from flwr_ppsgd.models.batch import as_tensor, named_parts, over_parts
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.learner import (
+    LOCAL,
+    OWN_THETA,
+    OWN_W,
+    SHARED,
+    Batches,
+    OwnModel,
+    Rows,
+    all_rows,
+    as_array,
+)
 from flwr_ppsgd.models.blocks import Shapes
 from flwr_ppsgd.models.head import LinearHead
-from flwr_ppsgd.models.linear import solver
-from flwr_ppsgd.models.loaders import LoaderBatches, joined
-from flwr_ppsgd.models.logistic import Logistic
-from flwr_ppsgd.models.ridge import Ridge
+from flwr_ppsgd.models.linear import measures_of
+from flwr_ppsgd.models.loaders import LoaderBatches, rows_in
+from flwr_ppsgd.models.solve import (
+    Mixture,
+    OwnProblem,
+    Published,
+    personal_model,
+    solution,
+    spread,
+)
 from flwr_ppsgd.models.torch_optimizer import PersonalTraining
-from flwr_ppsgd.models.twin import Places, Twin
+from flwr_ppsgd.recipe import Matrix, Task
 from flwr_ppsgd.wire import Order
 
 if TYPE_CHECKING:
     from flwr_ppsgd.models.split import SplitModel
 
-log = logging.getLogger("flwr.ppsgd")
-
-MOST_BYTES = 2**29  # of rows or features that a user's θ is solved on
 ROWS_AT_ONCE = 256
+LOCAL_STEP = 0.001  # of local epochs with Adam, or with the user's class of optimizers
+LOCAL_EPOCHS = 5  # what a message is made of if w is more than a linear layer
+PERSONAL_EPOCHS = 20  # of θ, at the last w
 
 
 def _count(test: tuple[Rows, Rows] | LoaderBatches | None) -> int:
@@ -45,13 +63,15 @@ class SplitLearner:
         batches: Batches | LoaderBatches,
         test: tuple[Rows, Rows] | LoaderBatches | None,
         training: PersonalTraining,
-        full_batch: bool,
+        *,
+        task: Task | None = None,
     ) -> None:
         self._model = model
         self._batches = batches
         self._test = test
         self._training = training
-        self._full_batch = full_batch
+        self._task = task
+        self._solving: dict[float, tuple[LinearHead, OwnProblem] | None] = {}
         self.num_examples = batches.num_examples
         self.num_tested = _count(test)
         self.takes_float32 = model.takes_float32
@@ -70,9 +90,7 @@ class SplitLearner:
         theta: Vector,
         order: Order,
     ) -> tuple[Vector, Vector]:
-        """(∇_w, ∇_θ) of the loss over the minibatch of this visit, or over all rows."""
-        if self._full_batch or order.full_batch:
-            return self._full_gradients(w, theta, order.reduction)
+        """(∇_w, ∇_θ) of the loss over the minibatch of this visit."""
         rows = self._batches(order.visit)
         return self._model.gradients(
             w,
@@ -88,8 +106,6 @@ class SplitLearner:
         order: Order,
     ) -> dict[str, float]:
         """Loss, and accuracy for classes, on the rows of this visit."""
-        if self._full_batch or order.full_batch:
-            return self._model.evaluate_over(w, theta, self._epoch())
         rows = self._batches(order.visit)
         return self._model.evaluate(w, theta, rows)
 
@@ -97,20 +113,10 @@ class SplitLearner:
         """The same on the test part; nothing if there is none."""
         if self._test is None:
             return {}
-        if isinstance(self._test, LoaderBatches):
-            return self._model.evaluate_over(w, theta, self._test.epoch())
-        return self._model.evaluate(w, theta, self._test)
-
-    def _full_gradients(
-        self,
-        w: Vector,
-        theta: Vector,
-        reduction: Reduction,
-    ) -> tuple[Vector, Vector]:
-        """The gradients over all rows, one batch at a time in memory."""
-        return self._model.gradients_over(w, theta, self._epoch(), reduction)
+        return self._model.evaluate_over(w, theta, self.test_batches())
 
     def _epoch(self) -> Iterator[tuple[Rows, Rows]]:
+        """All training rows, one batch at a time in memory."""
         if isinstance(self._batches, LoaderBatches):
             yield from self._batches.epoch()
             return
@@ -118,102 +124,237 @@ class SplitLearner:
         for start in range(0, len(y), ROWS_AT_ONCE):
             yield x[start : start + ROWS_AT_ONCE], y[start : start + ROWS_AT_ONCE]
 
-    def solve(self, w: Vector) -> Solution:
-        """The best θ for this w.
+    def test_batches(self) -> Iterator[tuple[Rows, Rows]]:
+        """All test rows, likewise."""
+        if isinstance(self._test, LoaderBatches):
+            yield from self._test.epoch()
+        elif self._test is not None:
+            yield self._test
 
-        A personal block that is one linear layer at the end, with squared error or cross-entropy,
-        is solved on the features before it: see ``ridge`` and ``logistic``. Anything else is
-        trained with the user's optimizer: see ``twin``.
+    @functools.cached_property
+    def task(self) -> Task:
+        """As given, or what the loss is for."""
+        _, y = self._batches(1)
+        return self._task or self._model.task(y)
+
+    def origin(self, w: Vector) -> Vector:
+        """Where the size of solutions is asked: w = 0, or this w where 0 is no model."""
+        return w if self._problem(w) is None else np.zeros_like(w)
+
+    def solution(self, w: Vector, order: Order) -> Vector:
+        """What this user would add to w.
+
+        If w is the last layer alone, a ridge solution on the features below it; else what a few
+        local epochs from w add to it.
         """
-        solution = self._solved_head(w)
-        return self._trained(w) if solution is None else solution
+        problem = self._problem(w, order.unit)
+        if problem is None:
+            return self._local_epochs(w, order) - w
+        head, own = problem
+        return head.vector(solution(own, head.matrix(w)))
 
-    def own_size(self) -> float:
-        """The root mean square of the user's own head, if w is nothing but a head; else 0."""
-        head = self._model.head()
-        if head is None or not self._model.is_all_head:
-            return 0.0
-        found = self._head_solver(head, self._model.initial_w())
-        return 0.0 if found is None else found.own_size()
+    def spread(self) -> float:
+        """The standard deviation of the user's own targets."""
+        return spread(np.concatenate([as_array(y).reshape(-1) for _, y in self._epoch()]))
 
-    def anchor(self, w: Vector, theta: Vector, order: Order) -> Vector:  # noqa: ARG002
-        """θ at which the gradient of w is taken while θ is solved.
+    def own_columns(self) -> Vector:
+        """None are sparse."""
+        return np.zeros(0)
 
-        0 if θ is added to w. Else θ = 0 is no model: a linear layer is solved for this w, and any
-        other block is trained on from the kept θ for one epoch.
+    def personal_model(self, w: Vector, variance: Vector, order: Order) -> OwnModel:
+        """The user's own model around w.
+
+        Mixed on the features below the last layer if that is linear and all of θ, or all of w;
+        else θ is trained at this w.
         """
-        if self._model.additive:
-            return self.initial_theta()
-        solution = self._solved_head(w)
-        if solution is not None:
-            return solution.theta
-        twin = self._twin(w)
-        _, trained = next(twin.trained(theta, np.arange(twin.rows), max(twin.steps())))
-        return trained
-
-    def _solved_head(self, w: Vector) -> Solution | None:
-        """θ if it is a linear layer at the end of the network; else None."""
-        head = self._model.head()
-        found = None if head is None else self._head_solver(head, w)
-        if head is None or found is None:
-            return None
+        solving = self._on_features(w, order.unit)
+        if solving is None:
+            return TrainedModel(self, w, self._trained_theta(w))
+        head, own = solving
         shared = head.matrix(self._model.shared_head(w))
-        solution = found.solve(shared.reshape(-1))
-        own = solution.theta.reshape(shared.shape)
-        if not self._model.additive:
-            own = shared + own
-        return Solution(head.theta(own), solution.chosen)
+        published = Published(shared, variance, order.unit, order.size)
+        return HeadModel(self, w, personal_model(own, published))
 
-    def _head_solver(self, head: LinearHead, w: Vector) -> Ridge | Logistic | None:
-        """The last layer with this user's rows; None if it cannot be solved."""
-        parts = []
-        taken = 0
-        for rows in self._epoch():
-            part = self._model.head_rows(head, w, rows)
-            if part is None:
-                return None
-            parts.append(part)
-            taken += part[1].nbytes
-            if taken > MOST_BYTES:
-                log.warning(
-                    "The head is solved on this user's first rows: all take too much memory"
-                )
-                break
-        loss = parts[0][0]
-        features = np.concatenate([part[1] for part in parts])
-        targets = np.concatenate([part[2] for part in parts])
-        return solver(features, targets, loss)
+    @property
+    def model(self) -> "SplitModel":
+        """The network."""
+        return self._model
 
-    def _trained(self, w: Vector) -> Solution:
-        starts = [self.initial_theta()]
-        if self._model.additive:
-            starts.append(self._model.local_start(w))
-        return self._twin(w).solve(starts)
+    def _problem(self, w: Vector, unit: float = 1.0) -> tuple[LinearHead, OwnProblem] | None:
+        """The user's rows for the layer that is all of w; None if w is more than that."""
+        return self._on_features(w, unit) if self._model.is_head else None
 
-    def _twin(self, w: Vector) -> Twin:
-        """The training of θ at this w, on rows that fit in memory."""
-        batches = []
-        taken = 0
+    def _on_features(self, w: Vector, unit: float) -> tuple[LinearHead, OwnProblem] | None:
+        """The user's rows for the last layer; None if it cannot be solved."""
+        if self._model.is_head and unit in self._solving:
+            return self._solving[unit]
+        found = self._made_problem(w, unit)
+        if self._model.is_head:  # the features are the same for every w
+            self._solving = {unit: found}
+        return found
+
+    def _made_problem(self, w: Vector, unit: float) -> tuple[LinearHead, OwnProblem] | None:
+        head = self._model.head()
+        if head is None:
+            return None
+        features = []
+        targets = []
         for x, y in self._epoch():
-            tensors = over_parts(x, as_tensor)
-            batches.append((tensors, as_tensor(y, "y")))
-            taken += sum(part.nbytes for part in named_parts(tensors).values())
-            if taken > MOST_BYTES:
-                log.warning("θ is trained on this user's first rows: all take too much memory")
-                break
-        x, y = joined(batches)
+            seen = self._model.features(w, x)
+            wanted = solvable_targets(as_array(y), head.shape[1], self.task)
+            if seen is None or wanted is None:
+                return None
+            features.append(seen)
+            targets.append(wanted)
+        rows = np.concatenate(features)
+        columns = head.columns(self.task)
+        return head, OwnProblem.of(rows, np.concatenate(targets), columns, unit)
 
-        def at(places: Places) -> tuple[Rows, Rows]:
-            chosen = torch.from_numpy(places)
-            return over_parts(x, lambda part, _: part[chosen]), y[chosen]
+    def _local_epochs(self, w: Vector, order: Order) -> Vector:
+        """w after the user's own training from it; θ that is not added to w is trained along."""
+        theta = self.initial_theta()
+        own = np.zeros(0) if self._model.additive else theta
+        shapes = list(self._model.shared_shapes)
+        if not self._model.additive:
+            shapes += self._model.personal_shapes
 
-        return Twin(
-            self._training,
-            self._model.personal_shapes,
-            lambda theta, places: self._model.personal_gradient(w, theta, at(places), "mean"),
-            lambda theta, places: self._model.evaluate(w, theta, at(places))["loss"],
-            len(y),
+        def gradient(values: Vector, minibatch: int) -> tuple[float, Vector]:
+            rows = self._batches(minibatch)
+            at = theta if self._model.additive else values[len(w) :]
+            loss, g_w, g_theta = self._model.loss_and_gradients(values[: len(w)], at, rows, "mean")
+            return loss, np.concatenate([g_w, g_theta[: len(own)]])
+
+        training = replace(self._local_training(LOCAL_EPOCHS), weight_decay=0.0)
+        trained = training.train(
+            np.concatenate([w, own]),
+            shapes,
+            gradient,
+            step=LOCAL_STEP,
+            visit=max(1, order.visit),
         )
+        return trained[: len(w)]
+
+    def _trained_theta(self, w: Vector) -> Vector:
+        """θ after epochs of the user's own training at this w."""
+
+        def gradient(theta: Vector, minibatch: int) -> tuple[float, Vector]:
+            return self._model.personal_gradient(w, theta, self._batches(minibatch), "mean")
+
+        return self._local_training(PERSONAL_EPOCHS).train(
+            self.initial_theta(),
+            self._model.personal_shapes,
+            gradient,
+            step=LOCAL_STEP,
+            visit=1,
+        )
+
+    def _local_training(self, epochs: int) -> PersonalTraining:
+        """The user's own training under ``PPSGD.auto``."""
+        steps = epochs * math.ceil(self.num_examples / rows_in(self._batches(1)))
+        optimizer = self._training.optimizer or torch.optim.Adam
+        return replace(self._training, optimizer=optimizer, steps=steps, schedule=None)
+
+
+def solvable_targets(y: NDArray[Any], outputs: int, task: Task) -> NDArray[Any] | None:
+    """Targets with which a linear layer is solved; None if it cannot be.
+
+    Class numbers or a number per class for two or more classes; one number in regression.
+    """
+    if task == "regression":
+        return y.reshape(-1) if outputs == 1 and y.size == len(y) else None
+    numbers = y.ndim == 1 and np.issubdtype(y.dtype, np.integer)
+    rows = y.ndim == 2 and y.shape[1] == outputs
+    return y if outputs > 1 and (numbers or rows) else None
+
+
+@dataclass(frozen=True)
+class HeadModel:
+    """A user's mixture on the features below the last layer.
+
+    Args:
+        learner: whose model it is.
+        w: the shared parameters, which make the features.
+        mixture: the personal model.
+    """
+
+    learner: SplitLearner
+    w: Vector
+    mixture: Mixture
+
+    def measures(self) -> dict[str, float]:
+        """Of the personal model, and of w alone (``shared_…``) if the last layer is in it.
+
+        If w is nothing else, the features are public, and there are those of own rows alone too
+        (``local_…``).
+        """
+        rows = self._test_rows()
+        if rows is None or not self.mixture.has_location:
+            return {}
+        x, y = rows
+        task = self.learner.task
+        found = measures_of(self.mixture.predict(x), y, task)
+        model = self.learner.model
+        shared = self.mixture.shared_alone
+        if shared is not None and (model.is_head or model.additive):
+            of_shared = measures_of(shared.predict(x), y, task)
+            if task == "classification" and not model.is_head:
+                del of_shared["loss"]  # a trained network's scores have a scale of their own
+            found |= {SHARED + name: value for name, value in of_shared.items()}
+        alone = self.mixture.alone
+        if alone is not None and model.is_head:
+            of_alone = measures_of(alone.predict(x), y, task)
+            found |= {LOCAL + name: value for name, value in of_alone.items()}
+        return found
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Everything that predicts."""
+        return {**self.mixture.to_arrays(), OWN_W: self.w}
+
+    def _test_rows(self) -> tuple[Matrix, Matrix] | None:
+        """Features and targets, classes as rows of 0 and 1."""
+        features = []
+        targets = []
+        for x, y in self.learner.test_batches():
+            seen = self.learner.model.features(self.w, x)
+            assert seen is not None
+            features.append(seen)
+            targets.append(as_array(y))
+        if not features:
+            return None
+        y = np.concatenate(targets)
+        outputs = len(self.mixture.offset)
+        if self.learner.task == "regression":
+            y = y.reshape(-1, 1)
+        elif y.ndim == 1:
+            y = np.eye(outputs)[y]
+        return np.concatenate(features), y.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A user's θ, trained at w.
+
+    Args:
+        learner: whose model it is.
+        w: the shared parameters.
+        theta: the personal ones.
+    """
+
+    learner: SplitLearner
+    w: Vector
+    theta: Vector
+
+    def measures(self) -> dict[str, float]:
+        """Of w with θ, and of w alone (``shared_…``) if θ is added to it."""
+        found = self.learner.evaluate(self.w, self.theta)
+        if self.learner.model.additive:
+            alone = self.learner.evaluate(self.w, self.learner.initial_theta())
+            found |= {SHARED + name: value for name, value in alone.items()}
+        return found
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """θ, and the w that it was trained at."""
+        return {OWN_THETA: self.theta, OWN_W: self.w}
 
 
 class TrainedSplitLearner(SplitLearner):

@@ -28,9 +28,11 @@ from flwr_ppsgd.models.losses import LossFunction, Objective
 from flwr_ppsgd.models.split import SplitModel
 from flwr_ppsgd.models.split_learner import SplitLearner
 from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, PersonalTraining, Schedule
+from flwr_ppsgd.recipe import Task
 
 Loaders: TypeAlias = Callable[[Context], tuple[Loader, Loader | None]]
 PARTITION = ("partition-id", "num-partitions")
+PUBLIC_SEED = 0  # of what a network has at random: the same on every client
 
 
 def torch_client(
@@ -47,7 +49,7 @@ def torch_client(
     personal_steps: int = 1,
     weight_decay: float = 0.0,
     schedule: Schedule | None = None,
-    full_batch: bool = False,
+    task: Task | None = None,
     most_bytes: int = MOST_BYTES,
     local_step: float | None = None,
     local_steps: int | None = None,
@@ -72,7 +74,7 @@ def torch_client(
         personal_steps: as for ``torch_learner``.
         weight_decay: as for ``torch_learner``.
         schedule: as for ``torch_learner``.
-        full_batch: as for ``torch_learner``.
+        task: as for ``torch_learner``.
         most_bytes: as for ``torch_learner``.
         local_step: as for ``client_app``.
         local_steps: as for ``client_app``.
@@ -94,7 +96,7 @@ def torch_client(
         personal_steps=personal_steps,
         weight_decay=weight_decay,
         schedule=schedule,
-        full_batch=full_batch,
+        task=task,
         most_bytes=most_bytes,
     )
     learner_for = _LearnerFor(network, personal, additive, loaders, learner)
@@ -123,7 +125,9 @@ class _LearnerFor:
     def __call__(self, context: Context) -> SplitLearner:
         train, test = self._loaders(context)
         user = int(context.node_config.get("partition-id", 0))
-        module = self.network()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(PUBLIC_SEED)
+            module = self.network()
         return self.learner(module, self.personal, train, test, user=user, handed_over=True)
 
     def _loaders(self, context: Context) -> tuple[Loader, Loader | None]:
@@ -192,7 +196,7 @@ def torch_learner(
     personal_steps: int = 1,
     weight_decay: float = 0.0,
     schedule: Schedule | None = None,
-    full_batch: bool = False,
+    task: Task | None = None,
     most_bytes: int = MOST_BYTES,
     user: int = 0,
     handed_over: bool = False,
@@ -214,11 +218,12 @@ def torch_learner(
         target: the name or position of the target, if it has no usual name.
         device: as for ``SplitModel``.
         optimizer: of θ: a class of ``torch.optim``, whose learning rate is then the server's s_θ,
-            or a function of the parameters that makes one; None is θ − s_θ·g_θ.
+            or a function of the parameters that makes one; None is θ − s_θ·g_θ. Also of
+            local epochs under ``PPSGD.auto``, where None is Adam.
         personal_steps: the number of steps that θ takes in one visit.
         weight_decay: of θ.
         schedule: the factor on θ's learning rate at visit 1, 2, …
-        full_batch: whether the gradient of w is that of all training rows.
+        task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
         most_bytes: the most data that is held in memory; a larger loader is read batch by batch.
         user: decides the order of minibatches.
         handed_over: as for ``SplitModel``.
@@ -238,7 +243,7 @@ def torch_learner(
         personal_steps=personal_steps,
         weight_decay=weight_decay,
         schedule=schedule,
-        full_batch=full_batch,
+        task=task,
     )
 
 

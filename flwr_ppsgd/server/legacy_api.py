@@ -193,6 +193,7 @@ class PPSGDStrategy(Strategy):
         sparse: Sequence[int] = (),
         rounds: int | None = None,
         rate: float | None = None,
+        body: bool = False,
         **more: Any,
     ) -> Self:
         """With nothing to tune, as ``PPSGD.auto``; ``server_config()`` has the planned rounds."""
@@ -204,6 +205,7 @@ class PPSGDStrategy(Strategy):
             sparse=sparse,
             rounds=rounds,
             rate=rate,
+            body=body,
         )
         return cls(initial_parameters=initial_parameters, **{**made.arguments(), **more})
 

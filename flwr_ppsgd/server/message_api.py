@@ -150,6 +150,7 @@ class PPSGD(Strategy):
         sparse: Sequence[int] = (),
         rounds: int | None = None,
         rate: float | None = None,
+        body: bool = False,
         aggregation: SecureSum | None = None,
         **more: Any,
     ) -> Self:
@@ -167,6 +168,7 @@ class PPSGD(Strategy):
             rounds: the number of rounds; 2 to 8 by N and ε unless given.
             rate: the share of users per round, for very many of them (1,000/N is enough); None is
                 everyone.
+            body: whether w holds the body of a network that is trained: at least 4 rounds.
             aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
             more: arguments as of ``PPSGD``, which come before the recipe's.
         """
@@ -178,6 +180,7 @@ class PPSGD(Strategy):
             sparse=sparse,
             rounds=rounds,
             rate=rate,
+            body=body,
             aggregation=aggregation,
         )
         return cls(**{**made.arguments(), **more})

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flwr_ppsgd import Order, SplitModel, torch_learner, whole_module
-from flwr_ppsgd.lab.engines.networks import cohort_gradients
 from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.models.blocks import allows_channels_last
 from flwr_ppsgd.models.split_learner import SplitLearner
@@ -373,6 +372,16 @@ def test_theta_may_be_added_to_layers_that_are_shared() -> None:
     g_w, g_theta = model.gradients(w, theta, rows, "mean")
     np.testing.assert_array_equal(g_w[-12:], g_theta)
     np.testing.assert_allclose(model.gradients(shifted, 0 * theta, rows, "mean")[0], g_w)
+
+
+def test_the_engine_of_networks_adds_theta_too() -> None:
+    from flwr_ppsgd.lab.engines.networks import cohort_gradients
+
+    model = SplitModel(regression(3), "2.*", additive=True)
+    rows = (NUMBERS[0], torch.arange(5) % 3)
+    w = model.initial_w()
+    theta = np.linspace(-1, 1, 12)
+    g_w, g_theta = model.gradients(w, theta, rows, "mean")
     batch = (model.tensor(rows[0][None]), rows[1][None])
     both = cohort_gradients(model, w, theta[None], batch, "mean")
     np.testing.assert_allclose(both[0][0], g_w, atol=1e-12)

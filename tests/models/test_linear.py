@@ -1,7 +1,6 @@
 """The additive linear model: gradients against autograd, measures against numbers done by hand."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,9 @@ from numpy.typing import NDArray
 from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
-from flwr_ppsgd.learner import Batches, Minibatches
-from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, as_matrix
+from flwr_ppsgd.learner import Minibatches
+from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, as_matrix, columns_of
+from flwr_ppsgd.models.solve import OwnProblem, solution
 from flwr_ppsgd.wire import Order
 
 FEATURES, OUTPUTS, ROWS = 4, 3, 6
@@ -179,21 +179,6 @@ def test_softmax_with_one_output_is_refused() -> None:
         AdditiveLinear(batch("softmax"), FEATURES, 1, "softmax")
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_a_solution_is_made_from_all_rows_but_those_with_nan(listed: bool) -> None:
-    data = batch("squared")
-    x = np.vstack([data.x, np.full((1, FEATURES), np.nan)])
-    y = np.vstack([data.y, data.y[:1]])
-    w = np.random.default_rng(2).normal(size=FEATURES * OUTPUTS)
-    asked = replace(order("mean"), asks="solution", task="classification")
-    clean = AdditiveLinear(data, FEATURES, OUTPUTS).solution(w, asked)
-    few = Minibatches(x, y, 2, seed=0, user=0)
-    batches: Batches = few if listed else Unlisted(few)
-    found = AdditiveLinear(batches, FEATURES, OUTPUTS).solution(w, asked)
-    np.testing.assert_allclose(found, clean, rtol=1e-9)
-    assert np.abs(found).max() > 0
-
-
 class Unlisted:
     """Minibatches that cannot list their rows."""
 
@@ -203,6 +188,18 @@ class Unlisted:
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
         return self._batches(visit)
+
+
+def test_a_solution_is_that_of_all_rows_of_the_user() -> None:
+    data = batch("squared")
+    few = Minibatches(data.x, data.y, 2, seed=0, user=0)
+    w = np.random.default_rng(4).normal(size=FEATURES * OUTPUTS)
+    columns = columns_of(None, FEATURES, OUTPUTS, "classification")
+    problem = OwnProblem.of(data.x, data.y, columns)
+    expected = solution(problem, w.reshape(FEATURES, OUTPUTS)).reshape(-1)
+    for batches in (few, Unlisted(few)):
+        learner = AdditiveLinear(batches, FEATURES, OUTPUTS)
+        np.testing.assert_allclose(learner.solution(w, order("mean")), expected, rtol=1e-9)
 
 
 def test_kinds_that_are_none_are_refused() -> None:

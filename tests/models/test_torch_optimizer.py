@@ -133,25 +133,6 @@ def test_a_factory_that_makes_something_else_is_refused() -> None:
         after(optimizer=lambda parameters: parameters)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_full_batch_gradients_are_those_of_all_rows(reduction: Any) -> None:
-    """Batches of 4 and 2, one at a time, as if they were one of 6."""
-    pairs = [(X[:4], Y[:4]), (X[4:], Y[4:])]
-    for most_bytes in (0, 2**30):  # batch by batch, and held in memory
-        own = torch_learner(module(), "2.*", pairs, full_batch=True, most_bytes=most_bytes)
-        w = model().initial_w()
-        theta = own.initial_theta()
-        found = own.gradients(w, theta, Order(1, 0.1, 1.0, reduction, True, visit=1))
-        expected = model().gradients(w, theta, (X, Y), reduction)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12)
-
-
-def test_full_batch_without_a_loader_is_refused() -> None:
-    with pytest.raises(ValueError, match="full_batch needs a loader, got Minibatches"):
-        learner(full_batch=True)
-
-
 def test_theta_that_is_added_moves_as_torch_moves_the_layer() -> None:
     """w + θ after five steps is the head that torch trains on the same minibatches."""
     own = torch_learner(module(), "2.*", [(X, Y)], additive=True, personal_steps=5)

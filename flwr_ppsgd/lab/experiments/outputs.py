@@ -214,11 +214,18 @@ class SavedRun:
         rounds_trained: the number of rounds that w has had.
         statement: the privacy statement, line by line.
         rows: one for each evaluated round.
+        privacy: everything that ``privacy.json`` holds.
     """
 
     rounds_trained: int
     statement: list[str]
     rows: list[RunRow]
+    privacy: dict[str, Any]
+
+    def last_measures(self) -> Mapping[str, float]:
+        """What was measured last; empty if nothing was."""
+        measured = [row.measures for row in self.rows if row.measures]
+        return measured[-1] if measured else {}
 
 
 def is_run(directory: Path) -> bool:
@@ -235,6 +242,7 @@ def read_run(directory: Path) -> SavedRun:
             rounds_trained=int(privacy["rounds_trained"]),
             statement=privacy["statement"].splitlines(),
             rows=[RunRow.from_json(json.loads(line)) for line in lines],
+            privacy=privacy,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

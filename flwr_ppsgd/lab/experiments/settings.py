@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.experiments.problem import DEVICE, Problem, place_of
+from flwr_ppsgd.lab.experiments.problem import DEVICE, SYNTHETIC, Problem, place_of
 from flwr_ppsgd.lab.experiments.rows import BASELINES, FEDAVG_SOLVED, SOLVED
 from flwr_ppsgd.lab.experiments.shipped import preset
 from flwr_ppsgd.lab.experiments.tasks import Conditions, Task, check_squared, task_of
@@ -52,6 +52,9 @@ NEEDS = {"passes": (), "cohort-mean": ("population",), "evaluations": ("rounds",
 THEORY_ASSUMES = (
     "a convex additive model, samples that are fresh in every round, a clip norm that clips "
     "nothing, features within three standard deviations, and the average over rounds as the result"
+)
+CHOSEN_BY_LOOKING = (
+    "columns, categories, scales and task: no epsilon pays for choosing them by looking at the data"
 )
 EXHAUSTED = (
     "Users who have used up their samples drop out of the draw, as in the paper's experiments: "
@@ -143,13 +146,18 @@ class Experiment:
 
     def assumed_public(self) -> list[str]:
         """What the settings give away about the data without a charge."""
-        return [] if self.passes is None else self.task.assumed_public()
+        known = [] if self.problem.data == SYNTHETIC else [CHOSEN_BY_LOOKING]
+        if self.passes is not None:
+            known += self.task.assumed_public()
+        return known
 
     def describe(self) -> str:
         """What the data are, and what was worked out from them, in lines to print."""
         lines = [self.task.describe()]
-        for known in self.assumed_public():
-            lines.append(f"{self.passes:g} passes are {self.training.rounds:,} rounds: {known}")
+        if self.passes is not None:
+            public = "; ".join(self.task.assumed_public())
+            rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
+            lines.append(f"{rounds}; taken to be public: {public}")
         if self.drop_exhausted:
             lines.append(EXHAUSTED)
         if self.training.automatic:

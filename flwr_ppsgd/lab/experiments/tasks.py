@@ -34,9 +34,7 @@ SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")
 MOST_COLUMNS = 4096  # side by side; more gain nothing and would be lost together when interrupted
 MOST_NETWORKS = 32
 FLOAT_BYTES = 8
-ROUNDS_ARE_PUBLIC = (
-    "the number of rounds from passes takes the total number of samples, {:,}, to be public"
-)
+ROUNDS_ARE_PUBLIC = "the total number of samples, {:,}: the number of rounds follows from it"
 
 
 @dataclass(frozen=True)
