@@ -17,6 +17,7 @@ from flwr_ppsgd.models.representation import (
     Backbone,
     RandomConvolution,
     RandomFourier,
+    UnitLength,
     looks_like_images,
     representation_of,
 )
