@@ -69,7 +69,9 @@ def ways(experiment: Experiment) -> dict[str, Callable[[], object]]:
         through_messages(PPSGD.from_config(experiment.training.to_flat()), experiment)
 
     def recipe() -> None:
-        auto = PPSGD.auto(population=USERS, epsilon=2.0, delta=1e-4, rounds=ROUNDS)
+        auto = PPSGD.auto(
+            population=USERS, epsilon=2.0, delta=1e-4, task="regression", rounds=ROUNDS
+        )
         through_messages(auto, experiment)
 
     return {

@@ -163,6 +163,15 @@ class AdditiveLinear:
         published = Published(w.reshape(self._shape), variance, order.unit, order.size)
         return LinearModel(personal_model(self._problem(order.unit), published), self)
 
+    def stepped_model(self, w: Vector) -> "LinearModel":
+        """The user's mixture around a w that steps have trained, as if it had no noise.
+
+        Such a w predicts targets as they are, and the mixture's in units of the user's own.
+        """
+        problem = self._problem(1.0)
+        published = Published(w.reshape(self._shape) / problem.unit, np.zeros(1))
+        return LinearModel(personal_model(problem, published), self)
+
     def measure(self, model: Mixture) -> dict[str, float]:
         """Measures of a model's predictions on the test part."""
         if self._test is None:

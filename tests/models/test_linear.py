@@ -200,3 +200,20 @@ def test_a_solution_is_that_of_all_rows_of_the_user() -> None:
     for batches in (few, Unlisted(few)):
         learner = AdditiveLinear(batches, FEATURES, OUTPUTS)
         np.testing.assert_allclose(learner.solution(w, order("mean")), expected, rtol=1e-9)
+
+
+def test_kinds_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="kinds must be"):
+        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, kinds=["word"] * FEATURES)
+    with pytest.raises(ValueError, match="kinds has 1 entries"):
+        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, kinds=["number"])
+
+
+def test_a_w_that_steps_have_trained_predicts_targets_as_they_are() -> None:
+    """y = 7x + 3 without noise: around the true w there is nothing left to learn."""
+    x = np.random.default_rng(0).normal(size=(20, 1))
+    data = Minibatches(x, 7 * x + 3, 20, seed=0, user=0)
+    model = AdditiveLinear(data, 1, test=(x, 7 * x + 3)).stepped_model(np.array([7.0])).mixture
+    assert model.shared_alone is not None
+    np.testing.assert_allclose(model.shared_alone.predict(x), 7 * x + 3, rtol=1e-9)
+    np.testing.assert_allclose(model.predict(x), 7 * x + 3, rtol=1e-6)

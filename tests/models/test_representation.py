@@ -17,6 +17,7 @@ from flwr_ppsgd.models.representation import (
     Backbone,
     RandomConvolution,
     RandomFourier,
+    UnitLength,
     looks_like_images,
     representation_of,
 )
@@ -127,6 +128,12 @@ def test_fourier_features_are_a_gaussian_kernel_beside_the_columns() -> None:
     distances = ((x[:, None] - x[None]) ** 2).sum(axis=-1)
     expected = columns * np.exp(-distances / (2 * columns))
     assert abs(waves @ waves.T - expected).max() < 5 * columns / math.sqrt(features)
+
+
+def test_rows_of_unit_length_leave_a_row_of_zeros_alone() -> None:
+    phi = UnitLength()
+    assert phi.widths(2) == (2,)
+    assert phi(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist() == [[0.6, 0.8], [0.0, 0.0]]
 
 
 def small_network() -> nn.Module:

@@ -192,7 +192,7 @@ def _run_recipe(
 
 
 def solved_measures(
-    task: Task, ws: Sequence[Vector], order: Order
+    task: Task, ws: Sequence[Vector], order: Order | None
 ) -> list[tuple[dict[str, float], tuple[float, ...] | None]]:
     """For each w, what its users' personal models reach over all rows, and for each user.
 
@@ -201,7 +201,7 @@ def solved_measures(
     Args:
         task: everyone's model and data.
         ws: trained parameters.
-        order: what is published beside each of them.
+        order: what is published beside each of them, as of ``order_for``.
     """
     users = range(len(task.user_names()))
     choosing = task.choosing()
@@ -286,7 +286,7 @@ def _solved(
     if report.round < base.training.rounds or not engine.places:
         return rows
     ws = [engine.w(place) for place in engine.places]
-    found = solved_measures(base.task, ws, order_for(base.task, {}))
+    found = solved_measures(base.task, ws, None)
     for place, (measures, by_user) in zip(engine.places, found, strict=True):
         rows.append(SweepRow(points[place], report.round, measures, by_user=by_user))
     return rows

@@ -16,7 +16,8 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.visit import personal_model
 from flwr_ppsgd.lab.engines.measures import MEAN, TENTH, WORST, badness, measure_of
 from flwr_ppsgd.lab.experiments.tasks import Task
-from flwr_ppsgd.learner import LOCAL, SHARED
+from flwr_ppsgd.learner import LOCAL, SHARED, Learner, OwnModel
+from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
 
 log = logging.getLogger("flwr.ppsgd")
@@ -56,15 +57,16 @@ class Person:
         return badness(main, alone) - badness(main, self.measures[main])
 
 
-def order_for(task: Task, beside: Mapping[str, NDArray[Any]]) -> Order:
-    """What brings the last w to a device.
+def order_for(task: Task, beside: Mapping[str, NDArray[Any]]) -> Order | None:
+    """What brings the last w of the recipe to a device; None for a w that steps have trained.
 
     Args:
         task: what is learnt.
-        beside: what is published beside w, as of ``PPSGD.published``; empty for a w that has no
-            noise and no unit.
+        beside: what is published beside w, as of ``PPSGD.published``.
     """
-    variance = np.asarray(beside.get(VARIANCE, [])).reshape(-1)
+    if VARIANCE not in beside:
+        return None
+    variance = np.asarray(beside[VARIANCE]).reshape(-1)
     return Order(
         0,
         0.0,
@@ -73,14 +75,14 @@ def order_for(task: Task, beside: Mapping[str, NDArray[Any]]) -> Order:
         False,
         asks="nothing",
         task=cast(OrderTask, task.public()["task"]),
-        unit=float(beside.get(UNIT, 1.0)),
-        size=float(beside.get(SIZE, 1.0)),
+        unit=float(beside[UNIT]),
+        size=float(beside[SIZE]),
         variance=tuple(variance.tolist()),
         last=True,
     )
 
 
-def people_of(task: Task, w: Vector, users: Iterable[int], order: Order) -> list[Person]:
+def people_of(task: Task, w: Vector, users: Iterable[int], order: Order | None) -> list[Person]:
     """How users fare; those without test rows are left out.
 
     Args:
@@ -94,7 +96,7 @@ def people_of(task: Task, w: Vector, users: Iterable[int], order: Order) -> list
 
 
 def people_of_each(
-    task: Task, ws: Sequence[Vector], users: Iterable[int], order: Order
+    task: Task, ws: Sequence[Vector], users: Iterable[int], order: Order | None
 ) -> list[list[Person]]:
     """The same for several w: what a user works out about own rows serves all of them."""
     found: list[list[Person]] = [[] for _ in ws]
@@ -104,7 +106,7 @@ def people_of_each(
         if not weight:
             continue
         learner = task.learner(user)
-        models = [personal_model(learner, w, order) for w in ws]
+        models = [_model(learner, w, order) for w in ws]
         measures = [model.measures() for model in models]
         without += not measures[0]
         for people, model, own in zip(found, models, measures, strict=True):
@@ -114,6 +116,12 @@ def people_of_each(
     if without:
         log.warning("%d users have no training rows, so no mean: they are not measured", without)
     return found
+
+
+def _model(learner: Learner, w: Vector, order: Order | None) -> OwnModel:
+    if order is not None:
+        return personal_model(learner, w, order)
+    return cast(AdditiveLinear, learner).stepped_model(w)
 
 
 def overall(people: Sequence[Person]) -> dict[str, float]:

@@ -166,7 +166,7 @@ class _Models:
     problem: Problem
     trained: PerUser
     w: Vector
-    order: Order
+    order: Order | None
     new: _New
 
     def of_known(self, number: int, rows: NDArray[np.intp]) -> list[Prediction]:
@@ -207,7 +207,9 @@ class _Models:
             seed=self.problem.data_seed,
             shift=self.problem.target_shift,
         )
-        variance = np.array(self.order.variance or [0.0])
+        if self.order is None:
+            return learner.stepped_model(self.w).mixture
+        variance = np.array(self.order.variance)
         return learner.personal_model(self.w, variance, self.order).mixture
 
     def _predicted(

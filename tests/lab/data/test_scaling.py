@@ -9,7 +9,7 @@ from scipy import sparse
 
 from flwr_ppsgd.lab.data.learners import linear_learner
 from flwr_ppsgd.lab.data.per_user import PerUser
-from flwr_ppsgd.lab.data.scaling import FARTHEST, own_scaled
+from flwr_ppsgd.lab.data.scaling import FARTHEST, own_scaled, with_kinds
 
 
 def table(**changes: Any) -> PerUser:
@@ -127,3 +127,24 @@ def test_words_in_a_sparse_table_keep_their_scale() -> None:
     plain = table(x=sparse.csr_array(words), feature_names=names)
     seen = own_scaled(plain)
     assert (seen.x != plain.x).nnz == 0
+
+
+def test_numbers_are_scaled_on_the_device_and_flags_stay() -> None:
+    seen = with_kinds(table())
+    assert seen.kinds == ("number", "as-is", "number")
+    assert seen.with_bias().all_kinds == ("number", "as-is", "number", "as-is")
+    assert "0 and 1 alone was chosen by looking at data" in seen.notes[-1]
+    np.testing.assert_array_equal(seen.x, table().x)
+    assert with_kinds(table().standardised(0.0, 2.0)).kinds == ("as-is",) * 3
+
+
+def test_columns_that_most_users_lack_are_sparse_by_kind() -> None:
+    """65 categories are many, 2 are few; a number that fills a sparse table is a number."""
+    names = ("age", "sex=f", "sex=m", "word#1", *(f"item={at}" for at in range(65)))
+    dense = np.zeros((80, len(names)))
+    dense[:, 0] = np.arange(80) + 1
+    dense[:, 1] = 1.0
+    seen = with_kinds(table(x=sparse.csr_array(dense), feature_names=names))
+    assert seen.kinds == ("number", "as-is", "as-is", *("sparse",) * 66)
+    unnamed = with_kinds(table(x=sparse.csr_array(dense), feature_names=()))
+    assert set(unnamed.kinds) == {"sparse"}

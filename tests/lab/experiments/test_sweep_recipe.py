@@ -4,17 +4,16 @@ import csv
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from flwr_ppsgd import Ledger
-from flwr_ppsgd.client.visit import personal_model
 from flwr_ppsgd.lab.experiments import blocks, workers
 from flwr_ppsgd.lab.experiments.blocks import plan, run_block
 from flwr_ppsgd.lab.experiments.outputs import read_rows
-from flwr_ppsgd.lab.experiments.people import order_for, overall, people_of
+from flwr_ppsgd.lab.experiments.people import overall, people_of
 from flwr_ppsgd.lab.experiments.rows import Point, SweepRow
 from flwr_ppsgd.lab.experiments.run import run_as_cohort
 from flwr_ppsgd.lab.experiments.settings import Experiment
@@ -259,7 +258,7 @@ def test_solved_baselines_solve_on_the_final_w(
     solved_on, published = (engine.w(0) for engine in kept)
     np.testing.assert_array_equal(solved_on, published)
     task = sweep.base.task
-    people = people_of(task, published, range(9), order_for(task, {}))
+    people = people_of(task, published, range(9), None)
     assert row.measures == pytest.approx(overall(people), rel=1e-8)
     assert isinstance(row, SweepRow)
     assert Epsilons(sweep.base)(point, 6) == Epsilons(sweep.base)(like, 6)
@@ -273,11 +272,9 @@ def test_validation_rows_and_not_test_rows_choose_among_solved(tmp_path: Path) -
     assert choosing is not None
     assert choosing.choosing() == choosing
     w = np.random.default_rng(0).normal(size=12)
-    order = order_for(task, {})
     for user in range(9):
-        mine = personal_model(task.learner(user), w, order).arrays()
-        other = personal_model(choosing.learner(user), w, order).arrays()
-        np.testing.assert_array_equal(mine["slopes"], other["slopes"])
+        mine, other = (cast(Any, each.learner(user)).stepped_model(w) for each in (task, choosing))
+        np.testing.assert_array_equal(mine.mixture.slopes, other.mixture.slopes)
     data = task.problem.per_user()  # type: ignore[attr-defined]
     assert data.validation is not None
     assert sum(choosing.test_rows(user) for user in range(9)) == data.validation.sum()
