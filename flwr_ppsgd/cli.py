@@ -10,8 +10,9 @@ import logging
 import re
 import signal
 import sys
+import textwrap
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result
 
     from flwr_ppsgd.lab.experiments.blocks import Best, Plan
-    from flwr_ppsgd.lab.experiments.rows import Point, RunRow
+    from flwr_ppsgd.lab.experiments.rows import Point
     from flwr_ppsgd.lab.experiments.run import Outcome, Watch
+    from flwr_ppsgd.lab.experiments.screen import Line
     from flwr_ppsgd.lab.experiments.settings import Experiment
     from flwr_ppsgd.privacy import Ledger
 
 MOST_EXTENSIONS = 3  # of a grid, in one command
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+LABEL_WIDTH = 11
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 console = Console()
 
@@ -163,6 +166,24 @@ def _show(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def _show_lines(lines: "Iterable[Line]", *, unbroken: bool = False) -> None:
+    """Print labels and texts in two columns, broken between words on a terminal.
+
+    Args:
+        lines: a label and a text each.
+        unbroken: never break them: they are to be copied.
+    """
+    width = sys.maxsize if unbroken or not console.is_terminal else console.width
+    for label, text in lines:
+        first = f"{label:{LABEL_WIDTH}} "
+        indent = " " * len(first)
+        _show(
+            textwrap.fill(
+                text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False
+            )
+        )
+
+
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """What was typed."""
     return {key: value for key, value in values.items() if value is not None}
@@ -182,7 +203,6 @@ def ppsgd(
     ] = False,
 ) -> None:
     """Train personal models with user-level joint differential privacy."""
-    logging.getLogger("flwr").setLevel(logging.WARNING)
 
 
 @app.command()
@@ -255,6 +275,9 @@ def run(  # noqa: PLR0917 - typer's own way
     out: Annotated[
         Path | None, typer.Option(help="Output directory; default: a new one under runs/.")
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option(help="Show what was found in the data, every round, the statement.")
+    ] = False,
     user: User = None,
     target: Target = None,
     features: Features = None,
@@ -273,20 +296,30 @@ def run(  # noqa: PLR0917 - typer's own way
     """Train once and write w, the measures, the privacy statement and a picture."""
     about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or []) | _given({"rounds": rounds})
-    from flwr_ppsgd.lab.experiments.outputs import check_free, free_directory
+    from flwr_ppsgd.lab.experiments import screen
+    from flwr_ppsgd.lab.experiments.outputs import check_free, free_directory, read_run
     from flwr_ppsgd.lab.experiments.settings import Experiment
 
     chosen = Experiment.load(experiment, overrides)
     if out is None:
         out = free_directory(experiment.stem if experiment else Path(chosen.problem.data).stem)
     check_free(out)
-    _describe(chosen)
+    if not verbose:  # flwr sets the level of its log when it is imported
+        logging.getLogger("flwr").setLevel(logging.WARNING)
+    _show_lines(screen.data_lines(chosen))
+    if verbose:
+        _describe(chosen)
     stopped = _train(chosen, out, engine)
-    trained = _report(out)
-    _compare_with_trivial(chosen, out)
+    saved = read_run(out)
+    _show_lines(screen.outcome_lines(chosen, out, saved))
+    if verbose:
+        _show("\n".join(saved.statement))
+        names = ", ".join(sorted(path.name for path in out.iterdir()))
+        _show(f"Written: {out}/ ({names})")
+    _show_lines(screen.next_lines(chosen, out), unbroken=True)
     if stopped:
         raise typer.Exit(INTERRUPTED)
-    if not trained:
+    if not saved.rounds_trained:
         raise RuntimeError(
             "the budget max-epsilon pays for no round at all: raise it, or noise-multiplier"
         )
@@ -343,52 +376,11 @@ def _run_here(
     from flwr_ppsgd.lab.experiments.outputs import save
     from flwr_ppsgd.lab.results.figures import draw_run
 
-    with progress_bar() as progress:
+    with progress_bar(transient=True) as progress:
         hook = progress_hook(progress, "training", experiment.training.rounds)
         outcome = train(experiment, hook)
     save(outcome, out, draw_run)
     return outcome.stopped
-
-
-def _compare_with_trivial(experiment: "Experiment", out: Path) -> None:
-    """A line if the model does not beat an answer that uses no features."""
-    from flwr_ppsgd.lab.engines.measures import badness, measure_of
-    from flwr_ppsgd.lab.experiments.outputs import read_run
-
-    rows = [row for row in read_run(out).rows if row.measures]
-    if not rows:
-        return
-    main = measure_of(rows[-1].measures)
-    reached = rows[-1].measures[main]
-    answers = [answer[main] for answer in experiment.task.trivial().values() if main in answer]
-    best = min(answers, key=lambda value: badness(main, value), default=None)
-    if best is not None and badness(main, reached) >= badness(main, best):
-        _show(
-            f"This does not beat an answer without features ({main} {reached:.4g} against "
-            f"{best:.4g}): look at scales, ids and gaps with ppsgd look, or allow a larger ε."
-        )
-
-
-def _report(out: Path) -> int:
-    """Print the statement and what was written where; the number of rounds that were trained."""
-    from flwr_ppsgd.lab.experiments.outputs import read_run
-
-    saved = read_run(out)
-    console.print("\n".join(saved.statement), highlight=False, markup=False)
-    _report_people(out, saved.rows)
-    names = ", ".join(sorted(path.name for path in out.iterdir()))
-    _show(f"Written: {out}/ ({names})")
-    return saved.rounds_trained
-
-
-def _report_people(out: Path, rows: "Sequence[RunRow]") -> None:
-    """How users fare with their personal models, if that was measured."""
-    from flwr_ppsgd.lab.experiments.outputs import read_people
-    from flwr_ppsgd.lab.experiments.people import fares
-
-    columns = read_people(out)
-    if columns is not None and rows:
-        _show(fares(rows[-1].measures, columns["gain"]))
 
 
 @app.command()
@@ -637,12 +629,6 @@ def plan(
     secure_colluding: Annotated[
         int | None, typer.Option(help="t of a secure sum: the clients that may collude.")
     ] = None,
-    signal_to_noise: Annotated[
-        float | None, typer.Option(help="Say what this would take; default: 1, signal = noise.")
-    ] = None,
-    agreement: Annotated[
-        float | None, typer.Option(help="How much users agree, up to 1: all the same direction.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     data: Annotated[
         str | None,
@@ -662,7 +648,7 @@ def plan(
     encoding: Encoding = None,
     impute: Impute = None,
 ) -> None:
-    """Before training: what an ε buys. N, ε, δ and d are enough; options of the paper add its α."""
+    """Before training: what an ε buys. N, ε and δ are enough; options of the paper add its α."""
     typed = dict(locals())
     about_data = _about_data(typed)
     others = {"experiment", "as_json", *ABOUT_DATA}
@@ -682,7 +668,6 @@ def plan(
         found = recipe_plan.make(simple)
         _show_plan(found.as_data(), recipe_plan.in_words(simple, found), as_json)
     else:
-        recipe_plan.refuse_own_options(given)
         if ask:
             flat = planning.ask(flat, typer.prompt)
         question = planning.Question.read(flat)
@@ -705,10 +690,10 @@ def _seen_for_plan(
 
     seen = Problem.of(about_data).found().as_by_default().per_user()
     found = numbers_for_plan(seen)
-    public = (
-        f"From {about_data['data']}: N = {found['population']:,} users and "
-        f"d = {found['dimension']:,} parameters, taken to be public."
-    )
+    public = f"From {about_data['data']}: N = {found['population']:,} users"
+    if not automatic:
+        public += f" and d = {found['dimension']:,} parameters"
+    public += ", taken to be public."
     looked = (
         f" n = {found['samples-per-user']:.3g} samples per user and "
         f"L = {found['smoothness']:.3g}: {LOOKED}."
@@ -716,7 +701,7 @@ def _seen_for_plan(
     if not quiet:
         _show(public if automatic else public + looked)
     if automatic:
-        return {key: found[key] for key in SEEN}
+        return {"task": seen.task, **{key: found[key] for key in SEEN}}
     return found
 
 
@@ -841,8 +826,13 @@ class SweepBar:
         self._progress.update(self._task, completed=completed, state=state)
 
 
-def progress_bar(unit: str = "rounds") -> Progress:
-    """A bar with what is done, in this unit, and the time left."""
+def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:
+    """A bar with what is done, in this unit, and the time left.
+
+    Args:
+        unit: what is counted.
+        transient: it is wiped away at the end, and only a terminal shows it.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -850,6 +840,8 @@ def progress_bar(unit: str = "rounds") -> Progress:
         TextColumn("{task.fields[state]}"),
         TimeRemainingColumn(),
         console=console,
+        transient=transient,
+        disable=transient and not console.is_terminal,
     )
 
 
@@ -860,10 +852,10 @@ def progress_hook(progress: Progress, label: str, rounds: int) -> "Watch":
     task = progress.add_task(label, total=rounds, state="")
 
     def show(round_: int, result: "Result", ledger: "Ledger") -> None:
-        spent = rounded_up(ledger.quick_epsilon())
-        what = "a deployment: ε" if ledger.insecure_rounds else "ε"
-        state = f"{what} ≤ {spent}  {_latest(result)}"
-        progress.update(task, completed=round_, state=state)
+        spent = f"ε ≤ {rounded_up(ledger.quick_epsilon())}"
+        if ledger.insecure_rounds:
+            spent = "NO GUARANTEE"
+        progress.update(task, completed=round_, state=f"{spent}  {_latest(result)}")
 
     return show
 
@@ -908,7 +900,16 @@ def _plain(text: str) -> float | str:
 def main() -> None:
     """Bad settings end in one line and exit status 2, work that could not be done in status 1."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError:  # the help is on the screen
+        sys.exit(2)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "ppsgd"
+        print(f"ppsgd: {error.format_message()} See {command} --help.", file=sys.stderr)
+        sys.exit(2)
+    except click.Abort:
+        print("ppsgd: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"ppsgd: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)

@@ -1,4 +1,4 @@
-"""ε of releases that are given as bare numbers: by PLD, by RDP (dp-accounting), in closed form.
+"""ε of releases that are given as bare numbers: in closed form, by dp-accounting's PLD, by its RDP.
 
 Neighbours. ``zero-out``, the headline: a user stays enrolled but contributes nothing; N, q, M, D
 and the enrolment are public and unchanged. ``replace-one``, the paper's definition: a user's data
@@ -24,24 +24,29 @@ from dp_accounting import (
     rdp,
 )
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from numpy.typing import NDArray
+from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy.special import log_ndtr, ndtr
 
-from flwr_ppsgd import loss_distribution
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.loss_distribution import Losses
 
 Relation: TypeAlias = Literal["zero-out", "replace-one"]
 Method: TypeAlias = Literal["pld", "rdp"]
 
+NEIGHBOURS = {
+    "zero-out": NeighboringRelation.REPLACE_SPECIAL,
+    "replace-one": NeighboringRelation.REPLACE_ONE,
+}
 LARGEST_EXPONENT = 600.0  # e to this power is still a float
 ULP = 2.0**-52
 PLD_MARGIN = 100.0  # PLD is used if δ is at least this many times its round-off
-PAPER_ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(12, 64)])
+FINENESS = 0.003  # see _interval; ε comes out about a sixth of this too large
+FAR_OFF = 1.2  # a rough ε that many times too large chose too coarse an interval
+MOST_POINTS = 7.5e5  # on all grids together: two or three seconds
+ADDED = 7 * ULP  # see _interval; δ comes out 2 % too large at most
+TAIL = 1e-4  # about the part of δ that goes to losses beyond the grids
+ORDERS = np.array(rdp.RdpAccountant().orders)
 LEAST_ORDER = 1.01  # as in dp-accounting
-FAR_OFF = 3.0  # a rough ε that many times too large chose too coarse a discretisation
-MOST_POINTS = 1e6  # of a discretisation, about
-WINDOW_TAIL = 1e-4  # the part of δ that losses outside the window of a composition may take
+PAPER_ORDERS = np.array([1 + x / 10 for x in range(1, 100)] + list(range(12, 64)))
 
 
 @dataclass(frozen=True, order=True)
@@ -68,21 +73,63 @@ class Priced:
     def reach(self) -> float:
         """About the largest privacy loss of one round that counts."""
         plain = 0.5 / self.noise_multiplier**2 + 8 / self.noise_multiplier
-        return math.log1p(self.rate * math.expm1(min(plain, LARGEST_EXPONENT)))
+        return _sampled(plain, self.rate)
 
     @property
     def spread(self) -> float:
-        """q·√(e^(1/z²) − 1), about the standard deviation of the privacy loss of one round."""
-        ratio = math.expm1(min(1 / self.noise_multiplier**2, LARGEST_EXPONENT))
-        return min(self.rate * math.sqrt(ratio), self.reach)
+        """About the standard deviation of the privacy loss of one round.
+
+        q·√(e^(1/z²) − 1); if z is small, √q times that of a round without sampling.
+        """
+        precision = 1 / self.noise_multiplier**2
+        seldom = self.rate * math.sqrt(math.expm1(min(precision, LARGEST_EXPONENT)))
+        plain = math.sqrt(precision + precision**2 / 4)
+        return min(seldom, math.sqrt(self.rate) * plain)
 
 
 Releases: TypeAlias = tuple[Priced, ...]
 
 
+@dataclass(frozen=True)
+class Bound:
+    """An upper bound on ε, and the name of the method that gave it."""
+
+    epsilon: float
+    method: str
+
+
 def sensitivity(relation: Relation) -> float:
     """How far one user moves the sum, in units of C."""
     return 1.0 if relation == "zero-out" else 2.0
+
+
+def tightest(releases: Releases, delta: float, relation: Relation) -> Bound:
+    """The smallest bound that holds in floating point, at any δ.
+
+    Without sampling the closed form is exact. With sampling PLD is tight, but the FFT inside it has
+    a round-off that grows with the number of rounds: it is used only if δ is far above that, and at
+    δ less the round-off. Otherwise, and where PLD would need too fine a grid to be tight, the
+    smallest of all bounds is taken.
+    """
+    if all(priced.rate == 1 for priced in releases):
+        return Bound(without_sampling(releases, delta, relation), "exact")
+    bounds = []
+    lost = pld_round_off(releases)
+    if delta >= PLD_MARGIN * lost:
+        epsilon, is_tight = by_pld(releases, delta - lost, relation)
+        if is_tight:
+            return Bound(epsilon, "PLD")
+        bounds.append(Bound(epsilon, "PLD"))
+    plain = without_sampling(releases, delta, relation)
+    bounds.append(Bound(plain, "the closed form without amplification by sampling"))
+    if relation == "zero-out":
+        bounds.append(Bound(by_rdp(releases, delta, relation), "RDP"))
+    else:
+        twice = as_two_zero_outs(
+            lambda log_delta: by_rdp(releases, math.exp(log_delta), "zero-out"), delta
+        )
+        bounds.append(Bound(twice, "twice the RDP bound for zero-out"))
+    return min(bounds, key=lambda bound: bound.epsilon)
 
 
 def without_sampling(releases: Releases, delta: float, relation: Relation) -> float:
@@ -100,10 +147,7 @@ def without_sampling(releases: Releases, delta: float, relation: Relation) -> fl
 
 @functools.lru_cache(maxsize=1024)
 def gaussian(sigma: float, delta: float) -> float:
-    """ε with Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) = δ for μ = 1/σ (Balle and Wang 2018).
-
-    From above, by bisection.
-    """
+    """ε with Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ) = δ for μ = 1/σ (Balle and Wang 2018), from above."""
     mu = 1 / sigma
 
     def exceeds(epsilon: float) -> bool:
@@ -113,6 +157,11 @@ def gaussian(sigma: float, delta: float) -> float:
         rounding = (8 + at**2) * ULP * reached  # of both terms; they may nearly cancel
         return reached - math.exp(min(gone, 0.0)) + rounding > delta
 
+    return _least(exceeds)
+
+
+def _least(exceeds: Callable[[float], bool]) -> float:
+    """The least ε ≥ 0 that does not exceed something, from above, by bisection."""
     low = 0.0
     high = 1.0
     if not exceeds(low):
@@ -129,42 +178,6 @@ def gaussian(sigma: float, delta: float) -> float:
     return high
 
 
-@dataclass(frozen=True)
-class Bound:
-    """An upper bound on ε, and the name of the method that gave it."""
-
-    epsilon: float
-    method: str
-
-
-def tightest(releases: Releases, delta: float, relation: Relation) -> Bound:
-    """The smallest bound that holds in floating point, at any δ.
-
-    Without sampling the closed form is exact. With sampling PLD is tight, but the FFT inside it has
-    a round-off that grows with the number of rounds: it is used only if δ is far above that, and at
-    δ less the round-off. Below, the smallest of the other bounds is taken.
-    """
-    if all(priced.rate == 1 for priced in releases):
-        return Bound(without_sampling(releases, delta, relation), "exact")
-    lost = pld_round_off(releases)
-    if delta >= PLD_MARGIN * lost:
-        epsilon = by_pld(releases, delta - lost, relation)
-        if math.isfinite(epsilon):
-            return Bound(epsilon, "PLD")
-    return min(_without_pld(releases, delta, relation), key=lambda bound: bound.epsilon)
-
-
-def _without_pld(releases: Releases, delta: float, relation: Relation) -> list[Bound]:
-    """Bounds that need no FFT."""
-    plain = without_sampling(releases, delta, relation)
-    bounds = [Bound(plain, "the closed form without amplification by sampling")]
-    if relation == "zero-out":
-        bounds.append(Bound(by_rdp(releases, delta, relation), "RDP"))
-    else:
-        bounds.append(Bound(_twice(releases, delta), "twice the RDP bound for zero-out"))
-    return bounds
-
-
 def pld_round_off(releases: Releases) -> float:
     """A bound on what round-off takes from δ inside PLD: 2⁻⁵² per composed round.
 
@@ -174,11 +187,130 @@ def pld_round_off(releases: Releases) -> float:
     return ULP * sum(priced.times for priced in releases)
 
 
-def _twice(releases: Releases, delta: float) -> float:
-    """``as_two_zero_outs`` with the RDP bound."""
-    return as_two_zero_outs(
-        lambda log_delta: by_rdp(releases, math.exp(log_delta), "zero-out"), delta
+@functools.lru_cache(maxsize=256)
+def by_pld(releases: Releases, delta: float, relation: Relation) -> tuple[float, bool]:
+    """ε by dp-accounting's privacy loss distributions, and whether the grid was fine enough.
+
+    The grid follows from a rough ε; once more if that was too large. An ε on a fine grid is about
+    .1 % above the limit of ever finer ones at most; on any grid it is an upper bound.
+    """
+    merged = _merged(releases)
+    epsilon = rough_epsilon(merged, delta, relation)
+    while True:
+        rough = epsilon
+        interval, is_fine = _interval(merged, rough, delta)
+        if interval > LARGEST_EXPONENT:
+            return math.inf, False
+        epsilon = _by_pld_at(interval, merged, delta, relation)
+        if epsilon == 0 or epsilon >= rough / FAR_OFF:
+            return epsilon, is_fine
+
+
+def rough_epsilon(releases: Releases, delta: float, relation: Relation) -> float:
+    """About ε, at no cost; no bound.
+
+    The larger of two, at most what it would be without sampling: all losses together as those of
+    one Gaussian, by the central limit theorem, and one release as if it were the only one that is
+    drawn, once, which is so if users are seldom drawn.
+    """
+    distance = sensitivity(relation)
+    variance = sum(priced.times * (distance * priced.spread) ** 2 for priced in releases)
+    found = gaussian(1 / math.sqrt(variance), delta)
+    for priced in releases:
+        share = delta / (priced.times * priced.rate)
+        if share < 1:
+            drawn = gaussian(priced.noise_multiplier, share)
+            found = max(found, _sampled(drawn, priced.rate))
+    return min(found, without_sampling(releases, delta, relation))
+
+
+def _sampled(loss: float, rate: float) -> float:
+    """log(1 + q·(e^loss − 1)): a loss, where one is drawn with probability q."""
+    if loss > LARGEST_EXPONENT:
+        return loss + math.log(rate)
+    return math.log1p(rate * math.expm1(loss))
+
+
+def _merged(releases: Releases) -> Releases:
+    """The same with one Gaussian in place of all rounds without sampling."""
+    sampled = tuple(priced for priced in releases if priced.rate < 1)
+    precision = sum(
+        priced.times / priced.noise_multiplier**2 for priced in releases if priced.rate == 1
     )
+    if precision == 0:
+        return sampled
+    return (*sampled, Priced(1.0, 1 / math.sqrt(precision), 1))
+
+
+def _interval(releases: Releases, epsilon: float, delta: float) -> tuple[float, bool]:
+    """The spacing h of the grid of losses, and whether it is as fine as ε needs it.
+
+    The pessimistic rounding adds about h²/6 to the variance of each round's loss: ε grows by a
+    factor of 1 + F/6 at h = ε·√(F/(T·(log(1/δ) + ε/2))). There are two limits. The work grows with
+    1/h. And dp-accounting's probabilities of negative losses are rounded to about 10⁻¹⁶/h, upwards
+    at 0: over all rounds this adds to δ, in proportion to 1/h². Intervals are powers of 2^(1/4), so
+    that a grid is found again.
+    """
+    rounds = sum(priced.times for priced in releases)
+    deviation = math.sqrt(sum(priced.times * priced.spread**2 for priced in releases))
+    resolved = max(epsilon, 0.05 * deviation)
+    steepness = 1 - math.log(delta) + resolved / 2
+    wanted = resolved * math.sqrt(FINENESS / (rounds * steepness))
+    width = 16 * deviation + 4 * sum(priced.reach for priced in releases)
+    added = sum(priced.times * min(priced.reach, deviation) for priced in releases)
+    least = max(width / MOST_POINTS, math.sqrt(ADDED * added))
+    power = round(4 * math.log2(wanted))
+    least_power = math.ceil(4 * math.log2(least))
+    return 2 ** (max(power, least_power) / 4), power >= least_power
+
+
+def _by_pld_at(interval: float, releases: Releases, delta: float, relation: Relation) -> float:
+    rounds = sum(priced.times for priced in releases)
+    beyond = 16.0 ** math.floor(math.log(TAIL * delta / rounds, 16))
+    tail = TAIL * delta / len(releases)
+    parts = []
+    for priced in releases:
+        one = _one_round(priced.rate, priced.noise_multiplier, relation, interval, beyond)
+        at_once = max(4000, math.floor(20 * (priced.reach / priced.spread) ** 2))
+        parts.append(_repeated(one, priced.times, at_once, tail))
+    total = functools.reduce(lambda done, part: done.compose(part, tail), parts)
+    if total.get_delta_for_epsilon(LARGEST_EXPONENT) > delta:  # there, e^-ε loses its digits
+        return _least(lambda epsilon: total.get_delta_for_epsilon(epsilon) > delta)
+    return float(total.get_epsilon_for_delta(delta))
+
+
+@functools.lru_cache(maxsize=16)
+def _one_round(
+    rate: float, z: float, relation: Relation, interval: float, beyond: float
+) -> pld.PrivacyLossDistribution:
+    """The losses of one round; the outermost, of this probability, count as infinite."""
+    one = pld.from_gaussian_mechanism(
+        standard_deviation=z,
+        value_discretization_interval=interval,
+        log_mass_truncation_bound=math.log(beyond),
+        sampling_prob=rate,
+        neighboring_relation=NEIGHBOURS[relation],
+    )
+    # Up to 1000 points come as a dict, whose self_compose takes their number to the power of the
+    # number of rounds, with all digits. The mixture is the same as an array, to the last bit.
+    return one.compute_mixture(one, 0.5)
+
+
+def _repeated(
+    one: pld.PrivacyLossDistribution, times: int, at_once: int, tail: float
+) -> pld.PrivacyLossDistribution:
+    """A round composed with itself, in steps if there are too many; then a few more than asked for.
+
+    From about 20·(largest loss/standard deviation)² rounds at once dp-accounting keeps far too many
+    losses: ten million rounds would take all memory.
+    """
+    if times == 1:
+        return one
+    if times <= at_once:
+        return one.self_compose(times, tail)
+    steps = math.ceil(times / at_once)
+    step = _repeated(one, math.ceil(times / steps), at_once, tail / steps)
+    return _repeated(step, steps, at_once, tail)
 
 
 def as_two_zero_outs(cost: Callable[[float], float], delta: float) -> float:
@@ -210,118 +342,6 @@ def as_two_zero_outs(cost: Callable[[float], float], delta: float) -> float:
     return 2 * max(0.0, cost(low))
 
 
-@functools.cache
-def check_accountant() -> None:
-    """Known answers of the accountants, once per process, before the first guarantee is printed.
-
-    RuntimeError if an accountant is not what this package was tested with: a wrong ε must never be
-    printed.
-    """
-    gaussian_round = (Priced(1.0, 1.0, 1),)
-    sampled = (Priced(0.01, 1.0, 1000),)
-    answers = {
-        "PLD, zero-out": (by_pld(sampled, 1e-4, "zero-out"), 1.5124, 1.530),
-        "PLD, replace-one": (by_pld(sampled, 1e-4, "replace-one"), 2.4315, 2.457),
-        "RDP, zero-out": (by_rdp(sampled, 1e-4, "zero-out"), 1.7540, 1.757),
-        "PLD of one Gaussian": (by_pld(gaussian_round, 1e-5, "zero-out"), 4.3767, 4.421),
-        "RDP of one Gaussian": (by_rdp(gaussian_round, 1e-5, "zero-out"), 4.7, 4.76),
-        "RDP of one Gaussian, replace-one": (
-            by_rdp(gaussian_round, 1e-5, "replace-one"),
-            10.4,
-            10.8,
-        ),
-        "the closed form": (gaussian(1.0, 1e-5), 4.37717, 4.37719),
-    }
-    for name, (found, least, most) in answers.items():
-        if not least <= found <= most:
-            raise RuntimeError(
-                f"the accountant gives epsilon = {found!r} for {name} where {least} to {most} is "
-                "right: no guarantee can be printed; install the versions of dp-accounting and "
-                "scipy that constraints.txt names"
-            )
-
-
-@functools.lru_cache(maxsize=256)
-def by_pld(releases: Releases, delta: float, relation: Relation) -> float:
-    """By privacy loss distributions, at a discretisation chosen from the events and a rough ε.
-
-    Once more if the rough ε was far off. Infinite if the tails of the noise take all of δ.
-    """
-    merged = _merged(releases)
-    epsilon = rough_epsilon(merged, delta)
-    for _ in range(4):
-        rough = epsilon
-        epsilon = _by_pld_near(rough, merged, delta, relation)
-        if epsilon == 0 or epsilon >= rough / FAR_OFF:
-            break
-    return epsilon
-
-
-def rough_epsilon(releases: Releases, delta: float) -> float:
-    """ε as if all losses together were those of one Gaussian, by the central limit theorem.
-
-    No bound: too low for few rounds, too high for little noise.
-    """
-    variance = sum(priced.times * priced.spread**2 for priced in releases)
-    normal = gaussian(1 / math.sqrt(variance), delta)
-    return min(normal, without_sampling(releases, delta, "zero-out"))
-
-
-def _merged(releases: Releases) -> Releases:
-    """The same with one Gaussian in place of all rounds without sampling."""
-    sampled = tuple(priced for priced in releases if priced.rate < 1)
-    precision = sum(
-        priced.times / priced.noise_multiplier**2 for priced in releases if priced.rate == 1
-    )
-    if precision == 0:
-        return sampled
-    return (*sampled, Priced(1.0, 1 / math.sqrt(precision), 1))
-
-
-def _by_pld_near(rough: float, releases: Releases, delta: float, relation: Relation) -> float:
-    interval = _interval(releases, rough)
-    pairs = [
-        _one_round(priced.rate, priced.noise_multiplier, relation, interval) for priced in releases
-    ]
-    epsilons = []
-    for one_way in zip(*pairs, strict=True):
-        parts = [(losses, priced.times) for losses, priced in zip(one_way, releases, strict=True)]
-        total = loss_distribution.composed(parts, WINDOW_TAIL * delta)
-        epsilons.append(loss_distribution.epsilon_of(total, interval, delta))
-    return max(epsilons)
-
-
-@functools.lru_cache(maxsize=64)
-def _one_round(
-    rate: float, z: float, relation: Relation, interval: float
-) -> tuple[Losses, Losses] | tuple[Losses]:
-    """The privacy losses of one round: both ways for zero-out, which is not symmetric."""
-    if relation == "replace-one":
-        if rate == 1:
-            return (loss_distribution.gaussian(z / 2, interval),)
-        return (loss_distribution.replace_one(rate, z, interval),)
-    if rate == 1:
-        symmetric = loss_distribution.gaussian(z, interval)
-        return (symmetric, symmetric)
-    return loss_distribution.zero_out(rate, z, interval)
-
-
-def _interval(releases: Releases, epsilon: float) -> float:
-    """The coarsest discretisation of the privacy loss that keeps ε within 1 % of its limit.
-
-    With spacing h the pessimistic rounding adds at most h²/4 to the variance of one round's loss,
-    and at most h to the loss; so h ≤ .07·s suffices, with s² the mean variance of a round, and so
-    does h ≤ .002·ε/rounds. An ε far below s is resolved by s/1400 at best, where rounding to floats
-    is still small; the last term bounds the work.
-    """
-    rounds = sum(priced.times for priced in releases)
-    variance = sum(priced.times * priced.spread**2 for priced in releases)
-    widest = max(8 * math.sqrt(variance), *(priced.reach for priced in releases))
-    enough = 0.07 * math.sqrt(variance / rounds)
-    fine = max(min(enough, 0.02, 0.005 * epsilon), 0.01 * min(enough, 0.02))
-    return min(1.0, max(fine, 0.002 * epsilon / rounds, widest / MOST_POINTS))
-
-
 def by_rdp(releases: Releases, delta: float, relation: Relation) -> float:
     """By Rényi differential privacy. ValueError for replace-one neighbours with sampling."""
     if relation == "replace-one" and any(priced.rate < 1 for priced in releases):
@@ -330,12 +350,35 @@ def by_rdp(releases: Releases, delta: float, relation: Relation) -> float:
             "(dp-accounting supports none): use method='pld'"
         )
     distance = sensitivity(relation)
-    orders = _default_orders()
+    total = np.zeros(len(ORDERS))
+    for priced in releases:
+        total += priced.times * _one_round_rdp(priced.rate, priced.noise_multiplier / distance)
+    return _least_over_orders(total, ORDERS, delta)
 
-    def one_round(priced: Priced) -> Vector:
-        return _one_round_rdp(priced.rate, priced.noise_multiplier / distance, orders)
 
-    return _epsilon_of_rdp(releases, delta, orders, one_round)
+@functools.lru_cache(maxsize=256)
+def _one_round_rdp(rate: float, z: float) -> Vector:
+    """RDP of one round under zero-out neighbours, at each order.
+
+    The expensive part of ε: it is kept, so that ε in every round is cheap.
+    """
+    accountant = rdp.RdpAccountant(list(ORDERS), NeighboringRelation.REPLACE_SPECIAL)
+    with _quiet():
+        accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(z)))
+    return np.array(accountant.rdp)
+
+
+def _least_over_orders(total: Vector, orders: Vector, delta: float) -> float:
+    """min over the orders a of r(a) + log(1 − 1/a) − log(δ·a)/(a − 1)   (Canonne et al. 2020).
+
+    0 if δ ≥ √(1 − e^(−r)) at any order: the Kullback-Leibler divergence is at most r.
+    """
+    if delta**2 + math.expm1(-total.min()) > 0:
+        return 0.0
+    usable = orders > LEAST_ORDER
+    a = orders[usable]
+    epsilons = total[usable] + np.log1p(-1 / a) - np.log(delta * a) / (a - 1)
+    return max(0.0, float(epsilons.min()))
 
 
 def best_of_several(releases: Releases, delta: float, trials: float) -> float:
@@ -355,7 +398,7 @@ def best_of_several(releases: Releases, delta: float, trials: float) -> float:
     one = ComposedDpEvent([SelfComposedDpEvent(own.event, own.times) for own in releases])
     costs = []
     for shape in (0.0, 1.0, math.inf):
-        accountant = rdp.RdpAccountant(_default_orders(), NeighboringRelation.REPLACE_SPECIAL)
+        accountant = rdp.RdpAccountant(list(ORDERS), NeighboringRelation.REPLACE_SPECIAL)
         with _quiet():
             accountant.compose(RepeatAndSelectDpEvent(one, trials, shape))
             costs.append(float(accountant.get_epsilon(delta)))
@@ -364,68 +407,14 @@ def best_of_several(releases: Releases, delta: float, trials: float) -> float:
 
 def by_paper(releases: Releases, delta: float) -> float:
     """The number that the paper's figures would print: RDP with the order grid of its code."""
-
-    def one_round(priced: Priced) -> Vector:
-        return _paper_rdp(priced.rate, priced.noise_multiplier)
-
-    return _epsilon_of_rdp(releases, delta, PAPER_ORDERS, one_round)
-
-
-def _epsilon_of_rdp(
-    releases: Releases,
-    delta: float,
-    orders: tuple[float, ...],
-    one_round: Callable[[Priced], Vector],
-) -> float:
-    if not releases:
-        return 0.0
-    total = np.zeros(len(orders))
+    total = np.zeros(len(PAPER_ORDERS))
     for priced in releases:
-        total += priced.times * one_round(priced)
-    return _least_over_orders(total, orders, delta)
-
-
-def _least_over_orders(total: Vector, orders: tuple[float, ...], delta: float) -> float:
-    """min over the orders a of r(a) + log(1 − 1/a) − log(δ·a)/(a − 1)   (Canonne et al. 2020).
-
-    0 if δ ≥ √(1 − e^(−r)) at any order: the Kullback-Leibler divergence is at most r.
-    """
-    if delta**2 + math.expm1(-total.min()) > 0:
-        return 0.0
-    return max(0.0, float(np.min(total + _conversion(orders, delta))))
-
-
-@functools.lru_cache(maxsize=64)
-def _conversion(orders: tuple[float, ...], delta: float) -> Vector:
-    """What an order adds to its divergence; infinity for orders near 1, which have too few digits.
-
-    Negative numbers too: see ``_least_over_orders``.
-    """
-    a = np.array(orders)
-    added = np.log1p(-1 / a) - np.log(delta * a) / (a - 1)
-    return np.where(a > LEAST_ORDER, added, np.inf)
-
-
-@functools.cache
-def _default_orders() -> tuple[float, ...]:
-    orders = rdp.RdpAccountant().orders
-    return tuple(float(order) for order in orders)
+        total += priced.times * _paper_rdp(priced.rate, priced.noise_multiplier)
+    return _least_over_orders(total, PAPER_ORDERS, delta)
 
 
 @functools.lru_cache(maxsize=256)
-def _one_round_rdp(rate: float, z: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """RDP of one round under zero-out neighbours.
-
-    The expensive part of ε: it is kept, so that ε in every round is cheap.
-    """
-    accountant = rdp.RdpAccountant(orders, NeighboringRelation.REPLACE_SPECIAL)
-    with _quiet():
-        accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(z)))
-    return np.array(accountant.rdp)
-
-
-@functools.lru_cache(maxsize=256)
-def _paper_rdp(rate: float, z: float) -> NDArray[np.float64]:
+def _paper_rdp(rate: float, z: float) -> Vector:
     """log E[(1 − q + q·exp((2x−1)/(2z²)))^a] / (a − 1) for x ~ N(0, z²), at each order a.
 
     By the trapezoid rule, which is exact to rounding for such integrands. dp-accounting overstates
@@ -463,3 +452,34 @@ def _quiet() -> Iterator[None]:
     finally:
         logging.root.removeHandler(nobody)
         logger.setLevel(level)
+
+
+@functools.cache
+def check_accountant() -> None:
+    """Known answers of the accountants, once per process, before the first guarantee is printed.
+
+    RuntimeError if an accountant is not what this package was tested with: a wrong ε must never be
+    printed.
+    """
+    gaussian_round = (Priced(1.0, 1.0, 1),)
+    sampled = (Priced(0.01, 1.0, 1000),)
+    answers = {
+        "PLD, zero-out": (by_pld(sampled, 1e-4, "zero-out")[0], 1.5124, 1.530),
+        "PLD, replace-one": (by_pld(sampled, 1e-4, "replace-one")[0], 2.4315, 2.457),
+        "RDP, zero-out": (by_rdp(sampled, 1e-4, "zero-out"), 1.7540, 1.757),
+        "PLD of one Gaussian": (by_pld(gaussian_round, 1e-5, "zero-out")[0], 4.3767, 4.421),
+        "RDP of one Gaussian": (by_rdp(gaussian_round, 1e-5, "zero-out"), 4.7, 4.76),
+        "RDP of one Gaussian, replace-one": (
+            by_rdp(gaussian_round, 1e-5, "replace-one"),
+            10.4,
+            10.8,
+        ),
+        "the closed form": (gaussian(1.0, 1e-5), 4.37717, 4.37719),
+    }
+    for name, (found, least, most) in answers.items():
+        if not least <= found <= most:
+            raise RuntimeError(
+                f"the accountant gives epsilon = {found!r} for {name} where {least} to {most} is "
+                "right: no guarantee can be printed; install the versions of dp-accounting and "
+                "scipy that constraints.txt names"
+            )

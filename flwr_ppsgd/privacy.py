@@ -3,7 +3,6 @@
 The :class:`Ledger` is data: which releases, how often. ε is worked out from it on demand.
 """
 
-import functools
 import json
 import math
 from collections import defaultdict
@@ -26,16 +25,16 @@ from flwr_ppsgd.epsilon import (
     Relation,
     Releases,
     best_of_several,
+    rough_epsilon,
     sensitivity,
 )
 
 LEDGER_FORMAT = "flwr_ppsgd ledger 1"
 MOST_ROUNDS = 2**40
-MOST_GUESSES = 12
-LONGEST_STEP = math.log(16)
-CLOSE = 1e-6  # relative, of guesses that need no other
+LONGEST_STEP = math.log(16)  # of a logarithm of a number of rounds
 LEAST_CALIBRATED = 1e-3
 MOST_NOISE = 1e6
+MOST_STEP = math.log(2)  # of a logarithm of z
 NOISE_TOLERANCE = 1e-4  # relative, of a calibrated z above the smallest one that suffices
 
 
@@ -94,10 +93,10 @@ class Ledger:
             relation: "zero-out" or "replace-one" neighbours.
             method: "pld" is the tighter bound. If no release gains from sampling (rate 1, or
                 ``FixedSize``), the composition is one Gaussian and the value is its exact ε.
-                Otherwise it is within 1 % of the limit of fine discretisation, unless z is so small
-                that this would take many seconds; it is always an upper bound. If δ is too small
-                for the floating-point numbers inside PLD, the smallest other bound stands in:
-                ``bound`` names it.
+                Otherwise it comes from dp-accounting, about .1 % above the limit of fine
+                discretisation at most, unless that would take more than a few seconds; it is
+                always an upper bound. If δ is too small for the floating-point numbers inside PLD,
+                the smallest other bound stands in: ``bound`` names it.
         """
         return self.bound(relation, method).epsilon
 
@@ -131,19 +130,26 @@ class Ledger:
             return Bound(accounting.by_rdp(releases, delta, relation), "RDP")
         return accounting.tightest(releases, delta, relation)
 
+    def _rough_epsilon(self, relation: Relation) -> float:
+        """Where to look for ε: no bound, and it costs next to nothing."""
+        return rough_epsilon(_priced(self.releases), self.delta, relation)
+
     def _capped(self, relation: Relation, method: Method, delta: float) -> Bound:
         """The ε of a smaller δ', such that δ' and what the caps take are at most δ.
 
         Infinite if nothing is left. Half of δ is tried first. What is left over is then given
         back, which lowers ε and with it what the caps take.
         """
-        bound = Bound(math.inf, "exact")
+        nothing_left = Bound(math.inf, "the cap needs more than the whole delta")
+        if self._taken_by_caps(0.0) > delta / 2:
+            return nothing_left
+        bound = nothing_left
         spare = delta / 2
         for _ in range(3):
             bound = self._plain(relation, method, spare)
             taken = self._taken_by_caps(bound.epsilon)
             if not taken <= delta - spare:
-                return Bound(math.inf, "the cap needs more than the whole delta")
+                return nothing_left
             spare = (delta - taken) * (1 - 1e-9)
         return bound
 
@@ -304,10 +310,14 @@ def calibrate_noise(
     remedy = "noise is calibrated for a planned number of rounds"
     require(rounds >= 1, "rounds must be at least 1", rounds, remedy)
 
-    @functools.cache
+    def after_all(z: float) -> Ledger:
+        return nothing.record(Release(cohort, 1.0, z, aggregation=aggregation), rounds)
+
     def cost(z: float) -> float:
-        release = Release(cohort, 1.0, z, aggregation=aggregation)
-        return nothing.record(release, rounds).epsilon(relation, method)
+        return after_all(z).epsilon(relation, method)
+
+    def rough_cost(z: float) -> float:
+        return after_all(z)._rough_epsilon(relation)
 
     spent = nothing.epsilon(relation, method)
     if spent >= epsilon:
@@ -316,7 +326,7 @@ def calibrate_noise(
             f"nothing is left of {epsilon:g}: raise epsilon, or give it more noise"
         )
     example = Release(cohort, 1.0, 1.0, aggregation=aggregation)
-    failure = nothing.record(example, rounds).failure
+    failure = after_all(1.0).failure
     rule = f"delta must be above what random neighbours take of it in {rounds} rounds"
     remedy = f"raise it above {failure:.2g}, or lower SecureSum.failure"
     require(failure < delta, rule, delta, remedy)
@@ -330,8 +340,8 @@ def calibrate_noise(
             if cost(exact * (1 + slack)) <= epsilon:
                 return exact * (1 + slack)
 
-    guess = sensitivity(relation) * _rough_noise(epsilon, delta, cohort, rounds)
-    found = _least_noise(cost, epsilon, guess, factor=1.15)
+    guess = _least_noise(rough_cost, epsilon, 1.0)
+    found = _least_noise(cost, epsilon, min(guess, MOST_NOISE))
     if found > MOST_NOISE:
         raise ValueError(
             f"no noise_multiplier up to {MOST_NOISE:g} gives epsilon={epsilon:g} at "
@@ -341,56 +351,40 @@ def calibrate_noise(
     return found
 
 
-def _rough_noise(epsilon: float, delta: float, cohort: Cohort, rounds: int) -> float:
-    """Where to look for z: T·q²·(e^(1/z²) − 1) = μ², by the central limit theorem.
-
-    μ is that of the one Gaussian that (ε, δ) pays for. No bound.
-    """
-    sigma = float(dp_accounting.get_sigma_gaussian(epsilon, delta))
-    rough = sigma * math.sqrt(rounds)
-    if cohort.amplifies:
-        per_round = 1 / (rough * cohort.rate) ** 2
-        rough = 1 / math.sqrt(math.log1p(per_round))
-    return min(max(rough, LEAST_CALIBRATED), MOST_NOISE)
-
-
-def _least_noise(
-    cost: Callable[[float], float],
-    most: float,
-    guess: float,
-    factor: float,
-) -> float:
+def _least_noise(cost: Callable[[float], float], most: float, guess: float) -> float:
     """The smallest z, to ``NOISE_TOLERANCE``, with cost(z) ≤ most; infinite if there is none.
 
-    The cost falls as z grows. Steps of ``factor`` from a guess, longer each time, enclose it.
-    Between them log ε against log z is close to a straight line, so that Brent's method asks for
-    the cost a few times only.
+    The cost falls as z grows. Steps from a guess, longer each time, enclose z. Between them log ε
+    against log z is close to a straight line, so that Brent's method asks for the cost a few times
+    only. It stops at the first z whose cost is at most ``most``, and hardly less.
     """
-    low = high = guess
-    while cost(high) > most:
+    low = high = math.log(guess)
+    step = 0.1
+    while cost(math.exp(high)) > most:
         low = high
-        high *= factor
-        factor = min(2.0, factor**2)
-        if high > MOST_NOISE:
+        high += step
+        step = min(2 * step, MOST_STEP)
+        if math.exp(high) > MOST_NOISE:
             return math.inf
-    while low > LEAST_CALIBRATED and cost(low) <= most:
+    while cost(math.exp(low)) <= most:
         high = low
-        low /= factor
-        factor = min(2.0, factor**2)
-    if low <= LEAST_CALIBRATED:
-        return high
+        low -= step
+        step = min(2 * step, MOST_STEP)
+        if math.exp(low) < LEAST_CALIBRATED:
+            return math.exp(high)
 
     def excess(log_z: float) -> float:
         ratio = cost(math.exp(log_z)) / most
-        return math.log(min(max(ratio, 1e-3), 1e3))
+        if 1 - NOISE_TOLERANCE <= ratio <= 1:
+            return 0.0
+        return math.log(min(max(ratio, 1e-3), 1e3)) + NOISE_TOLERANCE / 2
 
-    log_root = brentq(excess, math.log(low), math.log(high), xtol=NOISE_TOLERANCE / 4)
-    root = math.exp(log_root)
+    root = brentq(excess, low, high, xtol=NOISE_TOLERANCE / 4)
     for quarter in range(4):
-        z = root * (1 + quarter * NOISE_TOLERANCE / 4)
-        if z < high and cost(z) <= most:
+        z = math.exp(root + quarter * NOISE_TOLERANCE / 4)
+        if cost(z) <= most:
             return z
-    return high
+    return math.exp(high)
 
 
 def affordable_rounds(
@@ -419,71 +413,51 @@ def affordable_rounds(
     rule = "max_epsilon must be positive and finite"
     require(0 < max_epsilon < math.inf, rule, max_epsilon, "leave it out for no budget")
     nothing = _recorded(Ledger(delta), also)
+    if nothing.record(release)._noiseless:
+        return 0
 
-    @functools.cache
     def cost(rounds: int) -> float:
         return nothing.record(release, rounds).epsilon(relation, method)
 
-    def pays_for(rounds: int) -> bool:
-        return cost(rounds) <= max_epsilon
+    def rough_cost(rounds: int) -> float:
+        return nothing.record(release, rounds)._rough_epsilon(relation)
 
-    if at_most < 1 or not pays_for(1):
-        return 0
-    if at_most < MOST_ROUNDS and pays_for(at_most):
-        return at_most
-    near = _rounds_near(cost, max_epsilon, at_most)
-    return _last(pays_for, at_most, near)
+    guess = _most_rounds(rough_cost, max_epsilon, at_most, 1)
+    return _most_rounds(cost, max_epsilon, at_most, guess)
 
 
-def _rounds_near(cost: Callable[[int], float], most: float, at_most: int) -> int:
-    """A number of rounds whose cost is close to ``most``.
+def _most_rounds(cost: Callable[[int], float], most: float, at_most: int, guess: int) -> int:
+    """The largest T ≤ ``at_most`` with cost(T) ≤ most; 0 if there is none. Millions to a millionth.
 
-    log ε against log T is close to a straight line: a slope of 1/2 at first, then that between the
-    last two points. Costs of 0 tell nothing, so then T grows sixteenfold.
+    The cost grows with T, and log ε against log T is close to a straight line: the next T to try is
+    where the line through the last two meets ``most``. Where that leads nowhere new, strides get
+    longer, up to bisection.
     """
-    rounds = 1
+    low = 0
+    high = at_most + 1
+    rounds = guess
     slope = 0.5
-    before: tuple[float, float] | None = None
-    for _ in range(MOST_GUESSES):
-        here = (math.log(rounds), math.log(max(cost(rounds), most * 1e-9) / most))
-        if before is not None and before[0] != here[0] and before[1] != here[1]:
-            slope = (here[1] - before[1]) / (here[0] - before[0])
-        step = -here[1] / min(max(slope, 0.2), 1.5)
-        before = here
-        following = math.exp(here[0] + min(max(step, -LONGEST_STEP), LONGEST_STEP))
-        moved = min(max(1, round(following)), at_most)
-        if abs(moved - rounds) <= CLOSE * rounds:
-            return moved
-        rounds = moved
-    return rounds
-
-
-def _last(holds: Callable[[int], bool], at_most: int, near: int) -> int:
-    """The largest number below ``at_most`` with a property that, once lost, stays lost.
-
-    1 has it. The search begins near a number and takes longer and longer steps away from it.
-    """
-    low = 1
-    high = at_most
     stride = 1
-    if low < near < high and not holds(near):
-        high = near
-        while high - stride > low and not holds(high - stride):
-            high -= stride
-            stride *= 4
-        low = max(low, high - stride)
-    elif low < near < high:
-        low = near
-        while low + stride < high and holds(low + stride):
-            low += stride
-            stride *= 4
-        high = min(high, low + stride)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            low = middle
+    before: tuple[float, float] | None = None
+    while high - low > max(1, low // 10**6):
+        rounds = min(max(rounds, low + 1), high - 1)
+        spent = cost(rounds)
+        here = (math.log(rounds), math.log(min(max(spent / most, 1e-9), 1e9)))
+        if before is not None and before[1] != here[1]:
+            slope = (here[1] - before[1]) / (here[0] - before[0])
+        before = here
+        step = -here[1] / min(max(slope, 0.2), 1.5)
+        crossing = round(math.exp(here[0] + min(max(step, -LONGEST_STEP), LONGEST_STEP)))
+        if spent <= most:
+            low = rounds
+            rounds = max(crossing, low + stride)
         else:
-            high = middle
+            high = rounds
+            rounds = min(crossing, high - stride)
+        if rounds != crossing:
+            stride *= 4
+        if 2 * stride > high - low:
+            rounds = (low + high) // 2
     return low
 
 

@@ -12,16 +12,17 @@ from typing import Any
 from flwr_ppsgd.algorithm import Cohort, FixedSize, PrivateMetrics, Release, SecureSum
 from flwr_ppsgd.recipe import Recipe, Values
 
+# up to its colon each is short enough for a screen
 TRUSTED_SERVER = "the server itself, which is trusted: it sees each clipped gradient"
 ALWAYS_OUTSIDE = (
-    "metrics, logs and timings that leave the server or a node by any other way than the published "
-    "parameters",
-    "the choice of settings (step, alpha, rounds, clip norm) by looking at results of several runs",
-    "a user who is behind more than one node: one node is taken to be one user",
-    "other trainings on the same users, unless all of them are under one budget (budget_dir)",
+    "metrics, logs and timings: whatever leaves the server or a node by another way than the "
+    "published parameters",
+    "the choice of settings: step, alpha, rounds or clip norm by looking at several runs",
+    "a user behind more than one node: one node is taken to be one user",
+    "other trainings on the same users: unless all of them are under one budget (budget_dir)",
     "whoever may submit a run to the SuperLink: they control the code on the clients, and Flower's "
     "counters of traffic show them how many clients take part",
-    "the fact that a run ended because nobody's reply could be used",
+    "the fact that a run ended: it can say that nobody's reply could be used",
 )
 OUTSIDE = (TRUSTED_SERVER, *ALWAYS_OUTSIDE)
 NOTHING_PUBLISHED = "epsilon is 0: nothing is published"
@@ -166,7 +167,7 @@ class Promise:
     ledger: Mapping[str, Any] = field(default_factory=dict)
     release_data: Mapping[str, Any] = field(default_factory=dict)
     recipe: Recipe | None = None
-    values: Values = Values()
+    values: Values = field(default_factory=Values)
 
     def statement(self) -> str:
         """The promise in words: what is promised, its terms, and what it does not cover."""

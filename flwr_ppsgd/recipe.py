@@ -292,7 +292,8 @@ def recipe(
         raise ValueError(f"rate={rate} with secure sums: leave it out, everyone takes part in them")
     places = tuple(sorted(set(sparse)))
     everyone = Poisson(population, 1.0)
-    sampled = rate is not None and rate < 1
+    cohort = everyone if rate is None else Poisson(population, rate)
+    sampled = cohort.rate < 1
     sigma = _noise_for(epsilon, delta, everyone, len(places), aggregation)
     wanted = SAMPLED_ROUNDS if sampled else rounds_for(population, sigma, body)
     planned = wanted if rounds is None else count("rounds", rounds)
@@ -302,10 +303,8 @@ def recipe(
     for name, own in budget.items():
         bound = 1.0 if name == "columns" else SCALAR_BOUND
         before[name] = Release(everyone, bound, sigma / math.sqrt(own), aggregation=aggregation)
-    cohort = everyone
     z = sigma / math.sqrt(share)
-    if rate is not None and sampled:
-        cohort = Poisson(population, rate)
+    if sampled:
         z = _sampled_noise(epsilon, delta, cohort, planned, before)
     release = Release(cohort, 1.0, z, aggregation=aggregation)
     return Recipe(task, release, before, planned, epsilon, delta, places)

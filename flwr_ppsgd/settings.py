@@ -244,7 +244,8 @@ class Settings:
 
     def budget(self) -> float | None:
         """The largest ε that may be spent; None if there is no limit."""
-        return self.epsilon if self.max_epsilon is None else self.max_epsilon
+        limit = self.epsilon if self.max_epsilon is None else self.max_epsilon
+        return None if limit == math.inf else limit
 
     def enrolled_names(self) -> list[str] | None:
         """The names of the registered nodes; None if they are not listed."""

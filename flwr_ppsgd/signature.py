@@ -133,7 +133,7 @@ def _statement(order_flat: Mapping[str, Any], w_digest: bytes) -> bytes:
     """What is signed: the same bytes for the same fields, whatever their order."""
     fields = {name: value for name, value in order_flat.items() if name != "signature"}
     for name, value in fields.items():
-        if isinstance(value, float) or isinstance(value, bytes):
+        if isinstance(value, float | bytes):
             fields[name] = value.hex()
     text = json.dumps(fields, sort_keys=True)
     return PURPOSE + w_digest + text.encode()

@@ -69,9 +69,9 @@ class Order:
         clip_norm: C.
         reduction: whether gradients over a minibatch are averaged (Algorithm 3) or summed
             (Algorithm 2).
-        asks: "gradient"; of the recipe, "solution" is what the user would add to w, divided by ``size``; "unit", "size" and
-            "count" are one number, "columns" which sparse columns the user has; "nothing" brings
-            the last w.
+        asks: "gradient"; of the recipe, "solution" is what the user would add to w, divided by
+            ``size``; "unit", "size" and "count" are one number, "columns" which sparse columns the
+            user has; "nothing" brings the last w.
         task: of the recipe; empty for the paper's method.
         sparse: the places of sparse columns among those of w.
         unit: u, the public unit of targets.
@@ -380,7 +380,7 @@ class Layout:
 
     @functools.cached_property
     def columns(self) -> int:
-        """The number of rows of a lone matrix, one for each column of users' rows; else ``size``."""
+        """The rows of a lone matrix, one for each column of users' rows; else ``size``."""
         lone = len(self.shapes) == 1 and len(self.shapes[0]) > 0
         return self.shapes[0][0] if lone else self.size
 

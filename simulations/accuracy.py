@@ -23,7 +23,6 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from flwr_ppsgd.cli import SweepBar, progress_bar
-from flwr_ppsgd.client.visit import LOCAL, SHARED
 from flwr_ppsgd.lab.engines.measures import measure_of
 from flwr_ppsgd.lab.experiments.outputs import read_rows
 from flwr_ppsgd.lab.experiments.people import SAME
@@ -33,6 +32,7 @@ from flwr_ppsgd.lab.experiments.sweep import Sweep
 from flwr_ppsgd.lab.experiments.workers import run_sweep
 from flwr_ppsgd.lab.results.plots import COLOURS, name_of_measure
 from flwr_ppsgd.lab.results.summary import summarise
+from flwr_ppsgd.learner import LOCAL, SHARED
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 DELTA = 1e-4

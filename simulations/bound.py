@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flwr_ppsgd import Poisson, Release, Steps, server_step
+from flwr_ppsgd import Poisson, Release, Steps, clip, server_step
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.theory import (
     Minimiser,
@@ -123,7 +123,8 @@ class Sphere:
             gradients = self._gradients(w + thetas, source)
             thetas = thetas - steps.personal * gradients
             noise = source.normal(0, release.noise_std, self.features)
-            w = server_step(w, gradients, release, steps.shared, noise)
+            clipped = sum(clip(gradient, release.clip_norm) for gradient in gradients)
+            w = server_step(w, clipped + noise, release, steps.shared)
         squares = (total / rounds - self.optimum) ** 2
         return float(squares.sum() / self.features / self.users / 2)
 

@@ -8,30 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike
 
-from flwr_ppsgd import FixedSize, Poisson, Release, Steps, client_step, clip, server_step
+from flwr_ppsgd import FixedSize, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import clip_scale, clip_scales, length
-
-EVERYONE = Release(Poisson(4, 1.0), clip_norm=5.0, noise_multiplier=0.0)
-
-
-def test_a_vector_inside_the_ball_is_left_alone() -> None:
-    g = np.array([3.0, 3.9])
-    assert clip(g, 5.0) is g
-
-
-def test_a_longer_vector_is_scaled_to_the_clip_norm() -> None:
-    """Algorithm 1, line 8: (30, 40) has norm 50."""
-    np.testing.assert_allclose(clip(np.array([30.0, 40.0]), 5.0), [3.0, 4.0], rtol=1e-12)
-
-
-@given(
-    st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=40),
-    st.floats(1e-90, 1e90),
-)
-def test_a_clipped_norm_never_exceeds_the_clip_norm(values: list[float], norm: float) -> None:
-    clipped = clip(np.array(values), norm)
-    assert length(clipped) <= norm
-    np.testing.assert_allclose(clip(clipped, norm), clipped, rtol=1e-15)
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e-160, 1.0, 1e160, 1e300])
@@ -42,47 +20,6 @@ def test_a_norm_neither_overflows_nor_underflows(size: float) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_norm_of_a_vector_that_is_not_finite_is_not_finite(bad: float) -> None:
     assert not math.isfinite(length(np.array([1.0, bad])))
-
-
-def test_a_client_sends_the_clipped_gradient_and_steps_theta_by_the_whole_one() -> None:
-    """θ's own gradient is not clipped: θ − .1·(30, 40)."""
-    g = np.array([30.0, 40.0])
-    sent, theta = client_step(np.ones(2), g, g, clip_norm=5.0, step=0.1)
-    np.testing.assert_allclose(sent, [3.0, 4.0], rtol=1e-12)
-    np.testing.assert_allclose(theta, [-2.0, -3.0])
-
-
-def test_the_server_divides_by_the_expected_cohort_and_not_by_the_replies() -> None:
-    """One reply of four enrolled users at rate 1: D stays 4."""
-    w = server_step(np.zeros(2), [np.array([3.0, 4.0])], EVERYONE, step=1.0, noise=0.0)
-    np.testing.assert_allclose(w, [-0.75, -1.0])
-
-
-def test_the_server_clips_even_if_the_client_did_not() -> None:
-    w = server_step(np.zeros(2), [np.array([30.0, 40.0])], EVERYONE, step=1.0, noise=0.0)
-    np.testing.assert_allclose(w, [-0.75, -1.0], rtol=1e-12)
-
-
-def test_noise_enters_on_the_scale_of_the_sum() -> None:
-    w = server_step(np.zeros(2), [], EVERYONE, step=0.5, noise=np.array([8.0, -8.0]))
-    np.testing.assert_allclose(w, [-1.0, 1.0])
-
-
-@pytest.mark.parametrize(
-    ("release", "denominator", "reduction"),
-    [
-        (Release(Poisson(50, 1.0), 1.0, 1.0), 50.0, "mean"),  # Algorithm 1: N
-        (Release(Poisson(50, 0.1), 1.0, 1.0, total_batch=700), 70.0, "sum"),  # Algorithm 2: qM
-        (Release(Poisson(50, 0.1), 1.0, 1.0), 5.0, "mean"),  # Algorithm 3: qN
-        (Release(FixedSize(50, 7), 1.0, 1.0), 7.0, "mean"),  # the experiments: Q
-        (Release(FixedSize(50, 5), 1.0, 1.0, total_batch=700), 70.0, "sum"),
-    ],
-)
-def test_the_four_algorithms_are_four_values(
-    release: Release, denominator: float, reduction: str
-) -> None:
-    assert release.denominator == pytest.approx(denominator)
-    assert release.reduction == reduction
 
 
 def test_poisson_members_are_those_whose_uniform_is_below_the_rate() -> None:
@@ -99,33 +36,6 @@ def test_fixed_size_draws_that_many_different_users_with_equal_chances() -> None
     assert {len(set(draw.tolist())) for draw in draws} == {5}
     shares = np.bincount(np.concatenate(draws), minlength=20) / 4000
     assert np.all(np.abs(shares - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 4000))
-
-
-@pytest.mark.parametrize(
-    ("alpha_q", "shared", "personal"),
-    [(0.0, 0.0, 0.4), (0.3, 0.12, 0.4), (1.0, 0.4, 0.4), (4.0, 0.4, 0.1), (math.inf, 0.4, 0.0)],
-)
-def test_the_figures_step_grid(alpha_q: float, shared: float, personal: float) -> None:
-    """PAPER: step = max(s_w, s_θ) and s_w/s_θ = a, both ends exact."""
-    steps = Steps.from_ratio(0.4, alpha_q)
-    assert [steps.shared, steps.personal] == pytest.approx([shared, personal])
-    assert steps.alpha_q == pytest.approx(alpha_q)
-    assert steps.publishes == (alpha_q > 0)
-
-
-def test_the_papers_steps_and_the_grid_agree() -> None:
-    """η = Q·step/max(1, a), α = a/Q."""
-    for a in (0.1, 1.0, 30.0):
-        paper = Steps.from_paper(eta=10 * 0.4 / max(1, a), alpha=a / 10, denominator=10)
-        ratio = Steps.from_ratio(0.4, a)
-        assert [paper.shared, paper.personal] == pytest.approx([ratio.shared, ratio.personal])
-
-
-def test_alpha_zero_never_moves_w_and_alpha_infinity_never_moves_theta() -> None:
-    local, global_ = Steps.from_ratio(1.0, 0.0), Steps.from_ratio(1.0, math.inf)
-    g = np.ones(3)
-    np.testing.assert_array_equal(server_step(g, [g], EVERYONE, local.shared, noise=1e9 * g), g)
-    np.testing.assert_array_equal(client_step(g, g, g, 1.0, global_.personal)[1], g)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The recipes of docs/flower-apps.md on apps in the shape of Flower's quickstarts, as printed."""
 
-import logging
 import math
 import re
 import sys
@@ -36,22 +35,12 @@ from tests.support.recipes import (
     PAGE,
     README,
     apply_page,
-    change,
     imported,
     python_block,
     write_app,
 )
 
-KINDS = ("message", "legacy")
 NODES = 100  # as in the recipe
-STATEMENT = "To each of the 100 enrolled users"
-FEDAVG = {
-    "message": ("strategy = PPSGD(", "strategy = FedAvg(fraction_evaluate=fraction_evaluate)"),
-    "legacy": (
-        "return ServerAppComponents(strategy=private",
-        "return ServerAppComponents(strategy=strategy, config=config)",
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -81,24 +70,6 @@ def whole_state(directory: Path) -> dict[str, Any]:
     return dict(torch.load(directory / "final_model.pt"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_stock_apps_run_as_they_are(kind: str, tmp_path: Path) -> None:
-    run(write_app(kind, tmp_path / "app"), 3)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_recipe_trains_and_states_its_guarantee(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="flwr")
-    app = write_app(kind, tmp_path / "app")
-    apply_page(kind, app)
-    grid = run(app, NODES)
-    assert STATEMENT in caplog.text
-    kept = [kept_by(grid.context(node)) for node in grid.get_node_ids()]
-    assert all(personal is not None and personal.visit == 2 for personal in kept)
-
-
 def test_the_recipe_evaluates_centrally_and_its_model_loads_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,19 +88,6 @@ def test_the_recipe_evaluates_centrally_and_its_model_loads_again(
     offset = mine.fc3.weight.detach() - net.fc3.weight.detach()  # type: ignore[union-attr, operator]
     assert np.linalg.norm(offset.numpy()) > 0
     torch.testing.assert_close(mine.conv1.weight, net.conv1.weight)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_going_back_to_fedavg_is_one_line(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="flwr")
-    app = write_app(kind, tmp_path / "app")
-    apply_page(kind, app)
-    change(app, "server_app", *FEDAVG[kind])
-    run(app, 5)
-    assert STATEMENT not in caplog.text
-    assert "accuracy" in caplog.text
 
 
 @pytest.mark.parametrize("file", FILES)

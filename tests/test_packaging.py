@@ -24,8 +24,8 @@ PACKAGE = "flwr_ppsgd"
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", PACKAGE)
 WRITTEN = ("config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png")
 WHERE = f"""
-import importlib.metadata, {PACKAGE}, {PACKAGE}.cli, {PACKAGE}.experiments, {PACKAGE}.simulation
-for module in ({PACKAGE}, {PACKAGE}.cli, {PACKAGE}.experiments, {PACKAGE}.simulation):
+import importlib.metadata, {PACKAGE}, {PACKAGE}.cli, {PACKAGE}.lab.experiments, {PACKAGE}.simulation
+for module in ({PACKAGE}, {PACKAGE}.cli, {PACKAGE}.lab.experiments, {PACKAGE}.simulation):
     print(module.__file__)
 print(importlib.metadata.distribution("flwr-ppsgd").locate_file("{PACKAGE}"))
 """

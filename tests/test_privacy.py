@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 
 import dp_accounting
-import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, pld, rdp
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ from flwr_ppsgd import (
     calibrate_noise,
 )
 from flwr_ppsgd import epsilon as accounting
-from flwr_ppsgd.epsilon import Method, Relation, Releases
+from flwr_ppsgd.epsilon import Method, Relation
 
 POISSON = Release(Poisson(1000, 0.01), clip_norm=10.0, noise_multiplier=1.0)
 EVERYONE = Release(Poisson(1000, 1.0), clip_norm=10.0, noise_multiplier=20.0)
@@ -89,7 +89,7 @@ def test_rdp_refuses_replace_one_under_poisson_sampling_by_name() -> None:
     ],
 )
 @pytest.mark.parametrize("relation", ["zero-out", "replace-one"])
-def test_pld_is_within_one_percent_of_a_fine_discretisation(
+def test_pld_is_close_to_a_fine_discretisation(
     q: float, z: float, rounds: int, relation: str
 ) -> None:
     neighbours = {
@@ -100,7 +100,7 @@ def test_pld_is_within_one_percent_of_a_fine_discretisation(
     fine.compose(PoissonSampledDpEvent(q, GaussianDpEvent(z)), rounds)
     limit = fine.get_epsilon(1e-4)
     epsilon = spent(Release(Poisson(1000, q), 1.0, z), rounds).epsilon(relation)  # type: ignore[arg-type]
-    assert limit * (1 - 1e-3) < epsilon < limit * 1.01
+    assert limit * (1 - 1e-4) < epsilon < limit * 1.002
 
 
 def test_rdp_agrees_with_dp_accounting_round_by_round() -> None:
@@ -112,17 +112,13 @@ def test_rdp_agrees_with_dp_accounting_round_by_round() -> None:
         assert ledger.epsilon(method="rdp") == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.floats(1e-12, 0.5), st.floats(1e-9, 1e3), st.floats(0.5, 2.0))
-def test_the_best_order_is_chosen_as_dp_accounting_does(
-    delta: float, scale: float, power: float
-) -> None:
-    """For divergences that grow in all kinds of ways with the order."""
-    orders = accounting._default_orders()
-    total = scale * np.array(orders) ** power
-    theirs, _ = rdp.compute_epsilon(orders, total, delta)
-    found = accounting._least_over_orders(total, orders, delta)
-    assert found == pytest.approx(theirs, rel=1e-12, abs=1e-12)
+@pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.3])
+@pytest.mark.parametrize("rounds", [1, 30, 10_000])
+def test_the_best_order_is_chosen_as_dp_accounting_does(delta: float, rounds: int) -> None:
+    theirs = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
+    theirs.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)), rounds)
+    found = spent(POISSON, rounds, delta).epsilon(method="rdp")
+    assert found == pytest.approx(theirs.get_epsilon(delta), rel=1e-12, abs=1e-12)
 
 
 def test_tiny_noise_is_priced_in_bounded_work_and_still_as_an_upper_bound() -> None:
@@ -232,20 +228,20 @@ def test_calibration_asks_the_accountant_a_few_times(
     monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
     """PLD is what takes the time."""
-    asked: list[Releases] = []
-    near = accounting._by_pld_near
+    asked: list[float] = []
+    epsilon_of = PrivacyLossDistribution.get_epsilon_for_delta
 
-    def counted(rough: float, releases: Releases, delta: float, relation: Relation) -> float:
-        asked.append(releases)
-        return near(rough, releases, delta, relation)
+    def counted(distribution: PrivacyLossDistribution, delta: float) -> float:
+        asked.append(delta)
+        return float(epsilon_of(distribution, delta))
 
-    monkeypatch.setattr(accounting, "_by_pld_near", counted)
+    monkeypatch.setattr(PrivacyLossDistribution, "get_epsilon_for_delta", counted)
     cohort = Poisson(1000, rate)
     z = calibrate_noise(epsilon=1.23, delta=1e-5, cohort=cohort, rounds=500)
-    assert len(asked) <= 8
+    assert 0 < len(asked) <= 6
     asked.clear()
     affordable_rounds(max_epsilon=1.7, delta=1e-5, release=Release(cohort, 1.0, 5 * z))
-    assert len(asked) <= 20
+    assert 0 < len(asked) <= 10
 
 
 RARE = Release(Poisson(10**6, 1e-4), clip_norm=1.0, noise_multiplier=0.7327)
@@ -265,19 +261,19 @@ def test_one_more_than_the_affordable_rounds_is_too_many(
     assert cost(rounds + 1) > max_epsilon
 
 
-def test_a_million_rare_rounds_are_calibrated_and_counted_as_dp_accounting_would() -> None:
-    """q = 1e-4, T = 10⁶, ε = 1: z within the tolerance, by their accountant at a finer spacing."""
+def test_rare_rounds_are_calibrated_and_counted_as_dp_accounting_would() -> None:
+    """q = 1e-3, T = 10⁴, ε = 1: z within the tolerance, by their accountant at a finer spacing."""
 
     def theirs(z: float) -> float:
-        accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 1e-5)
-        accountant.compose(PoissonSampledDpEvent(1e-4, GaussianDpEvent(z)), 10**6)
+        accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 5e-5)
+        accountant.compose(PoissonSampledDpEvent(1e-3, GaussianDpEvent(z)), 10**4)
         return float(accountant.get_epsilon(1e-6))
 
-    cohort = Poisson(10**6, 1e-4)
-    z = calibrate_noise(epsilon=1.0, delta=1e-6, cohort=cohort, rounds=10**6)
+    cohort = Poisson(10**6, 1e-3)
+    z = calibrate_noise(epsilon=1.0, delta=1e-6, cohort=cohort, rounds=10**4)
     assert theirs(z) <= 1.0 < theirs(z * 0.998)
     rounds = affordable_rounds(max_epsilon=1.0, delta=1e-6, release=Release(cohort, 1.0, z))
-    assert 10**6 <= rounds < 1.001 * 10**6
+    assert 10**4 <= rounds < 1.001 * 10**4
 
 
 def test_a_budget_below_one_round_affords_none() -> None:
@@ -392,7 +388,7 @@ def test_extremes_are_answered_or_refused_at_once() -> None:
     with pytest.raises(ValueError, match="at least 1e-06, or 0"):
         Release(Poisson(10, 0.5), 1.0, 1e-160)
     rare = Release(Poisson(1000, 1e-3), 1.0, 5.0)
-    assert affordable_rounds(max_epsilon=2.0, delta=1e-5, release=rare) > 10**6
+    assert affordable_rounds(max_epsilon=2.0, delta=1e-5, release=rare, at_most=2 * 10**6) > 10**6
     assert affordable_rounds(max_epsilon=2.0, delta=1e-5, release=rare, at_most=50) == 50
     with pytest.raises(ValueError, match="whole number"):
         calibrate_noise(epsilon=1.0, delta=1e-5, cohort=Poisson(10, 0.5), rounds=2.5)  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 Flower's SuperNode ends with a page about its exit codes. This asks the same questions before, and
 changes nothing: the last one is a request to be let in, signed with the node's key, with a
-heartbeat that no SuperLink takes.
+heartbeat that no SuperLink takes. Of Flower's internals it needs the protobuf message of that
+request.
 """
 
 import datetime

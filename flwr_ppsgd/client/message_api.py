@@ -1,5 +1,6 @@
 """The Message-API client: w comes in, a clipped gradient goes out, θ stays."""
 
+import logging
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ from flwr_ppsgd.client.visit import (
     measure,
     num_tested,
     serve,
+    solver_of,
 )
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import (
@@ -52,6 +54,8 @@ from flwr_ppsgd.wire import (
     Order,
     answer_length,
 )
+
+log = logging.getLogger("flwr.ppsgd")
 
 Records: TypeAlias = Mapping[str, Any]  # of a message, by name
 
@@ -109,6 +113,7 @@ def client_app(
         order = _order(records)
         if order is not None:
             refuse_other_terms(context, order)
+            _refuse_other_task(learner_for, context, order)
         refusing(REFUSED_MESSAGE, check_shared, learner_for, layout.shape_of)
         return Message(RecordDict(), reply_to=message)
 
@@ -161,6 +166,23 @@ class _App(ClientApp):
                 "when it is called"
             ) from None
         return self.__dict__
+
+
+def _refuse_other_task(
+    learner_for: Callable[[Context], Learner], context: Context, order: Order
+) -> None:
+    """Refuse the Orders of ``auto`` to a learner that is for another task, or cannot solve.
+
+    A learner that cannot be made is not told of here: whether it can may depend on the data.
+    """
+    if not order.task:
+        return
+    try:
+        learner = learner_for(context)
+    except Exception:
+        log.exception("The learner could not be made: this client's answers will count as zero")
+        return
+    refusing(REFUSED_MESSAGE, solver_of, learner, order)
 
 
 def _answer_stage(

@@ -141,7 +141,7 @@ def personalize(
     """
     record = _record(w)
     flat = _flat(record)
-    if isinstance(w, Mapping) and VARIANCE in w and isinstance(data, Solver):
+    if not isinstance(w, ArrayRecord | np.ndarray) and VARIANCE in w and isinstance(data, Solver):
         order = Order(
             0,
             0.0,

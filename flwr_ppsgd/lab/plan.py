@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias, get_type_hints
 
-import numpy as np
-
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.lab.theory import (
@@ -29,13 +27,9 @@ from flwr_ppsgd.secure.graph import design, survivors_needed
 from flwr_ppsgd.settings import key_of, name_of, override, part_of, read_toml, typed, with_keys
 
 Lacking: TypeAlias = Callable[[Mapping[str, Any]], list[str]]
-Curve: TypeAlias = tuple[tuple[int, float], ...]  # (round, ε)
 
 SHOWN_ALPHA_QS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, math.inf)
 EASED = 30.0  # measured on synthetic problems, not derived: docs/choosing-alpha.md
-CHART_COLUMNS = 48
-CHART_ROWS = 7
-BLOCKS = " ▁▂▃▄▅▆▇█"
 LEAST_EPSILON = 1e-6  # a smaller ε is taken to be 0
 LEAST_NOISE = 1e-3  # a smaller multiplier is taken to pay for no round
 LARGEST_SHARE = 0.1  # of a user, that δ may be without a caution
@@ -265,7 +259,6 @@ class Price:
         noise_multiplier_poisson: what Poisson cohorts need for the same ε.
         noise_multiplier_fixed_size: what cohorts of a fixed size need for the same ε.
         paper_epsilon_not_a_guarantee: ε as the authors' code computes it.
-        epsilon_by_round: (round, ε).
         affordable_rounds: the number of rounds that ε pays for.
         rounds_half_noise: the same with z/2, by RDP: at least this many.
         rounds_twice_noise: the same with 2z, by RDP: at least this many.
@@ -284,7 +277,6 @@ class Price:
     noise_multiplier_poisson: float
     noise_multiplier_fixed_size: float
     paper_epsilon_not_a_guarantee: float
-    epsilon_by_round: Curve
     affordable_rounds: int
     rounds_half_noise: int
     rounds_twice_noise: int
@@ -487,7 +479,6 @@ def _price(
         noise_multiplier_poisson=z_poisson,
         noise_multiplier_fixed_size=z_fixed,
         paper_epsilon_not_a_guarantee=ledger.paper_epsilon(),
-        epsilon_by_round=_curve(delta, release, rounds),
         affordable_rounds=affordable,
         rounds_half_noise=_rounds_by_rdp(
             release,
@@ -528,36 +519,6 @@ def _rounds_by_rdp(
         release=other,
         method="rdp",
     )
-
-
-def _curve(
-    delta: float,
-    release: Release,
-    rounds: int,
-) -> Curve:
-    """ε at up to 48 rounds.
-
-    Without sampling it is exact. With sampling it is exact (by PLD) at T and T/8; elsewhere it is
-    RDP times the ratio of the two, which is interpolated between T/8 and T and constant below.
-    """
-    nothing = Ledger(delta)
-    parts = [math.ceil(rounds * part / CHART_COLUMNS) for part in range(1, CHART_COLUMNS + 1)]
-    marks = sorted({max(1, mark) for mark in parts})
-    if not release.amplifies:
-        return tuple((mark, nothing.record(release, mark).epsilon()) for mark in marks)
-    knots = sorted({max(1, rounds // 8), rounds})
-    by_rdp = {}
-    for mark in {*marks, *knots}:
-        by_rdp[mark] = nothing.record(release, mark).epsilon(method="rdp")
-    ratios = []
-    for knot in knots:
-        exact = nothing.record(release, knot).epsilon()
-        ratios.append(exact / by_rdp[knot] if by_rdp[knot] else 1.0)
-    points = []
-    for mark in marks:
-        ratio = np.interp(math.log(mark), np.log(knots), ratios)
-        points.append((mark, float(by_rdp[mark] * ratio)))
-    return tuple(points)
 
 
 @dataclass(frozen=True)
@@ -751,9 +712,8 @@ def _assumptions(question: Question, known: _Known) -> list[str]:
 def in_words(question: Question, plan: Plan) -> str:
     """The plan as it is printed."""
     price = _price_lines(question, plan.price)
-    picture = chart(plan.price.epsilon_by_round)
     advice = _advice_lines(question, plan.price, plan.advice)
-    return "\n".join([*price, "", *picture, "", *advice])
+    return "\n".join([*price, "", *advice])
 
 
 def _price_lines(question: Question, price: Price) -> list[str]:
@@ -931,29 +891,6 @@ def _critical_words(question: Question, advice: Advice) -> str:
     if question.gradient_std is None and critical >= question.clip_norm:
         return f"{line}; σ cannot exceed C, so local in any case."
     return f"{line}."
-
-
-def chart(points: Curve) -> list[str]:
-    """ε against rounds as a few lines of text."""
-    rounds = np.array([mark for mark, _ in points], dtype=np.float64)
-    epsilons = np.array([epsilon for _, epsilon in points])
-    last = rounds[-1]
-    top = float(epsilons[-1])
-    places = np.linspace(last / CHART_COLUMNS, last, CHART_COLUMNS)
-    heights = np.interp(places, rounds, epsilons)
-    eighths = np.zeros(CHART_COLUMNS, dtype=int)  # of a line of text
-    if top > 0:
-        eighths = np.rint(heights / top * CHART_ROWS * 8).astype(int)
-    lines = ["       ε"]
-    for row in range(CHART_ROWS - 1, -1, -1):
-        label = " " * 8
-        if row in (CHART_ROWS - 1, CHART_ROWS // 2):
-            label = f"{top * (row + 1) / CHART_ROWS:8.3g}"
-        filled = np.clip(eighths - 8 * row, 0, 8)
-        lines.append(f"{label} │" + "".join(BLOCKS[height] for height in filled))
-    lines.append(" " * 9 + "└" + "─" * CHART_COLUMNS)
-    lines.append(f"{'round':>8}  1{points[-1][0]:>{CHART_COLUMNS - 1}}")
-    return lines
 
 
 def valid(value: Any) -> Any:

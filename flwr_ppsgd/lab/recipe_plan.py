@@ -1,15 +1,15 @@
-"""What to know before the recipe runs: rounds, noise, the vote, and what signal w can carry.
+"""What to know before the recipe runs: rounds, noise, what more users or a larger ε would change.
 
-Everything here follows from public numbers: ε, δ, the population, the number of shared parameters.
-Whether users have anything in common does not, and the plan says so.
+Everything here follows from public numbers: ε, δ and the population. Whether users have anything in
+common does not, and the plan says so.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self, get_type_hints
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self, cast, get_type_hints
 
-from flwr_ppsgd.algorithm import Release, SecureSum
+from flwr_ppsgd.algorithm import SecureSum
 from flwr_ppsgd.checks import count, require
 from flwr_ppsgd.lab.plan import (
     ASKED,
@@ -22,15 +22,8 @@ from flwr_ppsgd.lab.plan import (
 )
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import rounded_up
-from flwr_ppsgd.recipe import (
-    MOST_VOTE_SHARE,
-    PEOPLE_PER_NOISE,
-    Recipe,
-    least_voters,
-    least_voters_for,
-    noise_alone,
-    recipe,
-)
+from flwr_ppsgd.recipe import Recipe, Task, recipe
+from flwr_ppsgd.server.rounds import DROWNED
 from flwr_ppsgd.settings import AUTO, name_of, part_of, typed
 
 NEEDED = ("population", "delta", "epsilon")  # what cannot be assumed
@@ -41,6 +34,7 @@ OF_PAPER = (
     "samples-per-user",
     "batch-size",
     "clip-norm",
+    "noise-multiplier",
     "gradient-std",
     "smoothness",
     "distance",
@@ -48,13 +42,13 @@ OF_PAPER = (
     "step",
     "alpha-q",
 )
-OWN = ("signal-to-noise", "agreement")  # which the paper's plan has no use for
-SEEN = ("population", "dimension")  # what the recipe's plan takes from users' rows
+SEEN = ("population",)  # what the recipe's plan takes from users' rows
 UNKNOWN = (
     "how much users agree, and so whether sharing gains, does not follow from public numbers.",
-    "There is no α to choose: each user weighs w against own rows by leave-one-out errors, on the "
-    "device and free of charge, and leaves a w aside that does not help.",
+    "There is no α to choose: each user weighs w against own models by leave-one-out errors, on "
+    "the device and free of charge, and leaves a w aside that does not help.",
 )
+TIMES = 2  # as many users, or as large an ε, in what the plan compares with
 
 
 def is_asked(flat: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
@@ -71,22 +65,9 @@ def is_asked(flat: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     return not any(key in flat for key in OF_PAPER)
 
 
-def refuse_own_options(given: Mapping[str, Any]) -> None:
-    """ValueError for what the plan of the paper's method would not heed."""
-    for key in OWN:
-        if given.get(name_of(key)) is not None:
-            raise ValueError(
-                f"--{key} is for the recipe, and options of the paper's method are given: leave "
-                f"out --{key}, or {', '.join(f'--{other}' for other in OF_PAPER[:-2])}"
-            )
-
-
 def missing(flat: Mapping[str, Any]) -> list[str]:
     """One line for each number that is not there and cannot be assumed."""
-    has = set(flat)
-    if "noise-multiplier" in has:
-        has.add("epsilon")
-    return [ASKED[key] for key in NEEDED if key not in has]
+    return [ASKED[key] for key in NEEDED if key not in flat]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,46 +78,28 @@ class RecipeQuestion:
         population: N, the number of enrolled users.
         delta: δ.
         epsilon: ε of everything together.
-        noise_multiplier: z of the rounds, in place of ``epsilon``.
-        dimension: d, the number of shared parameters; None if it is not known yet.
+        task: "classification", "multi-label" or "regression"; it decides what is asked before the
+            first round.
         rounds: T; the recipe's own if None.
-        rate: q, a user's chance to take part in a round; 1 is everyone.
-        signal_to_noise: what the plan is to say how to reach.
-        agreement: the length of the mean of all users' directions: 1 if all agree, which is the
-            best there can be.
+        rate: q, a user's chance to take part in a round; None is everyone.
         secure_honest: h of a secure sum; None: the server is trusted.
         secure_colluding: t of a secure sum.
     """
 
     population: int
     delta: float
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    dimension: int | None = None
+    epsilon: float
+    task: str = "classification"
     rounds: int | None = None
-    rate: float = 1.0
-    signal_to_noise: float = 1.0
-    agreement: float = 1.0
+    rate: float | None = None
     secure_honest: int | None = None
     secure_colluding: int | None = None
 
     def __post_init__(self) -> None:
         count("population", self.population)
-        if self.dimension is not None:
-            count("dimension", self.dimension)
-        if self.epsilon is not None:
-            rule = "epsilon must be positive and finite"
-            remedy = "without noise there is nothing to plan"
-            require(0 < self.epsilon < math.inf, rule, self.epsilon, remedy)
-        if self.noise_multiplier is not None:
-            rule = "noise-multiplier must be above 0 and finite"
-            remedy = "without noise ε is infinite and there is nothing to plan"
-            require(0 < self.noise_multiplier < math.inf, rule, self.noise_multiplier, remedy)
-        rule = "signal-to-noise must be positive and finite"
-        remedy = "1 is as much signal as noise"
-        require(0 < self.signal_to_noise < math.inf, rule, self.signal_to_noise, remedy)
-        rule = "agreement must be in (0, 1]"
-        require(0 < self.agreement <= 1, rule, self.agreement, "1 is users who all agree")
+        rule = "epsilon must be positive and finite"
+        remedy = "without noise there is nothing to plan"
+        require(0 < self.epsilon < math.inf, rule, self.epsilon, remedy)
         Ledger(self.delta)
 
     @classmethod
@@ -148,7 +111,8 @@ class RecipeQuestion:
         hints = get_type_hints(cls)
         values = {}
         for key, value in part_of(flat, cls).items():
-            values[name_of(key)] = typed(key, value, hints[name_of(key)])
+            if value != "":
+                values[name_of(key)] = typed(key, value, hints[name_of(key)])
         if "cohort-mean" in flat:
             mean: float = typed("cohort-mean", flat["cohort-mean"], float)
             values["rate"] = mean / values["population"]
@@ -156,11 +120,12 @@ class RecipeQuestion:
 
     def recipe(self) -> Recipe:
         """Everything that ``method = "auto"`` decides."""
+        task = "classification" if self.task == "multi-label" else self.task
         return recipe(
             population=self.population,
             delta=self.delta,
             epsilon=self.epsilon,
-            noise_multiplier=self.noise_multiplier,
+            task=cast(Task, task),
             rounds=self.rounds,
             rate=self.rate,
             aggregation=self.aggregation(),
@@ -172,68 +137,48 @@ class RecipeQuestion:
 
 
 @dataclass(frozen=True)
-class VotePlan:
-    """The vote on the server's rate.
+class Noise:
+    """How many rounds there are, and how much noise they bring.
 
     Args:
-        noise_multiplier: its own z; None if there is no vote.
-        share: of the budget, in units of 1/z²; None if there is no vote.
-        least_population: from which on there is one.
-        rate_from: in words, where the rate comes from.
+        rounds: T.
+        in_prediction: the most that the noise is in w's prediction for a row of unit length, in
+            units of C, the size of users' own models: σ₁·T/N.
     """
 
-    noise_multiplier: float | None
-    share: float | None
-    least_population: int
-    rate_from: str
+    rounds: int
+    in_prediction: float
 
     @classmethod
-    def of(cls, question: RecipeQuestion, found: Recipe, spent: float) -> Self:
-        """For a recipe that costs ``spent``."""
-        if question.epsilon is None:
-            least = least_voters_for(found.release.noise_multiplier)
-        else:
-            least = least_voters(question.epsilon, question.delta)
-        if found.vote is None:
-            return cls(None, None, least, found.rate_from)
-        own = found.vote.release.noise_multiplier
-        share = (noise_alone(spent, question.delta) / own) ** 2
-        return cls(own, share, least, found.rate_from)
+    def of(cls, found: Recipe) -> Self:
+        """Of a recipe."""
+        return cls(found.rounds, found.noise_in_prediction)
 
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """What the recipe will do and cost, and what w can carry.
-
-    The noise is that on the mean that moves w, for gradients of norm 1. Signal to noise is that of
-    all rounds together: the length of what users say over the length of the noise.
+    """What the recipe will do and cost.
 
     Args:
-        rounds: T.
+        noise: of this plan.
         rate: q.
         epsilon: of everything, under zero-out neighbours.
         epsilon_replace_one: the same under replace-one neighbours.
         noise_multiplier: z of a round.
-        vote: on the server's rate.
-        noise_std: of each coordinate of the mean, in one round.
-        signal_to_noise: at the stated agreement; None if d is not known.
-        wanted: the signal to noise that the next two are about.
-        population_needed: about how many users it takes; None if d is not known.
-        dimension_carried: how many shared parameters this population can carry.
+        before: z of what everybody is asked before the first round, by name.
+        with_more_users: the noise with twice as many users.
+        with_more_epsilon: the noise with twice the ε.
         secure: what a secure sum asks for and costs; None if there is none.
     """
 
-    rounds: int
+    noise: Noise
     rate: float
     epsilon: float
     epsilon_replace_one: float
     noise_multiplier: float
-    vote: VotePlan
-    noise_std: float
-    signal_to_noise: float | None
-    wanted: float
-    population_needed: int | None
-    dimension_carried: int
+    before: Mapping[str, float]
+    with_more_users: Noise
+    with_more_epsilon: Noise
     secure: Secure | None
 
     def as_data(self) -> dict[str, Any]:
@@ -247,49 +192,37 @@ def make(question: RecipeQuestion) -> RecipePlan:
     found = question.recipe()
     release = found.release
     ledger = Ledger(question.delta)
-    if found.vote is not None:
-        ledger = ledger.record(found.vote.release)
+    for before in found.before.values():
+        ledger = ledger.record(before)
     ledger = ledger.record(release, found.rounds)
     spent = ledger.epsilon()
     if spent < LEAST_EPSILON:
         raise ValueError(
             f"delta = {question.delta:g} alone pays for all {found.rounds} rounds, so that ε is 0 "
-            "and nothing can be planned: lower delta, or raise epsilon (lower noise-multiplier)"
+            "and nothing can be planned: lower delta, or raise epsilon"
         )
-    of_one = question.agreement * reach(release, found.rounds, 1)
-    reached = None
-    needed = None
-    if question.dimension is not None:
-        reached = of_one / math.sqrt(question.dimension)
-        times_as_many = question.signal_to_noise / reached
-        needed = math.ceil(question.population * times_as_many)
+    more_users = replace(question, population=TIMES * question.population)
+    more_epsilon = replace(question, epsilon=TIMES * question.epsilon)
     return RecipePlan(
-        rounds=found.rounds,
+        noise=Noise.of(found),
         rate=release.cohort.rate,
         epsilon=spent,
         epsilon_replace_one=ledger.epsilon("replace-one"),
         noise_multiplier=release.noise_multiplier,
-        vote=VotePlan.of(question, found, spent),
-        noise_std=release.usual_noise_std / release.denominator,
-        signal_to_noise=reached,
-        wanted=question.signal_to_noise,
-        population_needed=needed,
-        dimension_carried=math.floor((of_one / question.signal_to_noise) ** 2),
+        before={name: own.noise_multiplier for name, own in found.before.items()},
+        with_more_users=Noise.of(more_users.recipe()),
+        with_more_epsilon=Noise.of(more_epsilon.recipe()),
         secure=Secure.of(release, found.rounds),
     )
 
 
-def reach(release: Release, rounds: int, size: int) -> float:
-    """√T·qN/(z√d): the signal to noise of all rounds together, if all users agree."""
-    return math.sqrt(rounds) * release.signal_to_noise(size)
-
-
 def in_words(question: RecipeQuestion, plan: RecipePlan) -> str:
     """The plan as it is printed."""
+    asked = ", ".join(f"{name} (z = {z:.4g})" for name, z in plan.before.items())
     rows = [
         ("plan", _who(question, plan)),
-        ("noise multiplier z", f"{plan.noise_multiplier:.4g} in each round, by PLD"),
-        ("vote on the rate", _vote_words(question, plan.vote)),
+        ("asked before", f"everyone, once: {asked}"),
+        ("noise multiplier z", f"{plan.noise_multiplier:.4g} in each round"),
         (
             f"ε at δ = {question.delta:g}",
             f"{rounded_up(plan.epsilon)} zero-out, everything together: a user contributes nothing",
@@ -299,13 +232,9 @@ def in_words(question: RecipeQuestion, plan: RecipePlan) -> str:
             f"{rounded_up(plan.epsilon_replace_one)} replace-one: a user's data exchanged, the "
             "paper's definition",
         ),
-        (
-            "noise on the mean",
-            f"zC/D = {plan.noise_std:.3g} per coordinate of w and round, for gradients of norm "
-            f"C = 1; {plan.noise_std / math.sqrt(plan.rounds):.3g} on the mean of all rounds",
-        ),
-        ("signal to noise", _signal_words(question, plan)),
-        *_needed_rows(question, plan),
+        ("noise in prediction", _noise_words(plan.noise)),
+        (f"{TIMES} times the users", _changed(plan.with_more_users)),
+        (f"{TIMES} times the ε", _changed(plan.with_more_epsilon)),
         ("not known", UNKNOWN[0]),
         ("", UNKNOWN[1]),
     ]
@@ -320,44 +249,18 @@ def _who(question: RecipeQuestion, plan: RecipePlan) -> str:
     if plan.rate < 1:
         expected = question.population * plan.rate
         who = f"each with chance {plan.rate:g} (about {expected:.4g})"
-    size = "" if question.dimension is None else f", d = {question.dimension:,} shared parameters"
-    return f"{question.population:,} users, {who} in each of {plan.rounds} rounds{size}"
+    return f"{question.population:,} users, {who} in each of {plan.noise.rounds} rounds"
 
 
-def _vote_words(question: RecipeQuestion, vote: VotePlan) -> str:
-    if vote.noise_multiplier is None or vote.share is None:
-        limit = "" if question.epsilon is None else f" for {MOST_VOTE_SHARE:.0%} of the budget"
-        return (
-            f"none: its noise would exceed a {PEOPLE_PER_NOISE}th of the users{limit}; it takes "
-            f"{vote.least_population:,} users. The rate is {vote.rate_from}"
-        )
-    return (
-        f"z = {vote.noise_multiplier:.4g}, {vote.share:.1%} of the budget (in units of 1/z²). The "
-        f"rate is {vote.rate_from}"
+def _noise_words(noise: Noise) -> str:
+    words = (
+        f"at most about {noise.in_prediction:.2g} of C, the size of users' own models, for a row "
+        "of unit length, whatever the number of parameters"
     )
+    if noise.in_prediction > DROWNED:
+        words += ": users will mostly keep to their own models"
+    return words
 
 
-def _signal_words(question: RecipeQuestion, plan: RecipePlan) -> str:
-    if plan.signal_to_noise is None:
-        return "not known without --dimension, the number of shared parameters"
-    over = f"over all {plan.rounds} rounds"
-    if question.agreement < 1:
-        return f"{plan.signal_to_noise:.3g} {over}, at an agreement of {question.agreement:g}"
-    words = f"at best {plan.signal_to_noise:.3g} {over}, if all users agree"
-    if plan.signal_to_noise < 1:
-        return f"{words}: more noise than users can say; only what few parameters hold stands out"
-    return f"{words} (--agreement A < 1 gives A times as much)"
-
-
-def _needed_rows(question: RecipeQuestion, plan: RecipePlan) -> list[tuple[str, str]]:
-    here = f"for a ratio of {plan.wanted:g}"
-    carried = f"{plan.dimension_carried:,} shared parameters"
-    if plan.population_needed is None:
-        return [(here, f"this population carries at most {carried}")]
-    return [
-        (
-            here,
-            f"it takes about {plan.population_needed:,} users with these parameters, or at most "
-            f"{carried} with these {question.population:,} users",
-        )
-    ]
+def _changed(noise: Noise) -> str:
+    return f"{noise.rounds} rounds, at most about {noise.in_prediction:.2g} of C"

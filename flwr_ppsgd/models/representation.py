@@ -7,7 +7,6 @@ representation is computed on the device, row by row, from the user's own rows.
 import functools
 import importlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -19,7 +18,6 @@ from flwr_ppsgd.learner import generator
 
 Shape: TypeAlias = tuple[int, ...]
 Floats: TypeAlias = NDArray[np.float64]
-Columns: TypeAlias = NDArray[np.intp]
 
 NONE = "none"
 RANDOM_CONVOLUTION = "random-convolution"
@@ -59,6 +57,21 @@ class Unchanged:
     def __call__(self, x: Floats) -> Floats:
         """x."""
         return np.asarray(x, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class UnitLength:
+    """Φ(x) = x/‖x‖: pixels without the brightness of their image. A row of zeros stays."""
+
+    def widths(self, columns: int) -> tuple[int, ...]:
+        """All columns."""
+        return (columns,)
+
+    def __call__(self, x: Floats) -> Floats:
+        """Rows of norm 1."""
+        rows = np.asarray(x, dtype=np.float64)
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        return np.asarray(rows / np.where(norms > 0, norms, 1.0))
 
 
 @dataclass(frozen=True)
@@ -289,10 +302,7 @@ def _module_of(factory: str) -> Any:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Several representations side by side; w is then the concatenation of their heads.
-
-    Users choose between them by the error on rows left out: see ``ridge.Design``.
-    """
+    """Several representations side by side; w is then the concatenation of their heads."""
 
     parts: tuple[Representation, ...]
 
@@ -303,17 +313,6 @@ class Stacked:
     def __call__(self, x: Floats) -> Floats:
         """Rows × all features."""
         return np.hstack([part(x) for part in self.parts])
-
-
-def groups_of(widths: Sequence[int], more: int = 0) -> list[Columns]:
-    """The columns of each group; the last ``more`` columns, such as a bias, belong to all."""
-    ends = np.cumsum(widths)
-    last = np.arange(ends[-1], ends[-1] + more)
-    starts = ends - np.array(widths)
-    return [
-        np.concatenate([np.arange(start, end), last])
-        for start, end in zip(starts, ends, strict=True)
-    ]
 
 
 def representation_of(

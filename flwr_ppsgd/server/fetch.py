@@ -4,8 +4,9 @@ Flower's own ``pull_messages`` inflates all replies together, and one that is ma
 ends the run. Here each reply is fetched by itself, within a bound on its size; one that cannot be
 read becomes an error reply of that node, which counts as zero. One that was announced and is not
 uploaded yet is tried again after the others, until the time is over: nobody holds a round longer
-than that. All names of Flower that are not public are in this file; they are imported when they are
-first needed.
+than that. It needs what Flower's ``pull_messages`` is made of, which is not public: the protobuf
+messages of its requests and the helpers that inflate objects. They are imported when they are first
+needed.
 """
 
 import contextlib

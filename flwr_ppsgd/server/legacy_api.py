@@ -392,7 +392,7 @@ class PPSGDStrategy(Strategy):
 
     def _warn_of_stock_clients(self, result: FitRes) -> None:
         """Tell the operator once that a client looks like one that returns parameters."""
-        known = set(self.training.measures.bounds) if self.training.measures else set()
+        known = set(self.training.metrics.bounds) if self.training.metrics else set()
         stock = result.num_examples != 1 or set(result.metrics) - known
         if stock and not self._warned:
             self._warned = True

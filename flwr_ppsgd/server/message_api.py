@@ -123,6 +123,7 @@ class PPSGD(Strategy):
         self._addressing = Addressing()
         self._asked: list[Metadata] = []
         self._arrays = ArrayRecord()
+        self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
         self._latest = self._resumed()
 
     @classmethod
@@ -353,10 +354,14 @@ class PPSGD(Strategy):
             self._rounds.publish_before(name)
 
     def _deliver(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
-        """Bring the last w of the recipe to everybody; the reply is empty, whatever it is."""
-        if self.training.recipe is None or self.training.evaluate_every:
-            return  # the last evaluation brings it
-        nodes = self._rounds.everybody(lambda: present_in(grid))
+        """Bring the last w of the recipe to everybody; the reply is empty, whatever it is.
+
+        Whoever has answered the last evaluation has it already.
+        """
+        if self.training.recipe is None:
+            return
+        everybody = self._rounds.everybody(lambda: present_in(grid))
+        nodes = [node for node in everybody if node not in self._delivered]
         order = self._rounds.last_order(arrays, measured=False)
         config = _with_round(ConfigRecord(), self.rounds_done)
         content = _with_order(order, {ARRAYS: arrays, CONFIG: config})
@@ -384,7 +389,7 @@ class PPSGD(Strategy):
         log.info("[ROUND %d/%d] epsilon so far at most %s", round_, last, spent)
         self._rounds.refuse_to_go_on()
 
-    def _run_secure(
+    def _run_secure(  # noqa: PLR0917
         self,
         round_: int,
         purpose: Purpose,
@@ -519,6 +524,9 @@ class PPSGD(Strategy):
         self._rounds.note_failed_evaluations(server_round, failures, len(answered) - len(failures))
         for reply in answered:
             self._addressing.hear(reply)
+        if server_round == self._rounds.last_round:
+            good = (reply for reply in answered if reply.has_content())
+            self._delivered = {reply.metadata.src_node_id for reply in good}
         records = [measured(reply.content) for reply in answered if reply.has_content()]
         means = mean_of(record for record in records if record is not None)
         return MetricRecord({**means}) if means else None

@@ -44,7 +44,7 @@ def show_clients() -> None:
     show("j. CPU of a message in a new process / a stock client's", message_ratio(), at_most=1.4)
     name = "j. a round of 10 users and 10^7 parameters / FedAvg's,"
     show(f"{name} a small θ", large_ratio(constant_learner), at_most=1.3)
-    show(f"{name} θ as large as w", large_ratio(large_learner), at_most=1.3)
+    show(f"{name} θ as large as w", large_ratio(large_learner), at_most=2)
     show(
         "g. the engine's evaluation of 100 users' CNNs / one by one",
         evaluation_ratio(),

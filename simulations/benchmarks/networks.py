@@ -149,7 +149,6 @@ def network_ratio(
         personal,
         lambda _: (network_rows(shape), None),
         additive=True,
-        full_batch=True,
     )
     server = strategy(Poisson(REPLIES, rate=1.0))
     turns = train(server, InProcessGrid(ours, REPLIES), initial)

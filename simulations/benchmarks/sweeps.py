@@ -14,20 +14,14 @@ from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engines.batches import Fresh, Table
 from flwr_ppsgd.lab.engines.engine import Setting
-from flwr_ppsgd.lab.engines.learners import Found, LearnerEngine
 from flwr_ppsgd.lab.engines.linear import CohortEngine
-from flwr_ppsgd.learner import Minibatches, all_rows, generator
-from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.noise import Coins
-from flwr_ppsgd.recipe import recipe
-from flwr_ppsgd.server.training import Training
 from simulations.benchmarks.measuring import Comparison, seconds, show, show_against_loop
 from simulations.benchmarks.networks import network, paper_network_share
 from simulations.benchmarks.paper_grids import grids
 from simulations.benchmarks.workload import (
     BATCH,
     CLASSES,
-    DELTA,
     FEATURES,
     SAMPLES,
     USERS,
@@ -42,7 +36,6 @@ from simulations.yardsticks import (
     bags_of_words,
     from_table,
     plain_loop,
-    random_table,
     settings,
     take,
     whole_cohort_loop,
@@ -64,13 +57,6 @@ def show_sweeps() -> None:
     print(f"{name:66s} {paper_network_share():9.3g}", flush=True)
     minutes = sum(grid.seconds for grid in grids()) / 60
     show("f. the paper's three linear grids at its sizes, in core-minutes", minutes, at_most=60)
-    for classes in (10, 62):
-        of_products, of_square = recipe_shares(classes)
-        name = f"f. a round of the recipe, 784×{classes}:"
-        show(f"{name} BLAS for its two products / all of it", of_products, at_least=0.6)
-        print(
-            f"{'   the same as a share of the rate of a large square product':66s} {of_square:9.3g}"
-        )
 
 
 def one_setting() -> Comparison:
@@ -214,57 +200,6 @@ def words_bytes(table: Table, columns: int) -> float:
     own_rows = len(users) * (SAMPLES + BATCH)
     noise = 2 * table.features * table.outputs
     return 8.0 * (3 * words * columns + own_rows * columns + noise)
-
-
-def recipe_shares(classes: int, users: int = 150, repetitions: int = 8) -> tuple[float, float]:
-    """(Time that BLAS needs for X_i w and X_iᵀR_i of everyone over that of a round; speed of the
-    round in multiplications per second over that of a large square product).
-
-    Everyone takes part with all rows, gradients are normalised, and the server steps by Adam.
-    """
-    engine, batches = recipe_engine(classes, users)
-    w = np.zeros((FEATURES, classes))
-    residual = np.zeros((SAMPLES, classes))
-    rows = [all_rows(own)[0] for own in batches]
-    square = generator("square").normal(size=(1000, 1000))
-
-    def products() -> None:
-        for x in rows:
-            np.matmul(x, w)
-            np.matmul(x.T, residual)
-
-    several(engine, 1)
-    of_products = []
-    of_square = []
-    multiplications = 2.0 * users * SAMPLES * FEATURES * classes
-    for _ in range(repetitions):
-        round_seconds = seconds(engine.advance)
-        square_seconds = seconds(lambda: np.matmul(square, square))
-        of_products.append(seconds(products) / round_seconds)
-        of_square.append(multiplications / round_seconds * square_seconds / 1e9)
-    return statistics.median(of_products), statistics.median(of_square)
-
-
-def recipe_engine(classes: int, users: int) -> tuple[LearnerEngine, list[Minibatches]]:
-    """``method = "auto"`` without its vote, which comes once, and everyone's rows."""
-    table = random_table(users, SAMPLES, FEATURES, classes)
-    batches = []
-    for user in range(users):
-        own = slice(user * SAMPLES, (user + 1) * SAMPLES)
-        x = table.x[own].astype(np.float64)
-        batches.append(Minibatches(x, table.y[own], BATCH, seed=1, user=user))
-    learners = [AdditiveLinear(own, FEATURES, classes) for own in batches]
-    planned = recipe(population=users, delta=DELTA, noise_multiplier=10.0)
-    arguments = planned.arguments() | {"vote": None}
-    training = Training(**arguments, insecure_seed=1)
-    nothing = Found({}, np.zeros(0))
-    engine = LearnerEngine(
-        training,
-        learners.__getitem__,
-        np.zeros(FEATURES * classes),
-        lambda w, thetas: nothing,  # noqa: ARG005
-    )
-    return engine, batches
 
 
 COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message
 
 from flwr_ppsgd import PPSGD, Order, Steps, client_app
 from flwr_ppsgd.client.personal import STATE, Personal, keep
@@ -17,68 +17,18 @@ from tests.support.toy import (
     SIZE,
     Floats,
     Toy,
-    flat,
     grid,
     opened,
     release,
     strategy,
-    target,
     toy_learner,
     w0,
 )
 
 
-def bytes_of(content: RecordDict) -> list[bytes]:
-    """Every byte that Flower would put on the wire for this content."""
-    out, waiting = [], [content]
-    while waiting:
-        item = waiting.pop()
-        out.append(item.deflate())
-        waiting.extend((item.children or {}).values())  # type: ignore[arg-type]
-    return sorted(out)
-
-
-@dataclass
-class FixedGradient(Toy):
-    """g_w does not depend on θ, so nothing that is sent may."""
-
-    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
-        return np.arange(SIZE) / 10, theta - self.target
-
-
-def fixed_gradient_learner(context: Context) -> Toy:
-    return FixedGradient(target(int(context.node_config["partition-id"])))
-
-
 def kept_before(ppsgd: PPSGD, theta: Floats) -> Personal:
     """A θ with two visits in this training, both before round 1 counts as begun anew."""
     return Personal(theta, run=1, visit=2, training=ppsgd._curator.training_id)
-
-
-@pytest.mark.parametrize("theta", [np.zeros(SIZE), np.full(SIZE, 1e9), np.arange(SIZE) * np.pi])
-def test_with_g_w_fixed_every_outgoing_byte_is_the_same_whatever_theta_is(theta: Floats) -> None:
-    def sent(kept: Floats) -> list[bytes]:
-        on = grid(1, client_app(fixed_gradient_learner))
-        ppsgd = strategy(release=release(1))
-        (message,) = opened(ppsgd, on)
-        keep(on.context(message.metadata.dst_node_id), kept_before(ppsgd, kept))
-        (reply,) = on.send_and_receive([message])
-        return bytes_of(reply.content)
-
-    assert sent(theta) == sent(np.ones(SIZE))
-
-
-def test_a_training_reply_holds_the_gradient_and_nothing_else() -> None:
-    on = grid()
-    for reply in on.send_and_receive(opened(strategy(), on)):
-        assert list(reply.content) == [GRADIENT]
-        assert list(reply.content.array_records[GRADIENT]) == ["0"]
-
-
-def test_the_client_sends_a_clipped_gradient() -> None:
-    on = grid()
-    for reply in on.send_and_receive(opened(strategy(release=release(clip_norm=0.01)), on)):
-        assert np.linalg.norm(flat(reply.content.array_records[GRADIENT])) == pytest.approx(0.01)
 
 
 def test_theta_is_kept_with_run_round_and_visit() -> None:

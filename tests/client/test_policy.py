@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.app.message import remove_content_from_message
@@ -22,14 +21,13 @@ from flwr.superlink.federation.noop_federation_manager import NoOpFederationMana
 from flwr.superlink.servicer.fleet import fleet_handlers
 
 from flwr_ppsgd import Order, client_app
-from flwr_ppsgd.arrays import bytes_of
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.policy import KEYS, Policy
 from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.sent import client_report
-from flwr_ppsgd.signature import TrainingKey, signed
+from flwr_ppsgd.signature import TrainingKey
 from flwr_ppsgd.simulation import InProcessGrid
-from tests.support.toy import SIZE, toy_learner, w0
+from tests.support.toy import toy_learner, w0
 
 InProcessGrid(client_app(toy_learner), 1)  # without one Flower lets nobody make a message
 ORDER = Order(1, 0.5, 1.0, "mean", True, training=7, epsilon=2.0)
@@ -66,79 +64,12 @@ both_apis = pytest.mark.parametrize("ask", [by_message, by_legacy])
 
 @both_apis
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("node", "change"),
-    [
-        ({"max_clip_norm": 1.0}, {"clip_norm": 1.001}),
-        ({"max_step": 0.5}, {"step": 0.6}),
-        ({"max_epsilon": 2}, {"epsilon": 2.1}),
-        ({"max_epsilon": 2}, {"epsilon": math.inf}),
-    ],
-)
-def test_what_is_above_a_limit_is_refused(
-    ask: Any, kind: str, node: dict[str, float], change: dict[str, float]
-) -> None:
-    on = context(**node)
-    with pytest.raises(ClientError, match=r"^refused-policy: ValueError$"):
-        ask(on, replace(ORDER, **change), kind)  # type: ignore[arg-type]
-    assert not on.state
-    ask(on, ORDER, kind)
-
-
-@both_apis
-def test_evaluation_can_be_switched_off(ask: Any) -> None:
-    """Twelve evaluations at chosen w tell a user's data."""
-    on = context(evaluate=False)
-    with pytest.raises(ClientError, match=r"^refused-policy: ValueError$"):
-        ask(on, ORDER, "evaluate")
-    ask(on, ORDER, "train")
-
-
-@both_apis
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_message_without_an_order_is_refused_unless_the_owner_lets_it(
-    ask: Any, kind: str
-) -> None:
-    with pytest.raises(ClientError, match=r"^refused-policy: ValueError$"):
-        ask(context(), None, kind)
-    on = context(stock=True)
-    on.run_config["local-step"] = 0.5
-    ask(on, None, kind)
-
-
-@both_apis
-@pytest.mark.parametrize("kind", KINDS)
 def test_malformed_orders_are_refused_and_theta_stays(ask: Any, kind: str) -> None:
     for change in ({"clip_norm": math.inf}, {"step": -1.0}, {"promise": "\x1b[2J"}):
         on = context()
         with pytest.raises(ClientError, match=r"^refused-order: ValueError$"):
             ask(on, replace(ORDER, **change), kind)
         assert not on.state
-
-
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [
-        ({"max_clip_norm": "x"}, "ppsgd-max-clip-norm must be a number of at least 0, got 'x'"),
-        ({"max_step": -1}, "ppsgd-max-step must be a number of at least 0, got -1"),
-        ({"max_epsilon": math.nan}, "ppsgd-max-epsilon must be a number of at least 0, got nan"),
-        ({"max_epsilon": True}, "ppsgd-max-epsilon must be a number of at least 0, got True"),
-        ({"evaluate": "false"}, "ppsgd-evaluate must be true or false, got 'false'"),
-        ({"stock": 1}, "ppsgd-stock must be true or false, got 1"),
-        ({"server_key": "abc"}, "ppsgd-server-key must be a public key ed25519:BASE64, got 'abc'"),
-        ({"server_key": "ed25519:YWJj"}, "a key of 3 bytes where 32 were expected"),
-        ({"max_clipnorm": 1}, "'ppsgd-max-clipnorm': did you mean 'ppsgd-max-clip-norm'?"),
-        ({"sever_key": "x"}, "'ppsgd-sever-key': did you mean 'ppsgd-server-key'?"),
-        ({"stock": True, "server_key": KEY.public}, "ppsgd-stock and ppsgd-server-key exclude"),
-    ],
-)
-def test_a_wrong_node_config_is_one_clear_line_and_nothing_is_answered(
-    node: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(ClientError, match=r"^node-config: ValueError$"):
-        by_message(context(**node), ORDER, "train")
-    assert says in caplog.text
-    assert len(caplog.records) == 1
 
 
 def test_a_private_key_in_the_wrong_place_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,46 +102,6 @@ def test_every_key_is_read() -> None:
 
 
 # --- the signature
-
-
-def signed_order(w: ArrayRecord, key: TrainingKey = KEY) -> Order:
-    return Order.from_flat(signed(ORDER, bytes_of(w), key))
-
-
-@both_apis
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_client_that_pins_a_key_obeys_nobody_else(ask: Any, kind: str) -> None:
-    w = w0(np.arange(SIZE) / 10, np.ones((2, 0)))
-    own = signed_order(w)
-    ask(context(server_key=KEY.public), own, kind, w)
-    refused = [
-        (ORDER, w),
-        (None, w),
-        (signed_order(w, TrainingKey.new()), w),
-        (replace(own, clip_norm=2.0), w),
-        (own, w0(np.arange(SIZE) / 9, np.ones((2, 0)))),
-    ]
-    for order, arrays in refused:
-        on = context(server_key=KEY.public)
-        with pytest.raises(ClientError, match=r"^refused-signature: ValueError$"):
-            ask(on, order, kind, arrays)
-        assert not on.state
-
-
-def test_a_client_that_pins_nothing_does_not_pay_for_hashing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any) -> bytes:
-        raise AssertionError("hashed")
-
-    monkeypatch.setattr("flwr_ppsgd.signature.digest", fail)
-    by_message(context(), ORDER, "train")
-
-
-def test_a_pinned_client_built_for_stock_strategies_serves_none() -> None:
-    app = client_app(toy_learner, local_step=0.5)
-    with pytest.raises(ClientError, match=r"^refused-signature: ValueError$"):
-        app(message(None), context(server_key=KEY.public))
 
 
 # --- an insider: through Flower's own handlers, as an enrolled SuperNode reaches them

@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, SecureSum, client_app
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.client.refusal import ClientError, RefusedError
-from flwr_ppsgd.client.secure import STATE, Memory
+from flwr_ppsgd.client.secure import Memory
 from flwr_ppsgd.client.sent import client_report
 from flwr_ppsgd.secure.terms import Terms
 from flwr_ppsgd.simulation import InProcessGrid
@@ -79,59 +79,6 @@ def with_order(message: Message, order: Order, payload: bytes | None = None) -> 
     return other
 
 
-@pytest.mark.parametrize("stage", [2, 3, 4])
-def test_no_exchange_is_answered_twice_on_the_same_keys(stage: int) -> None:
-    """The first answer is given; the same message again gets nothing."""
-    seen: list[str] = []
-
-    def twice(message: Message, context: Context) -> None:
-        if order_of(message).stage == stage:
-            state = context.state.copy()
-            APP(message, context)
-            seen.append(app.refused(message, context))
-            context.state = state
-
-    app = Watching(twice)
-    of = run(app, rounds=1)
-    assert seen == ["refused-secure: ValueError"]
-    assert of.ledger.rounds == 1
-
-
-def test_a_round_is_answered_once_even_with_fresh_keys() -> None:
-    """After the masked vector, exchange 1 of the same round and start is refused."""
-    firsts: list[Message] = []
-    seen: list[str] = []
-
-    def again(message: Message, context: Context) -> None:
-        stage = order_of(message).stage
-        if stage == 1:
-            firsts.append(message)
-        if stage == 4:
-            seen.append(app.refused(firsts[-1], context))
-
-    app = Watching(again)
-    run(app, rounds=2)
-    assert seen == ["refused-secure: ValueError"] * 2
-
-
-def test_exchanges_out_of_order_are_refused() -> None:
-    thirds: list[Message] = []
-    seen: list[str] = []
-
-    def early(message: Message, context: Context) -> None:
-        order = order_of(message)
-        if order.stage == 3:
-            thirds.append(message)
-        if order.stage == 1 and thirds:  # round 2: the masked input of round 1 once more
-            seen.append(app.refused(thirds[0], context))
-        if order.stage == 2 and thirds:
-            seen.append(app.refused(thirds[0], context))
-
-    app = Watching(early)
-    run(app, rounds=2)
-    assert seen == ["refused-secure: ValueError"] * 2
-
-
 def test_survivors_are_not_heard_before_the_round_is_charged() -> None:
     seen: list[str] = []
 
@@ -175,27 +122,6 @@ def test_a_payload_that_cannot_be_read_is_refused() -> None:
     app = Watching(broken)
     run(app, rounds=1)
     assert seen == ["refused-secure: ValueError"] * 3
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"honest": 3},
-        {"colluding": 0},
-        {"noise_multiplier": 0.5},
-        {"clip_norm": 2.0},
-        {"population": 7},
-        {"failure": 1e-9},
-        {"neighbours": 3},
-    ],
-)
-def test_terms_are_fixed_for_a_training(change: dict[str, float]) -> None:
-    memory = Memory().agreed(ORDER_1)
-    other = replace(ORDER_1, terms=replace(TERMS, **change))  # type: ignore[arg-type]
-    name = next(iter(change))
-    with pytest.raises(RefusedError, match=f"{name} of the secure sum was .* and is .* now"):
-        memory.agreed(other)
-    assert memory.agreed(ORDER_1) == memory
 
 
 def test_other_terms_are_refused_in_every_exchange_and_in_a_check() -> None:
@@ -258,44 +184,6 @@ def test_a_round_of_an_earlier_start_is_not_answered_any_more() -> None:
     memory.claimed(replace(ORDER_1, round=3, starts=(1, 3, 3)))
 
 
-def test_memory_survives_the_node_on_disk(tmp_path: Path) -> None:
-    """A SuperNode that starts anew has lost its state, and not what it has answered."""
-    seen: list[str] = []
-    firsts: list[Message] = []
-
-    def forgetful(message: Message, context: Context) -> None:
-        order = order_of(message)
-        if order.stage == 1:
-            firsts.append(message)
-        if order.stage == 4:
-            fresh = Context(context.run_id, context.node_id, context.node_config, RecordDict(), {})
-            seen.append(app.refused(firsts[-1], fresh))
-
-    app = Watching(forgetful, {"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"})
-    run(app, rounds=1)
-    assert seen == ["refused-secure: ValueError"]
-
-
-def test_no_secret_of_a_round_is_written_to_disk(tmp_path: Path) -> None:
-    secrets: list[bytes] = []
-
-    def spying(_: Message, context: Context) -> None:
-        kept = context.state.get(STATE)
-        if isinstance(kept, ConfigRecord):
-            names = ("channel", "channels", "mask", "seed", "held")
-            secrets.extend(bytes(kept[name]) for name in names if name in kept)  # type: ignore[arg-type]
-
-    app = Watching(spying, {"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"})
-    run(app, rounds=2)
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    everything = b"".join(path.read_bytes() for path in files)
-    assert len(secrets) > 6
-    for secret in secrets:
-        assert secret not in everything
-        assert secret.hex().encode() not in everything
-    assert all(path.stat().st_mode & 0o077 == 0 for path in files if path.suffix == ".memory")
-
-
 def test_a_damaged_memory_is_refused_not_forgotten(tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -333,49 +221,6 @@ def test_client_report_tells_of_masked_vectors_and_refusals(tmp_path: Path) -> N
 # --- the owner's limits
 
 
-@pytest.mark.parametrize(
-    ("node", "obeys"),
-    [
-        ({"ppsgd-secure": True}, True),
-        ({"ppsgd-secure": True, "ppsgd-min-noise-multiplier": 1.0}, True),
-        ({"ppsgd-secure": True, "ppsgd-min-clients": 5}, True),
-        ({"ppsgd-secure": True, "ppsgd-min-noise-multiplier": 1.5}, False),
-        ({"ppsgd-secure": True, "ppsgd-min-clients": 6}, False),
-    ],
-)
-def test_the_node_config_can_demand_more_noise_and_more_clients(
-    node: dict[str, object], obeys: bool
-) -> None:
-    codes: list[str] = []
-
-    def asking(message: Message, context: Context) -> None:
-        if order_of(message).stage == 1 and not obeys:
-            codes.append(app.refused(message, context))
-
-    app = Watching(asking, node)
-    run(app, rounds=1)
-    assert codes == ([] if obeys else ["refused-policy: ValueError"])
-
-
-def test_a_node_that_demands_secure_sums_answers_nothing_else() -> None:
-    node = {"ppsgd-secure": True}
-    codes: list[str] = []
-
-    def plainly(message: Message, context: Context) -> None:
-        order = order_of(message)
-        if order.stage == 3:
-            for kind in ("train", "evaluate"):
-                asked = with_order(message, replace(order, terms=None))
-                asked.metadata.message_type = kind
-                codes.append(app.refused(asked, context))
-            stock = Message(RecordDict({"arrays": w0()}), dst_node_id=1, message_type="train")
-            codes.append(app.refused(stock, context))
-
-    app = Watching(plainly, node)
-    run(app, rounds=1)
-    assert codes == ["refused-policy: ValueError"] * 3
-
-
 def test_a_vote_that_publishes_nothing_is_no_order() -> None:
     """A plain one was once answered with the user's exact bin by a node that is for secure sums."""
     vote = replace(ORDER_1, terms=None, stage=0, asks="size", powers=48, publishes=False)
@@ -395,23 +240,6 @@ def test_limits_without_the_switch_are_a_mistake() -> None:
         Policy.of({"ppsgd-secure": True, "ppsgd-stock": True})
     with pytest.raises(RefusedError, match="must be true or false"):
         Policy.of({"ppsgd-secure": "yes"})
-
-
-def test_signatures_cover_every_message_of_a_secure_sum() -> None:
-    """A pinned key: the round works, and a message with another Order does not pass."""
-    of = strategy(release=release(CLIENTS, z=1.0), aggregation=RULES)
-    codes: list[str] = []
-
-    def forged(message: Message, context: Context) -> None:
-        order = order_of(message)
-        if order.stage:
-            other = replace(order, payload="0" * 64)
-            codes.append(app.refused(with_order(message, other), context))
-
-    app = Watching(forged, {"ppsgd-server-key": of._curator.key.public})
-    grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
-    of.start(grid=grid, initial_arrays=w0(), num_rounds=1)
-    assert codes == ["refused-signature: ValueError"] * 4
 
 
 def test_words_travel_as_unsigned_64_bit() -> None:

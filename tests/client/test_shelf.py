@@ -4,13 +4,9 @@ import errno
 import logging
 import math
 import os
-import random
 import stat
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +25,7 @@ from flwr_ppsgd.client.personal import Personal, choose, keep, step_from
 from flwr_ppsgd.client.policy import STATE_DIR, USER
 from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.sent import client_report
-from flwr_ppsgd.client.shelf import RUN, Shelf, run_of
+from flwr_ppsgd.client.shelf import RUN, Shelf
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.kept import kept_by
 from tests.support.toy import SIZE, Floats, Toy, release, strategy, target, toy_learner, w0
@@ -120,18 +116,6 @@ def test_folders_that_others_could_read_are_closed(tmp_path: Path) -> None:
     assert stat.S_IMODE(new.stat().st_mode) == 0o700
 
 
-def test_a_node_that_restarts_in_every_round_trains_as_one_that_never_does(tmp_path: Path) -> None:
-    on = Nodes(tmp_path / "states")
-    ppsgd = strategy(insecure_seed=5)
-    ppsgd.start(on, w0(), num_rounds=6, on_round=lambda *_: on.restart())
-    steady = InProcessGrid(client_app(toy_learner), 5)
-    strategy(insecure_seed=5).start(steady, w0(), num_rounds=6)
-    for user, node in enumerate(steady.get_node_ids()):
-        kept = kept_by(steady.context(node))
-        assert kept is not None
-        np.testing.assert_array_equal(theta(tmp_path / "states", user), kept.theta)
-
-
 def test_a_new_run_goes_on_with_theta_and_another_name_begins_anew(tmp_path: Path) -> None:
     strategy().start(Nodes(tmp_path), w0(), num_rounds=2)
     first = theta(tmp_path)
@@ -156,54 +140,6 @@ def test_a_round_sent_again_steps_theta_once(tmp_path: Path) -> None:
     one_round(strategy(checkpoint_dir=tmp_path / "server"), on, 3)
     np.testing.assert_array_equal(theta(tmp_path / "states"), after)
     assert next(shelf(tmp_path / "states").saves()).stamp["visit"] == 3
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize("seed", range(5))
-def test_theta_is_a_replay_of_the_rounds_that_completed(
-    tmp_path: Path, seed: int, on_disk: bool
-) -> None:
-    """Servers die at random, in a round or after it; whom a lost round had drawn must not keep its
-    step."""
-    dice, steps, done = random.Random(seed), {user: [] for user in range(5)}, 0  # type: ignore[var-annotated]
-    on = Nodes(tmp_path / "states") if on_disk else InProcessGrid(client_app(toy_learner), 5)
-    while done < 25:
-        ppsgd = strategy(release=release(rate=0.5), checkpoint_dir=tmp_path / "server")
-        w = ppsgd._beginning(w0())
-        for round_ in range(done + 1, done + 1 + dice.randrange(1, 4)):
-            messages = ppsgd.configure_train(round_, w, ConfigRecord(), on)
-            replies = list(on.send_and_receive(messages))
-            if dice.random() < 0.4:
-                break
-            for message in messages:
-                steps[message.metadata.dst_node_id - 1_000_000].append(w.to_numpy_ndarrays()[0])
-            w, _ = ppsgd.aggregate_train(round_, replies)
-            done = round_
-        ppsgd.close()
-        if isinstance(on, Nodes) and dice.random() < 0.5:
-            on.restart()
-    final = strategy(release=release(rate=0.5), checkpoint_dir=tmp_path / "server")
-    for user, ws in steps.items():
-        expected = np.zeros(SIZE)
-        for before in ws:
-            expected = expected - STEP * (before + expected - target(user))
-        chosen = step_from(
-            on.context(1_000_000 + user), _next_order(final, done + 1), lambda: np.zeros(SIZE)
-        )
-        np.testing.assert_array_equal(chosen.theta, expected)
-
-
-def _next_order(ppsgd: PPSGD, round_: int) -> Order:
-    return Order(
-        round_,
-        STEP,
-        1.0,
-        "mean",
-        True,
-        training=ppsgd._curator.training_id,
-        starts=ppsgd._curator.starts(),
-        charges=ppsgd.ledger.rounds,
-    )
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=12))
@@ -232,16 +168,6 @@ def test_orders_that_were_overtaken_are_refused(tmp_path: Path) -> None:
     for late in (order(4, (1, 4)), order(6, (1,))):
         with pytest.raises(ValueError, match="comes too late and θ stays as it is"):
             step_from(context, late, lambda: np.zeros(SIZE))
-
-
-def test_two_trainings_under_one_name_do_not_step_each_others_theta(tmp_path: Path) -> None:
-    on, both = Nodes(tmp_path), [strategy(), strategy()]
-    for round_ in (1, 2, 3):
-        for ppsgd in both:
-            one_round(ppsgd, on, round_)
-    for ppsgd in both:
-        saves = [s for s in shelf(tmp_path).saves() if s.training == ppsgd._curator.training_id]
-        assert [save.stamp["round"] for save in saves] == [3, 2, 1]
 
 
 def test_a_server_that_went_back_further_than_is_kept_is_told(
@@ -476,25 +402,6 @@ def answer(context: Context, an_order: Order, kind: str = "train") -> Message:
 # --- the training's own θ
 
 
-def test_a_run_without_a_name_is_the_trainings_own(tmp_path: Path) -> None:
-    """Other trainings can neither go on with its θ nor push it out."""
-    first = strategy()
-    first.start(Nodes(tmp_path, run=""), w0(), num_rounds=2)
-    own = run_of(first._curator.training_id)
-    before = theta(tmp_path, run=own)
-    for _ in range(6):
-        other = strategy()
-        other.start(Nodes(tmp_path, run=""), w0(), num_rounds=1)
-        np.testing.assert_allclose(
-            theta(tmp_path, run=run_of(other._curator.training_id)), STEP * target(0), atol=1e-15
-        )
-    np.testing.assert_array_equal(theta(tmp_path, run=own), before)
-    assert first.rounds_done == 2
-    replies = one_round(first, Nodes(tmp_path, run=""), 3)
-    assert not any(reply.has_error() for reply in replies)
-    assert next(shelf(tmp_path, run=own).saves()).stamp["visit"] == 3
-
-
 def test_a_node_without_a_directory_keeps_trainings_apart_too() -> None:
     on, both = (
         InProcessGrid(client_app(toy_learner), 1),
@@ -506,20 +413,6 @@ def test_a_node_without_a_directory_keeps_trainings_apart_too() -> None:
     kept = kept_by(on.context(1_000_000))
     assert kept is not None
     assert (kept.round, kept.visit) == (3, 3)
-
-
-def test_stock_messages_in_a_run_without_a_name_have_a_theta_of_their_own(tmp_path: Path) -> None:
-    ppsgd = strategy()
-    ppsgd.start(Nodes(tmp_path, run=""), w0(), num_rounds=2)
-    own = run_of(ppsgd._curator.training_id)
-    before = theta(tmp_path, run=own)
-    FedAvg().start(
-        Nodes(tmp_path, client_app(toy_learner, local_step=0.1), run=""), w0(), num_rounds=1
-    )
-    np.testing.assert_array_equal(theta(tmp_path, run=own), before)
-    np.testing.assert_array_equal(theta(tmp_path, run="no-training"), 0.0)
-    with pytest.raises(ValueError, match=r"took part in .*: name one"):
-        kept_by(Nodes(tmp_path, run="").context(1_000_000))
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
@@ -654,61 +547,6 @@ def test_a_server_that_forgot_charges_is_refused(
 # --- two tasks on one θ
 
 
-class Counting(Toy):
-    """Each step adds one to θ."""
-
-    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
-        return np.zeros(1), np.full(1, -1 / STEP)
-
-
-def counting_learner(context: Context) -> Toy:  # noqa: ARG001
-    return Counting(np.zeros(1))
-
-
-def work(directory: Path, rounds: Iterator[int], lock: threading.Lock) -> int:
-    """Answer the Orders of ever new rounds, in a task of its own for each; how many accepted."""
-    app = client_app(counting_learner)
-    accepted = 0
-    while True:
-        with lock:
-            round_ = next(rounds, None)
-        if round_ is None:
-            return accepted
-        context = Nodes(directory, app, nodes=1).context(1_000_000)
-        try:
-            app(message(order(round_), w=w0(np.zeros(1))), context)
-        except ClientError as refused:
-            assert refused.code in {"theta-busy", "too-late"}  # noqa: PT017
-        else:
-            accepted += 1
-
-
-def test_tasks_on_one_theta_never_lose_an_accepted_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1,600 steps by four threads: θ counts those that were accepted."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-    logging.getLogger("flwr.ppsgd").setLevel(logging.CRITICAL)
-    work(tmp_path / "first", iter([1]), threading.Lock())  # Python 3.11.7 cannot parse in threads
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        rounds, lock = iter(range(1, 1601)), threading.Lock()
-        with ThreadPoolExecutor(4) as pool:
-            tasks = [pool.submit(work, tmp_path, rounds, lock) for _ in range(4)]
-            accepted = sum(task.result() for task in tasks)
-    finally:
-        sys.setswitchinterval(switch)
-        logging.getLogger("flwr.ppsgd").setLevel(logging.NOTSET)
-    newest = next(shelf(tmp_path).saves())
-    assert newest.vectors["theta"].tolist() == [accepted]
-    assert newest.stamp["visit"] == accepted
-    assert accepted > 100
-    noted = list(shelf(tmp_path).notes())
-    assert len(noted) == 1600
-    assert sum(not line["code"] for line in noted) == accepted
-
-
 # --- what has left
 
 
@@ -747,19 +585,6 @@ def test_a_torn_line_is_ended_before_the_next_one(tmp_path: Path) -> None:
         own.note({"bytes": {"c": 1}})
     assert [line["bytes"] for line in own.notes()] == [{"a": 1}, {"c": 1}]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_a_line_that_the_disk_takes_only_in_part_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, write = shelf(tmp_path), os.write
-    with own.writing():
-        own.note({"bytes": {"a": 1}})
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
-    with pytest.raises(OSError, match="could not be written"), own.writing():
-        own.note({"bytes": {"b": 1}})
-    assert (own.directory / "sent.jsonl").read_bytes().endswith(b"}\n")
-    assert [line["bytes"] for line in own.notes()] == [{"a": 1}]
 
 
 def test_control_characters_never_reach_the_report(tmp_path: Path) -> None:

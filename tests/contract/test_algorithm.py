@@ -10,16 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flwr_ppsgd import PPSGD, FixedSize, Poisson, Release, Steps, client_app
-from flwr_ppsgd.algorithm import client_step, clip, server_step
+from flwr_ppsgd.algorithm import client_step, clip
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.targets import Floats, Target, flat, user_of
+from tests.support.steps import noisy_step
 
 FOUR = Release(Poisson(4, 1.0), clip_norm=5.0, noise_multiplier=0.0)
 
 
 def stepped(w: Floats, sent: Sequence[Floats], release: Release, step: float) -> Floats:
     """Algorithm 1's last line without noise."""
-    return server_step(w, sent, release, step, noise=0.0)
+    return noisy_step(w, sent, release, step, noise=0.0)
 
 
 def test_a_vector_inside_the_ball_is_left_alone() -> None:

@@ -9,9 +9,10 @@ import pytest
 from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd import PPSGD, FixedSize, Ledger, Order, Poisson, Release, Steps, client_app
-from flwr_ppsgd.algorithm import client_step, server_step
+from flwr_ppsgd.algorithm import client_step
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.targets import Floats, Target, flat, nodes, strategy, user_of, zeros
+from tests.support.steps import noisy_step
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SYNTHETIC = [f"a{a}_s{s}" for a in ("0.3", "3", "-1", "0") for s in (0, 5)]
@@ -49,7 +50,7 @@ def test_the_functions_follow_the_authors_regression(key: str) -> None:
             g = x.T @ (x @ (w + thetas[i]) - y) / len(x)
             sent[i], thetas[i] = client_step(thetas[i], g, g, 1.0, steps.personal)
         noise = noise_of(key) * data["noise_z"][t]
-        w = server_step(w, sent, release, steps.shared, noise)
+        w = noisy_step(w, sent, release, steps.shared, noise)
         np.testing.assert_allclose(w, data[f"{key}_w"][t], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(thetas, data[f"{key}_theta"][t], rtol=1e-9, atol=1e-11)
         risk = np.mean((w + thetas - data["theta_star"]) ** 2 * data["var"])
@@ -79,7 +80,7 @@ def test_the_functions_follow_the_authors_classification(key: str) -> None:
             vector, thetas[user] = client_step(thetas[user], g, g, 0.88, steps.personal)
             sent.append(vector)
         noise = noise_of(key) * 0.88 * data["noise_z"][t].reshape(-1)
-        w = server_step(w, sent, release, steps.shared, noise)
+        w = noisy_step(w, sent, release, steps.shared, noise)
         np.testing.assert_allclose(w.reshape(25, 10), data[f"{key}_w"][t], rtol=1e-9, atol=1e-12)
         for kept, theta in zip(data["theta_rounds"], data[f"{key}_theta"], strict=True):
             if kept == t + 1:

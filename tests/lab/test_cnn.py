@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_ppsgd import FixedSize, Release, client_step, server_step
+from flwr_ppsgd import FixedSize, Release, client_step
 from flwr_ppsgd.lab.cnn import FEATURES, mean_square, paper_cnn
 from flwr_ppsgd.lab.engines.networks import cohort_gradients
 from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.wire import Layout
 from tests.support.paths import GOLDEN
+from tests.support.steps import noisy_step
 from tests.support.toy import Floats
 
 USERS, HEAD = 10, 320
@@ -81,7 +82,7 @@ def test_a_round_is_that_of_the_authors_code(clip: str) -> None:
         vector, _ = client_step(theta, g_w, g_theta, float(clip), 1.0)
         sent.append(vector)
     release = Release(FixedSize(USERS, USERS), clip_norm=float(clip), noise_multiplier=0.0)
-    mean = -server_step(np.zeros_like(w), sent, release, 1.0, noise=0.0)
+    mean = -noisy_step(np.zeros_like(w), sent, release, 1.0, noise=0.0)
     expected = flat(model, RECORDED[f"C{clip}_gw"], parameters(f"C{clip}_gp"))
     np.testing.assert_allclose(mean, expected, rtol=0, atol=1e-8)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, calibrate_noise, cli
-from flwr_ppsgd.lab.plan import ASKED, EASED, Question, ask, chart, gather, in_words, make, missing
+from flwr_ppsgd.lab.plan import ASKED, EASED, Question, ask, gather, in_words, make, missing
 from flwr_ppsgd.lab.theory import Minimiser, favours_local, theorem_b_4, threshold_samples
 
 FLAT: dict[str, Any] = {
@@ -101,19 +101,6 @@ def test_noise_per_coordinate_by_hand() -> None:
     plan = plan_for(epsilon=None, noise_multiplier=3.0, clip_norm=2.0)
     assert plan.price.noise_std == pytest.approx(0.3)
     assert plan.price.signal_to_noise == pytest.approx(2 / math.sqrt(40) / 0.3)
-
-
-def test_epsilon_by_round_grows_to_the_end_and_is_near_pld_between(plan: Any) -> None:
-    rounds, values = zip(*plan.price.epsilon_by_round, strict=True)
-    assert rounds[-1] == 50
-    assert values[-1] == pytest.approx(plan.price.epsilon)
-    assert list(values) == sorted(values)
-    exact = (
-        Ledger(1e-5)
-        .record(Release(Poisson(200, 0.1), 1.0, plan.price.noise_multiplier), rounds[24])
-        .epsilon()
-    )
-    assert values[24] == pytest.approx(exact, rel=0.02)
 
 
 def test_with_noise_and_a_budget_the_rounds_that_it_pays_for_are_counted() -> None:
@@ -286,13 +273,6 @@ def test_numbers_without_meaning_are_refused(change: dict[str, Any], message: st
         make(Question.read(gather(None, {**FLAT, **change})))
 
 
-def test_the_chart_rises_to_its_last_column() -> None:
-    lines = chart(((1, 0.5), (10, 1.0), (20, 2.0)))
-    assert lines[1].startswith("       2 │")
-    assert lines[1].endswith("█")
-    assert lines[-1].split() == ["round", "1", "20"]
-
-
 def test_words_hold_every_answer(plan: Any) -> None:
     text = in_words(Question.read(FLAT), plan)
     for part in (
@@ -306,7 +286,6 @@ def test_words_hold_every_answer(plan: Any) -> None:
         "start with αQ",
         "smallest at αQ",
         "assuming that",
-        "└──",
     ):
         assert part in text
 

@@ -20,8 +20,6 @@ from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.journal import NAME as JOURNAL
 from flwr_ppsgd.server.journal import NO_RECORD
 from flwr_ppsgd.server.training import Training
-from tests.support.toy import grid, strategy, w0
-from tests.support.toy import release as toy_release
 
 DELTA = 1e-5
 SAMPLED = Release(Poisson(1000, 0.01), 1.0, 2.0)
@@ -134,57 +132,6 @@ def test_there_must_be_a_budget(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_two_trainings_share_a_budget_and_stop_when_it_is_spent(tmp_path: Path) -> None:
-    new_budget(tmp_path / "budget", 1.0, DELTA)
-    first = curator(tmp_path / "a", tmp_path / "budget", release=EVERYONE)
-    second = curator(tmp_path / "b", tmp_path / "budget")
-    assert first.plan(3) == 3
-    for round_ in (1, 2, 3):
-        one_round(first, round_)
-    allowed = second.plan(10**6)
-    alone = affordable_rounds(max_epsilon=1.0, delta=DELTA, release=SAMPLED, method="rdp")
-    assert 0 < allowed < alone
-    budget = second._budget
-    assert budget is not None
-    budget.catch_up(second.training_id, {SAMPLED: allowed - 1})  # as if it had run them
-    one_round(second, 1)
-    with pytest.raises(PrivacyBudgetExhausted, match=r"round 2 does not fit .*% is spent by \d+"):
-        second.check_budget(2)
-    both = Ledger(DELTA).record(EVERYONE, 3).record(SAMPLED, allowed)
-    assert both.epsilon() <= 1.0
-    spending = read_spending(tmp_path / "budget")
-    assert spending.charged == 3 + allowed
-    assert spending.counts_of(first.training_id) == {EVERYONE: 3}
-
-
-def test_the_statement_is_that_of_the_budget(tmp_path: Path) -> None:
-    new_budget(tmp_path / "budget", 1.0, DELTA)
-    of = curator(tmp_path / "a", tmp_path / "budget")
-    of.plan(2)
-    one_round(of, 1)
-    assert of.headline().epsilon == 1.0
-    assert of.headline().delta == DELTA
-    assert of.promise().replace_one == of._budget.allowance.epsilon_replace_one()  # type: ignore[union-attr]
-
-
-def test_a_release_is_in_the_budget_and_in_its_record_before_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new_budget(tmp_path, 1.0, DELTA)
-    of = curator(None, tmp_path)
-    seen: list[tuple[int, int | None]] = []
-
-    def descend(*_: Any) -> Any:
-        spending = read_spending(tmp_path)
-        seen.append((spending.charged, record.Record(spending.budget, tmp_path).read()))
-        return np.zeros(3)
-
-    monkeypatch.setattr("flwr_ppsgd.optimizers.descend", descend)
-    one_round(of, 1)
-    one_round(of, 2)
-    assert seen == [(1, 1), (2, 2)]
-
-
 def test_a_charge_that_another_training_has_made_impossible_is_not_released(tmp_path: Path) -> None:
     new_budget(tmp_path / "budget", 1.0, DELTA)
     first = curator(tmp_path / "a", tmp_path / "budget")
@@ -194,24 +141,6 @@ def test_a_charge_that_another_training_has_made_impossible_is_not_released(tmp_
     with pytest.raises(PrivacyBudgetExhausted):
         first.publish(1, np.zeros(3), first.open_sum(3))
     assert first.ledger.rounds == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"delta": 1e-6}, "delta must be that of the budget .* got 1e-06: use delta=1e-05"),
-        ({"insecure_seed": 3}, "cannot have a known seed"),
-        ({"release": Release(Poisson(1000, 0.01, cap=50), 1.0, 1.0)}, "cannot have a cap"),
-    ],
-)
-def test_what_a_budget_cannot_cover_is_refused(
-    tmp_path: Path, changes: dict[str, Any], names: str
-) -> None:
-    new_budget(tmp_path / "budget", 1.0, DELTA)
-    with pytest.raises(ValueError, match=names):
-        curator(tmp_path / "a", tmp_path / "budget", **changes)
-    (tmp_path / "a" / JOURNAL).unlink()
-    curator(tmp_path / "a", tmp_path / "budget")  # the lock was given up
 
 
 def test_a_gaussian_budget_refuses_sampled_users(tmp_path: Path) -> None:
@@ -227,27 +156,6 @@ def test_without_noise_nothing_fits(tmp_path: Path) -> None:
     assert of.plan(3) == 0
     with pytest.raises(PrivacyBudgetExhausted):
         of.check_budget(1)
-
-
-def test_a_training_joins_before_its_first_round_and_never_leaves(tmp_path: Path) -> None:
-    new_budget(tmp_path / "budget", 1.0, DELTA)
-    new_budget(tmp_path / "other", 1.0, DELTA)
-    free = curator(tmp_path / "free", None)
-    one_round(free, 1)
-    free.close()
-    with pytest.raises(ValueError, match=r"1 charges that the budget in .* never saw"):
-        curator(tmp_path / "free", tmp_path / "budget")
-    bound = curator(tmp_path / "bound", tmp_path / "budget")
-    one_round(bound, 1)
-    bound.close()
-    with pytest.raises(ValueError, match=r"is under the budget in .*budget: set budget_dir"):
-        curator(tmp_path / "bound", None)
-    with pytest.raises(ValueError, match=r"not under the one in .*other"):
-        curator(tmp_path / "bound", tmp_path / "other")
-    again = curator(tmp_path / "bound", tmp_path / "budget")
-    assert again.ledger.rounds == 1
-    assert again.plan(5) == 5
-    assert again.caveats == (), "a longer plan is no caveat under a budget"
 
 
 def test_charges_that_only_the_journal_shows_are_brought_into_the_budget(tmp_path: Path) -> None:
@@ -325,17 +233,3 @@ def test_a_curator_without_a_journal_opens_its_budget_again(tmp_path: Path) -> N
     one_round(of, 2)
     assert (of.rounds_done, of.ledger.rounds) == (2, 2)
     assert read_spending(tmp_path).charged == 2
-
-
-def test_a_strategy_stops_at_the_budget_and_states_it(tmp_path: Path) -> None:
-    release = toy_release(z=40.0)
-    new_budget(tmp_path / "budget", 0.5, DELTA)
-    room = Budget(tmp_path / "budget").affords(release)
-    settings = {"release": release, "delta": DELTA, "budget_dir": str(tmp_path / "budget")}
-    first = strategy(**settings, checkpoint_dir=tmp_path / "a")
-    first.start(grid(), w0(), num_rounds=room - 2)
-    second = strategy(**settings, checkpoint_dir=tmp_path / "b")
-    second.start(grid(), w0(), num_rounds=10)
-    assert (first.ledger.rounds, second.ledger.rounds) == (room - 2, 2)
-    assert second.privacy_data()["delta"] == DELTA
-    assert "(0.5, 1e-05)-joint" in second.privacy_statement()

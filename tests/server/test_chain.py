@@ -3,24 +3,22 @@
 import errno
 import itertools
 import os
-import random
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flwr_ppsgd import disk
 from flwr_ppsgd.privacy import release_to_dict
 from flwr_ppsgd.server import record
 from flwr_ppsgd.server.chain import RESERVE, RESERVE_BYTES, Chain, sealed
 from flwr_ppsgd.server.checkpoint import Checkpoint, save
 from flwr_ppsgd.server.journal import NAME, Journal
 from tests.server.test_journal import NOISY, run, training
-from tests.support.toy import grid, release, w0
+from tests.support.toy import grid, w0
 
 
 def charged(directory: Path, rounds: int, insecure: bool = False) -> bytes:
@@ -36,29 +34,6 @@ def reopened(directory: Path) -> Journal:
     journal = Journal(directory, NOISY, 1e-4)
     journal.close()
     return journal
-
-
-def test_a_line_names_its_release(tmp_path: Path) -> None:
-    other = release(z=5.0)
-    journal = Journal(tmp_path, NOISY, 1e-4)
-    journal.charge(1, False)
-    for round_ in (2, 3):
-        journal.charge(round_, False, other)
-    journal.charge(4, True, NOISY)
-    journal.close()
-    lines = (tmp_path / NAME).read_text().splitlines()
-    texts = [line.split("\t")[0] for line in lines]
-    assert texts[1] == '{"round": 1, "kind": 0, "insecure": false}'
-    assert texts[2].startswith('{"kind": 1, "release": {')
-    assert texts[3:] == [
-        '{"round": 2, "kind": 1, "insecure": false}',
-        '{"round": 3, "kind": 1, "insecure": false}',
-        '{"round": 4, "kind": 0, "insecure": true}',
-    ]
-    again = reopened(tmp_path).ledger
-    assert dict(again.releases) == {NOISY: 2, other: 2}
-    assert again == journal.ledger
-    assert again.insecure_rounds == 1
 
 
 @pytest.mark.parametrize("number", [2, 9])
@@ -131,23 +106,6 @@ def test_a_bad_line_is_accepted_only_before_the_entry_that_says_so(tmp_path: Pat
             reopened(tmp_path)
 
 
-def test_no_flipped_byte_of_a_journal_hides_a_charge(tmp_path: Path) -> None:
-    content = charged(tmp_path, 3)
-    home = record.home()
-    dice = random.Random(0)
-    for place in range(len(content)):
-        changed = bytearray(content)
-        changed[place] ^= 1 << dice.randrange(8)
-        (tmp_path / NAME).write_bytes(changed)
-        shutil.rmtree(home, ignore_errors=True)  # nothing outside helps
-        try:
-            found = reopened(tmp_path).ledger.rounds
-        except ValueError:
-            assert (tmp_path / NAME).read_bytes() == bytes(changed)
-        else:
-            assert found >= 3, place
-
-
 def test_a_torn_line_is_refused_if_w_has_had_more_charges(tmp_path: Path) -> None:
     content = charged(tmp_path, 4)
     lines = content.splitlines(keepends=True)
@@ -200,62 +158,6 @@ def test_a_torn_first_line_is_refused_if_there_was_a_training(
     assert (tmp_path / NAME).read_bytes() == content
 
 
-Fault = Callable[..., Any]
-
-
-def failing_once(real: Fault, journal: Journal, error: int, part: int = 0) -> Fault:
-    """``real``, which fails once on the journal's file after ``part`` bytes."""
-    left = [1]
-
-    def call(descriptor: int, *data: Any) -> Any:
-        if descriptor != journal._chain._file or not left:
-            return real(descriptor, *data)
-        left.pop()
-        if data and part:
-            real(descriptor, bytes(data[0])[:part])
-        raise OSError(error, os.strerror(error))
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("name", "part"), [("write", 0), ("write", 11), ("fsync", 0)], ids=["at once", "half", "sync"]
-)
-def test_a_failed_write_of_a_living_process_is_cut_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, part: int
-) -> None:
-    before = charged(tmp_path, 2)
-    journal = Journal(tmp_path, NOISY, 1e-4)
-    monkeypatch.setattr(os, name, failing_once(getattr(os, name), journal, errno.EIO, part))
-    with pytest.raises(OSError, match=r"Input/output error\): nothing was released"):
-        journal.charge(3, False)
-    assert (tmp_path / NAME).read_bytes() == before
-    assert journal.ledger.rounds == 2
-    journal.charge(3, False)
-    journal.close()
-    assert reopened(tmp_path).ledger.rounds == 3
-    assert reopened(tmp_path).story.torn == 0
-
-
-def test_an_interrupt_in_the_middle_of_a_write_is_cut_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = charged(tmp_path, 2)
-    journal = Journal(tmp_path, NOISY, 1e-4)
-
-    def interrupted(_: int) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        journal.charge(3, False)
-    assert (tmp_path / NAME).read_bytes() == before
-    journal.charge(3, False)
-    assert journal.ledger.rounds == 3
-    journal.close()
-
-
 def test_a_journal_that_cannot_be_cut_back_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,33 +176,6 @@ def test_a_journal_that_cannot_be_cut_back_is_closed(
         journal.charge(1, False)
     journal.close()
     assert reopened(tmp_path).ledger.rounds >= 0
-
-
-def test_on_a_full_disk_the_reserve_makes_room_for_the_charge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = Journal(tmp_path, NOISY, 1e-4)
-    journal.reserve()
-    assert (tmp_path / RESERVE).stat().st_size == RESERVE_BYTES
-    monkeypatch.setattr(os, "write", failing_once(os.write, journal, errno.ENOSPC, 7))
-    journal.charge(1, False)
-    assert not (tmp_path / RESERVE).exists()
-    journal.close()
-    monkeypatch.undo()
-    assert reopened(tmp_path).ledger.rounds == 1
-    assert reopened(tmp_path).story.torn == 0
-
-
-def test_without_a_reserve_a_full_disk_is_an_error_and_the_file_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = charged(tmp_path, 1)
-    journal = Journal(tmp_path, NOISY, 1e-4)
-    monkeypatch.setattr(os, "write", failing_once(os.write, journal, errno.ENOSPC, 7))
-    with pytest.raises(OSError, match=r"No space left on device.*nothing was released"):
-        journal.charge(2, False)
-    journal.close()
-    assert (tmp_path / NAME).read_bytes() == before
 
 
 @pytest.fixture
@@ -370,42 +245,6 @@ def test_a_journal_on_a_real_full_disk_is_whole_at_every_moment(small_disk: Path
     assert reopened(small_disk).story.torn == 0
 
 
-def test_before_a_round_there_must_be_room_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ppsgd = training(tmp_path)
-    real = disk.write
-
-    def full(path: Path, *rest: Any, **more: Any) -> None:
-        if path.name == RESERVE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(path, *rest, **more)
-
-    monkeypatch.setattr(disk, "write", full)
-    with pytest.raises(OSError, match=r"no room for the 64 KiB .* nothing was sent") as caught:
-        ppsgd.start(grid(), w0(), num_rounds=2)
-    assert "\n" not in str(caught.value)
-    assert ppsgd.ledger.rounds == 0
-
-
-def test_a_forked_child_closes_the_journal_and_does_not_unlock_it(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, NOISY, 1e-4)
-    descriptor = journal._chain._file
-    child = os.fork()
-    if child == 0:
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os._exit(0 if not journal.is_open else 1)
-        os._exit(2)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    with pytest.raises(ValueError, match="in use by another training"):
-        Journal(tmp_path, NOISY, 1e-4)
-    journal.charge(1, False)
-    journal.close()
-
-
 def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
     journal = Journal(tmp_path, NOISY, 1e-4)
     read, write = os.pipe()
@@ -429,28 +268,3 @@ def test_close_may_be_called_twice(tmp_path: Path) -> None:
     journal.close()
     os.fstat(stranger)  # it may have the same number
     os.close(stranger)
-
-
-def test_a_million_rounds_are_read_in_two_seconds(tmp_path: Path) -> None:
-    first_line(tmp_path)
-    journal = Journal(tmp_path, NOISY, 1e-4)
-    check = journal._chain.reader.end.check
-    journal.close()
-    lines = []
-    for round_ in range(10**6):
-        line, check = sealed(b'{"round": %d, "kind": 0, "insecure": false}' % round_, check)
-        lines.append(line)
-    with (tmp_path / NAME).open("ab") as file:
-        file.writelines(lines)
-    start = time.process_time()
-    found = reopened(tmp_path)
-    assert time.process_time() - start < 2
-    assert found.ledger.rounds == 10**6
-    lines[777_777] = lines[777_777].replace(b"777777", b"777776")
-    with (tmp_path / NAME).open("r+b") as file:
-        file.seek(0)
-        file.readline()
-        file.writelines(lines)
-        file.truncate()
-    with pytest.raises(ValueError, match="damaged at line 777779"):
-        reopened(tmp_path)

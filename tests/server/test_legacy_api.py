@@ -1,16 +1,13 @@
 """The legacy API keeps the same promise."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Context
-from flwr.client import Client, NumPyClient
-from flwr.client.mod import LocalDpMod, message_size_mod, secaggplus_mod
+from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import (
     Code,
@@ -22,31 +19,19 @@ from flwr.common import (
     parameters_to_ndarrays,
 )
 from flwr.server import (
-    LegacyContext,
     ServerApp,
     ServerAppComponents,
     ServerConfig,
     SimpleClientManager,
 )
 from flwr.server.client_proxy import ClientProxy
-from flwr.server.strategy import (
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    FedAvg,
-    FedProx,
-)
-from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow, SecAggWorkflow
-from flwr.serverapp.exception import PrivacyBudgetExhausted
 
-from flwr_ppsgd import PrivateMetrics, SecureSum, Steps, client_app
+from flwr_ppsgd import PrivateMetrics, Steps, client_app
 from flwr_ppsgd.client.legacy_api import PPSGDClient
 from flwr_ppsgd.server.legacy_api import PPSGDStrategy
-from flwr_ppsgd.server.rounds import NobodyUsableError
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.kept import kept_by
-from tests.support.toy import SIZE, Floats, flat, release, strategy, toy_learner, w0
+from tests.support.toy import SIZE, Floats, release, strategy, toy_learner, w0
 
 ONE = np.full(SIZE, 0.1)
 
@@ -116,18 +101,6 @@ def recording(ppsgd: Any) -> list[Parameters]:
     return published
 
 
-def test_a_legacy_app_gives_the_same_w_as_the_message_api() -> None:
-    ppsgd = legacy(release=release(z=1.0), insecure_seed=4)
-    published = recording(ppsgd)
-    run_legacy(ppsgd, 4, InProcessGrid(ClientApp(client_fn=client_fn), 5))
-    grid = InProcessGrid(client_app(toy_learner), 5)
-    message_api = strategy(release=release(z=1.0), insecure_seed=4).start(grid, w0(), num_rounds=4)
-    np.testing.assert_array_equal(
-        parameters_to_ndarrays(published[-1])[0], flat(message_api.arrays)
-    )
-    assert ppsgd.ledger.rounds == 4
-
-
 def test_theta_stays_in_the_nodes_state() -> None:
     grid = InProcessGrid(ClientApp(client_fn=client_fn), 5)
     run_legacy(legacy(), 3, grid)
@@ -135,62 +108,6 @@ def test_theta_stays_in_the_nodes_state() -> None:
     assert kept is not None
     assert (kept.round, kept.visit) == (3, 3)
     assert np.any(kept.theta != 0)
-
-
-def test_an_empty_cohort_still_steps_and_is_charged() -> None:
-    """The legacy loop would skip a round whose list of clients is empty."""
-    ppsgd = legacy(release=release(rate=1e-9, z=1.0))
-    published = recording(ppsgd)
-    run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
-    assert ppsgd.ledger.rounds == 2
-    assert np.all(parameters_to_ndarrays(published[0])[0] != 0)
-
-
-HOSTILE: dict[str, Callable[[], FitRes]] = {
-    "another length": lambda: result(None, ONE, ONE),
-    "nothing": lambda: result([]),
-    "garbage": lambda: result([b"garbage"]),
-    "NaN": lambda: result(None, math.nan * ONE),
-    "infinity": lambda: result(None, math.inf * ONE),
-    "another shape": lambda: result(None, np.zeros((2, 3))),
-    "whole numbers": lambda: result(None, np.ones(SIZE, dtype=np.int64)),
-    "no parameters at all": lambda: FitRes(Status(Code.OK, ""), None, 1, {}),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_result_that_cannot_be_used_counts_as_zero(kind: str) -> None:
-    ppsgd, clients = legacy(release=release(z=1.0), insecure_seed=1), manager()
-    asked = ppsgd.configure_fit(1, ppsgd._initial, clients)
-    good: list[tuple[ClientProxy, FitRes]] = [
-        (client, result(None, ONE)) for client, _ in asked[1:]
-    ]
-    hostile: list[tuple[ClientProxy, FitRes]] = [(asked[0][0], HOSTILE[kind]()), *good]
-    w, _ = ppsgd.aggregate_fit(1, hostile, [OSError("gone")])
-    other = legacy(release=release(z=1.0), insecure_seed=1)
-    other.configure_fit(1, other._initial, clients)
-    without, _ = other.aggregate_fit(1, good, [])
-    np.testing.assert_array_equal(parameters_to_ndarrays(w)[0], parameters_to_ndarrays(without)[0])
-    assert ppsgd.ledger.rounds == 1
-
-
-def test_second_results_and_strangers_count_as_zero() -> None:
-    ppsgd, clients = legacy(), manager()
-    ((client, _), *_) = ppsgd.configure_fit(1, ppsgd._initial, clients)
-    replies: list[tuple[ClientProxy, FitRes]] = [(client, result(None, ONE))] * 2
-    w, _ = ppsgd.aggregate_fit(1, [*replies, (Proxy("99"), result(None, ONE))], [])
-    np.testing.assert_allclose(parameters_to_ndarrays(w)[0], -0.1 / 5, rtol=1e-8)
-
-
-def test_the_budget_raises_and_affordable_rounds_says_when() -> None:
-    ppsgd, clients = legacy(release=release(z=10.0), max_epsilon=0.5), manager()
-    affordable = ppsgd.affordable_rounds or 0
-    for round_ in range(1, affordable + 1):
-        ppsgd.configure_fit(round_, ppsgd._initial, clients)
-        ppsgd.aggregate_fit(round_, [], [])
-    with pytest.raises(PrivacyBudgetExhausted, match="max_epsilon"):
-        ppsgd.configure_fit(affordable + 1, ppsgd._initial, clients)
-    assert affordable > 0
 
 
 def test_aggregating_without_configuring_is_refused() -> None:
@@ -210,28 +127,6 @@ def test_alpha_zero_sends_nothing_and_costs_nothing() -> None:
     run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
     np.testing.assert_array_equal(parameters_to_ndarrays(published[-1])[0], 0.0)
     assert ppsgd.ledger.epsilon() == 0.0
-
-
-def test_a_client_replies_with_the_gradient_and_no_count_or_metric() -> None:
-    grid = InProcessGrid(ClientApp(client_fn=client_fn), 1)
-    client = PPSGDClient(
-        toy_learner(grid.context(grid.get_node_ids()[0])), grid.context(grid.get_node_ids()[0])
-    )
-    ppsgd = legacy()
-    config = ppsgd._config(1, ppsgd.initialize_parameters(manager()))
-    (gradient,), count, metrics = client.fit([np.zeros(SIZE)], config)
-    assert isinstance(client, NumPyClient)
-    assert np.linalg.norm(gradient) <= 1.0
-    assert (count, metrics) == (1, {})
-
-
-@pytest.mark.parametrize("stock", [FedAvg, FedProx], ids=lambda s: s.__name__)
-def test_the_same_client_serves_stock_legacy_strategies(stock: Any) -> None:
-    more = {"proximal_mu": 0.1} if stock is FedProx else {}
-    server_strategy = stock(initial_parameters=ndarrays_to_parameters([np.zeros(SIZE)]), **more)
-    published = recording(server_strategy)
-    run_legacy(server_strategy, 3, InProcessGrid(ClientApp(client_fn=client_fn), 5))
-    assert np.linalg.norm(parameters_to_ndarrays(published[-1])[0]) > 0.1
 
 
 def test_evaluation_is_averaged_over_users() -> None:
@@ -357,61 +252,6 @@ def test_central_evaluation_gets_the_absolute_round_and_w(tmp_path: Path) -> Non
         ppsgd.close()
     assert seen == [0, 1, 2, 2, 3]
     assert legacy().evaluate(1, ppsgd.initialize_parameters(manager())) is None
-
-
-WRAPPERS: list[Any] = [
-    lambda inner: DifferentialPrivacyServerSideFixedClipping(inner, 1.0, 1.0, 5),
-    lambda inner: DifferentialPrivacyServerSideAdaptiveClipping(inner, 0.1, 5),
-    lambda inner: DifferentialPrivacyClientSideFixedClipping(inner, 1.0, 1.0, 5),
-    lambda inner: DifferentialPrivacyClientSideAdaptiveClipping(inner, 0.1, 5),
-]
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_flowers_dp_strategies_are_refused_around_ours(wrap: Any) -> None:
-    inner = legacy()
-    wrapped = wrap(inner)
-    words = r"PPSGDStrategy inside Flower's DifferentialPrivacy\w+: .*use it without"
-    with pytest.raises(ValueError, match=words):
-        wrapped.initialize_parameters(manager())
-    with pytest.raises(ValueError, match=words):
-        wrapped.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
-    assert inner.ledger.rounds == 0
-    assert inner.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
-
-
-@pytest.mark.parametrize("workflow", [SecAggPlusWorkflow(3, 2), SecAggWorkflow(2)])
-def test_flowers_secure_aggregation_is_refused_around_ours(workflow: Any) -> None:
-    """One client of norm 7.5 once entered unclipped, under a statement that said "clipped"."""
-    inner = legacy()
-    grid = InProcessGrid(ClientApp(client_fn=client_fn, mods=[secaggplus_mod]), 5)
-    context = LegacyContext(
-        grid.context(grid.get_node_ids()[0]),
-        config=ServerConfig(num_rounds=1),
-        strategy=inner,
-    )
-    words = r"inside Flower's SecAggPlusWorkflow: .*PPSGD\(..., aggregation=SecureSum"
-    with pytest.raises(ValueError, match=words):
-        DefaultWorkflow(fit_workflow=workflow)(grid, context)
-    assert inner.ledger.rounds == 0
-
-
-def test_a_secure_sum_is_refused_in_the_legacy_api() -> None:
-    secure = replace(release(), aggregation=SecureSum(3, 1))
-    with pytest.raises(ValueError, match=r"legacy loop has one: use flwr_ppsgd.PPSGD"):
-        legacy(release=secure)
-
-
-def test_a_local_dp_mod_before_our_client_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """It would send w + clip(g − w) plus noise in place of a gradient, unnoticed."""
-    app = ClientApp(client_fn, mods=[LocalDpMod(1.0, 1.0, 1.0, 1e-3)])
-    with pytest.raises(NobodyUsableError, match="refused-message"):
-        run_legacy(legacy(), 2, InProcessGrid(app, 5))
-    assert "leave LocalDpMod out of mods" in caplog.text
-    caplog.clear()
-    caplog.set_level("DEBUG", logger="flwr.ppsgd")
-    run_legacy(legacy(), 2, InProcessGrid(ClientApp(client_fn, mods=[message_size_mod]), 5))
-    assert caplog.text.count("replies=5 zeros=0") == 2
 
 
 FAILED = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, "no data"), Parameters([], ""), 0, {})

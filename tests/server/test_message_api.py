@@ -1,11 +1,8 @@
 """PPSGD under Flower: one round, whatever comes back; budget; enrolment; what is released."""
 
-import io
 import logging
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,9 +15,7 @@ from flwr.app import (
     Error,
     Message,
     MetricRecord,
-    RecordDict,
 )
-from flwr.serverapp.exception import PrivacyBudgetExhausted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -28,17 +23,13 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd import (
     PPSGD,
-    FixedSize,
-    Ledger,
     Poisson,
     Release,
     Steps,
     client_app,
-    client_step,
-    server_step,
 )
 from flwr_ppsgd.promise import rounded_up
-from flwr_ppsgd.server.rounds import NobodyUsableError, mean_of
+from flwr_ppsgd.server.rounds import mean_of
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, ORDER
 from tests.support.toy import (
@@ -50,162 +41,11 @@ from tests.support.toy import (
     opened,
     release,
     strategy,
-    target,
     toy_learner,
     w0,
 )
 
 ONE = np.full(SIZE, 0.1)
-
-
-def test_a_training_is_the_pure_algorithm_round_by_round() -> None:
-    """Without noise the strategy's w is that of server_step and client_step, to the grid's 2⁻³²."""
-    steps, w, thetas = Steps(shared=1.0, personal=0.5), np.zeros(SIZE), np.zeros((5, SIZE))
-    result = strategy().start(grid(), w0(), num_rounds=4)
-    for _ in range(4):
-        sent = np.empty_like(thetas)
-        for i in range(5):
-            g = w + thetas[i] - target(i)
-            sent[i], thetas[i] = client_step(thetas[i], g, g, 1.0, steps.personal)
-        w = server_step(w, sent, release(), steps.shared, noise=0.0)
-    np.testing.assert_allclose(flat(result.arrays), w, atol=4 * 5 * 2.0**-32)
-
-
-def test_the_denominator_does_not_know_how_many_replied() -> None:
-    """Two of five replies, all of them ones of .1: w moves by −.2/5."""
-    ppsgd, on = strategy(), grid()
-    messages = opened(ppsgd, on)
-    arrays, _ = ppsgd.aggregate_train(1, make_replies(messages[:2], lambda _: ONE))
-    np.testing.assert_allclose(flat(arrays), -0.2 / 5, rtol=1e-8)
-
-
-def npy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
-
-
-def record(**arrays: Array) -> RecordDict:
-    return RecordDict(
-        {GRADIENT: ArrayRecord({name.strip("_"): array for name, array in arrays.items()})}
-    )
-
-
-def lying(
-    data: bytes, shape: tuple[int, ...] = (SIZE,), stype: str = "numpy.ndarray"
-) -> RecordDict:
-    return record(_0=Array("float64", shape, stype, data))
-
-
-HUGE_HEADER = npy(np.zeros(SIZE)).replace(b"(6,), }", b"(6000000000000,), }"[:7])
-HOSTILE: dict[str, RecordDict] = {
-    "nothing": RecordDict(),
-    "NaN": record(_0=Array(np.array([math.nan] * SIZE))),
-    "infinity": record(_0=Array(np.array([math.inf] * SIZE))),
-    "one NaN": record(_0=Array(np.array([0.1] * (SIZE - 1) + [math.nan]))),
-    "too long": record(_0=Array(np.ones(SIZE + 1))),
-    "too short": record(_0=Array(np.ones(SIZE - 1))),
-    "another shape": record(_0=Array(np.ones((2, 3)))),
-    "a scalar": record(_0=Array(np.array(1.0))),
-    "ten million numbers": record(_0=Array(np.ones(12_345_678, dtype=np.float32))),
-    "another key": record(weight=Array(np.ones(SIZE))),
-    "one key more": record(_0=Array(np.ones(SIZE)), _1=Array(np.ones(SIZE))),
-    "whole numbers": record(_0=Array(np.ones(SIZE, dtype=np.int64))),
-    "complex": record(_0=Array(np.ones(SIZE, dtype=np.complex128))),
-    "booleans": record(_0=Array(np.ones(SIZE, dtype=np.bool_))),
-    "strings": record(_0=Array(np.array(["1.0"] * SIZE))),
-    "a declared shape that is not the data's": lying(npy(np.ones(SIZE + 3))),
-    "a header of more than there is": lying(npy(np.ones(SIZE))[:-8]),
-    "bytes after the end": lying(npy(np.ones(SIZE)) + b"\0" * 8),
-    "a header that claims terabytes": lying(HUGE_HEADER),
-    "no header": lying(b""),
-    "garbage": lying(b"\x93NUMPY\x01\x00\xff\xffgarbage"),
-    "a pickle": lying(b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94."),
-    "another serialisation": lying(npy(np.ones(SIZE)), stype="torch.save"),
-    "metrics under the gradient's name": RecordDict({GRADIENT: MetricRecord({"loss": 1.0})}),
-    "parameters under another name": RecordDict({"arrays": ArrayRecord([np.ones(SIZE)])}),
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_reply_that_cannot_be_used_counts_as_zero(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Same D, same charge, no exception; the others count as ever."""
-    ppsgd, on = strategy(release=release(z=1.0), insecure_seed=1), grid()
-    messages = opened(ppsgd, on)
-    good = make_replies(messages[1:], lambda _: ONE)
-    with caplog.at_level(logging.INFO, logger="flwr.ppsgd"):
-        arrays, _ = ppsgd.aggregate_train(1, [Message(HOSTILE[kind], reply_to=messages[0]), *good])
-    other = strategy(release=release(z=1.0), insecure_seed=1)
-    without, _ = other.aggregate_train(1, make_replies(opened(other, grid())[1:], lambda _: ONE))
-    np.testing.assert_array_equal(flat(arrays), flat(without))
-    assert ppsgd.ledger.rounds == 1
-    assert "server-private" in caplog.text
-    assert str(messages[0].metadata.dst_node_id) not in caplog.text
-
-
-def test_a_sum_that_fails_halfway_stops_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when memory runs out: a reply that was added in part must not be passed over, and come
-    once more."""
-
-    def out_of_memory(*_: object) -> None:
-        raise MemoryError
-
-    ppsgd, on = strategy(), grid()
-    replies = make_replies(opened(ppsgd, on), lambda _: ONE)
-    monkeypatch.setattr("flwr_ppsgd.noise.GridSum.put", out_of_memory)
-    with pytest.raises(MemoryError):
-        ppsgd.aggregate_train(1, replies)
-
-
-@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4", ">f8", "longdouble"])
-def test_any_real_float_dtype_and_memory_order_is_accepted(dtype: str) -> None:
-    ppsgd, on = strategy(release=release(1)), grid(1)
-    arrays = w0(np.zeros((2, 3)))
-    (message,) = opened(ppsgd, on, arrays)
-    gradient = np.asfortranarray(np.arange(6).reshape(2, 3) / 8).astype(np.dtype(dtype))
-    moved, _ = ppsgd.aggregate_train(1, [answer(message, gradient)])
-    np.testing.assert_allclose(flat(moved), -np.arange(6) / 8, atol=1e-8)
-
-
-def test_errors_and_silence_count_as_zero() -> None:
-    ppsgd, on = strategy(), grid()
-    messages = opened(ppsgd, on)
-    replies = [Message(Error(2, "it broke"), reply_to=messages[0]), answer(messages[1], ONE)]
-    arrays, _ = ppsgd.aggregate_train(1, replies)
-    np.testing.assert_allclose(flat(arrays), -0.1 / 5, rtol=1e-8)
-
-
-def test_only_the_first_valid_reply_of_an_asked_node_counts() -> None:
-    ppsgd, on = strategy(), grid()
-    messages = opened(ppsgd, on)
-    twice = [
-        answer(messages[0], math.nan * ONE),
-        answer(messages[0], ONE),
-        answer(messages[0], 3 * ONE),
-    ]
-    arrays, _ = ppsgd.aggregate_train(1, twice)
-    np.testing.assert_allclose(flat(arrays), -0.1 / 5, rtol=1e-8)
-
-
-def test_a_reply_of_a_node_that_was_not_asked_counts_as_zero() -> None:
-    ppsgd = strategy(release=release(population=200, rate=0.05), insecure_seed=3)
-    on = grid(200)
-    asked = {message.metadata.dst_node_id for message in opened(ppsgd, on)}
-    stranger = next(node for node in on.get_node_ids() if node not in asked)
-    message = Message(RecordDict(), stranger, "train")
-    arrays, _ = ppsgd.aggregate_train(1, [answer(message, ONE)])
-    np.testing.assert_array_equal(flat(arrays), 0.0)
-
-
-def test_a_reply_to_a_message_of_another_round_counts_as_zero() -> None:
-    ppsgd, on = strategy(), grid()
-    late = make_replies(opened(ppsgd, on), lambda _: ONE)
-    ppsgd.aggregate_train(1, [])
-    on.push_messages(ppsgd.configure_train(2, w0(), ConfigRecord(), on))
-    arrays, _ = ppsgd.aggregate_train(2, late)
-    np.testing.assert_array_equal(flat(arrays), 0.0)
 
 
 def test_replies_without_message_ids_are_known_by_their_source() -> None:
@@ -214,16 +54,6 @@ def test_replies_without_message_ids_are_known_by_their_source() -> None:
     messages = ppsgd.configure_train(1, w0(), ConfigRecord(), on)
     arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda _: ONE))
     np.testing.assert_allclose(flat(arrays), -0.1, rtol=1e-8)
-
-
-def test_a_node_cannot_answer_in_anothers_name() -> None:
-    ppsgd, on = strategy(), grid()
-    messages = opened(ppsgd, on)
-    replies = make_replies(messages, lambda _: ONE)
-    for reply in replies:
-        reply.metadata.__dict__["_src_node_id"] = messages[0].metadata.dst_node_id
-    arrays, _ = ppsgd.aggregate_train(1, replies)
-    np.testing.assert_allclose(flat(arrays), -0.1 / 5, rtol=1e-8)
 
 
 def test_an_error_from_a_dead_supernode_is_mapped_by_the_message_it_answers() -> None:
@@ -252,26 +82,6 @@ def test_no_reply_raises_or_exceeds_the_clip_norm(arrays: list[NDArray[Any]], na
     replies = [answer(m, a, name=name) for m, a in zip(opened(ppsgd, on), arrays, strict=True)]
     moved, _ = ppsgd.aggregate_train(1, replies)
     assert np.linalg.norm(flat(moved)) <= 1.0
-    assert ppsgd.ledger.rounds == 1
-
-
-def test_an_empty_cohort_still_steps_by_noise_and_is_still_charged() -> None:
-    ppsgd = strategy(release=release(rate=1e-9, z=1.0))
-    result = ppsgd.start(grid(), w0(), num_rounds=3)
-    assert np.all(flat(result.arrays) != 0)
-    assert ppsgd.ledger.rounds == 3
-
-
-def test_the_ledger_is_charged_before_the_new_w_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    ppsgd, on = strategy(release=release(z=1.0)), grid()
-    opened(ppsgd, on)
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("flwr_ppsgd.optimizers.descend", fail)
-    with pytest.raises(MemoryError):
-        ppsgd.aggregate_train(1, [])
     assert ppsgd.ledger.rounds == 1
 
 
@@ -350,30 +160,9 @@ def test_cohorts_are_independent_coins_over_the_population() -> None:
     assert np.all(np.abs(covariance) < 6 * 0.09 / math.sqrt(rounds))
 
 
-def test_the_budget_ends_a_run_normally() -> None:
-    r = release(z=10.0)
-    ppsgd = strategy(release=r, max_epsilon=1.0)
-    result = ppsgd.start(grid(), w0(), num_rounds=100)
-    affordable = ppsgd.affordable_rounds
-    assert affordable == ppsgd.ledger.rounds == max(result.train_metrics_clientapp)
-    assert ppsgd.ledger.epsilon() <= 1.0 < ppsgd.ledger.record(r).epsilon()
-
-
 def test_a_budget_for_no_round_returns_the_initial_w() -> None:
     result = strategy(release=release(z=0.0), max_epsilon=1.0).start(grid(), w0(ONE), num_rounds=5)
     np.testing.assert_array_equal(flat(result.arrays), ONE)
-
-
-def test_whoever_drives_the_rounds_gets_an_exception_before_anything_is_sent() -> None:
-    ppsgd, on = strategy(release=release(z=10.0), max_epsilon=0.5), grid()
-    affordable = ppsgd.affordable_rounds or 0
-    for round_ in range(1, affordable + 1):
-        ppsgd.configure_train(round_, w0(), ConfigRecord(), on)
-        ppsgd.aggregate_train(round_, [])
-    with pytest.raises(PrivacyBudgetExhausted, match=r"above max_epsilon=0\.5") as error:
-        ppsgd.configure_train(affordable + 1, w0(), ConfigRecord(), on)
-    assert ppsgd.ledger.rounds == ppsgd.affordable_rounds
-    assert "noise_multiplier (now 10)" in str(error.value)
 
 
 def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:
@@ -476,14 +265,6 @@ def test_an_enrolled_list_names_the_population() -> None:
         strategy(enrolled=[1, 2, 3, 3])
 
 
-def test_evaluation_on_client_data_is_off_unless_asked_for_and_then_said() -> None:
-    quiet, loud = strategy(), strategy(evaluate_every=2)
-    assert not quiet.start(grid(), w0(), num_rounds=2).evaluate_metrics_clientapp
-    assert list(loud.start(grid(), w0(), num_rounds=3).evaluate_metrics_clientapp) == [0, 2, 3]
-    assert "Evaluation on the users' own data" not in quiet.privacy_statement()
-    assert "Evaluation on the users' own data was on" in loud.privacy_statement()
-
-
 def test_an_insecure_seed_repeats_the_run_and_voids_every_report() -> None:
     def run() -> PPSGD:
         ppsgd = strategy(release=release(z=1.0), insecure_seed=5)
@@ -495,12 +276,6 @@ def test_an_insecure_seed_repeats_the_run_and_voids_every_report() -> None:
     assert first.ledger.insecure_rounds == 3
     assert first.privacy_statement().startswith("NO GUARANTEE")
     assert first.privacy_data()["guarantee"] == "none"
-
-
-def test_a_seeded_run_that_was_stopped_at_once_promises_nothing() -> None:
-    ppsgd = strategy(release=release(z=3.0), insecure_seed=1)
-    ppsgd._curator.plan(10)
-    assert ppsgd.privacy_data()["guarantee"] == "none"
 
 
 def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
@@ -515,60 +290,6 @@ def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
         "0",
         "inf",
     ]
-
-
-def test_a_run_stopped_by_looking_states_the_planned_rounds() -> None:
-    ppsgd = strategy(release=release(z=20.0))
-
-    def stop(round_: int, _: object) -> None:
-        if round_ == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ppsgd.start(grid(), w0(), num_rounds=50, on_round=stop)
-    planned = Ledger(1e-4).record(ppsgd.release, 50)
-    assert ppsgd.ledger.rounds == 3
-    assert ppsgd.privacy_data()["epsilon"] == planned.epsilon()
-    assert "over 50 rounds (planned; stopped earlier)" in ppsgd.privacy_statement()
-
-
-@pytest.mark.parametrize("cohort", [Poisson(5, 0.5), Poisson(5, 1.0), FixedSize(5, 2)])
-def test_the_statement_holds_what_a_privacy_officer_needs(cohort: Poisson | FixedSize) -> None:
-    ppsgd = strategy(release=replace(release(z=3.0), cohort=cohort))
-    ppsgd.start(grid(), w0(), num_rounds=4)
-    text = ppsgd.privacy_statement()
-    for fact in (
-        "zero-out",
-        "replace-one",
-        "delta = 0.0001",
-        "z = 3",
-        "C = 1",
-        "Sampling",
-        "trusted",
-        "one user",
-    ):
-        assert fact in text
-    assert rounded_up(ppsgd.ledger.epsilon()) in text
-    assert ("not a guarantee" in text) == isinstance(cohort, FixedSize)
-
-
-def test_metrics_and_data_do_not_tell_who_or_how_many_took_part() -> None:
-    """Two runs that differ only in who replied have the same metrics and the same privacy data."""
-
-    def report(
-        replying: Callable[[list[Message]], list[Message]],
-    ) -> tuple[dict[str, object], dict[str, object]]:
-        ppsgd, on = strategy(release=release(z=1.0)), grid()
-        _, metrics = ppsgd.aggregate_train(
-            1, make_replies(replying(opened(ppsgd, on)), lambda _: ONE)
-        )
-        return dict(metrics), ppsgd.privacy_data()
-
-    assert (
-        report(lambda messages: messages)
-        == report(lambda messages: messages[:1])
-        == report(lambda _: [])
-    )
 
 
 def test_the_order_says_whether_minibatches_are_summed() -> None:
@@ -616,41 +337,8 @@ def test_a_round_has_a_timeout_and_whoever_is_later_counts_as_zero(
         strategy(round_timeout=0)
 
 
-def test_a_late_reply_of_the_round_before_counts_for_nobody() -> None:
-    """A node answers round 1 when round 2 is open: its vector is not summed, then or twice."""
-    on, ppsgd = grid(), strategy()
-    first = opened(ppsgd, on)
-    ppsgd.aggregate_train(1, make_replies(first[:-1], lambda _: np.zeros(SIZE)))
-    late = answer(first[-1], np.ones(SIZE))
-    second = ppsgd.configure_train(2, w0(), ConfigRecord(), on)
-    on.push_messages(second)
-    arrays, _ = ppsgd.aggregate_train(
-        2, [late, *make_replies(second[:-1], lambda _: np.zeros(SIZE)), late]
-    )
-    np.testing.assert_array_equal(flat(arrays), 0.0)
-
-
 def failing(message: Message, context: Context) -> Message:  # noqa: ARG001
     raise RuntimeError("no data here")
-
-
-@pytest.mark.parametrize("population", [3, 12])
-def test_two_rounds_in_which_nobody_could_be_used_end_the_run(population: int) -> None:
-    """Both are charged; of a smaller population it takes everyone."""
-    ppsgd = strategy(release=release(population=population, z=1.0))
-    on = InProcessGrid(failing, population)  # type: ignore[arg-type]
-    with pytest.raises(NobodyUsableError, match="in rounds 1 and 2 each client that was asked"):
-        ppsgd.start(on, w0(), num_rounds=9)
-    assert ppsgd.ledger.rounds == 2
-
-
-def test_a_vector_that_is_not_finite_is_no_failure_of_the_client() -> None:
-    def not_finite(message: Message, context: Context) -> Message:  # noqa: ARG001
-        return answer(message, np.full(SIZE, np.nan))
-
-    ppsgd = strategy()
-    ppsgd.start(InProcessGrid(not_finite, 5), w0(), num_rounds=4)  # type: ignore[arg-type]
-    assert ppsgd.ledger.rounds == 4
 
 
 def test_one_good_round_in_between_lets_the_run_go_on() -> None:
@@ -727,50 +415,12 @@ def test_before_round_one_it_is_said_whether_this_can_learn(
     assert ("cannot learn" in caplog.text) == hopeless
 
 
-VOID: dict[str, dict[str, Any]] = {
-    "a known seed": {"release": release(z=1.0), "insecure_seed": 1},
-    "no noise": {"release": release(z=0.0)},
-    "a delta that is no protection": {"release": release(population=20, z=1.0), "delta": 0.05},
-}
-
-
-@pytest.mark.parametrize("why", VOID)
-def test_no_finite_epsilon_without_a_guarantee(why: str) -> None:
-    settings = VOID[why]
-    ppsgd = strategy(**settings)
-    population = settings["release"].cohort.population
-    result = ppsgd.start(grid(population), w0(), num_rounds=2)
-    spent = [metrics["epsilon"] for metrics in result.train_metrics_clientapp.values()]
-    assert spent == [math.inf, math.inf]
-    data = ppsgd.privacy_data()
-    assert data["guarantee"] == "none"
-    for key in ("epsilon", "epsilon_replace_one", "epsilon_rdp"):
-        assert data[key] == "infinite", key
-    statement = ppsgd.privacy_statement()
-    assert statement.startswith("NO GUARANTEE")
-    assert "Epsilon at delta" not in statement
-
-
 def test_what_a_deployment_would_cost_has_a_name_of_its_own() -> None:
     ppsgd = strategy(release=release(z=1.0), insecure_seed=1)
     ppsgd.start(grid(), w0(), num_rounds=2)
     cost = ppsgd.ledger.epsilon()
     assert ppsgd.privacy_data()["deployed_epsilon"] == pytest.approx(cost, rel=1e-9)
     assert f"A deployment would cost epsilon = {rounded_up(cost)}" in ppsgd.privacy_statement()
-
-
-def test_a_delta_of_a_tenth_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"delta must be in \(0, 0.1\), got 0.1"):
-        strategy(delta=0.1)
-
-
-def test_a_large_epsilon_is_called_a_weak_promise() -> None:
-    weak = strategy(release=release(z=0.3))
-    weak.start(grid(), w0(), num_rounds=2)
-    assert "An epsilon above 10 is a weak promise" in weak.privacy_statement()
-    strong = strategy(release=release(z=5.0))
-    strong.start(grid(), w0(), num_rounds=2)
-    assert "weak promise" not in strong.privacy_statement()
 
 
 def test_the_statement_names_the_bound_and_delta_is_the_total() -> None:
@@ -780,38 +430,3 @@ def test_the_statement_names_the_bound_and_delta_is_the_total() -> None:
     assert str(data["epsilon_bound"]) in ppsgd.privacy_statement()
     assert data["epsilon_bound"] != "PLD"
     assert 0 < data["delta_taken_by_finite_precision"] < 1e-20  # type: ignore[operator]
-
-
-def obeying_nobody(context: Context) -> Any:
-    raise AssertionError(f"data of node {context.node_id} were read")
-
-
-def test_before_round_one_a_client_must_say_that_it_would_obey() -> None:
-    """Clients that limit the clip norm refuse the Order: nothing is sent or charged."""
-    app = client_app(obeying_nobody)
-    ppsgd = strategy(release=release(clip_norm=5.0, z=1.0))
-    on = grid(5, app)
-    for node in on.get_node_ids():
-        on.context(node).node_config["ppsgd-max-clip-norm"] = 1.0
-    with pytest.raises(
-        NobodyUsableError, match=r"before round 1 none of 5 clients .*refused-policy"
-    ):
-        ppsgd.start(on, w0(), num_rounds=3)
-    assert ppsgd.ledger.rounds == 0
-
-
-def test_a_pinned_key_is_that_of_the_training_and_outlives_a_restart(tmp_path: Path) -> None:
-    """Clients pin the key in checkpoint_dir; a server without it is refused before round one."""
-    first = strategy(checkpoint_dir=tmp_path / "server", release=release(z=1.0))
-    on = grid()
-    for node in on.get_node_ids():
-        on.context(node).node_config["ppsgd-server-key"] = first._curator.key.public
-    first.start(on, w0(), num_rounds=1)
-    again = strategy(checkpoint_dir=tmp_path / "server", release=release(z=1.0), evaluate_every=1)
-    result = again.start(on, w0(), num_rounds=3)
-    assert result.evaluate_metrics_clientapp[3]["distance"] < 100  # type: ignore[operator]
-    assert again.ledger.rounds == 3
-    mode = (tmp_path / "server" / "training.key").stat().st_mode
-    assert mode & 0o777 == 0o600
-    with pytest.raises(NobodyUsableError, match="refused-signature"):
-        strategy(release=release(z=1.0)).start(on, w0(), num_rounds=1)

@@ -1,6 +1,5 @@
 """What only the operator may see: in a file for its owner alone, and never in Flower's log."""
 
-import errno
 import inspect
 import json
 import logging
@@ -160,17 +159,6 @@ def test_a_torn_line_costs_no_other_line(tmp_path: Path) -> None:
     own.note_problem("two")
     own.note_problem("three\x1b[31m\nin colour")
     assert [entry["problem"] for entry in lines(tmp_path)] == ["one", "two", "three?[31m in colour"]
-
-
-def test_a_full_disk_stops_no_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("flwr_ppsgd.server.private_log._append", full)
-    train(tmp_path, failing_often)
-    assert caplog.text.count(f"{NAME} cannot be written: No space left on device") == 1
 
 
 @pytest.mark.parametrize("kept", [True, False])

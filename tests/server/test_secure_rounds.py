@@ -1,7 +1,6 @@
 """Secure sums through Flower's messages: the same w as the plain sum, and nothing else leaves."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,22 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr_ppsgd import (
     PPSGD,
     Order,
-    Poisson,
     PrivateMetrics,
-    Release,
     SecureSum,
     Solution,
-    Steps,
     client_app,
 )
 from flwr_ppsgd.arrays import decode_vector
 from flwr_ppsgd.client.secure import MEMORY, STATE
-from flwr_ppsgd.optimizers import Adam, Momentum
 from flwr_ppsgd.server.private_log import entries
-from flwr_ppsgd.server.rounds import NobodyUsableError
 from flwr_ppsgd.simulation import InProcessGrid
-from flwr_ppsgd.tuning import AdaptiveClip, SizeVote
-from flwr_ppsgd.wire import DATA, MASKED, ORDER, SECURE
+from flwr_ppsgd.wire import MASKED, ORDER
 from tests.support.toy import Floats, Toy, flat, release, strategy, target, toy_learner, w0
 
 RULES = SecureSum(honest=6, colluding=1)
 CLIENTS = 9
 Answer = Callable[[Message, Context], Message]
 INNER = client_app(toy_learner)
-
-
-def stage_of(message: Message) -> int:
-    return Order.from_flat(message.content[ORDER]).stage
 
 
 def partition_of(context: Context) -> int:
@@ -90,27 +79,6 @@ def thetas(grid: InProcessGrid) -> list[bytes]:
         assert isinstance(record, ArrayRecord)
         found.append(decode_vector(record["theta"]).tobytes())
     return found
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"optimizer": Momentum(0.9)},
-        {"optimizer": Adam()},
-        {"adaptive_clip": AdaptiveClip()},
-        {"average": True},
-        {"release": replace(release(CLIENTS), normalise=True)},
-    ],
-    ids=["sgd", "momentum", "adam", "adaptive", "average", "normalised"],
-)
-def test_without_noise_w_and_theta_are_those_of_the_plain_sum(changes: dict[str, object]) -> None:
-    """Bit for bit, over three rounds."""
-    secure_w, secure_grid = run(secure(**changes))
-    plain_w, plain_grid = run(plain(**changes))
-    assert np.array_equal(secure_w, plain_w)
-    assert thetas(secure_grid) == thetas(plain_grid)
-    assert np.any(secure_w)
 
 
 class Measured(Toy):
@@ -168,86 +136,6 @@ def test_the_recipe_takes_a_secure_sum_and_keeps_its_budget() -> None:
     assert 7.9 < of.ledger.epsilon() <= 8.0
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3, 4])
-def test_who_drops_out_at_any_exchange_is_in_the_sum_only_after_the_third(stage: int) -> None:
-    """Two of nine gone in round 2: as if they had sent nothing, unless it was sent already."""
-    gone = {1, 5}
-    secure_w, secure_grid = run(secure(), Dropping({(2, stage): gone}))
-    absent = gone if stage <= 3 else set()
-    plain_w, plain_grid = run(plain(), Dropping({(2, 0): absent}))
-    assert np.array_equal(secure_w, plain_w)
-    assert thetas(secure_grid) == thetas(plain_grid)
-
-
-def test_different_clients_drop_out_at_every_exchange() -> None:
-    rules = SecureSum(honest=6, colluding=0)
-    app = Dropping({(1, 1): {0}, (1, 2): {1}, (1, 3): {2}, (1, 4): {3}})
-    secure_w, _ = run(secure(aggregation=rules), app, rounds=1)
-    plain_w, _ = run(plain(), Dropping({(1, 0): {0, 1, 2}}), rounds=1)
-    assert np.array_equal(secure_w, plain_w)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3, 4])
-def test_too_few_survivors_leave_w_alone_and_are_charged(
-    stage: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    of = secure()
-    app = Dropping({(2, stage): set(range(6))})
-    w, _ = run(of, app, rounds=2)
-    before, _ = run(secure(), rounds=1)
-    assert np.array_equal(w, before)
-    assert of.ledger.rounds == 2
-    assert "nothing was unmasked, and it is charged all the same" in caplog.text
-    asked_to_reveal = [seen for seen in app.seen if seen[0] == 4]
-    assert (len(asked_to_reveal) > CLIENTS) == (stage == 4)
-
-
-class Failing(Toy):
-    """Fails for some data."""
-
-    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:
-        if self.target[0] > 0.4:
-            raise RuntimeError(f"my data are {self.target}")
-        if self.target[1] > 0.4:
-            return np.full_like(w, np.nan), np.zeros_like(theta)
-        return super().gradients(w, theta, order)
-
-
-def failing_learner(context: Context) -> Failing:
-    return Failing(target(partition_of(context)))
-
-
-def test_a_learner_that_fails_is_no_dropout() -> None:
-    """Whether it fails may depend on its data: it sends zero, with its share of the noise."""
-    app = Dropping({}, client_app(failing_learner))
-    of = secure()
-    secure_w, _ = run(of, app, rounds=1)
-    plain_w, _ = run(plain(), client_app(failing_learner), rounds=1)
-    failing = [Failing(target(place)).target for place in range(CLIENTS)]
-    assert any(values[0] > 0.4 for values in failing)
-    assert any(values[0] <= 0.4 < values[1] for values in failing)
-    assert np.array_equal(secure_w, plain_w)
-    assert [stage for stage, _, _ in app.seen].count(3) == CLIENTS
-    assert not any(reply.has_error() for _, _, reply in app.seen)
-
-
-def test_a_reply_holds_one_record_and_nothing_else() -> None:
-    app = Dropping({})
-    run(secure(release=release(CLIENTS, z=1.0)), app, rounds=1)
-    for stage, _, reply in app.seen:
-        if stage == 0:  # the check
-            assert not reply.content
-        elif stage == 3:
-            assert list(reply.content) == [MASKED]
-            record = reply.content[MASKED]
-            assert isinstance(record, ArrayRecord)
-            assert list(record) == [MASKED]
-            assert decode_vector(record[MASKED]).dtype == np.uint64
-        else:
-            assert list(reply.content) == [SECURE]
-            assert list(reply.content[SECURE]) == [DATA]
-
-
 def test_bytes_on_the_wire_are_eight_per_coordinate() -> None:
     """At most a tenth more, without keys and shares."""
     size = 20_000
@@ -265,40 +153,6 @@ def test_bytes_on_the_wire_are_eight_per_coordinate() -> None:
             assert len(record[MASKED].data) <= 1.1 * 8 * size
 
 
-def test_masked_words_are_uniform_whatever_the_gradients_are() -> None:
-    """Two worlds: targets of zero, and huge ones. Every byte of what is sent looks alike (χ²)."""
-    size = 3000
-    for value in (0.0, 1e9):
-
-        def constant(context: Context, value: float = value) -> Toy:  # noqa: ARG001
-            return Toy(np.full(size, value))
-
-        app = Dropping({}, client_app(constant))
-        grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
-        secure().start(grid=grid, initial_arrays=w0(np.zeros(size)), num_rounds=1)
-        masked = [reply.content[MASKED] for stage, _, reply in app.seen if stage == 3]
-        words = np.concatenate([decode_vector(record[MASKED]) for record in masked])  # type: ignore[arg-type]
-        counts = np.bincount(words.view(np.uint8), minlength=256)
-        expected = counts.sum() / 256
-        assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 6 * np.sqrt(2 * 255)
-
-
-def test_the_noise_in_w_is_that_of_all_clients_in_the_sum() -> None:
-    """Variance (zC)²·n/h: nine shares where six are charged for."""
-    size = 20_000
-    z = 2.0
-
-    def still(context: Context) -> Toy:  # noqa: ARG001
-        return Toy(np.zeros(size))
-
-    grid = InProcessGrid(client_app(still), CLIENTS)
-    of = secure(release=release(CLIENTS, z=z))
-    result = of.start(grid=grid, initial_arrays=w0(np.zeros(size)), num_rounds=1)
-    noise = flat(result.arrays) * CLIENTS / z  # s_w = 1, D = 9, C = 1
-    assert abs(noise.var() / (CLIENTS / 6) - 1) < 5 * np.sqrt(2 / size)
-    assert abs(noise.mean()) < 5 * np.sqrt(CLIENTS / 6 / size)
-
-
 def test_what_optimizers_and_measures_are_told_is_the_noise_really_added() -> None:
     """√(9/6) times z, in the standard error of a measure."""
     metrics = PrivateMetrics({"loss": 20.0}, share=0.2)
@@ -308,47 +162,6 @@ def test_what_optimizers_and_measures_are_told_is_the_noise_really_added() -> No
     told = result.train_metrics_clientapp[1]["loss-standard-error"]
     expected = 20.0 * 2.0 * np.sqrt(9 / 6) / np.sqrt(0.2) / 9
     assert told == pytest.approx(expected)
-
-
-def test_a_round_is_charged_before_anything_can_be_unmasked() -> None:
-    charged: list[tuple[int, int]] = []
-    of = secure(release=release(CLIENTS, z=1.0))
-
-    def watching(message: Message, context: Context) -> Message:
-        charged.append((stage_of(message), of.ledger.rounds))
-        return INNER(message, context)
-
-    run(of, watching, rounds=1)
-    assert {count for stage, count in charged if stage < 4} == {0}
-    assert {count for stage, count in charged if stage == 4} == {1}
-
-
-def test_the_price_is_that_of_no_sampling() -> None:
-    sampled = Release(Poisson(40, 0.5), 1.0, 4.0)
-    of = strategy(release=sampled, aggregation=SecureSum(15, 1))
-    everyone = strategy(release=Release(Poisson(40, 1.0), 1.0, 4.0))
-    of._curator.plan(10)
-    everyone._curator.plan(10)
-    assert of.privacy_data()["epsilon"] == everyone.privacy_data()["epsilon"]
-
-
-def test_the_vote_is_a_secure_sum_too() -> None:
-    class Sized(Toy):
-        def own_size(self) -> float:
-            return 3.0
-
-    def sized(context: Context) -> Sized:
-        return Sized(target(partition_of(context)))
-
-    vote = SizeVote(Release(Poisson(CLIENTS, 1.0), 1.0, 0.0))
-    app = Dropping({}, client_app(sized))
-    of = secure(vote=vote)
-    run(of, app, rounds=1)
-    assert of._curator.voted_size == pytest.approx(2.0**1.5)
-    assert of.ledger.rounds == 2
-    assert {release_.aggregation for release_, _ in of.ledger.releases} == {RULES}
-    assert [stage for stage, _, _ in app.seen if stage].count(3) == 2 * CLIENTS
-    assert all(list(reply.content) != ["gradient"] for _, _, reply in app.seen)
 
 
 def test_driving_the_rounds_by_hand_is_refused() -> None:
@@ -385,18 +198,6 @@ def test_nothing_of_a_round_stays_in_a_nodes_state() -> None:
     for node in grid.get_node_ids():
         assert STATE not in grid.context(node).state
         assert MEMORY in grid.context(node).state
-
-
-def test_rounds_in_which_nobody_answers_end_the_run() -> None:
-    def dead(message: Message, context: Context) -> Message:
-        if stage_of(message):
-            raise RuntimeError("dead")
-        return INNER(message, context)
-
-    of = secure()
-    with pytest.raises(NobodyUsableError, match="in rounds 1 and 2"):
-        run(of, dead, rounds=5)
-    assert of.ledger.rounds == 2
 
 
 # --- restarts
@@ -439,23 +240,3 @@ def test_the_journal_keeps_the_aggregation(tmp_path: Path) -> None:
         secure(**settings, aggregation=SecureSum(7, 1))
     more = secure(**settings).start(grid=grid, initial_arrays=w0(), num_rounds=2)
     assert len(more.train_metrics_clientapp) == 1
-
-
-def test_the_statement_says_from_whom_it_protects() -> None:
-    of = secure(release=release(CLIENTS, z=4.0), steps=Steps(1.0, 0.5))
-    run(of, rounds=1)
-    text = of.privacy_statement()
-    assert "the server, which sees sums only, together with any 1 other users" in text
-    assert "everybody else together" not in text
-    assert "which is trusted" not in text
-    assert "more than 1 colluding clients" in text
-    assert "a server that lies" in text
-    assert "hostile clients" in text
-    assert "Nothing is unmasked unless 7 clients stay" in text
-    data = of.privacy_data()
-    assert data["protects_from"] == (
-        "the server, which sees sums only, together with any 1 other users"
-    )
-    assert data["delta_taken_by_random_neighbours"] == 0
-    _, line = of._curator.for_clients()
-    assert "from the server too, together with up to 1 other clients" in line

@@ -80,6 +80,11 @@ def is_encoded(name: str) -> bool:
     return "=" in name or "#" in name
 
 
+def category_of(name: str) -> str:
+    """The column that a one-hot feature, or a hashed one, comes from."""
+    return re.split("[=#]", name, maxsplit=1)[0]
+
+
 def _numeric(
     frame: Frame, candidates: Sequence[str], encoded: set[str], origin: Origin
 ) -> tuple[list[str], list[str]]:

@@ -11,7 +11,6 @@ As the ``learner_for`` of a client app, in a module of its own so that Ray can p
         return linear_learner(table(), user, batch_size=10, seed=0)
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +18,10 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.data.per_user import PerUser, Task
+from flwr_ppsgd.lab.data.split import Indices
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, mean_losses
-from flwr_ppsgd.models.ridge import Columns, Features
+from flwr_ppsgd.models.linear import AdditiveLinear, Features, Loss, Matrix, mean_losses
+from flwr_ppsgd.models.solve import Mixture
 
 if TYPE_CHECKING:
     from flwr_ppsgd.models.split import SplitModel
@@ -66,11 +66,6 @@ class LinearBatches:
         rows, _ = self._rows(visit)
         return self._data.matrix(rows), self._data.targets(rows, self._shift)
 
-    def everything(self) -> tuple[Features, NDArray[Any]]:
-        """All training rows; CSR stays CSR."""
-        rows, _ = self._rows.everything()
-        return self._data.seen(rows), self._data.targets(rows, self._shift)
-
 
 class NetworkBatches(LinearBatches):
     """The same with class numbers, or real targets, which the losses of networks need."""
@@ -101,10 +96,11 @@ class LinearLearner(AdditiveLinear):
             data.features,
             data.outputs,
             loss,
+            task="regression" if data.task == "regression" else "classification",
+            kinds=data.all_kinds,
         )
         self._data = data
         self._user = user
-        self._own_rows = batches
         self._shift = shift
         self.num_tested = len(data.rows(user, test=True))
 
@@ -117,6 +113,16 @@ class LinearLearner(AdditiveLinear):
         if not len(rows):
             return {}
         scores = self._scores(self._data.matrix(rows), w + theta)
+        return self._measured(rows, scores)
+
+    def measure(self, model: Mixture) -> dict[str, float]:
+        """The same of a personal model, whose classes are around 1/K."""
+        rows = self._data.rows(self._user, test=True)
+        if not len(rows):
+            return {}
+        return self._measured(rows, model.predict(self._data.seen(rows)))
+
+    def _measured(self, rows: Indices, scores: Matrix) -> dict[str, float]:
         y = self._data.targets(rows, self._shift)
         one_model = scores[:, None, :]  # rows × 1 × K
         measures = user_measures(
@@ -129,10 +135,12 @@ class LinearLearner(AdditiveLinear):
         return {name: float(values[0]) for name, values in measures.items()}
 
     def _all_rows(self) -> tuple[Features, Matrix]:
-        return self._own_rows.everything()
-
-    def _groups(self) -> Sequence[Columns]:
-        return self._data.groups
+        """All training rows, as they are solved: there 1/K is taken from classes."""
+        rows = self._data.rows(self._user, test=False)
+        shift = self._shift
+        if self.task == "classification":
+            shift -= 1 / self._data.outputs
+        return self._data.seen(rows), self._data.targets(rows, shift)
 
 
 def linear_learner(

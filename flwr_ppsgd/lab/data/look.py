@@ -157,12 +157,18 @@ def numbers_for_plan(seen: PerUser) -> dict[str, float]:
 
 def brief(seen: PerUser) -> list[str]:
     """The lines that a run or a sweep begins with."""
-    lines = [_used(seen)]
     found = trivial(seen)
-    if found is None:
+    words = [] if found is None else [found.words()]
+    return [_used(seen), *words, *hints(seen)]
+
+
+def hints(seen: PerUser) -> list[str]:
+    """What is probably not meant."""
+    lines = []
+    if len(seen) == 1:
+        lines.append("there is one user: nobody to share a model with, and no crowd to hide in")
+    if not seen.test.any():
         lines.append("there are no test rows: nothing can be measured (--test-fraction makes some)")
-    else:
-        lines.append(found.words())
     ids = [name for name in seen.feature_names if ID.search(name) and not is_encoded(name)]
     if ids:
         lines.append(

@@ -12,7 +12,7 @@ from scipy import sparse
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.data.split import Indices, Split
 from flwr_ppsgd.models.linear import Matrix
-from flwr_ppsgd.models.representation import NONE, Representation, Shape, groups_of
+from flwr_ppsgd.models.representation import NONE, Representation, Shape
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
 Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
@@ -84,6 +84,8 @@ class PerUser:
         representation_names: what it is called in settings.
         validation: which rows are for choosing settings: neither training rows nor test rows.
         by_time: whether each user's rows are in the order of their time.
+        kinds: of each feature but a bias, as of ``AdditiveLinear``; empty: all are used as they
+            are.
     """
 
     source: str
@@ -106,6 +108,7 @@ class PerUser:
     representation_names: str = NONE
     validation: NDArray[np.bool_] | None = None
     by_time: bool = False
+    kinds: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """The number of users."""
@@ -114,20 +117,20 @@ class PerUser:
     @property
     def features(self) -> int:
         """The number of features that a model sees: d, and one more with a bias column."""
-        return sum(self._widths) + self.bias
-
-    @property
-    def groups(self) -> list[Indices]:
-        """The columns of each representation among these features; a bias belongs to all."""
-        return groups_of(self._widths, more=int(self.bias))
+        return sum(self.widths) + self.bias
 
     @functools.cached_property
-    def _widths(self) -> tuple[int, ...]:
+    def widths(self) -> tuple[int, ...]:
         """The number of features of each representation."""
         columns = int(self.x.shape[1])
         if self.representation is None:
             return (columns,)
         return self.representation.widths(columns)
+
+    @property
+    def all_kinds(self) -> tuple[str, ...]:
+        """The kind of each feature; a bias is used as it is."""
+        return (*(self.kinds or ("as-is",) * sum(self.widths)), *("as-is",) * self.bias)
 
     @property
     def is_sparse(self) -> bool:
@@ -237,7 +240,7 @@ class PerUser:
                 "representation = 'none'"
             )
         changed = replace(self, representation=representation, representation_names=names)
-        note = f"a model sees {sum(changed._widths):,} features of each row: {names}"
+        note = f"a model sees {sum(changed.widths):,} features of each row: {names}"
         if looked:
             note += ", since rows look like images (representation = 'none' for the pixels)"
         return replace(changed, notes=(*self.notes, note))
@@ -420,7 +423,7 @@ class _Represented:
     def __init__(self, data: PerUser) -> None:
         self._data = data
         self._known = np.zeros(len(data), dtype=bool)
-        self._values = np.empty((len(data.test), sum(data._widths)), dtype=np.float32)
+        self._values = np.empty((len(data.test), sum(data.widths)), dtype=np.float32)
 
     def of(self, rows: Indices) -> NDArray[np.float32]:
         """One row of features for each of these rows."""

@@ -227,7 +227,6 @@ class Raw:
             *targets.notes,
             *test_notes,
             *_gap_notes(self.labels or labels, self.user_name),
-            *_single_notes(labels),
         )
         return PerUser(
             source=self.source,
@@ -629,12 +628,6 @@ def _gap_notes(labels: Sequence[int | str], name: str) -> tuple[str, ...]:
         f"ids in column {name!r} leave gaps (the first: {gap}): users are numbered 0 to {last} "
         "by id",
     )
-
-
-def _single_notes(labels: Sequence[int | str]) -> tuple[str, ...]:
-    if len(labels) > 1:
-        return ()
-    return ("there is one user: nobody to share a model with, and no crowd to hide in",)
 
 
 def _first_unused(numbers: Iterable[int | str]) -> int:

@@ -5,6 +5,7 @@ privacy. Only *which* columns need it may have been decided by looking at everyo
 that is not covered by any ε, and a note says so.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.data.features import LOOKED, is_encoded
+from flwr_ppsgd.lab.data.features import LOOKED, MOST_DENSE, category_of, is_encoded
 from flwr_ppsgd.lab.data.per_user import OwnScale, PerUser, Table
 from flwr_ppsgd.lab.data.split import Indices
 
@@ -57,6 +58,47 @@ def own_scaled(data: PerUser, scale: str = AUTO) -> PerUser:
     y = _moved(data, own) if amounts else data.y
     notes = _notes(data, own, scale)
     return replace(data, x=x, y=y, own=own, notes=(*data.notes, *notes))
+
+
+def with_kinds(data: PerUser) -> PerUser:
+    """With the kind of each column, by which every device scales its own rows under the recipe.
+
+    One-hot columns of many categories, words, and a sparse table without names are "sparse"; other
+    one-hot columns, columns of 0 and 1, pixels, representations and what public numbers have scaled
+    are "as-is"; the rest are numbers.
+    """
+    if data.representation is not None:
+        return replace(data, kinds=("as-is",) * sum(data.widths))
+    kinds = np.full(data.x.shape[1], "as-is", dtype=object)
+    kinds[_rare(data)] = "sparse"
+    standardised = np.any(data.std != 1.0) or np.any(data.mean != 0.0)
+    numbers = np.array([], dtype=np.intp) if standardised else _columns(data, OWN)
+    numbers = numbers[~_flags(data, numbers)]
+    kinds[numbers] = "number"
+    notes = []
+    if len(numbers):
+        named = _listed([data.column_name(column) for column in numbers.tolist()])
+        notes.append(
+            f"scaled on each device by the user's own mean and deviation: {named}; which columns "
+            f"are numbers and not 0 and 1 alone was {LOOKED}"
+        )
+    if "sparse" in kinds:
+        notes.append(f"{int((kinds == 'sparse').sum()):,} columns are sparse: most users lack them")
+    return replace(data, kinds=tuple(kinds.tolist()), notes=(*data.notes, *notes))
+
+
+def _rare(data: PerUser) -> Indices:
+    """The columns of a sparse table that most users lack."""
+    columns = np.arange(data.x.shape[1])
+    if not data.is_sparse:
+        return columns[:0]
+    counts = Counter(category_of(name) for name in data.feature_names)
+    few = [
+        at
+        for at, name in enumerate(data.feature_names)
+        if "=" in name and counts[category_of(name)] <= MOST_DENSE
+    ]
+    return np.setdiff1d(columns, [*_numbers(data), *few])
 
 
 def scaled_alike(data: PerUser, everyone: OwnScale) -> PerUser:
@@ -118,10 +160,8 @@ def _may_stay(data: PerUser, columns: Indices) -> NDArray[np.bool_]:
     start = _dense(data.x, trained[:1], columns)  # sums around it lose no digits
     sums = np.zeros(len(columns))
     squares = np.zeros(len(columns))
-    flags = np.ones(len(columns), dtype=np.bool_)
     for first in range(0, len(trained), ROWS_AT_ONCE):
         values = _dense(data.x, trained[first : first + ROWS_AT_ONCE], columns)
-        flags &= ((values == 0) | (values == 1)).all(axis=0)
         values = values - start
         sums += values.sum(axis=0)
         squares += np.einsum("nd,nd->d", values, values)
@@ -129,7 +169,17 @@ def _may_stay(data: PerUser, columns: Indices) -> NDArray[np.bool_]:
     std = np.sqrt(np.maximum(squares / len(trained) - off**2, 0.0))
     mean = np.abs(start[0] + off)
     near = (std >= SMALLEST) & (np.hypot(mean, std) <= LARGEST) & (mean <= MOST_OFF * std)
-    return np.asarray(flags | near)
+    return np.asarray(_flags(data, columns) | near)
+
+
+def _flags(data: PerUser, columns: Indices) -> NDArray[np.bool_]:
+    """Which columns are 0 and 1 alone in all training rows: few rows at a time."""
+    trained = np.flatnonzero(data.trained)
+    flags = np.ones(len(columns), dtype=np.bool_)
+    for first in range(0, len(trained), ROWS_AT_ONCE):
+        values = _dense(data.x, trained[first : first + ROWS_AT_ONCE], columns)
+        flags &= ((values == 0) | (values == 1)).all(axis=0)
+    return flags
 
 
 def is_flag(values: NDArray[np.float64]) -> bool:

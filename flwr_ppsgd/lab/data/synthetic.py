@@ -122,17 +122,17 @@ class FreshSamples:
         user: int,
         size: int,
     ) -> None:
-        self._problem = problem
+        self._truth = problem
         self._user = user
         self._size = size
         self.num_examples = size
 
     def __call__(self, visit: int) -> tuple[Matrix, Matrix]:
-        return self._problem.batch(self._user, visit, self._size)
+        return self._truth.batch(self._user, visit, self._size)
 
     def everything(self) -> tuple[Matrix, Matrix]:
         """Samples of a visit that no training has: the stream itself has no end."""
-        return self._problem.batch(self._user, 0, self._size)
+        return self._truth.batch(self._user, 0, self._size)
 
 
 class SyntheticLearner(AdditiveLinear):
@@ -146,13 +146,13 @@ class SyntheticLearner(AdditiveLinear):
     ) -> None:
         self._samples = FreshSamples(problem, user, batch_size)
         super().__init__(self._samples, problem.optima.shape[1])
-        self._problem = problem
+        self._truth = problem
         self._user = user
 
     def _minibatch(self, order: Order) -> tuple[Matrix, Matrix]:
-        """Fresh samples at every visit, whether the whole of a user's rows is asked for or not."""
+        """Fresh samples at every visit."""
         return self._samples(order.visit)
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         """The excess risk of w + θ."""
-        return {"excess_risk": self._problem.excess_risk(self._user, w + theta)}
+        return {"excess_risk": self._truth.excess_risk(self._user, w + theta)}

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, descend
+from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
 from flwr_ppsgd.lab.engines.batches import Indices, drawn
 from flwr_ppsgd.lab.engines.engine import (
     Setting,
@@ -171,7 +171,7 @@ class NetworkEngine:
                 total += scales @ g_w
                 training.thetas[group.users] = thetas - steps.personal * g_theta
         if steps.publishes:
-            training.w = descend(training.w, total, release, steps.shared)
+            training.w = server_step(training.w, total, release, steps.shared)
 
     def _stand(self, users: Indices, until: int) -> None:
         """If averages are wanted, add each θ_i to its sum once for every round since it moved."""

@@ -18,7 +18,7 @@ from flwr_ppsgd.lab.engines.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.engines.batches import Population, Table
 from flwr_ppsgd.lab.engines.engine import Engine, Report, Setting, train
 from flwr_ppsgd.lab.engines.measures import badness, for_choosing, measure_of
-from flwr_ppsgd.lab.experiments.people import overall, people_of_each
+from flwr_ppsgd.lab.experiments.people import order_for, overall, people_of_each
 from flwr_ppsgd.lab.experiments.rows import (
     FEDAVG,
     FEDAVG_SOLVED,
@@ -27,12 +27,13 @@ from flwr_ppsgd.lab.experiments.rows import (
     Point,
     SweepRow,
 )
-from flwr_ppsgd.lab.experiments.run import Simulated, learner_engine
+from flwr_ppsgd.lab.experiments.run import Simulated, learner_engine, published_by
 from flwr_ppsgd.lab.experiments.settings import Experiment
 from flwr_ppsgd.lab.experiments.snapshot import Snapshot
 from flwr_ppsgd.lab.experiments.sweep import Sweep, recipe_of
 from flwr_ppsgd.lab.experiments.tasks import LinearTask, Task
 from flwr_ppsgd.settings import AUTO
+from flwr_ppsgd.wire import Order
 
 USER_DIGITS = 4  # of each user's measure in a row
 DIGITS = 10  # of a measure over all users in a row
@@ -185,22 +186,28 @@ def _run_recipe(
 
     for _ in train(engine, rounds, 0, tell):
         pass
-    ((measures, by_user),) = solved_measures(experiment.task, [engine.w(0)])
+    order = order_for(experiment.task, published_by(engine.curator))
+    ((measures, by_user),) = solved_measures(experiment.task, [engine.w(0)], order)
     return [SweepRow(point, rounds, measures, by_user=by_user)]
 
 
 def solved_measures(
-    task: Task, ws: Sequence[Vector]
+    task: Task, ws: Sequence[Vector], order: Order
 ) -> list[tuple[dict[str, float], tuple[float, ...] | None]]:
-    """For each w, what its users' solved models reach over all rows, and for each user.
+    """For each w, what its users' personal models reach over all rows, and for each user.
 
     Test rows, and validation rows by names of their own if there are any.
+
+    Args:
+        task: everyone's model and data.
+        ws: trained parameters.
+        order: what is published beside each of them.
     """
     users = range(len(task.user_names()))
     choosing = task.choosing()
     found = []
-    apart = people_of_each(choosing, ws, users) if choosing else [[] for _ in ws]
-    for people, validation in zip(people_of_each(task, ws, users), apart, strict=True):
+    apart = people_of_each(choosing, ws, users, order) if choosing else [[] for _ in ws]
+    for people, validation in zip(people_of_each(task, ws, users, order), apart, strict=True):
         measures = {**for_choosing(overall(validation)), **overall(people)}
         main = measure_of(people[0].measures)
         by_user = np.array([person.measures[main] for person in people])
@@ -273,11 +280,13 @@ def _tuned(
 def _solved(
     base: Experiment, engine: Engine, points: Sequence[Point], report: Report
 ) -> list[SweepRow]:
-    """At the end of training, what users reach who solve on w; before that, who diverged."""
+    """At the end of training, what users reach who make the recipe's personal models around w, as
+    if it had no noise; before that, who diverged."""
     rows = _diverged(points, report)
     if report.round < base.training.rounds or not engine.places:
         return rows
-    found = solved_measures(base.task, [engine.w(place) for place in engine.places])
+    ws = [engine.w(place) for place in engine.places]
+    found = solved_measures(base.task, ws, order_for(base.task, {}))
     for place, (measures, by_user) in zip(engine.places, found, strict=True):
         rows.append(SweepRow(points[place], report.round, measures, by_user=by_user))
     return rows

@@ -107,7 +107,7 @@ def save(outcome: "Outcome", out: Path, draw: Draw | None = None) -> None:
 def _write_run(outcome: "Outcome", directory: Path) -> None:
     experiment = outcome.experiment
     config = experiment.to_flat()
-    if not experiment.training.automatic:  # the recipe needs ε to plan its vote again
+    if not experiment.training.automatic:
         config["noise-multiplier"] = outcome.strategy.release.noise_multiplier
         config.pop("epsilon", None)
     disk.write_text(directory / CONFIG, tomli_w.dumps(config))
@@ -116,7 +116,7 @@ def _write_run(outcome: "Outcome", directory: Path) -> None:
     data = {**outcome.strategy.privacy_data(), "assumed_public": experiment.assumed_public()}
     privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     disk.write_text(directory / PRIVACY, privacy + "\n")
-    arrays = experiment.task.named(outcome.w)
+    arrays = {**experiment.task.named(outcome.w), **outcome.beside}
     with disk.replacing(directory / MODEL) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     if outcome.people:
@@ -214,11 +214,18 @@ class SavedRun:
         rounds_trained: the number of rounds that w has had.
         statement: the privacy statement, line by line.
         rows: one for each evaluated round.
+        privacy: everything that ``privacy.json`` holds.
     """
 
     rounds_trained: int
     statement: list[str]
     rows: list[RunRow]
+    privacy: dict[str, Any]
+
+    def last_measures(self) -> Mapping[str, float]:
+        """What was measured last; empty if nothing was."""
+        measured = [row.measures for row in self.rows if row.measures]
+        return measured[-1] if measured else {}
 
 
 def is_run(directory: Path) -> bool:
@@ -235,6 +242,7 @@ def read_run(directory: Path) -> SavedRun:
             rounds_trained=int(privacy["rounds_trained"]),
             statement=privacy["statement"].splitlines(),
             rows=[RunRow.from_json(json.loads(line)) for line in lines],
+            privacy=privacy,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

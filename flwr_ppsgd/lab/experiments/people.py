@@ -3,17 +3,23 @@
 For simulations, which hold everyone's data. It is outside the guarantee.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.client.visit import LOCAL, SHARED, compared, solved
+from flwr_ppsgd.client.visit import personal_model
 from flwr_ppsgd.lab.engines.measures import MEAN, TENTH, WORST, badness, measure_of
 from flwr_ppsgd.lab.experiments.tasks import Task
-from flwr_ppsgd.learner import Learner
+from flwr_ppsgd.learner import LOCAL, SHARED
+from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
+
+log = logging.getLogger("flwr.ppsgd")
 
 OUTSIDE = "Measured on users' own test rows: outside the guarantee."
 ROOTS = ("rmse",)  # measures that are pooled as squares
@@ -29,7 +35,7 @@ class Person:
         weight: the number of test rows.
         measures: of the personal model; ``local_…`` of one from own rows alone; ``shared_…`` of w
             alone.
-        chosen: what the user's solution chose and expects.
+        chosen: what the user's personal model is made of.
     """
 
     user: int
@@ -50,50 +56,64 @@ class Person:
         return badness(main, alone) - badness(main, self.measures[main])
 
 
-def people_of(
-    task: Task, w: Vector, users: Iterable[int], thetas: Mapping[int, Vector] | None = None
-) -> list[Person]:
+def order_for(task: Task, beside: Mapping[str, NDArray[Any]]) -> Order:
+    """What brings the last w to a device.
+
+    Args:
+        task: what is learnt.
+        beside: what is published beside w, as of ``PPSGD.published``; empty for a w that has no
+            noise and no unit.
+    """
+    variance = np.asarray(beside.get(VARIANCE, [])).reshape(-1)
+    return Order(
+        0,
+        0.0,
+        1.0,
+        "mean",
+        False,
+        asks="nothing",
+        task=cast(OrderTask, task.public()["task"]),
+        unit=float(beside.get(UNIT, 1.0)),
+        size=float(beside.get(SIZE, 1.0)),
+        variance=tuple(variance.tolist()),
+        last=True,
+    )
+
+
+def people_of(task: Task, w: Vector, users: Iterable[int], order: Order) -> list[Person]:
     """How users fare; those without test rows are left out.
 
     Args:
         task: everyone's model and data.
         w: the trained parameters.
         users: their numbers.
-        thetas: a stepped θ for each user who has one; None: θ is solved.
+        order: as of ``order_for``.
     """
-    (found,) = people_of_each(task, [w], users, thetas)
+    (found,) = people_of_each(task, [w], users, order)
     return found
 
 
 def people_of_each(
-    task: Task,
-    ws: Sequence[Vector],
-    users: Iterable[int],
-    thetas: Mapping[int, Vector] | None = None,
+    task: Task, ws: Sequence[Vector], users: Iterable[int], order: Order
 ) -> list[list[Person]]:
     """The same for several w: what a user works out about own rows serves all of them."""
     found: list[list[Person]] = [[] for _ in ws]
+    without = 0
     for user in users:
         weight = task.test_rows(user)
         if not weight:
             continue
         learner = task.learner(user)
-        for people, w in zip(found, ws, strict=True):
-            people.append(_person(learner, w, user, weight, thetas))
+        models = [personal_model(learner, w, order) for w in ws]
+        measures = [model.measures() for model in models]
+        without += not measures[0]
+        for people, model, own in zip(found, models, measures, strict=True):
+            if own:
+                mixture = getattr(model, "mixture", None)
+                people.append(Person(user, weight, own, mixture.chosen if mixture else {}))
+    if without:
+        log.warning("%d users have no training rows, so no mean: they are not measured", without)
     return found
-
-
-def _person(
-    learner: Learner, w: Vector, user: int, weight: int, thetas: Mapping[int, Vector] | None
-) -> Person:
-    solution = solved(learner, w) if thetas is None else None
-    if solution is not None:
-        measures = compared(learner, w, solution.theta)
-        return Person(user, weight, measures, solution.chosen)
-    theta = (thetas or {}).get(user)
-    if theta is None:
-        theta = learner.initial_theta()
-    return Person(user, weight, learner.evaluate(w, theta))
 
 
 def overall(people: Sequence[Person]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Predictions by the personal models of a run, for users who took part and for new ones.
 
-Simulations hold everyone's rows, so θ of a user who took part is worked out again from them and the
-published w. Somebody new gets one by ``personalize``, from rows of the new file whose target is
-known. Either way nothing is released.
+Simulations hold everyone's rows, so the model of a user who took part is worked out again from them
+and from what was published. Somebody new gets one from rows of the new file whose target is known.
+Either way nothing is released.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.client.model import personalize
 from flwr_ppsgd.lab.data.columns import Columns
 from flwr_ppsgd.lab.data.features import features_like
 from flwr_ppsgd.lab.data.frames import frame_of, lookup, origin_of, plain
@@ -23,7 +22,11 @@ from flwr_ppsgd.lab.data.per_user import PerUser
 from flwr_ppsgd.lab.data.raw import REFUSE, Origin, canonical, is_missing
 from flwr_ppsgd.lab.data.scaling import own_scaled_new, scaled_alike
 from flwr_ppsgd.lab.experiments.outputs import read_config, read_model
+from flwr_ppsgd.lab.experiments.people import order_for
 from flwr_ppsgd.lab.experiments.problem import LINEAR, SYNTHETIC, Problem
+from flwr_ppsgd.lab.experiments.tasks import OwnLinearTask, check_squared
+from flwr_ppsgd.models.solve import Mixture
+from flwr_ppsgd.wire import Order
 
 TOOK_PART = "personal"
 NEW = "new user"
@@ -77,9 +80,11 @@ def predict(directory: Path, data: Path, user: str | None = None) -> list[Predic
     columns = problem.columns() or Columns()
     if user is not None:
         columns = replace(columns, user=user)
-    w = np.asarray(read_model(directory)["w"], dtype=np.float64).reshape(-1)
+    published = read_model(directory)
+    w = np.asarray(published["w"], dtype=np.float64).reshape(-1)
     new = _read(data, trained, columns)
-    models = _Models(problem, trained, w, new)
+    order = order_for(OwnLinearTask(problem), published)
+    models = _Models(problem, trained, w, order, new)
     numbers = {canonical(name): number for number, name in enumerate(trained.users)}
     found: list[Prediction] = []
     for name, rows in _by_user(new.users):
@@ -97,6 +102,7 @@ def _problem_of(directory: Path) -> Problem:
             f"{directory}: predictions are for linear models on data of one's own: load w of other "
             "models into their module with PersonalModel"
         )
+    check_squared(problem)
     return problem
 
 
@@ -153,35 +159,38 @@ class _Models:
         problem: of the run.
         trained: everyone's rows.
         w: the published parameters.
+        order: what was published beside them.
         new: the rows to predict.
     """
 
     problem: Problem
     trained: PerUser
     w: Vector
+    order: Order
     new: _New
 
     def of_known(self, number: int, rows: NDArray[np.intp]) -> list[Prediction]:
         """By the model of a user who took part."""
-        parameters = self._personal(self.trained, number)
+        model = self._personal(self.trained, number)
         seen = own_scaled_new(self.trained.only([number]), self.new.x[rows])
-        return self._predicted(seen, parameters, rows, TOOK_PART)
+        return self._predicted(seen, model, rows, TOOK_PART)
 
     def of_new(self, rows: NDArray[np.intp]) -> list[Prediction]:
         """By a model made from the rows whose target is known; w alone if there are none."""
         known = [row for row in rows.tolist() if not is_missing(self.new.targets[row])]
         if not known:
-            self._refuse_without_centre(int(rows[0]))
+            self._refuse_amounts(int(rows[0]))
             own = _newcomer(self.trained, self.new, rows, labelled=False)
+            model = self._personal(own, 0).shared_alone
+            assert model is not None
             seen = own_scaled_new(own, self.new.x[rows])
-            return self._predicted(seen, self.w, rows, SHARED)
+            return self._predicted(seen, model, rows, SHARED)
         own = _newcomer(self.trained, self.new, np.array(known, dtype=np.intp), labelled=True)
         seen = own_scaled_new(own, self.new.x[rows])
         return self._predicted(seen, self._personal(own, 0), rows, NEW)
 
-    def _refuse_without_centre(self, row: int) -> None:
-        own = self.trained.own
-        if own is not None and own.centre.any():
+    def _refuse_amounts(self, row: int) -> None:
+        if self.trained.task == "regression":
             raise self.new.origin.refuse(
                 f"user {self.new.users[row]!r} is new and has no row with a target, and targets "
                 "are learnt around each user's own mean: first",
@@ -189,30 +198,28 @@ class _Models:
                 row,
             )
 
-    def _personal(self, data: PerUser, number: int) -> Vector:
-        """w + θ of one user."""
-        loss: Any = self.problem.loss
+    def _personal(self, data: PerUser, number: int) -> Mixture:
+        """The personal model of one user."""
         learner = linear_learner(
             data,
             number,
             batch_size=self.problem.batch_size,
             seed=self.problem.data_seed,
-            loss=loss,
             shift=self.problem.target_shift,
         )
-        return np.asarray(self.w + personalize(self.w, learner).theta)
+        variance = np.array(self.order.variance or [0.0])
+        return learner.personal_model(self.w, variance, self.order).mixture
 
     def _predicted(
-        self, seen: PerUser, parameters: Vector, rows: NDArray[np.intp], model: str
+        self, seen: PerUser, model: Mixture, rows: NDArray[np.intp], kind: str
     ) -> list[Prediction]:
         """The predictions for one user's new rows, which are all rows of ``seen``."""
-        x = seen.matrix(np.arange(len(rows)))
-        scores = x @ parameters.reshape(seen.features, -1)
+        scores = model.predict(seen.seen(np.arange(len(rows))))
         found = []
         for row, score in zip(rows.tolist(), scores, strict=True):
             value = self._value(seen, score)
             number = row + self.new.origin.first_row
-            found.append(Prediction(number, self.new.users[row], value, model))
+            found.append(Prediction(number, self.new.users[row], value, kind))
         return found
 
     def _value(self, seen: PerUser, score: Vector) -> float | str:

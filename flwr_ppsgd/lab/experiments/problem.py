@@ -25,10 +25,11 @@ WORDS = {
     "task": ("", "classification", "multi-label", "regression"),
     "model": (LINEAR, CNN),
     "loss": ("squared", "softmax"),
-    "scale": ("none", "own", "auto"),
+    "scale": ("none", "own", "auto", "device"),
     "select_on": ("validation", "test"),
 }
 AUTO = "auto"
+DEVICE = "device"  # the scale of the recipe: each device scales its own rows
 NO_REPRESENTATION = "none"
 LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
 CHECKSUM_LETTERS = 16
@@ -66,7 +67,9 @@ class Problem:
         task: classification, regression or multi-label; detected if it is not given.
         standardise: a file of *public* means and standard deviations.
         scale: without such a file: "own" (each user's own mean and deviation, on the device),
-            "auto" (the same, for columns far from a scale of 1) or "none".
+            "auto" (the same, for columns far from a scale of 1) or "none"; "device" is what
+            method = "auto" does: raw rows, which the personal model scales, and images of unit
+            length.
         bias: add a column of ones.
         data_seed: of the synthetic problem, of the test part, of minibatches and of a network's
             first values.
@@ -176,7 +179,8 @@ class Problem:
 
     def as_by_default(self) -> "Problem":
         """As ``ppsgd run --data`` shows the rows to a model if nothing else is said."""
-        return replace(self, scale="auto", bias=True)
+        raw = replace(self, scale=DEVICE)
+        return replace(raw, bias=raw.per_user().task != "regression")
 
     def columns(self) -> "Columns | None":
         """The columns that are named; None if none is."""
@@ -242,7 +246,7 @@ def _seen(problem: Problem, bias: bool) -> "PerUser":
 def _read(problem: Problem) -> "PerUser":
     from flwr_ppsgd.lab.data.by_name import load
     from flwr_ppsgd.lab.data.files import public_statistics
-    from flwr_ppsgd.lab.data.scaling import own_scaled
+    from flwr_ppsgd.lab.data.scaling import own_scaled, with_kinds
     from flwr_ppsgd.lab.data.split import Split
 
     task: Any = problem.task or None
@@ -260,6 +264,8 @@ def _read(problem: Problem) -> "PerUser":
     if problem.select_on == "validation":
         data = data.with_validation(Split(problem.validation_fraction, problem.data_seed + 1))
     data = _represented(data, problem)
+    if problem.scale == DEVICE:
+        return with_kinds(data)
     if problem.scale != "none":
         data = own_scaled(data, problem.scale)
     return data
@@ -269,15 +275,18 @@ def _represented(data: "PerUser", problem: Problem) -> "PerUser":
     """As a linear model sees the rows."""
     from flwr_ppsgd.models.representation import (
         RANDOM_CONVOLUTION,
+        UnitLength,
         looks_like_images,
         representation_of,
     )
 
     names = problem.representation
     chosen = names == AUTO
+    images = problem.model == LINEAR and looks_like_images(data.x, data.shape)
     if chosen:
-        images = problem.model == LINEAR and looks_like_images(data.x, data.shape)
         names = RANDOM_CONVOLUTION if images else NO_REPRESENTATION
+    if images and names == NO_REPRESENTATION and problem.scale == DEVICE:
+        return data.represented(UnitLength(), names)
     found = representation_of(
         names, problem.representation_features, problem.representation_seed, data.shape
     )

@@ -37,7 +37,7 @@ class Point:
         clip_norm: C; None at α = 0.
         method: the algorithm itself, a baseline, or "auto", the recipe: it has neither αQ nor step,
             and z is that of its rounds.
-        target_epsilon: of "auto", the ε for which it was planned; None if z was given.
+        target_epsilon: of "auto", the ε for which it was planned.
     """
 
     seed: int

@@ -10,24 +10,24 @@ import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
+from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Release, Vector
 from flwr_ppsgd.client.message_api import client_app
 from flwr_ppsgd.lab.engines.engine import Engine, Setting, left_for_infinity, train
 from flwr_ppsgd.lab.engines.learners import Found, LearnerEngine
 from flwr_ppsgd.lab.engines.measures import measure_of
-from flwr_ppsgd.lab.experiments.people import Person, overall, people_of
+from flwr_ppsgd.lab.experiments.people import Person, order_for, overall, people_of
 from flwr_ppsgd.lab.experiments.rows import RunRow
 from flwr_ppsgd.lab.experiments.settings import EXHAUSTED, Experiment
 from flwr_ppsgd.lab.experiments.tasks import learner_for
-from flwr_ppsgd.optimizers import PLAIN
 from flwr_ppsgd.privacy import Ledger
 from flwr_ppsgd.promise import Promise
 from flwr_ppsgd.server.curator import Curator, headline_of
 from flwr_ppsgd.server.message_api import PPSGD
 from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.simulation import InProcessGrid
-from flwr_ppsgd.wire import Layout
+from flwr_ppsgd.wire import BESIDE, SIZE, UNIT, VARIANCE, Layout
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -61,7 +61,8 @@ class Outcome:
         w: the trained parameters.
         rows: one for each evaluated round.
         stopped: the user has ended the run early.
-        people: how each user fares with the final w, where personal parts are solved.
+        beside: what the recipe publishes beside w, as of ``PPSGD.published``.
+        people: how each user fares with the final w, under the recipe.
     """
 
     experiment: Experiment
@@ -69,6 +70,7 @@ class Outcome:
     w: ArrayRecord
     rows: list[RunRow]
     stopped: bool = False
+    beside: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     people: list[Person] = field(default_factory=list)
 
 
@@ -105,18 +107,24 @@ def run_on(grid: Grid, experiment: Experiment, on_round: Watch | None = None) ->
     _check_finite(experiment, latest.arrays, rows)
     w = strategy.averaged(latest.arrays) if stopped else latest.arrays
     last = _row(strategy.rounds_done, strategy.ledger, {})
-    return _with_people(Outcome(experiment, strategy, w, rows, stopped), last)
+    beside = _beside(strategy.published(w)) if experiment.training.automatic else {}
+    return _with_people(Outcome(experiment, strategy, w, rows, stopped, beside), last)
+
+
+def _beside(published: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {name: published[name] for name in BESIDE}
 
 
 def _with_people(outcome: Outcome, last: RunRow) -> Outcome:
-    """With how each user fares, and the last row about it, where personal parts are solved."""
+    """With how each user fares, and the last row about it, under the recipe."""
     experiment = outcome.experiment
-    if not experiment.training.solves:
+    if not experiment.training.automatic:
         return outcome
     outcome.strategy.note_evaluation()
-    layout = Layout.of(outcome.w)
+    w = Layout.of(outcome.w).flatten(outcome.w)
     users = range(experiment.training.population)
-    people = people_of(experiment.task, layout.flatten(outcome.w), users)
+    order = order_for(experiment.task, outcome.beside)
+    people = people_of(experiment.task, w, users, order)
     earlier = [row for row in outcome.rows if row.round != last.round]
     rows = [*earlier, replace(last, measures=overall(people))]
     return replace(outcome, rows=rows, people=people)
@@ -194,46 +202,47 @@ def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outc
     w = _like(experiment.task.initial_arrays(), engine.w(0))
     _check_finite(experiment, w, rows)
     last = _row(engine.round, simulated.ledger, {})
-    return _with_people(Outcome(experiment, simulated, w, rows, stopped), last)
+    beside = published_by(engine.curator) if isinstance(engine, LearnerEngine) else {}
+    return _with_people(Outcome(experiment, simulated, w, rows, stopped, beside), last)
 
 
 def _engine(experiment: Experiment, simulated: "Simulated", rounds: int) -> Engine:
     """Settings side by side where there is an engine for them, else learners one by one."""
     settings = experiment.training
     training = simulated.curator.training
-    if is_plain(training):
+    if training.recipe is None:
         setting = Setting(training.release, training.steps)
         conditions = replace(experiment.conditions(), rounds=rounds)
         return experiment.task.engine([setting], settings.insecure_seed, conditions)
     if experiment.drop_exhausted:
-        raise ValueError("drop-exhausted is for plain steps: leave it out here")
+        raise ValueError("drop-exhausted is for method = 'paper': leave it out here")
     return learner_engine(experiment, training)
 
 
 def learner_engine(experiment: Experiment, training: Training) -> LearnerEngine:
-    """Everyone's learners, for what the other engines do not know."""
+    """Everyone's learners, for the recipe."""
     task = experiment.task
     arrays = task.initial_arrays()
     users = range(experiment.training.population)
     learner_of = functools.lru_cache(maxsize=MOST_LEARNERS)(task.learner)
 
-    def measure(w: Vector, thetas: Mapping[int, Vector]) -> Found:
-        solves = training.personal == "solve"
-        people = people_of(task, w, users, None if solves else thetas)
+    def measure(w: Vector, curator: Curator) -> Found:
+        people = people_of(task, w, users, order_for(task, published_by(curator)))
         found = overall(people)
         if not found:
             return Found({}, np.zeros(0))
         main = measure_of(found)
         return Found(found, np.array([person.measures[main] for person in people]))
 
-    return LearnerEngine(training, learner_of, Layout.of(arrays).flatten(arrays), measure)
+    layout = Layout.of(arrays)
+    w = layout.flatten(arrays).reshape(layout.columns, -1)
+    return LearnerEngine(training, learner_of, w, measure)
 
 
-def is_plain(training: Training) -> bool:
-    """Whether it is the paper's algorithm, which the other cohort engines know."""
-    special = training.release.normalise or training.vote or training.adaptive_clip
-    stepped = training.personal == "step" and not training.full_batch
-    return training.optimizer == PLAIN and stepped and not special
+def published_by(curator: Curator) -> dict[str, NDArray[Any]]:
+    """What the recipe publishes beside w: its noise ν, the unit, the size."""
+    values = curator.values
+    return {VARIANCE: curator.variance, UNIT: np.array(values.unit), SIZE: np.array(values.size)}
 
 
 def _like(arrays: ArrayRecord, w: Vector) -> ArrayRecord:
@@ -266,11 +275,9 @@ class Simulated:
         return self.curator.ledger
 
     def charge(self, round_: int, engine: Engine) -> None:
-        """Every round counts as one without a guarantee, and so does a vote."""
-        if isinstance(engine, LearnerEngine) and self.curator.vote_pending:
-            votes = engine.curator.votes
-            if votes is not None:
-                self.curator.simulate_vote(votes)
+        """Every round counts as one without a guarantee, and so does what comes before it."""
+        if isinstance(engine, LearnerEngine):
+            self.curator.simulate_sums(engine.curator.sums)
         self.curator.simulate(round_)
 
     def privacy_statement(self) -> str:

@@ -10,11 +10,12 @@ from typing import Any, get_type_hints
 
 from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.experiments.problem import Problem, place_of
-from flwr_ppsgd.lab.experiments.rows import BASELINES
+from flwr_ppsgd.lab.experiments.problem import DEVICE, SYNTHETIC, Problem, place_of
+from flwr_ppsgd.lab.experiments.rows import BASELINES, FEDAVG_SOLVED, SOLVED
 from flwr_ppsgd.lab.experiments.shipped import preset
-from flwr_ppsgd.lab.experiments.tasks import Conditions, Task, task_of
+from flwr_ppsgd.lab.experiments.tasks import Conditions, Task, check_squared, task_of
 from flwr_ppsgd.lab.theory import Bound, Constants, theorem_b_4
+from flwr_ppsgd.server.rounds import DROWNED
 from flwr_ppsgd.server.training import Training
 from flwr_ppsgd.settings import (
     AUTO,
@@ -24,7 +25,6 @@ from flwr_ppsgd.settings import (
     build,
     check_known,
     check_run_config,
-    completed,
     in_keys,
     keys_of,
     listed,
@@ -44,12 +44,17 @@ OWN_DATA_PAPER = "own-data-paper"
 # any of these, where the recipe is the default, asks for the paper's method instead
 ASKS_FOR_PAPER = ("step", "alpha-q", "clip-norm", "cohort-size", "passes")
 DEFAULT = "synthetic"
+NOISE_WORDS = "noise in a prediction by w: at most about {:.2g} of the size of users' own models"
+DROWNED_WORDS = ", so that users will mostly keep to their own: more users or a larger ε would help"
 PRECISIONS = ("float64", "float32")
 PARTS = ("training", "problem")  # the fields of an experiment that hold settings of their own
 NEEDS = {"passes": (), "cohort-mean": ("population",), "evaluations": ("rounds",)}
 THEORY_ASSUMES = (
     "a convex additive model, samples that are fresh in every round, a clip norm that clips "
     "nothing, features within three standard deviations, and the average over rounds as the result"
+)
+CHOSEN_BY_LOOKING = (
+    "columns, categories, scales and task: no epsilon pays for choosing them by looking at the data"
 )
 EXHAUSTED = (
     "Users who have used up their samples drop out of the draw, as in the paper's experiments: "
@@ -112,6 +117,8 @@ class Experiment:
                     f"the baseline {name} is for linear models on data of one's own: leave it out "
                     "here"
                 )
+            if name in (SOLVED, FEDAVG_SOLVED):
+                check_squared(self.problem)
         tuned = 0 < self.fine_tune_passes < math.inf
         rule = "fine_tune_passes must be positive and finite"
         require(tuned, rule, self.fine_tune_passes, "5 is the default")
@@ -139,15 +146,24 @@ class Experiment:
 
     def assumed_public(self) -> list[str]:
         """What the settings give away about the data without a charge."""
-        return [] if self.passes is None else self.task.assumed_public()
+        known = [] if self.problem.data == SYNTHETIC else [CHOSEN_BY_LOOKING]
+        if self.passes is not None:
+            known += self.task.assumed_public()
+        return known
 
     def describe(self) -> str:
         """What the data are, and what was worked out from them, in lines to print."""
         lines = [self.task.describe()]
-        for known in self.assumed_public():
-            lines.append(f"{self.passes:g} passes are {self.training.rounds:,} rounds: {known}")
+        if self.passes is not None:
+            public = "; ".join(self.task.assumed_public())
+            rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
+            lines.append(f"{rounds}; taken to be public: {public}")
         if self.drop_exhausted:
             lines.append(EXHAUSTED)
+        if self.training.automatic:
+            noise = self.training.recipe().noise_in_prediction
+            small = DROWNED_WORDS if noise > DROWNED else ""
+            lines.append(f"{self.training.rounds} rounds; {NOISE_WORDS.format(noise)}{small}")
         return "\n".join(lines)
 
     def to_flat(self) -> dict[str, Any]:
@@ -155,7 +171,8 @@ class Experiment:
         own = to_flat(self)
         for part in PARTS:
             del own[part]
-        return {**self.problem.to_flat(), **self.training.to_flat(), **own}
+        # the problem's task has more words: several labels count as classes in training
+        return {**self.training.to_flat(), **self.problem.to_flat(), **own}
 
     @classmethod
     def load(
@@ -239,7 +256,10 @@ def experiment_keys() -> list[str]:
 
 def _built(flat: Mapping[str, Any], where: str) -> Experiment:
     """The parts, then the whole."""
-    training = build(Settings, part_of(flat, Settings), where)
+    own_settings = part_of(flat, Settings)
+    if flat.get("method") == AUTO:
+        own_settings |= _from_columns(flat, where)
+    training = build(Settings, own_settings, where)
     problem = build(Problem, part_of(flat, Problem), where)
     hints = get_type_hints(Experiment)
     try:
@@ -250,6 +270,17 @@ def _built(flat: Mapping[str, Any], where: str) -> Experiment:
         return Experiment(training=training, problem=problem, **own)
     except ValueError as error:
         raise ValueError(f"{where}: {in_keys(str(error), Experiment)}") from None
+
+
+def _from_columns(flat: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The recipe's task and sparse columns, which the data decide."""
+    try:
+        found = _task_of(flat).public()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if flat.get("sparse") not in (None, "", found["sparse"]):
+        raise ValueError(f"{where}: sparse follows from the columns of the data: leave it out")
+    return found
 
 
 def source_of(path: Path | None, default: str) -> Path | Traversable:
@@ -299,25 +330,21 @@ def _with_recipe(flat: dict[str, Any]) -> dict[str, Any]:
     if flat.get("method") != AUTO:
         return flat
     _refuse_without_budget(flat)
-    flat = completed(flat)
-    if "batch-size" in flat:
-        flat.setdefault("full-batch", False)
-    task = _task_of(flat)
-    shift = task.centre()
+    flat = {"scale": DEVICE, **flat}
+    if flat["scale"] not in (DEVICE, "none"):
+        raise ValueError(
+            f"scale = {flat['scale']!r} is for method = {PAPER!r}, and {AUTO!r} scales rows on "
+            "each device: leave scale out, or give 'none'"
+        )
+    shift = _task_of(flat).centre()
     if shift:
-        flat.setdefault("target-shift", shift)
-    if task.lacks_constant():
-        flat.setdefault("bias", True)
+        flat = {"target-shift": shift, "bias": True, **flat}
     return flat
 
 
 def _refuse_without_budget(flat: Mapping[str, Any]) -> None:
     """There is no default for ε or δ."""
-    missing = []
-    if "epsilon" not in flat and "noise-multiplier" not in flat:
-        missing.append("epsilon")
-    if "delta" not in flat:
-        missing.append("delta")
+    missing = [key for key in ("epsilon", "delta") if key not in flat]
     if missing:
         raise ValueError(
             f"{' and '.join(missing)} must be given, there is no default: say what you can afford, "

@@ -27,7 +27,6 @@ from flwr_ppsgd.lab.experiments.settings import (
     source_of,
 )
 from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.recipe import CLIP_NORM
 from flwr_ppsgd.settings import (
     AUTO,
     METHODS,
@@ -37,12 +36,12 @@ from flwr_ppsgd.settings import (
     read_toml,
     with_keys,
 )
-from flwr_ppsgd.tuning import ROUNDS
 
 DEFAULT_SWEEP = "sweep"
 OWN_DATA_SWEEP = "own-data-sweep"
 MOST_SETTINGS = 100_000
 SEEDS = [1, 2, 3]  # of a sweep of the recipe, if nothing else is said
+CLIP_NORM = 1.0  # of the recipe, whose unit is the released size
 Priced: TypeAlias = tuple[bool, float, float | None, int]  # recipe or not, z, its ε, round
 FINE_TUNE_STEPS = "0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0"
 
@@ -56,14 +55,14 @@ class Sweep:
         grid: for each key of ``GRID``, its values.
         where: the file, which errors name.
         methods: "paper", "auto" or both. The base is the paper's if it is among them.
-        recipes: of "auto", (z of its rounds, the ε it was planned for or None if z was given).
+        recipes: of "auto", (z of its rounds, the ε it was planned for).
     """
 
     base: Experiment
     grid: dict[str, tuple[Any, ...]]
     where: str
     methods: tuple[str, ...] = (PAPER,)
-    recipes: tuple[tuple[float, float | None], ...] = ()
+    recipes: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         count = math.prod(len(values) for values in self.grid.values())
@@ -75,8 +74,8 @@ class Sweep:
         training = self.base.training
         needs = {
             "insecure-seed": training.insecure_seed is not None,
-            "noise-multiplier": training.noise_multiplier is not None,
-            "evaluate-every": training.evaluate_every > 0,
+            "noise-multiplier": training.automatic or training.noise_multiplier is not None,
+            "evaluate-every": training.automatic or training.evaluate_every > 0,
         }
         for key, given in needs.items():
             if not given:
@@ -112,10 +111,10 @@ class Sweep:
         """From flat keys; errors name ``where``."""
         methods = _methods(flat, where)
         flat = {**flat, "method": methods[0]}
-        if methods == (AUTO,):
-            flat = _measured_once(flat)
         wanted = _listed(flat.get("epsilon"))
-        if "epsilon" in flat:
+        if methods == (AUTO,):
+            flat = _first_epsilon(flat, wanted)
+        elif wanted:
             flat = _with_noise(flat, where)
         for key, values in flat.items():
             if isinstance(values, list):
@@ -123,7 +122,8 @@ class Sweep:
         lists = {key: tuple(flat[key]) for key in GRID if isinstance(flat.get(key), list)}
         flat = _with_fine_tuning(flat)
         base = Experiment.read(_first(flat), where=where)
-        if base.problem.select_on == "validation" and 0.0 not in lists.get("noise-multiplier", ()):
+        noisy = PAPER in methods and 0.0 not in lists.get("noise-multiplier", ())
+        if base.problem.select_on == "validation" and noisy:
             given = lists.get("noise-multiplier", (base.training.noise_multiplier,))
             lists["noise-multiplier"] = (*given, 0.0)  # what the same would be without noise
         used = base.to_flat()
@@ -206,6 +206,8 @@ class Sweep:
     def to_flat(self) -> dict[str, Any]:
         """All settings, resolved; a key with more than one value is a list."""
         lists = {key: list(values) for key, values in self.grid.items() if len(values) > 1}
+        if self.base.training.automatic and len(self.recipes) > 1:
+            lists["epsilon"] = [epsilon for _, epsilon in self.recipes]
         if len(self.methods) > 1:
             lists["method"] = list(self.methods)
         return {**self.base.to_flat(), **lists}
@@ -215,44 +217,39 @@ def recipe_of(base: Experiment, point: Point) -> Experiment:
     """The recipe that a setting of "auto" stands for: the base's data and δ, and nothing to tune.
 
     Args:
-        base: of the sweep. If it is of the paper's method, its rounds, cohorts and steps are left
-            out.
-        point: z, ε and seed.
+        base: of the sweep. If it is of the paper's method, its rounds, cohorts, steps and scaling
+            are left out.
+        point: ε and seed.
     """
     flat = base.to_flat()
     if not base.training.automatic:
         flat = {key: flat[key] for key in (*base.problem.to_flat(), "population", "delta")}
-        flat["full-batch"] = True
-        if not base.problem.target_shift:
-            del flat["target-shift"]  # the recipe centres classes
-    flat |= {"method": AUTO, "insecure-seed": point.seed}
-    if point.target_epsilon is None or math.isinf(point.target_epsilon):
-        flat = override(flat, {"noise-multiplier": point.noise_multiplier})
-    else:
-        flat = override(flat, {"epsilon": point.target_epsilon})
+        for key in ("scale", "bias", "target-shift"):
+            del flat[key]
+    elif base.training.rounds == replace(base.training, rounds=0).rounds:
+        del flat["rounds"]  # by the rule, which gives others at another ε
+    flat |= {"method": AUTO, "insecure-seed": point.seed, "epsilon": point.target_epsilon}
     return Experiment.read(flat, where="sweep")
 
 
 def _recipes(
     base: Experiment, noises: Sequence[float], wanted: Sequence[float]
-) -> tuple[tuple[float, float | None], ...]:
-    """(z, ε) of the recipe at each noise level of a grid, at the same ε as the paper's method.
+) -> tuple[tuple[float, float], ...]:
+    """(z, ε) of the recipe for each ε of a grid.
 
     Args:
         base: of the sweep.
-        noises: the noise levels.
+        noises: the noise levels of the paper's method.
         wanted: the ε that they are for; if there are fewer, what the other levels cost.
     """
-    if base.training.automatic and not wanted:
-        return tuple((float(z), None) for z in noises)
-    price = Epsilons(base)
-    rounds = base.training.rounds
+    targets = [float(epsilon) for epsilon in wanted]
+    if not base.training.automatic:
+        price = Epsilons(base)
+        for z in noises[len(targets) :]:
+            point = Point(0, math.inf, 0.0, float(z), CLIP_NORM)
+            targets.append(price(point, base.training.rounds))
     found = []
-    for place, z in enumerate(noises):
-        if place < len(wanted):
-            target = float(wanted[place])
-        else:
-            target = price(Point(0, math.inf, 0.0, float(z), CLIP_NORM), rounds)
+    for target in targets:
         planned = recipe_of(base, Point(0, math.inf, 0.0, 0.0, CLIP_NORM, AUTO, target))
         found.append((planned.training.release().noise_multiplier, target))
     return tuple(found)
@@ -269,14 +266,11 @@ def _methods(flat: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(name for name in METHODS if name in named)
 
 
-def _measured_once(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the recipe alone: it is measured after its last round."""
-    found = {"rounds": ROUNDS, **flat}
-    found.pop("evaluations", None)
-    found["evaluate-every"] = found["rounds"]
-    if "batch-size" not in found:
-        found.setdefault("full-batch", True)
-    return found
+def _first_epsilon(flat: Mapping[str, Any], wanted: Sequence[float]) -> dict[str, Any]:
+    """Settings of the recipe alone, at the first ε: it is measured once, after its last round."""
+    if not wanted:
+        raise ValueError("epsilon is missing: a sweep of 'auto' needs it, as in epsilon = [1, 2]")
+    return {**flat, "epsilon": wanted[0]}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -332,7 +326,7 @@ def _check_list(key: str, values: list[Any], where: str) -> None:
 class Epsilons:
     """ε of each noise multiplier and number of rounds, worked out once.
 
-    It does not depend on step, α or clip norm. That of the recipe holds its vote.
+    It does not depend on step, α or clip norm. That of the recipe holds all that it releases.
     """
 
     def __init__(self, base: Experiment) -> None:
@@ -376,8 +370,8 @@ class Epsilons:
             changed = replace(self._training, noise_multiplier=point.noise_multiplier)
             return nothing.record(changed.release(), round_)
         planned = recipe_of(self._base, point).training.recipe()
-        if planned.vote is not None:
-            nothing = nothing.record(planned.vote.release)
+        for release in planned.before.values():
+            nothing = nothing.record(release)
         return nothing.record(planned.release, round_)
 
 

@@ -16,11 +16,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.lab.engines.measures import VALIDATION
-from flwr_ppsgd.lab.experiments.problem import AUTO, CNN, LINEAR, SYNTHETIC, Problem
+from flwr_ppsgd.lab.experiments.problem import AUTO, CNN, DEVICE, LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.lab.experiments.rows import BASELINES, FEDAVG, OWN_TRIVIAL, TRIVIAL
 from flwr_ppsgd.lab.theory import Constants
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.models.linear import Loss
+from flwr_ppsgd.wire import spans_of
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.data.per_user import PerUser
@@ -33,9 +34,7 @@ SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")
 MOST_COLUMNS = 4096  # side by side; more gain nothing and would be lost together when interrupted
 MOST_NETWORKS = 32
 FLOAT_BYTES = 8
-ROUNDS_ARE_PUBLIC = (
-    "the number of rounds from passes takes the total number of samples, {:,}, to be public"
-)
+ROUNDS_ARE_PUBLIC = "the total number of samples, {:,}: the number of rounds follows from it"
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,11 @@ class Task(Protocol):
         ...
 
     def centre(self) -> float:
-        """What the recipe subtracts from targets: 1/K of K classes, so that their mean is 0."""
+        """What the recipe subtracts from targets: 1/K of K classes."""
         ...
 
-    def lacks_constant(self) -> bool:
-        """Whether the recipe adds a column of ones."""
+    def public(self) -> dict[str, str]:
+        """The recipe's settings that the columns decide: ``task`` and ``sparse``."""
         ...
 
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
@@ -245,12 +244,12 @@ class SyntheticTask:
 
     def named(self, w: ArrayRecord) -> dict[str, NDArray[Any]]:
         """w, one number for each feature."""
-        (flat,) = w.to_numpy_ndarrays()
-        return {"w": flat}
+        (column,) = w.to_numpy_ndarrays()
+        return {"w": column.reshape(-1)}
 
     def initial_arrays(self) -> ArrayRecord:
         """w = 0."""
-        return ArrayRecord([np.zeros(self.problem.features)])
+        return ArrayRecord([np.zeros((self.problem.features, 1))])
 
     def population(self, conditions: Conditions) -> "Population":  # noqa: ARG002
         """Everyone's fresh samples."""
@@ -280,9 +279,12 @@ class SyntheticTask:
         """Targets have mean 0 as they are."""
         return 0.0
 
-    def lacks_constant(self) -> bool:
-        """The truth has none."""
-        return False
+    def public(self) -> dict[str, str]:
+        """Nobody has rows of their own to solve on."""
+        raise ValueError(
+            "method = 'auto' is for users with rows of their own, and samples of the synthetic "
+            "problem are always fresh: give data = FILE, or method = 'paper'"
+        )
 
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:  # noqa: ARG002
         """There is no end to fresh samples."""
@@ -344,13 +346,21 @@ class OwnDataTask:
     def centre(self) -> float:
         """1/K of K classes, if the loss is squared."""
         data = self.problem.per_user()
-        one_hot = data.task == "classification" and self.problem.loss == "squared"
+        classes = data.task != "regression" and self.problem.loss == "squared"
         linear = self.problem.model == LINEAR
-        return 1 / data.outputs if one_hot and linear else 0.0
+        return 1 / data.outputs if classes and linear else 0.0
 
-    def lacks_constant(self) -> bool:
-        """Not so in a sparse table: shares of words, or one-hot columns, add up to a constant."""
-        return self.problem.model == LINEAR and not self.problem.per_user().is_sparse
+    def public(self) -> dict[str, str]:
+        """Several labels count as classes. Only columns of a sparse table are sparse."""
+        data = self.problem.per_user()
+        if data.task == "regression" and data.outputs > 1:
+            raise ValueError(
+                f"{data.source}: method = 'auto' learns one amount and this has {data.outputs}: "
+                "give one target column, or method = 'paper'"
+            )
+        places = [at for at, kind in enumerate(data.kinds) if kind == "sparse"]
+        task = "regression" if data.task == "regression" else "classification"
+        return {"task": task, "sparse": spans_of(places)}
 
     def rounds_in(self, passes: float, rate: float, *, exhausts: bool) -> int:
         """Σ n_i·passes over the samples that all users draw in a round on average."""
@@ -381,7 +391,8 @@ class OwnDataTask:
         from flwr_ppsgd.lab.data.look import brief
 
         data = self.problem.per_user()
-        return "\n".join([data.describe(self.problem.batch_size), *brief(data)])
+        minibatch = 1 if self.problem.scale == DEVICE else self.problem.batch_size
+        return "\n".join([data.describe(minibatch), *brief(data)])
 
     def assumed_public(self) -> list[str]:
         """The total number of samples."""
@@ -428,13 +439,13 @@ class OwnLinearTask(OwnDataTask):
 
     def named(self, w: ArrayRecord) -> dict[str, NDArray[Any]]:
         """w: features × outputs."""
-        (flat,) = w.to_numpy_ndarrays()
-        return {"w": flat.reshape(self.problem.per_user().features, -1)}
+        (matrix,) = w.to_numpy_ndarrays()
+        return {"w": matrix}
 
     def initial_arrays(self) -> ArrayRecord:
-        """w = 0, one column for each output."""
+        """w = 0, features × outputs."""
         data = _checked(self.problem)
-        return ArrayRecord([np.zeros(data.features * data.outputs)])
+        return ArrayRecord([np.zeros((data.features, data.outputs))])
 
     def population(self, conditions: Conditions) -> "Table":
         """Everyone's rows."""
@@ -453,6 +464,15 @@ class OwnLinearTask(OwnDataTask):
     def most_settings(self, conditions: Conditions) -> int:
         """As many as the largest number of columns side by side allows."""
         return max(1, MOST_COLUMNS // self.population(conditions).outputs)
+
+
+def check_squared(problem: Problem) -> None:
+    """ValueError unless personal models can be made around w, which is of the squared loss."""
+    if problem.loss != "squared":
+        raise ValueError(
+            f"personal models are made around a w of the squared loss, and this one is of "
+            f"{problem.loss}: train with loss = 'squared'"
+        )
 
 
 def _loss_of(problem: Problem) -> Loss:

@@ -1,5 +1,6 @@
 """Who gains by sharing: every user's personal model beside the one from own rows alone."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from flwr_ppsgd.client.visit import LOCAL, SHARED
 from flwr_ppsgd.lab.engines.measures import HIGHER_IS_BETTER, measure_of
 from flwr_ppsgd.lab.experiments.people import OUTSIDE, SAME
 from flwr_ppsgd.lab.experiments.rows import RunRow
 from flwr_ppsgd.lab.results.plots import COLOURS, name_of_measure
+from flwr_ppsgd.learner import LOCAL, SHARED
 from flwr_ppsgd.promise import rounded_up
 
 PICTURE = "users.png"
@@ -36,7 +37,9 @@ def draw_people(directory: Path, last: RunRow, columns: Mapping[str, Sequence[An
     )
     _draw_models(left, main, last.measures)
     _draw_gains(right, main, gains)
-    figure.suptitle(f"ε = {rounded_up(last.deployed_epsilon)} after {last.round} rounds")
+    cost = f"ε = {rounded_up(last.deployed_epsilon)} after {last.round} rounds"
+    void = math.isinf(last.epsilon)
+    figure.suptitle(f"no guarantee; a deployment would cost {cost}" if void else cost)
     figure.supxlabel(OUTSIDE, fontsize=8, color="0.4")
     figure.savefig(directory / PICTURE, dpi=150)
     plt.close(figure)

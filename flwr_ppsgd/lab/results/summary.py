@@ -200,12 +200,10 @@ def _same(one: float, other: float) -> bool:
 
 
 def ending(every: Sequence[Mean]) -> list[Mean]:
-    """The last round of each setting that got to the end; the recipe has rounds of its own."""
-    last: dict[bool, int] = {}
-    for mean in every:
-        automatic = mean.point.method == AUTO
-        last[automatic] = max(mean.round, last.get(automatic, 0))
-    return [mean for mean in every if mean.round == last[mean.point.method == AUTO]]
+    """The last round of each setting that got to the end; the recipe is measured once."""
+    stepped = [mean for mean in every if mean.point.method != AUTO]
+    last = max((mean.round for mean in stepped), default=0)
+    return [mean for mean in every if mean.point.method == AUTO or mean.round == last]
 
 
 def at_noise(ends: Mapping[Key, Sequence[Mean]], z: float) -> dict[float, Mean]:

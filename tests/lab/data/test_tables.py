@@ -98,7 +98,7 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         ("a",),
     ),
     "an empty column": ("user,a,e,y\n1,2,,0\n1,7,,1\n", {}, "left out, empty: 'e'", ("a",)),
-    "one user": ("user,a,y\n1,2,0\n1,7,1\n", {}, "there is one user", ("a",)),
+    "one user": ("user,a,y\n1,2,0\n1,7,1\n", {}, "test part", ("a",)),
     "no test rows": (
         "user,a,y,test\n1,2,0,0\n2,7,1,0\n",
         {},

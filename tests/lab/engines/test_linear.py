@@ -23,7 +23,6 @@ from flwr_ppsgd import (
     client_app,
     client_step,
     clip,
-    server_step,
 )
 from flwr_ppsgd.algorithm import Cohort, Vector
 from flwr_ppsgd.client.personal import Personal
@@ -50,6 +49,7 @@ from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.models.test_split import MODELS, images
 from tests.support.kept import kept_by
+from tests.support.steps import noisy_step
 from tests.support.toy import flat
 
 SIZES = np.array([3, 25, 10, 11, 4, 17, 30, 10, 1, 12, 20, 9])  # so that m_i is 1, 3, 4, 9 or 10
@@ -117,7 +117,7 @@ def by_hand(
             sent.append(message)
         if steps.publishes:
             noise = release.noise_std * Coins.insecure(SEED, "noise", round_).normals(len(w))
-            w = server_step(w, sent, release, steps.shared, noise)
+            w = noisy_step(w, sent, release, steps.shared, noise)
         yield w, thetas
 
 

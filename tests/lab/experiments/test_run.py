@@ -31,7 +31,7 @@ def small(**changes: Any) -> Experiment:
 
 def w(outcome: Outcome) -> list[float]:
     (array,) = outcome.w.to_numpy_ndarrays()
-    return [float(value) for value in array]
+    return [float(value) for value in array.reshape(-1)]
 
 
 def draw_and_fail(directory: Path) -> None:  # noqa: ARG001

@@ -6,10 +6,8 @@ import math
 import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,26 +266,6 @@ def test_blocks_of_a_directory_stay_as_they_were(small: Sweep, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_directory_of_another_experiment_is_refused(small: Sweep, tmp_path: Path) -> None:
-    run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    with pytest.raises(
-        ValueError,
-        match=r"out holds the results of another experiment: its rounds is 6, here it is 7",
-    ):
-        run_sweep(load(tmp_path, rounds=7), tmp_path / "out", Silent(), memory=GIGABYTE)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-
-
-def test_a_directory_that_holds_something_else_is_refused(small: Sweep, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("data")
-    with pytest.raises(ValueError, match="already holds something"):
-        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_second_sweep_in_one_directory_is_refused(small: Sweep, tmp_path: Path) -> None:
     """The lock goes with the process: nothing has to be cleaned up after a kill."""
     with (
@@ -347,57 +325,6 @@ def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("ppsgd: --ray no-such-scheme://x")
     assert len(done.stderr.splitlines()) == 1
-
-
-def heed_ctrl_c() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so would what the tests start
-    there."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.parametrize(
-    "how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name
-)
-def test_a_sweep_that_is_killed_goes_on_where_it_was(
-    tmp_path: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed for real once some blocks are done, and resumed; no worker is left behind."""
-    sweep = load(tmp_path, rounds=60, evaluate_every=20, insecure_seed=[1, 2, 3, 4], population=200)
-    out = tmp_path / "out"
-    command = [*COMMAND, str(tmp_path / "grid.toml"), "--out", str(out), "--jobs", "1"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_ctrl_c,  # noqa: PLW1509
-    )
-    rows, deadline = out / store.ROWS, time.monotonic() + 120
-    while (
-        not (rows.exists() and rows.stat().st_size)
-        and time.monotonic() < deadline
-        and process.poll() is None
-    ):
-        time.sleep(0.02)
-    process.send_signal(how)
-    shown, _ = process.communicate(timeout=60)
-    assert process.returncode == (130 if how != signal.SIGKILL else -signal.SIGKILL)
-    assert ("goes on from there" in " ".join(shown.split())) == (how != signal.SIGKILL)
-    done = len(read_rows(out))
-    assert 0 < done < len(sweep.points()) * 4
-    monkeypatch.setattr(workers, "on_this_machine", in_this_process)
-    run_sweep(sweep, out, Silent(), jobs=1)
-    whole = [
-        row
-        for block in plan(sweep, GIGABYTE, 1).blocks
-        for row in run_block(sweep.base.to_flat(), block)
-    ]
-    assert risks(whole) == risks(read_rows(out))
-
-
-def risks(rows: Sequence[SweepRow]) -> list[tuple[Point, int, float]]:
-    measured = [row for row in rows if "excess_risk" in row.measures]
-    return sorted((row.point, row.round, row.measures["excess_risk"]) for row in measured)
 
 
 def test_a_worker_that_dies_is_one_clear_line(

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import Ledger
+from flwr_ppsgd.client.visit import personal_model
 from flwr_ppsgd.lab.experiments import blocks, workers
 from flwr_ppsgd.lab.experiments.blocks import plan, run_block
 from flwr_ppsgd.lab.experiments.outputs import read_rows
-from flwr_ppsgd.lab.experiments.people import overall, people_of
+from flwr_ppsgd.lab.experiments.people import order_for, overall, people_of
 from flwr_ppsgd.lab.experiments.rows import Point, SweepRow
 from flwr_ppsgd.lab.experiments.run import run_as_cohort
 from flwr_ppsgd.lab.experiments.settings import Experiment
@@ -77,9 +78,7 @@ def test_the_recipe_of_a_sweep_is_the_recipe_of_a_run(tmp_path: Path) -> None:
     alone = Experiment.read(recipe, where="here").training
     found = recipe_of(sweep.base, point).training
     assert found.recipe() == alone.recipe()
-    full = {**found.arguments(), "full_batch": None}
-    assert full == {**alone.arguments(), "full_batch": None}
-    assert found.arguments()["full_batch"] is alone.arguments()["full_batch"] is True
+    assert found.arguments() == alone.arguments()
 
 
 @pytest.mark.parametrize("flat", [ALONE, {**ALONE, "epsilon": [2.0, math.inf]}])
@@ -88,11 +87,8 @@ def test_rows_of_the_recipe_are_those_of_runs(tmp_path: Path, flat: dict[str, An
     sweep = sweep_of(path, flat)
     for point in sweep.points():
         (row,) = run_block(sweep.base.to_flat(), [point])
-        noise: dict[str, Any] = {"epsilon": point.target_epsilon}
-        if point.target_epsilon == math.inf:
-            noise = {"noise-multiplier": 0.0}
-        settings = {"method": "auto", "data": str(path), "delta": 1e-4, "rounds": 3}
-        settings |= {"insecure-seed": point.seed, **noise}
+        settings: dict[str, Any] = {"method": "auto", "data": str(path), "delta": 1e-4, "rounds": 3}
+        settings |= {"insecure-seed": point.seed, "epsilon": point.target_epsilon}
         outcome = run_as_cohort(Experiment.read(settings, where="here"))
         measures = dict(outcome.rows[-1].measures)
         assert row.measures == pytest.approx(measures, rel=1e-8)
@@ -103,13 +99,18 @@ def test_rows_of_the_recipe_are_those_of_runs(tmp_path: Path, flat: dict[str, An
         assert len(row.by_user) == len(outcome.people)
 
 
-def test_noise_as_given_is_that_of_the_recipe(tmp_path: Path) -> None:
+def test_each_epsilon_has_its_own_number_of_rounds(tmp_path: Path) -> None:
+    flat = {key: value for key, value in ALONE.items() if key != "rounds"}
+    sweep = sweep_of(many(tmp_path), {**flat, "epsilon": [2.0, math.inf], "insecure-seed": 1})
+    planned = [recipe_of(sweep.base, point).training.rounds for point in sweep.points()]
+    assert sorted(planned) == [2, 8]
+    assert sweep.to_flat()["epsilon"] == [2.0, math.inf]
+
+
+def test_a_sweep_of_the_recipe_needs_epsilon(tmp_path: Path) -> None:
     flat = {key: value for key, value in ALONE.items() if key != "epsilon"}
-    sweep = sweep_of(write(tmp_path), flat, noise_multiplier=[1.5, 3.0])
-    assert {(p.noise_multiplier, p.target_epsilon) for p in sweep.points()} == {
-        (1.5, None),
-        (3.0, None),
-    }
+    with pytest.raises(ValueError, match="epsilon is missing: a sweep of 'auto' needs it"):
+        sweep_of(write(tmp_path), flat)
 
 
 def test_beside_the_papers_noise_the_recipe_gets_the_same_epsilon(tmp_path: Path) -> None:
@@ -120,7 +121,8 @@ def test_beside_the_papers_noise_the_recipe_gets_the_same_epsilon(tmp_path: Path
     targets = sorted({point.target_epsilon for point in of(sweep, "auto")}, key=str)
     assert targets == [spent[2.0], math.inf]
     for point in of(sweep, "auto"):
-        assert price(point, 50) <= (point.target_epsilon or 0)
+        rounds = recipe_of(sweep.base, point).training.rounds
+        assert price(point, rounds) <= (point.target_epsilon or 0)
 
 
 def test_a_point_of_the_recipe_survives_json(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_everything_stands_side_by_side(tmp_path: Path) -> None:
     rows = read_rows(out)
     recipe = [row for row in rows if row.point.method == "auto"]
     assert len(recipe) == 2 * 3  # two ε and no noise, two seeds
-    assert {row.round for row in recipe} == {50}
+    assert {row.round for row in recipe} == {2, 8}  # without noise eight
     assert all("validation_accuracy" in row.measures for row in recipe)
     text, written = draw_sweep(rows, out)
     assert " auto" in text
@@ -256,7 +258,8 @@ def test_solved_baselines_solve_on_the_final_w(
     run_block(flat, [like])
     solved_on, published = (engine.w(0) for engine in kept)
     np.testing.assert_array_equal(solved_on, published)
-    people = people_of(sweep.base.task, published, range(9))
+    task = sweep.base.task
+    people = people_of(task, published, range(9), order_for(task, {}))
     assert row.measures == pytest.approx(overall(people), rel=1e-8)
     assert isinstance(row, SweepRow)
     assert Epsilons(sweep.base)(point, 6) == Epsilons(sweep.base)(like, 6)
@@ -270,10 +273,11 @@ def test_validation_rows_and_not_test_rows_choose_among_solved(tmp_path: Path) -
     assert choosing is not None
     assert choosing.choosing() == choosing
     w = np.random.default_rng(0).normal(size=12)
+    order = order_for(task, {})
     for user in range(9):
-        mine: Any = task.learner(user)
-        other: Any = choosing.learner(user)
-        np.testing.assert_array_equal(mine.solve(w).theta, other.solve(w).theta)
+        mine = personal_model(task.learner(user), w, order).arrays()
+        other = personal_model(choosing.learner(user), w, order).arrays()
+        np.testing.assert_array_equal(mine["slopes"], other["slopes"])
     data = task.problem.per_user()  # type: ignore[attr-defined]
     assert data.validation is not None
     assert sum(choosing.test_rows(user) for user in range(9)) == data.validation.sum()
@@ -281,21 +285,34 @@ def test_validation_rows_and_not_test_rows_choose_among_solved(tmp_path: Path) -
     assert sweep_of(write(tmp_path), flat).base.task.choosing() is None
 
 
-def test_the_vote_is_part_of_the_epsilon_of_a_row(tmp_path: Path) -> None:
-    """200 users are enough for one; after a single round it is a good part of what was spent."""
+def many(directory: Path) -> Path:
+    """200 users with amounts."""
     draw = np.random.default_rng(0)
-    user = np.repeat(np.arange(200), 3)
-    x = draw.normal(size=(600, 2))
-    y = draw.normal(size=600)
-    path = tmp_path / "many.npz"
-    np.savez(path, user=user, x=x, y=y, test=np.arange(600) % 3 == 2)
-    sweep = sweep_of(path, {**ALONE, "epsilon": [8.0], "insecure-seed": 1, "rounds": 2})
+    path = directory / "many.npz"
+    np.savez(
+        path,
+        user=np.repeat(np.arange(200), 3),
+        x=draw.normal(size=(600, 2)),
+        y=draw.normal(size=600),
+        test=np.arange(600) % 3 == 2,
+    )
+    return path
+
+
+def test_what_is_asked_before_is_part_of_the_epsilon_of_a_row(tmp_path: Path) -> None:
+    flat = {**ALONE, "epsilon": [8.0], "insecure-seed": 1, "rounds": 2}
+    sweep = sweep_of(many(tmp_path), flat)
     (point,) = sweep.points()
     planned = recipe_of(sweep.base, point).training.recipe()
-    assert planned.vote is not None
     price = Epsilons(sweep.base)
     nothing = Ledger(1e-4)
     without = nothing.record(planned.release).epsilon()
-    assert price(point, 1) == nothing.record(planned.vote.release).record(planned.release).epsilon()
+    both = nothing.record(planned.before["unit"]).record(planned.release)
+    assert price(point, 1) == both.epsilon()
     assert price(point, 1) > without
     assert 7.9 < price(point, 2) <= 8.0
+
+
+def test_a_w_of_softmax_is_not_solved_on(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="personal models are made around a w of the squared loss"):
+        sweep_of(write(tmp_path), FLAT, loss="softmax", baselines="solved")
