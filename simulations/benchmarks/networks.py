@@ -141,7 +141,7 @@ def network_ratio(
 ) -> float:
     """A round of PPSGD over a round of FedAvg, both on ``InProcessGrid``.
 
-    The gradient of w is that of all rows, so both sides pass over them once.
+
     """
     initial = ArrayRecord(network().state_dict())
     ours = torch_client(
