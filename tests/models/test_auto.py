@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -226,11 +227,26 @@ def test_a_personal_part_that_is_no_linear_layer_is_trained() -> None:
     assert not any(name.startswith("local_") for name in measures)
 
 
-def run(network: Any, personal: str, **options: Any) -> tuple[PPSGD, Any, InProcessGrid]:
-    grid = InProcessGrid(torch_client(network, personal, loaders, additive=True), USERS)
-    strategy = PPSGD.auto(population=USERS, epsilon=8.0, delta=1e-2, evaluate_every=1, **options)
-    result = strategy.start(grid, shared_arrays(network(), personal, additive=True))
-    return strategy, result, grid
+def records_of(reply: Message) -> dict[str, int | None]:
+    """What a reply holds: the number of values of arrays, by the name of their record."""
+    found: dict[str, int | None] = {}
+    for name, record in reply.content.items():
+        arrays = record.to_numpy_ndarrays() if isinstance(record, ArrayRecord) else None
+        found[name] = None if arrays is None else sum(array.size for array in arrays)
+    return found
+
+
+class Noting:
+    """A ClientApp, and every reply that left it."""
+
+    def __init__(self, app: ClientApp) -> None:
+        self.app = app
+        self.replies: list[Message] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = self.app(message, context)
+        self.replies.append(reply)
+        return reply
 
 
 @pytest.mark.parametrize(
@@ -238,33 +254,27 @@ def run(network: Any, personal: str, **options: Any) -> tuple[PPSGD, Any, InProc
     [(Network, "head.*", 2), (trained_body, "head.*", 4), (trained_body, "body.*", 4)],
 )
 def test_auto_trains_a_network_and_leaves_every_device_its_model(
-    network: Any, personal: str, rounds: int, monkeypatch: pytest.MonkeyPatch
+    network: Any, personal: str, rounds: int
 ) -> None:
-    """A message has w's shape: nothing of θ, nor of the personal model, is in it."""
-    replies: list[Any] = []
-    pull = InProcessGrid.send_and_receive
-
-    def noted(self: Any, messages: Any, **more: Any) -> Any:
-        found = list(pull(self, messages, **more))
-        replies.extend(found)
-        return found
-
-    monkeypatch.setattr(InProcessGrid, "send_and_receive", noted)
-    strategy, result, grid = run(network, personal, body=rounds == 4)
+    """What leaves is w's size, or one number: nothing of θ, nor of the personal model."""
+    app = Noting(torch_client(network, personal, loaders, additive=True))
+    grid = InProcessGrid(app, USERS)  # type: ignore[arg-type]  # it is called as an app is
+    strategy = PPSGD.auto(
+        population=USERS, epsilon=8.0, delta=1e-2, evaluate_every=1, body=rounds == 4
+    )
+    result = strategy.start(grid, shared_arrays(network(), personal, additive=True))
     assert len(result.train_metrics_clientapp) == rounds
-    last = result.evaluate_metrics_clientapp[rounds]
-    assert {"accuracy", "shared_accuracy"} <= set(last)
+    assert {"accuracy", "shared_accuracy"} <= set(result.evaluate_metrics_clientapp[rounds])
     w = np.concatenate([array.reshape(-1) for array in result.arrays.to_numpy_ndarrays()])
     for node in grid.get_node_ids():
         kept = grid.context(node).state[MODEL]
         assert isinstance(kept, ArrayRecord)
         np.testing.assert_allclose(kept[OWN_W].numpy(), w, rtol=1e-12)
-    sizes = {"arrays", "gradient"}
-    for reply in replies:
-        for name, record in reply.content.array_records.items():
-            values = record.to_numpy_ndarrays()
-            assert name in sizes
-            assert sum(value.size for value in values) in (2, w.size)
+    sent = [records_of(reply) for reply in app.replies]
+    assert sent.count({"gradient": w.size}) == rounds * USERS
+    assert sent.count({"gradient": 2}) == USERS
+    others = [each for each in sent if "gradient" not in each]
+    assert all(each in ({}, {"metrics": None}) for each in others)
     published = strategy.published(result.arrays)
     own = torch_learner(network(), personal, [rows()], additive=True)
     newcomer = personalize(published, own)

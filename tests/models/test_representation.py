@@ -19,7 +19,6 @@ from flwr_ppsgd.models.representation import (
     RandomFourier,
     Stacked,
     Unchanged,
-    groups_of,
     looks_like_images,
     representation_of,
 )
@@ -132,18 +131,12 @@ def test_fourier_features_are_a_gaussian_kernel_beside_the_columns() -> None:
     assert abs(waves @ waves.T - expected).max() < 5 * columns / math.sqrt(features)
 
 
-def test_several_stand_side_by_side_and_a_bias_belongs_to_all() -> None:
+def test_several_stand_side_by_side() -> None:
     phi = representation_of("none, random-fourier", features=4)
     assert phi == Stacked((Unchanged(), RandomFourier(4)))
     x = np.ones((2, 3))
     assert phi is not None
     assert phi(x).shape == (2, 3 + 3 + 4)
-    groups = groups_of(phi.widths(3), more=1)
-    assert [group.tolist() for group in groups] == [
-        [0, 1, 2, 10],
-        [3, 4, 5, 10],
-        [6, 7, 8, 9, 10],
-    ]
     assert representation_of("none") is None
 
 
