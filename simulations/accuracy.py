@@ -1,10 +1,12 @@
-"""Accuracy against ε: the recipe beside the paper's method, its ends and a fine-tuned baseline.
+"""Accuracy against ε: the recipe beside the paper's method, its ends and two baselines.
 
     python simulations/accuracy.py --data mnist_writer.npz --out docs
 
 Three pictures, and the numbers behind each as a .csv beside it: accuracy.png, gains.png (each
 user's gain over learning alone) and trust.png (how far users trust w as ε falls). Everything but
 the recipe is chosen on a validation part of the users' training rows; test rows are opened once.
+The sweep of the paper's method takes half an hour: ``--paper FILE.csv`` takes its rows from an
+earlier accuracy.csv instead.
 """
 
 import argparse
@@ -36,17 +38,20 @@ from flwr_ppsgd.learner import LOCAL, SHARED
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 DELTA = 1e-4
-RECIPE = "the recipe, nothing tuned"
-ALONE = "own rows alone"
-SHARED_ALONE = "shared model of the recipe alone"
-PAPER = "the paper's method, tuned"
-TUNED = "global, then fine-tuned, tuned"
+RECIPE = "auto on random convolutions, nothing tuned"
+ALONE = "own rows alone, the same features"
+SHARED_ALONE = "shared model alone, the same features"
+PIXELS = "auto on pixels"
+PAPER = "the paper's method on pixels, tuned"
+TUNED = "global, then fine-tuned, on pixels, tuned"
+FEDAVG = "FedAvg, then solved, on pixels, tuned"
+SWEPT = {PAPER: "", TUNED: "fine-tuned", FEDAVG: "fedavg-solved"}
 TRUSTED = ("0", "0 to ½", "½ to 1", "1")
 Points = dict[float, list[float]]  # by ε, one number per seed
 
 
-def recipe_runs(data: str, seeds: int) -> dict[float, list[Outcome]]:
-    """The recipe at every ε, with the columns as they are: no representation."""
+def recipe_runs(data: str, seeds: int, representation: str) -> dict[float, list[Outcome]]:
+    """The recipe at every ε."""
     runs: dict[float, list[Outcome]] = {}
     for epsilon in EPSILONS:
         for seed in range(1, seeds + 1):
@@ -54,12 +59,13 @@ def recipe_runs(data: str, seeds: int) -> dict[float, list[Outcome]]:
                 "data": data,
                 "epsilon": epsilon,
                 "delta": DELTA,
-                "representation": "none",
+                "representation": representation,
                 "insecure-seed": seed,
             }
             outcome = run_as_cohort(Experiment.load(None, changes))
             runs.setdefault(epsilon, []).append(outcome)
-            print(f"recipe, epsilon {epsilon:g}, seed {seed}: {outcome.rows[-1].measures}")
+            found = dict(outcome.rows[-1].measures)
+            print(f"{representation}, epsilon {epsilon:g}, seed {seed}: {found}", flush=True)
     return runs
 
 
@@ -76,7 +82,7 @@ def paper_points(data: str, seeds: int) -> dict[str, Points]:
         "insecure-seed": list(range(1, seeds + 1)),
         "evaluations": 1,
         "select-on": "validation",
-        "baselines": "fine-tuned",
+        "baselines": "fine-tuned, fedavg-solved",
         "fine-tune-steps": "0.001, 0.002, 0.005, 0.01",
     }
     sweep = Sweep.load(Path("figure-1c-poisson"), changes)
@@ -85,13 +91,24 @@ def paper_points(data: str, seeds: int) -> dict[str, Points]:
         with progress_bar("setting-rounds") as progress:
             run_sweep(sweep, out, SweepBar(progress, sweep.base.training.rounds))
         table = summarise(read_rows(out)).table
-    found: dict[str, Points] = {PAPER: {}, TUNED: {}}
+    found: dict[str, Points] = {name: {} for name in SWEPT}
     noisy = sorted((one for one in table if one.noise_multiplier), key=lambda one: one.epsilon)
     for choice, epsilon in zip(noisy, EPSILONS, strict=True):
         found[PAPER][epsilon] = [choice.best.reported]
-        tuned = choice.others.get("fine-tuned")
-        if tuned is not None:
-            found[TUNED][epsilon] = [tuned]
+        for name in (TUNED, FEDAVG):
+            reached = choice.others.get(SWEPT[name])
+            if reached is not None:
+                found[name][epsilon] = [reached]
+    return found
+
+
+def points_in(path: Path) -> dict[str, Points]:
+    """The rows of the paper's method and its baselines in an earlier accuracy.csv."""
+    found: dict[str, Points] = {name: {} for name in SWEPT}
+    with path.open(encoding="utf-8", newline="") as file:
+        for method, epsilon, value in list(csv.reader(file))[1:]:
+            if method in found:
+                found[method].setdefault(float(epsilon), []).append(float(value))
     return found
 
 
@@ -208,11 +225,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(), help="where the pictures go")
     parser.add_argument("--seeds", type=int, default=3, help="of the recipe")
     parser.add_argument("--paper-seeds", type=int, default=1, help="of the grid")
+    parser.add_argument("--paper", type=Path, help="an earlier accuracy.csv with its rows")
     given = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     given.out.mkdir(parents=True, exist_ok=True)
-    runs = recipe_runs(given.data, given.seeds)
-    found = recipe_points(runs) | paper_points(given.data, given.paper_seeds)
+    runs = recipe_runs(given.data, given.seeds, "random-convolution")
+    found = recipe_points(runs)
+    found[PIXELS] = recipe_points(recipe_runs(given.data, given.seeds, "none"))[RECIPE]
+    if given.paper is None:
+        found |= paper_points(given.data, given.paper_seeds)
+    else:
+        found |= points_in(given.paper)
     measure = measure_of(runs[EPSILONS[0]][0].rows[-1].measures)
     draw_accuracy(found, measure, given.out)
     draw_gains(runs, given.out)

@@ -128,8 +128,11 @@ def _error(measures: Mapping[str, float]) -> float:
 def trained(strategy: Strategy, users: int, rounds: int | None = None) -> Vector:
     """w after all rounds; as many as ``PPSGD.auto`` plans unless given."""
     start = ArrayRecord([np.zeros(FEATURES)])
-    more = {} if rounds is None else {"num_rounds": rounds}
-    result = strategy.start(InProcessGrid(app, users), start, **more)
+    grid = InProcessGrid(app, users)
+    if rounds is None:
+        result = strategy.start(grid, start)
+    else:
+        result = strategy.start(grid, start, num_rounds=rounds)
     (w,) = result.arrays.to_numpy_ndarrays()
     return np.asarray(w, dtype=np.float64)
 

@@ -217,7 +217,7 @@ def test_an_order_with_a_field_too_many_is_refused() -> None:
         Order.from_flat({**ORDER.to_flat(), "visit": 3})
 
 
-TERMS = Terms(100, 3.0, 1.5, False, 70, 5, 2.0**-40, 0, 0.1, "2.5")
+TERMS = Terms(100, 3.0, 1.5, 70, 5, 2.0**-40, 0, 0.1, "2.5")
 SECURE = replace(
     ORDER,
     metrics=("loss",),

@@ -221,9 +221,9 @@ def test_client_report_tells_of_masked_vectors_and_refusals(tmp_path: Path) -> N
 # --- the owner's limits
 
 
-def test_a_vote_that_publishes_nothing_is_no_order() -> None:
-    """A plain one was once answered with the user's exact bin by a node that is for secure sums."""
-    vote = replace(ORDER_1, terms=None, stage=0, asks="size", powers=48, publishes=False)
+def test_a_scalar_that_is_not_published_is_no_order() -> None:
+    """A node that is for secure sums must not answer it in plain."""
+    vote = replace(ORDER_1, terms=None, stage=0, asks="size", publishes=False)
     content = RecordDict({"arrays": w0(), ORDER: ConfigRecord(vote.to_flat())})
     asked = Message(content, dst_node_id=1, message_type="train")
     context = Context(1, 1, {"partition-id": 0, "ppsgd-secure": True}, RecordDict(), {})

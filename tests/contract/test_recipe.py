@@ -24,32 +24,33 @@ ROWS = 9  # of each user; the last two are for testing
 TRAINED = 7
 EPSILON, DELTA, SEED = 8.0, 1e-3, 5
 MODEL = "ppsgd-model"  # the record of a personal model, in a node's state
-WAYS = ("regression", "classification", "sparse")
+WAYS = ("regression", "classification", "sparse", "sparse classes")
 
 
 class Users:
     """Rows of made-up users, as a file has them and as an app sees them.
 
     Args:
-        way: "regression", "classification" or "sparse".
+        way: one of ``WAYS``.
     """
 
     def __init__(self, way: str) -> None:
         source = np.random.default_rng(3)
         self.way = way
-        self.task = "classification" if way == "classification" else "regression"
+        self.task = "classification" if "class" in way else "regression"
         self.owner = np.repeat(np.arange(USERS), ROWS)
         self.test = np.arange(len(self.owner)) % ROWS >= TRAINED
-        width = 20 if way == "sparse" else 4
+        rare = "sparse" in way
+        width = 20 if rare else 4
         self.raw = 10 + 3 * source.normal(size=(len(self.owner), width))
-        if way == "sparse":
+        if rare:
             self.raw = np.where(source.random(self.raw.shape) < 0.2, self.raw, 0.0)
         truth = source.normal(size=(width, 3)) + 0.3 * source.normal(size=(USERS, width, 3))
         scores = np.einsum("nd,ndk->nk", self.raw - self.raw.mean(axis=0), truth[self.owner])
         self.amounts = scores[:, 0] + 50 * source.normal(size=USERS)[self.owner]
         self.classes = scores.argmax(axis=1)
         self.outputs = 3 if self.task == "classification" else 1
-        self.kinds = ["sparse" if way == "sparse" else "number"] * width
+        self.kinds = ["sparse" if rare else "number"] * width
         self.rows = self.raw
         if self.task == "classification":
             self.rows = np.hstack([self.raw, np.ones((len(self.raw), 1))])
@@ -66,8 +67,8 @@ class Users:
     @property
     def targets(self) -> Floats:
         if self.task == "regression":
-            return self.amounts[:, None]
-        return np.eye(self.outputs)[self.classes]
+            return np.asarray(self.amounts[:, None])
+        return np.asarray(np.eye(self.outputs)[self.classes])
 
     def learner(self, context: Context) -> AdditiveLinear:
         user = user_of(context)
@@ -97,7 +98,7 @@ class Users:
         path = directory / f"{self.way}.npz"
         y = self.classes if self.task == "classification" else self.amounts
         x: dict[str, Any] = {"x": self.raw}
-        if self.way == "sparse":
+        if self.sparse:
             counts = (self.raw != 0).sum(axis=1)
             x = {
                 "data": self.raw[self.raw != 0],
@@ -235,7 +236,7 @@ def by_formulas(golden: dict[str, Any], rounds: int) -> Floats:
     size = 1.0
     share = np.ones(len(sparse))
     if sparse.any() or not regression:
-        sizes = [np.linalg.norm(solution(x, y, w)) for x, y in zip(xs, ys, strict=True)]
+        sizes = [float(np.linalg.norm(solution(x, y, w))) for x, y in zip(xs, ys, strict=True)]
         size = geometric_mean(sizes)
     if sparse.any():
         has = [x[:, golden["sparse"]].any(axis=0).astype(float) for x in raw]
@@ -254,8 +255,8 @@ def test_the_recorded_problems_without_noise_are_trained_as_the_formulas_say(nam
     golden = recorded(name)
     task = task_of(golden)
     ones = task == "classification"
-    kinds = np.where(golden["sparse"], "sparse", np.where(golden["numbers"], "number", "as-is"))
-    kinds = [*kinds.tolist(), *["as-is"] * ones]
+    named = np.where(golden["sparse"], "sparse", np.where(golden["numbers"], "number", "as-is"))
+    kinds = [*named.tolist(), *["as-is"] * ones]
 
     def learner(context: Context) -> AdditiveLinear:
         own = golden["user"] == user_of(context)
@@ -314,7 +315,7 @@ def test_all_that_is_released_is_charged_and_within_epsilon(way: str) -> None:
     strategy.start(users.grid(), users.w)
     recipe = strategy.training.recipe
     assert recipe is not None
-    assert len(recipe.before) == {"regression": 1, "classification": 1, "sparse": 4}[way]
+    assert len(recipe.before) == dict(zip(WAYS, (1, 1, 4, 3), strict=True))[way]
     charged = dict(strategy.ledger.releases)
     counted = {strategy.release: recipe.rounds}
     for release in recipe.before.values():
@@ -356,7 +357,7 @@ def kept_by(grid: InProcessGrid) -> dict[int, dict[str, Any]]:
     for node in grid.get_node_ids():
         context = grid.context(node)
         if MODEL in context.state:
-            record = context.state[MODEL]
+            record = context.state.array_records[MODEL]
             found[user_of(context)] = {name: array.numpy() for name, array in record.items()}
     return found
 

@@ -225,6 +225,8 @@ def test_a_personal_part_that_is_no_linear_layer_is_trained() -> None:
     measures = own.personal_model(w, NO_NOISE, ORDER).measures()
     assert measures["loss"] < measures["shared_loss"]
     assert not any(name.startswith("local_") for name in measures)
+    with pytest.raises(ValueError, match=r"one linear layer at the end.*use PersonalModel.module"):
+        model.features(w, x)
 
 
 def records_of(reply: Message) -> dict[str, int | None]:

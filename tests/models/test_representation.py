@@ -17,8 +17,6 @@ from flwr_ppsgd.models.representation import (
     Backbone,
     RandomConvolution,
     RandomFourier,
-    Stacked,
-    Unchanged,
     looks_like_images,
     representation_of,
 )
@@ -129,15 +127,6 @@ def test_fourier_features_are_a_gaussian_kernel_beside_the_columns() -> None:
     distances = ((x[:, None] - x[None]) ** 2).sum(axis=-1)
     expected = columns * np.exp(-distances / (2 * columns))
     assert abs(waves @ waves.T - expected).max() < 5 * columns / math.sqrt(features)
-
-
-def test_several_stand_side_by_side() -> None:
-    phi = representation_of("none, random-fourier", features=4)
-    assert phi == Stacked((Unchanged(), RandomFourier(4)))
-    x = np.ones((2, 3))
-    assert phi is not None
-    assert phi(x).shape == (2, 3 + 3 + 4)
-    assert representation_of("none") is None
 
 
 def small_network() -> nn.Module:
