@@ -289,6 +289,17 @@ def test_auto_trains_a_network_and_leaves_every_device_its_model(
         assert OWN_THETA in grid.context(grid.get_node_ids()[0]).state[MODEL]
 
 
+def test_the_last_w_is_answered_with_nothing() -> None:
+    """Without any evaluation: the device makes its model, and the reply is empty."""
+    app = Noting(torch_client(Network, "head.*", loaders, additive=True))
+    grid = InProcessGrid(app, USERS)  # type: ignore[arg-type]
+    strategy = PPSGD.auto(population=USERS, epsilon=8.0, delta=1e-2)
+    strategy.start(grid, shared_arrays(Network(), "head.*", additive=True))
+    assert all(MODEL in grid.context(node).state for node in grid.get_node_ids())
+    for reply in app.replies[-USERS:]:
+        assert records_of(reply) == {}
+
+
 def test_clients_have_the_same_frozen_body() -> None:
     """Its values come from a public seed, whatever a client has drawn before."""
 
