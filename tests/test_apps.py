@@ -1,5 +1,6 @@
 """The recipes of docs/flower-apps.md on apps in the shape of Flower's quickstarts, as printed."""
 
+import logging
 import math
 import re
 import sys
@@ -24,6 +25,7 @@ from flwr_ppsgd import (
     shared_arrays,
     whole_module,
 )
+from flwr_ppsgd.client.personal import MODEL
 from flwr_ppsgd.lab.experiments import flwr_run
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support import toy
@@ -35,12 +37,14 @@ from tests.support.recipes import (
     PAGE,
     README,
     apply_page,
+    change,
     imported,
     python_block,
     write_app,
 )
 
 NODES = 100  # as in the recipe
+COMPONENTS = "ServerAppComponents(strategy=private, config=private.server_config())"
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +152,50 @@ def test_the_pages_options_of_a_torch_client(tmp_path: Path) -> None:
     strategy = PPSGD(release=release, steps=Steps.from_ratio(0.1, 0.3), delta=1e-3)
     initial = shared_arrays(Net(), ["fc2.*", "fc3.*"])
     strategy.start(InProcessGrid(page["app"], 3), initial, num_rounds=1)
+
+
+def test_the_page_s_random_convolutions_under_auto(tmp_path: Path) -> None:
+    """The same lines on this app's smaller images and few users."""
+    task = imported(write_app("message", tmp_path / "app"), "task")
+
+    def loaders(context: Context) -> tuple[Any, Any]:
+        loaded: tuple[Any, Any] = task.load_data(context.node_config["partition-id"], 6, 10)
+        return loaded
+
+    code = python_block("Nothing to tune")
+    assert len(code.splitlines()) <= 15
+    for before, after in (("(32, 32, 3)", "(12, 12, 3)"), ("=10)", "=3)"), ("=100,", "=6,")):
+        assert code.count(before) == 1
+        code = code.replace(before, after)
+    page: dict[str, Any] = {"loaders": loaders}
+    exec(compile(code, "flower-apps.md", "exec"), page)
+    grid = InProcessGrid(page["app"], 6)
+    result = page["strategy"].start(grid, page["initial_arrays"])
+    rounds = max(result.evaluate_metrics_clientapp)
+    assert rounds == 2
+    measures = result.evaluate_metrics_clientapp[rounds]
+    assert {"accuracy", "shared_accuracy", "local_accuracy"} <= set(measures)
+
+
+@pytest.mark.parametrize("kind", ["message", "legacy"])
+def test_the_stock_network_under_auto(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The page's client under the page's other server, in both APIs."""
+    caplog.set_level(logging.INFO, logger="flwr")
+    app = write_app(kind, tmp_path / "app")
+    apply_page(kind, app)
+    options = "population=4, epsilon=8.0, delta=1e-3, body=True, evaluate_every=1"
+    if kind == "message":
+        change(app, "server_app", "strategy = PPSGD(", f"strategy = PPSGD.auto({options})")
+        change(app, "server_app", "num_rounds=num_rounds,", "")
+    else:
+        made = f"private = PPSGDStrategy.auto(initial_parameters=parameters, {options})"
+        change(app, "server_app", "return ServerAppComponents(", f"{made}; return {COMPONENTS}")
+    grid = run(app, 4)
+    assert "To each of the 4 enrolled users" in caplog.text
+    for node in grid.get_node_ids():
+        assert MODEL in grid.context(node).state
 
 
 def test_the_pages_curves_are_epsilon_by_round(monkeypatch: pytest.MonkeyPatch) -> None:

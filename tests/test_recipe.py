@@ -14,6 +14,7 @@ from flwr_ppsgd.recipe import (
     column_shares,
     noise_alone,
     published_variance,
+    recipe,
     rounds_for,
     scalar_pair,
     scalar_value,
@@ -250,3 +251,11 @@ def test_a_device_loads_neither_scipy_nor_accounting() -> None:
         "assert not {'scipy', 'dp_accounting', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_a_body_takes_four_rounds_and_a_size(task: Task) -> None:
+    made = recipe(population=10, epsilon=1.0, delta=1e-3, task=task, body=True)
+    assert made.rounds == 4
+    assert list(made.before) == ["size"]
+    assert recipe(population=10, epsilon=1.0, delta=1e-3, task=task).rounds == 2

@@ -229,8 +229,8 @@ class SplitModel:
         parts = self._split(w, self._shared, "w")
         return flat_vector(parts[name] for name in self._personal)
 
-    def features(self, w: ArrayRecord | Vector, x: Rows) -> Matrix | None:
-        """What the last layer sees of these inputs, one row per sample; None if it is not linear.
+    def features(self, w: ArrayRecord | Vector, x: Rows) -> Matrix:
+        """What the last layer sees of these inputs, one row per sample.
 
         A personal model of ``PPSGD.auto`` predicts from them.
 
@@ -238,10 +238,20 @@ class SplitModel:
             w: the shared parameters.
             x: inputs, as the network takes them.
         """
+        found = self.head_features(self._flat_shared(w), x)
+        if found is None:
+            raise ValueError(
+                f"neither w nor θ is one linear layer at the end of the network, with personal="
+                f"{self._patterns}: use PersonalModel.module for predictions"
+            )
+        return found
+
+    def head_features(self, w: Vector, x: Rows) -> Matrix | None:
+        """The same; None if there is no such layer."""
         head = self.head()
         if head is None:
             return None
-        self._hold(self._flat_shared(w), self.initial_theta())
+        self._hold(w, self.initial_theta())
         return head.features(self._module, lambda: self._outputs(x))
 
     def task(self, y: Rows) -> Task:

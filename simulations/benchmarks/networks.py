@@ -104,13 +104,16 @@ def convolutions() -> nn.Module:
 
 
 @functools.cache
-def network_rows(shape: tuple[int, ...]) -> DataLoader[tuple[torch.Tensor, ...]]:
+def network_rows(
+    shape: tuple[int, ...], batch_size: int = 32
+) -> DataLoader[tuple[torch.Tensor, ...]]:
     """128 rows as pictures or as vectors."""
     table = linear_table()
     x = table.x[:128]
     y = table.y[:128]
     inputs = torch.tensor(x).float().reshape(128, *shape)
-    return DataLoader(TensorDataset(inputs, torch.tensor(y).argmax(dim=1)), batch_size=32)
+    data = TensorDataset(inputs, torch.tensor(y).argmax(dim=1))
+    return DataLoader(data, batch_size=batch_size)
 
 
 def stock_client(network: Callable[[], nn.Module], shape: tuple[int, ...]) -> ClientApp:
@@ -141,13 +144,13 @@ def network_ratio(
 ) -> float:
     """A round of PPSGD over a round of FedAvg, both on ``InProcessGrid``.
 
-    The gradient of w is that of all rows, so both sides pass over them once.
+    A client of PPSGD has all its rows in one minibatch, so both sides pass over them once.
     """
     initial = ArrayRecord(network().state_dict())
     ours = torch_client(
         network,
         personal,
-        lambda _: (network_rows(shape), None),
+        lambda _: (network_rows(shape, batch_size=128), None),
         additive=True,
     )
     server = strategy(Poisson(REPLIES, rate=1.0))

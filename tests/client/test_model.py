@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flwr_ppsgd import client_app
+from flwr_ppsgd import PPSGD, client_app
 from flwr_ppsgd.client.model import PersonalModel, personalize
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.split import SplitModel
@@ -72,3 +72,31 @@ def test_whoever_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"took part in \['a run', 'b'\]: name one with run="):
         PersonalModel.load(tmp_path, "1")
     assert PersonalModel.load(tmp_path, "1", run="b").theta.size == SIZE
+
+
+@pytest.mark.parametrize("personal", ["1.*", "0.*"])
+def test_a_network_of_auto_comes_back_with_the_last_w(tmp_path: Path, personal: str) -> None:
+    """A linear layer at the end as a mixture on features, any other block as θ."""
+
+    def network() -> SplitModel:
+        torch.manual_seed(3)
+        layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        return SplitModel(layers, personal=personal, additive=True)
+
+    x = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(int)
+
+    def learner(context: object) -> SplitLearner:
+        del context
+        return network().learner(Minibatches(x, y, 5, seed=0, user=0))
+
+    on = Nodes(tmp_path, client_app(learner), nodes=2)
+    auto = PPSGD.auto(population=2, epsilon=100.0, delta=1e-2, body=True)
+    result = auto.start(on, network().initial_arrays())
+    mine = PersonalModel.load(tmp_path, "0")
+    np.testing.assert_array_equal(mine.w, flat(result.arrays))
+    if personal == "1.*":
+        assert mine.predict(network().features(mine.shared, x)).shape == (20, 2)
+    else:
+        assert mine.theta.any()
+        assert mine.module(network())(torch.from_numpy(x)).shape == (20, 2)

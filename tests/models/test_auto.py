@@ -1,0 +1,343 @@
+"""Torch learners under ``PPSGD.auto``: solved heads against the solver, local epochs by torch."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_ppsgd import (
+    PPSGD,
+    AdditiveHead,
+    Minibatches,
+    Order,
+    RandomConvolution,
+    SplitModel,
+    personalize,
+    shared_arrays,
+    torch_client,
+    torch_learner,
+)
+from flwr_ppsgd.client.personal import MODEL
+from flwr_ppsgd.client.visit import answer_before, respond
+from flwr_ppsgd.learner import OWN_THETA, OWN_W, Solver
+from flwr_ppsgd.models.solve import Columns, OwnProblem, Published, personal_model, solution
+from flwr_ppsgd.models.split_learner import LOCAL_EPOCHS, LOCAL_STEP
+from flwr_ppsgd.recipe import SCALAR_BOUND, scalar_pair
+from flwr_ppsgd.simulation import InProcessGrid
+
+ROWS, WIDTH, FEATURES, CLASSES, USERS = 24, 6, 5, 3, 4
+ORDER = Order(1, 0.0, 1.0, "mean", True, asks="solution", task="classification", size=1.0, visit=1)
+NO_NOISE = np.zeros(1)
+
+
+class Network(nn.Module):
+    """A body, frozen or not, under a linear layer."""
+
+    def __init__(self, frozen: bool = True, bias: bool = True, outputs: int = CLASSES) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(WIDTH, FEATURES), nn.Tanh())
+        self.body.requires_grad_(not frozen)
+        self.head = nn.Linear(FEATURES, outputs, bias=bias)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.body(x))
+        return scores
+
+
+def trained_body() -> Network:
+    return Network(frozen=False)
+
+
+def rows(user: int = 0) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(user)
+    x = torch.randn(ROWS, WIDTH, generator=source, dtype=torch.float64)
+    return x, x[:, :CLASSES].argmax(dim=1)
+
+
+def loaders(context: Context) -> tuple[Any, Any]:
+    user = int(context.node_config["partition-id"])
+    train = DataLoader(TensorDataset(*rows(user)), batch_size=8, shuffle=True)
+    return train, [rows(100 + user)]
+
+
+def learner(module: nn.Module, **options: Any) -> Any:
+    x, y = rows()
+    test = options.pop("test", [rows(100)])
+    return torch_learner(module, "head.*", [(x, y)], test, additive=True, **options)
+
+
+def columns(bias: bool) -> Columns:
+    none = np.zeros(FEATURES, dtype=np.bool_)
+    return Columns("classification", none, none, CLASSES, ones=bias)
+
+
+def seen(module: Network, x: Tensor) -> Any:
+    with torch.no_grad():
+        return module.body(x).numpy()
+
+
+def matrix(module: Network) -> Any:
+    """The head as columns × outputs, written out."""
+    weight = module.head.weight.detach().numpy().T
+    if module.head.bias is None:
+        return weight
+    return np.vstack([weight, module.head.bias.detach().numpy()[None]])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_head_on_a_frozen_body_is_solved_on_its_features(bias: bool) -> None:
+    module = Network(bias=bias)
+    x, y = rows()
+    own = learner(module)
+    assert isinstance(own, Solver)
+    w = SplitModel(module, "head.*", additive=True).initial_w()
+    problem = OwnProblem.of(seen(module, x), y.numpy(), columns(bias))
+    expected = solution(problem, matrix(module))
+    found = own.solution(w, ORDER)
+    weight = found[: FEATURES * CLASSES].reshape(CLASSES, FEATURES)
+    np.testing.assert_allclose(weight.T, expected[:FEATURES], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found[FEATURES * CLASSES :], expected[FEATURES:].ravel(), rtol=1e-9)
+    mixture = personal_model(problem, Published(matrix(module), NO_NOISE))
+    other, classes = rows(100)
+    right = mixture.predict(seen(module, other)).argmax(axis=1) == classes.numpy()
+    measures = own.personal_model(w, NO_NOISE, ORDER).measures()
+    assert measures["accuracy"] == right.mean()
+    names = ("loss", "accuracy")
+    assert set(measures) == {
+        prefix + name for prefix in ("", "local_", "shared_") for name in names
+    }
+
+
+def test_an_additive_head_is_solved_if_its_network_is_frozen() -> None:
+    body = Network().body
+    x, y = rows()
+    model = AdditiveHead(body, FEATURES, CLASSES)
+    own = model.learner(Minibatches(x, y, 7, seed=0, user=0))
+    w = np.arange(FEATURES * CLASSES) / 10.0
+    problem = OwnProblem.of(body(x).numpy(), y.numpy(), columns(False))
+    expected = solution(problem, w.reshape(FEATURES, CLASSES)).reshape(-1)
+    np.testing.assert_allclose(own.solution(w, ORDER), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_shared_layer_under_a_personal_body_is_solved_too() -> None:
+    module = trained_body()
+    own = torch_learner(module, "body.*", [rows()])
+    w = SplitModel(module, "body.*").initial_w()
+    frozen = learner(Network()).solution(w, ORDER)
+    np.testing.assert_allclose(own.solution(w, ORDER), frozen, rtol=1e-9)
+
+
+def test_local_epochs_add_to_w_what_adam_adds_to_the_network() -> None:
+    module = trained_body()
+    own = learner(module)
+    w = SplitModel(module, "head.*", additive=True).initial_w()
+    found = own.solution(w, ORDER)
+    x, y = rows()
+    optimizer = torch.optim.Adam(module.parameters(), lr=LOCAL_STEP)
+    for _ in range(LOCAL_EPOCHS):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    after = nn.utils.parameters_to_vector(module.parameters()).detach().numpy()
+    np.testing.assert_allclose(found, after - w, rtol=1e-6, atol=1e-12)
+    model = SplitModel(module, "head.*", additive=True)
+    theta = model.initial_theta()
+    before = model.evaluate(w, theta, (x, y))["loss"]
+    sent, _ = respond(own, w, theta, ORDER)
+    assert sent.vector is not None
+    moved = w - sent.vector  # the server subtracts what is sent
+    assert model.evaluate(moved, theta, (x, y))["loss"] < before
+
+
+def test_the_users_optimizer_makes_the_local_epochs() -> None:
+    def frozen(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    own = learner(trained_body(), optimizer=frozen)
+    w = SplitModel(trained_body(), "head.*", additive=True).initial_w()
+    assert not own.solution(w, ORDER).any()
+
+
+def test_the_size_is_asked_at_w_where_zero_is_no_model() -> None:
+    asked = Order(0, 0.0, SCALAR_BOUND, "mean", True, asks="size", task="classification", visit=1)
+    w = SplitModel(trained_body(), "head.*", additive=True).initial_w()
+    own = learner(trained_body())
+    expected = scalar_pair(float(np.linalg.norm(own.solution(w, asked))))
+    np.testing.assert_allclose(answer_before(own, w, asked), expected)
+    solved = learner(Network())
+    head = SplitModel(Network(), "head.*", additive=True).initial_w()
+    expected = scalar_pair(float(np.linalg.norm(solved.solution(0 * head, asked))))
+    np.testing.assert_allclose(answer_before(solved, head, asked), expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "task"),
+    [
+        ("softmax", 3, "classification"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), 3, "classification"),
+        (nn.BCEWithLogitsLoss(), 1, "classification"),
+        ("squared", 1, "regression"),
+        (nn.MSELoss(), 1, "regression"),
+        (nn.L1Loss(), 1, "regression"),
+        ("squared", 3, "classification"),
+    ],
+)
+def test_the_loss_says_what_the_task_is(loss: Any, outputs: int, task: str) -> None:
+    x, y = rows()
+    targets = y if task == "classification" and outputs > 1 else y.double() / 2
+    if (loss, outputs) == ("squared", 3):
+        targets = nn.functional.one_hot(y, 3).double()
+    module = Network(outputs=outputs)
+    own = torch_learner(module, "head.*", [(x, targets)], additive=True, loss=loss)
+    assert own.task == task
+    w = SplitModel(module, "head.*", additive=True).initial_w()
+    order = Order(1, 0.0, 1.0, "mean", True, asks="solution", task=own.task, visit=1)
+    assert np.isfinite(own.solution(w, order)).all()
+    assert own.solution(w, order).any()
+    own = torch_learner(module, "head.*", [(x, targets)], additive=True, task="regression")
+    assert own.task == "regression"
+
+
+def test_numbers_are_predicted_in_their_own_units() -> None:
+    x, _ = rows()
+    y = 50 + 10 * x[:, 0]
+    module = Network(outputs=1)
+    own = torch_learner(module, "head.*", [(x, y)], [(x, y)], additive=True, loss="squared")
+    assert own.spread() == pytest.approx(float(y.std()))
+    order = Order(1, 0.0, 1.0, "mean", True, asks="solution", task="regression", unit=10.0)
+    model = own.personal_model(np.zeros(FEATURES + 1), NO_NOISE, order)
+    assert model.measures()["loss"] < 0.1 * 0.5 * float(y.var())
+
+
+def test_a_personal_part_that_is_no_linear_layer_is_trained() -> None:
+    model = SplitModel(trained_body(), "body.*", additive=True)
+    x, y = rows()
+    own = model.learner(Minibatches(x, y, 8, seed=0, user=0), (x, y))
+    w = model.initial_w()
+    measures = own.personal_model(w, NO_NOISE, ORDER).measures()
+    assert measures["loss"] < measures["shared_loss"]
+    assert not any(name.startswith("local_") for name in measures)
+    with pytest.raises(ValueError, match=r"one linear layer at the end.*use PersonalModel.module"):
+        model.features(w, x)
+
+
+def records_of(reply: Message) -> dict[str, int | None]:
+    """What a reply holds: the number of values of arrays, by the name of their record."""
+    found: dict[str, int | None] = {}
+    for name, record in reply.content.items():
+        arrays = record.to_numpy_ndarrays() if isinstance(record, ArrayRecord) else None
+        found[name] = None if arrays is None else sum(array.size for array in arrays)
+    return found
+
+
+class Noting:
+    """A ClientApp, and every reply that left it."""
+
+    def __init__(self, app: ClientApp) -> None:
+        self.app = app
+        self.replies: list[Message] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = self.app(message, context)
+        self.replies.append(reply)
+        return reply
+
+
+@pytest.mark.parametrize(
+    ("network", "personal", "rounds"),
+    [(Network, "head.*", 2), (trained_body, "head.*", 4), (trained_body, "body.*", 4)],
+)
+def test_auto_trains_a_network_and_leaves_every_device_its_model(
+    network: Any, personal: str, rounds: int
+) -> None:
+    """What leaves is w's size, or one number: nothing of θ, nor of the personal model."""
+    app = Noting(torch_client(network, personal, loaders, additive=True))
+    grid = InProcessGrid(app, USERS)  # type: ignore[arg-type]  # it is called as an app is
+    strategy = PPSGD.auto(
+        population=USERS, epsilon=8.0, delta=1e-2, evaluate_every=1, body=rounds == 4
+    )
+    result = strategy.start(grid, shared_arrays(network(), personal, additive=True))
+    assert len(result.train_metrics_clientapp) == rounds
+    assert {"accuracy", "shared_accuracy"} <= set(result.evaluate_metrics_clientapp[rounds])
+    w = np.concatenate([array.reshape(-1) for array in result.arrays.to_numpy_ndarrays()])
+    for node in grid.get_node_ids():
+        kept = grid.context(node).state[MODEL]
+        assert isinstance(kept, ArrayRecord)
+        np.testing.assert_allclose(kept[OWN_W].numpy(), w, rtol=1e-12)
+    sent = [records_of(reply) for reply in app.replies]
+    assert sent.count({"gradient": w.size}) == rounds * USERS
+    assert sent.count({"gradient": 2}) == USERS
+    others = [each for each in sent if "gradient" not in each]
+    assert all(each in ({}, {"metrics": None}) for each in others)
+    published = strategy.published(result.arrays)
+    own = torch_learner(network(), personal, [rows()], additive=True)
+    newcomer = personalize(published, own)
+    if personal == "head.*":
+        model = SplitModel(network(), personal, additive=True)
+        scores = newcomer.predict(model.features(newcomer.shared, rows()[0]))
+        assert scores.shape == (ROWS, CLASSES)
+    else:
+        assert newcomer.theta.any()
+        assert OWN_THETA in grid.context(grid.get_node_ids()[0]).state[MODEL]
+
+
+def test_the_last_w_is_answered_with_nothing() -> None:
+    """Without any evaluation: the device makes its model, and the reply is empty."""
+    app = Noting(torch_client(Network, "head.*", loaders, additive=True))
+    grid = InProcessGrid(app, USERS)  # type: ignore[arg-type]
+    strategy = PPSGD.auto(population=USERS, epsilon=8.0, delta=1e-2)
+    strategy.start(grid, shared_arrays(Network(), "head.*", additive=True))
+    assert all(MODEL in grid.context(node).state for node in grid.get_node_ids())
+    for reply in app.replies[-USERS:]:
+        assert records_of(reply) == {}
+
+
+def test_clients_have_the_same_frozen_body() -> None:
+    """Its values come from a public seed, whatever a client has drawn before."""
+
+    def network() -> nn.Module:
+        body = nn.Linear(WIDTH, FEATURES).requires_grad_(False)
+        return nn.Sequential(body, nn.Linear(FEATURES, CLASSES)).double()
+
+    from flwr_ppsgd.models.torch_app import _LearnerFor
+
+    learner_of = functools.partial(torch_learner, additive=True)
+    made = _LearnerFor(network, "1.*", True, loaders, learner_of)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        context = Context(1, 1, {"partition-id": 0}, None, {})  # type: ignore[arg-type]
+        own = made(context)
+        found.append(own.model.features(np.zeros((FEATURES + 1) * CLASSES), rows()[0]))
+        assert torch.initial_seed() == seed
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def images() -> nn.Module:
+    module: nn.Module = RandomConvolution(50, shape=(12, 12, 3)).network(CLASSES)
+    return module
+
+
+def test_random_convolutions_are_a_network_with_a_solved_head() -> None:
+    source = torch.Generator().manual_seed(0)
+    x = torch.rand(10, 3, 12, 12, generator=source)
+    y = torch.arange(10) % CLASSES
+    module = images()
+    phi = RandomConvolution(50, shape=(12, 12, 3))
+    features = phi(x.movedim(1, -1).flatten(1).double().numpy())
+    found = SplitModel(module, "head.*", additive=True)
+    w = found.initial_w()
+    assert not w.any()
+    np.testing.assert_allclose(found.features(w, x), features, atol=1e-6)
+    own = torch_learner(module, "head.*", [(x, y)], [(x, y)], additive=True)
+    assert own.personal_model(w, NO_NOISE, ORDER).measures()["local_accuracy"] >= 0
+    with pytest.raises(ValueError, match="needs the images' shape"):
+        RandomConvolution().network(3)
