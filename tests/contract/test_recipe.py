@@ -399,6 +399,29 @@ def test_started_again_it_charges_nothing_and_delivers(tmp_path: Path) -> None:
     check_delivered(users, grid, again.published(result.arrays))
 
 
+def test_somebody_without_targets_gets_classes_by_w_alone_and_no_amounts(tmp_path: Path) -> None:
+    source = np.random.default_rng(0)
+    x = source.normal(size=(240, 2))
+    lines = [f"u{at // 12},{a},{b},{a + b}" for at, (a, b) in enumerate(x.tolist())]
+    words = [f"{line},{'yes' if a > 0 else 'no'}" for line, a in zip(lines, x[:, 0], strict=True)]
+    (tmp_path / "old.csv").write_text("\n".join(["user,a,b,sum,word", *words]))
+    (tmp_path / "new.csv").write_text("user,a,b,sum,word\nnew,2,0,,\nnew,-2,0,,\n")
+    told = {}
+    for target, other in (("word", "sum"), ("sum", "word")):
+        out = tmp_path / target
+        settings = ("--set", f"epsilon={EPSILON}", "--set", f"delta={DELTA}")
+        columns = ("--user", "user", "--target", target, "--exclude", other)
+        data = ("--data", tmp_path / "old.csv")
+        assert ppsgd("run", *data, *columns, *settings, "--out", out).status == 0
+        found = out / "predictions.csv"
+        told[target] = ppsgd("predict", out, "--data", tmp_path / "new.csv", "--out", found)
+    assert told["word"].status == 0, told["word"].err
+    lines = (tmp_path / "word" / "predictions.csv").read_text().splitlines()
+    assert lines[1:] == ["2,new,yes,shared alone", "3,new,no,shared alone"]
+    assert told["sum"].status == 2
+    assert "user 'new' is new and has no row with a target" in told["sum"].err
+
+
 # --- what it is worth
 
 

@@ -237,7 +237,9 @@ class _Models:
 def _newcomer(trained: PerUser, new: _New, rows: NDArray[np.intp], labelled: bool) -> PerUser:
     """A new user's rows as the only user's, scaled by themselves as everyone's were."""
     x = new.x[rows]
-    y = _targets(trained, new, rows) if labelled else np.zeros(len(rows))
+    y = 0 * trained.y[np.zeros(len(rows), dtype=np.intp)]  # of the right kind; w alone needs none
+    if labelled:
+        y = _targets(trained, new, rows)
     raw = replace(
         trained,
         x=x,
