@@ -92,7 +92,9 @@ class Outcome:
     personal: float
 
 
-def measured(label: str, w: Vector, users: int, auto: PPSGD | None = None) -> Outcome:
+def measured(
+    label: str, w: Vector, users: int, *, auto: PPSGD | None = None, noise: float = 0.0
+) -> Outcome:
     """How users fare with a published w.
 
     Args:
@@ -100,8 +102,9 @@ def measured(label: str, w: Vector, users: int, auto: PPSGD | None = None) -> Ou
         w: what it published.
         users: how many there are.
         auto: the strategy if it is ``PPSGD.auto``, whose w is in units of each user's own targets.
+        noise: the variance of one round's noise in w, as ``auto`` publishes it; for any other one.
     """
-    published = {"w": w, VARIANCE: np.zeros(1), UNIT: np.ones(()), SIZE: np.ones(())}
+    published = {"w": w, VARIANCE: np.array([noise]), UNIT: np.ones(()), SIZE: np.ones(())}
     if auto is not None:
         published = auto.published(ArrayRecord([w]))
     alone = []
@@ -137,7 +140,9 @@ def trained(strategy: Strategy, users: int, rounds: int | None = None) -> Vector
     return np.asarray(w, dtype=np.float64)
 
 
-def wrapped(epsilon: float, clip_norm: float, users: int, rounds: int) -> Strategy:
+def wrapped(
+    epsilon: float, clip_norm: float, users: int, rounds: int
+) -> DifferentialPrivacyServerSideFixedClipping:
     """FedAvg in Flower's DP wrapper with the noise that all rounds need for ε.
 
     Everybody takes part and has the same number of rows, so that one user moves the mean by at most
@@ -160,10 +165,13 @@ def outcomes(epsilon: float, users: int, rounds: int) -> tuple[list[Outcome], PP
     plain = trained(FedAvg(fraction_evaluate=0.0), users, rounds)
     found.append(measured("FedAvg, not private", plain, users))
     for clip_norm in CLIP_NORMS:
-        w = trained(wrapped(epsilon, clip_norm, users, rounds), users, rounds)
-        found.append(measured(f"Flower's DP wrapper, C = {clip_norm:g}, {at}", w, users))
+        strategy = wrapped(epsilon, clip_norm, users, rounds)
+        std = strategy.noise_multiplier * clip_norm / users
+        w = trained(strategy, users, rounds)
+        label = f"Flower's DP wrapper, C = {clip_norm:g}, {at}"
+        found.append(measured(label, w, users, noise=std**2))
     ppsgd = PPSGD.auto(population=users, epsilon=epsilon, delta=DELTA, task="regression")
-    found.append(measured(f"PPSGD.auto, {at}", trained(ppsgd, users), users, ppsgd))
+    found.append(measured(f"PPSGD.auto, {at}", trained(ppsgd, users), users, auto=ppsgd))
     return found, ppsgd
 
 

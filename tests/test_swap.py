@@ -24,11 +24,11 @@ def test_every_strategy_is_measured_and_drawn(tmp_path: Path) -> None:
 def test_the_wrapper_gets_the_noise_of_the_same_epsilon() -> None:
     """Its own formula, z·C/N on the mean, priced as what it is: everyone in every round."""
     strategy = swap.wrapped(1.0, 0.3, users=40, rounds=7)
-    z = strategy.noise_multiplier  # type: ignore[attr-defined]
+    z = strategy.noise_multiplier
     spent = Ledger(swap.DELTA).record(Release(Poisson(40, 1.0), 0.3, z), 7).epsilon()
     assert spent == pytest.approx(1.0, rel=1e-3)
     assert spent <= 1.0
-    assert strategy.num_sampled_clients == 40  # type: ignore[attr-defined]
+    assert strategy.num_sampled_clients == 40
 
 
 def test_both_parts_matter_here() -> None:
