@@ -237,8 +237,9 @@ class Settings:
 
     def budget(self) -> float | None:
         """The largest ε that may be spent; None if there is no limit."""
-        limit = self.epsilon if self.max_epsilon is None else self.max_epsilon
-        return None if limit == math.inf else limit
+        if self.max_epsilon is None:
+            return None if self.epsilon == math.inf else self.epsilon
+        return self.max_epsilon
 
     def enrolled_names(self) -> list[str] | None:
         """The names of the registered nodes; None if they are not listed."""

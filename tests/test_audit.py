@@ -353,7 +353,7 @@ def less_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_ppsgd.client.visit.bound_scale", lambda *_: 1.0)
+    monkeypatch.setattr("flwr_ppsgd.client.visit.scale_for", lambda *_: 1.0)
     monkeypatch.setattr("flwr_ppsgd.noise.clip_scale", lambda *_: 1.0)
 
 

@@ -84,8 +84,7 @@ def test_the_front_doors_fifteen_lines_give_the_output_that_is_shown() -> None:
     for name, value in numbers(first).items():
         assert value == pytest.approx(numbers(claimed)[name], abs=0.01), name  # secret noise
     assert " ".join(shown.splitlines()[1:3]) == statement.splitlines()[0]
-    measured = namespace["result"].evaluate_metrics_clientapp[50]
-    # 0.0222 in the mean of 14 runs, with a standard deviation of 0.0016
+    *_, measured = namespace["result"].evaluate_metrics_clientapp.values()
     assert measured["accuracy"] > measured["local_accuracy"] + 0.015
     assert measured["accuracy"] > measured["shared_accuracy"] + 0.02
 
@@ -231,7 +230,8 @@ def test_the_reference_has_every_public_name() -> None:
     shown = {line.rsplit(".", 1)[1] for line in re.findall(r"^::: (\S+)", text, re.MULTILINE)}
     public = {*flwr_ppsgd.__all__, *flwr_ppsgd.legacy.__all__, *simulation.__all__}
     assert public <= shown
-    assert shown - public == {"Training"}  # where both strategies' arguments are explained
+    # where both strategies' arguments are explained, and what a learner may offer besides
+    assert shown - public == {"Training", "Solver", "OwnModel"}
 
 
 def test_the_faq_quotes_messages_that_exist() -> None:

@@ -183,7 +183,14 @@ class RecipePlan:
 
     def as_data(self) -> dict[str, Any]:
         """All answers by name, as valid JSON."""
-        data: dict[str, Any] = valid({"method": AUTO, **asdict(self), "not_known": UNKNOWN[0]})
+        data: dict[str, Any] = valid(
+            {
+                "method": AUTO,
+                "rounds": self.noise.rounds,
+                **asdict(self),
+                "not_known": UNKNOWN[0],
+            }
+        )
         return data
 
 
