@@ -1,5 +1,6 @@
 """Secure sums through Flower's messages: the same w as the plain sum, and nothing else leaves."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 
 from flwr_ppsgd import (
     PPSGD,
+    AdditiveLinear,
+    Minibatches,
     Order,
     PrivateMetrics,
     SecureSum,
-    Solution,
     client_app,
 )
 from flwr_ppsgd.arrays import decode_vector
@@ -104,34 +106,39 @@ def test_private_measures_are_summed_along() -> None:
     assert secure_measures["loss"] != 0
 
 
-class Solving(Toy):
-    """Knows the best θ for any w, and how large its own solution is."""
-
-    def solve(self, w: Floats) -> Solution:
-        return Solution(self.target - w)
-
-    def own_size(self) -> float:
-        return float(np.linalg.norm(self.target))
+def solving_learner(context: Context) -> AdditiveLinear:
+    user = partition_of(context)
+    source = np.random.default_rng([3, user])
+    x = source.normal(size=(12, 3))
+    y = x @ np.array([1.0, -2.0, 0.5]) + 0.1 * source.normal(size=12)
+    return AdditiveLinear(Minibatches(x, y, 4, seed=0, user=user), 3)
 
 
-def solving_learner(context: Context) -> Solving:
-    return Solving(target(partition_of(context)))
-
-
-def test_solved_personal_parts_give_the_same_w() -> None:
-    app = client_app(solving_learner)
-    secure_w, _ = run(secure(personal="solve"), app)
-    plain_w, _ = run(plain(personal="solve"), app)
-    assert np.array_equal(secure_w, plain_w)
-
-
-def test_the_recipe_takes_a_secure_sum_and_keeps_its_budget() -> None:
-    rules = SecureSum(honest=42, colluding=2)
-    of = PPSGD.auto(population=60, epsilon=8.0, delta=1e-3, rounds=2, aggregation=rules)
-    assert of.release.aggregation == rules
+def automatic(epsilon: float, rules: SecureSum | None) -> PPSGD:
+    of = PPSGD.auto(
+        population=60, epsilon=epsilon, delta=1e-3, task="regression", aggregation=rules
+    )
     grid = InProcessGrid(client_app(solving_learner), 60)
-    of.start(grid=grid, initial_arrays=w0())
+    result = of.start(grid=grid, initial_arrays=ArrayRecord([np.zeros((3, 1))]))
+    assert all("ppsgd-model" in grid.context(node).state for node in grid.get_node_ids())
+    of.w = flat(result.arrays)  # type: ignore[attr-defined]
+    return of
+
+
+def test_without_noise_auto_gives_the_w_of_the_plain_sums() -> None:
+    rules = SecureSum(honest=42, colluding=2)
+    by_secure_sums, by_plain_sums = (automatic(math.inf, each) for each in (rules, None))
+    found = by_secure_sums.w  # type: ignore[attr-defined]
+    expected = by_plain_sums.w  # type: ignore[attr-defined]
+    assert np.linalg.norm(expected) > 0.5
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-8)  # their grids differ
+
+
+def test_auto_takes_secure_sums_and_keeps_its_budget() -> None:
+    rules = SecureSum(honest=42, colluding=2)
+    of = automatic(8.0, rules)
     assert of.rounds_done == 2
+    assert of.ledger.rounds == 3
     assert all(each.aggregation == rules for each, _ in of.ledger.releases)
     assert 7.9 < of.ledger.epsilon() <= 8.0
 
@@ -153,7 +160,7 @@ def test_bytes_on_the_wire_are_eight_per_coordinate() -> None:
             assert len(record[MASKED].data) <= 1.1 * 8 * size
 
 
-def test_what_optimizers_and_measures_are_told_is_the_noise_really_added() -> None:
+def test_what_measures_are_told_is_the_noise_really_added() -> None:
     """√(9/6) times z, in the standard error of a measure."""
     metrics = PrivateMetrics({"loss": 20.0}, share=0.2)
     grid = InProcessGrid(client_app(measured_learner), CLIENTS)
