@@ -68,17 +68,10 @@ def ways(experiment: Experiment) -> dict[str, Callable[[], object]]:
     def ours() -> None:
         through_messages(PPSGD.from_config(experiment.training.to_flat()), experiment)
 
-    def recipe() -> None:
-        auto = PPSGD.auto(
-            population=USERS, epsilon=2.0, delta=1e-4, task="regression", rounds=ROUNDS
-        )
-        through_messages(auto, experiment)
-
     return {
         "FedAvg, no privacy": plain,
         "FedAvg in Flower's DP wrapper": in_wrapper,
         "PPSGD, the paper's steps": ours,
-        "PPSGD.auto": recipe,
         "PPSGD on the cohort engine": lambda: run_as_cohort(experiment),
     }
 
