@@ -22,6 +22,7 @@ from flwr_ppsgd.client.visit import (
     hidden_failures,
     measure,
     num_tested,
+    private_failures,
     serve,
 )
 from flwr_ppsgd.learner import Learner
@@ -93,9 +94,11 @@ class PPSGDClient(NumPyClient):
         """The learner's measures, outside the guarantee."""
 
         def answer(order: Order | None) -> tuple[float, int, dict[str, Scalar]]:
-            measures = measure(self._context, self._learner, _flat(parameters), order)
             if order is not None and order.asks == "nothing":
+                with private_failures():
+                    measure(self._context, self._learner, _flat(parameters), order)
                 return 0.0, 1, {}
+            measures = measure(self._context, self._learner, _flat(parameters), order)
             numbers = {name: float(value) for name, value in measures.items()}
             return numbers.get("loss", 0.0), num_tested(self._learner), {**numbers}
 

@@ -34,6 +34,7 @@ from flwr_ppsgd.client.visit import (
     hidden_failures,
     measure,
     num_tested,
+    private_failures,
     serve,
     solver_of,
 )
@@ -103,7 +104,13 @@ def client_app(
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        return _evaluate(message, context, learner_for(context))
+        order = _order(message.content)
+        if order is not None and order.asks == "nothing":
+            with private_failures():
+                _, w = _shared(message.content)
+                measure(context, learner_for(context), w, order)
+            return Message(RecordDict(), reply_to=message)
+        return _evaluate(message, context, learner_for(context), order)
 
     @app.query()
     def check(message: Message, context: Context) -> Message:
@@ -256,13 +263,9 @@ def _train_locally(
     return Message(RecordDict({ARRAYS: sent.record(layout), METRICS: metrics}), reply_to=message)
 
 
-def _evaluate(message: Message, context: Context, learner: Learner) -> Message:
-    records = message.content
-    _, w = _shared(records)
-    order = _order(records)
+def _evaluate(message: Message, context: Context, learner: Learner, order: Order | None) -> Message:
+    _, w = _shared(message.content)
     measures = measure(context, learner, w, order)
-    if order is not None and order.asks == "nothing":
-        return Message(RecordDict(), reply_to=message)
     metrics = MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 

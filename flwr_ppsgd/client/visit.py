@@ -132,6 +132,18 @@ def hidden_failures(context: Context, order: Order) -> Iterator[None]:
         log.exception("The client failed; the server is not told")
 
 
+@contextmanager
+def private_failures() -> Iterator[None]:
+    """Keep every failure on this machine: an Order that asks for nothing has one reply from all.
+
+    Whether a personal model can be made may depend on the user's data, and the server chooses w.
+    """
+    try:
+        yield
+    except Exception:
+        log.exception("The personal model could not be made; the server is not told")
+
+
 @dataclass(frozen=True)
 class Sent:
     """What a visit sends to the server, as numbers.

@@ -258,14 +258,14 @@ class Rounds:
         opened = self.opened(0)
         opened.close(0)
         self.private.note_round(opened.facts())
-        if opened.asked and not opened.usable:
+        if self._says_something(opened) and not opened.usable:
             said = self.private.where
             if self.private.path is None:
                 said = f"the first: {opened.first_failure or 'no reply'}"
             raise NobodyUsableError(
-                f"none of {opened.asked} clients gave a usable answer to the first question, the "
-                f"{name} ({said}). One release is charged: look at a client's log, mend it, and "
-                "start again"
+                f"none of {opened.asked} clients gave a usable answer when everybody was asked for "
+                f"the {name} ({said}). That release is charged: look at a client's log, mend it, "
+                "and start again"
             )
 
     def opened(self, round_: int) -> "OpenRound":
@@ -295,11 +295,14 @@ class Rounds:
 
         Both are charged. A round that asked too few clients to say anything changes nothing.
         """
+        if self._says_something(opened):
+            self._useless = 0 if opened.usable else self._useless + 1
+
+    def _says_something(self, opened: "OpenRound") -> bool:
+        """Whether enough clients were asked, or all that there are."""
         cohort = self.training.release.cohort
         everyone = cohort.rate == 1 and opened.asked >= cohort.population
-        if opened.asked < ENOUGH_ASKED and not everyone:
-            return
-        self._useless = 0 if opened.usable else self._useless + 1
+        return opened.asked >= ENOUGH_ASKED or everyone
 
     def refuse_to_go_on(self) -> None:
         """NobodyUsableError after two rounds in a row in which nobody could be used."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
@@ -381,6 +381,36 @@ def test_every_device_ends_with_the_model_of_the_engine(way: str, tmp_path: Path
     grid = users.grid()
     PPSGD.auto(**users.auto()).start(grid, users.w)
     check_delivered(users, grid, by_command(users, tmp_path, "cohort"))
+
+
+def test_the_last_w_has_one_reply_from_all_whatever_happens_on_a_device() -> None:
+    """Whether a model can be made may depend on the data, and the server chooses w."""
+    users = Users("regression")
+    replies: list[tuple[int, Message]] = []
+
+    class Failing(AdditiveLinear):
+        def personal_model(self, *_: Any) -> Any:
+            raise RuntimeError("these rows have no model")
+
+    def learner(context: Context) -> AdditiveLinear:
+        made = users.learner(context)
+        if user_of(context) == 0:
+            made.__class__ = Failing
+        return made
+
+    app = client_app(learner)
+
+    def heard(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if message.metadata.message_type == "evaluate":
+            replies.append((user_of(context), reply))
+        return reply
+
+    grid = InProcessGrid(heard, USERS)  # type: ignore[arg-type]
+    PPSGD.auto(**users.auto()).start(grid, users.w)
+    assert sorted(user for user, _ in replies) == list(range(USERS))
+    assert all(reply.has_content() and len(reply.content) == 0 for _, reply in replies)
+    assert sorted(kept_by(grid)) == list(range(1, USERS))
 
 
 def test_started_again_it_charges_nothing_and_delivers(tmp_path: Path) -> None:
