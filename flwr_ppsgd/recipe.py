@@ -164,10 +164,15 @@ def server_gain(mean: Matrix, sigma: float, columns: ColumnShares | None) -> Vec
     return np.asarray(columns.shares / (columns.shares**2 + sigma**2 / tau2))
 
 
-def published_variance(gains: Sequence[Vector], sigma: float) -> Vector:
-    """ν = the largest (g·σ)² of the rounds: the noise of one, since later ones contract it."""
-    largest = np.max(np.array(gains), axis=0)
-    return np.asarray((largest * sigma) ** 2)
+def published_variance(so_far: Vector, gain: Vector, sigma: float) -> Vector:
+    """ν = the largest (g·σ)² of the rounds: the noise of one, since later ones contract it.
+
+    Args:
+        so_far: ν of the rounds before; 0 before the first.
+        gain: g of this round, as of ``server_gain``.
+        sigma: σ of this round.
+    """
+    return np.maximum(so_far, (gain * sigma) ** 2)
 
 
 @dataclass(frozen=True)

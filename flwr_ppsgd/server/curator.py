@@ -21,7 +21,13 @@ from flwr_ppsgd.epsilon import Bound, check_accountant
 from flwr_ppsgd.noise import GridSum, coins_for, residual_delta
 from flwr_ppsgd.privacy import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.promise import Headline, Promise, rounded_up
-from flwr_ppsgd.recipe import Values, server_gain, shares_of_columns, values_of
+from flwr_ppsgd.recipe import (
+    Values,
+    published_variance,
+    server_gain,
+    shares_of_columns,
+    values_of,
+)
 from flwr_ppsgd.server import checkpoint
 from flwr_ppsgd.server.budget import Budget
 from flwr_ppsgd.server.checkpoint import Checkpoint
@@ -581,7 +587,7 @@ class Curator:
         mean = (-values.size / release.denominator) * total.reshape(columns, -1)
         sigma = values.size * release.usual_noise_std / release.denominator
         gain = server_gain(mean, sigma, shares_of_columns(recipe, values, columns))
-        self._variance = np.maximum(self._variance, (gain * sigma) ** 2)
+        self._variance = published_variance(self._variance, gain, sigma)
         if len(gain) == 1:
             return values.size * float(gain[0])
         return values.size * np.repeat(gain, mean.shape[1])

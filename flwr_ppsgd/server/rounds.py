@@ -259,9 +259,7 @@ class Rounds:
         opened.close(0)
         self.private.note_round(opened.facts())
         if self._says_something(opened) and not opened.usable:
-            said = self.private.where
-            if self.private.path is None:
-                said = f"the first: {opened.first_failure or 'no reply'}"
+            said = self._what_was_said(opened)
             raise NobodyUsableError(
                 f"none of {opened.asked} clients gave a usable answer when everybody was asked for "
                 f"the {name} ({said}). That release is charged: look at a client's log, mend it, "
@@ -304,15 +302,19 @@ class Rounds:
         everyone = cohort.rate == 1 and opened.asked >= cohort.population
         return opened.asked >= ENOUGH_ASKED or everyone
 
+    def _what_was_said(self, opened: "OpenRound") -> str:
+        """Where failures are written down; the first one itself if they are not."""
+        if self.private.path is not None:
+            return self.private.where
+        return f"the first: {opened.first_failure or 'no reply'}"
+
     def refuse_to_go_on(self) -> None:
         """NobodyUsableError after two rounds in a row in which nobody could be used."""
         if self._useless < 2:
             return
         self._useless = 0
         done = self.curator.rounds_done
-        said = self.private.where
-        if self.private.path is None:
-            said = f"the first: {self.opened(done).first_failure or 'no reply'}"
+        said = self._what_was_said(self.opened(done))
         raise NobodyUsableError(
             f"in rounds {done - 1} and {done} each client that was asked gave an error, a "
             f"malformed reply or none ({said}). Both rounds are charged. More rounds would only "
