@@ -1,7 +1,8 @@
 """Personalized-Private-SGD as a plugin for Flower.
 
-Every public name can be imported from here. A name is loaded when it is first used, so that a
-client never pays for the server's accounting, and a linear model never pays for torch.
+What most programs need is imported from here; rarer names are imported from their module. A name is
+loaded when it is first used, so that a client never pays for the server's accounting, and a linear
+model never pays for torch.
 """
 
 from typing import TYPE_CHECKING
@@ -16,13 +17,11 @@ if TYPE_CHECKING:
         Release,
         SecureSum,
         Steps,
-        client_step,
-        clip,
-        server_step,
     )
-    from flwr_ppsgd.client.message_api import client_app
-    from flwr_ppsgd.client.model import PersonalModel, personalize
+    from flwr_ppsgd.client.app import client_app
+    from flwr_ppsgd.client.personal_model import PersonalModel, personalize
     from flwr_ppsgd.learner import Learner, Minibatches
+    from flwr_ppsgd.ledger import Ledger, affordable_rounds, calibrate_noise
     from flwr_ppsgd.models.additive_head import AdditiveHead
     from flwr_ppsgd.models.linear import AdditiveLinear
     from flwr_ppsgd.models.representation import RandomConvolution
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
         torch_learner,
         whole_module,
     )
-    from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
-    from flwr_ppsgd.server.message_api import PPSGD
+    from flwr_ppsgd.server.strategy import PPSGD
     from flwr_ppsgd.wire import Order
 
 __all__ = [
@@ -57,10 +55,7 @@ __all__ = [
     "affordable_rounds",
     "calibrate_noise",
     "client_app",
-    "client_step",
-    "clip",
     "personalize",
-    "server_step",
     "shared_arrays",
     "torch_client",
     "torch_learner",
@@ -68,15 +63,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PPSGD": "flwr_ppsgd.server.message_api",
+    "PPSGD": "flwr_ppsgd.server.strategy",
     "AdditiveHead": "flwr_ppsgd.models.additive_head",
     "AdditiveLinear": "flwr_ppsgd.models.linear",
     "FixedSize": "flwr_ppsgd.algorithm",
     "Learner": "flwr_ppsgd.learner",
-    "Ledger": "flwr_ppsgd.privacy",
+    "Ledger": "flwr_ppsgd.ledger",
     "Minibatches": "flwr_ppsgd.learner",
     "Order": "flwr_ppsgd.wire",
-    "PersonalModel": "flwr_ppsgd.client.model",
+    "PersonalModel": "flwr_ppsgd.client.personal_model",
     "Poisson": "flwr_ppsgd.algorithm",
     "PrivateMetrics": "flwr_ppsgd.algorithm",
     "RandomConvolution": "flwr_ppsgd.models.representation",
@@ -84,13 +79,10 @@ _HOMES = {
     "SecureSum": "flwr_ppsgd.algorithm",
     "SplitModel": "flwr_ppsgd.models.split",
     "Steps": "flwr_ppsgd.algorithm",
-    "affordable_rounds": "flwr_ppsgd.privacy",
-    "calibrate_noise": "flwr_ppsgd.privacy",
-    "client_app": "flwr_ppsgd.client.message_api",
-    "client_step": "flwr_ppsgd.algorithm",
-    "clip": "flwr_ppsgd.algorithm",
-    "personalize": "flwr_ppsgd.client.model",
-    "server_step": "flwr_ppsgd.algorithm",
+    "affordable_rounds": "flwr_ppsgd.ledger",
+    "calibrate_noise": "flwr_ppsgd.ledger",
+    "client_app": "flwr_ppsgd.client.app",
+    "personalize": "flwr_ppsgd.client.personal_model",
     "shared_arrays": "flwr_ppsgd.models.torch_app",
     "torch_client": "flwr_ppsgd.models.torch_app",
     "torch_learner": "flwr_ppsgd.models.torch_app",

@@ -31,7 +31,8 @@ BLOCK = 1 << 15  # coordinates handled at once: the working set stays in the cac
 CLIP_MARGIN = 2.0**-40  # relative; the rounding of a norm and of a product stays far below it
 LEAST_SCALE = 1e-280  # a smaller factor has too few digits left
 STANDARD_ERROR = "-standard-error"
-EVERYONE = 40  # up to so many clients of a secure sum are all neighbours of each other
+ALWAYS_COMPLETE = 200  # up to so many clients of a secure sum are all neighbours of each other
+MOST_COMPLETE = 400  # up to so many on request
 MOST_CLIENTS = 1 << 20  # of a secure sum
 LARGEST_FAILURE = 1e-6
 
@@ -133,9 +134,9 @@ class SecureSum:
         colluding: t, the largest number of clients that may tell the server all they know, or leave
             out their noise.
         failure: η, the largest chance per round that neighbours chosen at random do not protect
-            somebody. δ pays for it; not needed for up to 40 clients, all of whom are neighbours.
-        neighbours: the least number of neighbours of a client. More are used if ``failure`` needs
-            them.
+            somebody. δ pays for it; not needed for up to 200 clients, all of whom are neighbours.
+        neighbours: the least number of neighbours of a client, at most 399; n − 1 makes all of up
+            to 400 clients neighbours. More are used if ``failure`` needs them.
     """
 
     honest: int
@@ -147,10 +148,10 @@ class SecureSum:
         _plain(self, honest=count("honest", self.honest))
         rule = "honest must be at least 2"
         require(self.honest > 1, rule, self.honest, "a sum of one vector hides nothing")
-        for name in ("colluding", "neighbours"):
+        for name, most in (("colluding", MOST_CLIENTS), ("neighbours", MOST_COMPLETE - 1)):
             value = getattr(self, name)
-            rule = f"{name} must be a whole number from 0 to 2^20"
-            require(is_whole(value) and 0 <= value <= MOST_CLIENTS, rule, value, f"set {name}")
+            rule = f"{name} must be a whole number from 0 to {most}"
+            require(is_whole(value) and 0 <= value <= most, rule, value, f"set {name}")
             _plain(self, **{name: int(value)})
         rule = "failure must be in (0, 1e-6]"
         remedy = "it is paid from δ in every round; 2**-40 is the default"
@@ -164,7 +165,7 @@ class SecureSum:
 
     def is_complete(self, participants: int) -> bool:
         """Whether all of so many clients are neighbours of each other."""
-        return participants <= EVERYONE or self.neighbours >= participants - 1
+        return participants <= ALWAYS_COMPLETE or self.neighbours >= participants - 1
 
 
 @dataclass(frozen=True)

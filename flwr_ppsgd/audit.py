@@ -19,7 +19,8 @@ Gaussian's, which the other measures here are to show (Nasr et al. 2023). It is 
 that one round without secret sampling is charged for.
 
 What the server does with a released sum is post-processing, and so is not audited: the strategy of
-an audit takes plain steps, so that w shows the sum itself (``AS_RELEASED``).
+an audit takes plain steps, so that w shows the sum itself. Give it the release of a recipe, not the
+recipe, and no ``max_epsilon``: the rounds of an audit are not those of a training.
 
 Run the audit on a strategy of its own, never on a user's training.
 """
@@ -28,7 +29,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -37,25 +38,20 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy import fft
 from scipy.stats import beta, chi2, norm
+from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd.algorithm import Poisson, Release
-from flwr_ppsgd.client.message_api import client_app
-from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.client.app import client_app
+from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.secure.graph import design, survivors_needed
-from flwr_ppsgd.server.message_api import PPSGD
+from flwr_ppsgd.server.strategy import PPSGD
 from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.statement import rounded_up
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, ORDER, Layout, Order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# arguments of PPSGD under which w moves by what was released and by nothing else; the rounds of an
-# audit are not those of a training, so no budget ends them
-AS_RELEASED: dict[str, Any] = {
-    "max_epsilon": None,
-    "recipe": None,
-}
 DIRECTIONS = 2
 OVER_NORM = 10.0  # canaries send vectors of this many clip norms
 DROPPED = 0.3  # share of replies withheld: dividing by the number received then shows
@@ -284,12 +280,13 @@ def audit(
     rounds = effort.rounds
     if strategy.affordable_rounds is not None:
         rounds = min(rounds, strategy.affordable_rounds)
-    if strategy.training.secure:
-        rounds = max(FEWEST_SECURE, min(rounds, _secure_rounds(strategy.release)))
-        seen = canaries.watch_secure(strategy, rounds)
-    else:
-        seen = canaries.watch(strategy, rounds)
-    return _estimate(strategy, seen, planned_rounds)
+    with threadpool_limits(1):  # on a loaded machine, BLAS threads wait for each other
+        if strategy.training.secure:
+            rounds = max(FEWEST_SECURE, min(rounds, _secure_rounds(strategy.release)))
+            seen = canaries.watch_secure(strategy, rounds)
+        else:
+            seen = canaries.watch(strategy, rounds)
+        return _estimate(strategy, seen, planned_rounds)
 
 
 def _secure_rounds(release: Release) -> int:

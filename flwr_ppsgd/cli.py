@@ -27,12 +27,12 @@ from typer.models import ArgumentInfo
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result
 
-    from flwr_ppsgd.lab.experiments.blocks import Best, Plan
-    from flwr_ppsgd.lab.experiments.rows import Point
-    from flwr_ppsgd.lab.experiments.run import Outcome, Watch
-    from flwr_ppsgd.lab.experiments.screen import Line
-    from flwr_ppsgd.lab.experiments.settings import Experiment
-    from flwr_ppsgd.privacy import Ledger
+    from flwr_ppsgd.lab.block import Best, Plan
+    from flwr_ppsgd.lab.experiment import Experiment
+    from flwr_ppsgd.lab.rows import Point
+    from flwr_ppsgd.lab.run import Outcome, Watch
+    from flwr_ppsgd.lab.screen import Line
+    from flwr_ppsgd.ledger import Ledger
 
 MOST_EXTENSIONS = 3  # of a grid, in one command
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
@@ -208,7 +208,7 @@ def ppsgd(
 @app.command()
 def experiments() -> None:
     """List the experiments that ship with this package."""
-    from flwr_ppsgd.lab.experiments.shipped import presets
+    from flwr_ppsgd.lab.presets import presets
 
     for name, what in presets().items():
         _show(f"{name:24} {what}")
@@ -244,7 +244,7 @@ def look(  # noqa: PLR0917 - typer's own way
     """Before anything else: users, rows, features, scales, gaps, the task, trivial answers."""
     about_data = _about_data(locals())
     from flwr_ppsgd.lab.data import look as looking
-    from flwr_ppsgd.lab.experiments.problem import Problem
+    from flwr_ppsgd.lab.problem import Problem
 
     problem = Problem.of(about_data).found()
     raw = problem.per_user()
@@ -296,9 +296,9 @@ def run(  # noqa: PLR0917 - typer's own way
     """Train once and write w, the measures, the privacy statement and a picture."""
     about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or []) | _given({"rounds": rounds})
-    from flwr_ppsgd.lab.experiments import screen
-    from flwr_ppsgd.lab.experiments.outputs import check_free, free_directory, read_run
-    from flwr_ppsgd.lab.experiments.settings import Experiment
+    from flwr_ppsgd.lab import screen
+    from flwr_ppsgd.lab.experiment import Experiment
+    from flwr_ppsgd.lab.outputs import check_free, free_directory, read_run
 
     chosen = Experiment.load(experiment, overrides)
     if out is None:
@@ -357,13 +357,13 @@ def _describe(experiment: "Experiment") -> None:
 def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
     """Write the output directory; whether the user has stopped the run."""
     if engine is Engine.flower:
-        from flwr_ppsgd.lab.experiments import flwr_run
+        from flwr_ppsgd.lab import flwr_run
         from flwr_ppsgd.lab.results.figures import draw_run
 
         flwr_run.run(experiment, out)
         draw_run(out)
         return False
-    from flwr_ppsgd.lab.experiments import run as running
+    from flwr_ppsgd.lab import run as running
 
     if engine is Engine.cohort:
         return _run_here(experiment, out, running.run_as_cohort)
@@ -373,7 +373,7 @@ def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
 def _run_here(
     experiment: "Experiment", out: Path, train: "Callable[[Experiment, Watch], Outcome]"
 ) -> bool:
-    from flwr_ppsgd.lab.experiments.outputs import save
+    from flwr_ppsgd.lab.outputs import save
     from flwr_ppsgd.lab.results.figures import draw_run
 
     with progress_bar(transient=True) as progress:
@@ -408,9 +408,6 @@ def sweep(  # noqa: PLR0917 - typer's own way
     memory: Annotated[
         str | None, typer.Option(help="Limit, as in 8GB; default: half of what is free.")
     ] = None,
-    ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Spread the blocks over a Ray cluster.")
-    ] = None,
     extend: Annotated[
         bool,
         typer.Option(help="Widen the grid where a best setting is at its end, up to three times."),
@@ -433,12 +430,12 @@ def sweep(  # noqa: PLR0917 - typer's own way
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
     about_data = _about_data(locals())
     overrides = about_data | _overrides(settings or [])
-    from flwr_ppsgd.lab.experiments.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
-    from flwr_ppsgd.lab.experiments.problem import SYNTHETIC
-    from flwr_ppsgd.lab.experiments.rows import CAVEAT
-    from flwr_ppsgd.lab.experiments.sweep import Sweep
-    from flwr_ppsgd.lab.experiments.workers import run_sweep
+    from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
+    from flwr_ppsgd.lab.problem import SYNTHETIC
     from flwr_ppsgd.lab.results.summary import summarise
+    from flwr_ppsgd.lab.rows import CAVEAT
+    from flwr_ppsgd.lab.sweep import Sweep
+    from flwr_ppsgd.lab.workers import run_sweep
 
     grid = Sweep.load(experiment, overrides)
     limit = _bytes(memory)
@@ -448,7 +445,7 @@ def sweep(  # noqa: PLR0917 - typer's own way
     if extend and (out / CONFIG).exists():
         grid = grid.united(read_config(out))
     _describe(grid.base)
-    if grid.base.problem.data != SYNTHETIC and not grid.base.task.trivial():
+    if grid.base.problem.data != SYNTHETIC and not grid.base.trivial():
         raise ValueError(
             f"{grid.base.problem.data}: there are no test rows, so settings cannot be compared: "
             "mark some, or add --test-fraction 0.2"
@@ -457,13 +454,13 @@ def sweep(  # noqa: PLR0917 - typer's own way
     try:
         with progress_bar("setting-rounds") as progress:
             watch = SweepBar(progress, grid.base.training.rounds)
-            run_sweep(grid, out, watch, memory=limit, jobs=jobs, ray=ray, extend=extend)
+            run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=extend)
             found = summarise(read_rows(out))
             for _extension in range(MOST_EXTENSIONS if extend else 0):
                 if not found.edges:
                     break
                 grid = grid.extended(found.edges)
-                run_sweep(grid, out, watch, memory=limit, jobs=jobs, ray=ray, extend=True)
+                run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=True)
                 found = summarise(read_rows(out))
     except KeyboardInterrupt:
         console.print(
@@ -503,7 +500,7 @@ def plot(
 ) -> None:
     """Draw the figures of a sweep, with their numbers as CSV, and print the best settings."""
     from flwr_ppsgd.checks import one_of
-    from flwr_ppsgd.lab.experiments.outputs import finished_rows, read_config
+    from flwr_ppsgd.lab.outputs import finished_rows, read_config
     from flwr_ppsgd.lab.results.figures import PICTURE_FORMATS, draw_sweep
 
     formats = [kind.strip() for kind in kinds.split(",") if kind.strip()]
@@ -523,8 +520,8 @@ def predict_rows(
     out: Annotated[Path, typer.Option(help="Where predictions go.")] = Path("predictions.csv"),
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
-    from flwr_ppsgd.lab.experiments.outputs import write_predictions
-    from flwr_ppsgd.lab.experiments.predict import predict
+    from flwr_ppsgd.lab.outputs import write_predictions
+    from flwr_ppsgd.lab.predict import predict
 
     if out.exists():
         raise ValueError(f"{out} is there already: choose another file with --out")
@@ -559,15 +556,18 @@ def audit(
 ) -> None:
     """Send canaries through a strategy and measure the noise that these settings really give."""
     from flwr_ppsgd import audit as auditing
-    from flwr_ppsgd.lab.experiments.settings import Experiment
-    from flwr_ppsgd.server.message_api import PPSGD
+    from flwr_ppsgd.lab.experiment import Experiment
+    from flwr_ppsgd.server.strategy import PPSGD
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
     training = Experiment.load(experiment, _overrides(settings or [])).training
     flat = training.to_flat()
     for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "enrolled"):
         flat.pop(key, None)
-    found = auditing.audit(lambda: PPSGD.from_config(flat, **auditing.AS_RELEASED), training.rounds)
+    release = training.release()
+    found = auditing.audit(
+        lambda: PPSGD.from_config(flat, release=release, max_epsilon=None), training.rounds
+    )
     console.print(found.in_words(), highlight=False, markup=False)
     if out is not None:
         auditing.draw(found, out)
@@ -685,7 +685,7 @@ def _seen_for_plan(
     """The numbers that a plan takes from users' rows, and a line on what that means."""
     from flwr_ppsgd.lab.data.features import LOOKED
     from flwr_ppsgd.lab.data.look import numbers_for_plan
-    from flwr_ppsgd.lab.experiments.problem import Problem
+    from flwr_ppsgd.lab.problem import Problem
     from flwr_ppsgd.lab.recipe_plan import SEEN
 
     seen = Problem.of(about_data).found().as_by_default().per_user()
@@ -715,16 +715,23 @@ def ledger(
         int | None,
         typer.Option(metavar="N", help="Add N charges that are known to have happened."),
     ] = None,
-    reason: Annotated[str, typer.Option(help="How it is known: written into the journal.")] = "",
+    reason: Annotated[str, typer.Option(help="How it is known: written into the store.")] = "",
+    backup: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Copy to a new file, while a training runs too."),
+    ] = None,
 ) -> None:
     """Show and check what was charged; with several directories, what they cost together."""
-    from flwr_ppsgd.server import ledgers
+    from flwr_ppsgd.server import reports
 
+    if (add is not None or backup is not None) and len(directories) != 1:
+        rule = "--add and --backup need one directory"
+        raise ValueError(f"{rule}, got {len(directories)}: name one of them")
     if add is not None:
-        if len(directories) != 1:
-            raise ValueError(f"--add needs one directory, got {len(directories)}: name one of them")
-        ledgers.add_charges(directories[0], add, reason)
-    _show(ledgers.describe(directories))
+        reports.add_charges(directories[0], add, reason)
+    if backup is not None:
+        reports.back_up(directories[0], backup)
+    _show(reports.describe(directories))
 
 
 @app.command()
@@ -733,13 +740,13 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for monitoring.")] = False,
 ) -> None:
     """How a training does, while it runs too: rounds, ε, replies, the last error, the disk."""
-    from flwr_ppsgd.server.status import status_of
+    from flwr_ppsgd.server.reports import status_of, status_text
 
     found = status_of(directory)
     if as_json:
-        _show(json.dumps(found.as_data(), ensure_ascii=False, indent=2))
+        _show(json.dumps(found, ensure_ascii=False, indent=2))
     else:
-        _show(found.in_words())
+        _show(status_text(found))
 
 
 @app.command()
@@ -754,11 +761,11 @@ def budget(
     ] = False,
 ) -> None:
     """Fix one budget for several trainings, before the first; trainings join by budget-dir."""
-    from flwr_ppsgd.server import ledgers
+    from flwr_ppsgd.server import reports
     from flwr_ppsgd.server.budget import new_budget
 
     new_budget(directory, epsilon, delta, "gaussian" if everyone else "rdp")
-    _show(ledgers.describe([directory]))
+    _show(reports.describe([directory]))
 
 
 @app.command("client-report")
@@ -766,9 +773,9 @@ def client_report(
     state_dir: Annotated[Path, typer.Argument(help="The node config's ppsgd-state-dir.")],
 ) -> None:
     """On a client: which runs it took part in, what left the machine, and what is promised."""
-    from flwr_ppsgd.client import sent
+    from flwr_ppsgd.client import report
 
-    _show(sent.client_report(state_dir))
+    _show(report.client_report(state_dir))
 
 
 @app.command("check-node")
@@ -781,7 +788,7 @@ def check_node(
     key: Annotated[Path, typer.Option(help="The SuperNode's private key.")],
 ) -> None:
     """On a client: would the SuperLink let this SuperNode in? One line that says why not."""
-    from flwr_ppsgd.client.connection import check_connection
+    from flwr_ppsgd.client.check_node import check_connection
 
     _show(check_connection(address, root_certificates, key))
 
@@ -812,7 +819,7 @@ class SweepBar:
 
     def show(self, block: int, round_: int, best: "Best | None") -> None:
         """A block has come to this round."""
-        from flwr_ppsgd.lab.experiments.blocks import best_among
+        from flwr_ppsgd.lab.block import best_among
 
         self._done[block] = self._sizes[block] * round_
         if best is not None:
@@ -847,7 +854,7 @@ def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:
 
 def progress_hook(progress: Progress, label: str, rounds: int) -> "Watch":
     """A callback that shows the round, ε and the latest measures."""
-    from flwr_ppsgd.promise import rounded_up
+    from flwr_ppsgd.statement import rounded_up
 
     task = progress.add_task(label, total=rounds, state="")
 

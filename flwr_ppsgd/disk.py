@@ -1,7 +1,6 @@
 """Files that survive a crash: complete or not there, and damage shows.
 
-One way to write, to sync, to lock and to read back, for the journal, checkpoints, θ, sweeps and
-caches.
+One way to write, to sync, to lock and to read back, for θ, sweeps and caches.
 """
 
 import fcntl
@@ -109,49 +108,12 @@ def whole_lines(content: bytes) -> list[bytes]:
     return whole.splitlines()
 
 
-def ends_whole(path: Path) -> bool:
-    """Whether a file of lines is empty or ends in a newline."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) in (b"", b"\n")
-
-
 def cut_torn_line(path: Path) -> None:
     """Remove what a crash has left of an unfinished last line."""
     with path.open("r+b") as file:
         whole, newline, _ = file.read().rpartition(b"\n")
         file.truncate(len(whole) + len(newline))
         os.fsync(file.fileno())
-
-
-def try_lock(descriptor: int) -> bool:
-    """Take the lock on an open file, unless another process has it; closing gives it up."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def unlock(descriptor: int) -> None:
-    """Give up a lock that ``try_lock`` took, and keep the file open."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def is_locked(path: Path) -> bool | None:
-    """Whether a process that this machine shows holds the lock on a file.
-
-    The lock itself is not touched. Known by the file's number alone: some file systems show another
-    device here than there. None if the system does not tell: only Linux has /proc/locks.
-    """
-    try:
-        held = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    number = str(path.stat().st_ino)
-    locks = [line.split() for line in held]
-    return any("FLOCK" in lock and lock[-3].rpartition(":")[2] == number for lock in locks)
 
 
 @contextmanager

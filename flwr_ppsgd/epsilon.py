@@ -152,10 +152,10 @@ def gaussian(sigma: float, delta: float) -> float:
 
     def exceeds(epsilon: float) -> bool:
         at = mu / 2 - epsilon / mu
-        reached = float(ndtr(at))
-        gone = log_ndtr(-mu / 2 - epsilon / mu) + epsilon
-        rounding = (8 + at**2) * ULP * reached  # of both terms; they may nearly cancel
-        return reached - math.exp(min(gone, 0.0)) + rounding > delta
+        first = float(ndtr(at))
+        log_second = log_ndtr(-mu / 2 - epsilon / mu) + epsilon
+        rounding = (8 + at**2) * ULP * first  # of both terms, which may nearly cancel
+        return first - math.exp(min(log_second, 0.0)) + rounding > delta
 
     return _least(exceeds)
 

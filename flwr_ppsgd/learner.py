@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -56,9 +57,6 @@ class Solver(Protocol):
         """The user's own model around w, whose noise has this variance."""
         ...
 
-    # Optional, if w = 0 is no model: the w at which the length of a first solution is asked.
-    # def origin(self, w: Vector) -> Vector
-
 
 class Learner(Protocol):
     """A model together with one user's data.
@@ -101,14 +99,58 @@ class Learner(Protocol):
         """
         ...
 
-    # Optional: takes_float32, whether w may be a float32 vector if it travels as one.
-    # Optional: num_tested, the number of rows on which it evaluates, the weight of its measures.
-    # Optional, for private training metrics: measures of (w, θ) on the minibatch of the visit.
-    # def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]
-    # Optional, instead of θ − s_θ·g_θ: θ after this visit, in whatever way the user trains it.
-    # def personal_step(self, w: Vector, theta: Vector, order: Order) -> Vector
-    # Optional: ValueError unless the server's arrays, shapes by name, are the shared parameters.
-    # def check_shared(self, shapes: Mapping[str, Sequence[int]]) -> None
+
+# --- what a learner may offer besides
+
+
+@runtime_checkable
+class SharedChecker(Protocol):
+    """A learner, or what makes one, that knows its shared parameters."""
+
+    def check_shared(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """ValueError unless the server's arrays, shapes by name, are the shared parameters."""
+        ...
+
+
+@runtime_checkable
+class PersonalStepper(Protocol):
+    """A learner that trains θ in its own way: that costs no privacy."""
+
+    def personal_step(self, w: Vector, theta: Vector, order: Order) -> Vector:
+        """θ after this visit, instead of θ − s_θ·g_θ."""
+        ...
+
+
+@runtime_checkable
+class TrainingMeasurer(Protocol):
+    """A learner with private training metrics."""
+
+    def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
+        """Measures of (w, θ) on the minibatch of the visit."""
+        ...
+
+
+@runtime_checkable
+class Originated(Protocol):
+    """A learner of ``PPSGD.auto`` whose w = 0 is no model."""
+
+    def origin(self, w: Vector) -> Vector:
+        """The w at which the length of a first solution is asked."""
+        ...
+
+
+@runtime_checkable
+class SinglePrecision(Protocol):
+    """A learner that says whether w may be a float32 vector if it travels as one."""
+
+    takes_float32: bool
+
+
+@runtime_checkable
+class Tested(Protocol):
+    """A learner that says on how many rows it evaluates: the weight of its measures."""
+
+    num_tested: int
 
 
 class Batches(Protocol):
@@ -121,14 +163,22 @@ class Batches(Protocol):
         ...
 
 
+@runtime_checkable
+class AllRows(Protocol):
+    """Minibatches that can give all rows at once."""
+
+    def everything(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(x, y) of all rows."""
+        ...
+
+
 def all_rows(batches: Batches) -> tuple[NDArray[Any], NDArray[Any]]:
     """(x, y) of all rows of a user.
 
     By ``everything`` if there is such a method; else from as many minibatches as an epoch has.
     """
-    if hasattr(batches, "everything"):
-        x, y = batches.everything()
-        return x, y
+    if isinstance(batches, AllRows):
+        return batches.everything()
     xs = []
     ys = []
     missing = batches.num_examples

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from flwr_ppsgd.door import opened
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.client.legacy_api import PPSGDClient
-    from flwr_ppsgd.server.legacy_api import PPSGDStrategy
+    from flwr_ppsgd.client.app import PPSGDClient
+    from flwr_ppsgd.server.legacy import PPSGDStrategy
 
 __all__ = ["PPSGDClient", "PPSGDStrategy"]
 
 _HOMES = {
-    "PPSGDClient": "flwr_ppsgd.client.legacy_api",
-    "PPSGDStrategy": "flwr_ppsgd.server.legacy_api",
+    "PPSGDClient": "flwr_ppsgd.client.app",
+    "PPSGDStrategy": "flwr_ppsgd.server.legacy",
 }
 __getattr__, __dir__ = opened(__name__, _HOMES)

@@ -1,4 +1,4 @@
-"""The coins that nobody may predict, and the sum whose rounding gives nothing away.
+"""Random bits that nobody can predict, and a sum whose rounding reveals nothing.
 
 Adding a floating-point Gaussian to a floating-point sum leaks: the spacing of the result depends on
 the sum. Here every contribution is truncated onto the grid g = C·2⁻³² (or z·C·2⁻²⁶ if that is
@@ -7,8 +7,8 @@ For x on the grid, x + g·rint(n/g) = g·rint((x+n)/g): a rounding of the ideal 
 accounting of its own.
 
 What finite precision leaves: normals are cut off at 14 standard deviations, which adds at most
-(1 + e^ε)·2⁻¹⁴⁵ to δ for each coordinate and round (:func:`residual_delta`). Below that each step of
-the grid holds 2²⁶ floats or more, an eighth of that in the far tail, one more or less by chance:
+(1 + e^ε)·2⁻¹⁴⁵ to δ for each coordinate and round (:func:`cut_probability`). Below that each step
+of the grid holds 2²⁶ floats or more, an eighth of that in the far tail, one more or less by chance:
 its probability is right to about eight digits. By estimate that adds 10⁻¹⁶·a to the Rényi
 divergence of order a for each coordinate and round: 10⁻⁶·a for a million coordinates and ten
 thousand rounds.
@@ -128,8 +128,9 @@ INSIDE = np.floor(EDGES[1:] / EDGES[:-1] * 2.0**55).astype(np.int64)
 def _normals(coins: Coins, count: int) -> Vector:
     """Marsaglia and Tsang's ziggurat (2000): 8 bits choose the layer, 56 others the place in it.
 
-    The separate bits are Doornik's (2005). Ninety-nine of a hundred fall where a layer is all below
-    the curve and are done; the time it takes tells how many of all coordinates do not.
+    Separate bits for layer and place: Doornik (2005). Ninety-nine of a hundred fall where a layer
+    is all below the curve and are done. The time that it takes shows how many are not, of all
+    coordinates together.
     """
     normals = np.empty(count)
     places = [np.empty(0, np.intp)]
@@ -232,11 +233,7 @@ class GridSum:
         self._parts = [part for part in (gradient, own) if part.place.start < part.place.stop]
 
     def add(self, vector: Vector) -> None:
-        """Clip, truncate toward zero onto the grid, and add."""
-        self.put(vector, self.scales(vector))
-
-    def scales(self, vector: Vector) -> list[float]:
-        """The factors by which ``put`` multiplies the parts of a vector.
+        """Clip, truncate toward zero onto the grid, and add.
 
         ValueError or FloatingPointError if the vector cannot be added; nothing has changed then.
         """
@@ -244,10 +241,7 @@ class GridSum:
         if vector.shape != expected.shape or vector.dtype not in PRECISIONS:
             found = f"{vector.dtype}{vector.shape}"
             raise ValueError(f"a vector of {found} where the sum is of float64{expected.shape}")
-        return [self._scale(vector[part.place], part) for part in self._parts]
-
-    def put(self, vector: Vector, scales: list[float]) -> None:
-        """Add a vector by the ``scales`` that were worked out for it."""
+        scales = [self._scale(vector[part.place], part) for part in self._parts]
         for part, scale in zip(self._parts, scales, strict=True):
             for start in range(part.place.start, part.place.stop, AT_ONCE):
                 end = min(start + AT_ONCE, part.place.stop)
@@ -321,14 +315,12 @@ def secure_input(
     return own.with_share(coins)
 
 
-def residual_delta(size: int, rounds: int, epsilon: float, shares: int = 1) -> float:
-    """At most what the cut tail of the sampler adds to δ: (1 + e^ε)·2⁻¹⁴⁵ per coordinate, round
-    and share.
+def cut_probability(size: int, rounds: int, shares: int = 1) -> float:
+    """At most the probability that the sampler cuts a tail anywhere: 2⁻¹⁴⁵ per normal.
 
     Args:
         size: the number of coordinates.
         rounds: the number of rounds.
-        epsilon: ε of all rounds.
         shares: the number of independent noises that make up what is charged.
     """
-    return shares * size * rounds * CUT_TAIL * (1 + math.exp(min(epsilon, 600.0)))
+    return shares * size * rounds * CUT_TAIL

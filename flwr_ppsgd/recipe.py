@@ -33,6 +33,7 @@ VALUE_PRIOR = (3 / OCTAVES) ** 2  # variance: three octaves around the value 1
 MISSING_PRIOR = 0.3**2  # variance of the share of users that do not answer
 MOST_MISSING = 0.75  # a larger share would be noise
 SAMPLED_ROUNDS = 40  # of Poisson cohorts; w is the mean over the second half
+DROWNED = 0.5  # of the noise's length, below which nothing was seen to learn
 ROUNDING = 1e-9  # more noise, so that the ledger's sum of all shares stays within ε
 
 
@@ -187,6 +188,7 @@ class Recipe:
         epsilon: what all of it costs, at most; infinite without noise.
         delta: δ at which that is stated.
         sparse: the places of sparse columns among those of w.
+        body: whether w holds a network's body.
     """
 
     task: Task
@@ -196,16 +198,31 @@ class Recipe:
     epsilon: float
     delta: float
     sparse: tuple[int, ...] = ()
+    body: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of both strategies."""
         return {
-            "release": self.release,
+            "release": self,
             "steps": Steps(shared=1.0, personal=0.0),
             "delta": self.delta,
             "max_epsilon": self.epsilon if math.isfinite(self.epsilon) else None,
-            "recipe": self,
         }
+
+    def with_rounds(self, rounds: int) -> "Recipe":
+        """The same budget spent in another number of rounds."""
+        cohort = self.release.cohort
+        return recipe(
+            population=cohort.population,
+            epsilon=self.epsilon,
+            delta=self.delta,
+            task=self.task,
+            sparse=self.sparse,
+            rounds=rounds,
+            rate=cohort.rate if cohort.rate < 1 else None,
+            body=self.body,
+            aggregation=self.release.aggregation,
+        )
 
     @property
     def noise_in_prediction(self) -> float:
@@ -312,7 +329,7 @@ def recipe(
     if sampled:
         z = _sampled_noise(epsilon, delta, cohort, planned, before)
     release = Release(cohort, 1.0, z, aggregation=aggregation)
-    return Recipe(task, release, before, planned, epsilon, delta, places)
+    return Recipe(task, release, before, planned, epsilon, delta, places, body)
 
 
 def _noise_for(
@@ -336,7 +353,7 @@ def _sampled_noise(
     """z of Poisson rounds, by the accountant for the whole composition."""
     if math.isinf(epsilon):
         return 0.0
-    from flwr_ppsgd.privacy import calibrate_noise
+    from flwr_ppsgd.ledger import calibrate_noise
 
     also = [(release, 1) for release in before.values()]
     return calibrate_noise(epsilon=epsilon, delta=delta, cohort=cohort, rounds=rounds, also=also)

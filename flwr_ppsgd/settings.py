@@ -19,6 +19,7 @@ import numpy as np
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, require
 from flwr_ppsgd.recipe import Recipe, Task, noise_alone, recipe, rounds_for
+from flwr_ppsgd.training import Enrolled
 from flwr_ppsgd.wire import places_in
 
 OWN_PREFIX = "ppsgd-"
@@ -93,7 +94,7 @@ class Settings:
     secure_neighbours: int | None = None
 
     def __post_init__(self) -> None:
-        """What only the flat keys have. ``server.training.Training`` checks all else."""
+        """What only the flat keys have. ``training.Training`` checks all else."""
         one_of("method", self.method, METHODS)
         self._check_method()
         if self.automatic:
@@ -218,7 +219,7 @@ class Settings:
         )
 
     def _calibrated(self, cohort: Cohort) -> float:
-        from flwr_ppsgd.privacy import calibrate_noise
+        from flwr_ppsgd.ledger import calibrate_noise
 
         assert self.epsilon is not None
         return calibrate_noise(
@@ -241,11 +242,11 @@ class Settings:
             return None if self.epsilon == math.inf else self.epsilon
         return self.max_epsilon
 
-    def enrolled_names(self) -> list[str] | None:
+    def enrolled_names(self) -> tuple[str, ...] | None:
         """The names of the registered nodes; None if they are not listed."""
         if not self.enrolled:
             return None
-        return [name.strip() for name in self.enrolled.split(",")]
+        return tuple(name.strip() for name in self.enrolled.split(","))
 
     def arguments(self, release: Release | None = None) -> dict[str, Any]:
         """The arguments that the strategies of both APIs have in common.
@@ -258,15 +259,13 @@ class Settings:
             "delta": self.delta,
             "max_epsilon": self.budget(),
             "evaluate_every": self.evaluate_every,
-            "min_online": self.min_online,
-            "enrolled": self.enrolled_names(),
-            "wait_timeout": self.wait_timeout,
-            "round_timeout": self.round_timeout,
+            "enrolled": Enrolled(self.enrolled_names(), self.min_online, self.wait_timeout),
             "replies": self.replies,
             "average": self.average,
             "checkpoint_dir": self.checkpoint_dir or None,
             "checkpoint_every": self.checkpoint_every,
             "budget_dir": self.budget_dir or None,
+            "round_timeout": self.round_timeout,
             "insecure_seed": self.insecure_seed,
         }
 

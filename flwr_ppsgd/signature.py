@@ -62,15 +62,9 @@ class TrainingKey:
         """The public half, as clients pin it: ``ed25519:BASE64``."""
         return _encode(PUBLIC, self._key.public_key().public_bytes_raw())
 
-    def sign(self, order_flat: Mapping[str, Any], w_digest: bytes) -> str:
-        """The signature over every field but itself, and over the arrays that travel along.
-
-        Args:
-            order_flat: the Order as it is sent.
-            w_digest: of the arrays, as of ``digest``.
-        """
-        signature = self._key.sign(_statement(order_flat, w_digest))
-        return base64.b64encode(signature).decode()
+    def sign(self, statement: bytes) -> str:
+        """The signature of these bytes, in base64."""
+        return base64.b64encode(self._key.sign(statement)).decode()
 
     @functools.cached_property
     def _key(self) -> Ed25519PrivateKey:
@@ -88,36 +82,39 @@ def digest(arrays: Mapping[str, bytes]) -> bytes:
     return sha.digest()
 
 
-def signed(order: Order, arrays: Mapping[str, bytes], key: TrainingKey) -> dict[str, Any]:
+def signed(
+    order: Order, w_digest: bytes, key: TrainingKey, *, kind: str, run: int
+) -> dict[str, Any]:
     """The Order as it is sent, with the training's public key and its signature.
 
     Args:
         order: an Order that is finished but for these two.
-        arrays: the serialised arrays that travel with it, by name.
+        w_digest: of the arrays that travel with it, as of ``digest``.
         key: the training's key.
+        kind: the type of the message that brings it: "train", "evaluate" or "query".
+        run: the id of Flower's run.
     """
-    return signed_over(order, digest(arrays), key)
-
-
-def signed_over(order: Order, w_digest: bytes, key: TrainingKey) -> dict[str, Any]:
-    """``signed``, with the digest of the arrays known already."""
     flat = altered(order, server_key=key.public, signature="").to_flat()
-    return {**flat, "signature": key.sign(flat, w_digest)}
+    return {**flat, "signature": key.sign(_statement(flat, w_digest, kind, run))}
 
 
-def verify(order: Order, arrays: Mapping[str, bytes], server_key: str) -> bool:
-    """Whether this Order and these arrays were signed with the key of that public half.
+def verify(
+    order: Order, arrays: Mapping[str, bytes], server_key: str, *, kind: str, run: int
+) -> bool:
+    """Whether this Order was signed for these arrays, this type of message and this run.
 
     Args:
         order: an Order as it came.
         arrays: the serialised arrays that came with it, by name.
         server_key: the public half that the client's owner pinned.
+        kind: the type of the message that brought it.
+        run: the id of Flower's run.
     """
     if order.server_key != server_key:
         return False
     try:
         signature = base64.b64decode(order.signature, validate=True)
-        statement = _statement(order.to_flat(), digest(arrays))
+        statement = _statement(order.to_flat(), digest(arrays), kind, run)
         public_key(server_key).verify(signature, statement)
     except (ValueError, InvalidSignature):
         return False
@@ -129,13 +126,16 @@ def public_key(text: str) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(_decode(PUBLIC, text))
 
 
-def _statement(order_flat: Mapping[str, Any], w_digest: bytes) -> bytes:
-    """What is signed: the same bytes for the same fields, whatever their order."""
+def _statement(order_flat: Mapping[str, Any], w_digest: bytes, kind: str, run: int) -> bytes:
+    """What is signed: the same bytes for the same fields, whatever their order.
+
+    A message of a secure sum is covered by its hash, which is a field.
+    """
     fields = {name: value for name, value in order_flat.items() if name != "signature"}
     for name, value in fields.items():
         if isinstance(value, float | bytes):
             fields[name] = value.hex()
-    text = json.dumps(fields, sort_keys=True)
+    text = json.dumps([kind, run, fields], sort_keys=True)
     return PURPOSE + w_digest + text.encode()
 
 

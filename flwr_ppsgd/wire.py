@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -40,7 +40,7 @@ BESIDE = (VARIANCE, UNIT, SIZE)
 STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
 SERVER_ROUND = "server_round"  # in a legacy config, beside the fields of the Order
-PROTOCOL = 4  # of the Order
+PROTOCOL = 5  # of the Order
 LARGEST_NUMBER = 2**63
 LONGEST_PROMISE = 1000  # characters
 LONGEST_NAME = 200  # characters: of a measure, a key, a signature
@@ -50,12 +50,14 @@ MOST_STARTS = 1_000_000
 MOST_COLUMNS = 10_000_000
 _NUMBER = re.compile(r"[1-9][0-9]{0,14}")
 _SPAN = re.compile(r"([0-9]{1,8})(?:-([0-9]{1,8}))?")
+_PLANNED = re.compile(r"([a-z]+)=([0-9.e+-]{1,30}):([1-9][0-9]{0,14})")
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchNorm's buffers
 
 # what an Order may ask for: see ``Order.asks``
 Asked: TypeAlias = Literal["gradient", "solution", "unit", "size", "count", "columns", "nothing"]
 BEFORE_ROUNDS = ("unit", "size", "count", "columns")  # asked once, of everybody
 OrderTask: TypeAlias = Literal["", "regression", "classification"]
+Plan: TypeAlias = Mapping[str, tuple[float, int]]  # by what is asked for: z, how often
 Hold: TypeAlias = Callable[[str, np.dtype[Any]], bool]
 
 
@@ -88,15 +90,17 @@ class Order:
         back: the number of rounds that the server may go back after it has died.
         charges: the number of charges in the server's journal so far.
         epsilon: ε that is promised for the planned rounds; infinite if nothing is guaranteed.
+        plan: everything that this training releases about a user: for each thing that it asks for,
+            its noise multiplier z and how often. The first Order fixes it. Empty: nothing is said.
+        sampled: whether a round asks a secret part of the users only.
         promise: the guarantee in one line, for whoever runs the client.
         terms: of a secure sum, in every Order of a training that has one; None: the server adds the
             noise.
         stage: which exchange of a secure sum this is, 1 to 4; 0 if it is none.
         payload: the hash of the message of a secure sum that came along; empty if there is none.
-        planned: of a secure sum, the number of charges that are planned.
         server_key: the public key of the training; empty if the Order is not signed.
-        signature: over all other fields and the arrays that travel along, as of
-            ``flwr_ppsgd.signature``.
+        signature: over all other fields, the arrays that travel along, the type of the message and
+            the run, as of ``flwr_ppsgd.signature``.
         protocol: the version of this record.
         visit: the number of rounds that this user has taken part in, this one included. Counted by
             the client, never sent.
@@ -121,11 +125,12 @@ class Order:
     back: int = 0
     charges: int = 0
     epsilon: float = math.inf
+    plan: Plan = field(default_factory=dict)
+    sampled: bool = False
     promise: str = ""
     terms: Terms | None = None
     stage: int = 0
     payload: str = ""
-    planned: int = 0
     server_key: str = ""
     signature: str = ""
     protocol: int = PROTOCOL
@@ -141,6 +146,7 @@ class Order:
         flat["starts"] = ",".join(str(int(start)) for start in self.starts)
         flat["sparse"] = spans_of(self.sparse)
         flat["variance"] = np.array(self.variance, "<f8").tobytes()
+        flat["plan"] = ",".join(f"{part}={z!r}:{times}" for part, (z, times) in self.plan.items())
         if self.terms is not None:
             flat |= {name: kind(getattr(self, name)) for name, kind in _OF_STAGE.items()}
             flat |= {PREFIX + name: value for name, value in self.terms.to_flat().items()}
@@ -159,6 +165,7 @@ class Order:
         values["starts"] = _numbers(flat["starts"])
         values["sparse"] = places_in(flat["sparse"])
         values["variance"] = _variance(flat["variance"])
+        values["plan"] = _plan(flat["plan"])
         if secure:
             values |= {name: flat[name] for name in _OF_STAGE}
             values["terms"] = Terms.from_flat({name: flat[PREFIX + name] for name in TERMS})
@@ -192,7 +199,6 @@ class Order:
 
     def _check_terms(self, terms: Terms) -> None:
         _check(0 <= self.stage <= STAGES, f"stage must be 0 to {STAGES}", self.stage)
-        _check_count("planned", self.planned)
         _check_text("payload", self.payload, LONGEST_NAME)
         try:
             _ = terms.release
@@ -218,18 +224,28 @@ _PLAIN: dict[str, type] = {
     "back": int,
     "charges": int,
     "epsilon": float,
+    "sampled": bool,
     "promise": str,
     "server_key": str,
     "signature": str,
     "protocol": int,
 }
-_TYPES = {**_PLAIN, "metrics": str, "starts": str, "sparse": str, "variance": bytes}
+_TYPES = {**_PLAIN, "metrics": str, "starts": str, "sparse": str, "plan": str, "variance": bytes}
 PREFIX = "secure_"  # before the names of the terms of a secure sum
-_OF_STAGE: dict[str, type] = {"stage": int, "payload": str, "planned": int}
+_OF_STAGE: dict[str, type] = {"stage": int, "payload": str}
 _SECURE_TYPES = {**_TYPES, **_OF_STAGE, **{PREFIX + name: kind for name, kind in TERMS.items()}}
 _SIGN_OF_TERMS = PREFIX + "honest"
 _MAY_BE_EMPTY_IN_TERMS = ("payload", PREFIX + "bounds")
-_MAY_BE_EMPTY = ("metrics", "starts", "sparse", "task", "promise", "server_key", "signature")
+_MAY_BE_EMPTY = (
+    "metrics",
+    "starts",
+    "sparse",
+    "plan",
+    "task",
+    "promise",
+    "server_key",
+    "signature",
+)
 
 
 def _check(holds: bool, rule: str, value: object) -> None:
@@ -321,6 +337,23 @@ def places_in(text: str) -> tuple[int, ...]:
         _check(fits, f"sparse must be increasing places below {MOST_COLUMNS}", span)
         places.extend(range(first, last + 1))
     return tuple(places)
+
+
+def _plan(text: str) -> dict[str, tuple[float, int]]:
+    """What ``to_flat`` wrote, as in "unit=4.5:1,solution=2.0:8"."""
+    plan: dict[str, tuple[float, int]] = {}
+    for each in text.split(",") if text else ():
+        found = _PLANNED.fullmatch(each)
+        fits = found is not None and found[1] in get_args(Asked) and found[1] not in plan
+        _check(fits, "plan must be such as solution=2.0:8, each thing once", each)
+        assert found is not None
+        try:
+            z = float(found[2])
+        except ValueError:
+            z = math.nan
+        _check(0 <= z < math.inf, "each noise multiplier in plan must be at least 0", each)
+        plan[found[1]] = (z, int(found[3]))
+    return plan
 
 
 def _variance(data: bytes) -> tuple[float, ...]:

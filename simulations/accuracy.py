@@ -25,15 +25,15 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from flwr_ppsgd.cli import SweepBar, progress_bar
-from flwr_ppsgd.lab.engines.measures import measure_of
-from flwr_ppsgd.lab.experiments.outputs import read_rows
-from flwr_ppsgd.lab.experiments.people import SAME
-from flwr_ppsgd.lab.experiments.run import Outcome, run_as_cohort
-from flwr_ppsgd.lab.experiments.settings import Experiment
-from flwr_ppsgd.lab.experiments.sweep import Sweep
-from flwr_ppsgd.lab.experiments.workers import run_sweep
+from flwr_ppsgd.lab.evaluation import SAME
+from flwr_ppsgd.lab.experiment import Experiment
+from flwr_ppsgd.lab.measures import measure_of
+from flwr_ppsgd.lab.outputs import read_rows
 from flwr_ppsgd.lab.results.plots import COLOURS, name_of_measure
 from flwr_ppsgd.lab.results.summary import summarise
+from flwr_ppsgd.lab.run import Outcome, run_as_cohort
+from flwr_ppsgd.lab.sweep import Sweep
+from flwr_ppsgd.lab.workers import run_sweep
 from flwr_ppsgd.learner import LOCAL, SHARED
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)

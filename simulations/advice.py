@@ -14,9 +14,8 @@ import numpy as np
 
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.data.synthetic import Synthetic
-from flwr_ppsgd.lab.engines.batches import Fresh
-from flwr_ppsgd.lab.engines.engine import Setting, train
-from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.lab.engine import Setting, train
+from flwr_ppsgd.lab.linear_engine import Fresh, LinearEngine
 from flwr_ppsgd.lab.plan import Plan, Question, make
 from flwr_ppsgd.lab.theory import squared_loss_smoothness
 
@@ -103,7 +102,7 @@ class Case:
         grid = [(alpha_q, step) for alpha_q in sorted(alpha_qs) for step in STEPS]
         settings = [Setting(release, Steps.from_ratio(step, alpha_q)) for alpha_q, step in grid]
         population = Fresh(self.problem(), self.batch_size)
-        engine = CohortEngine(population, settings, seed=1, rounds=self.rounds, average=average)
+        engine = LinearEngine(population, settings, seed=1, average=average)
         *_, last = train(engine, self.rounds, self.rounds, lambda _: None)
         found: dict[float, float] = {}
         for place, measures in last.measures.items():

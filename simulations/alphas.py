@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a fil
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_ppsgd.lab.engines.measures import measure_of
-from flwr_ppsgd.lab.experiments.outputs import read_rows
-from flwr_ppsgd.lab.experiments.rows import SweepRow
+from flwr_ppsgd.lab.measures import measure_of
+from flwr_ppsgd.lab.outputs import read_rows
 from flwr_ppsgd.lab.results.plots import COLOURS, STYLES, name_of_measure
 from flwr_ppsgd.lab.results.summary import Mean, alphas, at_noise, best_curves, means, noises
+from flwr_ppsgd.lab.rows import SweepRow
 
 
 def final(directories: Iterable[Path]) -> tuple[str, list[Mean]]:

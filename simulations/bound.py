@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flwr_ppsgd import Poisson, Release, Steps, clip, server_step
-from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd import Poisson, Release, Steps
+from flwr_ppsgd.algorithm import Vector, clip, server_step
 from flwr_ppsgd.lab.theory import (
     Minimiser,
     Theorem,

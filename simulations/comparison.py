@@ -24,9 +24,9 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 
 from flwr_ppsgd import PPSGD, client_app
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.lab.experiments.run import run_as_cohort
-from flwr_ppsgd.lab.experiments.settings import Experiment
-from flwr_ppsgd.lab.experiments.tasks import learner_for
+from flwr_ppsgd.lab.experiment import Experiment
+from flwr_ppsgd.lab.run import run_as_cohort
+from flwr_ppsgd.lab.tasks import learner_for
 from flwr_ppsgd.simulation import InProcessGrid
 
 USERS = 200

@@ -14,10 +14,10 @@ from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd import PPSGD, Ledger, Poisson, Release, Steps, calibrate_noise
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.lab.experiments.rows import RunRow
 from flwr_ppsgd.lab.results.figures import learning_curves
-from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.statement import rounded_up
 
 Train: TypeAlias = Callable[[Grid, UserConfig], tuple[PPSGD, Result]]
 

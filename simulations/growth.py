@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
-from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.simulation import InProcessGrid
 from simulations.benchmarks.clients import fedavg
 from simulations.benchmarks.measuring import seconds
@@ -123,7 +123,7 @@ def by_settings() -> list[Curve]:
         found = []
         for count in SETTINGS:
             chosen = [grid[place] for place in order[:count]]
-            engine = CohortEngine(linear_table(), chosen, seed=1, rounds=10_000, dtype=dtype)
+            engine = LinearEngine(linear_table(), chosen, seed=1, dtype=dtype)
             several(engine, 200)
             shortest = min(seconds(lambda: several(engine, 20)) for _ in range(5))  # noqa: B023
             found.append(1000 * shortest / 20 / count)

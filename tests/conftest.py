@@ -20,7 +20,7 @@ settings.register_profile(
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_ppsgd.server.journal.PATIENCE", 0.0)
+    monkeypatch.setattr("flwr_ppsgd.server.store.PATIENCE", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ from flwr_ppsgd import (
     shared_arrays,
     whole_module,
 )
-from flwr_ppsgd.client.personal import MODEL
-from flwr_ppsgd.lab.experiments import flwr_run
+from flwr_ppsgd.client.theta_store import STATE_MODEL
+from flwr_ppsgd.lab import flwr_run
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support import toy
 from tests.support.kept import kept_by
@@ -193,9 +193,9 @@ def test_the_stock_network_under_auto(
         made = f"private = PPSGDStrategy.auto(initial_parameters=parameters, {options})"
         change(app, "server_app", "return ServerAppComponents(", f"{made}; return {COMPONENTS}")
     grid = run(app, 4)
-    assert "To each of the 4 enrolled users" in caplog.text
+    assert "user-level joint differential privacy" in caplog.text
     for node in grid.get_node_ids():
-        assert MODEL in grid.context(node).state
+        assert STATE_MODEL in grid.context(node).state
 
 
 def test_the_pages_curves_are_epsilon_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,5 +227,5 @@ def test_the_recipe_in_a_real_flower_simulation(
     final = app / "saved.pt"
     flwr_run.run_app(app, nodes=4, changes=f"final-model='{final}'")
     shown = capfd.readouterr()
-    assert "To each of the 4 enrolled users" in shown.out + shown.err
+    assert "user-level joint differential privacy" in shown.out + shown.err
     imported(app, "task").Net().load_state_dict(torch.load(final), strict=True)

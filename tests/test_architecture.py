@@ -51,7 +51,7 @@ def test_server_and_client_never_import_each_other() -> None:
         assert not (own == "server" and "client" in others), path
 
 
-FLOWER_INTERNALS = {"simulation", "server.fetch", "client.connection"}
+FLOWER_INTERNALS = {"simulation", "server.superlink", "client.check_node"}
 
 
 def test_flowers_internals_stand_in_three_files() -> None:
@@ -99,12 +99,12 @@ def loaded_by(code: str) -> set[str]:
 
 
 HEAVY = {"dp_accounting", "scipy", "matplotlib", "torch", "ray", "pyarrow", "flwr.superlink"}
-SERVER = {"flwr_ppsgd.server", "flwr_ppsgd.privacy", "flwr_ppsgd.epsilon"}
+SERVER = {"flwr_ppsgd.server", "flwr_ppsgd.ledger", "flwr_ppsgd.epsilon"}
 CLIENTS = [
     "from flwr_ppsgd import client_app; client_app(print)",
     "from flwr_ppsgd.legacy import PPSGDClient",
     "from flwr_ppsgd import AdditiveLinear, Learner, Minibatches, PersonalModel, personalize",
-    "import flwr_ppsgd.lab.experiments.client_app",
+    "import flwr_ppsgd.lab.client_app",
     "import simulations.client_app",
     "import simulations.deployment.client_app",
 ]
@@ -172,7 +172,7 @@ def test_a_name_whose_extra_is_missing_raises_the_pip_command() -> None:
 
 
 def test_the_core_knows_neither_flower_nor_torch() -> None:
-    values = ("algorithm", "noise", "epsilon", "privacy", "promise")
+    values = ("algorithm", "noise", "epsilon", "ledger", "statement")
     core = [PACKAGE / f"{name}.py" for name in values]
     for path in [*core, *(PACKAGE / "secure").glob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))

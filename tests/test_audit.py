@@ -22,8 +22,8 @@ from flwr_ppsgd.audit import (
 )
 from flwr_ppsgd.cli import app
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.server.curator import Curator
-from flwr_ppsgd.server.rounds import OpenRound
+from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.rounds import OpenSum, SumRequest
 
 SIZE = 4000
 HUNDRED = Release(Poisson(100, 1.0), clip_norm=2.0, noise_multiplier=1.0)
@@ -79,16 +79,12 @@ def missing_clip(patch: pytest.MonkeyPatch) -> None:
 
 
 def divided_by_the_number_received(patch: pytest.MonkeyPatch) -> None:
-    close = OpenRound.close
+    close = OpenSum.close
 
-    def wrong(self: Any, number: int) -> Any:
-        before = self._wanted._w
-        w, measures = close(self, number)
-        return before + (w - before) * self._curator.training.release.denominator / max(
-            1, self._used
-        ), measures
+    def wrong(self: Any, coins: Coins) -> Any:
+        return close(self, coins) * self.request.release.denominator / max(1, self._used)
 
-    patch.setattr(OpenRound, "close", wrong)
+    patch.setattr(OpenSum, "close", wrong)
 
 
 def reused_noise(patch: pytest.MonkeyPatch) -> None:
@@ -111,22 +107,24 @@ def nothing_on_empty_rounds(patch: pytest.MonkeyPatch) -> None:
 
 
 def uncharged_rounds(patch: pytest.MonkeyPatch) -> None:
-    charge = Curator._charge
-    patch.setattr(
-        Curator, "_charge", lambda self, round_: None if round_ % 3 == 0 else charge(self, round_)
-    )
+    charge = Account.charge
+
+    def wrong(self: Any, request: SumRequest) -> None:
+        if request.round % 3:
+            charge(self, request)
+
+    patch.setattr(Account, "charge", wrong)
 
 
 def charged_for_more_noise(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: Any, round_: int) -> None:  # noqa: ARG001
-        self.ledger = self.ledger.record(
-            replace(
-                self.training.release,
-                noise_multiplier=10 * self.training.release.noise_multiplier,
-            )
-        )
+    charge = Account.charge
 
-    patch.setattr(Curator, "_charge", wrong)
+    def wrong(self: Any, request: SumRequest) -> None:
+        release = request.release
+        louder = replace(release, noise_multiplier=10 * release.noise_multiplier)
+        charge(self, replace(request, release=louder))
+
+    patch.setattr(Account, "charge", wrong)
 
 
 def shaped_noise(shape: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -330,7 +328,7 @@ def test_the_command_audits_settings_that_name_an_epsilon(
 
 
 SECURE = Release(
-    Poisson(50, 1.0), 2.0, 0.5, aggregation=SecureSum(honest=42, colluding=1, failure=1e-6)
+    Poisson(210, 1.0), 2.0, 0.5, aggregation=SecureSum(honest=190, colluding=1, failure=1e-6)
 )
 FEW = Release(Poisson(30, 1.0), 2.0, 0.5, aggregation=SecureSum(honest=22, colluding=2))
 
@@ -353,7 +351,7 @@ def less_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_ppsgd.client.visit.scale_for", lambda *_: 1.0)
+    monkeypatch.setattr("flwr_ppsgd.algorithm.clip_scale", lambda *_: 1.0)
     monkeypatch.setattr("flwr_ppsgd.noise.clip_scale", lambda *_: 1.0)
 
 

@@ -123,7 +123,12 @@ BAD_FILES = [  # name, contents or None for no file, what is named, the rule or 
         "draw fewer or enrol more users",
     ),
     ("neither.toml", TOML.replace("rate = 1.0", ""), "rate or cohort-size", "neither is set"),
-    ("without-delta.toml", TOML.replace("delta = 1e-4", ""), "'delta' is missing", "add it"),
+    (
+        "without-delta.toml",
+        TOML.replace("delta = 1e-4", ""),
+        "delta must be given",
+        "--set delta=1e-5",
+    ),
     (
         "without-noise.toml",
         TOML.replace("noise-multiplier = 10.0", ""),
@@ -178,7 +183,18 @@ ROWS = [
     *(f"r{u},{u % 3},{h},{u + 2 * h + 0.5},{h}" for u in range(4) for h in range(6)),
 ]
 DATA = ("--data", "rows.csv", "--user", "reader", "--target", "score", "--features", "age,hours")
-QUICK = ("--rounds", "2", "--set", "rate=1.0", "--set", "step=.01", "--set", "evaluate-every=2")
+QUICK = (
+    "--rounds",
+    "2",
+    "--set",
+    "delta=1e-3",
+    "--set",
+    "rate=1.0",
+    "--set",
+    "step=.01",
+    "--set",
+    "evaluate-every=2",
+)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["experiments"]])
@@ -193,7 +209,7 @@ except SystemExit as ended:
     assert not ended.code
 """
     )
-    assert not loaded & {"flwr", "numpy", "scipy", "torch", "matplotlib", "flwr_ppsgd.privacy"}
+    assert not loaded & {"flwr", "numpy", "scipy", "torch", "matplotlib", "flwr_ppsgd.ledger"}
 
 
 BAD_ROWS = [
@@ -279,6 +295,16 @@ def test_odd_populations_are_said_and_do_not_crash(ppsgd: Command, kind: str) ->
     said = "there is one user" if kind == "one user" else "there are no test rows"
     assert said in ended.out
     if kind != "one user":
-        ended = ppsgd("sweep", "--data", "odd.csv", "--out", "swept", "--set", "select-on=test")
+        ended = ppsgd(
+            "sweep",
+            "--data",
+            "odd.csv",
+            "--out",
+            "swept",
+            "--set",
+            "delta=1e-3",
+            "--set",
+            "select-on=test",
+        )
         assert ended.status == 2
         assert "there are no test rows, so settings cannot be compared" in ended.err

@@ -24,7 +24,7 @@ def test_the_page_on_secure_aggregation_runs(capsys: pytest.CaptureFixture[str])
     for code in blocks(SECURE, "python"):
         exec(code, names)
     printed = capsys.readouterr().out
-    assert "the server, which sees sums only, together with any 2 other users" in printed
+    assert "the server and any 2 of the other users together" in printed
     assert names["strategy"].ledger.rounds == 3
 
 

@@ -5,9 +5,8 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.data.synthetic import Synthetic
-from flwr_ppsgd.lab.engines.batches import Fresh
-from flwr_ppsgd.lab.engines.engine import Setting, train
-from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.lab.engine import Setting, train
+from flwr_ppsgd.lab.linear_engine import Fresh, LinearEngine
 from tests.support.paths import GOLDEN
 
 Arrays = dict[str, NDArray[np.float64]]
@@ -33,7 +32,7 @@ def test_curves_at_the_size_of_the_paper() -> None:
     optima = np.tile(problem["theta_0"], (1000, 1))
     optima[:, -5:] += problem["delta_last5"]
     keys = [name.removesuffix("_risk") for name in recorded if name.endswith("_risk")]
-    engine = CohortEngine(
+    engine = LinearEngine(
         Fresh(Synthetic(optima, seed=1), 10), [_at_full_size(key) for key in keys], seed=1
     )
     reports = list(train(engine, rounds=100, every=10))[1:]

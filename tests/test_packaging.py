@@ -24,8 +24,8 @@ PACKAGE = "flwr_ppsgd"
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", PACKAGE)
 WRITTEN = ("config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png")
 WHERE = f"""
-import importlib.metadata, {PACKAGE}, {PACKAGE}.cli, {PACKAGE}.lab.experiments, {PACKAGE}.simulation
-for module in ({PACKAGE}, {PACKAGE}.cli, {PACKAGE}.lab.experiments, {PACKAGE}.simulation):
+import importlib.metadata, {PACKAGE}, {PACKAGE}.cli, {PACKAGE}.lab, {PACKAGE}.simulation
+for module in ({PACKAGE}, {PACKAGE}.cli, {PACKAGE}.lab, {PACKAGE}.simulation):
     print(module.__file__)
 print(importlib.metadata.distribution("flwr-ppsgd").locate_file("{PACKAGE}"))
 """
@@ -122,7 +122,7 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> 
         if path.is_file() and "__pycache__" not in path.parts
     )
     assert packed == {path.relative_to(REPOSITORY).as_posix() for path in files}
-    assert {f"{PACKAGE}/py.typed", f"{PACKAGE}/lab/experiments/presets/synthetic.toml"} <= packed
+    assert {f"{PACKAGE}/py.typed", f"{PACKAGE}.lab/presets/synthetic.toml"} <= packed
 
 
 def test_wheel_and_sdist_say_what_they_are(built: Path, wheel: Path) -> None:

@@ -231,7 +231,8 @@ def test_the_reference_has_every_public_name() -> None:
     public = {*flwr_ppsgd.__all__, *flwr_ppsgd.legacy.__all__, *simulation.__all__}
     assert public <= shown
     # where both strategies' arguments are explained, and what a learner may offer besides
-    assert shown - public == {"Training", "Solver", "OwnModel"}
+    paper = {"clip", "client_step", "server_step"}
+    assert shown - public == {"Training", "Enrolled", "Solver", "OwnModel", *paper}
 
 
 def test_the_faq_quotes_messages_that_exist() -> None:

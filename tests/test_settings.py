@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, SecureSum, Steps
-from flwr_ppsgd.lab.experiments.settings import Experiment, experiment_keys
+from flwr_ppsgd.lab.experiment import Experiment, experiment_keys
 from flwr_ppsgd.settings import (
     NODE_KEYS,
     RUN_KEYS,

@@ -8,13 +8,27 @@ from typing import Any
 import pytest
 
 from flwr_ppsgd import Order
-from flwr_ppsgd.signature import TrainingKey, digest, signed, verify
+from flwr_ppsgd.signature import TrainingKey, digest, signed
+from flwr_ppsgd.signature import verify as verify_for
 from tests.test_wire import ORDER
 
 W = {"0": b"first array", "1": b"second"}
 KEY = TrainingKey.new()
-FULL = replace(ORDER, task="classification", sparse=(1, 2), variance=(0.5,))  # no field empty
-SIGNED = Order.from_flat(signed(FULL, W, KEY))
+FULL = replace(  # no field empty
+    ORDER, task="classification", sparse=(1, 2), variance=(0.5,), plan={"gradient": (2.0, 8)}
+)
+TRAIN: dict[str, Any] = {"kind": "train", "run": 3}
+
+
+def sign(order: Order, key: TrainingKey = KEY) -> dict[str, Any]:
+    return signed(order, digest(W), key, **TRAIN)
+
+
+def verify(order: Order, arrays: dict[str, bytes], key: str, **other: Any) -> bool:
+    return verify_for(order, arrays, key, **{**TRAIN, **other})
+
+
+SIGNED = Order.from_flat(sign(FULL))
 
 OTHER: dict[str, Any] = {
     "round": 8,
@@ -36,6 +50,8 @@ OTHER: dict[str, Any] = {
     "back": 5,
     "charges": 10,
     "epsilon": 1.0,
+    "plan": "gradient=2.0:9",
+    "sampled": True,
     "promise": "everything",
 }
 
@@ -70,11 +86,16 @@ def test_a_change_of_w_shows(arrays: dict[str, bytes]) -> None:
     assert not verify(SIGNED, arrays, KEY.public)
 
 
+@pytest.mark.parametrize("other", [{"kind": "evaluate"}, {"kind": "query"}, {"run": 4}])
+def test_a_signature_is_for_one_type_of_message_in_one_run(other: dict[str, Any]) -> None:
+    assert not verify(SIGNED, W, KEY.public, **other)
+
+
 def test_unsigned_orders_and_those_of_another_key_are_not_accepted() -> None:
     foreign = TrainingKey.new()
     assert not verify(ORDER, W, KEY.public)
-    assert not verify(Order.from_flat(signed(ORDER, W, foreign)), W, KEY.public)
-    claimed = Order.from_flat({**signed(ORDER, W, foreign), "server_key": KEY.public})
+    assert not verify(Order.from_flat(sign(ORDER, foreign)), W, KEY.public)
+    claimed = Order.from_flat({**sign(ORDER, foreign), "server_key": KEY.public})
     assert not verify(claimed, W, KEY.public)
     for nonsense in ("", "====", "ä", "YWJj"):
         assert not verify(

@@ -224,7 +224,7 @@ SECURE = replace(
     terms=TERMS,
     stage=3,
     payload="ab" * 32,
-    planned=50,
+    plan={"gradient": (1.0, 9)},
 )
 
 
@@ -242,7 +242,12 @@ def test_the_terms_of_a_secure_sum_survive_the_wire() -> None:
         ("stage", 5),
         ("stage", -1),
         ("stage", True),
-        ("planned", -1),
+        ("plan", "gradient=-1.0:9"),
+        ("plan", "gradient=nan:9"),
+        ("plan", "gradient=1.0:0"),
+        ("plan", "all=1.0:1"),
+        ("plan", "unit=1.0:1,unit=1.0:1"),
+        ("plan", "unit=1e+400:1"),
         ("payload", "a" * 500),
         ("secure_honest", 1),
         ("secure_honest", 101),
@@ -271,7 +276,9 @@ def test_malformed_terms_are_refused_in_one_clean_line(name: str, value: Any) ->
     assert str(refused.value).isprintable()
 
 
-@pytest.mark.parametrize("name", sorted(set(SECURE.to_flat()) - set(ORDER.to_flat()) - {"payload"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(SECURE.to_flat()) - set(ORDER.to_flat()) - {"payload", "plan"})
+)
 def test_an_order_with_half_of_its_terms_is_refused(name: str) -> None:
     flat = SECURE.to_flat()
     del flat[name]

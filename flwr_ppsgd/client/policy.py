@@ -1,8 +1,9 @@
 """What the owner of a node allows: limits in the node config, which no server can change."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from flwr_ppsgd.checks import nearest, require
@@ -11,20 +12,25 @@ from flwr_ppsgd.client.refusal import (
     REFUSED_POLICY,
     REFUSED_SIGNATURE,
     RefusedError,
-    refusing,
 )
+from flwr_ppsgd.recipe import SCALAR_BOUND
+from flwr_ppsgd.secure.terms import Terms
 from flwr_ppsgd.signature import public_key, verify
 from flwr_ppsgd.wire import Order
 
-STATE_DIR = "ppsgd-state-dir"  # where θ is mirrored
-USER = "ppsgd-user"  # whose θ it is; else the partition id
+STATE_DIR = "ppsgd-state-dir"  # where the device's store is
+USER = "ppsgd-user"  # whose it is; else the partition id
 MAX_CLIP_NORM = "ppsgd-max-clip-norm"
 MAX_STEP = "ppsgd-max-step"
 MAX_EPSILON = "ppsgd-max-epsilon"
+MAX_OWN_EPSILON = "ppsgd-max-own-epsilon"
+OWN_EPSILON = "ppsgd-epsilon"
+DELTA = "ppsgd-delta"
 EVALUATE = "ppsgd-evaluate"
 STOCK = "ppsgd-stock"
 SERVER_KEY = "ppsgd-server-key"
 SECURE = "ppsgd-secure"
+COMPLETE = "ppsgd-complete"
 MIN_NOISE = "ppsgd-min-noise-multiplier"
 MIN_CLIENTS = "ppsgd-min-clients"
 PREFIX = "ppsgd-"
@@ -34,14 +40,19 @@ KEYS = (
     MAX_CLIP_NORM,
     MAX_STEP,
     MAX_EPSILON,
+    MAX_OWN_EPSILON,
+    OWN_EPSILON,
+    DELTA,
     EVALUATE,
     STOCK,
     SERVER_KEY,
     SECURE,
+    COMPLETE,
     MIN_NOISE,
     MIN_CLIENTS,
 )
-Arrays = Callable[[], Mapping[str, bytes]]
+LARGEST_DELTA = 0.1
+BOUNDS = {"unit": SCALAR_BOUND, "size": SCALAR_BOUND, "count": SCALAR_BOUND, "columns": 1.0}
 
 
 @dataclass(frozen=True)
@@ -51,12 +62,16 @@ class Policy:
     Args:
         max_clip_norm: the largest C.
         max_step: the largest s_θ.
-        max_epsilon: the largest ε that may be promised for the planned rounds.
+        max_epsilon: the largest ε that servers may promise, summed over their trainings.
+        max_own_epsilon: the largest ε by the device's own account; infinite: no limit.
+        own_epsilon: the ε that this user wants in each training; infinite: what is promised to all.
+        delta: δ of the two above; 0 if neither is set.
         evaluate: whether evaluation on this user's data is answered.
         stock: whether stock strategies are answered; None: if the app was built with local_step.
         server_key: the public key that must have signed every Order; empty: any server is obeyed.
         secure: whether only secure sums are answered: no plain Order, no evaluation, no stock
             strategy.
+        complete: whether all clients of a secure sum must be neighbours of each other.
         min_noise: the least z of a secure sum.
         min_clients: the least h + t of a secure sum.
     """
@@ -64,121 +79,182 @@ class Policy:
     max_clip_norm: float = math.inf
     max_step: float = math.inf
     max_epsilon: float = math.inf
+    max_own_epsilon: float = math.inf
+    own_epsilon: float = math.inf
+    delta: float = 0.0
     evaluate: bool = True
     stock: bool | None = None
     server_key: str = ""
     secure: bool = False
+    complete: bool = False
     min_noise: float = 0.0
     min_clients: float = 0.0
 
     @classmethod
-    def of(cls, node_config: Mapping[str, Any]) -> "Policy":
-        """What a node config says; a wrong key or value is refused."""
-        for key in node_config:
-            if key.startswith(PREFIX):
-                return refusing(NODE_CONFIG, cls._read, node_config)
-        return NO_LIMITS
+    def of(cls, node_config: Mapping[str, Any]) -> Self:
+        """What a node config says; RefusedError if a key or a value is wrong."""
+        if not any(key.startswith(PREFIX) for key in node_config):
+            return cls()
+        try:
+            check_keys(node_config)
+            policy = cls._read(node_config)
+            policy._check_together(node_config)
+        except ValueError as error:
+            raise RefusedError(NODE_CONFIG, f"node config: {error}") from None
+        return policy
 
     @classmethod
     def _read(cls, node: Mapping[str, Any]) -> Self:
-        check_keys(node)
-        policy = cls(
+        return cls(
             max_clip_norm=_limit(node, MAX_CLIP_NORM),
             max_step=_limit(node, MAX_STEP),
             max_epsilon=_limit(node, MAX_EPSILON),
+            max_own_epsilon=_limit(node, MAX_OWN_EPSILON),
+            own_epsilon=_limit(node, OWN_EPSILON),
+            delta=_limit(node, DELTA, none=0.0),
             evaluate=_switch(node, EVALUATE) is not False,
             stock=_switch(node, STOCK),
             server_key=_key(node),
             secure=_switch(node, SECURE) is True,
+            complete=_switch(node, COMPLETE) is True,
             min_noise=_limit(node, MIN_NOISE, none=0.0),
             min_clients=_limit(node, MIN_CLIENTS, none=0.0),
         )
-        if not policy.secure and (policy.min_noise or policy.min_clients):
+
+    def _check_together(self, node: Mapping[str, Any]) -> None:
+        """ValueError if two settings do not go together."""
+        if not self.secure and (self.min_noise or self.min_clients or self.complete):
             raise ValueError(
-                f"node config: {MIN_NOISE} and {MIN_CLIENTS} are limits of secure sums, and the "
+                f"{MIN_NOISE}, {MIN_CLIENTS} and {COMPLETE} are limits of secure sums, and the "
                 f"server may ask for others: set {SECURE} = true too"
             )
-        if policy.stock and policy.secure:
+        for key, set_ in ((SECURE, self.secure), (SERVER_KEY, bool(self.server_key))):
+            if self.stock and set_:
+                raise ValueError(
+                    f"{STOCK} and {key} exclude each other, because stock strategies have neither "
+                    "secure sums nor signatures: remove one of them"
+                )
+        if self.accounts:
+            rule = f"{DELTA} must be above 0 and below {LARGEST_DELTA:g}"
+            remedy = f"{MAX_OWN_EPSILON} and {OWN_EPSILON} are stated at it, well below 1/users"
+            require(0 < self.delta < LARGEST_DELTA, rule, self.delta, remedy)
+        if self.limits_own and not node.get(STATE_DIR):
+            raise ValueError(f"{MAX_OWN_EPSILON} needs an account on disk: set {STATE_DIR} too")
+        if self.stock and self.accounts:
             raise ValueError(
-                f"node config: {STOCK} and {SECURE} exclude each other, because stock strategies "
-                "have no secure sum: remove one of them"
+                f"{STOCK} and {MAX_OWN_EPSILON} or {OWN_EPSILON} exclude each other, because stock "
+                "strategies have no ε: remove one of them"
             )
-        if policy.stock and policy.server_key:
-            raise ValueError(
-                f"node config: {STOCK} and {SERVER_KEY} exclude each other, because stock "
-                f"strategies do not sign: remove one of them"
-            )
-        return policy
+
+    @property
+    def limits_own(self) -> bool:
+        """Whether the device's own account has a limit."""
+        return self.max_own_epsilon < math.inf
+
+    @property
+    def accounts(self) -> bool:
+        """Whether this node needs to know everything that a training will release about it."""
+        return self.limits_own or self.own_epsilon < math.inf
+
+    @property
+    def measures(self) -> bool:
+        """Whether measures on this user's data may leave."""
+        return self.evaluate and not self.secure and not self.limits_own
 
     def admit(
         self,
         order: Order | None,
         kind: str,
+        arrays: Mapping[str, bytes],
         *,
+        run: int,
         serves_stock: bool,
-        arrays: Arrays,
     ) -> None:
-        """Refuse what the owner does not allow.
+        """RefusedError for what the owner does not allow.
 
         Args:
             order: what the server asks for; None in a message of a stock strategy.
             kind: ``train``, ``evaluate``, or another type of message.
+            arrays: the serialised arrays that came along.
+            run: the id of Flower's run.
             serves_stock: whether the app was built with ``local_step``.
-            arrays: the serialised arrays that came along; asked for only if a key is pinned.
         """
-        delivered = order is not None and order.asks == "nothing"
-        if kind == "evaluate" and not self.evaluate and not delivered:
-            raise _refused(f"{EVALUATE} is false: evaluation on this user's data is not answered")
         if self.server_key:
-            self._check_signature(order, arrays)
-        if self.secure and not delivered:
-            self._check_secure(order, kind)
-        if order is not None:
-            self._check_limits(order)
-        elif kind in ("train", "evaluate"):
-            self._check_stock(serves_stock)
+            self._check_signature(order, kind, arrays, run)
+        if kind == "evaluate" and not delivers(order):
+            self.refuse_measures()
+        if order is None:
+            self._check_stock(kind, serves_stock)
+            return
+        if self.secure and kind == "train":
+            self._check_secure(order)
+        if order.terms is not None:
+            self._check_terms(order.terms)
+        elif self.secure and kind == "query" and order.publishes:
+            raise _refused(f"{SECURE} is true: this training asks for no secure sums")
+        self._check_limits(order)
 
-    def _check_signature(self, order: Order | None, arrays: Arrays) -> None:
-        if order is None or not verify(order, arrays(), self.server_key):
+    def _check_signature(
+        self, order: Order | None, kind: str, arrays: Mapping[str, bytes], run: int
+    ) -> None:
+        if order is None or not verify(order, arrays, self.server_key, kind=kind, run=run):
             raise RefusedError(
                 REFUSED_SIGNATURE,
-                f"a message that is not signed with the key that {SERVER_KEY} pins: nothing is "
-                "done; if the training has a new key, ask its operator and pin that one",
+                f"a message that is not signed with the key that {SERVER_KEY} pins, for this type "
+                "of message and this run: nothing is done; if the training has a new key, ask its "
+                "operator and pin that one",
             )
 
-    def _check_secure(self, order: Order | None, kind: str) -> None:
+    def refuse_measures(self) -> None:
+        """RefusedError if measures on this user's data may not leave."""
+        if self.measures:
+            return
+        keys = {SECURE: self.secure, MAX_OWN_EPSILON: self.limits_own, EVALUATE: True}
+        key = next(name for name, holds in keys.items() if holds)
+        raise _refused(f"evaluation on this user's data is not answered, because of {key}")
+
+    def _check_secure(self, order: Order) -> None:
         """Refuse everything from which the server could learn about this client alone."""
-        if kind == "evaluate":
-            raise _refused(f"{SECURE} is true: evaluation on this user's data is not answered")
-        plain = order is None or order.terms is None
-        if not plain and kind == "train":
-            plain = order is not None and order.stage == 0
-        if plain and (order is None or order.publishes):
+        if order.publishes and not order.stage:
             raise _refused(
                 f"{SECURE} is true: only secure sums are answered, and this asks for none"
             )
-        if order is None or order.terms is None:
-            return
+
+    def _check_terms(self, terms: Terms) -> None:
         limits = (
-            ("noise multiplier", order.terms.noise_multiplier, MIN_NOISE, self.min_noise),
-            ("honest + colluding", order.terms.rules.least, MIN_CLIENTS, self.min_clients),
+            ("noise multiplier", terms.noise_multiplier, MIN_NOISE, self.min_noise),
+            ("honest + colluding", terms.rules.least, MIN_CLIENTS, self.min_clients),
         )
         for name, value, key, least in limits:
             if not value >= least:
                 raise _refused(f"a secure sum with {name} {value:g} where {key} is {least:g}")
+        if self.complete and not terms.rules.is_complete(terms.population):
+            raise _refused(
+                f"a secure sum of {terms.population} clients that are not all neighbours of each "
+                f"other, where {COMPLETE} is true"
+            )
 
     def _check_limits(self, order: Order) -> None:
+        bounds = [BOUNDS[part] for part in order.plan if part in BOUNDS]
         limits = (
-            ("clip_norm", order.clip_norm, MAX_CLIP_NORM, self.max_clip_norm),
+            ("clip_norm", max(order.clip_norm, *bounds, 0.0), MAX_CLIP_NORM, self.max_clip_norm),
             ("step", order.step, MAX_STEP, self.max_step),
-            ("epsilon", order.epsilon, MAX_EPSILON, self.max_epsilon),
         )
         for name, value, key, limit in limits:
             if not value <= limit:
                 raise _refused(f"an Order with {name} {value:g} where {key} is {limit:g}")
 
-    def _check_stock(self, serves_stock: bool) -> None:
+    def _check_stock(self, kind: str, serves_stock: bool) -> None:
         allowed = serves_stock if self.stock is None else self.stock
+        if kind == "query" and not self.secure:
+            return
+        if self.secure:
+            raise _refused(f"{SECURE} is true: a message without an Order is not answered")
+        if self.accounts:
+            raise _refused(
+                f"a message without an Order has no ε, and {MAX_OWN_EPSILON} or {OWN_EPSILON} is "
+                "set: nothing is sent"
+            )
         if not allowed:
             raise _refused(
                 "a message without an Order: this client serves PPSGD only; for a stock strategy "
@@ -187,15 +263,31 @@ class Policy:
             )
 
 
-NO_LIMITS = Policy()
+def delivers(order: Order | None) -> bool:
+    """Whether an evaluation brings the last w, which everybody may have."""
+    return order is not None and (order.last or order.asks == "nothing")
 
 
 def check_keys(node_config: Mapping[str, Any]) -> None:
     """ValueError if a key of ours is not one that is read."""
     for key in node_config:
         if key.startswith(PREFIX) and key not in KEYS:
-            meant = nearest(key, KEYS)
-            raise ValueError(f"node config: unknown key {key!r}: did you mean {meant!r}?")
+            raise ValueError(f"unknown key {key!r}: did you mean {nearest(key, KEYS)!r}?")
+
+
+def owner_of(node: Mapping[str, Any]) -> tuple[Path, str] | None:
+    """The state directory and the user that a node config names; None without a directory."""
+    root = str(node.get(STATE_DIR, ""))
+    if not root:
+        return None
+    user = str(node.get(USER, node.get("partition-id", "")))
+    if not user:
+        raise RefusedError(
+            NODE_CONFIG,
+            f"node config: {STATE_DIR} is set and nothing says whose θ it is: add {USER}, or "
+            "partition-id",
+        )
+    return Path(root), user
 
 
 def _refused(reason: str) -> RefusedError:
@@ -206,7 +298,7 @@ def _limit(node: Mapping[str, Any], key: str, none: float = math.inf) -> float:
     """A number of at least 0; ``none`` if the key is not there."""
     value = node.get(key, none)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    rule = f"node config: {key} must be a number of at least 0"
+    rule = f"{key} must be a number of at least 0"
     require(number and value >= 0, rule, value, "set it, or remove it for no limit")
     return float(value)
 
@@ -214,7 +306,7 @@ def _limit(node: Mapping[str, Any], key: str, none: float = math.inf) -> float:
 def _switch(node: Mapping[str, Any], key: str) -> bool | None:
     """True, False, or None if the key is not there."""
     value = node.get(key)
-    rule = f"node config: {key} must be true or false"
+    rule = f"{key} must be true or false"
     require(value is None or isinstance(value, bool), rule, value, "write it without quotes")
     return value
 
@@ -229,7 +321,7 @@ def _key(node: Mapping[str, Any]) -> str:
         public_key(text)
     except ValueError as error:
         raise ValueError(
-            f"node config: {SERVER_KEY} must be a public key ed25519:BASE64, got {text[:16]!r}… "
-            f"({error}): ask the training's operator for it"
+            f"{SERVER_KEY} must be a public key ed25519:BASE64, got {text[:16]!r}… ({error}): ask "
+            "the training's operator for it"
         ) from None
     return text

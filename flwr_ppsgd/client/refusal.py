@@ -7,8 +7,6 @@ message may hold its data or θ, so it stays on this machine, in the log.
 import builtins
 import logging
 import traceback
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -40,7 +38,6 @@ CODES = (
     DISK,
     LEARNER_FAILED,
 )
-Value = TypeVar("Value")
 
 
 class RefusedError(ValueError):
@@ -57,7 +54,7 @@ class RefusedError(ValueError):
 
 
 class DiskError(OSError):
-    """θ could not be read, or θ or the list of what has left could not be written."""
+    """The device's store could not be read or written."""
 
     code = DISK
 
@@ -99,16 +96,6 @@ def _explains_itself(error: Exception) -> bool:
         return False
     innermost, _ = frames[-1]
     return str(innermost.f_globals.get("__name__")).startswith("flwr_ppsgd.")
-
-
-def refusing(code: str, read: Callable[..., Value], *given: Any) -> Value:
-    """What ``read`` makes of what is given; a ValueError of it becomes a refusal with this code."""
-    try:
-        return read(*given)
-    except RefusedError:
-        raise
-    except ValueError as error:
-        raise RefusedError(code, str(error)) from None
 
 
 def _class_of(error: Exception) -> str:

@@ -1,274 +1,391 @@
-"""One visit of the server to a client, the same for both of Flower's APIs.
+"""One visit of the server, the same for both of Flower's APIs: admitted, answered, written down.
 
-w comes in, a clipped gradient goes out, θ stays.
+What is sent is a function of the user's rows, θ and published values. What is kept never leaves.
 """
 
-import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import Vector, clip, length, scale_for
+from flwr_ppsgd.algorithm import Vector, client_step, clip, length
+from flwr_ppsgd.arrays import decode_vector
 from flwr_ppsgd.checks import altered, count, require
-from flwr_ppsgd.client.personal import (
-    Personal,
-    all_or_nothing,
-    back_of,
-    evaluate_with,
-    keep,
-    keep_model,
-    note,
-    recall_or_begin,
-    step_from,
-)
-from flwr_ppsgd.client.policy import Policy
+from flwr_ppsgd.client import secure
+from flwr_ppsgd.client.policy import Policy, delivers
 from flwr_ppsgd.client.refusal import (
     REFUSED_ORDER,
     REFUSED_POLICY,
+    REFUSED_SECURE,
+    ClientError,
     DiskError,
     RefusedError,
     coded,
-    refusing,
 )
-from flwr_ppsgd.client.sent import Leaving
-from flwr_ppsgd.learner import Learner, OwnModel, Solver
+from flwr_ppsgd.client.theta import Theta, back_of
+from flwr_ppsgd.client.theta_store import STATE_SEEN, DiskStore, Shared, Store, store_of, theta_for
+from flwr_ppsgd.learner import (
+    Learner,
+    Originated,
+    OwnModel,
+    PersonalStepper,
+    SharedChecker,
+    Solver,
+    Tested,
+    TrainingMeasurer,
+)
 from flwr_ppsgd.recipe import scalar_pair
-from flwr_ppsgd.wire import BEFORE_ROUNDS, Layout, Order
+from flwr_ppsgd.secure.crypto import Words
+from flwr_ppsgd.wire import BEFORE_ROUNDS, GRADIENT, Layout, Order, answer_length
 
 log = logging.getLogger("flwr.ppsgd")
 
-Answer = TypeVar("Answer")
+TRAIN = "train"
+EVALUATE = "evaluate"
+CHECK = "query"
+PRECISIONS = (np.dtype(np.float32), np.dtype(np.float64))  # of what may enter a sum
 
 
-class Request(NamedTuple):
-    """What a message asks of this client, as it came.
-
-    Args:
-        kind: ``train``, ``evaluate``, or another type of message.
-        order: the Order as a flat record; None in a message of a stock strategy.
-        arrays: the serialised arrays that came along, by name.
-        serves_stock: whether the app was built with ``local_step``.
-    """
-
-    kind: str
-    order: Mapping[str, Any] | None
-    arrays: Callable[[], Mapping[str, bytes]]
-    serves_stock: bool
-
-
-def serve(
-    context: Context,
-    request: Request,
-    answer: Callable[[Order | None], Answer],
-    leaving: Callable[[Answer, Order | None], Leaving],
-) -> Answer:
-    """The reply, or a ClientError that says no more than a code; noted either way.
-
-    The owner's limits come first, before the learner or a mod sees anything.
-
-    Args:
-        context: the node.
-        request: what is asked.
-        answer: makes the reply.
-        leaving: what the reply takes along.
-    """
-    order = None
-    try:
-        policy = Policy.of(context.node_config)
-        order = _read(request)
-        policy.admit(
-            order,
-            request.kind,
-            serves_stock=request.serves_stock,
-            arrays=request.arrays,
-        )
-        return all_or_nothing(context, order, answer, leaving)
-    except Exception as error:
-        told = coded(error)
-    _note_error(context, Leaving(request.kind, order=order, code=told.code))
-    # raised here, where no exception is being handled: what it would bring along is sent too
-    raise told
-
-
-def _read(request: Request) -> Order | None:
-    flat = request.order
-    if flat is None:
-        return None
-    return refusing(REFUSED_ORDER, Order.from_flat, flat)
-
-
-def _note_error(context: Context, leaving: Leaving) -> None:
-    """An error that cannot be noted is an error all the same."""
-    try:
-        note(context, leaving)
-    except Exception as error:
-        log.error("This reply could not be noted: %s", error)
-
-
-@contextmanager
-def hidden_failures(context: Context, order: Order) -> Iterator[None]:
-    """Keep a learner's failure on this machine if its owner answers secure sums only.
-
-    An Order that publishes nothing then gets the same reply whatever the learner does: whether it
-    fails may depend on its data, and the server chooses w.
-
-    Args:
-        context: the node.
-        order: what the server asks for.
-    """
-    try:
-        yield
-    except (RefusedError, DiskError):
-        raise
-    except Exception:
-        if order.publishes or not Policy.of(context.node_config).secure:
-            raise
-        log.exception("The client failed; the server is not told")
-
-
-@contextmanager
-def private_failures() -> Iterator[None]:
-    """Keep every failure on this machine: an Order that asks for nothing has one reply from all.
-
-    Whether a personal model can be made may depend on the user's data, and the server chooses w.
-    """
-    try:
-        yield
-    except Exception:
-        log.exception("The personal model could not be made; the server is not told")
-
-
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """What a visit sends to the server, as numbers.
 
     Args:
-        unscaled: the gradient, or the trained parameters; None if nothing is published.
+        vector: the bounded gradient, solution or scalar; None if nothing is published.
         measures: training measures that the server releases privately.
-        scale: what bounds the gradient.
     """
 
-    unscaled: Vector | None
-    measures: Mapping[str, float] = field(default_factory=dict)
-    scale: float = 1.0
-
-    @functools.cached_property
-    def vector(self) -> Vector | None:
-        """The clipped gradient, or the trained parameters."""
-        if self.unscaled is None or self.scale == 1.0:
-            return self.unscaled
-        return self.unscaled * self.scale
-
-    def record(self, layout: Layout) -> ArrayRecord:
-        """The same as named arrays, scaled on the way."""
-        assert self.unscaled is not None
-        return layout.unflatten(self.unscaled, scale=self.scale)
+    vector: Vector | None
+    measures: Mapping[str, float] = {}
 
 
-@dataclass(frozen=True)
-class LocalSteps:
-    """How a stock strategy is answered: by steps on w.
+class Visit:
+    """One message to this client: admitted, answered, then written down in one transaction.
 
     Args:
-        size: of a step.
-        count: the number of steps.
+        context: the node.
+        kind: the type of the message: ``train``, ``evaluate`` or ``query``.
+        arrays: w as it came, serialised, by name.
     """
 
-    size: float
-    count: int
+    def __init__(self, context: Context, kind: str, arrays: Mapping[str, bytes]) -> None:
+        self.context = context
+        self.kind = kind
+        self.order: Order | None = None
+        self.policy = Policy()
+        self.factor = 1.0
+        self._arrays = arrays
+        self._store: Store | None = None
+        self._theta: Theta | None = None  # after this visit
+        self._model: Mapping[str, NDArray[Any]] | None = None  # around the last w
+        self._exchange: ConfigRecord | None = None  # what to keep of a secure sum
+        self._costs = 0  # the length of the vector that leaves
 
-    @classmethod
-    def of(cls, context: Context, size: float | None, steps: int | None) -> Self:
-        """What the app says, or else the run config.
+    def admit(self, flat: Mapping[str, Any] | None, serves_stock: bool) -> None:
+        """Read the Order, and refuse what the owner does not allow: no data are read before.
 
-        Whether stock strategies are answered at all, no run config decides: see ``Policy``.
+        Args:
+            flat: the Order as it came; None in a message of a stock strategy.
+            serves_stock: whether the app was built with ``local_step``.
         """
-        return refusing(REFUSED_POLICY, cls._read, context.run_config, size, steps)
+        self.policy = Policy.of(self.context.node_config)
+        self.order = order = None if flat is None else _read_order(flat)
+        run = self.context.run_id
+        self.policy.admit(order, self.kind, self._arrays, run=run, serves_stock=serves_stock)
+        if order is None or (self.kind == EVALUATE and delivers(order)):
+            return
+        known = self.store.agreement(order.training)
+        plain = self.kind == TRAIN and order.publishes and not order.stage
+        if plain and (order.terms is not None or known.terms):
+            raise RefusedError(
+                REFUSED_SECURE,
+                "an Order without a secure sum in a training that has one: the server would see "
+                "this client's vector; nothing is sent",
+            )
+        agreement = known.joined(order, self.policy)
+        self.store.account().admit(order, agreement, self.policy)
+        self.factor = agreement.factor
+        if order.stage == 1:
+            agreement.answered(order)  # else there is no point in going on
 
-    @classmethod
-    def _read(cls, config: Mapping[str, Any], size: float | None, steps: int | None) -> Self:
-        if size is None:
-            size = config.get("local-step")
-        if steps is None:
-            steps = config.get("local-steps", 1)
-        number = isinstance(size, int | float) and not isinstance(size, bool)
-        rule = "local-step must be a positive number"
-        remedy = "set it in the run config, or pass local_step to client_app"
-        require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
-        return cls(float(size or 0), count("local-steps", steps or 0))
+    @property
+    def store(self) -> Store:
+        """What this node keeps."""
+        if self._store is None:
+            training = self.order.training if self.order else 0
+            self._store = store_of(self.context, training)
+        return self._store
+
+    def train(self, learner: Learner, w: Vector) -> Sent:
+        """Serve an Order: what is sent; θ after it is kept when the visit is written."""
+        order = self.order
+        assert order is not None
+        if order.asks in BEFORE_ROUNDS:
+            sent, _ = respond(learner, w, w, order, self.factor)
+        else:
+            # θ is made when the last w of the recipe comes
+            initial = learner.initial_theta() if order.asks == "gradient" else np.zeros(0)
+            before = self._theta_for(initial, stepping=True)
+            order = altered(order, visit=before.stamp.visit + 1)
+            sent, theta = respond(learner, w, before.theta, order, self.factor)
+            self._theta = before.stepped(theta, order.round, order.average)
+        self._costs = 0 if sent.vector is None else len(sent.vector)
+        return sent
+
+    def train_locally(self, learner: Learner, w: Vector, local: "LocalSteps") -> Vector:
+        """Serve a stock strategy: the trained parameters."""
+        before = self._theta_for(learner.initial_theta(), stepping=False)
+        trained, self._theta = local.trained(learner, w, before)
+        return trained
+
+    def measure(self, learner: Learner, w: Vector) -> dict[str, float]:
+        """The learner's measures at w and this user's θ, or its average if the server asks for it.
+
+        Under the recipe those of the personal model, of one from own rows alone (``local_…``) and
+        of w alone (``shared_…``); if w is the last one, the personal model is kept.
+        """
+        order = self.order
+        if order is not None and order.task:
+            model = personal_model(learner, w, order)
+            if order.last:
+                self._model = model.arrays()
+            return {} if self.delivers else model.measures()
+        personal = self._theta_for(learner.initial_theta(), stepping=False)
+        if order is not None and order.average:
+            return learner.evaluate(w, personal.average(order.round))
+        return learner.evaluate(w, personal.theta)
+
+    @property
+    def delivers(self) -> bool:
+        """Whether an evaluation only brings the last w: no measures are asked for, or may leave."""
+        if self.kind != EVALUATE or not delivers(self.order):
+            return False
+        assert self.order is not None
+        return self.order.asks == "nothing" or not self.policy.measures
+
+    def deliver(self, learner_for: Callable[[Context], Learner], w: Vector) -> None:
+        """Keep the personal model around the last w; everybody's reply is the same.
+
+        Whether a model can be made may depend on the user's data, and the server chooses w.
+        """
+        try:
+            self.measure(learner_for(self.context), w)
+        except Exception:
+            log.exception("The personal model could not be made; the server is not told")
+
+    def mask(
+        self,
+        payload: bytes,
+        learner_for: Callable[[Context], Learner],
+        layout: Layout,
+        w: Vector,
+    ) -> Words:
+        """Exchange 3 of a secure sum: the masked vector.
+
+        A learner that fails counts as zero, with its share of the noise all the same: whether it
+        fails may depend on its data. What a refusal says does not, so those stay refusals.
+        """
+        assert self.order is not None
+        masked = secure.MaskedAnswer(self.context, self.order, payload)
+        sent = Sent(None)
+        try:
+            learner = learner_for(self.context)
+            check_shared(learner, layout.shape_of)
+            sent = self.train(learner, w)
+        except (RefusedError, DiskError):
+            raise
+        except Exception:
+            log.exception("The learner failed: zero is sent, with this client's share of the noise")
+        size = answer_length(self.order) or layout.size
+        words, self._exchange = masked.words(sent.vector, sent.measures, size, self.factor)
+        self._costs = size + len(self.order.metrics)
+        return words
+
+    def exchange(self, payload: bytes) -> bytes:
+        """Exchange 1, 2 or 4 of a secure sum."""
+        assert self.order is not None
+        data, self._exchange = secure.answer(self.context, self.order, payload)
+        return data
+
+    def hides(self, error: Exception) -> bool:
+        """Whether a failure stays on this machine, which answers secure sums only.
+
+        An Order that publishes nothing then gets the same reply whatever the learner does: whether
+        it fails may depend on its data, and the server chooses w.
+        """
+        assert self.order is not None
+        if isinstance(error, RefusedError | DiskError):
+            return False
+        return self.policy.secure and not self.order.publishes
+
+    def write(self, leaving: Mapping[str, Any]) -> None:
+        """Keep everything, on disk if there is one, before the reply leaves.
+
+        Args:
+            leaving: the records of the reply, by name.
+        """
+        order = self.order
+        with self.store.writing():
+            self._write_costs()
+            if self._theta is not None:
+                promise = order.promise if order else ""
+                shared = Shared(dict(self._arrays), self._theta.stamp.round, promise)
+                self.store.put_shared(shared)
+                self.store.put_theta(self._theta, back_of(order))
+            if self._model is not None:
+                self.store.put_model(self._model)
+            if self.store.on_disk:
+                self.store.note(self._line(leaving))
+        if order is not None and order.stage:
+            self.context.state.pop(secure.STATE, None)
+            if self._exchange is not None:
+                self.context.state[secure.STATE] = self._exchange
+        if isinstance(self.store, DiskStore):
+            seen = ConfigRecord({"replies": self.store.replies()})
+            self.context.state[STATE_SEEN] = seen
+
+    def _write_costs(self) -> None:
+        """Count a vector that leaves, as of what is in the store now: others may have written."""
+        order = self.order
+        outside = self._outside_every_epsilon()
+        if order is None or (not self._costs and order.stage != 4):
+            if outside and self.store.on_disk:
+                self.store.put_account(self.store.account().with_unpriced())
+            return
+        limited = self.policy.accounts or self.policy.max_epsilon < math.inf
+        if not (self.store.on_disk or order.terms is not None or limited):
+            return
+        account = self.store.account()
+        agreement = self.store.agreement(order.training).joined(order, self.policy)
+        if order.stage == 4:
+            agreement = agreement.unmasked(order)
+        else:
+            agreement = agreement.answered(order)
+            account = account.charged(order, agreement, self.policy, self._costs)
+        self.store.put_agreement(order.training, agreement)
+        self.store.put_account(account)
+
+    def _outside_every_epsilon(self) -> bool:
+        """Whether the reply holds something about the user that no ε covers."""
+        if self.kind == EVALUATE:
+            return not self.delivers
+        return self.kind == TRAIN and self.order is None
+
+    def fail(self, error: Exception) -> ClientError:
+        """All that the server is told; noted on this machine if it can be."""
+        told = coded(error)
+        try:
+            if self.store.on_disk:
+                with self.store.writing():
+                    self.store.note(self._line({}, told.code))
+        except Exception as failure:
+            log.error("This reply could not be noted: %s", failure)
+        return told
+
+    def close(self) -> None:
+        """Give the store back."""
+        if isinstance(self._store, DiskStore):
+            self._store.close()
+
+    def _theta_for(self, initial: Vector, *, stepping: bool) -> Theta:
+        return theta_for(
+            self.store, self.order, initial, stepping=stepping, run_id=self.context.run_id
+        )
+
+    def _line(self, leaving: Mapping[str, Any], code: str = "") -> dict[str, Any]:
+        """What is written down about a reply."""
+        gradient = leaving.get(GRADIENT)
+        line: dict[str, Any] = {
+            "run": self.context.run_id,
+            "kind": self.kind,
+            "round": None,
+            "bytes": {name: _size(record) for name, record in leaving.items()},
+            "norm": None if gradient is None else _norm(gradient),
+            "clip_norm": None,
+            "code": code,
+        }
+        if self.order is not None:
+            line |= {"round": self.order.round, "clip_norm": self.order.clip_norm}
+            if self.order.stage:
+                line["stage"] = self.order.stage
+        return line
 
 
-def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
-    """ValueError if a learner, or what makes one, knows its shared parameters and has others.
+def _size(record: Any) -> int:
+    """The number of bytes of a record."""
+    if isinstance(record, ArrayRecord):
+        return sum(len(array.data) for array in record.values())
+    return len(record.deflate())
+
+
+def _norm(record: ArrayRecord) -> float:
+    with np.errstate(all="ignore"):
+        parts = [np.square(decode_vector(each), dtype=np.float64) for each in record.values()]
+    return math.sqrt(sum(float(part.sum()) for part in parts))
+
+
+def _read_order(flat: Mapping[str, Any]) -> Order:
+    try:
+        return Order.from_flat(flat)
+    except ValueError as error:
+        raise RefusedError(REFUSED_ORDER, str(error)) from None
+
+
+# --- what is sent, and what is kept
+
+
+def respond(
+    learner: Learner, w: Vector, theta: Vector, order: Order, factor: float = 1.0
+) -> tuple[Sent, Vector]:
+    """What one visit sends, and the θ after it.
 
     Args:
-        model: the learner; one without ``check_shared`` takes what comes.
-        shapes: of the server's arrays, by name.
-    """
-    check = getattr(model, "check_shared", None)
-    if check is not None:
-        check(shapes)
-
-
-def answer_order(context: Context, learner: Learner, w: Vector, order: Order) -> Sent:
-    """Serve one Order: send the bounded vector, make θ and keep it in the node's state.
-
-    θ is kept last: an exception before it leaves θ as it was. What is asked before the first round
-    leaves θ alone.
+        learner: the model with this user's data.
+        w: the published parameters.
+        theta: θ before the visit; empty while the recipe's rounds run.
+        order: what is asked for, with the number of this visit.
+        factor: f; everything that leaves is bounded by f times the Order's clip norm.
     """
     if order.asks in BEFORE_ROUNDS:
-        return Sent(answer_before(solver_of(learner, order), w, order))
-    initial = learner.initial_theta if order.asks == "gradient" else _nothing
-    personal = step_from(context, order, initial)
-    order = altered(order, visit=personal.visit + 1)
-    sent, theta = respond(learner, w, personal.theta, order)
-    after = personal.stepped(theta, order.round, order.average)
-    keep(context, after, back_of(order))
-    return sent
-
-
-def _nothing() -> Vector:
-    """θ while the recipe's rounds run: it is made when the last w comes."""
-    return np.zeros(0)
-
-
-def respond(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Sent, Vector]:
-    """What one visit sends, and the θ after it: a function of w, θ and the user's data alone."""
+        return Sent(answer_before(solver_of(learner, order), w, order, factor)), theta
     if order.asks == "solution":
-        return _solution(solver_of(learner, order), w, order), theta
-    g_w, after = visit(learner, w, theta, order)
-    actual = _checked_length(learner, "g_w", g_w, w)
+        found = np.asarray(solver_of(learner, order).solution(w, order))
+        g_w = found * (-1 / order.size)
+        g_theta = np.zeros_like(theta)
+    else:
+        # a mask, or whatever else a kind of array of its own does, is not for a bound to rest on
+        g_w, g_theta = map(np.asarray, learner.gradients(w, theta, order))
+    _check_form(learner, "g_w", g_w, w)
+    _check_form(learner, "g_θ", g_theta, theta)
+    with np.errstate(all="ignore"):
+        sent, stepped = client_step(theta, g_w, g_theta, factor * order.clip_norm, order.step)
+    if order.asks == "gradient" and isinstance(learner, PersonalStepper):
+        stepped = learner.personal_step(w, theta, order)
+    _check_form(learner, "a step of θ", stepped, theta)
+    _check_finite(learner, "g_w", sent)  # it is finite if g_w is
+    _check_finite(learner, "a step of θ", stepped)
     if not order.publishes:
-        return Sent(None), after
-    measures = _measures(learner, w, theta, order) if order.metrics else {}
-    return Sent(g_w, measures, scale_for(actual, order.clip_norm)), after
+        return Sent(None), stepped
+    measures = training_measures(learner, w, theta, order) if order.metrics else {}
+    return Sent(sent, measures), stepped
 
 
-def _solution(learner: Solver, w: Vector, order: Order) -> Sent:
-    """−solution/C, clipped to 1."""
-    found = -np.asarray(learner.solution(w, order))
-    actual = _checked_length(learner, "a solution", found, w)
-    return Sent(found, {}, scale_for(actual / order.size, order.clip_norm) / order.size)
-
-
-def answer_before(learner: Solver, w: Vector, order: Order) -> Vector:
-    """The answer to what is asked before the first round, bounded by the Order's clip norm."""
+def answer_before(learner: Solver, w: Vector, order: Order, factor: float = 1.0) -> Vector:
+    """The answer to what is asked before the first round, bounded by f times the clip norm."""
     if order.asks == "columns":
-        return clip(own_columns(learner, order) / order.size, order.clip_norm)
+        return clip(own_columns(learner, order) / order.size, factor * order.clip_norm)
     if order.asks == "unit":
         value = learner.spread()
     elif order.asks == "size":
-        origin = getattr(learner, "origin", np.zeros_like)
-        value = length(learner.solution(origin(w), order))
+        origin = learner.origin(w) if isinstance(learner, Originated) else np.zeros_like(w)
+        value = length(learner.solution(origin, order))
     else:
         value = math.sqrt(own_columns(learner, order).sum())
-    return scalar_pair(value)
+    return factor * scalar_pair(value)
 
 
 def own_columns(learner: Solver, order: Order) -> Vector:
@@ -298,112 +415,20 @@ def solver_of(learner: object, order: Order) -> Solver:
 
 
 def personal_model(learner: Learner, w: Vector, order: Order) -> OwnModel:
-    """The user's own model around the published w."""
+    """The user's own model around the published w: what is kept under ``auto``."""
     variance = np.array(order.variance) if order.variance else np.zeros(1)
     return solver_of(learner, order).personal_model(w, variance, order)
 
 
-def answer_stock(
-    context: Context,
-    learner: Learner,
-    w: Vector,
-    local: LocalSteps,
-    proximal: float,
-) -> Sent:
-    """Serve a stock strategy: send the trained parameters; θ is left alone.
-
-    Args:
-        context: the node.
-        learner: the model with this user's data.
-        w: the parameters that came.
-        local: how many steps of which size.
-        proximal: μ of FedProx, 0 for any other strategy.
-    """
-    trained, after = local_training(
-        learner,
-        w,
-        recall_or_begin(context, learner.initial_theta),
-        local=local,
-        proximal=proximal,
-    )
-    keep(context, after)
-    return Sent(trained)
-
-
-def measure(context: Context, learner: Learner, w: Vector, order: Order | None) -> dict[str, float]:
-    """The learner's measures at w and this user's θ, or its average if the server asks for that.
-
-    Under the recipe those of the personal model, of one from own rows alone (``local_…``) and of w
-    alone (``shared_…``); if w is the last one, the personal model is kept.
-    """
-    if order is None:
-        kept = recall_or_begin(context, learner.initial_theta)
-        return learner.evaluate(w, kept.theta)
-    if order.task:
-        model = personal_model(learner, w, order)
-        if order.last:
-            keep_model(context, order.training, model.arrays())
-        return {} if order.asks == "nothing" else model.measures()
-    personal = evaluate_with(context, order, learner.initial_theta)
-    theta = personal.average(order.round) if order.average else personal.theta
-    return learner.evaluate(w, theta)
-
-
-def num_tested(learner: Learner) -> int:
-    """The weight of a user's measures: the number of rows they are measured on, if it is known."""
-    return int(getattr(learner, "num_tested", learner.num_examples))
-
-
-def visit(learner: Learner, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
-    """(g_w, θ after the visit).
-
-    A learner may step θ in its own way, by ``personal_step(w, theta, order)``: that costs no
-    privacy. ValueError if the step does not fit; g_w is as the learner gave it.
-    """
-    # a mask, or whatever else a kind of array of its own does, is not for a bound to rest on
-    g_w, g_theta = map(np.asarray, learner.gradients(w, theta, order))
-    _check_shape(learner, "g_θ", g_theta, theta)
-    with np.errstate(all="ignore"):
-        change = order.step * g_theta
-        in_place = change if change.dtype == theta.dtype else None  # θ may be a large model
-        stepped: Vector = np.subtract(theta, change, out=in_place)
-    personal_step = getattr(learner, "personal_step", None)
-    if personal_step is not None:
-        stepped = personal_step(w, theta, order)
-    _checked_length(learner, "a step of θ", stepped, theta)
-    return g_w, stepped
-
-
-def local_training(
-    learner: Learner,
-    w: Vector,
-    personal: Personal,
-    *,
-    local: LocalSteps,
-    proximal: float,
-) -> tuple[Vector, Personal]:
-    """w after local steps on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit."""
-    trained = w
-    for _ in range(local.count):
-        order = Order(0, 0.0, math.inf, "mean", True, visit=personal.visit + 1)
-        gradient, _ = learner.gradients(trained, personal.theta, order)
-        _checked_length(learner, "g_w", gradient, w)
-        pull = proximal * (trained - w)
-        trained = trained - local.size * (gradient + pull)
-        personal = personal.stepped(personal.theta, personal.round)
-    return trained, personal
-
-
-def _measures(learner: Learner, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
+def training_measures(learner: Learner, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
     """The training measures that the server releases privately; only those it names leave."""
     name = type(learner).__name__
-    training_measures = getattr(learner, "training_measures", None)
-    if training_measures is None:
+    if not isinstance(learner, TrainingMeasurer):
         raise ValueError(
             f"the server asks for {', '.join(order.metrics)} and {name} has no "
             "training_measures(w, theta, order): add it, or leave out metrics"
         )
-    given = training_measures(w, theta, order)
+    given = learner.training_measures(w, theta, order)
     missing = set(order.metrics).difference(given)
     if missing:
         raise ValueError(
@@ -412,21 +437,93 @@ def _measures(learner: Learner, w: Vector, theta: Vector, order: Order) -> dict[
     return {measure: float(given[measure]) for measure in order.metrics}
 
 
-def _checked_length(learner: object, name: str, vector: Vector, at: Vector) -> float:
-    """The length of a vector in the form that the algorithm needs, or one line that says what the
-    learner did."""
-    _check_shape(learner, name, vector, at)
-    actual = length(vector)
-    if not math.isfinite(actual):
-        owner = type(learner).__name__
-        raise ValueError(f"{owner}.gradients returned {name} that is not finite: lower the step")
-    return actual
+def num_tested(learner: Learner) -> int:
+    """The weight of a user's measures: the number of rows they are measured on, if it is known."""
+    return int(learner.num_tested if isinstance(learner, Tested) else learner.num_examples)
 
 
-def _check_shape(learner: object, name: str, vector: Vector, at: Vector) -> None:
+def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
+    """ValueError if a learner, or what makes one, knows its shared parameters and has others.
+
+    Args:
+        model: the learner; one without ``check_shared`` takes what comes.
+        shapes: of the server's arrays, by name.
+    """
+    if isinstance(model, SharedChecker):
+        model.check_shared(shapes)
+
+
+# --- stock strategies
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """How a stock strategy is answered: by steps on w. θ is left alone.
+
+    Args:
+        size: of a step.
+        count: the number of steps.
+        proximal: μ of FedProx, 0 for any other strategy.
+    """
+
+    size: float
+    count: int
+    proximal: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        run_config: Mapping[str, Any],
+        size: float | None,
+        steps: int | None,
+        proximal: Any,
+    ) -> Self:
+        """What the app says, or else the run config; RefusedError if it is wrong.
+
+        Whether stock strategies are answered at all, no run config decides: see ``Policy``.
+        """
+        if size is None:
+            size = run_config.get("local-step")
+        if steps is None:
+            steps = run_config.get("local-steps", 1)
+        number = isinstance(size, int | float) and not isinstance(size, bool)
+        rule = "local-step must be a positive number"
+        remedy = "set it in the run config, or pass local_step to client_app"
+        try:
+            require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
+            return cls(float(size or 0), count("local-steps", steps or 0), float(proximal))
+        except ValueError as error:
+            raise RefusedError(REFUSED_POLICY, str(error)) from None
+
+    def trained(self, learner: Learner, w: Vector, theta: Theta) -> tuple[Vector, Theta]:
+        """w after local steps on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit."""
+        trained = w
+        for _ in range(self.count):
+            order = Order(0, 0.0, math.inf, "mean", True, visit=theta.stamp.visit + 1)
+            gradient, _ = learner.gradients(trained, theta.theta, order)
+            _check_form(learner, "g_w", np.asarray(gradient), w)
+            _check_finite(learner, "g_w", np.asarray(gradient))
+            pull = self.proximal * (trained - w)
+            trained = trained - self.size * (gradient + pull)
+            theta = theta.stepped(theta.theta, theta.stamp.round)
+        return trained, theta
+
+
+def _check_form(learner: object, name: str, vector: Vector, at: Vector) -> None:
+    """ValueError in one line that says what the learner did, unless the vector can be used."""
+    owner = type(learner).__name__
     if vector.shape != at.shape:
-        owner = type(learner).__name__
         raise ValueError(
             f"{owner}.gradients returned {name} of shape {vector.shape} where the parameters have "
             f"{at.shape}: return one flat vector for each block"
         )
+    if vector.dtype not in PRECISIONS:
+        raise ValueError(
+            f"{owner}.gradients returned {name} of dtype {vector.dtype}: return float64 or float32"
+        )
+
+
+def _check_finite(learner: object, name: str, vector: Vector) -> None:
+    if not np.isfinite(vector).all():
+        owner = type(learner).__name__
+        raise ValueError(f"{owner}.gradients returned {name} that is not finite: lower the step")

@@ -21,10 +21,10 @@ from flwr_ppsgd.lab.theory import (
     theorem_b_4,
     threshold_noise_multiplier,
 )
-from flwr_ppsgd.privacy import Ledger, affordable_rounds, calibrate_noise
-from flwr_ppsgd.promise import json_number, rounded_up
+from flwr_ppsgd.ledger import Ledger, affordable_rounds, calibrate_noise
 from flwr_ppsgd.secure.graph import design, survivors_needed
 from flwr_ppsgd.settings import key_of, name_of, override, part_of, read_toml, typed, with_keys
+from flwr_ppsgd.statement import json_number, rounded_up
 
 Lacking: TypeAlias = Callable[[Mapping[str, Any]], list[str]]
 

@@ -20,11 +20,10 @@ from flwr_ppsgd.lab.plan import (
     secure_rows,
     valid,
 )
-from flwr_ppsgd.privacy import Ledger
-from flwr_ppsgd.promise import rounded_up
-from flwr_ppsgd.recipe import Recipe, Task, recipe
-from flwr_ppsgd.server.rounds import DROWNED
+from flwr_ppsgd.ledger import Ledger
+from flwr_ppsgd.recipe import DROWNED, Recipe, Task, recipe
 from flwr_ppsgd.settings import AUTO, name_of, part_of, typed
+from flwr_ppsgd.statement import rounded_up
 
 NEEDED = ("population", "delta", "epsilon")  # what cannot be assumed
 # any of these asks for the paper's method, about which the recipe says nothing

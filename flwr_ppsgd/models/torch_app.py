@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.client.message_api import client_app
+from flwr_ppsgd.client.app import client_app
 from flwr_ppsgd.models.batch import Part, Parts
 from flwr_ppsgd.models.blocks import (
     Shapes,

@@ -1,10 +1,10 @@
 """The server's part of a secure sum: it passes messages on and learns the sum, or nothing.
 
-A message that is wrong, late or double is left out, as if its sender had dropped out. The vectors
+A message that is malformed, late or double is left out, as if its sender had dropped out. Vectors
 are added as they come: memory does not grow with their number.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -12,40 +12,36 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import SecureSum
 from flwr_ppsgd.noise import Coins
-from flwr_ppsgd.secure.graph import design, draw, survivors_needed
-from flwr_ppsgd.secure.keys import KeyPair
-from flwr_ppsgd.secure.masks import Words, add_mask, subtract_mask
-from flwr_ppsgd.secure.messages import (
+from flwr_ppsgd.secure.crypto import SHARE_SIZE, KeyPair, Words, add_mask, join, subtract_mask
+from flwr_ppsgd.secure.graph import Design, design, draw, survivors_needed
+from flwr_ppsgd.secure.protocol import (
+    KEY,
+    SEED,
     Partners,
     PublicKeys,
-    Revealed,
     Roster,
     Shares,
     bitmap,
-    hash_of,
-)
-from flwr_ppsgd.secure.participant import (
-    KEY,
-    SEED,
-    Session,
+    members_hash,
     own_key,
     pair_key,
     seed_hash,
     share_hash,
+    unpacked,
 )
-from flwr_ppsgd.secure.shamir import join
+from flwr_ppsgd.secure.terms import Session
 
 Node = TypeVar("Node", bound=Hashable)
+Message = TypeVar("Message")
 
 
 class NoSumError(RuntimeError):
-    """Too few stayed: nothing can be unmasked, and nothing is known about anybody."""
+    """A sum cannot be unmasked. Its text says who and how many: for the server's private file."""
 
 
 class Stage(IntEnum):
-    """What the coordinator waits for."""
+    """The exchange whose replies the coordinator waits for."""
 
     KEYS = 1
     SHARES = 2
@@ -58,24 +54,25 @@ class Coordinator(Generic[Node]):
     """One secure sum, from the first keys to the sum.
 
     Args:
-        rules: h, t, η.
-        session: which sum it is.
+        session: the sum, and its terms.
         size: the number of coordinates.
         coins: for the graph; secret ones.
     """
 
-    rules: SecureSum
     session: Session
     size: int
     coins: Coins = field(default_factory=Coins.secret)
 
     def __post_init__(self) -> None:
+        self._rules = self.session.terms.rules
         self._stage = Stage.KEYS
         self._probe = KeyPair.new()
         self._keys: dict[Node, PublicKeys] = {}
         self._known: set[bytes] = set()
-        self._nodes: list[Node] = []
+        self._nodes: list[Node] = []  # by place
+        self._public: list[PublicKeys] = []  # by place
         self._places: dict[Node, int] = {}
+        self._count = 0  # n
         self._graph: list[frozenset[int]] = []
         self._shares: dict[int, Shares] = {}
         self._members: frozenset[int] = frozenset()  # U₂
@@ -87,12 +84,12 @@ class Coordinator(Generic[Node]):
     # --- exchange 1
 
     def take_keys(self, node: Node, data: bytes) -> bool:
-        """Whether these are keys that can be used; the first ones of a node count."""
+        """Whether these are usable keys, and the node's first."""
         self._require(Stage.KEYS)
-        keys = _read(lambda: PublicKeys.from_bytes(data))
+        keys = _parse(lambda: PublicKeys.from_bytes(data))
         if keys is None or node in self._keys:
             return False
-        halves = {keys.channel, keys.mask}
+        halves = set(keys)
         if len(halves) < 2 or halves & self._known or not all(map(self._is_public, halves)):
             return False
         self._known |= halves
@@ -111,14 +108,21 @@ class Coordinator(Generic[Node]):
         """Exchange 2, down: each participant's neighbours. The graph is drawn here."""
         self._enter(Stage.SHARES, len(self._keys), "sent keys")
         self._nodes = list(self._keys)
+        self._public = list(self._keys.values())
         self._places = {node: place for place, node in enumerate(self._nodes)}
-        count = len(self._nodes)
-        self._graph = draw(design(self.rules, count), count, self.coins)
-        return {node: self._roster(place).to_bytes() for node, place in self._places.items()}
+        self._count = len(self._nodes)
+        self._graph = draw(self._design(), self._count, self.coins)
+        return {node: self._roster(place) for node, place in self._places.items()}
 
-    def _roster(self, place: int) -> Roster:
-        others = {other: self._keys[self._nodes[other]] for other in self._graph[place]}
-        return Roster(place, len(self._nodes), others)
+    def _design(self) -> Design:
+        try:
+            return design(self._rules, self._count)
+        except ValueError as error:
+            raise NoSumError(str(error)) from None
+
+    def _roster(self, place: int) -> bytes:
+        others = {other: self._public[other] for other in self._graph[place]}
+        return Roster(place, self._count, others).to_bytes()
 
     # --- exchange 2
 
@@ -128,7 +132,7 @@ class Coordinator(Generic[Node]):
         place = self._places.get(node)
         if place is None or place in self._shares:
             return False
-        shares = _read(lambda: Shares.from_bytes(data, len(self._nodes)))
+        shares = _parse(lambda: Shares.from_bytes(data, self._count))
         if shares is None or shares.portions.keys() != self._graph[place]:
             return False
         self._shares[place] = shares
@@ -141,9 +145,9 @@ class Coordinator(Generic[Node]):
         return {self._nodes[place]: self._partners(place) for place in sorted(self._members)}
 
     def _partners(self, place: int) -> bytes:
-        here = self._graph[place] & self._members
-        sealed = {other: self._shares[other].portions[place].sealed for other in here}
-        return Partners(self._members, sealed).to_bytes(len(self._nodes))
+        present = self._graph[place] & self._members
+        sealed = {other: self._shares[other].portions[place].sealed for other in present}
+        return Partners(self._members, sealed).to_bytes(self._count)
 
     # --- exchange 3
 
@@ -161,15 +165,10 @@ class Coordinator(Generic[Node]):
 
     def survivors(self) -> dict[Node, bytes]:
         """Exchange 4, down: U₃. Charge the release before this is sent."""
-        needed = survivors_needed(self.rules, len(self._nodes))
+        needed = survivors_needed(self._rules, self._count)
         self._enter(Stage.REVEALED, len(self._survivors), "sent a masked vector", needed)
-        named = bitmap(self._survivors, len(self._nodes))
+        named = bitmap(self._survivors, self._count)
         return {self._nodes[place]: named for place in sorted(self._survivors)}
-
-    @property
-    def counted(self) -> int:
-        """|U₃|: how many vectors, and shares of the noise, are in the sum."""
-        return len(self._survivors)
 
     # --- exchange 4
 
@@ -179,13 +178,13 @@ class Coordinator(Generic[Node]):
         holder = self._places.get(node)
         if holder not in self._survivors or holder in self._answered:
             return False
-        revealed = _read(lambda: Revealed.from_bytes(data, len(self._nodes)))
+        revealed = _parse(lambda: unpacked(data, SHARE_SIZE, self._count))
         if revealed is None:
             return False
         self._answered.add(holder)
-        held = self._graph[holder] & self._members
-        for owner, share in revealed.shares.items():
-            if owner in held and self._fits(owner, holder, share):
+        owners = self._graph[holder] & self._members
+        for owner, share in revealed.items():
+            if owner in owners and self._fits(owner, holder, share):
                 self._revealed.setdefault(owner, {})[holder] = share
         return True
 
@@ -193,58 +192,50 @@ class Coordinator(Generic[Node]):
         """Whether this is the share that its owner gave to this holder."""
         portion = self._shares[owner].portions[holder]
         if owner in self._survivors:
-            secret = SEED
-            known = portion.seed_hash
-        else:
-            secret = KEY
-            known = portion.key_hash
-        return share_hash(share, self.session, secret, owner, holder) == known
+            return share_hash(share, self.session, SEED, owner, holder) == portion.seed_hash
+        return share_hash(share, self.session, KEY, owner, holder) == portion.key_hash
 
     def total(self) -> NDArray[np.int64]:
         """Σ_{u ∈ U₃} x_u, exactly if it is below 2⁶³; NoSumError if a mask cannot be taken off."""
         self._require(Stage.REVEALED)
-        members = hash_of(self._members, len(self._nodes))
-        gone = [place for place in sorted(self._members) if place not in self._survivors]
-        seeds = {place: self._seed(place) for place in sorted(self._survivors)}
-        pairs = {place: self._mask_key(place) for place in gone if self._masks_with(place)}
+        members = members_hash(self._members, self._count)
         total = self._total.copy()
-        for place, seed in seeds.items():
-            subtract_mask(total, own_key(seed, self.session, place, members))
-        for place, pair in pairs.items():
-            self._take_off(total, place, pair, members)
+        for place in sorted(self._survivors):
+            subtract_mask(total, own_key(self._seed(place), self.session, place, members))
+        for place in sorted(self._members - self._survivors):
+            self._take_off_pair_masks(total, place, members)
         return total.view(np.int64)
 
-    def _take_off(self, total: Words, gone: int, pair: KeyPair, members: bytes) -> None:
+    def _take_off_pair_masks(self, total: Words, gone: int, members: bytes) -> None:
         """Take off what the survivors share with somebody who is gone."""
-        for other in self._masks_with(gone):
-            secret = pair.secret_with(self._keys[self._nodes[other]].mask)
+        neighbours = sorted(self._graph[gone] & self._survivors)
+        if not neighbours:
+            return
+        pair = self._mask_key(gone)
+        for other in neighbours:
+            secret = pair.secret_with(self._public[other].mask)
             key = pair_key(secret, self.session, (gone, other), members)
             if other < gone:
                 subtract_mask(total, key)
             else:
                 add_mask(total, key)
 
-    def _masks_with(self, place: int) -> list[int]:
-        """The survivors among somebody's neighbours."""
-        return sorted(self._graph[place] & self._survivors)
-
     def _seed(self, place: int) -> bytes:
-        seed = self._joined(place)
+        seed = self._secret(place)
         if seed_hash(seed, self.session, place) != self._shares[place].seed_hash:
-            raise NoSumError(f"client {self._nodes[place]} gave shares that are not of its seed")
+            raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
         return seed
 
     def _mask_key(self, place: int) -> KeyPair:
-        pair = KeyPair(self._joined(place))
-        if pair.public != self._keys[self._nodes[place]].mask:
-            raise NoSumError(f"client {self._nodes[place]} gave shares that are not of its key")
+        pair = KeyPair(self._secret(place))
+        if pair.public != self._public[place].mask:
+            raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
         return pair
 
-    def _joined(self, owner: int) -> bytes:
+    def _secret(self, owner: int) -> bytes:
         """A secret from the shares that fit; NoSumError if there are too few."""
-        shares: Mapping[int, bytes] = self._revealed.get(owner, {})
-        found = design(self.rules, len(self._nodes))
-        threshold = found.threshold(len(self._graph[owner]))
+        shares = self._revealed.get(owner, {})
+        threshold = self._design().threshold(len(self._graph[owner]))
         try:
             return join(shares, threshold)
         except ValueError as error:
@@ -255,7 +246,7 @@ class Coordinator(Generic[Node]):
     def _enter(self, stage: Stage, count: int, did: str, needed: int = 0) -> None:
         """Go on to the next exchange; NoSumError if too few are left for it."""
         self._require(Stage(stage - 1))
-        needed = max(needed, self.rules.least)
+        needed = max(needed, self._rules.least)
         if count < needed:
             raise NoSumError(f"{count} clients {did}, {needed} are needed")
         self._stage = stage
@@ -265,12 +256,9 @@ class Coordinator(Generic[Node]):
             raise RuntimeError(f"the sum is at {self._stage.name}, not at {stage.name}")
 
 
-Message = TypeVar("Message")
-
-
-def _read(parse: Callable[[], Message]) -> Message | None:
-    """A message from somebody else; None if it cannot be read."""
+def _parse(read: Callable[[], Message]) -> Message | None:
+    """A client's message; None if it is malformed."""
     try:
-        return parse()
+        return read()
     except ValueError:
         return None

@@ -1,6 +1,6 @@
-"""Who holds whose shares: everyone up to 40 participants, random neighbours beyond.
+"""Who holds whose shares: everyone up to 200 participants, random neighbours beyond.
 
-The graph is the union of k/2 random cycles through all participants (Bell et al. 2020 draw one
+A random graph is the union of k/2 random cycles through all participants (Bell et al. 2020 draw one
 random cycle and join everybody to the k nearest on it; independent cycles need half the neighbours
 for the same connectivity). Two things must not happen, in all with a probability of at most η per
 round:
@@ -12,8 +12,9 @@ round:
   server can have one half of them give up one secret of a participant, and the other half the
   other.
 
-Who colludes and who drops out is taken to be independent of the graph, which is drawn anew for each
-round by the server's secret coins.
+Who colludes and who drops out is taken to be independent of the graph, which the server draws anew
+for each round with secret coins. A server that lies about survivors can read single vectors in a
+random graph; in the complete graph it cannot.
 """
 
 import functools
@@ -23,9 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import SecureSum, Vector
+from flwr_ppsgd.algorithm import MOST_COMPLETE, SecureSum, Vector
 from flwr_ppsgd.noise import Coins
 
+MOST_PARTICIPANTS = 10_000  # a client works out the graph's numbers itself, in under a second
 LOST_ROUND = 1e-3  # the chance of a round without a sum if as many drop out as may
 
 
@@ -34,12 +36,14 @@ class Design:
     """How many neighbours each participant has, and how many of them may collude.
 
     Args:
-        neighbours: k. Two cycles may join the same two, so somebody may have a few less.
+        neighbours: k.
+        fewest: of distinct neighbours; cycles may join the same two participants twice.
         colluders: t′, the most that collude among one participant's share-holders.
         complete: whether everybody is everybody's neighbour.
     """
 
     neighbours: int
+    fewest: int
     colluders: int
     complete: bool
 
@@ -50,23 +54,38 @@ class Design:
 
 @functools.lru_cache(maxsize=256)
 def design(rules: SecureSum, participants: int) -> Design:
-    """The fewest neighbours for which a round of so many participants keeps the promise.
+    """The graph of a round: complete, or with the fewest neighbours that keep the promise.
+
+    ValueError if there is none.
 
     Args:
         rules: h, t, η and the least number of neighbours.
         participants: n, those who sent keys.
     """
-    everyone = max(participants - 1, 0)
-    complete = Design(everyone, rules.colluding, True)
+    if participants > MOST_PARTICIPANTS:
+        raise ValueError(
+            f"a secure sum has at most {MOST_PARTICIPANTS:,} participants, got {participants:,}: "
+            "draw fewer clients per round"
+        )
+    others = max(participants - 1, 0)
+    complete = Design(others, others, rules.colluding, True)
     if rules.is_complete(participants) or participants < rules.least:
         return complete
     connected = _neighbours_to_connect(participants, rules.honest, rules.failure / 2)
     fewest = max(connected, rules.neighbours + rules.neighbours % 2)
-    for neighbours in range(fewest, everyone, 2):
-        found = Design(neighbours, _most_colluders(rules, participants, neighbours), False)
+    for neighbours in range(fewest, min(others, MOST_COMPLETE), 2):
+        colluders = _most_colluders(rules, participants, neighbours)
+        distinct = _fewest_distinct(participants, neighbours)
+        found = Design(neighbours, distinct, colluders, False)
         if _lost(rules, participants, found) <= LOST_ROUND:
             return found
-    return complete
+    if participants <= MOST_COMPLETE:
+        return complete
+    raise ValueError(
+        f"no graph of fewer than {MOST_COMPLETE} neighbours protects {participants} participants "
+        f"with honest={rules.honest} and colluding={rules.colluding}: raise honest, or draw fewer "
+        "clients per round"
+    )
 
 
 def draw(design: Design, participants: int, coins: Coins) -> list[frozenset[int]]:
@@ -106,9 +125,9 @@ def survivors_needed(rules: SecureSum, participants: int) -> int:
 
 
 def _neighbours_to_connect(participants: int, honest: int, failure: float) -> int:
-    """The smallest even k with Σ_s C(h, s)·p_s^(k/2) ≤ failure; n − 1 or more if there is none."""
+    """The smallest even k with Σ_s C(h, s)·p_s^(k/2) ≤ failure; n or more if there is none."""
     ways, apart = _log_apart(participants, honest)
-    for cycles in range(1, participants // 2):
+    for cycles in range(1, MOST_COMPLETE // 2):
         if np.exp(np.minimum(ways + cycles * apart, 0.0)).sum() <= failure:
             return 2 * cycles
     return participants
@@ -179,3 +198,25 @@ def _among_neighbours(participants: int, marked: int, neighbours: int) -> Vector
     for _ in range(neighbours // 2):
         among = np.convolve(among, one_cycle)
     return among
+
+
+def _fewest_distinct(participants: int, neighbours: int) -> int:
+    """The largest m such that anybody has fewer distinct neighbours with at most ``LOST_ROUND``.
+
+    n·P[distinct < m] ≤ LOST_ROUND. Each cycle adds two of the others, drawn at random, of whom
+    none, one or both may be neighbours already.
+    """
+    others = participants - 1
+    pairs = others * (others - 1) / 2
+    known = np.arange(neighbours + 1)
+    both_new = (others - known) * (others - known - 1) / 2 / pairs
+    one_new = known * (others - known) / pairs
+    chances = np.zeros(neighbours + 1)  # of 0, 1, 2, … distinct neighbours
+    chances[0] = 1.0
+    for _ in range(neighbours // 2):
+        after = chances * (1 - both_new - one_new)
+        after[1:] += (chances * one_new)[:-1]
+        after[2:] += (chances * both_new)[:-2]
+        chances = after
+    fewer = participants * np.cumsum(chances)
+    return int(np.searchsorted(fewer, LOST_ROUND, side="right"))

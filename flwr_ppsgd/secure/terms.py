@@ -1,26 +1,31 @@
-"""What a secure sum promises its clients in numbers: fixed for a training, in every Order."""
+"""What the clients of a secure sum agree on, and which sum it is."""
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, get_type_hints
 
 from flwr_ppsgd.algorithm import Poisson, PrivateMetrics, Release, SecureSum
+from flwr_ppsgd.secure.crypto import fingerprint
 
 
 @dataclass(frozen=True)
 class Terms:
     """Everything that a client needs to bound its vector and to add its share of the noise.
 
+    Fixed for a training, in every Order, and part of every key: clients under different terms
+    cannot read each other's shares or take off each other's masks.
+
     Args:
-        population: N; the grid follows from it.
+        population: N; the grid follows from it, and no sum has more participants.
         clip_norm: C of the release.
         noise_multiplier: z.
         honest: h.
         colluding: t.
         failure: η.
         neighbours: the least number of neighbours.
-        share: of the squared clip norm, which private measures take; 0 without any.
+        share: of the squared clip norm, for private measures; 0 without any.
         bounds: of the private measures, as numbers with commas.
     """
 
@@ -36,7 +41,7 @@ class Terms:
 
     @classmethod
     def of(cls, release: Release, metrics: PrivateMetrics | None) -> Self:
-        """What clients are told about a release with a ``SecureSum``."""
+        """The terms of a release with a ``SecureSum``."""
         rules = release.aggregation
         assert rules is not None
         bounds = list(metrics.bounds.values()) if metrics else []
@@ -54,7 +59,7 @@ class Terms:
 
     @property
     def rules(self) -> SecureSum:
-        """h, t and η; ValueError if they are none."""
+        """h, t and η; ValueError if they are out of range."""
         rules = self.release.aggregation
         assert rules is not None
         return rules
@@ -63,6 +68,14 @@ class Terms:
     def release(self) -> Release:
         """The release, as far as a client needs it; its grid is that of the server."""
         return _release(self)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all participants of every sum under these terms share masks with each other.
+
+        Only then is it certain that a server that lies about survivors never gets one vector alone.
+        """
+        return self.rules.is_complete(self.population)
 
     def metrics(self, names: Sequence[str]) -> PrivateMetrics | None:
         """The private measures of these names; ValueError if the bounds are not theirs."""
@@ -83,9 +96,12 @@ class Terms:
         return cls(**{name: flat[name] for name in TYPES})
 
 
+TYPES: dict[str, type] = dict(get_type_hints(Terms))
+
+
 @functools.lru_cache(maxsize=8)
 def _release(terms: Terms) -> Release:
-    """All clients of a simulation get the same terms: they are checked once."""
+    """Cached, since all clients of a simulation have the same terms."""
     rules = SecureSum(terms.honest, terms.colluding, terms.failure, terms.neighbours)
     return Release(
         Poisson(terms.population, 1.0),
@@ -95,4 +111,29 @@ def _release(terms: Terms) -> Release:
     )
 
 
-TYPES: dict[str, type] = dict(get_type_hints(Terms))
+@dataclass(frozen=True)
+class Session:
+    """Which sum this is: every key is for one session only.
+
+    Args:
+        terms: what was agreed.
+        training: the number of the training.
+        run: the number of Flower's run.
+        start: which start of the server this is.
+        round: counted over the whole training.
+        part: which release of the round it is.
+    """
+
+    terms: Terms
+    training: int
+    run: int
+    start: int
+    round: int
+    part: str = "gradient"
+
+    @functools.cached_property
+    def label(self) -> bytes:
+        """A hash of all fields; every key, seal and fingerprint of the sum depends on it."""
+        numbers = (self.training, self.run, self.start, self.round)
+        terms = json.dumps(self.terms.to_flat(), sort_keys=True)
+        return fingerprint(terms.encode(), b"session", *numbers, self.part.encode())

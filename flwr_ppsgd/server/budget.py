@@ -14,34 +14,27 @@ chosen so far, whether one more fits. What it lets through is (ε, δ)-different
 """
 
 import functools
-import logging
 import math
-import secrets
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from dp_accounting import NeighboringRelation, rdp
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
-from flwr_ppsgd import disk
 from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.checks import one_of, require
+from flwr_ppsgd.database import FileLock, StoreError, private_directory
 from flwr_ppsgd.epsilon import Priced, as_two_zero_outs, gaussian
-from flwr_ppsgd.privacy import MOST_ROUNDS, release_from_dict, release_to_dict
-from flwr_ppsgd.server.chain import Chain, Told, load_charge, read_only
-from flwr_ppsgd.server.journal import NO_RECORD, RECORD_NOT_WRITTEN, behind
-from flwr_ppsgd.server.record import Record
-
-log = logging.getLogger("flwr.ppsgd")
+from flwr_ppsgd.ledger import MOST_ROUNDS
+from flwr_ppsgd.server.sealed import SealedRows
 
 Filter: TypeAlias = Literal["rdp", "gaussian"]
 
-NAME = "budget.jsonl"
-FORMAT = "flwr_ppsgd budget 1"
+NAME = "budget.sqlite"
+LOCK = "budget.lock"
 PATIENCE = 60.0  # seconds to wait for the lock, which others hold for milliseconds
 ROUNDING = 1e-9  # relative, added to every cost: more than floating point can take from it
 FRACTIONAL_ORDERS = [1 + tenth / 10 for tenth in range(1, 10)]
@@ -152,167 +145,58 @@ def _rdp_of(rate: float, z: float, order: float) -> float:
     return float(accountant.rdp[0])
 
 
-@dataclass
-class Spending:
-    """What the lines of a budget tell.
-
-    Args:
-        budget: its id.
-        allowance: what it allows.
-        kinds: the releases that charges may be of, by number.
-        charges: how often each training charged each kind.
-        unknown: charges of which nothing more is known: torn lines, and charges added by hand.
-        caveats: what every statement must say.
-    """
-
-    budget: int
-    allowance: Allowance
-    kinds: dict[int, Release] = field(default_factory=dict)
-    charges: Counter[tuple[int, int]] = field(default_factory=Counter)
-    unknown: int = 0
-    caveats: list[str] = field(default_factory=list)
-
-    @property
-    def charged(self) -> int:
-        """How many charges there are in all."""
-        return self.charges.total() + self.unknown
-
-    def spent(self) -> float:
-        """What all charges add up to; one of which nothing is known costs as much as any other."""
-        costs = {kind: self.allowance.cost(release) for kind, release in self.kinds.items()}
-        parts = [times * costs[kind] for (_, kind), times in self.charges.items()]
-        if self.unknown:
-            parts.append(self.unknown * max(costs.values(), default=math.inf))
-        return math.fsum(parts)
-
-    def affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
-        """How many more releases of this kind fit, after what has to fit before them."""
-        cost = self.allowance.cost(release)
-        if math.isinf(cost):
-            return 0
-        before = sum(times * self.allowance.cost(other) for other, times in first)
-        spent = self.spent() + before
-        left = self.allowance.limit - spent
-        if left < cost:
-            return 0
-        most = math.floor(min(left / cost, MOST_ROUNDS))
-        return most if spent + most * cost <= self.allowance.limit else most - 1
-
-    def counts_of(self, training: int) -> dict[Release, int]:
-        """How often a training charged each release."""
-        counts: Counter[Release] = Counter()
-        for (owner, kind), times in self.charges.items():
-            if owner == training:
-                counts[self.kinds[kind]] += times
-        return counts
-
-    def kind_of(self, release: Release) -> int | None:
-        """The number of a release; None if it was never charged."""
-        for kind, known in self.kinds.items():
-            if known == release:
-                return kind
-        return None
-
-
-def spending_of(told: Told, path: Path) -> Spending:
-    """What the lines of a budget tell; ValueError if this version cannot read them."""
-    try:
-        first = dict(told.entries[0])
-        if first.pop("format") != FORMAT:
-            raise ValueError("it is of another format")
-        spending = Spending(first.pop("budget"), Allowance(**first), unknown=told.torn)
-        for entry in told.entries[1:]:
-            _take(entry, spending)
-        for rest, times in told.charges.items():
-            charge = load_charge(rest)
-            spending.charges[charge["training"], charge["kind"]] += times
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is no budget that this version reads ({error}): name a directory that was "
-            "made for a budget"
-        ) from None
-    return spending
-
-
-def _take(entry: Mapping[str, Any], spending: Spending) -> None:
-    match entry:
-        case {"kind": kind, "release": data}:
-            spending.kinds[kind] = release_from_dict(data)
-        case {"added": times, "kind": kind, "training": training}:
-            spending.charges[training, kind] += times
-        case {"added": times}:
-            spending.unknown += times
-        case {"caveat": text}:
-            spending.caveats.append(text)
-        case _:
-            raise ValueError(f"a line with {', '.join(entry)} is unknown to this version")
-
-
-def new_budget(directory: Path, epsilon: float, delta: float, filter_: Filter = "rdp") -> None:
-    """Fix a budget, before the first training that is under it.
-
-    Args:
-        directory: where it is kept; no budget may be there.
-        epsilon: ε of all trainings together, under zero-out neighbours.
-        delta: δ.
-        filter_: "gaussian" if nobody is ever sampled: it is exact then. "rdp" for all else.
-    """
-    allowance = Allowance.of(epsilon, delta, filter_)
-    disk.make_private(directory)
-    chain = Chain(directory / NAME)
-    try:
-        with chain.locked(PATIENCE):
-            chain.refresh()
-            if chain.told.entries or chain.told.torn:
-                raise ValueError(
-                    f"{directory} has a budget already: it is fixed for ever; choose another "
-                    "directory for another population"
-                )
-            budget = secrets.randbits(62)
-            chain.append({"format": FORMAT, "budget": budget, **asdict(allowance)})
-            disk.sync_directory(directory)
-    finally:
-        chain.close()
-
-
-def read_spending(directory: Path) -> Spending:
-    """What the budget in a directory tells, without a lock."""
-    path = directory / NAME
-    _require_budget(path)
-    return spending_of(read_only(path).told, path)
-
-
-def _require_budget(path: Path) -> None:
-    if not path.is_file():
-        raise ValueError(
-            f"no budget in {path.parent}: a budget is fixed before the first training, with "
-            f"ppsgd budget {path.parent} --epsilon EPSILON --delta DELTA"
-        )
-
-
-class Budget:
-    """A budget that a training charges. The lock is held only while it is read or written.
+class Budget(SealedRows):
+    """A budget that trainings charge, each in transactions of milliseconds.
 
     Args:
         directory: where ``new_budget`` has made it.
+        read_only: write nothing, for reports.
+        mend: open it although charges were lost, to add them by hand.
     """
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / NAME
-        _require_budget(path)
+    def __init__(self, directory: Path, *, read_only: bool = False, mend: bool = False) -> None:
+        super().__init__(directory / NAME, "budget", read_only=read_only, mend=mend)
         self.directory = directory
-        self._chain = Chain(path)
-        try:
-            with self._current() as spending:
-                self.id = spending.budget
-                self.allowance = spending.allowance
-        except BaseException:
-            self.close()
-            raise
+        self.open()
 
-    @property
-    def is_open(self) -> bool:
-        return self._chain.is_open
+    def open(self) -> None:
+        """Read and verify everything; harmless if it is open."""
+        path = self.directory / NAME
+        if path.is_file():
+            with nullcontext() if self._read_only else _lock(self.directory):
+                super().open()
+        if not path.is_file() or not self.notes("allowance"):
+            self.close()
+            raise StoreError(
+                f"no budget in {self.directory}: a budget is fixed before the first training, with "
+                f"ppsgd budget {self.directory} --epsilon EPSILON --delta DELTA"
+            )
+        self.allowance = Allowance(**self.notes("allowance")[0])
+
+    # --- what is spent
+
+    def cost_of_charges(self) -> float:
+        """What all charges add up to; one that was added by hand costs as much as any other."""
+        costs = [self.allowance.cost(release) for release in self.kinds]
+        parts = [times * costs[kind] for (_, kind, _), times in self.tally.items()]
+        if self.added:
+            parts.append(self.added * max(costs, default=math.inf))
+        return math.fsum(parts)
+
+    def affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
+        """How many more releases of this kind fit.
+
+        Args:
+            release: the kind.
+            first: what has to fit before them, each with how often.
+        """
+        with self.transaction():
+            return self._affords(release, first)
+
+    def check(self, round_: int, release: Release) -> None:
+        """Raise PrivacyBudgetExhausted unless one more release fits."""
+        with self.transaction():
+            self._require_room(round_, release)
 
     def admit(self, release: Release, delta: float, insecure: bool) -> None:
         """ValueError unless a training with these settings can be under the budget.
@@ -336,111 +220,84 @@ class Budget:
         require(not release.failure, rule, release.failure, remedy)
         allowance.cost(release)
 
-    @property
-    def caveats(self) -> list[str]:
-        """What every statement under this budget must say."""
-        return spending_of(self._chain.told, self._chain.path).caveats
-
-    def affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
-        """How many more releases of this kind fit.
-
-        Args:
-            release: the kind.
-            first: what has to fit before them, each with how often.
-        """
-        with self._current() as spending:
-            return spending.affords(release, first)
-
-    def check(self, round_: int, release: Release) -> None:
-        """Raise PrivacyBudgetExhausted unless one more release fits."""
-        with self._current() as spending:
-            self._require_room(spending, round_, release)
+    # --- charges
 
     def charge(self, training: int, round_: int, release: Release) -> None:
         """Write one release down, if it fits; PrivacyBudgetExhausted if it does not.
 
-        When this returns, it is on the disk; only then may anything be released.
+        Only when this has returned may anything be released.
+
+        Args:
+            training: the id of the training.
+            round_: its round.
+            release: what is released.
         """
-        with self._current() as spending:
-            self._require_room(spending, round_, release)
-            kind = self._kind(spending, release)
-            self._chain.append({"round": round_, "kind": kind, "training": training})
-            self._keep_record(spending.charged + 1)
+        with self.transaction() as add:
+            self._require_room(round_, release)
+            self._charge(add, training, round_, release)
 
     def catch_up(self, training: int, counts: Mapping[Release, int]) -> None:
-        """Write down charges that a training's journal shows and the budget does not.
+        """Write down charges that a training's store shows and the budget does not.
 
         Args:
             training: its id.
-            counts: how often its journal shows each release.
+            counts: how often its store shows each release.
         """
-        with self._current() as spending:
-            known = spending.counts_of(training)
-            charged = spending.charged
+        with self.transaction() as add:
             for release, times in counts.items():
-                missing = times - known.get(release, 0)
-                if missing > 0:
-                    kind = self._kind(spending, release)
-                    self._chain.append({"added": missing, "kind": kind, "training": training})
-                    charged += missing
-            if charged > spending.charged:
-                self._keep_record(charged)
+                kind = self.kinds.index(release) if release in self.kinds else -1
+                for _ in range(times - self.tally[training, kind, False]):
+                    self._charge(add, training, 0, release)
 
-    def reserve(self) -> None:
-        """Make sure that there is room on the disk for a round's lines."""
-        self._chain.reserve()
+    def _affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
+        cost = self.allowance.cost(release)
+        if math.isinf(cost):
+            return 0
+        before = sum(times * self.allowance.cost(other) for other, times in first)
+        spent = self.cost_of_charges() + before
+        left = self.allowance.limit - spent
+        if left < cost:
+            return 0
+        most = math.floor(min(left / cost, MOST_ROUNDS))
+        return most if spent + most * cost <= self.allowance.limit else most - 1
 
-    def close(self) -> None:
-        """Give up the file; harmless if that was done before."""
-        self._chain.close()
-
-    @contextmanager
-    def _current(self) -> Iterator[Spending]:
-        """The lock, and what all trainings have spent by now."""
-        with self._chain.locked(PATIENCE):
-            self._chain.refresh()
-            spending = spending_of(self._chain.told, self._chain.path)
-            recorded = Record(spending.budget, self.directory).read()
-            if recorded is not None and recorded > spending.charged:
-                who = "the record outside the directory shows"
-                raise behind(self.directory, spending.charged, recorded, who)
-            self._chain.mend()
-            if recorded is None and spending.charged:
-                self._note_caveat(NO_RECORD)
-            yield spending
-
-    def _require_room(self, spending: Spending, round_: int, release: Release) -> None:
-        if spending.affords(release):
+    def _require_room(self, round_: int, release: Release) -> None:
+        if self._affords(release):
             return
-        allowance = spending.allowance
-        spent = spending.spent() / allowance.limit
+        allowance = self.allowance
+        spent = self.cost_of_charges() / allowance.limit
         cost = allowance.cost(release) / allowance.limit
         raise PrivacyBudgetExhausted(
             f"round {round_} does not fit into the budget epsilon={allowance.epsilon:g} at "
             f"delta={allowance.delta:g} in {self.directory}: {spent:.2%} is spent by "
-            f"{spending.charged} releases of all trainings, and one more costs {cost:.2%}. Run "
+            f"{self.charged} releases of all trainings, and one more costs {cost:.2%}. Run "
             f"fewer rounds, or raise noise_multiplier (now {release.noise_multiplier:g})."
         )
 
-    def _kind(self, spending: Spending, release: Release) -> int:
-        """The number of a release; a new one is defined first."""
-        kind = spending.kind_of(release)
-        if kind is not None:
-            return kind
-        kind = len(spending.kinds)
-        self._chain.append({"kind": kind, "release": release_to_dict(release)})
-        spending.kinds[kind] = release
-        return kind
 
-    def _keep_record(self, charged: int) -> None:
-        """Write the outside record; the budget goes on without it, and says so."""
-        try:
-            Record(self.id, self.directory).write(charged)
-        except OSError as error:
-            if RECORD_NOT_WRITTEN not in self.caveats:
-                log.warning("The record of the budget's charges cannot be written: %s", error)
-            self._note_caveat(RECORD_NOT_WRITTEN)
+def new_budget(directory: Path, epsilon: float, delta: float, filter_: Filter = "rdp") -> None:
+    """Fix a budget, before the first training that is under it.
 
-    def _note_caveat(self, caveat: str) -> None:
-        if caveat not in self.caveats:
-            self._chain.append({"caveat": caveat})
+    Args:
+        directory: where it is kept; no budget may be there.
+        epsilon: ε of all trainings together, under zero-out neighbours.
+        delta: δ.
+        filter_: "gaussian" if nobody is ever sampled: it is exact then. "rdp" for all else.
+    """
+    allowance = Allowance.of(epsilon, delta, filter_)
+    private_directory(directory)
+    rows = SealedRows(directory / NAME, "budget", read_only=False, mend=False)
+    with _lock(directory), closing(rows):
+        rows.open()
+        if rows.notes("allowance"):
+            raise StoreError(
+                f"{directory} has a budget already: it is fixed for ever; choose another directory "
+                "for another population"
+            )
+        rows.note("allowance", asdict(allowance))
+
+
+def _lock(directory: Path) -> closing[FileLock]:
+    """Taken to open a budget: it shows whether locks hold there, which SQLite rests on too."""
+    busy = f"the budget in {directory} is in use by another process: try again"
+    return closing(FileLock(directory / LOCK, PATIENCE, busy))

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from flwr.serverapp import Grid
 
 from flwr_ppsgd.checks import printable, require
-from flwr_ppsgd.server.training import Identity
+from flwr_ppsgd.training import Enrolled, Identity
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -169,25 +169,18 @@ class Enrolment:
 
     Args:
         population: the number of places.
-        enrolled: who has them; None: the first nodes seen.
-        min_online: the share of the population to wait for before the first round.
-        wait_timeout: how long to wait for it, in seconds.
+        enrolled: who has them, and how long to wait for them.
         tell: is told which nodes need the operator. Flower's log holds no names.
     """
 
     def __init__(
-        self,
-        population: int,
-        enrolled: Iterable[Identity] | None,
-        min_online: float,
-        wait_timeout: float = 600.0,
-        tell: Callable[[str], None] = log.debug,
+        self, population: int, enrolled: Enrolled, tell: Callable[[str], None] = log.debug
     ) -> None:
         self.known: Sequence[Identity] = []
-        self.open = enrolled is None
+        self.open = enrolled.nodes is None
         self._population = population
-        self._min_online = min_online
-        self._wait_timeout = wait_timeout
+        self._min_online = enrolled.min_online
+        self._wait_timeout = enrolled.wait_timeout
         self._begun = False
         self._warned = False
         self._caveats: dict[str, None] = {}  # in the order in which they came up
@@ -197,8 +190,8 @@ class Enrolment:
         self._latest: Sequence[Present] = []
         self._online: Mapping[Identity, Identity] = {}
         self._settled: Mapping[Identity, Identity] | None = None  # who has been given places
-        if enrolled is not None:
-            self.known = list(dict.fromkeys(map(identity, enrolled)))
+        if enrolled.nodes is not None:
+            self.known = list(dict.fromkeys(map(identity, enrolled.nodes)))
             self._check_count()
 
     @property

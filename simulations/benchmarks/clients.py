@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd import Learner, Order, Poisson, client_app
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.client.personal import Personal
-from flwr_ppsgd.client.shelf import Shelf
+from flwr_ppsgd.client.theta import Stamp, Theta
+from flwr_ppsgd.client.theta_store import DiskStore, Shared
 from flwr_ppsgd.lab.data import load
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.simulation import InProcessGrid
@@ -78,17 +78,19 @@ def theta_ms(size: int, repetitions: int = 20) -> tuple[float, float]:
     loading = []
     vector = generator("theta").normal(size=size)
     w = vector.astype(np.float32).tobytes()
-    stamp = Personal(vector, run=1).stamp()
     with tempfile.TemporaryDirectory(dir=".") as directory:
-        shelf = Shelf(Path(directory), "run", "user")
-        for serial in range(repetitions):
+        for visit in range(1, repetitions + 1):
             start = time.perf_counter()
-            with shelf.writing():
-                shelf.note({"bytes": {}})
-                shelf.put_shared({"w": w}, 1, "")
-                shelf.put(1, stamp, {"theta": vector}, seen=serial, base=serial)
+            store = DiskStore(Path(directory), "user", "run")
+            stamps = store.stamps()
+            seen = stamps[0].serial if stamps else 0
+            with store.writing():
+                store.note({"bytes": {}})
+                store.put_shared(Shared({"w": w}, 1, ""))
+                store.put_theta(Theta(vector, Stamp(visit=visit, round=visit), seen=seen), back=0)
             between = time.perf_counter()
-            next(shelf.saves())
+            store.load(store.stamps()[0])
+            store.close()
             saving.append(between - start)
             loading.append(time.perf_counter() - between)
     return 1000 * min(saving), 1000 * min(loading)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_ppsgd import Poisson, Release, Steps, client_app, torch_client
 from flwr_ppsgd.lab.cnn import paper_cnn
-from flwr_ppsgd.lab.engines.engine import Setting
-from flwr_ppsgd.lab.engines.networks import NetworkEngine
+from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.network_engine import NetworkEngine
 from flwr_ppsgd.learner import Minibatches, generator
 from flwr_ppsgd.models.additive_head import AdditiveHead
 from flwr_ppsgd.models.split_learner import SplitLearner

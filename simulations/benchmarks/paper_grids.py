@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from flwr_ppsgd.lab.engines.batches import DType, Population, Table
-from flwr_ppsgd.lab.engines.engine import reported_rounds
-from flwr_ppsgd.lab.engines.linear import CohortEngine
-from flwr_ppsgd.lab.experiments.blocks import Plan, plan, setting_of
-from flwr_ppsgd.lab.experiments.sweep import Sweep
+from flwr_ppsgd.lab.block import Plan, plan, setting_of
+from flwr_ppsgd.lab.engine import reported_rounds
+from flwr_ppsgd.lab.linear_engine import DType, LinearEngine, Population, Table
+from flwr_ppsgd.lab.sweep import Sweep
 from simulations.benchmarks.measuring import seconds
 from simulations.benchmarks.workload import several
 from simulations.yardsticks import bags_of_words
@@ -86,7 +85,8 @@ def timed(name: str, changes: dict[str, Any], *, whole: bool = False) -> Grid:
     training = sweep.base.training
     planned = plan(sweep, MEMORY, jobs=1)
     engine = first_engine(sweep, planned)
-    shared = seconds(lambda: work_out_products(engine.population, engine.dtype))
+    dtype = np.dtype(sweep.base.precision)
+    shared = seconds(lambda: work_out_coordinates(engine.population, dtype))
     reports = reported_rounds(training.rounds, training.evaluate_every)
     if whole:
         block = seconds(lambda: run_all(engine, training.rounds, reports))
@@ -98,18 +98,14 @@ def timed(name: str, changes: dict[str, Any], *, whole: bool = False) -> Grid:
     return Grid(name, settings, training.rounds, shared + share * block)
 
 
-def work_out_products(population: Population, dtype: DType) -> None:
+def work_out_coordinates(population: Population, dtype: DType) -> None:
     """What all blocks that one process runs have in common."""
-    if not isinstance(population, Table):
-        return
-    products = population.products(dtype)
-    for user in range(len(population)):
-        products.gram(user)
-        if population.test is not None:
-            products.cross(user, population.test)
+    if isinstance(population, Table):
+        for user in range(len(population)):
+            population.coordinates(user, dtype)
 
 
-def run_all(engine: CohortEngine, rounds: int, reports: list[int]) -> None:
+def run_all(engine: LinearEngine, rounds: int, reports: list[int]) -> None:
     """All rounds and reports. No setting is dropped: on random rows some diverge."""
     for round_ in range(rounds + 1):
         if round_:
@@ -118,7 +114,7 @@ def run_all(engine: CohortEngine, rounds: int, reports: list[int]) -> None:
             engine.measures()
 
 
-def sampled(engine: CohortEngine, rounds: int, early: int, reports: int) -> float:
+def sampled(engine: LinearEngine, rounds: int, early: int, reports: int) -> float:
     """Seconds of all rounds and reports, from early rounds, later rounds and one report."""
     early = min(rounds, early)
     beginning = seconds(lambda: several(engine, early))
@@ -127,12 +123,12 @@ def sampled(engine: CohortEngine, rounds: int, early: int, reports: int) -> floa
     return beginning + (rounds - early) * per_round + reports * measuring
 
 
-def first_engine(sweep: Sweep, planned: Plan) -> CohortEngine:
+def first_engine(sweep: Sweep, planned: Plan) -> LinearEngine:
     points = planned.blocks[0]
     base = sweep.base
     settings = [setting_of(base, point) for point in points]
-    engine = base.task.engine(settings, points[0].seed, base.conditions())
-    assert isinstance(engine, CohortEngine)
+    engine = base.task.engine(settings, points[0].seed)
+    assert isinstance(engine, LinearEngine)
     return engine
 
 

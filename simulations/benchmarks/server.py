@@ -14,9 +14,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from numpy.typing import DTypeLike, NDArray
 
-from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app, clip
-from flwr_ppsgd.lab.engines.batches import Table
-from flwr_ppsgd.lab.engines.engine import Setting
+from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
+from flwr_ppsgd.algorithm import clip
+from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.linear_engine import Table
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.noise import Coins, GridSum

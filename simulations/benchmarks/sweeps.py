@@ -12,9 +12,8 @@ from scipy import sparse
 
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.data.synthetic import Synthetic
-from flwr_ppsgd.lab.engines.batches import Fresh, Table
-from flwr_ppsgd.lab.engines.engine import Setting
-from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.linear_engine import Fresh, LinearEngine, Table
 from flwr_ppsgd.noise import Coins
 from simulations.benchmarks.measuring import Comparison, seconds, show, show_against_loop
 from simulations.benchmarks.networks import network, paper_network_share
@@ -65,7 +64,7 @@ def one_setting() -> Comparison:
     setting = Setting(release, Steps(0.001, 0.001))
     table = linear_table()
     loop = plain_loop(from_table(table), (FEATURES, CLASSES), setting)
-    engine = warmed(CohortEngine(table, [setting], seed=1, rounds=20_000))
+    engine = warmed(LinearEngine(table, [setting], seed=1))
     growing = ledgers(release)
 
     def rounds() -> None:
@@ -81,7 +80,7 @@ def linear_sweep() -> Comparison:
     table = linear_table()
     grid = settings(release, (1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01))
     loop = plain_loop(from_table(table), (FEATURES, CLASSES), grid[20])
-    engine = warmed(CohortEngine(table, grid, seed=1, rounds=10_000))
+    engine = warmed(LinearEngine(table, grid, seed=1))
     return against(loop, engine, settings=len(grid), repetitions=20, rounds=20)
 
 
@@ -90,7 +89,7 @@ def synthetic_sweep() -> Comparison:
     release = Release(Poisson(USERS, rate=1.0), clip_norm=10.0, noise_multiplier=10.0)
     grid = settings(release, STEPS)
     loop = whole_cohort_loop(problem, BATCH, grid[50])
-    engine = CohortEngine(Fresh(problem, BATCH), grid, seed=1)
+    engine = LinearEngine(Fresh(problem, BATCH), grid, seed=1)
     return against(loop, engine, settings=len(grid), repetitions=12, rounds=5)
 
 
@@ -100,7 +99,7 @@ def words_sweep(dtype: DTypeLike = np.float64) -> Comparison:
     grid = settings(release, (2.0, 5.0, 10.0, 20.0))
     loop = plain_loop(from_table(table), (5000, 80), grid[10])
     take(100, loop)
-    engine = warmed(CohortEngine(table, grid, seed=1, rounds=2000, dtype=dtype))
+    engine = warmed(LinearEngine(table, grid, seed=1, dtype=dtype))
     return against(loop, engine, settings=len(grid), repetitions=12, rounds=5)
 
 
@@ -154,7 +153,7 @@ def words_turns(rounds: int = 5, repetitions: int = 8) -> list[WordsTurn]:
     release = Release(Poisson(500, rate=0.02), clip_norm=0.01, noise_multiplier=1.0)
     table = bags_of_words(500, SAMPLES, 5000, 80)
     grid = settings(release, (2.0, 5.0, 10.0, 20.0))
-    engine = warmed(CohortEngine(table, grid, seed=1, rounds=2000))
+    engine = warmed(LinearEngine(table, grid, seed=1))
     columns = 32 * 80  # one α has no θ, another has no w
     must_move = words_bytes(table, columns)
     source = np.ones(10**7)
@@ -189,22 +188,21 @@ def hot_words(table: Table) -> sparse.csr_array:
 def words_bytes(table: Table, columns: int) -> float:
     """Bytes that a round of ten users cannot avoid to read or write.
 
-    The rows of V for the words of the cohort: read for scores, read and written by the step. A_i
-    of each user (see ``Span``): read, and the rows of the minibatch written. Σ_t n_t: read and
-    written.
+    The rows of V for the words of the cohort: read for scores, read and written by the step. P_i
+    of each user: read twice and written. Σ_t n_t: read and written.
     """
     users = np.arange(0, len(table), len(table) // USERS_PER_ROUND)
     batch = table.batch(users, np.ones(len(users), dtype=np.intp), np.dtype(np.float64))
-    _, columns_with_entries = batch.flat.nonzero()
+    _, columns_with_entries = batch.x.nonzero()
     words = len(np.unique(columns_with_entries))
-    own_rows = len(users) * (SAMPLES + BATCH)
+    own_rows = 3 * len(users) * SAMPLES
     noise = 2 * table.features * table.outputs
     return 8.0 * (3 * words * columns + own_rows * columns + noise)
 
 
 COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (
     ("f. one setting, 784×10, Q=10, ε every round", one_setting, 1.5),
-    ("f. 63 settings, the same", linear_sweep, 10),
+    ("f. 63 settings, the same", linear_sweep, 8),
     ("f. 99 settings, synthetic, N=1000, d=100, Q=N", synthetic_sweep, 15),
     ("f. 36 settings, sparse 5000×80, N=500, Q=10, float32", narrow_words_sweep, 100),
     ("f. the same in float64", words_sweep, 100),

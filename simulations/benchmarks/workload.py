@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.engines.batches import Table
-from flwr_ppsgd.lab.engines.engine import Engine
-from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.lab.engine import Engine
+from flwr_ppsgd.lab.linear_engine import LinearEngine, Table
 from flwr_ppsgd.learner import Minibatches, generator
 from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.simulation import InProcessGrid
@@ -157,7 +156,7 @@ def linear_table() -> Table:
     return random_table(USERS, SAMPLES, FEATURES, CLASSES)
 
 
-def warmed(engine: CohortEngine, rounds: int = 500) -> CohortEngine:
+def warmed(engine: LinearEngine, rounds: int = 500) -> LinearEngine:
     """The engine after enough rounds that most rows have been drawn. Before that, θ is memory that
     nothing has touched."""
     several(engine, rounds)

@@ -20,11 +20,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from flwr_ppsgd.arrays import record_from
-from flwr_ppsgd.client.model import PersonalModel
-from flwr_ppsgd.client.sent import client_report
-from flwr_ppsgd.client.shelf import Shelf
-from flwr_ppsgd.server import checkpoint
-from flwr_ppsgd.server.status import status_of
+from flwr_ppsgd.client.personal_model import PersonalModel
+from flwr_ppsgd.client.report import client_report
+from flwr_ppsgd.client.theta_store import NAME, DiskStore
+from flwr_ppsgd.server.reports import status_of, status_text
+from flwr_ppsgd.server.store import NAME as SERVER_STORE
+from flwr_ppsgd.server.store import Checkpoint, Store
 from simulations.deployment.client_app import learner_from
 from simulations.deployment.federation import Federation, has_nginx, wait_for, write_app
 
@@ -89,12 +90,19 @@ class Story:
         )
 
     def rounds_done(self) -> int:
-        found = checkpoint.load(self.server) if self.server.exists() else None
+        if not (self.server / SERVER_STORE).exists():
+            return 0
+        found = Store.read(self.server).load()
         return found.round if found else 0
 
     def visits(self, user: str) -> int:
-        save = next(Shelf(self.directory / user / "state", RUN, user).saves(), None)
-        return int(save.stamp["visit"]) if save else 0
+        state = self.directory / user / "state"
+        if not list(state.glob(f"*/{NAME}")):
+            return 0
+        store = DiskStore(state, user, RUN, read_only=True)
+        stamps = store.stamps()
+        store.close()
+        return stamps[0].visit if stamps else 0
 
     def wait_for_round(self, number: int) -> None:
         wait_for(f"round {number}", lambda: self.rounds_done() >= number, seconds=400)
@@ -142,8 +150,9 @@ def tell(story: Story, api: str) -> list[str]:
 
 def check(story: Story, between: dict[str, int], status: str) -> list[str]:
     """θ went on from where it was, w has had all rounds, and every release is charged."""
-    final = checkpoint.load(story.server)
-    charges = (story.server / "journal.jsonl").read_text().count('"round"')
+    store = Store.read(story.server)
+    final = store.load()
+    charges = store.charged
     visits = story.all_visits()
     story.say(
         f"visits: {visits}; rounds in w: {final.round if final else 0}; charges in the ledger: "
@@ -164,11 +173,11 @@ def check(story: Story, between: dict[str, int], status: str) -> list[str]:
         story.say(f"{'yes' if holds else 'NO '}  {claim}")
     if final is not None:
         show_models(story, final)
-        print("\n" + status_of(story.server).in_words() + "\n")
+        print("\n" + status_text(status_of(story.server)) + "\n")
     return [claim for claim, holds in claims.items() if not holds]
 
 
-def show_models(story: Story, final: checkpoint.Checkpoint) -> None:
+def show_models(story: Story, final: Checkpoint) -> None:
     """What a user's machine can do now: predict with w + θ, and show what left it."""
     w = record_from(final.arrays)
     for user in USERS:

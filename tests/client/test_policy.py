@@ -21,10 +21,10 @@ from flwr.superlink.federation.noop_federation_manager import NoOpFederationMana
 from flwr.superlink.servicer.fleet import fleet_handlers
 
 from flwr_ppsgd import Order, client_app
-from flwr_ppsgd.client.legacy_api import PPSGDClient
+from flwr_ppsgd.client.app import PPSGDClient
 from flwr_ppsgd.client.policy import KEYS, Policy
 from flwr_ppsgd.client.refusal import ClientError
-from flwr_ppsgd.client.sent import client_report
+from flwr_ppsgd.client.report import client_report
 from flwr_ppsgd.signature import TrainingKey
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import toy_learner, w0
@@ -92,11 +92,15 @@ def test_every_key_is_read() -> None:
         "ppsgd-secure": True,
         "ppsgd-min-noise-multiplier": 1.5,
         "ppsgd-min-clients": 20,
+        "ppsgd-complete": True,
+        "ppsgd-max-own-epsilon": 4,
+        "ppsgd-epsilon": 1,
+        "ppsgd-delta": 1e-6,
         "partition-id": 3,
         "another": "key",
     }
     assert set(KEYS) <= set(config)
-    limits = Policy(1.0, 2.0, 3.5, False, False, KEY.public, True, 1.5, 20)
+    limits = Policy(1.0, 2.0, 3.5, 4.0, 1.0, 1e-6, False, False, KEY.public, True, True, 1.5, 20)
     assert Policy.of(config) == limits
     assert Policy.of({}) == Policy()
 

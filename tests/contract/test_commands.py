@@ -116,6 +116,22 @@ def test_ledger_and_status_show_what_a_training_has_charged(here: Path) -> None:
     assert "2 of 2" in check_done(ppsgd("status", "kept", where=here)).words
 
 
+def test_the_ledger_is_a_line_for_each_charge_and_can_be_backed_up(here: Path) -> None:
+    """Also while the training runs: the copy is a training of its own."""
+    run = ("run", "small.toml", "--set", "checkpoint-dir=kept", "--out", "out")
+    check_done(ppsgd(*run, where=here))
+    copied = check_done(ppsgd("ledger", "kept", "--backup", "copy/training.sqlite", where=here))
+    for shown in (copied.out, check_done(ppsgd("ledger", "copy", where=here)).out):
+        lines = [line.strip() for line in shown.splitlines()]
+        charges = [line for line in lines if line.startswith("charge ")]
+        assert [line.split(",")[0] for line in charges] == [
+            "charge 1: round 1",
+            "charge 2: round 2",
+        ]
+    again = ppsgd("ledger", "kept", "--backup", "copy/training.sqlite", where=here)
+    check_refused(again, "copy/training.sqlite", "exists")
+
+
 def epsilon_in(shown: str) -> str:
     found = re.search(r"spent: epsilon = ([\d.]+) \(zero-out\)", shown)
     assert found, shown

@@ -1,19 +1,21 @@
 """Whatever happens to the server or its disk, the ledger never shows less than was published."""
 
+import contextlib
 import json
+import logging
 import math
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
@@ -225,6 +227,31 @@ def test_a_restored_backup_is_refused_until_its_charges_are_added(tmp_path: Path
     assert (again.rounds_done, again.ledger.rounds) == (4, 9)
 
 
+def elsewhere(place: Path) -> None:
+    """The files of another training, in place of these."""
+    train(place.with_name("other"), 9)
+    put_back(place.with_name("other"), place)
+
+
+def emptied(place: Path) -> None:
+    for path in place.iterdir():
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, elsewhere, emptied])
+def test_a_training_that_was_removed_or_replaced_is_not_begun_anew(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """The record outside knows its charges; the error says what to do, each time again."""
+    place = tmp_path / "server"
+    train(place, 4)
+    change(place)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"4 charges.*use another directory") as refused:
+            strategy(checkpoint_dir=place)
+        assert "\n" not in str(refused.value)
+
+
 class Counted(Target):
     """It counts how often anybody takes a gradient."""
 
@@ -297,6 +324,60 @@ def test_a_second_training_in_one_process_is_refused_too(tmp_path: Path) -> None
     strategy(checkpoint_dir=tmp_path).close()
 
 
+def test_a_forked_child_charges_nothing(tmp_path: Path) -> None:
+    server = strategy(checkpoint_dir=tmp_path)
+    grid = nodes()
+    messages = server.configure_train(1, zeros(), ConfigRecord(), grid)
+    replies = list(grid.send_and_receive(messages))
+    child = os.fork()
+    if not child:  # pragma: no cover - measured in the parent only
+        try:
+            server.aggregate_train(1, replies)
+        except ValueError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "charged: 0 " in ppsgd("ledger", tmp_path).out
+    server.aggregate_train(1, replies)
+    assert "charged: 1 " in ppsgd("ledger", tmp_path).out
+
+
+def test_a_disk_where_locks_do_not_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network disks grant every lock."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    with pytest.raises(ValueError, match="use a directory on a local disk") as refused:
+        strategy(checkpoint_dir=tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_directory_in_which_others_may_write_gets_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        strategy(checkpoint_dir=tmp_path)
+    assert f"Others can write in {tmp_path}" in caplog.text
+
+
+def test_a_link_in_the_directory_is_never_followed(tmp_path: Path) -> None:
+    """Whoever may write there could have another file of the owner overwritten."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    place = tmp_path / "server"
+    train(place, 2)
+    names = [path.name for path in place.iterdir()]
+    for name in names:
+        for suffix in ("", ".partial"):
+            shutil.rmtree(place)
+            place.mkdir()
+            (place / f"{name}{suffix}").symlink_to(victim)
+            with contextlib.suppress(ValueError, OSError):
+                train(place, 2)
+            assert victim.read_bytes() == b"mine", name
+
+
 # A full disk.
 
 
@@ -319,12 +400,12 @@ def test_where_files_cannot_grow_nothing_is_published_that_is_not_charged(tmp_pa
     assert published == 6
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 400 KiB."""
+@pytest.fixture(params=[400])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of so many KiB."""
     mounted = tmp_path / "disk"
     mounted.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(mounted)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "none", str(mounted)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -366,6 +447,26 @@ def test_a_full_disk_ends_a_training_with_one_line_and_loses_nothing(small_disk:
     before = again.ledger.rounds
     again.start(nodes(), zeros(), num_rounds=4)
     assert (again.rounds_done, again.ledger.rounds) == (4, before + 2)
+
+
+@pytest.mark.parametrize("small_disk", [40, 120, 260, 330, 420, 510, 800], indirect=True)
+def test_a_round_is_sent_only_if_there_is_room_for_its_w(small_disk: Path) -> None:
+    """On disks that hold none, one or two w of 160 kB, at every start: nothing is charged that is
+    not kept."""
+    place = small_disk / "server"
+    grid = InProcessGrid(client_app(lambda _: Counted(np.ones(killed.LARGE))), USERS)
+    for _ in range(2):
+        Counted.taken = 0
+        full = strategy()
+        with contextlib.suppress(OSError, ValueError):
+            full = strategy(checkpoint_dir=place)
+            full.start(grid, ArrayRecord([np.zeros(killed.LARGE)]), num_rounds=4)
+        assert full.ledger.rounds == full.rounds_done
+        full.close()
+    if full.rounds_done:
+        again = strategy(checkpoint_dir=place)
+        again.close()
+        assert again.ledger.rounds == again.rounds_done == full.rounds_done
 
 
 # Damage, whatever the files are.

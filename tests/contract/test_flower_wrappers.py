@@ -161,7 +161,7 @@ def test_flowers_dp_strategies_are_refused_around_ppsgd(name: str, replies: str)
     with pytest.raises(ValueError, match=f"PPSGD inside Flower's {name}"):
         outer.configure_train(1, w0(), ConfigRecord(), grid())
     assert inner.ledger.rounds == 0
-    inner.start(grid(), w0(), num_rounds=1)
+    inner.start(grid(client_app(learner_for, local_step=0.1)), w0(), num_rounds=1)
     assert inner.ledger.rounds == 1
 
 

@@ -317,17 +317,34 @@ def test_metrics_and_report_do_not_tell_how_many_replied() -> None:
     assert everyone == report(lambda _, replies: replies[:1])
 
 
-@pytest.mark.parametrize("users", [3, 12])
-def test_two_rounds_in_which_nobody_could_be_used_end_the_run_and_are_charged(users: int) -> None:
+def failing_from(first: int) -> Callable[[Message, Context], Message]:
+    """Clients all of which fail from some round on."""
+
     def failing(message: Message, context: Context) -> Message:
-        if is_training(message):
+        if (
+            is_training(message)
+            and int(str(message.content.config_records["ppsgd-order"]["round"])) >= first
+        ):
             raise RuntimeError("no data here")
         return APP(message, context)
 
+    return failing
+
+
+@pytest.mark.parametrize("users", [3, 12])
+def test_two_rounds_in_which_nobody_could_be_used_end_the_run_and_are_charged(users: int) -> None:
     ppsgd = strategy(release=release(population=users))
-    with pytest.raises(RuntimeError, match=r"(?s)rounds 1 and 2.*charged"):
-        trained(ppsgd, grid(failing, users), rounds=9)
-    assert ppsgd.ledger.rounds == 2
+    with pytest.raises(RuntimeError, match=r"(?s)rounds 2 and 3.*charged"):
+        trained(ppsgd, grid(failing_from(2), users), rounds=9)
+    assert ppsgd.ledger.rounds == 3
+
+
+@pytest.mark.parametrize("users", [3, 12])
+def test_a_mistake_that_everybody_makes_costs_the_first_release_alone(users: int) -> None:
+    ppsgd = strategy(release=release(population=users))
+    with pytest.raises(RuntimeError, match=r"(?s)round 1 each client.*no data here.*charged"):
+        trained(ppsgd, grid(failing_from(1), users), rounds=9)
+    assert ppsgd.ledger.rounds == 1
 
 
 def test_vectors_that_are_not_finite_never_end_a_run() -> None:

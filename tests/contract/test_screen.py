@@ -121,7 +121,7 @@ def near(number: float, shown: list[str]) -> bool:
 def test_a_caveat_of_the_promise_is_on_the_screen(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record of charges that cannot be written: a journal put back would not show."""
+    """A record of charges that cannot be written: a store put back would not show."""
     monkeypatch.setenv("PPSGD_STATE_HOME", "/dev/null/nowhere")
     kept = ("--set", "checkpoint-dir=kept")
     ended = check_done(ppsgd("run", "small.toml", *kept, "--out", "out", where=here))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from flwr_ppsgd import PPSGD, Order, Poisson, Release, SecureSum, client_app
+from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, SecureSum, client_app
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.hostile_clients import (
     APP,
@@ -270,9 +270,9 @@ def test_rounds_in_which_nobody_answers_end_the_run() -> None:
     everyone = set(range(CLIENTS))
     app = Dropping({(round_, 1): everyone for round_ in (1, 2, 3)})
     ppsgd = secure()
-    with pytest.raises(RuntimeError, match="rounds 1 and 2"):
+    with pytest.raises(RuntimeError, match="in round 1 each"):
         trained(ppsgd, of(app), rounds=5)
-    assert ppsgd.ledger.rounds == 2
+    assert ppsgd.ledger.rounds == 1
 
 
 # --- hostile clients
@@ -462,17 +462,17 @@ NOISE = 1.2345  # a number that nothing else in a message has
 def test_what_was_agreed_in_a_training_cannot_be_changed(
     name: str, agreed: float, other: float
 ) -> None:
-    """Every number that equals the agreed one is replaced, from round 2 on."""
+    """Every number that equals the agreed one is replaced, in each exchange from round 2 on."""
 
-    def changing(message: Message, round_: int, exchange: int) -> list[Message]:
-        if round_ == 1 or exchange not in (1, 3):
+    def changing(message: Message, round_: int, _: int) -> list[Message]:
+        if round_ == 1:
             return []
         return [with_numbers(message, agreed, other)]
 
     app = Attacking(changing)
     summed = Release(Poisson(CLIENTS, 1.0), 1.625, NOISE, aggregation=RULES)
     trained(strategy(release=summed), of(app))
-    assert all_refused(app.outcomes, 2), name
+    assert all_refused(app.outcomes, 4), name
 
 
 def with_numbers(message: Message, agreed: float, other: float) -> Message:
@@ -608,10 +608,25 @@ def test_the_statement_says_from_whom_a_secure_sum_protects() -> None:
     ppsgd = secure(4.0)
     trained(ppsgd, of(), rounds=1)
     text = ppsgd.privacy_statement()
-    assert "the server, which sees sums only, together with any 1 other users" in text
-    assert "which is trusted" not in text
-    for fact in ("more than 1 colluding clients", "a server that lies", "hostile clients"):
+    data = ppsgd.privacy_data()
+    assert "the server and any 1 of the other users together learn no more" in text
+    assert "as long as the server follows the protocol" in text
+    for wrong in ("which is trusted", "joint differential privacy", "everybody else"):
+        assert wrong not in text
+        assert wrong not in str(data)
+    facts = (
+        "more colluding users than 1",
+        "a server that does not follow the protocol",
+        "vouches for the list of users",
+        "hostile clients",
+        "HKDF",
+        "Poly1305",
+        "the clients' own random numbers",
+    )
+    for fact in facts:
         assert fact in text
+    own_share = Ledger(data["delta"]).record(release(z=4.0 / np.sqrt(RULES.honest)))  # type: ignore[arg-type]
+    assert data["epsilon_all_others_pooling"] == pytest.approx(own_share.epsilon())
     everyone = strategy(release=release(z=4.0, population=CLIENTS))
     trained(everyone, of(), rounds=1)
     assert ppsgd.privacy_data()["epsilon"] == everyone.privacy_data()["epsilon"]

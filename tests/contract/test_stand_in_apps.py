@@ -17,7 +17,7 @@ from tests.support.recipes import CONFIG, apply_page, change, imported, write_ap
 
 KINDS = ("message", "legacy")
 NODES = 100  # as in the recipe
-STATEMENT = "To each of the 100 enrolled users"
+STATEMENT = "user-level joint differential privacy"
 BACK_TO_FEDAVG = {
     "message": ("strategy = PPSGD(", "strategy = FedAvg(fraction_evaluate=fraction_evaluate)"),
     "legacy": (

@@ -9,11 +9,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context
 
-from flwr_ppsgd import PPSGD, FixedSize, Ledger, Poisson, Release, Steps
+from flwr_ppsgd import (
+    PPSGD,
+    AdditiveLinear,
+    FixedSize,
+    Ledger,
+    Minibatches,
+    Poisson,
+    Release,
+    Steps,
+    client_app,
+)
 from flwr_ppsgd.legacy import PPSGDStrategy
+from flwr_ppsgd.statement import rounded_up
 from tests.contract.hostile_clients import (
     DELTA,
     USERS,
@@ -60,7 +72,53 @@ def test_statement_and_data_have_the_ledgers_numbers(cohort: Poisson | FixedSize
     assert data["guarantee"] == "user-level joint differential privacy"
     text = ppsgd.privacy_statement()
     assert ledger.epsilon() <= epsilon_in(text) <= 1.001 * ledger.epsilon()
+    exchanged = re.search(r"epsilon is ([0-9.]+) if one user's data are exchanged", text)
+    assert exchanged
+    stated = float(exchanged[1])
+    assert ledger.epsilon("replace-one") <= stated <= 1.001 * ledger.epsilon("replace-one")
     assert data["statement"] == text
+
+
+def test_the_short_form_has_both_epsilons_and_every_condition_in_five_lines() -> None:
+    ppsgd = after(3, evaluate_every=1)
+    data = ppsgd.privacy_data()
+    short = str(data["short"])
+    assert len(short.splitlines()) <= 5
+    for name in ("epsilon", "epsilon_replace_one"):
+        assert rounded_up(data[name]) in short  # type: ignore[arg-type]
+    named = ("caveats", "conditional_on", "outside_the_guarantee")
+    for condition in (text for name in named for text in data[name]):  # type: ignore[attr-defined]
+        assert condition.partition(":")[0] in short
+    assert "Evaluation on the users' own data" in short
+
+
+def test_an_absurd_epsilon_is_stated_as_it_is() -> None:
+    """Finite precision takes nothing of δ at ε = 40; at replace-one it takes all of it."""
+    one_round = Ledger(DELTA).record(release(z=0.165))
+    assert 39 < one_round.epsilon() < 41
+    ppsgd = after(1, release=release(z=0.165))
+    data = ppsgd.privacy_data()
+    assert data["epsilon"] == one_round.epsilon()
+    assert data["epsilon_replace_one"] == "infinite"
+    assert data["statement"] == ppsgd.privacy_statement()
+
+
+def test_all_releases_are_listed_with_noise_and_bound() -> None:
+    rows = np.random.default_rng(0).normal(size=(12, 4))
+
+    def learner(_: Context) -> AdditiveLinear:
+        return AdditiveLinear(Minibatches(rows[:, :3], rows[:, 3], 4, seed=0, user=0), 3)
+
+    ppsgd = PPSGD.auto(population=40, epsilon=8.0, delta=1e-3, task="regression")
+    ppsgd.start(grid(client_app(learner), 40), ArrayRecord([np.zeros((3, 1))]))
+    data = ppsgd.privacy_data()
+    listed = [(each["what"], each["times"]) for each in data["releases"]]  # type: ignore[attr-defined]
+    assert listed == [("unit", 1), ("w", 2)]
+    text = ppsgd.privacy_statement()
+    for each in data["releases"]:  # type: ignore[attr-defined]
+        assert f"z = {each['noise_multiplier']:.4g}, bound {each['bound']:.4g}" in text
+    for words in ("follows from what was published, by a public rule", "own fitted model, clipped"):
+        assert words in text
 
 
 @pytest.mark.parametrize("cohort", COHORTS)
@@ -189,6 +247,7 @@ def test_evaluation_stays_in_the_statement_of_later_starts(tmp_path: Path) -> No
 
 
 NOT_PROTECTED = [
+    "who is enrolled, and how many are",
     "the server itself, which is trusted",
     "metrics, logs and timings",
     "the choice of settings",

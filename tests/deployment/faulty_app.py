@@ -24,9 +24,9 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Order, Release, client_app
-from flwr_ppsgd.client.legacy_api import PPSGDClient
-from flwr_ppsgd.server.journal import Journal
-from flwr_ppsgd.server.legacy_api import PPSGDStrategy
+from flwr_ppsgd.client.app import PPSGDClient
+from flwr_ppsgd.server.legacy import PPSGDStrategy
+from flwr_ppsgd.server.store import Store
 
 Floats = NDArray[np.float64]
 SIZE = 6
@@ -82,23 +82,24 @@ def note(out: Path, round_: int, w: Floats) -> None:
     os.replace(partial, out / f"w-{round_}.npy")
 
 
-class Dying(Journal):
-    """A journal whose process dies once, right after a charge is on the disk and before anything
+class Dying(Store):
+    """A store whose process dies once, right after a charge is on the disk and before anything
     is released."""
 
-    def charge(self, round_: int, insecure: bool, release: Release | None = None) -> None:
-        super().charge(round_, insecure, release)
-        told = self._path.parent / "die-after-charge"
+    def charge(self, round_: int, release: Release, *, insecure: bool = False) -> None:
+        super().charge(round_, release, insecure=insecure)
+        assert self.directory is not None
+        told = self.directory / "die-after-charge"
         if told.exists() and int(told.read_text()) == round_:
             told.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def place_of(config: dict[str, Any]) -> Path:
-    """Where this run writes; made with a journal that can be told to die."""
+    """Where this run writes; made with a store that can be told to die."""
     import flwr_ppsgd.server.curator
 
-    vars(flwr_ppsgd.server.curator)["Journal"] = Dying
+    vars(flwr_ppsgd.server.curator)["Store"] = Dying
     return Path(str(config["checkpoint-dir"]))
 
 

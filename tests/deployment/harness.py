@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.client.shelf import Save, Shelf
-from flwr_ppsgd.server import checkpoint
+from flwr_ppsgd.client.theta import Theta
+from flwr_ppsgd.server.store import NAME, Store
 from simulations.deployment.federation import Federation, wait_for, write_app
+from tests.support.kept import kept_in
 
 USERS = ("ada", "ben", "cleo")
 STEP, ALPHA_Q = 0.2, 0.5
@@ -87,7 +88,9 @@ class Deployment:
         return self.federation.status(run)
 
     def rounds_done(self, name: str) -> int:
-        found = checkpoint.load(self.server(name))
+        if not (self.server(name) / NAME).exists():
+            return 0
+        found = Store.read(self.server(name)).load()
         return found.round if found else 0
 
     def wait_for_round(self, name: str, number: int, seconds: float = 300) -> None:
@@ -105,13 +108,11 @@ class Deployment:
         path = self.place(user) / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def kept(self, name: str, user: str) -> Save | None:
-        return next(Shelf(self.place(user) / "state", name, user).saves(), None)
+    def kept(self, name: str, user: str) -> Theta | None:
+        return kept_in(self.place(user) / "state", user, name)
 
     def charges(self, name: str) -> list[int]:
-        lines = (self.server(name) / "journal.jsonl").read_text().splitlines()
-        entries = [json.loads(line.split("\t")[0]) for line in lines]
-        return [entry["round"] for entry in entries if "round" in entry]
+        return [round_ for round_, *_ in Store.read(self.server(name)).charge_rows()]
 
     def log(self) -> str:
         return self.federation.log("superlink")
@@ -126,7 +127,7 @@ def replayed(deployment: Deployment, name: str, user: str) -> tuple[NDArray[np.f
     """
     save = deployment.kept(name, user)
     visits = {note["visit"]: note["round"] for note in deployment.notes(name, user)}
-    rounds = [visits[visit] for visit in range(1, (save.stamp["visit"] if save else 0) + 1)]
+    rounds = [visits[visit] for visit in range(1, (save.stamp.visit if save else 0) + 1)]
     y, theta = np.load(deployment.place(user) / "y.npy"), np.zeros(6)
     for round_ in rounds:
         w = np.load(deployment.server(name) / f"w-{round_ - 1}.npy")
@@ -148,7 +149,7 @@ def check(
         theta, stepped = replayed(deployment, name, user)
         save = deployment.kept(name, user)
         if save is not None:
-            np.testing.assert_allclose(save.vectors["theta"], theta, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(save.theta, theta, rtol=1e-12, atol=1e-12)
         assert stepped == sorted(set(stepped)), f"{user} was stepped twice in a round: {stepped}"
         if users and user in users:
             assert stepped == users[user], user

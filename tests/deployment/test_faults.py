@@ -17,11 +17,12 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from flwr_ppsgd import clip
-from flwr_ppsgd.client.sent import client_report
-from flwr_ppsgd.client.shelf import Shelf
-from flwr_ppsgd.server import private_log
+from flwr_ppsgd.algorithm import clip
+from flwr_ppsgd.client.report import client_report
+from flwr_ppsgd.client.theta_store import DiskStore
+from flwr_ppsgd.server.store import Store
 from tests.deployment.harness import USERS, Deployment, check
+from tests.support.kept import all_kept_in
 
 slow = pytest.mark.deployment
 INJECTED = str(Path(__file__).with_name("injected"))
@@ -44,7 +45,7 @@ def faults(deployment: Deployment, user: str) -> dict[str, str]:
 
 def heard(deployment: Deployment, name: str, round_: int) -> dict[str, Any]:
     """The server-private line of a round; of one that was run twice, the last."""
-    found = private_log.entries(deployment.server(name))
+    found = [fact for _, fact in Store.read(deployment.server(name)).facts()]
     return [entry for entry in found if entry.get("round") == round_][-1]
 
 
@@ -87,7 +88,7 @@ def test_a_supernode_that_ends_in_the_middle_of_a_round(
     check(deployment, name, 4, {ADA: [1, 2, 3, 4], CLEO: [1, 2, 3, 4]})
     save = deployment.kept(name, BEN)
     assert save is not None
-    assert 1 <= save.stamp["visit"] <= 3
+    assert 1 <= save.stamp.visit <= 3
 
 
 @slow
@@ -185,7 +186,8 @@ def test_two_runs_in_one_federation_at_once(deployment: Deployment) -> None:
     assert [deployment.finish(run) for run in runs] == ["finished:completed"] * 2
     for name in ("one", "two"):
         check(deployment, name, 3)
-    assert {shelf.run for shelf in Shelf.all_in(deployment.place(ADA) / "state")} >= {"one", "two"}
+    store = DiskStore(deployment.place(ADA) / "state", ADA, read_only=True)
+    assert set(store.runs()) >= {"one", "two"}
 
 
 @slow
@@ -214,15 +216,12 @@ def test_a_clock_that_goes_back(deployment: Deployment) -> None:
 def test_a_theta_file_of_another_user_is_refused(deployment: Deployment) -> None:
     run = deployment.begin("copied", 1, min_online=1.0)
     deployment.finish(run)
-    own, other = (
-        next(iter(Shelf(deployment.place(u) / "state", "copied", u).directory.glob("*.theta")))
-        for u in (ADA, BEN)
-    )
+    own, other = (max((deployment.place(u) / "state").rglob("*.theta")) for u in (ADA, BEN))
     mine = own.read_bytes()
     own.write_bytes(other.read_bytes())
     run = deployment.begin("copied", 2)
     assert deployment.finish(run) == "finished:completed"
-    assert "theta-foreign" in heard(deployment, "copied", 2)["first_failure"]
+    assert "theta-damaged" in heard(deployment, "copied", 2)["first_failure"]
     own.write_bytes(mine)
     run = deployment.begin("copied", 3)
     assert deployment.finish(run) == "finished:completed"
@@ -330,11 +329,9 @@ def test_theta_is_in_no_packet_and_restarts_are_not_covered_without_authenticati
         assert all(value.tobytes() in seen for value in sent), (
             "the tap must see the gradient of round 1"
         )
-        for save in Shelf(made.place(user) / "state", "packets", user).saves():
+        for save in all_kept_in(made.place(user) / "state", user, "packets"):
             for width in (np.float64, np.float32):
-                assert not any(
-                    value.tobytes() in seen for value in save.vectors["theta"].astype(width)
-                ), user
+                assert not any(value.tobytes() in seen for value in save.theta.astype(width)), user
     statement = (made.server("packets") / "statement.txt").read_text()
     assert "To each of the 3 enrolled nodes" in statement
     assert "User-level privacy across restarts of a node is NOT claimed" in statement

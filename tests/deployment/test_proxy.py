@@ -16,8 +16,8 @@ from flwr.supercore.protobuf import translation
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.supernode import fleet_http_client
 
-from flwr_ppsgd.client.connection import NotLetInError, check_connection
-from flwr_ppsgd.server import private_log
+from flwr_ppsgd.client.check_node import NotLetInError, check_connection
+from flwr_ppsgd.server.store import Store
 from simulations.deployment.federation import (
     PROXY_CONFIG,
     Federation,
@@ -258,5 +258,5 @@ def online(federation: Federation) -> int:
 
 def told(deployment: Deployment, name: str) -> list[dict[str, Any]]:
     """What the operator was told of in a training, besides rounds."""
-    found = private_log.entries(deployment.server(name))
+    found = [fact for _, fact in Store.read(deployment.server(name)).facts()]
     return [entry for entry in found if "problem" in entry]

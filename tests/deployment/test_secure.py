@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flwr_ppsgd.client.sent import client_report
+from flwr_ppsgd.client.report import client_report
 from simulations.deployment.federation import write_app
 from tests.deployment.harness import Deployment
 
@@ -76,7 +76,7 @@ def test_clients_killed_between_exchanges_leave_the_sum_of_the_others(
     for user in PEOPLE:
         save = deployment.kept("killed", user)
         assert save is not None
-        np.testing.assert_allclose(save.vectors["theta"], theta[user], atol=1e-6)
+        np.testing.assert_allclose(save.theta, theta[user], atol=1e-6)
     statement = (deployment.server("killed") / "statement.txt").read_text()
     assert "secure sum of one vector per user" in statement
     report = client_report(deployment.place("ada") / "state")

@@ -365,7 +365,7 @@ def test_a_secure_sum_says_what_dropouts_cost() -> None:
     assert (secure.clients, secure.needed, secure.may_drop_out) == (200, 170, 30)
     assert secure.extra_noise == pytest.approx(math.sqrt(200 / 160))
     assert secure.extra_noise_at_least_clients == pytest.approx(math.sqrt(170 / 160))
-    assert secure.delta_for_neighbours == pytest.approx(50 * 2.0**-40)
+    assert secure.delta_for_neighbours == 0  # all 200 are neighbours
     words = in_words(question, make(question))
     assert "170 of 200 clients must stay to the end of a round: 30 may drop out" in words
     assert "11.8% more than is charged for (√(200/160)), with the fewest 3.1%" in words

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flwr_ppsgd.lab.recipe_plan import RecipeQuestion, in_words, is_asked, make, missing
-from flwr_ppsgd.privacy import Ledger
+from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import noise_alone, recipe
 from tests.lab.test_plan import ppsgd  # noqa: F401 - a fixture
 

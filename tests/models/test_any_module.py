@@ -375,7 +375,7 @@ def test_theta_may_be_added_to_layers_that_are_shared() -> None:
 
 
 def test_the_engine_of_networks_adds_theta_too() -> None:
-    from flwr_ppsgd.lab.engines.networks import cohort_gradients
+    from flwr_ppsgd.lab.network_engine import cohort_gradients
 
     model = SplitModel(regression(3), "2.*", additive=True)
     rows = (NUMBERS[0], torch.arange(5) % 3)

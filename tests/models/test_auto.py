@@ -23,7 +23,7 @@ from flwr_ppsgd import (
     torch_client,
     torch_learner,
 )
-from flwr_ppsgd.client.personal import MODEL
+from flwr_ppsgd.client.theta_store import STATE_MODEL
 from flwr_ppsgd.client.visit import answer_before, respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, Solver
 from flwr_ppsgd.models.solve import Columns, OwnProblem, Published, personal_model, solution
@@ -269,7 +269,7 @@ def test_auto_trains_a_network_and_leaves_every_device_its_model(
     assert {"accuracy", "shared_accuracy"} <= set(result.evaluate_metrics_clientapp[rounds])
     w = np.concatenate([array.reshape(-1) for array in result.arrays.to_numpy_ndarrays()])
     for node in grid.get_node_ids():
-        kept = grid.context(node).state[MODEL]
+        kept = grid.context(node).state[STATE_MODEL]
         assert isinstance(kept, ArrayRecord)
         np.testing.assert_allclose(kept[OWN_W].numpy(), w, rtol=1e-12)
     sent = [records_of(reply) for reply in app.replies]
@@ -286,7 +286,7 @@ def test_auto_trains_a_network_and_leaves_every_device_its_model(
         assert scores.shape == (ROWS, CLASSES)
     else:
         assert newcomer.theta.any()
-        assert OWN_THETA in grid.context(grid.get_node_ids()[0]).state[MODEL]
+        assert OWN_THETA in grid.context(grid.get_node_ids()[0]).state[STATE_MODEL]
 
 
 def test_the_last_w_is_answered_with_nothing() -> None:
@@ -295,7 +295,7 @@ def test_the_last_w_is_answered_with_nothing() -> None:
     grid = InProcessGrid(app, USERS)  # type: ignore[arg-type]
     strategy = PPSGD.auto(population=USERS, epsilon=8.0, delta=1e-2)
     strategy.start(grid, shared_arrays(Network(), "head.*", additive=True))
-    assert all(MODEL in grid.context(node).state for node in grid.get_node_ids())
+    assert all(STATE_MODEL in grid.context(node).state for node in grid.get_node_ids())
     for reply in app.replies[-USERS:]:
         assert records_of(reply) == {}
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from flwr_ppsgd.lab.data.files import read
-from flwr_ppsgd.lab.experiments.problem import Problem
-from flwr_ppsgd.lab.experiments.tasks import task_of
+from flwr_ppsgd.lab.problem import Problem
+from flwr_ppsgd.lab.tasks import task_of
 from flwr_ppsgd.models import representation as module
 from flwr_ppsgd.models.representation import (
     Backbone,
@@ -206,9 +206,8 @@ def test_a_task_sees_the_representation_in_every_engine(tmp_path: Path, flat: bo
     np.testing.assert_allclose(data.matrix(rows), expected, atol=1e-6)
     whole, _, offsets = data.part(test=False)
     np.testing.assert_array_equal(whole[offsets[1] : offsets[2]], data.matrix(rows))
-    task = task_of(problem, 3)
-    assert task.known()["representation"] == "random-convolution"
-    learner = task.learner(1)
+    assert problem.found_representation() == "random-convolution"
+    learner = task_of(problem, 3).learner(1)
     assert len(learner.initial_theta()) == 41 * 2
     plain = Problem(data=str(path), representation="none").per_user()
     assert plain.features == 144

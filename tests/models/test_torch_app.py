@@ -158,10 +158,9 @@ def test_a_torch_client_answers_a_secure_sum_as_it_is() -> None:
     for aggregation in (None, SecureSum(honest=5, colluding=1)):
         grid = InProcessGrid(torch_client(seeded_network, "1.*", own_pairs), 8)
         strategy = PPSGD(
-            release=Release(Poisson(8, 1.0), 1.0, 0.0),
+            release=Release(Poisson(8, 1.0), 1.0, 0.0, aggregation=aggregation),
             steps=Steps(0.5, 0.5),
             delta=1e-3,
-            aggregation=aggregation,
         )
         w = shared_arrays(seeded_network(), "1.*")
         trained = strategy.start(grid=grid, initial_arrays=w, num_rounds=2).arrays

@@ -10,8 +10,10 @@ import pytest
 from flwr_ppsgd import SecureSum
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.secure.graph import (
+    MOST_PARTICIPANTS,
     Design,
     _among_neighbours,
+    _fewest_distinct,
     _log_apart,
     _most_colluders,
     _neighbours_to_connect,
@@ -20,35 +22,66 @@ from flwr_ppsgd.secure.graph import (
     survivors_needed,
 )
 
-RULES = SecureSum(honest=80, colluding=10)
+RULES = SecureSum(honest=250, colluding=20)
+CLIENTS = 300
 
 
-def test_up_to_forty_clients_are_all_neighbours() -> None:
-    rules = SecureSum(honest=30, colluding=3)
-    assert design(rules, 40) == Design(39, 3, True)
-    graph = draw(design(rules, 40), 40, Coins.insecure(0))
-    assert all(graph[own] == frozenset(range(40)) - {own} for own in range(40))
+def test_up_to_200_clients_are_all_neighbours() -> None:
+    rules = SecureSum(honest=120, colluding=3)
+    assert design(rules, 200) == Design(199, 199, 3, True)
+    graph = draw(design(rules, 200), 200, Coins.insecure(0))
+    assert all(graph[own] == frozenset(range(200)) - {own} for own in range(200))
 
 
 def test_more_clients_have_random_neighbours_fewer_than_all() -> None:
-    found = design(RULES, 100)
+    found = design(RULES, CLIENTS)
     assert not found.complete
-    assert found.neighbours == 38
-    assert found.colluders == 10
+    assert found.neighbours == 58
+    assert found.colluders == 20
 
 
 def test_a_graph_is_symmetric_without_loops_and_regular_but_for_doubled_edges() -> None:
-    found = design(RULES, 100)
-    graph = draw(found, 100, Coins.insecure(1))
+    found = design(RULES, CLIENTS)
+    graph = draw(found, CLIENTS, Coins.insecure(1))
     for own, others in enumerate(graph):
         assert own not in others
         assert all(own in graph[other] for other in others)
-        assert found.neighbours * 0.6 < len(others) <= found.neighbours
+        assert found.fewest <= len(others) <= found.neighbours
+
+
+def test_hardly_any_round_has_a_client_with_too_few_distinct_neighbours() -> None:
+    """n·P[distinct < m] ≤ 1e-3 < n·P[distinct < m + 1], against drawn graphs."""
+    clients, neighbours = 250, 58
+    fewest = _fewest_distinct(clients, neighbours)
+    times = 300
+    counts: Counter[int] = Counter()
+    for seed in range(times):
+        graph = draw(Design(neighbours, fewest, 0, False), clients, Coins.insecure(seed))
+        counts.update(len(others) for others in graph)
+    drawn = times * clients
+    expected = _chances_of_distinct(clients - 1, neighbours // 2)
+    for distinct in range(48, 59):
+        chance = expected[distinct]
+        assert abs(counts[distinct] / drawn - chance) < 8 * math.sqrt(chance / drawn) + 1e-4
+    fewer = [clients * sum(expected[:least]) for least in (fewest, fewest + 1)]
+    assert fewer[0] <= 1e-3 < fewer[1]
+    assert neighbours - fewest > 3  # "k − 3" would refuse most rounds of honest servers
+
+
+def _chances_of_distinct(others: int, cycles: int) -> list[float]:
+    """Inclusion and exclusion: exactly m of the others are in at least one of the pairs."""
+    pairs = math.comb(others, 2)
+    return [
+        math.comb(others, m)
+        * sum((-1) ** (m - j) * math.comb(m, j) * math.comb(j, 2) ** cycles for j in range(m + 1))
+        / pairs**cycles
+        for m in range(2 * cycles + 1)
+    ]
 
 
 def test_neighbours_are_drawn_uniformly() -> None:
     """Each pair is joined equally often, within 5 standard errors."""
-    found = Design(4, 0, False)
+    found = Design(4, 2, 0, False)
     times = 4000
     counts: Counter[tuple[int, int]] = Counter()
     for seed in range(times):
@@ -60,8 +93,10 @@ def test_neighbours_are_drawn_uniformly() -> None:
 
 
 def test_more_neighbours_than_needed_can_be_asked_for() -> None:
-    assert design(SecureSum(80, 10, neighbours=61), 100).neighbours == 62
-    assert design(SecureSum(80, 10, neighbours=99), 100).complete
+    assert design(SecureSum(250, 20, neighbours=81), CLIENTS).neighbours == 82
+    assert design(SecureSum(250, 20, neighbours=299), CLIENTS).complete
+    with pytest.raises(ValueError, match="neighbours must be a whole number from 0 to 399"):
+        SecureSum(250, 20, neighbours=400)
 
 
 @pytest.mark.parametrize(("clients", "honest"), [(6, 4), (7, 4), (8, 5)])
@@ -86,7 +121,7 @@ def test_the_bound_on_falling_apart_holds_in_simulation() -> None:
     times = 4000
     broken = 0
     for seed in range(times):
-        graph = draw(Design(2 * cycles, 0, False), clients, Coins.insecure(seed))
+        graph = draw(Design(2 * cycles, 0, 0, False), clients, Coins.insecure(seed))
         broken += not _connected(graph, frozenset(range(honest)))
     assert broken > 0  # else this says nothing
     assert broken / times < bound + 5 * math.sqrt(bound / times)
@@ -142,7 +177,7 @@ def test_more_than_the_assumed_colluders_are_as_rare_as_promised() -> None:
 def test_nobody_can_be_made_to_give_up_both_secrets() -> None:
     """2·t_s > k + t′, for every number of holders and colluders."""
     for holders, colluders in itertools.product(range(1, 60), range(20)):
-        threshold = Design(holders, colluders, True).threshold(holders)
+        threshold = Design(holders, holders, colluders, True).threshold(holders)
         assert 2 * threshold > holders + colluders
         assert 2 * (threshold - 1) <= holders + colluders
 
@@ -150,9 +185,18 @@ def test_nobody_can_be_made_to_give_up_both_secrets() -> None:
 def test_survivors_needed_are_those_that_always_suffice() -> None:
     assert survivors_needed(SecureSum(7, 1), 10) == 8  # t_s = 6, of others
     assert survivors_needed(SecureSum(3, 1), 10) == 7
-    assert survivors_needed(RULES, 100) == 90
+    assert survivors_needed(RULES, CLIENTS) == 270
 
 
-def test_a_few_thousand_clients_take_no_long_search() -> None:
+def test_thousands_of_clients_have_about_a_hundred_neighbours() -> None:
     found = design(SecureSum(honest=4000, colluding=500), 5000)
     assert 80 < found.neighbours < 120
+
+
+def test_what_no_graph_can_protect_is_refused() -> None:
+    """Up to 400 clients the complete graph stands in."""
+    assert design(SecureSum(honest=160, colluding=10), 300).complete
+    with pytest.raises(ValueError, match="no graph of fewer than 400 neighbours"):
+        design(SecureSum(honest=520, colluding=10), 1000)
+    with pytest.raises(ValueError, match="at most 10,000 participants, got 10,001: draw fewer"):
+        design(SecureSum(honest=9000, colluding=10), MOST_PARTICIPANTS + 1)

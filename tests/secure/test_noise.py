@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import FixedSize, Poisson, PrivateMetrics, Release, SecureSum
-from flwr_ppsgd.noise import Coins, GridSum, residual_delta, secure_input
+from flwr_ppsgd.noise import Coins, GridSum, cut_probability, secure_input
 from tests.support.secure import played
 
 RULES = SecureSum(honest=8, colluding=1)
@@ -140,5 +140,5 @@ def test_rules_that_are_none_are_refused(rules: dict[str, float], text: str) -> 
 
 
 def test_every_share_has_a_tail_to_pay_for() -> None:
-    assert residual_delta(100, 10, 1.0, shares=8) == 8 * residual_delta(100, 10, 1.0)
+    assert cut_probability(100, 10, shares=8) == 8 * cut_probability(100, 10)
     assert RELEASE.noise_shares == 8

@@ -1,255 +1,84 @@
-"""The sum of the survivors bit for bit, whoever drops out; and nothing else is seen."""
+"""What a client sends, and what it refuses to a server that lies: never one vector alone."""
 
-import dataclasses
+import contextlib
 import itertools
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from flwr_ppsgd import SecureSum
-from flwr_ppsgd.noise import Coins
-from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError
-from flwr_ppsgd.secure.graph import design
-from flwr_ppsgd.secure.masks import subtract_mask
-from flwr_ppsgd.secure.messages import Partners, hash_of
-from flwr_ppsgd.secure.participant import Keyed, Masked, Session, Shared, own_key, pair_key
-from tests.support.secure import SESSION, Play, played, some_vectors
+from flwr_ppsgd.secure.crypto import SHARE_SIZE, KeyPair, Words, join, subtract_mask
+from flwr_ppsgd.secure.graph import design, survivors_needed
+from flwr_ppsgd.secure.protocol import (
+    KeysSent,
+    Partners,
+    ProtocolError,
+    PublicKeys,
+    Roster,
+    Shares,
+    SharesSent,
+    VectorSent,
+    bitmap,
+    members_hash,
+    members_of,
+    own_key,
+    pair_key,
+    unpacked,
+)
+from tests.support.secure import Play, session_of, some_vectors
 
 RULES = SecureSum(honest=4, colluding=1)
 ALL = range(7)
+SESSION = session_of(RULES, 7)
 
 
-def test_without_dropouts_it_is_the_sum() -> None:
-    vectors = some_vectors(7, 50)
-    play = played(RULES, vectors, [ALL, ALL, ALL, ALL])
-    assert np.array_equal(play.total(), vectors.sum(axis=0))
-    assert play.server.counted == 7
+def ready(size: int = 3) -> Play:
+    """A round before exchange 3."""
+    play = Play(RULES, some_vectors(7, size))
+    play.keys(ALL)
+    play.shares(ALL)
+    return play
 
 
-def test_the_sum_of_large_vectors_spans_several_blocks() -> None:
-    vectors = some_vectors(7, 70_001)
-    play = played(RULES, vectors, [ALL, ALL, range(1, 7), range(2, 7)])
-    assert np.array_equal(play.total(), vectors[1:].sum(axis=0))
+def refused(text: str) -> "pytest.RaisesExc[ProtocolError]":
+    return pytest.raises(ProtocolError, match=text)
 
 
-def test_thousands_of_dropout_patterns_give_the_survivors_sum_or_none() -> None:
-    """At most two of seven gone before the end: always the sum. More: the sum, or nothing."""
-    source = random.Random(0)
-    sums = 0
-    lost = 0
-    for seed in range(25):
-        vectors = some_vectors(7, 3, seed)
-        play = Play(RULES, vectors)
-        play.keys(ALL)
-        sent = {1: {node: play.keyed[node].message.to_bytes() for node in ALL}}
-        sent[2] = play.shares(sorted(source.sample(ALL, source.choice([7, 7, 6, 5]))))
-        masked = play.mask(ALL)
-        for _ in range(100):
-            outcome = _end(play, sent, masked, source)
-            sums += outcome
-            lost += not outcome
-    assert sums > 1000
-    assert lost > 200
+def look_random(words: Words) -> bool:
+    """Every byte is as frequent as any other (χ² with 255 degrees of freedom)."""
+    counts = np.bincount(words.view(np.uint8), minlength=256)
+    expected = counts.sum() / 256
+    return bool(abs(((counts - expected) ** 2 / expected).sum() - 255) < 6 * np.sqrt(2 * 255))
 
 
-def _end(
-    play: Play,
-    sent: dict[int, dict[int, bytes]],
-    masked: dict[int, np.ndarray[tuple[int], np.dtype[np.uint64]]],
-    source: random.Random,
-) -> bool:
-    """The last two exchanges with a dropout pattern of its own; whether there was a sum."""
-    third = sorted(source.sample(sorted(masked), source.randint(len(masked) - 2, len(masked))))
-    server = Coordinator[int](RULES, SESSION, 3)
-    for node, keys in sent[1].items():
-        assert server.take_keys(node, keys)
-    server.rosters()
-    for node, shares in sent[2].items():
-        assert server.take_shares(node, shares)
-    server.partners()
-    for node in third:
-        assert server.take_masked(node, masked[node])
-    if len(third) < RULES.least:
-        with pytest.raises(NoSumError, match="5 are needed"):
-            server.survivors()
-        return False
-    server.survivors()
-    fourth = sorted(source.sample(third, source.randint(len(third) - 2, len(third))))
-    for node in fourth:
-        answer = play.masked[node].reveal(frozenset(third), RULES)
-        assert server.take_revealed(node, answer.to_bytes())
-    try:
-        total = server.total()
-    except NoSumError:
-        assert len(fourth) < RULES.least
-        return False
-    assert np.array_equal(total, play.vectors[third].sum(axis=0))
-    return True
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_random_graph_gives_the_same_sum(seed: int) -> None:
-    rules = SecureSum(honest=42, colluding=1, failure=1e-6)
-    assert not design(rules, 50).complete
-    source = random.Random(seed)
-    vectors = some_vectors(50, 20, seed)
-    stay: list[list[int]] = [list(range(50))]
-    for gone in (1, 2, 2):
-        stay.append(sorted(source.sample(stay[-1], len(stay[-1]) - gone)))
-    play = played(rules, vectors, list(stay))
-    assert np.array_equal(play.total(), vectors[stay[2]].sum(axis=0))
-
-
-@pytest.mark.parametrize("exchange", range(4))
-def test_too_few_at_any_exchange_give_no_sum(exchange: int) -> None:
-    stay = [list(ALL)] * 4
-    for later in range(exchange, 4):
-        stay[later] = list(range(4))
-    with pytest.raises(NoSumError):
-        played(RULES, some_vectors(7, 3), list(stay)).total()
-
-
-def test_sums_wrap_without_a_loss_below_2_to_the_63() -> None:
-    vectors = np.full((5, 2), 2**60)
-    vectors[:, 1] *= -1
-    rules = SecureSum(honest=4, colluding=1)
-    five = range(5)
-    assert np.array_equal(
-        played(rules, vectors, [five, five, five, five]).total(), vectors.sum(axis=0)
-    )
-
-
-def test_states_survive_being_written_down() -> None:
-    """A Flower client is a new process for every message."""
-    vectors = some_vectors(5, 4)
-    play = Play(RULES, vectors)
-    play.keys(range(5))
-    play.keyed = {
-        node: Keyed.from_flat(SESSION, state.to_flat()) for node, state in play.keyed.items()
-    }
-    play.shares(range(5))
-    play.shared = {
-        node: Shared.from_flat(SESSION, state.to_flat()) for node, state in play.shared.items()
-    }
-    play.mask(range(5))
-    play.masked = {
-        node: Masked.from_flat(SESSION, state.to_flat()) for node, state in play.masked.items()
-    }
-    play.reveal(range(5))
-    assert np.array_equal(play.total(), vectors.sum(axis=0))
-
-
-def test_no_state_shows_a_secret_and_the_last_has_none_of_its_own() -> None:
-    play = Play(RULES, some_vectors(5, 4))
-    play.keys(range(5))
-    play.shares(range(5))
-    play.mask(range(5))
-    secrets = [play.shared[0].seed, play.keyed[0].mask.private, play.keyed[0].channel.private]
-    for state in (play.keyed[0], play.shared[0], play.masked[0]):
-        shown = repr(state)
-        assert not any(repr(secret) in shown for secret in secrets)
-    kept = b"".join(play.masked[0].to_flat().values())
-    assert not any(secret in kept for secret in secrets)
+# --- what leaves a client
 
 
 def test_what_the_server_sees_holds_no_secret_and_no_vector() -> None:
-    vectors = some_vectors(6, 8)
-    play = played(RULES, vectors, [range(6), range(6), range(5), range(5)])
-    everything = b"".join(play.seen[: 6 + 6 + 5])  # before anybody reveals anything
+    play = Play(RULES, some_vectors(6, 8))
+    play.keys(range(6))
+    play.shares(range(6))
+    play.mask(range(5))
+    everything = b"".join(play.seen)
     for node in range(6):
         assert play.shared[node].seed not in everything
         assert play.keyed[node].mask.private not in everything
-    for row in vectors:
-        for value in row:
-            assert int(value).to_bytes(8, "little", signed=True) not in everything
+    for value in play.vectors.flat:
+        assert int(value).to_bytes(8, "little", signed=True) not in everything
 
 
-def test_masked_vectors_of_two_worlds_look_alike() -> None:
-    """Zeros and huge gradients: the server's view is uniform in both, byte by byte (χ²)."""
-    for x in (0, 2**50, -1):
-        counts = np.zeros((8, 256))
-        words = []
-        for _ in range(3):
-            play = Play(RULES, np.full((5, 4000), x))
-            play.keys(range(5))
-            play.shares(range(5))
-            words += list(play.mask(range(5)).values())
-        data = np.concatenate(words).view(np.uint8).reshape(-1, 8)
-        for place in range(8):
-            counts[place] = np.bincount(data[:, place], minlength=256)
-        expected = len(data) / 256
-        statistics = ((counts - expected) ** 2 / expected).sum(axis=1)
-        assert np.all(np.abs(statistics - 255) < 6 * np.sqrt(2 * 255))
-
-
-def test_masks_differ_between_clients_sessions_and_sets_of_members() -> None:
-    """The same x under the same keys, for every U₂ and session: no two words agree."""
-    vectors = np.zeros((6, 5), np.int64)
-    play = Play(RULES, vectors)
-    play.keys(range(6))
-    play.shares(range(6))
-    shared = play.shared[0]
-    named = Partners.from_bytes(play.server.partners()[0], 6)
-    seen = []
-    for members in (frozenset(range(6)), frozenset(range(5))):
-        sealed = {other: named.sealed[other] for other in members - {0}}
-        partners = Partners(members, sealed)
-        for session in (SESSION, Session(7, 3, 1, 6), Session(7, 3, 2, 5), Session(8, 3, 1, 5)):
-            again = dataclasses.replace(shared, session=session)
-            _, words = again.masked(partners, RULES, vectors[0])
-            seen.append(words)
-    for one, other in itertools.combinations(seen, 2):
-        assert not np.any(one == other)
-
-
-def test_the_servers_memory_of_vectors_does_not_grow_with_the_cohort() -> None:
-    play = Play(RULES, some_vectors(7, 10_000))
-    play.keys(ALL)
-    play.shares(ALL)
-    play.mask(ALL)
-    arrays = [value for value in vars(play.server).values() if isinstance(value, np.ndarray)]
-    assert sum(array.nbytes for array in arrays) == 8 * 10_000
-
-
-def test_secret_coins_draw_the_graph() -> None:
-    assert isinstance(Coordinator[int](RULES, SESSION, 1).coins, Coins)
-    rules = SecureSum(honest=42, colluding=1, failure=1e-6)
-    graphs = []
-    for _ in range(2):
-        server = Coordinator[int](rules, SESSION, 1)
-        for node in range(50):
-            server.take_keys(node, Keyed.new(SESSION).message.to_bytes())
-        server.rosters()
-        graphs.append(server._graph)
-    assert graphs[0] != graphs[1]
-
-
-def test_the_keys_of_masks_depend_on_everything_that_they_are_for() -> None:
-    """HKDF(secret; training, run, start, round, part, u, v, hash of U₂), each label of its own."""
-    sessions = [
-        SESSION,
-        Session(8, 3, 1, 5),
-        Session(7, 4, 1, 5),
-        Session(7, 3, 2, 5),
-        Session(7, 3, 1, 6),
-        Session(7, 3, 1, 5, "vote"),
-    ]
-    secrets = [b"a" * 32, b"b" * 32]
-    hashes = [hash_of(range(5), 6), hash_of(range(6), 6), hash_of(range(5), 7)]
-    pairs = [(0, 1), (0, 2), (1, 2), (1, 12), (11, 2)]
-    keys = [
-        pair_key(secret, session, places, members)
-        for secret, session, places, members in itertools.product(secrets, sessions, pairs, hashes)
-    ]
-    keys += [
-        own_key(secret, session, place, members)
-        for secret, session, place, members in itertools.product(secrets, sessions, (0, 1), hashes)
-    ]
-    assert len(set(keys)) == len(keys)
-    assert pair_key(secrets[0], SESSION, (2, 1), hashes[0]) == pair_key(
-        secrets[0], SESSION, (1, 2), hashes[0]
-    )
+@pytest.mark.parametrize("x", [0, 2**50, -1])
+def test_masked_vectors_look_alike_whatever_is_in_them(x: int) -> None:
+    play = Play(RULES, np.full((5, 4000), x))
+    play.keys(range(5))
+    play.shares(range(5))
+    assert look_random(np.concatenate(list(play.mask(range(5)).values())))
 
 
 def test_a_clients_own_mask_hides_it_from_all_its_neighbours_together() -> None:
@@ -258,12 +87,338 @@ def test_a_clients_own_mask_hides_it_from_all_its_neighbours_together() -> None:
     play.keys(range(5))
     play.shares(range(5))
     words = play.mask(range(5))[0].copy()
-    members = hash_of(range(5), 5)
+    members = members_hash(range(5), 5)
     for other in range(1, 5):
         secret = play.keyed[other].mask.secret_with(play.keyed[0].mask.public)
-        subtract_mask(words, pair_key(secret, SESSION, (0, other), members))
-    counts = np.bincount(words.view(np.uint8), minlength=256)
-    expected = counts.sum() / 256
-    assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 6 * np.sqrt(2 * 255)
-    subtract_mask(words, own_key(play.shared[0].seed, SESSION, 0, members))
+        subtract_mask(words, pair_key(secret, play.session, (0, other), members))
+    assert look_random(words)
+    subtract_mask(words, own_key(play.shared[0].seed, play.session, 0, members))
     assert not np.any(words)
+
+
+def test_the_keys_of_masks_depend_on_everything_that_they_are_for() -> None:
+    """HKDF(secret; label of the session, u, v, hash of U₂), each of its own."""
+    sessions = [SESSION, replace(SESSION, round=6), session_of(SecureSum(3, 1), 7)]
+    secrets = [b"a" * 32, b"b" * 32]
+    hashes = [members_hash(range(5), 6), members_hash(range(6), 6), members_hash(range(5), 7)]
+    pairs = [(0, 1), (0, 2), (1, 2), (1, 12), (11, 2)]
+    keys = [pair_key(*each) for each in itertools.product(secrets, sessions, pairs, hashes)]
+    keys += [own_key(*each) for each in itertools.product(secrets, sessions, (0, 1), hashes)]
+    assert len(set(keys)) == len(keys)
+    mirrored = pair_key(secrets[0], SESSION, (1, 0), hashes[0])
+    assert mirrored == pair_key(secrets[0], SESSION, (0, 1), hashes[0])
+
+
+def test_no_state_shows_a_secret_and_the_last_has_none_of_its_own() -> None:
+    play = ready()
+    play.mask(ALL)
+    secrets = [play.shared[0].seed, play.keyed[0].mask.private, play.keyed[0].channel.private]
+    for state in (play.keyed[0], play.shared[0], play.masked[0]):
+        assert not any(repr(secret) in repr(state) for secret in secrets)
+    kept = b"".join(play.masked[0].to_flat().values())
+    assert not any(secret in kept for secret in secrets)
+
+
+def test_states_survive_being_written_down() -> None:
+    """A Flower client is a new process for every message."""
+    play = Play(RULES, some_vectors(7, 4))
+    play.keys(ALL)
+    flats = {node: state.to_flat() for node, state in play.keyed.items()}
+    play.keyed = {node: KeysSent.from_flat(play.session, flat) for node, flat in flats.items()}
+    play.shares(ALL)
+    flats = {node: state.to_flat() for node, state in play.shared.items()}
+    play.shared = {node: SharesSent.from_flat(play.session, flat) for node, flat in flats.items()}
+    play.mask(ALL)
+    flats = {node: state.to_flat() for node, state in play.masked.items()}
+    play.masked = {node: VectorSent.from_flat(play.session, flat) for node, flat in flats.items()}
+    play.reveal(ALL)
+    assert np.array_equal(play.total(), play.vectors.sum(axis=0))
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    readers: list[Callable[[bytes], object]] = [
+        Roster.from_bytes,
+        PublicKeys.from_bytes,
+        lambda data: Shares.from_bytes(data, 5),
+        lambda data: Partners.from_bytes(data, 5),
+        lambda data: unpacked(data, SHARE_SIZE, 5),
+        lambda data: members_of(data, 5),
+    ]
+    for read in readers:
+        with contextlib.suppress(ProtocolError):
+            read(data)
+
+
+def test_a_member_beyond_the_last_participant_is_malformed() -> None:
+    with refused("malformed"):
+        members_of(b"\x80", 7)
+    assert members_of(bitmap({0, 6}, 7), 7) == {0, 6}
+
+
+# --- a server that names other survivors to each client
+
+
+def test_a_client_never_reveals_both_shares_of_anybody() -> None:
+    play = ready()
+    play.mask(ALL)
+    survivors = frozenset(range(6))
+    for owner, share in play.masked[0].reveal(survivors).items():
+        of_seed = play.masked[0].held[owner][:SHARE_SIZE]
+        of_key = play.masked[0].held[owner][SHARE_SIZE:]
+        assert share == (of_seed if owner in survivors else of_key)
+
+
+def secrets_opened_by(
+    play: Play, lists: dict[int, frozenset[int]], colluders: int
+) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """Seeds and mask keys that a server can join from its clients' answers to these lists."""
+    of_seed: dict[int, dict[int, bytes]] = {place: {} for place in play.masked}
+    of_key: dict[int, dict[int, bytes]] = {place: {} for place in play.masked}
+    for holder, named in lists.items():
+        for owner, share in play.masked[holder].reveal(named).items():
+            (of_seed if owner in named else of_key)[owner][holder] = share
+    for holder in range(colluders):
+        for owner, both in play.masked[holder].held.items():
+            of_seed[owner][holder] = both[:SHARE_SIZE]
+            of_key[owner][holder] = both[SHARE_SIZE:]
+    return joined(play, of_seed), joined(play, of_key)
+
+
+def joined(play: Play, shares: dict[int, dict[int, bytes]]) -> dict[int, bytes]:
+    found = design(play.rules, len(play.masked))
+    secrets = {}
+    for owner, own in shares.items():
+        threshold = found.threshold(len(play.shared[owner].roster.neighbours))
+        if len(own) >= threshold:
+            secrets[owner] = join(own, threshold)
+    return secrets
+
+
+def test_lists_that_differ_never_unmask_one_client_alone() -> None:
+    """Random lists, t = 2 clients collude: what can be summed are at least t + 2 vectors.
+
+    A sum over S needs the seeds of S and the mask keys of all others.
+    """
+    source = random.Random(5)
+    n, rules = 9, SecureSum(honest=3, colluding=2)
+    play = Play(rules, some_vectors(n, 1))
+    play.keys(range(n))
+    play.shares(range(n))
+    play.mask(range(n))
+    needed = survivors_needed(rules, n)
+    resolved = 0
+    for _ in range(1500):
+        favoured = source.sample(range(n), source.randint(2, n))
+        lists = {}
+        for own in range(2, n):
+            named = {own, *(favoured if source.random() < 0.7 else ())}
+            others = source.sample([each for each in range(n) if each not in named], n - len(named))
+            lists[own] = frozenset(named | set(others[: max(0, needed - len(named))]))
+        seeds, keys = secrets_opened_by(play, lists, colluders=2)
+        assert not seeds.keys() & keys.keys()
+        if seeds and len(seeds) + len(keys) == n:
+            resolved += 1
+            assert len(seeds) >= rules.colluding + 2
+    assert resolved > 100
+
+
+def read_alone(play: Play, words: Words) -> NDArray[np.int64] | None:
+    """x₀, by telling the neighbours of client 0's neighbours that these are gone; None if it fails.
+
+    Each client is told that as many of the neighbours that it shares with client 0 are gone as its
+    least number of survivors allows.
+    """
+    members = frozenset(play.masked)
+    near = play.shared[0].roster.neighbours.keys()
+    spare = len(members) - survivors_needed(play.rules, len(members))
+    lists = {}
+    for own in sorted(members):
+        shared_with = sorted((near & play.shared[own].roster.neighbours.keys()) - {own, 0})
+        turned = shared_with[own % max(len(shared_with), 1) :] + shared_with
+        lists[own] = members - set(turned[: min(spare, len(shared_with))])
+    seeds, keys = secrets_opened_by(play, lists, colluders=0)
+    if 0 not in seeds or not near <= keys.keys():
+        return None
+    found = words.copy()
+    members_label = members_hash(members, len(members))
+    subtract_mask(found, own_key(seeds[0], play.session, 0, members_label))
+    for other in near:
+        secret = KeyPair(keys[other]).secret_with(play.keyed[0].mask.public)
+        subtract_mask(found, pair_key(secret, play.session, (0, other), members_label))
+    return found.view(np.int64)
+
+
+def lied_to(rules: SecureSum, clients: int) -> tuple[Play, NDArray[np.int64] | None]:
+    everyone = range(clients)
+    play = Play(rules, some_vectors(clients, 3))
+    play.keys(everyone)
+    play.shares(everyone)
+    words = play.mask(everyone)
+    return play, read_alone(play, words[0])
+
+
+def test_with_a_complete_graph_a_server_that_lies_about_survivors_reads_nobody() -> None:
+    """A hundred clients, of whom nineteen may drop out."""
+    _, found = lied_to(SecureSum(honest=80, colluding=1, failure=1e-6), 100)
+    assert found is None
+
+
+def test_with_a_random_graph_such_a_server_reads_one_client() -> None:
+    """Why the graph is complete wherever it can be, and what the statement says beyond it."""
+    play, found = lied_to(SecureSum(honest=170, colluding=1, failure=1e-6), 210)
+    assert found is not None
+    assert np.array_equal(found, play.vectors[0])
+
+
+def test_too_few_or_wrong_survivors_are_refused() -> None:
+    play = ready()
+    play.mask(ALL)
+    with refused("4 survivors, fewer than 5"):
+        play.masked[0].reveal(frozenset(range(4)))
+    with refused("survivors without this client"):
+        play.masked[0].reveal(frozenset(range(1, 7)))
+    with refused("survivors who had not given shares"):
+        play.masked[0].reveal(frozenset(range(8)))
+
+
+# --- a server that tells some clients other terms
+
+
+def test_clients_under_other_terms_cannot_read_each_others_shares_or_masks() -> None:
+    """Clients 0 to 2 are told h = 3 instead of 4: no share opens between them and the others."""
+    play = Play(RULES, some_vectors(7, 2000))
+    play.keys(ALL)
+    other = session_of(SecureSum(honest=3, colluding=1), 7)
+    for node in range(3):
+        play.keyed[node] = replace(play.keyed[node], session=other)
+    play.shares(ALL)
+    play.mask(ALL)
+    assert play.masked[0].held.keys() == {1, 2}
+    assert play.masked[6].held.keys() == {3, 4, 5}
+    total = np.zeros(2000, np.uint64)
+    for words in play.seen[14:]:
+        total += np.frombuffer(words, np.uint64)
+    members = members_hash(ALL, 7)
+    for node, state in play.shared.items():  # even if all seeds were known
+        subtract_mask(total, own_key(state.seed, state.session, node, members))
+    assert look_random(total)
+
+
+def test_a_client_counts_survivors_by_the_terms_of_its_keys() -> None:
+    """Sixteen of 26: no message can lower what was agreed when the keys were sent."""
+    rules = SecureSum(honest=24, colluding=2)
+    play = Play(rules, some_vectors(30, 1))
+    play.keys(range(30))
+    play.shares(range(30))
+    play.mask(range(30))
+    with refused("16 survivors, fewer than 26"):
+        play.masked[0].reveal(frozenset(range(16)))
+
+
+# --- a server that names other participants
+
+
+def test_no_sum_has_more_participants_than_are_enrolled() -> None:
+    """Population 40: with 60 participants the graph may be sparse, and x₀ be read alone."""
+    rules = SecureSum(honest=30, colluding=2)
+    keys = {place: KeysSent.new(SESSION).public for place in range(1, 60)}
+    client = KeysSent.new(session_of(rules, 40))
+    with refused("a sum of 60 clients where 40 are enrolled"):
+        client.share(Roster(0, 60, dict(list(keys.items())[:4])))
+    with refused("38 neighbours where the terms ask for all 39 others"):
+        client.share(Roster(0, 40, dict(list(keys.items())[:38])))
+    client.share(Roster(0, 40, dict(list(keys.items())[:39])))
+
+
+def test_a_million_participants_are_refused_before_any_work() -> None:
+    rules = SecureSum(honest=1 << 19, colluding=1)
+    data = Roster(0, 1 << 20, {}).to_bytes()
+    with refused("malformed message of a secure sum: 1048576 participants"):
+        KeysSent.new(session_of(rules, 1 << 20)).share(Roster.from_bytes(data))
+
+
+def test_a_random_graph_has_neither_fewer_nor_more_neighbours_than_can_be_drawn() -> None:
+    rules = SecureSum(honest=190, colluding=1, failure=1e-6)
+    found = design(rules, 210)
+    assert not found.complete
+    keys = {place: KeysSent.new(SESSION).public for place in range(1, 210)}
+    client = KeysSent.new(session_of(rules, 210))
+
+    def share(neighbours: int) -> None:
+        client.share(Roster(0, 210, dict(list(keys.items())[:neighbours])))
+
+    expected = f"ask for {found.fewest} to {found.neighbours}"
+    for neighbours in (0, 1, found.fewest - 1, found.neighbours + 1, 209):
+        with refused(f"{neighbours} neighbours where the terms {expected}"):
+            share(neighbours)
+    share(found.fewest)
+    share(found.neighbours)
+
+
+def test_rosters_that_would_not_protect_are_refused() -> None:
+    play = Play(RULES, some_vectors(7, 3))
+    play.keys(ALL)
+    roster = Roster.from_bytes(play.server.rosters()[0])
+    client = play.keyed[0]
+    with refused("a sum of 4 clients, fewer than 5"):
+        client.share(Roster(0, 4, dict(list(roster.neighbours.items())[:3])))
+    for copied in (roster.neighbours[2], client.public):
+        with refused("a public key comes twice"):
+            client.share(Roster(0, 7, {**roster.neighbours, 1: copied}))
+    zero = {**roster.neighbours, 1: PublicKeys(bytes(32), roster.neighbours[1].mask)}
+    with refused("public key is invalid"):
+        client.share(Roster(0, 7, zero))
+
+
+def test_too_few_members_are_refused_before_anything_is_masked() -> None:
+    play = ready()
+    named = Partners.from_bytes(play.server.partners()[0], 7)
+
+    def mask(members: set[int]) -> None:
+        sealed = {other: named.sealed[other] for other in members - {0}}
+        play.shared[0].mask_vector(Partners(frozenset(members), sealed), play.vectors[0])
+
+    mask(set(ALL))
+    with refused("masks among 4 clients, fewer than 5"):
+        mask(set(range(4)))
+    with refused("masks for a sum without this client"):
+        mask(set(range(1, 7)))
+    fewer = {other: sealed for other, sealed in named.sealed.items() if other != 3}
+    with refused("the shares are not those of U2"):
+        play.shared[0].mask_vector(Partners(named.members, fewer), play.vectors[0])
+
+
+def test_too_few_neighbours_are_refused_even_if_there_are_enough_members() -> None:
+    """h + t = 4 of 9 are enough members, and t_s = 5 neighbours are not there."""
+    play = Play(SecureSum(honest=3, colluding=1), some_vectors(9, 3))
+    play.keys(range(9))
+    play.shares(range(4))
+    with refused("masks with 3 neighbours, fewer than 5"):
+        play.mask(range(4))
+
+
+def test_two_sets_of_members_give_a_sum_that_is_noise() -> None:
+    """The keys of masks depend on U₂: a server that names two sets gets no mask off."""
+    play = ready(size=2000)
+    named = play.server.partners()
+    for node in ALL:
+        partners = Partners.from_bytes(named[node], 7)
+        if node == 0:
+            sealed = {other: partners.sealed[other] for other in range(1, 6)}
+            partners = Partners(frozenset(range(6)), sealed)
+        play.masked[node], words = play.shared[node].mask_vector(partners, play.vectors[node])
+        assert play.server.take_masked(node, words)
+    with refused("survivors who had not given shares"):
+        play.masked[0].reveal(frozenset(ALL))
+    play.reveal(range(1, 7))
+    assert look_random(play.total().view(np.uint64))
+
+
+def test_a_share_of_one_session_cannot_be_opened_in_another() -> None:
+    """Exchange 2 replayed in another round: no holder can open it."""
+    play = ready()
+    again = replace(play.shared[0], session=replace(play.session, round=6))
+    named = Partners.from_bytes(play.server.partners()[0], 7)
+    after, _ = again.mask_vector(named, play.vectors[0])
+    assert not after.held

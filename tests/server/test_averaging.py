@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import PPSGD, Steps
-from flwr_ppsgd.client.personal import Personal
+from flwr_ppsgd.client.theta import Stamp, Theta
 from tests.support.kept import kept_by
 from tests.support.toy import SIZE, Floats, flat, grid, release, strategy, target, w0
 
@@ -46,7 +46,7 @@ def test_the_result_is_the_average_of_w_and_evaluation_uses_both_averages() -> N
 def test_each_theta_is_weighted_by_the_rounds_it_stood() -> None:
     """θ = 0 stands for rounds 0–2, 5 for rounds 3–6, 9 from round 7 on: average of the first 10 is
     (4·5 + 3·9)/10."""
-    personal = Personal(np.zeros(1), run=1).stepped(np.array([5.0]), 3, average=True)
+    personal = Theta(np.zeros(1), Stamp()).stepped(np.array([5.0]), 3, average=True)
     personal = personal.stepped(np.array([9.0]), 7, average=True)
     np.testing.assert_allclose(personal.average(10), [(3 * 0 + 4 * 5 + 3 * 9) / 10])
 
@@ -68,7 +68,7 @@ def test_absent_users_average_by_rounds_and_not_by_visits() -> None:
     ppsgd.start(on, w0(), num_rounds=12, on_round=watch)
     kept = kept_by(on.context(on.get_node_ids()[0]))
     assert kept is not None
-    assert 0 < kept.visit < 12
+    assert 0 < kept.stamp.visit < 12
     np.testing.assert_allclose(kept.average(12), np.mean(history[:12], axis=0), atol=1e-12)
 
 

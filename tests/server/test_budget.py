@@ -7,26 +7,26 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, affordable_rounds
 from flwr_ppsgd.algorithm import Steps
+from flwr_ppsgd.database import StoreError
 from flwr_ppsgd.epsilon import gaussian
-from flwr_ppsgd.server import record
-from flwr_ppsgd.server.budget import NAME, Allowance, Budget, new_budget, read_spending
-from flwr_ppsgd.server.curator import Curator
-from flwr_ppsgd.server.journal import NAME as JOURNAL
-from flwr_ppsgd.server.journal import NO_RECORD
-from flwr_ppsgd.server.training import Training
+from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.budget import NAME, Allowance, Budget, new_budget
+from flwr_ppsgd.server.reports import add_charges
+from flwr_ppsgd.server.rounds import SumRequest
+from flwr_ppsgd.server.sealed import NO_RECORD, home
+from flwr_ppsgd.training import Training
 
 DELTA = 1e-5
 SAMPLED = Release(Poisson(1000, 0.01), 1.0, 2.0)
 EVERYONE = Release(Poisson(1000, 1.0), 1.0, 20.0)
 
 
-def curator(directory: Path | None, budget: Path | None, **changes: Any) -> Curator:
+def account(directory: Path | None, budget: Path | None, **changes: Any) -> Account:
     settings: dict[str, Any] = {
         "release": SAMPLED,
         "steps": Steps(0.1, 0.1),
@@ -35,13 +35,22 @@ def curator(directory: Path | None, budget: Path | None, **changes: Any) -> Cura
         "budget_dir": budget,
         **changes,
     }
-    return Curator(Training(**settings))
+    return Account(Training(**settings))
 
 
-def one_round(of: Curator, round_: int) -> None:
-    of.check_budget(round_)
-    w = np.zeros(3)
-    of.publish(round_, w, of.open_sum(len(w)))
+def shown(directory: Path) -> Budget:
+    return Budget(directory, read_only=True)
+
+
+def asked(of: Account, round_: int) -> SumRequest:
+    return SumRequest("gradient", round_, of.training.release, 3)
+
+
+def one_round(of: Account, round_: int) -> None:
+    of.reopen()
+    of.check(asked(of, round_))
+    of.charge(asked(of, round_))
+    of.rounds_done = round_
 
 
 @pytest.mark.parametrize("filter_", ["rdp", "gaussian"])
@@ -128,82 +137,104 @@ def test_a_budget_is_fixed_for_ever(tmp_path: Path) -> None:
 
 def test_there_must_be_a_budget(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no budget in .* --epsilon"):
-        curator(None, tmp_path)
+        account(None, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_charge_that_another_training_has_made_impossible_is_not_released(tmp_path: Path) -> None:
     new_budget(tmp_path / "budget", 1.0, DELTA)
-    first = curator(tmp_path / "a", tmp_path / "budget")
-    first.check_budget(1)
+    first = account(tmp_path / "a", tmp_path / "budget")
+    first.check(asked(first, 1))
     other = Budget(tmp_path / "budget")
     other.catch_up(7, {SAMPLED: other.affords(SAMPLED)})
     with pytest.raises(PrivacyBudgetExhausted):
-        first.publish(1, np.zeros(3), first.open_sum(3))
+        first.charge(asked(first, 1))
     assert first.ledger.rounds == 0
 
 
 def test_a_gaussian_budget_refuses_sampled_users(tmp_path: Path) -> None:
     new_budget(tmp_path, 1.0, DELTA, "gaussian")
     with pytest.raises(ValueError, match=r"no price for sampled users, got rate=0.01"):
-        curator(None, tmp_path)
-    one_round(curator(None, tmp_path, release=EVERYONE), 1)
+        account(None, tmp_path)
+    one_round(account(None, tmp_path, release=EVERYONE), 1)
 
 
 def test_without_noise_nothing_fits(tmp_path: Path) -> None:
     new_budget(tmp_path, 1.0, DELTA)
-    of = curator(None, tmp_path, release=Release(Poisson(10, 1.0), 1.0, 0.0))
-    assert of.plan(3) == 0
+    of = account(None, tmp_path, release=Release(Poisson(10, 1.0), 1.0, 0.0))
+    assert of.plan(3, 0) == 0
     with pytest.raises(PrivacyBudgetExhausted):
-        of.check_budget(1)
+        of.check(asked(of, 1))
 
 
-def test_charges_that_only_the_journal_shows_are_brought_into_the_budget(tmp_path: Path) -> None:
+def test_charges_that_only_the_training_shows_are_brought_into_the_budget(tmp_path: Path) -> None:
     new_budget(tmp_path / "budget", 1.0, DELTA)
-    of = curator(tmp_path / "a", tmp_path / "budget")
+    of = account(tmp_path / "a", tmp_path / "budget")
     one_round(of, 1)
     of.close()
-    path = tmp_path / "a" / JOURNAL
-    path.write_bytes(path.read_bytes() + b'{"round": 2, "ki')  # killed in the middle of a charge
-    again = curator(tmp_path / "a", tmp_path / "budget")
-    assert again.ledger.rounds == 2
-    assert read_spending(tmp_path / "budget").counts_of(again.training_id) == {SAMPLED: 2}
+    add_charges(tmp_path / "a", 2, "known from elsewhere")
+    assert shown(tmp_path / "budget").tally == {(of.training_id, 0, False): 3}
+    again = account(tmp_path / "a", tmp_path / "budget")
+    assert again.ledger.rounds == shown(tmp_path / "budget").charged == 3
 
 
 def test_a_budget_that_went_back_in_time_is_refused(tmp_path: Path) -> None:
     new_budget(tmp_path, 1.0, DELTA)
     backup = (tmp_path / NAME).read_bytes()
-    of = curator(None, tmp_path)
+    of = account(None, tmp_path)
     one_round(of, 1)
     of.close()
     (tmp_path / NAME).write_bytes(backup)
-    with pytest.raises(ValueError, match=r"shows 0 rounds but the record .* shows 1: .* --add 1"):
-        curator(None, tmp_path)
+    with pytest.raises(StoreError, match=r"shows 0 charges but the record .* shows 1: .* --add 1"):
+        account(None, tmp_path)
 
 
-def test_a_torn_line_of_a_budget_costs_as_much_as_the_dearest_release(tmp_path: Path) -> None:
-    new_budget(tmp_path, 1.0, DELTA)
-    budget = Budget(tmp_path)
-    budget.charge(1, 1, SAMPLED)
-    budget.charge(2, 1, EVERYONE)
-    budget.close()
-    (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[:-5])
-    found = read_spending(tmp_path)
-    costs = [found.allowance.cost(each) for each in (SAMPLED, EVERYONE)]
-    assert found.charged == 2
-    assert found.spent() == pytest.approx(costs[0] + max(costs))
-    Budget(tmp_path).charge(1, 2, SAMPLED)
-    assert read_spending(tmp_path).charged == 3
+@pytest.mark.parametrize("gone", ["removed", "emptied", "replaced"])
+def test_a_budget_that_was_begun_anew_is_refused(tmp_path: Path, gone: str) -> None:
+    new_budget(tmp_path / "other", 9.0, DELTA)
+    new_budget(tmp_path / "a", 1.0, DELTA)
+    Budget(tmp_path / "a").charge(1, 1, SAMPLED)
+    path = tmp_path / "a" / NAME
+    path.unlink()
+    if gone == "emptied":
+        path.touch()
+    if gone == "replaced":
+        shutil.copy(tmp_path / "other" / NAME, path)
+    for attempt in (new_budget, lambda directory, *_: Budget(directory)):
+        with pytest.raises(StoreError, match=r"no budget in|knows of 1 charges of the budget"):
+            attempt(tmp_path / "a", 2.0, DELTA)
+
+
+def test_charges_that_are_added_by_hand_cost_as_much_as_any(tmp_path: Path) -> None:
+    new_budget(tmp_path / "a", 1.0, DELTA)
+    add_charges(tmp_path / "a", 1, "known from elsewhere")
+    assert shown(tmp_path / "a").cost_of_charges() == math.inf, "no release is known"
+    new_budget(tmp_path / "b", 1.0, DELTA)
+    budget = Budget(tmp_path / "b")
+    for release in (SAMPLED, EVERYONE):
+        budget.charge(1, 1, release)
+    add_charges(tmp_path / "b", 1, "known from elsewhere")
+    costs = [budget.allowance.cost(each) for each in (SAMPLED, EVERYONE)]
+    assert shown(tmp_path / "b").cost_of_charges() == pytest.approx(sum(costs) + max(costs))
 
 
 def test_a_budget_without_its_record_says_so(tmp_path: Path) -> None:
     new_budget(tmp_path, 1.0, DELTA)
     Budget(tmp_path).charge(1, 1, SAMPLED)
-    shutil.rmtree(record.home())
-    of = curator(None, tmp_path)
-    assert of.caveats == (NO_RECORD,)
+    shutil.rmtree(home())
+    of = account(None, tmp_path)
+    assert NO_RECORD[1:] in of.promise().statement()
     of.close()
-    assert curator(None, tmp_path).caveats == (NO_RECORD,)
+    assert NO_RECORD[1:] in account(None, tmp_path).promise().statement()
+
+
+def test_a_disk_where_locks_do_not_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_budget(tmp_path, 1.0, DELTA)
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    with pytest.raises(StoreError, match="use a directory on a local disk"):
+        Budget(tmp_path)
 
 
 def test_trainings_that_run_at_once_lose_no_charge(tmp_path: Path) -> None:
@@ -219,17 +250,14 @@ def test_trainings_that_run_at_once_lose_no_charge(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    spending = read_spending(tmp_path)
-    assert spending.charged == 60
-    assert {training for training, _ in spending.charges} == {0, 1, 2, 3}
+    assert shown(tmp_path).tally == {(training, 0, False): 15 for training in range(4)}
 
 
-def test_a_curator_without_a_journal_opens_its_budget_again(tmp_path: Path) -> None:
+def test_an_account_without_a_store_opens_its_budget_again(tmp_path: Path) -> None:
     new_budget(tmp_path, 1.0, DELTA)
-    of = curator(None, tmp_path)
+    of = account(None, tmp_path)
     one_round(of, 1)
     of.close()
-    assert of.reopen() is False, "nothing is read from a journal"
     one_round(of, 2)
     assert (of.rounds_done, of.ledger.rounds) == (2, 2)
-    assert read_spending(tmp_path).charged == 2
+    assert shown(tmp_path).charged == 2

@@ -12,6 +12,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
 from flwr_ppsgd.server.enrolment import Enrolment, Present, fingerprint
 from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.training import Enrolled
 from tests.support.toy import strategy, toy_learner, w0
 
 
@@ -54,9 +55,10 @@ def asked(ppsgd: PPSGD, on: SuperNodes, round_: int = 1) -> list[int]:
     return [message.metadata.dst_node_id - 1_000_000 for message in messages]
 
 
-def users(population: int, enrolled: list[str | int] | None = None) -> PPSGD:
+def users(population: int, enrolled: list[str] | list[int] | None = None) -> PPSGD:
     return strategy(
-        release=Release(Poisson(population, 1.0), 1.0, 5.0), enrolled=enrolled, min_online=0.0
+        release=Release(Poisson(population, 1.0), 1.0, 5.0),
+        enrolled=Enrolled(enrolled, min_online=0.0),
     )
 
 
@@ -143,7 +145,7 @@ def test_strangers_under_one_name_are_nobodys_business(caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("enrolled", [None, [1_000_001, 1_000_002]])
 def test_without_authentication_restarts_are_not_covered_and_the_statement_says_why(
-    enrolled: list[str | int] | None,
+    enrolled: list[str] | list[int] | None,
 ) -> None:
     ppsgd = users(2, enrolled)
     assert asked(ppsgd, SuperNodes(node(1), node(2))) == [1, 2]
@@ -185,7 +187,7 @@ def test_waiting_ends_with_a_line_that_says_what_to_change(
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr("flwr_ppsgd.server.enrolment.time.sleep", lambda _: None)
     monkeypatch.setattr("flwr_ppsgd.server.enrolment.time.monotonic", lambda: float(next(clock)))
-    enrolment = Enrolment(10, None, 0.5, wait_timeout=300.0)
+    enrolment = Enrolment(10, Enrolled(min_online=0.5, wait_timeout=300.0))
     with (
         caplog.at_level("INFO", logger="flwr.ppsgd"),
         pytest.raises(TimeoutError, match=r"2 of 10 .* waits for 5 .*num-supernodes=10"),

@@ -6,14 +6,26 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd import SecureSum
+from flwr_ppsgd import Poisson, Release, SecureSum
 from flwr_ppsgd.secure.coordinator import Coordinator
-from flwr_ppsgd.secure.masks import Words
-from flwr_ppsgd.secure.messages import Partners, Roster, members_of
-from flwr_ppsgd.secure.participant import Keyed, Masked, Session, Shared
+from flwr_ppsgd.secure.crypto import Words
+from flwr_ppsgd.secure.protocol import (
+    KeysSent,
+    Partners,
+    Roster,
+    SharesSent,
+    VectorSent,
+    members_of,
+    packed,
+)
+from flwr_ppsgd.secure.terms import Session, Terms
 
-SESSION = Session(training=7, run=3, start=1, round=5)
 Vectors = NDArray[np.int64]  # one row per client
+
+
+def session_of(rules: SecureSum, population: int, round_: int = 5) -> Session:
+    release = Release(Poisson(population, 1.0), 1.0, 1.0, aggregation=rules)
+    return Session(Terms.of(release, None), training=7, run=3, start=1, round=round_)
 
 
 @dataclass
@@ -27,18 +39,19 @@ class Play:
 
     rules: SecureSum
     vectors: Vectors
-    keyed: dict[int, Keyed] = field(default_factory=dict)
-    shared: dict[int, Shared] = field(default_factory=dict)
-    masked: dict[int, Masked] = field(default_factory=dict)
+    keyed: dict[int, KeysSent] = field(default_factory=dict)
+    shared: dict[int, SharesSent] = field(default_factory=dict)
+    masked: dict[int, VectorSent] = field(default_factory=dict)
     seen: list[bytes] = field(default_factory=list)  # everything that the server gets
 
     def __post_init__(self) -> None:
-        self.server = Coordinator[int](self.rules, SESSION, self.vectors.shape[1])
+        self.session = session_of(self.rules, len(self.vectors))
+        self.server = Coordinator[int](self.session, self.vectors.shape[1])
 
     def keys(self, who: Collection[int]) -> None:
         for node in who:
-            self.keyed[node] = Keyed.new(SESSION)
-            message = self.keyed[node].message.to_bytes()
+            self.keyed[node] = KeysSent.new(self.session)
+            message = self.keyed[node].public.to_bytes()
             self.seen.append(message)
             assert self.server.take_keys(node, message)
 
@@ -47,7 +60,7 @@ class Play:
         sent = {}
         for node in sorted(rosters.keys() & set(who)):
             roster = Roster.from_bytes(rosters[node])
-            self.shared[node], shares = self.keyed[node].share(roster, self.rules)
+            self.shared[node], shares = self.keyed[node].share(roster)
             sent[node] = shares.to_bytes()
             self.seen.append(sent[node])
             assert self.server.take_shares(node, sent[node])
@@ -58,7 +71,7 @@ class Play:
         sent = {}
         for node in sorted(named.keys() & set(who)):
             partners = Partners.from_bytes(named[node], len(self.keyed))
-            after, words = self.shared[node].masked(partners, self.rules, self.vectors[node])
+            after, words = self.shared[node].mask_vector(partners, self.vectors[node])
             self.masked[node] = after
             self.seen.append(words.tobytes())
             sent[node] = words
@@ -70,7 +83,7 @@ class Play:
         sent = {}
         for node in sorted(named.keys() & set(who)):
             survivors = members_of(named[node], len(self.keyed))
-            sent[node] = self.masked[node].reveal(survivors, self.rules).to_bytes()
+            sent[node] = packed(self.masked[node].reveal(survivors))
             self.seen.append(sent[node])
             assert self.server.take_revealed(node, sent[node])
         return sent

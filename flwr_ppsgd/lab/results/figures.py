@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from flwr_ppsgd.lab.engines.measures import HIGHER_IS_BETTER, badness, measure_of, on_test
-from flwr_ppsgd.lab.experiments.outputs import (
+from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, badness, measure_of, on_test
+from flwr_ppsgd.lab.outputs import (
     PICTURE,
     read_config,
     read_people,
@@ -22,16 +22,6 @@ from flwr_ppsgd.lab.experiments.outputs import (
     read_selection,
     write_best,
     write_figure_data,
-)
-from flwr_ppsgd.lab.experiments.rows import (
-    CAVEAT,
-    FEDAVG,
-    FEDAVG_SOLVED,
-    FINE_TUNED,
-    SOLVED,
-    RunRow,
-    Selection,
-    SweepRow,
 )
 from flwr_ppsgd.lab.results.people import draw_people
 from flwr_ppsgd.lab.results.plots import (
@@ -59,8 +49,18 @@ from flwr_ppsgd.lab.results.summary import (
     summarise,
     ways_at,
 )
-from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.lab.rows import (
+    CAVEAT,
+    FEDAVG,
+    FEDAVG_SOLVED,
+    FINE_TUNED,
+    SOLVED,
+    RunRow,
+    Selection,
+    SweepRow,
+)
 from flwr_ppsgd.settings import AUTO
+from flwr_ppsgd.statement import rounded_up
 
 Look: TypeAlias = dict[str, Any]  # how a curve is drawn
 

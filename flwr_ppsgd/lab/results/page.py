@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flwr_ppsgd.lab.experiments.outputs import (
+from flwr_ppsgd.lab.outputs import (
     METRICS,
     PICTURE,
     ROWS,
@@ -27,10 +27,10 @@ from flwr_ppsgd.lab.experiments.outputs import (
     read_selection,
     write_page,
 )
-from flwr_ppsgd.lab.experiments.rows import CAVEAT, GRID, RunRow, SweepRow
 from flwr_ppsgd.lab.results.figures import cost_words, draw_figures
 from flwr_ppsgd.lab.results.summary import TRIVIAL_WORDS, Summary, summarise
-from flwr_ppsgd.promise import OUTSIDE, rounded_up
+from flwr_ppsgd.lab.rows import CAVEAT, GRID, RunRow, SweepRow
+from flwr_ppsgd.statement import OUTSIDE, rounded_up
 
 MOST_EMBEDDED = 8_000_000  # bytes of compressed rows in a page; beyond, it only names the file
 READABLE = 2.65  # pixels of a figure per pixel of a small screen at which its text can be read

@@ -9,12 +9,12 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from flwr_ppsgd.lab.engines.measures import HIGHER_IS_BETTER, measure_of
-from flwr_ppsgd.lab.experiments.people import OUTSIDE, SAME
-from flwr_ppsgd.lab.experiments.rows import RunRow
+from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
+from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, measure_of
 from flwr_ppsgd.lab.results.plots import COLOURS, name_of_measure
+from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.learner import LOCAL, SHARED
-from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.statement import rounded_up
 
 PICTURE = "users.png"
 BETTER, WORSE, SAME_AS_ALONE = COLOURS[2], COLOURS[1], "0.75"

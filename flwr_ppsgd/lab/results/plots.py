@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from flwr_ppsgd.lab.engines.measures import HIGHER_IS_BETTER, on_test
+from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, on_test
 from flwr_ppsgd.lab.results.summary import ZERO_OUT
-from flwr_ppsgd.promise import rounded_up
+from flwr_ppsgd.statement import rounded_up
 
 # Okabe and Ito, then Tol: safe for colour blindness
 COLOURS = (

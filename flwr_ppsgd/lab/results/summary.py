@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.lab.engines.measures import badness, measure_of, on_test
-from flwr_ppsgd.lab.experiments.rows import (
+from flwr_ppsgd.lab.measures import badness, measure_of, on_test
+from flwr_ppsgd.lab.rows import (
     BASELINES,
     CAVEAT,
     OWN_TRIVIAL,
@@ -21,8 +21,8 @@ from flwr_ppsgd.lab.experiments.rows import (
     Point,
     SweepRow,
 )
-from flwr_ppsgd.promise import rounded_up
 from flwr_ppsgd.settings import AUTO
+from flwr_ppsgd.statement import rounded_up
 
 Key: TypeAlias = tuple[float, float | None]  # (αQ, z); z is None at α = 0
 Curves: TypeAlias = dict[Key, list["Mean"]]

@@ -13,8 +13,8 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flwr_ppsgd import Poisson, Release, Steps, client_app
-from flwr_ppsgd.lab.engines.engine import Setting
-from flwr_ppsgd.lab.engines.linear import CohortEngine
+from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.simulation import InProcessGrid
 from simulations.benchmarks.neighbours.serving import (
     CLASSES,
@@ -59,7 +59,7 @@ def loop() -> Callable[[int], object]:
 
 def engine(grid: list[Setting]) -> Callable[[int], object]:
     """Rounds of all settings at once, with ε after each."""
-    cohort_engine = warmed(CohortEngine(linear_table(), grid, seed=1, rounds=PLANNED))
+    cohort_engine = warmed(LinearEngine(linear_table(), grid, seed=1))
     growing = ledgers(release())
 
     def run(rounds: int) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from flwr_ppsgd.lab.experiments.rows import CAVEAT, PPSGD, Point, SweepRow
 from flwr_ppsgd.lab.results.figures import draw_sweep, figure_1, figure_2, figure_users, styles
 from flwr_ppsgd.lab.results.summary import (
     best_curves,
@@ -20,6 +19,7 @@ from flwr_ppsgd.lab.results.summary import (
     spreads,
     summarise,
 )
+from flwr_ppsgd.lab.rows import CAVEAT, PPSGD, Point, SweepRow
 
 
 def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> SweepRow:

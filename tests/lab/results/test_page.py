@@ -15,8 +15,8 @@ import pytest
 import tomli_w
 
 from flwr_ppsgd import cli
-from flwr_ppsgd.lab.experiments.rows import CAVEAT
 from flwr_ppsgd.lab.results.page import write_report
+from flwr_ppsgd.lab.rows import CAVEAT
 from tests.lab.results.test_figures import ROWS
 
 CONFIG = {

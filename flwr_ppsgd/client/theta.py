@@ -1,0 +1,192 @@
+"""θ with the stamp of when it was last stepped, and which of several kept ones counts.
+
+A round counts once. The server may die and send a round again, to the same users or to others;
+every Order therefore says at which round each start of the server began, and θ is stepped from the
+newest save that is still part of that history.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.checks import altered
+from flwr_ppsgd.client.refusal import REFUSED_CHARGES, TOO_LATE, RefusedError
+from flwr_ppsgd.wire import Order
+
+log = logging.getLogger("flwr.ppsgd")
+
+RUN = "ppsgd-run"  # run config: the name under which trainings share one θ
+LEAST_BACK = 2  # rounds that any server with a checkpoint_dir may go back
+TRAININGS = 4  # of which θ is kept under one name
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """When a θ was last stepped.
+
+    Args:
+        run: the Flower run.
+        round: the last round taken part in.
+        visit: the number of rounds taken part in.
+        training: the server's training.
+        start: which start of the server it was (1, 2, …) in which that round was.
+        since: the number of visits before that training.
+        charges: the number of charges that the server had told of.
+        serial: the number of its save on disk; 0 if there is none.
+    """
+
+    run: int = 0
+    round: int = 0
+    visit: int = 0
+    training: int = 0
+    start: int = 0
+    since: int = 0
+    charges: int = 0
+    serial: int = 0
+
+    def counts_in(self, starts: tuple[int, ...]) -> bool:
+        """Whether the server still has the round of this visit.
+
+        It does if no later start began at or before it.
+        """
+        later = starts[self.start :]
+        return self.round < min(later, default=math.inf)
+
+    def entering(self, order: Order) -> Self:
+        """The stamp of the same θ at the beginning of another training."""
+        return replace(
+            self, round=0, since=self.visit, training=order.training, charges=0, serial=0
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+STAMP = tuple(each.name for each in fields(Stamp))
+
+
+@dataclass(frozen=True)
+class Theta:
+    """One user's θ.
+
+    Args:
+        theta: θ.
+        stamp: when it was last stepped.
+        stood: Σ_{t<round} θ_t, if the average iterate is wanted.
+        seen: the number of the newest save of this training when θ was read.
+    """
+
+    theta: Vector
+    stamp: Stamp
+    stood: Vector | None = None
+    seen: int = 0
+
+    def stepped(self, theta: Vector, round_: int, average: bool = False) -> Self:
+        """After one more visit."""
+        stood = self._stood_until(round_) if average else self.stood
+        stamp = altered(self.stamp, round=round_, visit=self.stamp.visit + 1)
+        return altered(self, theta=theta, stamp=stamp, stood=stood)
+
+    def average(self, round_: int) -> Vector:
+        """(1/n)·Σ_{t<n} θ_t after n = ``round_`` rounds.
+
+        Each value is weighted by the rounds it stood, not by visits.
+        """
+        return self._stood_until(round_) / round_ if round_ else self.theta
+
+    def vectors(self) -> dict[str, Vector]:
+        """θ, and Σ θ_t if it is kept."""
+        if self.stood is None:
+            return {"theta": self.theta}
+        return {"theta": self.theta, "stood": self.stood}
+
+    def _stood_until(self, round_: int) -> Vector:
+        standing = (round_ - self.stamp.round) * self.theta
+        return standing if self.stood is None else self.stood + standing
+
+
+def candidates(
+    stamps: Sequence[Stamp], order: Order, *, stepping: bool, named: bool
+) -> list[Stamp]:
+    """The kept θ that count for an Order, best first; empty if θ is to begin anew.
+
+    Args:
+        stamps: of everything that is kept under this name, newest first.
+        order: tells at which rounds the server started.
+        stepping: a step goes from the θ before the Order's round, an evaluation is at the θ after.
+        named: whether somebody chose the name, so that a new training goes on with the last θ.
+    """
+    own = [stamp for stamp in stamps if stamp.training == order.training]
+    if own:
+        _refuse_fewer_charges(own[0], order)
+        if stepping:
+            _refuse_if_replaced(own[0], order)
+    below = order.round if stepping else order.round + 1
+    counting = [each for each in own if each.round < below and each.counts_in(order.starts)]
+    if counting:
+        return counting
+    if own and own[-1].visit > own[-1].since + 1:
+        log.warning(
+            "The server has gone back to round %d and the oldest θ kept here is of round %d: it is "
+            "taken as it is",
+            order.round,
+            own[-1].round,
+        )
+        return [own[-1]]
+    others = [stamp for stamp in stamps if stamp.training != order.training] if named else []
+    return [stamp for stamp in others if stamp.training == others[0].training]
+
+
+def still_needed(new: Stamp, kept: Sequence[Stamp], back: int, least: int) -> list[Stamp]:
+    """The kept θ that stay beside a new one, of the last few trainings.
+
+    Of its own training those that the server may go back to: all of the last ``back`` rounds, and
+    the last one before them, which is stepped if all of those rounds come again. θ of a round that
+    the server has lost had more visits than the one that was stepped instead.
+
+    Args:
+        new: of the θ that is to be kept.
+        kept: of what is kept already, newest first.
+        back: the number of rounds that the server may go back.
+        least: how many of the training stay in any case.
+    """
+    own = [each for each in kept if each.training == new.training and each.visit < new.visit]
+    needed = 0
+    if back:
+        needed = 1 + len([each for each in own if each.round > new.round - back])
+    others = [each for each in kept if each.training != new.training]
+    recent = list(dict.fromkeys(each.training for each in others))[: TRAININGS - 1]
+    return own[: max(least, needed)] + [each for each in others if each.training in recent]
+
+
+def back_of(order: Order | None) -> int:
+    """The number of rounds that the server may go back."""
+    if order is None or not order.starts:
+        return 0
+    return max(LEAST_BACK, order.back)
+
+
+def _refuse_if_replaced(newest: Stamp, order: Order) -> None:
+    """Refuse an Order that was overtaken: its round is over, or its server started again."""
+    start = len(order.starts)
+    if (start, order.round) < (newest.start, newest.round):
+        raise RefusedError(
+            TOO_LATE,
+            f"round {order.round} of the server's start {start} is asked for after round "
+            f"{newest.round} of start {newest.start}: it comes too late and θ stays as it is; give "
+            f"another training another {RUN}",
+        )
+
+
+def _refuse_fewer_charges(newest: Stamp, order: Order) -> None:
+    """Refuse a server that has forgotten what it released: its ε would be too small."""
+    if order.charges < newest.charges:
+        raise RefusedError(
+            REFUSED_CHARGES,
+            f"the server has charged {order.charges} rounds of a training that had charged "
+            f"{newest.charges} before: its store went back in time, so its epsilon is too small; "
+            "nothing is sent; ask its operator to add the missing charges with ppsgd ledger",
+        )

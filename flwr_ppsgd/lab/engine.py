@@ -1,0 +1,352 @@
+"""What a cohort engine is, the training loop around it, and what a simulation may say of itself.
+
+All that the laboratory needs of the server's and the clients' insides is imported here.
+
+A cohort engine trains many settings side by side, on the same cohorts and minibatches and with the
+same standard normals, in one process and without Flower: ``linear_engine`` for linear models,
+``network_engine`` for networks, ``baselines`` for private FedAvg. ``train`` runs the rounds of any
+of them, reports measures when they are due, and stops settings that diverge.
+
+A setting is known by its *place*: its index in the list that the engine was made with.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_ppsgd.algorithm import Release, Steps, Vector
+from flwr_ppsgd.checks import require
+from flwr_ppsgd.client.visit import num_tested, personal_model
+from flwr_ppsgd.lab.measures import VALIDATION, measure_of
+from flwr_ppsgd.ledger import Ledger
+from flwr_ppsgd.noise import coins_for
+from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.settings import Settings
+from flwr_ppsgd.statement import Promise
+from flwr_ppsgd.training import Training
+from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
+
+__all__ = [
+    "Engine",
+    "Indices",
+    "Report",
+    "Setting",
+    "Simulated",
+    "State",
+    "check_training",
+    "delivery_order",
+    "has_diverged",
+    "num_tested",
+    "personal_model",
+    "reported_rounds",
+    "train",
+]
+
+DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
+SMALLEST_ERROR = 1e-300  # stands in for a first value of 0
+ERRORS = ("excess_risk", "loss")  # measures that grow if training fails
+# arguments of a strategy that a simulation on a cohort engine has no use for
+NO_SERVER = {"enrolled": None, "checkpoint_dir": None, "budget_dir": None, "evaluate_every": 0}
+SIMULATION = "simulation noise (the cohort engine sums in floating point)."
+
+Indices: TypeAlias = NDArray[np.intp]
+State: TypeAlias = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training: what is released, and how far both blocks of parameters move."""
+
+    release: Release
+    steps: Steps
+
+
+class Engine(ABC):
+    """Many settings of one cohort, for any kind of model.
+
+    Args:
+        users: the number of users who have data.
+        settings: they share the kind of cohort and M; clip norm, noise and steps are their own.
+        seed: what ``insecure_seed`` is elsewhere; None draws secret coins.
+        most_visits: the number of visits after which each user drops out; None: never.
+    """
+
+    def __init__(
+        self,
+        users: int,
+        settings: Sequence[Setting],
+        seed: int | None,
+        most_visits: Indices | None,
+    ) -> None:
+        _check_alike(users, settings)
+        self.settings = list(settings)
+        self.places = list(range(len(settings)))  # the settings that are still trained
+        self.round = 0  # the number of rounds done
+        self.visits: Indices = np.zeros(users, dtype=np.intp)
+        self.cohort = settings[0].release.cohort
+        self.reduction = settings[0].release.reduction
+        self._seed = seed
+        self._most_visits = most_visits
+
+    @abstractmethod
+    def advance(self) -> None:
+        """One round of every setting."""
+
+    @abstractmethod
+    def w(self, place: int) -> Vector:
+        """w of one setting as a flat vector, or its average iterate if the engine keeps those."""
+
+    @abstractmethod
+    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
+        """All measures of every setting that is still trained, by place.
+
+        If there are validation rows, they are measured on those, by names that begin with
+        "validation_", and only if this is the ``final`` time on test rows too.
+        """
+
+    @abstractmethod
+    def by_user(self) -> dict[int, Vector]:
+        """The main measure of each measured user, for every setting that is still trained."""
+
+    @abstractmethod
+    def changing(self) -> State:
+        """The arrays that rounds change in place, besides visits."""
+
+    def drop(self, places: set[int]) -> None:
+        """Stop reporting the settings at these places."""
+        self.places = [place for place in self.places if place not in places]
+
+    def state(self) -> State:
+        """Everything that training has changed."""
+        counted = {"round": np.array(self.round), "places": np.array(self.places)}
+        return {**self.changing(), **counted, "visits": self.visits}
+
+    def restore(self, state: State) -> None:
+        """Continue from ``state``, which comes from an engine made with the same arguments."""
+        self.round = int(state["round"])
+        self.places = state["places"].tolist()
+        self.visits[...] = state["visits"]
+        for name, array in self.changing().items():
+            array[...] = state[name]
+
+    def next_cohort(self) -> Indices:
+        """Begin the next round: who takes part, with that visit counted.
+
+        Users without visits left drop out, and others take their place. Who drops out depends on
+        how many samples users have: for simulation only, as in the paper's experiments.
+        """
+        self.round += 1
+        uniforms = coins_for(self._seed, "cohort", self.round).uniforms(len(self.visits))
+        if self._most_visits is None:
+            users = self.cohort.members(uniforms)
+        else:
+            left = self.visits < self._most_visits
+            users = self.cohort.members(np.where(left, uniforms, np.inf))
+            users = users[left[users]]
+        self.visits[users] += 1
+        return users
+
+    def normals(self, size: int) -> Vector:
+        """The standard normals of this round, the same for all settings."""
+        return coins_for(self._seed, "noise", self.round).normals(size)
+
+    def column(self, place: int) -> int:
+        """Where a setting stands in arrays over all settings."""
+        return place
+
+    def by_place(self, measures: Mapping[str, Vector]) -> dict[int, dict[str, float]]:
+        """``measures``, from each measure as one array over all settings."""
+        rows: dict[int, dict[str, float]] = {}
+        for place in self.places:
+            at = self.column(place)
+            rows[place] = {name: float(values[at]) for name, values in measures.items()}
+        return rows
+
+    def users_by_place(self, measures: Mapping[str, NDArray[Any]]) -> dict[int, Vector]:
+        """``by_user``, from each measure as users × settings."""
+        if not measures:
+            return {}
+        main = measures[measure_of(measures)]
+        return {place: main[:, self.column(place)] for place in self.places}
+
+
+def _check_alike(users: int, settings: Sequence[Setting]) -> None:
+    """ValueError unless settings share their cohort and M, and the cohort is drawn from ``users``.
+
+    Args:
+        users: the number of users who have data.
+        settings: the settings that are to be trained side by side.
+    """
+    first = settings[0].release
+    for setting in settings:
+        release = setting.release
+        same = release.cohort == first.cohort and release.total_batch == first.total_batch
+        rule = "settings side by side must share the cohort and total_batch"
+        require(same, rule, (first, release), "run settings with other cohorts separately")
+    population = first.cohort.population
+    if population != users:
+        raise ValueError(
+            f"the cohort is drawn from population={population} users but the data hold {users}: "
+            f"set population={users}"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured after one round.
+
+    Args:
+        round: the number of rounds done.
+        measures: all measures of each setting, by place.
+        diverged: the places of settings that diverged and are stopped here.
+    """
+
+    round: int
+    measures: dict[int, dict[str, float]]
+    diverged: frozenset[int] = frozenset()
+
+
+def train(
+    engine: Engine,
+    rounds: int,
+    every: int,
+    on_round: Callable[[int], None] | None = None,
+    first: dict[int, float] | None = None,
+) -> Iterator[Report]:
+    """Run the rounds, and yield a report after each round of ``reported_rounds``.
+
+    A setting whose measures grow without bound is reported as diverged and stopped; the others go
+    on. If the engine has already done some rounds, training continues from there.
+
+    Args:
+        engine: what is trained.
+        rounds: the number of rounds, those already done included.
+        every: the number of rounds between two reports; 0 reports never.
+        on_round: called with the number of each round before the report of that round.
+        first: the first error of each setting, against which divergence is judged. It is filled
+            here; pass it again when training is resumed.
+    """
+    first = {} if first is None else first
+    due = set(reported_rounds(rounds, every))
+    begun = engine.round
+    for round_ in range(begun, rounds + 1):
+        if round_ > begun and engine.places:
+            engine.advance()
+        if on_round:
+            on_round(round_)
+        if engine.places and round_ in due:
+            measures = engine.measures(final=round_ == rounds)
+            diverged = _diverged(measures, first)
+            engine.drop(diverged)
+            yield Report(round_, measures, frozenset(diverged))
+
+
+def reported_rounds(rounds: int, every: int) -> list[int]:
+    """Round 0 (before training), every ``every``-th round, and the last; none if ``every`` is 0."""
+    if not every:
+        return []
+    return sorted({*range(0, rounds + 1, every), rounds})
+
+
+def _diverged(measures: dict[int, dict[str, float]], first: dict[int, float]) -> set[int]:
+    """The places whose error is far beyond their first, which is noted on first sight."""
+    found = set()
+    for place, row in measures.items():
+        first.setdefault(place, _error(row))
+        if _is_beyond(first[place], _error(row)):
+            found.add(place)
+    return found
+
+
+def has_diverged(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
+    """Whether the error in the row ``last`` is far beyond that in the row ``first``."""
+    return _is_beyond(_error(first), _error(last))
+
+
+def _is_beyond(first: float, error: float) -> bool:
+    return not error <= DIVERGED * max(first, SMALLEST_ERROR)  # true for NaN
+
+
+def _error(row: Mapping[str, float]) -> float:
+    """The measure that grows if training fails; 0 if it was not measured."""
+    for name in ERRORS:
+        for known in (VALIDATION + name, name):
+            if known in row:
+                return row[known]
+    return 0.0
+
+
+def check_training(settings: Settings) -> None:
+    """ValueError if a strategy would refuse these settings; no noise is calibrated for it."""
+    Training.of(**settings.arguments(settings.uncalibrated()))
+
+
+def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | None:
+    """What brings the last w of the recipe to a device; None for a w that steps have trained.
+
+    Args:
+        task: the recipe's, "classification" or "regression".
+        beside: what is published beside w, as of ``PPSGD.published``.
+    """
+    if VARIANCE not in beside:
+        return None
+    variance = np.asarray(beside[VARIANCE]).reshape(-1)
+    return Order(
+        0,
+        0.0,
+        1.0,
+        "mean",
+        False,
+        asks="nothing",
+        task=cast(OrderTask, task),
+        unit=float(beside[UNIT]),
+        size=float(beside[SIZE]),
+        variance=tuple(variance.tolist()),
+        last=True,
+    )
+
+
+class Simulated:
+    """What a run on a cohort engine would have released and cost; it guarantees nothing.
+
+    Args:
+        settings: of the training.
+        terms: what its statement says besides.
+    """
+
+    def __init__(self, settings: Settings, terms: tuple[str, ...] = ()) -> None:
+        self._account = Account(Training.of(**{**settings.arguments(), **NO_SERVER}))
+        self._terms = terms
+        self.setting = Setting(self.release, self._account.training.steps)
+        self.rounds = self._account.plan(settings.rounds, 0)  # as many as the budget allows
+        if settings.evaluate_every:
+            self._account.note_evaluation()
+
+    @property
+    def release(self) -> Release:
+        """What every round releases."""
+        return self._account.training.release
+
+    @property
+    def ledger(self) -> Ledger:
+        """Everything that was charged, all of it without a guarantee."""
+        return self._account.ledger
+
+    def charge(self, round_: int) -> None:
+        """Count the rounds up to ``round_``."""
+        self._account.count_simulated(round_)
+
+    def privacy_statement(self) -> str:
+        """That nothing is promised, and why."""
+        return self._promise().statement()
+
+    def privacy_data(self) -> dict[str, object]:
+        """The same as data."""
+        return self._promise().as_data()
+
+    def _promise(self) -> Promise:
+        return self._account.promise(simulation=SIMULATION, terms=self._terms)

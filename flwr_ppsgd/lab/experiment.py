@@ -1,0 +1,454 @@
+"""The settings of an experiment: a training, the problem it is about, and how it is simulated."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import numpy as np
+
+from flwr_ppsgd.checks import nearest, require
+from flwr_ppsgd.lab.engine import check_training
+from flwr_ppsgd.lab.measures import VALIDATION
+from flwr_ppsgd.lab.presets import PRESETS, SUFFIX, presets
+from flwr_ppsgd.lab.problem import AUTO as FOUND
+from flwr_ppsgd.lab.problem import DEVICE, LINEAR, SYNTHETIC, Problem, place_of
+from flwr_ppsgd.lab.rows import BASELINES, FEDAVG, OWN_TRIVIAL, SOLVED_BASELINES, TRIVIAL
+from flwr_ppsgd.lab.tasks import Task, task_of
+from flwr_ppsgd.recipe import DROWNED
+from flwr_ppsgd.settings import (
+    AUTO,
+    PAPER,
+    Settings,
+    build,
+    check_known,
+    check_run_config,
+    in_keys,
+    keys_of,
+    listed,
+    name_of,
+    override,
+    part_of,
+    read_toml,
+    to_flat,
+    typed,
+    with_keys,
+)
+from flwr_ppsgd.wire import spans_of
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.lab.data.per_user import PerUser
+
+DEFAULT = "synthetic"
+OWN_DATA = "own-data"
+OWN_DATA_PAPER = "own-data-paper"
+# any of these, where the recipe is the default, asks for the paper's method instead
+ASKS_FOR_PAPER = ("step", "alpha-q", "clip-norm", "cohort-size", "passes")
+NOISE_WORDS = "noise in a prediction by w: at most about {:.2g} of the size of users' own models"
+DROWNED_WORDS = ", so that users will mostly keep to their own: more users or a larger ε would help"
+PRECISIONS = ("float64", "float32")
+PARTS = ("training", "problem")  # the fields of an experiment that hold settings of their own
+NEEDS = {"passes": (), "cohort-mean": ("population",), "evaluations": ("rounds",)}
+ROUNDS_ARE_PUBLIC = "the total number of samples, {:,}: the number of rounds follows from it"
+CHOSEN_BY_LOOKING = (
+    "columns, categories, scales and task: no epsilon pays for choosing them by looking at the data"
+)
+EXHAUSTED = (
+    "Users who have used up their samples drop out of the draw, as in the paper's experiments: "
+    "simulation only, since who is left depends on how many samples users have, and no epsilon "
+    "covers that."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Settings of a training together with the data and the model it is about.
+
+    ``passes``, ``cohort_mean`` and ``evaluations`` stand beside what was worked out from them.
+
+    Args:
+        training: population, release, steps and budget.
+        problem: data and model.
+        passes: over everyone's samples, instead of ``rounds``.
+        cohort_mean: the number of users per round on average, instead of ``rate``.
+        evaluations: the number of evaluations, instead of ``evaluate_every``.
+        precision: of the cohort engine, float64 or float32.
+        drop_exhausted: a user who has drawn all samples ``passes`` times drops out, as in the
+            paper's experiments.
+        baselines: of a sweep, separated by commas: "fine-tuned" (θ trained on top of the final w of
+            global learning) and "fedavg" (local steps).
+        fine_tune_passes: of "fine-tuned", passes over the user's own samples.
+        fine_tune_steps: of "fine-tuned", the step sizes to choose from, separated by commas.
+        local_steps: of "fedavg", the number of local steps per round.
+    """
+
+    training: Settings
+    problem: Problem
+    passes: float | None = None
+    cohort_mean: float | None = None
+    evaluations: float | None = None
+    precision: str = "float64"
+    drop_exhausted: bool = False
+    baselines: str = ""
+    fine_tune_passes: float = 5.0
+    fine_tune_steps: str = ""
+    local_steps: int = 5
+
+    def __post_init__(self) -> None:
+        check_training(self.training)
+        replies = self.training.replies
+        remedy = "the clients of experiments send gradients"
+        require(replies == "gradient", "replies must be 'gradient' here", replies, remedy)
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be 'float64' or 'float32', got {self.precision!r}")
+        if self.drop_exhausted and self.passes is None:
+            raise ValueError("drop_exhausted needs passes: that is when a user drops out")
+        self._check_baselines()
+
+    def _check_baselines(self) -> None:
+        for name in self.methods():
+            if name not in BASELINES:
+                raise ValueError(f"baselines must be of {', '.join(BASELINES)}, got {name!r}")
+            linear = self.problem.model == LINEAR
+            if not linear or (self.problem.data == SYNTHETIC and name != FEDAVG):
+                raise ValueError(
+                    f"the baseline {name} is for linear models on data of one's own: leave it out "
+                    "here"
+                )
+            if name in SOLVED_BASELINES:
+                self.problem.check_squared()
+        tuned = 0 < self.fine_tune_passes < math.inf
+        rule = "fine_tune_passes must be positive and finite"
+        require(tuned, rule, self.fine_tune_passes, "5 is the default")
+        rule = "local_steps must be at least 1"
+        require(self.local_steps >= 1, rule, self.local_steps, "1 is global learning")
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        return task_of(
+            self.problem,
+            self.training.population,
+            average=self.training.average,
+            precision=self.precision,
+            dropped_after=self.passes if self.drop_exhausted else None,
+        )
+
+    def methods(self) -> list[str]:
+        """The baselines, as a list."""
+        return listed(self.baselines)
+
+    def assumed_public(self) -> list[str]:
+        """What the settings give away about the data without a charge."""
+        if self.problem.data == SYNTHETIC:
+            return []
+        if self.passes is None:
+            return [CHOSEN_BY_LOOKING]
+        samples = int(self.problem.per_user().train_sizes.sum())
+        return [CHOSEN_BY_LOOKING, ROUNDS_ARE_PUBLIC.format(samples)]
+
+    def trivial(self) -> dict[str, dict[str, float]]:
+        """The measures of answers that use no features, by method: everyone's mean or most
+        frequent class, and each user's own. Empty if there are none."""
+        from flwr_ppsgd.lab.data.look import trivial
+
+        if self.problem.data == SYNTHETIC:
+            return {}
+        data = self.problem.per_user()
+        found: dict[str, dict[str, float]] = {TRIVIAL: {}, OWN_TRIVIAL: {}}
+        parts = {"": data} if data.validation is None else {"": data, VALIDATION: data.choosing()}
+        for prefix, part in parts.items():
+            answer = trivial(part)
+            if answer is not None:
+                found[TRIVIAL][prefix + answer.measure] = answer.pooled
+                found[OWN_TRIVIAL][prefix + answer.measure] = answer.own
+        return {method: measures for method, measures in found.items() if measures}
+
+    def describe(self) -> str:
+        """What the data are, and what was worked out from them, in lines to print."""
+        lines = []
+        if self.problem.data != SYNTHETIC:
+            lines += _described(self.problem)
+        if self.passes is not None:
+            public = "; ".join(self.assumed_public()[1:])
+            rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
+            lines.append(f"{rounds}; taken to be public: {public}")
+        if self.drop_exhausted:
+            lines.append(EXHAUSTED)
+        if self.training.automatic:
+            noise = self.training.recipe().noise_in_prediction
+            small = DROWNED_WORDS if noise > DROWNED else ""
+            lines.append(f"{self.training.rounds} rounds; {NOISE_WORDS.format(noise)}{small}")
+        return "\n".join(lines)
+
+    def to_flat(self) -> dict[str, Any]:
+        """All settings that are given, by their flat keys."""
+        own = to_flat(self)
+        for part in PARTS:
+            del own[part]
+        # the problem's task has more words: several labels count as classes in training
+        return {**self.training.to_flat(), **self.problem.to_flat(), **own}
+
+    @classmethod
+    def load(
+        cls, path: Path | None = None, overrides: Mapping[str, Any] | None = None
+    ) -> "Experiment":
+        """From a TOML file, changed by ``overrides``.
+
+        Args:
+            path: a file, or the name of an experiment that ships. None: the synthetic problem, or
+                one for own data if ``overrides`` name any.
+            overrides: flat keys and values.
+        """
+        changes = overrides or {}
+        default = _default_for(with_keys(changes))
+        source = source_of(path, default)
+        flat = override(read_toml(source), changes)
+        return cls.read(flat, where=shown(source, path))
+
+    @classmethod
+    def read(cls, flat: Mapping[str, Any], where: str) -> "Experiment":
+        """From flat keys, with what follows from the data filled in; errors name ``where``."""
+        for key, value in flat.items():
+            if isinstance(value, list):
+                raise ValueError(
+                    f"{where}: {key} is a list: that is for ppsgd sweep, give one value here"
+                )
+        for key in flat:
+            check_known(key, experiment_keys(), where)
+        return _built(_resolved(flat, where), where)
+
+    @classmethod
+    def from_run_config(cls, run_config: Mapping[str, Any]) -> "Experiment":
+        """From a Flower run config. It may hold keys of the app, but no misspelt ones of ours."""
+        flat = with_keys(run_config)
+        known = experiment_keys()
+        check_run_config(flat, known)
+        own = {key: value for key, value in flat.items() if key in known}
+        return cls.read(own, where="run config")
+
+
+def source_of(path: Path | None, default: str) -> Path | Traversable:
+    """The file to read: the given one, or one that ships, by its name."""
+    if path is not None and (path.suffix or path.exists()):
+        return path
+    name = default if path is None else str(path)
+    known = presets()
+    if name not in known:
+        raise ValueError(
+            f"{name}: there is no such file and no experiment of that name: did you mean "
+            f"{nearest(name, known)!r}? `ppsgd experiments` lists them"
+        )
+    return PRESETS / f"{name}{SUFFIX}"
+
+
+def shown(source: Path | Traversable, path: Path | None) -> str:
+    """How errors name a source."""
+    return source.name if path is None else str(path)
+
+
+def _default_for(changes: Mapping[str, Any]) -> str:
+    """The experiment to start from if none is named."""
+    if "data" not in changes:
+        return DEFAULT
+    paper = changes.get("method") == PAPER or any(key in changes for key in ASKS_FOR_PAPER)
+    return OWN_DATA_PAPER if paper else OWN_DATA
+
+
+def experiment_keys() -> list[str]:
+    """All flat keys of an experiment."""
+    own = [key for key in keys_of(Experiment) if key not in PARTS]
+    return [*keys_of(Problem, Settings), *own]
+
+
+def _built(flat: Mapping[str, Any], where: str) -> Experiment:
+    """The parts, then the whole."""
+    own_settings = part_of(flat, Settings)
+    if flat.get("method") == AUTO:
+        own_settings |= _from_columns(flat, where)
+    training = build(Settings, own_settings, where)
+    problem = build(Problem, part_of(flat, Problem), where)
+    hints = get_type_hints(Experiment)
+    try:
+        own = {
+            name_of(key): typed(key, value, hints[name_of(key)])
+            for key, value in part_of(flat, Experiment).items()
+        }
+        return Experiment(training=training, problem=problem, **own)
+    except ValueError as error:
+        raise ValueError(f"{where}: {in_keys(str(error), Experiment)}") from None
+
+
+def _from_columns(flat: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The recipe's task and sparse columns, which the data decide."""
+    try:
+        found = recipe_columns(Problem.of(flat))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if flat.get("sparse") not in (None, "", found["sparse"]):
+        raise ValueError(f"{where}: sparse follows from the columns of the data: leave it out")
+    return found
+
+
+def recipe_columns(problem: Problem) -> dict[str, str]:
+    """The recipe's ``task`` and ``sparse``: several labels count as classes, and only columns of a
+    sparse table are sparse."""
+    if problem.data == SYNTHETIC:
+        raise ValueError(
+            "method = 'auto' is for users with rows of their own, and samples of the synthetic "
+            "problem are always fresh: give data = FILE, or method = 'paper'"
+        )
+    data = problem.per_user()
+    if data.task == "regression" and data.outputs > 1:
+        raise ValueError(
+            f"{data.source}: method = 'auto' learns one amount and this has {data.outputs}: "
+            "give one target column, or method = 'paper'"
+        )
+    places = [at for at, kind in enumerate(data.kinds) if kind == "sparse"]
+    task = "regression" if data.task == "regression" else "classification"
+    return {"task": task, "sparse": spans_of(places)}
+
+
+def _resolved(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``flat`` with all that follows from the data: place, checksum, population, rounds, rate."""
+    found = with_keys(flat)
+    try:
+        return _with_derived(_with_recipe(_with_known(found)))
+    except ValueError as error:
+        message = str(error)
+        named = message.startswith(place_of(str(found.get("data"))))
+        raise ValueError(message if named else f"{where}: {message}") from None
+
+
+def _with_known(flat: dict[str, Any]) -> dict[str, Any]:
+    """With the keys that own data decide: where they are, their checksum, the number of users."""
+    problem = Problem.of(flat)
+    task_of(problem, 1)  # whether its keys go together
+    if problem.data == SYNTHETIC:
+        return flat
+    found = problem.found()
+    users = len(found.per_user())
+    given = flat.get("population", users)
+    if given != users:
+        raise ValueError(
+            f"population is {given} and {found.data} has {users} users: leave population out"
+        )
+    known = {"data": found.data, "data-checksum": found.data_checksum, "population": users}
+    if found.standardise:
+        known["standardise"] = found.standardise
+    if found.representation == FOUND:
+        known["representation"] = found.found_representation()
+    return {**flat, **known}
+
+
+def _with_recipe(flat: dict[str, Any]) -> dict[str, Any]:
+    """With what ``method = "auto"`` leaves to the data and to public numbers."""
+    if flat.get("method") != AUTO:
+        refuse_without(flat, ["delta"])
+        return flat
+    refuse_without(flat, ["epsilon", "delta"])
+    flat = {"scale": DEVICE, **flat}
+    if flat["scale"] not in (DEVICE, "none"):
+        raise ValueError(
+            f"scale = {flat['scale']!r} is for method = {PAPER!r}, and {AUTO!r} scales rows on "
+            "each device: leave scale out, or give 'none'"
+        )
+    problem = Problem.of(flat)
+    if problem.data == SYNTHETIC or problem.model != LINEAR or problem.loss != "squared":
+        return flat
+    data = problem.per_user()
+    if data.task != "regression":  # classes are around 1/K
+        flat = {"target-shift": 1 / data.outputs, "bias": True, **flat}
+    return flat
+
+
+def refuse_without(flat: Mapping[str, Any], keys: list[str]) -> None:
+    """ValueError unless these keys are given: there is no default for ε or δ."""
+    missing = [key for key in keys if key not in flat]
+    if missing:
+        examples = {"epsilon": "epsilon=2.0", "delta": "delta=1e-5"}
+        sets = " ".join(f"--set {examples[key]}" for key in missing)
+        raise ValueError(
+            f"{' and '.join(missing)} must be given, there is no default: say what you can afford, "
+            f"as in {sets} (delta well below 1 over the number of users)"
+        )
+
+
+def _with_derived(flat: dict[str, Any]) -> dict[str, Any]:
+    """With rate from the mean size of a cohort, rounds from passes, and how often to evaluate."""
+    mean = _positive(flat, "cohort-mean")
+    if mean is not None:
+        flat = _put(flat, "cohort-mean", "rate", mean / flat["population"])
+    passes = _positive(flat, "passes")
+    if passes is not None:
+        flat = _put(flat, "passes", "rounds", _rounds_in(passes, flat))
+    times = _positive(flat, "evaluations")
+    if times is not None:
+        flat = _put(flat, "evaluations", "evaluate-every", math.ceil(flat["rounds"] / times))
+    return flat
+
+
+def _rounds_in(passes: float, flat: Mapping[str, Any]) -> int:
+    """The number of rounds in which users draw each of their samples ``passes`` times.
+
+    Σ n_i·passes over the samples that all users draw in a round on average; with drop-exhausted,
+    until everybody has dropped out.
+    """
+    problem = Problem.of(flat)
+    if problem.data == SYNTHETIC:
+        raise ValueError(
+            f"passes is for data with finitely many samples, got {passes:g}: give rounds"
+        )
+    sizes = problem.per_user().train_sizes
+    rate = _rate(flat)
+    if flat.get("drop-exhausted"):
+        visits = problem.visits_in(passes)
+        assert visits is not None
+        return math.ceil(float(visits.sum()) / (rate * len(sizes)))
+    drawn = rate * np.minimum(sizes, problem.batch_size).sum()
+    return max(1, round(passes * float(sizes.sum() / drawn)))
+
+
+def _positive(flat: Mapping[str, Any], key: str) -> float | None:
+    """The value of ``key``; None if it is not given."""
+    if key not in flat:
+        return None
+    value: float = typed(key, flat[key], float)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{key} must be positive and finite, got {value!r}")
+    for other in NEEDS[key]:
+        if other not in flat:
+            raise ValueError(f"{other!r} is missing: {key} needs it")
+    return value
+
+
+def _rate(flat: Mapping[str, Any]) -> float:
+    """The share of users that takes part in a round, on average."""
+    if "rate" in flat:
+        return float(typed("rate", flat["rate"], float))
+    if "cohort-size" not in flat:
+        raise ValueError("give either rate or cohort-size: neither is set")
+    size: int = typed("cohort-size", flat["cohort-size"], int)
+    return float(size / flat["population"])
+
+
+def _put(flat: dict[str, Any], key: str, other: str, value: float) -> dict[str, Any]:
+    """With ``other`` worked out from ``key``; if it is there already it must agree."""
+    given = flat.get(other, value)
+    if given != value:
+        raise ValueError(
+            f"{key} = {flat[key]:g} makes {other} {value:g} and it is given as {given}: keep one "
+            "of them"
+        )
+    return {**flat, other: value}
+
+
+def _described(problem: Problem) -> list[str]:
+    """The users of own data and their rows."""
+    from flwr_ppsgd.lab.data.look import brief
+
+    data: PerUser = problem.per_user()
+    minibatch = 1 if problem.scale == DEVICE else problem.batch_size
+    return [data.describe(minibatch), *brief(data)]

@@ -1,1 +1,0 @@
-"""Experiments that ship with the package: one TOML file each."""

@@ -1,0 +1,288 @@
+"""The cohort engine for networks: the gradients of a whole cohort in one call of the network."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
+from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
+from flwr_ppsgd.lab.measures import for_choosing, measure_of, summary
+from flwr_ppsgd.learner import Batches, Rows, as_array
+from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.models.split import SplitModel
+
+ROWS_AT_ONCE = 256  # in one call of the network that measures
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Users whose minibatches have the same size m, and those: users × m × …"""
+
+    users: Indices
+    rows: tuple[Tensor, Tensor]
+
+
+class NetworkEngine(Engine):
+    """``SplitModel`` or ``AdditiveHead`` for all users and several settings, one round at a time.
+
+    w and θ are float64, as on every engine; the network computes in its own precision.
+
+    Args:
+        model: the network, and which of its parameters are personal.
+        batches: the training minibatches of every user, by visit.
+        settings: as in ``LinearEngine``.
+        seed: as in ``LinearEngine``.
+        average: as in ``LinearEngine``.
+        tests: (x, y) of every user to measure on; empty if nobody measures.
+        validation: the same for choosing settings; empty if there are no such rows.
+        most_visits: the number of visits after which each user drops out; None: never.
+    """
+
+    def __init__(
+        self,
+        model: SplitModel,
+        batches: Sequence[Batches],
+        settings: Sequence[Setting],
+        *,
+        seed: int | None,
+        average: bool = False,
+        tests: Sequence[tuple[Rows, Rows]] = (),
+        validation: Sequence[tuple[Rows, Rows]] = (),
+        most_visits: Indices | None = None,
+    ) -> None:
+        super().__init__(len(batches), settings, seed, most_visits)
+        self._model = model
+        self._batches = batches
+        self._tests = tests
+        self._validation = validation
+        self._average = average
+        theta = model.initial_theta()
+        # settings × w, settings × users × θ, and sums of both over rounds if averages are wanted
+        self._w: Matrix = np.tile(model.initial_w(), (len(settings), 1))
+        self._thetas: Matrix = np.tile(theta, (len(settings), len(batches), 1))
+        self._w_sum = np.zeros_like(self._w)
+        self._thetas_sum = np.zeros_like(self._thetas[: len(settings) * average])
+        # the round up to which each user's average θ is counted
+        self._since = np.zeros(len(batches), dtype=np.intp)
+        self._noisy = any(
+            setting.steps.publishes and setting.release.noise_std > 0 for setting in settings
+        )
+
+    def advance(self) -> None:
+        """One round of every setting."""
+        users = self.next_cohort()
+        if self._average:
+            self._w_sum += self._w
+            self._count_thetas(users)
+        groups = self._groups(users)
+        size = self._w.shape[1]
+        normals = self.normals(size) if self._noisy else np.zeros(size)
+        with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
+            for place in self.places:
+                self._step(place, groups, normals)
+
+    def _groups(self, users: Indices) -> list[_Group]:
+        """The minibatches of this round, those of the same size together."""
+        minibatches = {}
+        for user in users.tolist():
+            visit = int(self.visits[user])
+            minibatches[user] = self._batches[user](visit)
+        groups = []
+        sizes = {len(x) for x, _ in minibatches.values()}
+        for size in sorted(sizes):
+            members = [user for user, (x, _) in minibatches.items() if len(x) == size]
+            x = np.stack([minibatches[user][0] for user in members])
+            y = np.stack([minibatches[user][1] for user in members])
+            self._model.settle_loss((x[0], y[0]))
+            rows = (self._model.tensor(x), self._model.tensor(y))
+            groups.append(_Group(np.array(members), rows))
+        return groups
+
+    def _step(self, place: int, groups: Sequence[_Group], normals: Vector) -> None:
+        """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
+        release = self.settings[place].release
+        steps = self.settings[place].steps
+        w = self._w[place]
+        total = release.usual_noise_std * normals
+        for group in groups:
+            thetas = self._thetas[place, group.users]
+            g_w, g_theta = cohort_gradients(self._model, w, thetas, group.rows, self.reduction)
+            scales = clip_scales(np.linalg.norm(g_w, axis=1), release.clip_norm)
+            total += scales @ g_w
+            self._thetas[place, group.users] = thetas - steps.personal * g_theta
+        if steps.publishes:
+            self._w[place] = server_step(w, total, release, steps.shared)
+
+    def _count_thetas(self, users: Indices) -> None:
+        """Add each θ_i to its sum once for every round since it moved."""
+        rounds = self.round - self._since[users]
+        self._thetas_sum[:, users] += rounds[:, None] * self._thetas[:, users]
+        self._since[users] = self.round
+
+    def w(self, place: int) -> Vector:
+        """w of one setting, or its average iterate."""
+        if self._average and self.round:
+            return np.asarray(self._w_sum[place] / self.round)
+        return np.array(self._w[place])
+
+    def theta(self, place: int, user: int) -> Vector:
+        """θ_i of one setting and user, or its average iterate."""
+        return np.asarray(self._thetas_of(place)[user])
+
+    def _thetas_of(self, place: int) -> Matrix:
+        """The θ of everyone, users × personal parameters."""
+        if not self._average or not self.round:
+            return np.asarray(self._thetas[place])
+        self._count_thetas(np.arange(len(self._batches)))
+        return np.asarray(self._thetas_sum[place] / self.round)
+
+    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
+        """Of every setting: over all measured rows, and the spread over users."""
+        rows: dict[int, dict[str, float]] = {}
+        for place in self.places:
+            found: dict[str, Vector] = {}
+            if self._validation:
+                found = for_choosing(self._summary(place, self._validation))
+            if final or not self._validation:
+                found |= self._summary(place, self._tests)
+            rows[place] = {name: float(value) for name, value in found.items()}
+        return rows
+
+    def _summary(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
+        weights = np.array([len(x) for x, _ in parts if len(x)], dtype=float)
+        return summary(self._by_user(place, parts), weights)
+
+    def _by_user(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
+        """Each measure of one setting, one number for each measured user."""
+        users = [user for user, (x, _) in enumerate(parts) if len(x)]
+        if not users:
+            return {}
+        tests = [parts[user] for user in users]
+        thetas = self._thetas_of(place)[users]
+        found: dict[str, list[float]] = {}
+        for measured in evaluate_users(self._model, self.w(place), thetas, tests):
+            for name, value in measured.items():
+                found.setdefault(name, []).append(value)
+        return {name: np.array(values) for name, values in found.items()}
+
+    def by_user(self) -> dict[int, Vector]:
+        """The main measure of each measured user, for every setting that is still trained."""
+        main: dict[int, Vector] = {}
+        for place in self.places:
+            found = self._by_user(place, self._tests)
+            if found:
+                main[place] = found[measure_of(found)]
+        return main
+
+    def changing(self) -> State:
+        """The arrays that rounds change."""
+        return {
+            "w": self._w,
+            "thetas": self._thetas,
+            "w-sum": self._w_sum,
+            "thetas-sum": self._thetas_sum,
+            "since": self._since,
+        }
+
+
+def cohort_gradients(
+    model: SplitModel,
+    w: Vector,
+    thetas: Matrix,
+    rows: tuple[Tensor, Tensor],
+    reduction: Reduction,
+) -> tuple[Matrix, Matrix]:
+    """(∇_w, ∇_θ) of many users, users × parameters each, in float64.
+
+    Args:
+        model: the network.
+        w: the shared parameters.
+        thetas: users × personal parameters.
+        rows: x and y of the users' minibatches, users × m × …
+        reduction: mean or sum over a minibatch.
+    """
+
+    def loss(
+        shared: dict[str, Tensor], personal: dict[str, Tensor], x: Tensor, y: Tensor
+    ) -> Tensor:
+        return model.loss(shared, personal, (x, y), reduction)
+
+    of_one_user = torch.func.grad(loss, argnums=(0, 1))
+    of_all = torch.func.vmap(of_one_user, in_dims=(None, 0, 0, 0), randomness="different")
+    g_w, g_theta = of_all(model.shared_tensors(w), model.personal_tensors(thetas), *rows)
+    return _by_user(g_w), _by_user(g_theta)
+
+
+def _by_user(gradients: dict[str, Tensor]) -> Matrix:
+    """users × parameters, in float64."""
+    parts = [part.flatten(1).double() for part in gradients.values()]
+    return torch.cat(parts, dim=1).cpu().numpy()
+
+
+def evaluate_users(
+    model: SplitModel,
+    w: Vector,
+    thetas: Matrix,
+    tests: Sequence[tuple[Rows, Rows]],
+) -> list[dict[str, float]]:
+    """``SplitModel.evaluate`` of many users, in a few large calls of the network.
+
+    Users with similar numbers of rows go together. The rows of shorter tests are repeated to the
+    longest among them, and what is predicted for the repeated ones is thrown away. If rows are not
+    arrays of one shape (several inputs, or texts of any length), users are measured one by one.
+
+    Args:
+        model: the network.
+        w: the shared parameters.
+        thetas: users × personal parameters.
+        tests: x and y of each user, at least one row each.
+    """
+    if not _alike([x for x, _ in tests]):
+        each = zip(thetas, tests, strict=True)
+        return [model.evaluate(w, theta, rows) for theta, rows in each]
+    shared = model.shared_tensors(w)
+
+    def predict(personal: dict[str, Tensor], x: Tensor) -> Tensor:
+        return model.predict(shared, personal, x, training=False)
+
+    of_all = torch.func.vmap(predict, randomness="different")
+    sizes = [len(x) for x, _ in tests]
+    measured: dict[int, dict[str, float]] = {}
+    for users in _of_similar_size(sizes):
+        longest = sizes[users[-1]]
+        stacked = np.stack([_repeated(as_array(tests[user][0]), longest) for user in users])
+        with torch.no_grad():
+            scores = of_all(model.personal_tensors(thetas[users]), model.tensor(stacked))
+        for user, padded in zip(users, scores, strict=True):
+            y = model.tensor(tests[user][1])
+            measured[user] = model.measures(padded[: sizes[user]], y)
+    return [measured[user] for user in range(len(tests))]
+
+
+def _of_similar_size(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """All places, sorted by size, in groups whose length times largest size is ROWS_AT_ONCE."""
+    group: list[int] = []
+    for place in np.argsort(sizes, kind="stable").tolist():
+        if group and (len(group) + 1) * sizes[place] > ROWS_AT_ONCE:
+            yield group
+            group = []
+        group.append(place)
+    if group:
+        yield group
+
+
+def _alike(parts: Sequence[Rows]) -> bool:
+    """Whether these are arrays or tensors, whose rows have the same shape and dtype."""
+    kinds = {(getattr(x, "shape", (0,))[1:], getattr(x, "dtype", None)) for x in parts}
+    shaped = all(hasattr(x, "shape") for x in parts)
+    return shaped and len(kinds) == 1
+
+
+def _repeated(array: NDArray[Any], size: int) -> NDArray[Any]:
+    """The rows again and again, up to ``size`` of them."""
+    return array[np.arange(size) % len(array)]

@@ -1,0 +1,468 @@
+"""The output directories of runs and sweeps: the only place that knows the names of their files.
+
+The directory of a run appears complete or not at all. The directory of a sweep grows: a finished
+block is one write and one sync. A kill at any moment leaves whole rows and at most one torn line,
+which the next start removes; rows of a block that is not complete are recognised and not written
+twice.
+"""
+
+import csv
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import tomli_w
+from numpy.typing import NDArray
+
+from flwr_ppsgd import disk
+from flwr_ppsgd.lab.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
+from flwr_ppsgd.settings import read_toml
+from flwr_ppsgd.statement import json_number
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
+
+    from flwr_ppsgd.lab.block import Plan
+    from flwr_ppsgd.lab.evaluation import UserResult
+    from flwr_ppsgd.lab.predict import Prediction
+    from flwr_ppsgd.lab.run import Outcome
+    from flwr_ppsgd.lab.sweep import Sweep
+
+RUNS = Path("runs")
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+PRIVACY = "privacy.json"
+MODEL = "model.npz"
+USERS = "users.parquet"
+USERS_OUTSIDE = "one row per user, measured on own test rows: outside the guarantee"
+PICTURE = "learning.png"
+PLAN = "plan.json"
+ROWS = "rows.jsonl"
+BEST = "best.csv"
+SELECTION = "selection.json"
+PAGE = "report.html"
+LOCK = ".lock"
+READABLE_FOLDER = 0o755  # a temporary directory is for its owner alone
+
+Draw: TypeAlias = Callable[[Path], object]
+
+
+def free_directory(name: str) -> Path:
+    """``runs/NAME``, or ``runs/NAME-2`` and so on if that is taken."""
+    candidate = RUNS / name
+    number = 2
+    while candidate.exists():
+        candidate = RUNS / f"{name}-{number}"
+        number += 1
+    return candidate
+
+
+def check_free(out: Path) -> None:
+    """Refuse, before any work, a place that holds something or cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} already holds something: choose another directory with --out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be written ({error.strerror}): choose another directory with --out"
+        ) from None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The settings of the run or sweep in a directory, as they were written there."""
+    return read_toml(directory / CONFIG, remedy="give the --out directory of a sweep")
+
+
+# --- runs
+
+
+def save(outcome: "Outcome", out: Path, draw: Draw | None = None) -> None:
+    """Write the output directory of a run in one move.
+
+    Args:
+        outcome: the run.
+        out: a new directory, or an empty one.
+        draw: adds a picture to a directory that holds everything else.
+    """
+    check_free(out)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write_run(outcome, temporary)
+        if draw is not None:
+            draw(temporary)
+        _move(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_run(outcome: "Outcome", directory: Path) -> None:
+    experiment = outcome.experiment
+    config = experiment.to_flat()
+    if not experiment.training.automatic:
+        config["noise-multiplier"] = outcome.strategy.release.noise_multiplier
+        config.pop("epsilon", None)
+    disk.write_text(directory / CONFIG, tomli_w.dumps(config))
+    rows = [json.dumps(row.to_json()) + "\n" for row in outcome.rows]
+    disk.write_text(directory / METRICS, "".join(rows))
+    data = {**outcome.strategy.privacy_data(), "assumed_public": experiment.assumed_public()}
+    privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    disk.write_text(directory / PRIVACY, privacy + "\n")
+    arrays = {**_by_name(outcome.w), **outcome.beside}
+    with disk.replacing(directory / MODEL) as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    if outcome.people:
+        _write_people(outcome.people, experiment.problem.per_user().users, directory)
+
+
+def _by_name(w: "ArrayRecord") -> dict[str, NDArray[Any]]:
+    """A network's parameters by their names; those of a linear model, which have none, as "w"."""
+    if len(w) == 1:
+        return {"w": w.to_numpy_ndarrays()[0]}
+    return {name: array.numpy() for name, array in w.items()}
+
+
+def _write_people(people: Sequence["UserResult"], names: Sequence[object], directory: Path) -> None:
+    """One row per user: measures, gain over learning alone, and what was chosen."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    columns = _columns(people, names)
+    table = pa.table(columns).replace_schema_metadata({"guarantee": USERS_OUTSIDE})
+    with disk.replacing(directory / USERS) as file:
+        parquet.write_table(table, file)
+
+
+def _columns(people: Sequence["UserResult"], names: Sequence[object]) -> dict[str, list[Any]]:
+    """Everything that is known about users, by column."""
+    columns: dict[str, list[Any]] = {
+        "user": [str(names[person.user]) for person in people],
+        "test_rows": [person.weight for person in people],
+        "gain": [person.gain for person in people],
+    }
+    for name in dict.fromkeys(name for person in people for name in person.measures):
+        columns[name] = [person.measures.get(name) for person in people]
+    for name in dict.fromkeys(name for person in people for name in person.chosen):
+        columns[f"chosen-{name}"] = [person.chosen.get(name) for person in people]
+    return columns
+
+
+def read_model(directory: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a run's w, by name."""
+    try:
+        with np.load(directory / MODEL, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{directory / MODEL}: cannot be read ({error}): give the --out of ppsgd run"
+        ) from None
+
+
+def write_predictions(path: Path, predictions: "Iterable[Prediction]") -> None:
+    """One row for each row of the new file. Only the owner may read it."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("row", "user", "prediction", "model"))
+    for one in predictions:
+        writer.writerow((one.row, one.user, one.value, one.model))
+    with disk.replacing(path, mode=disk.PRIVATE_FILE) as file:
+        file.write(text.getvalue().encode())
+
+
+def read_people(directory: Path) -> dict[str, list[Any]] | None:
+    """The columns of the users' file of a run; None if there is none."""
+    from pyarrow import parquet
+
+    if not (directory / USERS).exists():
+        return None
+    found: dict[str, list[Any]] = parquet.read_table(directory / USERS).to_pydict()
+    return found
+
+
+def _move(temporary: Path, out: Path) -> None:
+    if out.exists():  # an empty directory of the user's, perhaps the current one
+        for path in temporary.iterdir():
+            os.replace(path, out / path.name)
+    else:
+        temporary.chmod(READABLE_FOLDER)
+        os.replace(temporary, out)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What the directory of a run says.
+
+    Args:
+        rounds_trained: the number of rounds that w has had.
+        statement: the privacy statement, line by line.
+        rows: one for each evaluated round.
+        privacy: everything that ``privacy.json`` holds.
+    """
+
+    rounds_trained: int
+    statement: list[str]
+    rows: list[RunRow]
+    privacy: dict[str, Any]
+
+    def last_measures(self) -> Mapping[str, float]:
+        """What was measured last; empty if nothing was."""
+        measured = [row.measures for row in self.rows if row.measures]
+        return measured[-1] if measured else {}
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a run, and not of a sweep."""
+    return (directory / PRIVACY).exists()
+
+
+def read_run(directory: Path) -> SavedRun:
+    """What the directory of a run says; ValueError if it is none."""
+    try:
+        privacy = json.loads((directory / PRIVACY).read_text(encoding="utf-8"))
+        lines = (directory / METRICS).read_text(encoding="utf-8").splitlines()
+        return SavedRun(
+            rounds_trained=int(privacy["rounds_trained"]),
+            statement=privacy["statement"].splitlines(),
+            rows=[RunRow.from_json(json.loads(line)) for line in lines],
+            privacy=privacy,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{directory}: not the directory of a run ({error!r}): give the --out of ppsgd run"
+        ) from None
+
+
+# --- sweeps
+
+
+@contextmanager
+def open_sweep(out: Path, sweep: "Sweep", *, extend: bool = False) -> Iterator["SweepStore"]:
+    """The store of this sweep, new or begun before, for this process alone.
+
+    Args:
+        out: its directory.
+        sweep: what is in it.
+        extend: its grid may have grown since it was begun.
+    """
+    if not (out / CONFIG).exists() and not _only_begun(out):
+        check_free(out)
+    out.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(disk.locked(out / LOCK, wait=False))
+        except BlockingIOError:
+            raise ValueError(
+                f"{out}: another sweep is writing here: wait for it, or choose another --out"
+            ) from None
+        _check_same_settings(out, sweep.to_flat(), GRID if extend else ())
+        yield SweepStore(out, sweep.base.training.rounds)
+
+
+def _only_begun(out: Path) -> bool:
+    """Whether a sweep was killed here before it had written its settings."""
+    if not out.is_dir():
+        return False
+    names = {path.name for path in out.iterdir() if not path.name.startswith(CONFIG)}
+    return names == {LOCK}
+
+
+def _check_same_settings(out: Path, flat: Mapping[str, Any], growing: Sequence[str]) -> None:
+    """Write the settings, or compare them with those that are there, lists that grow left out."""
+    if not (out / CONFIG).exists():
+        disk.write_text(out / CONFIG, tomli_w.dumps(flat))
+        return
+    there = read_config(out)
+    for key in sorted((flat.keys() | there.keys()) - set(growing)):
+        if flat.get(key) != there.get(key):
+            raise ValueError(
+                f"{out} holds the results of another experiment: its {key} is {there.get(key)}, "
+                f"here it is {flat.get(key)}: choose another --out"
+            )
+    if growing:
+        disk.write_text(out / CONFIG, tomli_w.dumps(flat))
+
+
+def read_rows(directory: Path) -> list[SweepRow]:
+    """Every whole row of a sweep; a torn last line is left out."""
+    path = directory / ROWS
+    if not path.exists():
+        return []
+    lines = disk.whole_lines(path.read_bytes())
+    return [_parsed(line, number, path) for number, line in enumerate(lines, 1)]
+
+
+def finished_rows(directory: Path) -> list[SweepRow]:
+    """The rows of a sweep; ValueError if there is none yet."""
+    rows = read_rows(directory)
+    if not rows:
+        raise ValueError(
+            f"{directory}: no setting is finished yet: run ppsgd sweep --out {directory}"
+        )
+    if not any(row.measures for row in rows):
+        raise ValueError(
+            f"{directory / ROWS}: not the rows of a sweep (nothing is measured): restore the file"
+        )
+    return rows
+
+
+def _parsed(line: bytes, number: int, path: Path) -> SweepRow:
+    try:
+        return SweepRow.from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: line {number} is not a row of a sweep ({error!r}): restore the file"
+        ) from None
+
+
+class SweepStore:
+    """The open directory of a sweep.
+
+    Args:
+        out: the directory.
+        rounds: the planned number of rounds.
+    """
+
+    def __init__(self, out: Path, rounds: int) -> None:
+        self._out = out
+        self._rounds = rounds
+        self._known: set[tuple[Point, int]] = set()
+        self._finished: set[Point] = set()
+        self._note(read_rows(out))
+        if (out / ROWS).exists():
+            disk.cut_torn_line(out / ROWS)
+
+    def _note(self, rows: Iterable[SweepRow]) -> None:
+        for row in rows:
+            self._known.add((row.point, row.round))
+            if row.is_last(self._rounds):
+                self._finished.add(row.point)
+
+    def plan(self, proposed: "Plan") -> "Plan":
+        """The plan this directory was begun with, or ``proposed`` from now on.
+
+        Which settings stand side by side decides the last digits of their rows.
+        """
+        path = self._out / PLAN
+        if not path.exists():
+            keys = [[point.key() for point in block] for block in proposed.blocks]
+            plan = {"bytes": proposed.bytes, "blocks": keys}
+            disk.write_text(path, json.dumps(plan) + "\n")
+            return proposed
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = self._grown(kept, proposed)
+        size = kept["bytes"]
+        if size > proposed.limit:
+            raise ValueError(
+                f"{self._out} was begun with blocks of {size / 1e6:.0f} MB and the limit is now "
+                f"{proposed.limit / 1e6:.0f} MB: raise --memory, or begin anew with another --out"
+            )
+        blocks = tuple(_block(keys) for keys in kept["blocks"])
+        jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // size))
+        return replace(proposed, blocks=blocks, jobs=jobs, bytes=size)
+
+    def _grown(self, kept: dict[str, Any], proposed: "Plan") -> dict[str, Any]:
+        """The plan that is there, with blocks for settings that were added to the grid."""
+        there = {Point.of(key) for keys in kept["blocks"] for key in keys}
+        added = []
+        for block in proposed.blocks:
+            new = [point.key() for point in block if point not in there]
+            if new:
+                added.append(new)
+        if not added:
+            return kept
+        size = max(kept["bytes"], proposed.bytes)
+        grown = {"bytes": size, "blocks": [*kept["blocks"], *added]}
+        disk.write_text(self._out / PLAN, json.dumps(grown) + "\n")
+        return grown
+
+    def missing(self, blocks: Iterable[Sequence[Point]]) -> list[Sequence[Point]]:
+        """The blocks that are not complete."""
+        return [block for block in blocks if not set(block) <= self._finished]
+
+    def append(self, rows: Iterable[SweepRow]) -> None:
+        """Those rows that are not there yet, in one write, on disk when this returns."""
+        new = []
+        text = ""
+        for row in rows:
+            if (row.point, row.round) not in self._known:
+                new.append(row)
+                text += json.dumps(row.to_json(), allow_nan=False) + "\n"
+        disk.append(self._out / ROWS, text.encode())
+        self._note(new)
+
+
+def _block(keys: Iterable[Mapping[str, Any]]) -> tuple[Point, ...]:
+    return tuple(Point.of(key) for key in keys)
+
+
+def planned_settings(directory: Path) -> int | None:
+    """The number of settings that a sweep was to run; None if it is not known."""
+    try:
+        plan = json.loads((directory / PLAN).read_text(encoding="utf-8"))
+        return sum(len(block) for block in plan["blocks"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_selection(directory: Path, costs: Iterable[Selection]) -> None:
+    """``selection.json``: what choosing among the settings of each noise level costs."""
+    rows = [{key: json_number(value) for key, value in asdict(cost).items()} for cost in costs]
+    disk.write_text(directory / SELECTION, json.dumps(rows, indent=2) + "\n")
+
+
+def read_selection(directory: Path) -> list[Selection]:
+    """What choosing costs; empty if it is not known."""
+    try:
+        rows = json.loads((directory / SELECTION).read_text(encoding="utf-8"))
+        return [
+            Selection(
+                float(row["noise_multiplier"]),
+                float(row["epsilon"]),
+                int(row["settings"]),
+                float(row["selected"]),
+            )
+            for row in rows
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def write_best(
+    directory: Path, columns: Sequence[str], table: Iterable[Mapping[str, float | None]]
+) -> Path:
+    """``best.csv``: a row for each noise level."""
+    path = directory / BEST
+    _write_table(path, columns, table)
+    return path
+
+
+def write_figure_data(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """The numbers that a figure shows, as CSV beside it."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    _write_table(path, columns, rows)
+
+
+def _write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """What ε does not cover, then the rows, as CSV."""
+    text = io.StringIO(newline="")
+    text.write(f"# {CAVEAT}\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    disk.write_text(path, text.getvalue())
+
+
+def write_page(directory: Path, text: str) -> Path:
+    """``report.html``, which appears complete or not at all."""
+    path = directory / PAGE
+    disk.write_text(path, text)
+    return path

@@ -1,0 +1,337 @@
+"""Which data and which model an experiment is about: flat keys, and the users that a file holds."""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_ppsgd.checks import require
+from flwr_ppsgd.settings import key_of, listed, name_of, part_of, to_flat, typed, with_keys
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.lab.data.columns import Columns
+    from flwr_ppsgd.lab.data.per_user import PerUser
+    from flwr_ppsgd.lab.data.split import Split
+
+SYNTHETIC = "synthetic"
+LINEAR = "linear"
+CNN = "cnn"
+WORDS = {
+    "task": ("", "classification", "multi-label", "regression"),
+    "model": (LINEAR, CNN),
+    "loss": ("squared", "softmax"),
+    "scale": ("none", "own", "auto", "device"),
+    "select_on": ("validation", "test"),
+}
+AUTO = "auto"
+DEVICE = "device"  # the scale of the recipe: each device scales its own rows
+NO_REPRESENTATION = "none"
+LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
+CHECKSUM_LETTERS = 16
+# what the rows do not depend on: a file is read once, whatever is said about these
+NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_shift")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A data set, how it is read, and the model. Empty text is the reader's own choice.
+
+    Args:
+        data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or a folder with its
+            files; a SQLite file of TensorFlow Federated.
+        data_checksum: of that file, filled in when it is read. Other contents under the same name
+            are refused.
+        users: the largest number of users; the first ones are taken.
+        min_train: leave out users with fewer training rows.
+        user_column: in own files, the column that names the user.
+        target_column: the column to predict; several are separated by commas.
+        test_column: the column that marks test rows.
+        time_column: the column that orders a user's rows.
+        feature_columns: the columns to predict from, separated by commas.
+        exclude_columns: columns that are not used, separated by commas.
+        categorical_columns: columns of categories, made one-hot, or hashed if there are many.
+        text_columns: columns of text, made shares of hashed words.
+        separator: what separates the values of a .csv.
+        encoding: of a .csv.
+        impute: for features that are missing: refuse, drop (the row), zero, or own-mean.
+        test_fraction: each user's test part; the last rows if there is a time column.
+        select_on: "validation" sets a part of each user's training rows apart, on which settings
+            are compared; test rows are then measured once, at the end. "test" compares on test
+            rows, as the paper does.
+        validation_fraction: the share of a user's training rows that is set apart.
+        task: classification, regression or multi-label; detected if it is not given.
+        standardise: a file of *public* means and standard deviations.
+        scale: without such a file: "own" (each user's own mean and deviation, on the device),
+            "auto" (the same, for columns far from a scale of 1) or "none"; "device" is what
+            method = "auto" does: raw rows, which the personal model scales, and images of unit
+            length.
+        bias: add a column of ones.
+        data_seed: of the synthetic problem, of the test part, of minibatches and of a network's
+            first values.
+        features: the number of features of the synthetic problem.
+        batch_size: the number of samples that a user draws per round.
+        model: "linear", or "cnn" for images of 28 × 28 pixels, with its own loss.
+        loss: "squared" or "softmax".
+        target_shift: what is subtracted from targets: .1 in the paper, a public centre for amounts.
+        representation: what a linear model sees of a row: "none" (its columns),
+            "random-convolution" for images, "random-fourier" for tables, "module:factory" (a frozen
+            torch network), several of them separated by commas, or "auto": random convolutions if
+            the rows are images, else "none".
+        representation_features: the number of features of those that are random; their own default
+            if it is not given.
+        representation_seed: of those that are random. Public.
+    """
+
+    data: str = SYNTHETIC
+    data_checksum: str = ""
+    users: int | None = None
+    min_train: int = 1
+    user_column: str = ""
+    target_column: str = ""
+    test_column: str = ""
+    time_column: str = ""
+    feature_columns: str = ""
+    exclude_columns: str = ""
+    categorical_columns: str = ""
+    text_columns: str = ""
+    separator: str = ""
+    encoding: str = ""
+    impute: str = ""
+    test_fraction: float | None = None
+    select_on: str = "test"
+    validation_fraction: float = 0.2
+    task: str = ""
+    standardise: str = ""
+    scale: str = "none"
+    bias: bool = False
+    data_seed: int = 0
+    features: int = 100
+    batch_size: int = 10
+    model: str = LINEAR
+    loss: str = "squared"
+    target_shift: float = 0.0
+    representation: str = NO_REPRESENTATION
+    representation_features: int | None = None
+    representation_seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Whatever can be told without the file."""
+        for name, allowed in WORDS.items():
+            word = getattr(self, name)
+            quoted = [repr(one) for one in allowed if one]
+            if word not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(quoted)}, got {word!r}")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            rule = f"{key_of(name)} must be at least {least}"
+            require(value is None or value >= least, rule, value, "raise it")
+        self._check_representation()
+
+    def _check_representation(self) -> None:
+        from flwr_ppsgd.models.representation import representation_of
+
+        if self.representation in (AUTO, NO_REPRESENTATION):
+            return
+        if self.model != LINEAR:
+            raise ValueError(
+                f"representation is for linear models, got {self.representation!r} with model = "
+                f"{self.model!r}: leave one of them out"
+            )
+        representation_of(self.representation)
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any]) -> Self:
+        """From flat settings that hold other keys too."""
+        hints = get_type_hints(cls)
+        values = {}
+        for key, value in part_of(with_keys(flat), cls).items():
+            name = name_of(key)
+            values[name] = typed(key, value, hints[name])
+        return cls(**values)
+
+    def to_flat(self) -> dict[str, Any]:
+        """The keys that are given."""
+        return to_flat(self)
+
+    def given(self) -> list[str]:
+        """The keys that differ from their defaults."""
+        changed = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        return [key_of(field.name) for field in changed]
+
+    def check_squared(self) -> None:
+        """ValueError unless personal models can be made around w, which is of the squared loss."""
+        if self.loss != "squared":
+            raise ValueError(
+                f"personal models are made around a w of the squared loss, and this one is of "
+                f"{self.loss}: train with loss = 'squared'"
+            )
+
+    def found(self) -> "Problem":
+        """With absolute paths, and the checksum of the file; ValueError if that has changed."""
+        data = place_of(self.data)
+        checksum = _checksum(data)
+        if self.data_checksum not in ("", checksum):
+            raise ValueError(
+                f"{data}: the file has changed since it was used here (checksum {checksum}, then "
+                f"{self.data_checksum}): put the old one back, or begin anew without data-checksum"
+            )
+        standardise = self.standardise
+        if standardise:
+            standardise = str(Path(standardise).resolve())
+        return replace(self, data=data, data_checksum=checksum, standardise=standardise)
+
+    def as_by_default(self) -> "Problem":
+        """As ``ppsgd run --data`` shows the rows to a model if nothing else is said."""
+        raw = replace(self, scale=DEVICE)
+        return replace(raw, bias=raw.per_user().task != "regression")
+
+    def columns(self) -> "Columns | None":
+        """The columns that are named; None if none is."""
+        from flwr_ppsgd.lab.data.columns import Columns
+
+        named: dict[str, Any] = {
+            "user": self.user_column,
+            "target": self.target_column,
+            "test": self.test_column,
+            "time": self.time_column,
+            "features": tuple(listed(self.feature_columns)),
+            "exclude": tuple(listed(self.exclude_columns)),
+            "categorical": tuple(listed(self.categorical_columns)),
+            "text": tuple(listed(self.text_columns)),
+            "sep": self.separator.replace("\\t", "\t"),
+            "encoding": self.encoding,
+            "impute": self.impute,
+        }
+        given = {key: value for key, value in named.items() if value}
+        return Columns(**given) if given else None
+
+    def split(self) -> "Split | None":
+        """How each user's test part is chosen; None if the reader decides."""
+        from flwr_ppsgd.lab.data.split import Split
+
+        if self.test_fraction is None:
+            return None
+        return Split(self.test_fraction, self.data_seed)
+
+    def found_representation(self) -> str:
+        """What the data lead to if it is "auto"."""
+        if self.representation != AUTO:
+            return self.representation
+        return self.per_user().representation_names
+
+    def per_user(self) -> "PerUser":
+        """The users, as a model sees them. Read again, the same value comes from memory."""
+        fresh = {name: _DEFAULTS[name] for name in NOT_READ}
+        return _seen(replace(self, data=place_of(self.data), **fresh), self.bias)
+
+    def visits_in(self, passes: float | None) -> NDArray[np.intp] | None:
+        """How often each user draws a whole minibatch in ``passes`` over the own samples.
+
+        What is left over is never used. None if there is no limit.
+        """
+        if passes is None:
+            return None
+        sizes = self.per_user().train_sizes
+        whole = passes * sizes // np.minimum(sizes, self.batch_size)
+        return np.asarray(np.maximum(1, whole), dtype=np.intp)
+
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Problem)}
+
+
+@functools.lru_cache(maxsize=4)
+def _seen(problem: Problem, bias: bool) -> "PerUser":
+    data = _read(problem)
+    return data.with_bias() if bias else data
+
+
+@functools.lru_cache(maxsize=2)
+def _read(problem: Problem) -> "PerUser":
+    from flwr_ppsgd.lab.data.by_name import load
+    from flwr_ppsgd.lab.data.files import public_statistics
+    from flwr_ppsgd.lab.data.scaling import own_scaled, with_kinds
+    from flwr_ppsgd.lab.data.split import Split
+
+    task: Any = problem.task or None
+    data = load(
+        problem.data,
+        problem.columns(),
+        split=problem.split(),
+        task=task,
+        min_train=problem.min_train,
+        users=problem.users,
+    )
+    if problem.standardise:
+        mean, std = public_statistics(problem.standardise, data)
+        data = data.standardised(mean, std)
+    if problem.select_on == "validation":
+        data = data.with_validation(Split(problem.validation_fraction, problem.data_seed + 1))
+    data = _represented(data, problem)
+    if problem.scale == DEVICE:
+        return with_kinds(data)
+    if problem.scale != "none":
+        data = own_scaled(data, problem.scale)
+    return data
+
+
+def _represented(data: "PerUser", problem: Problem) -> "PerUser":
+    """As a linear model sees the rows."""
+    from flwr_ppsgd.models.representation import (
+        RANDOM_CONVOLUTION,
+        UnitLength,
+        looks_like_images,
+        representation_of,
+    )
+
+    names = problem.representation
+    chosen = names == AUTO
+    images = problem.model == LINEAR and looks_like_images(data.x, data.shape)
+    if chosen:
+        names = RANDOM_CONVOLUTION if images else NO_REPRESENTATION
+    if images and names == NO_REPRESENTATION and problem.scale == DEVICE:
+        return data.represented(UnitLength(), names)
+    found = representation_of(
+        names, problem.representation_features, problem.representation_seed, data.shape
+    )
+    if found is None:
+        return data
+    if RANDOM_CONVOLUTION in names and not np.any(data.std != 1.0):
+        data = data.standardised(0.0, 255.0)  # pixels: no user scales them column by column
+    return data.represented(found, names, looked=chosen)
+
+
+def place_of(data: str) -> str:
+    """Absolute if it is a file: workers run in another directory."""
+    from flwr_ppsgd.lab.data.public import is_hub_name
+
+    if is_hub_name(data):
+        return data
+    return str(Path(data).resolve())
+
+
+def _checksum(data: str) -> str:
+    """SHA-256 of a file, or of all files of a folder; empty if there is none."""
+    path = Path(data)
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.rglob("*.parquet")) or sorted(path.rglob("*"))
+    digests = [_digest_now(file) for file in files if file.is_file()]
+    if not digests:
+        return ""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:CHECKSUM_LETTERS]
+
+
+def _digest_now(file: Path) -> str:
+    found = file.stat()
+    return _digest(file, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(file: Path, size: int, changed: int) -> str:  # noqa: ARG001 - they make up the key
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

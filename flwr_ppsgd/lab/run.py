@@ -1,0 +1,231 @@
+"""An experiment: settings and data in; a trained w, rows of measures, a privacy statement out."""
+
+import functools
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from flwr_ppsgd import PPSGD, Ledger, Release, client_app
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.lab.engine import Simulated, delivery_order, has_diverged, train
+from flwr_ppsgd.lab.evaluation import (
+    UserResult,
+    overall,
+    remember_model,
+    results_of,
+)
+from flwr_ppsgd.lab.experiment import EXHAUSTED, Experiment
+from flwr_ppsgd.lab.rows import RunRow
+from flwr_ppsgd.learner import Learner
+from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.wire import BESIDE, Layout
+
+MOST_LEARNERS = 4096  # that are kept in memory
+SEED_BITS = 31
+
+Watch: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
+
+
+class Accounted(Protocol):
+    """Whatever can say what a run released and what that guarantees."""
+
+    @property
+    def release(self) -> Release: ...
+    @property
+    def ledger(self) -> Ledger: ...
+    def privacy_statement(self) -> str: ...
+    def privacy_data(self) -> dict[str, object]: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves behind.
+
+    Args:
+        experiment: what was run.
+        strategy: what it released, and what that guarantees.
+        w: the trained parameters.
+        rows: one for each evaluated round.
+        stopped: the user has ended the run early.
+        beside: what the recipe publishes beside w, as of ``PPSGD.published``.
+        people: each user's results with the final w, under the recipe.
+    """
+
+    experiment: Experiment
+    strategy: Accounted
+    w: ArrayRecord
+    rows: list[RunRow]
+    stopped: bool = False
+    beside: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    people: list[UserResult] = field(default_factory=list)
+
+
+def run(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+    """Train in this process, through messages: secret noise, and sums on the grid."""
+    _check_alone(experiment)
+    return train_in_process(experiment, on_round)
+
+
+def train_in_process(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+    """``run``, also if rows are set apart for choosing among settings."""
+    task = experiment.task
+
+    @functools.lru_cache(maxsize=MOST_LEARNERS)
+    def learner_of(user: int) -> Learner:
+        return remember_model(task.learner(user))
+
+    def learner_for(context: Context) -> Learner:
+        return learner_of(int(context.node_config["partition-id"]))
+
+    grid = InProcessGrid(client_app(learner_for), experiment.training.population)
+    with threadpool_limits(1, "blas"):
+        return _train(grid, experiment, learner_of, on_round)
+
+
+def run_on(grid: Grid, experiment: Experiment) -> Outcome:
+    """Train on any grid."""
+    _check_alone(experiment)
+    return _train(grid, experiment, experiment.task.learner)
+
+
+def _train(
+    grid: Grid,
+    experiment: Experiment,
+    learner_of: Callable[[int], Learner],
+    on_round: Watch | None = None,
+) -> Outcome:
+    """Ctrl-C ends the run early; ε is then still that of the planned rounds."""
+    if experiment.drop_exhausted:
+        raise ValueError("drop-exhausted is simulation only: use --engine cohort, or leave it out")
+    strategy = PPSGD.from_config(experiment.training.to_flat())
+    latest = Result(arrays=experiment.task.initial_arrays())
+    ledgers: dict[int, Ledger] = {}
+    stopped = False
+
+    def remember(round_: int, result: Result) -> None:
+        nonlocal latest
+        latest = result
+        ledgers[round_] = strategy.ledger
+        if on_round:
+            on_round(round_, result, strategy.ledger)
+
+    rounds = experiment.training.rounds
+    try:
+        strategy.start(grid, latest.arrays, num_rounds=rounds, on_round=remember)
+    except KeyboardInterrupt:
+        stopped = True
+    rows = [
+        _row(round_, ledgers[round_], _numbers(metrics))
+        for round_, metrics in latest.evaluate_metrics_clientapp.items()
+        if round_ in ledgers
+    ]
+    _check_finite(experiment, latest.arrays, rows)
+    w = strategy.averaged(latest.arrays) if stopped else latest.arrays
+    outcome = Outcome(experiment, strategy, w, rows, stopped)
+    if not experiment.training.automatic:
+        return outcome
+    return _evaluated(outcome, strategy, learner_of)
+
+
+def _evaluated(outcome: Outcome, strategy: PPSGD, learner_of: Callable[[int], Learner]) -> Outcome:
+    """With each user's results, and the last row about all of them, under the recipe."""
+    experiment = outcome.experiment
+    published = strategy.published(outcome.w)
+    beside = {name: published[name] for name in BESIDE}
+    strategy.note_evaluation()
+    w = Layout.of(outcome.w).flatten(outcome.w)
+    users = range(experiment.training.population)
+    order = delivery_order(experiment.training.task, beside)
+    people = results_of(learner_of, w, users, order)
+    last = _row(strategy.rounds_done, strategy.ledger, overall(people))
+    earlier = [row for row in outcome.rows if row.round != last.round]
+    return replace(outcome, rows=[*earlier, last], beside=beside, people=people)
+
+
+def _check_alone(experiment: Experiment) -> None:
+    """ValueError if rows are set apart for a choice that a single run does not make."""
+    if experiment.problem.select_on != "test":
+        raise ValueError(
+            "select-on = 'validation' sets rows apart for choosing among settings, and a run has "
+            "one setting: leave it out here and it trains on all training rows, or use ppsgd sweep"
+        )
+
+
+def _row(round_: int, ledger: Ledger, measures: Mapping[str, float]) -> RunRow:
+    cost = ledger.epsilon()
+    guaranteed = np.inf if ledger.insecure_rounds else cost
+    return RunRow(round_, float(guaranteed), cost, measures)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _check_finite(experiment: Experiment, w: ArrayRecord, rows: list[RunRow]) -> None:
+    """RuntimeError if w or what was measured has grown beyond all bounds."""
+    finite = all(np.isfinite(array).all() for array in w.to_numpy_ndarrays())
+    if not finite or (rows and has_diverged(rows[0].measures, rows[-1].measures)):
+        raise _diverged(experiment)
+
+
+def _diverged(experiment: Experiment) -> RuntimeError:
+    step = experiment.training.step
+    remedy = "see what ppsgd look says" if step is None else f"lower step (now {step:g})"
+    return RuntimeError(f"training diverged: parameters are no longer finite; {remedy}")
+
+
+def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+    """A simulation that guarantees nothing: the paper's method on a cohort engine, with the same w
+    and θ many times faster; the recipe as in ``run``, with a seed."""
+    if experiment.training.automatic:
+        return run(_seeded(experiment), on_round)
+    _check_alone(experiment)
+    training = experiment.training
+    simulated = Simulated(training, (EXHAUSTED,) if experiment.drop_exhausted else ())
+    engine = experiment.task.engine([simulated.setting], training.insecure_seed)
+    latest = Result()
+    rows: list[RunRow] = []
+    stopped = False
+
+    def charge(round_: int) -> None:
+        simulated.charge(round_)
+        if on_round:
+            on_round(round_, latest, simulated.ledger)
+
+    try:
+        with threadpool_limits(1, "blas"):
+            for report in train(engine, simulated.rounds, training.evaluate_every, charge):
+                if report.diverged:
+                    raise _diverged(experiment)
+                measures = report.measures[0]
+                latest.evaluate_metrics_clientapp[report.round] = MetricRecord({**measures})
+                rows.append(_row(report.round, simulated.ledger, measures))
+                if on_round:
+                    on_round(report.round, latest, simulated.ledger)
+    except KeyboardInterrupt:
+        stopped = True
+    w = _like(experiment.task.initial_arrays(), engine.w(0))
+    _check_finite(experiment, w, rows)
+    return Outcome(experiment, simulated, w, rows, stopped)
+
+
+def _seeded(experiment: Experiment) -> Experiment:
+    """With a seed, which is written down: whoever knows it can take the noise away again."""
+    if experiment.drop_exhausted:
+        raise ValueError("drop-exhausted is for method = 'paper': leave it out here")
+    if experiment.training.insecure_seed is not None:
+        return experiment
+    training = replace(experiment.training, insecure_seed=secrets.randbits(SEED_BITS))
+    return replace(experiment, training=training)
+
+
+def _like(arrays: ArrayRecord, w: Vector) -> ArrayRecord:
+    return Layout.of(arrays).unflatten(w, like=arrays)

@@ -1,0 +1,391 @@
+"""A grid of settings over one data set: which settings there are, and what each would cost."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+
+from flwr_ppsgd.algorithm import FixedSize
+from flwr_ppsgd.lab.experiment import (
+    OWN_DATA,
+    Experiment,
+    experiment_keys,
+    shown,
+    source_of,
+)
+from flwr_ppsgd.lab.rows import (
+    FINE_TUNED,
+    GRID,
+    PPSGD,
+    Edge,
+    Point,
+    Selection,
+    SweepRow,
+)
+from flwr_ppsgd.ledger import Ledger
+from flwr_ppsgd.settings import (
+    AUTO,
+    METHODS,
+    PAPER,
+    check_known,
+    override,
+    read_toml,
+    with_keys,
+)
+
+DEFAULT_SWEEP = "sweep"
+OWN_DATA_SWEEP = "own-data-sweep"
+MOST_SETTINGS = 100_000
+SEEDS = [1, 2, 3]  # of a sweep of the recipe, if nothing else is said
+CLIP_NORM = 1.0  # of the recipe, whose unit is the released size
+Priced: TypeAlias = tuple[bool, float, float | None, int]  # recipe or not, z, its ε, round
+FINE_TUNE_STEPS = "0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An experiment in which some settings are lists.
+
+    Args:
+        base: the first setting of all.
+        grid: for each key of ``GRID``, its values.
+        where: the file, which errors name.
+        methods: "paper", "auto" or both. The base is the paper's if it is among them.
+        recipes: of "auto", (z of its rounds, the ε it was planned for).
+    """
+
+    base: Experiment
+    grid: dict[str, tuple[Any, ...]]
+    where: str
+    methods: tuple[str, ...] = (PAPER,)
+    recipes: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        count = math.prod(len(values) for values in self.grid.values())
+        if count > MOST_SETTINGS:
+            raise ValueError(
+                f"{self.where}: a grid of {count} settings is more than {MOST_SETTINGS}: shorten "
+                "its lists"
+            )
+        training = self.base.training
+        needs = {
+            "insecure-seed": training.insecure_seed is not None,
+            "noise-multiplier": training.automatic or training.noise_multiplier is not None,
+            "evaluate-every": training.automatic or training.evaluate_every > 0,
+        }
+        for key, given in needs.items():
+            if not given:
+                raise ValueError(
+                    f"{self.where}: {key!r} is missing: a sweep needs it, as in {key} = 1"
+                )
+        if training.max_epsilon is not None:
+            raise ValueError(
+                f"{self.where}: 'max-epsilon' has no meaning in a sweep, which shows every ε: "
+                "leave it out"
+            )
+
+    @classmethod
+    def load(cls, path: Path | None, overrides: Mapping[str, Any] | None = None) -> Self:
+        """From a TOML file in which each key of ``GRID`` may be a list.
+
+        Args:
+            path: a file, or the name of a sweep that ships. None: one of the synthetic problem, or
+                one for own data if ``overrides`` name any.
+            overrides: flat keys and values.
+        """
+        changes = with_keys(overrides or {})
+        default = OWN_DATA_SWEEP if "data" in changes else DEFAULT_SWEEP
+        if default == OWN_DATA_SWEEP and _methods(changes, "--set") == (AUTO,):
+            default = OWN_DATA
+            changes = {"insecure-seed": SEEDS, **changes}
+        source = source_of(path, default)
+        flat = override(read_toml(source), changes)
+        return cls.read(with_keys(flat), where=shown(source, path))
+
+    @classmethod
+    def read(cls, flat: Mapping[str, Any], where: str) -> Self:
+        """From flat keys; errors name ``where``."""
+        methods = _methods(flat, where)
+        flat = {**flat, "method": methods[0]}
+        wanted = _listed(flat.get("epsilon"))
+        if methods == (AUTO,):
+            flat = _first_epsilon(flat, wanted)
+        elif wanted:
+            flat = _with_noise(flat, where)
+        for key, values in flat.items():
+            if isinstance(values, list):
+                _check_list(key, values, where)
+        lists = {key: tuple(flat[key]) for key in GRID if isinstance(flat.get(key), list)}
+        flat = _with_fine_tuning(flat)
+        base = Experiment.read(_first(flat), where=where)
+        noisy = PAPER in methods and 0.0 not in lists.get("noise-multiplier", ())
+        if base.problem.select_on == "validation" and noisy:
+            given = lists.get("noise-multiplier", (base.training.noise_multiplier,))
+            lists["noise-multiplier"] = (*given, 0.0)  # what the same would be without noise
+        used = base.to_flat()
+        for key, values in lists.items():
+            for value in values:
+                Experiment.read({**used, key: value}, where=where)
+        grid = {key: lists.get(key, (used.get(key),)) for key in GRID}
+        recipes = _recipes(base, grid["noise-multiplier"], wanted) if AUTO in methods else ()
+        return cls(base, grid, where, methods, recipes)
+
+    def points(self) -> list[Point]:
+        """All settings, each once."""
+        seeds = self.grid["insecure-seed"]
+        of_recipe = [
+            Point(seed, math.inf, 0.0, z, CLIP_NORM, AUTO, target)
+            for (z, target), seed in itertools.product(self.recipes, seeds)
+        ]
+        return sorted([*self._papers(), *of_recipe])
+
+    def _papers(self) -> set[Point]:
+        """Those of the paper's method and of baselines: α = 0 has neither noise nor clip norm."""
+        every: set[Point] = set()
+        if PAPER not in self.methods:
+            return every
+        steps, alphas, noises, clips, seeds = (self.grid[key] for key in GRID)
+        for step, alpha, noise, clip, seed in itertools.product(
+            steps, alphas, noises, clips, seeds
+        ):
+            if alpha:
+                every.add(Point(seed, float(alpha), float(step), float(noise), float(clip)))
+            else:
+                every.add(Point(seed, 0.0, float(step), None, None))
+        methods = self.base.methods()
+        for method, step, noise, clip, seed in itertools.product(
+            methods, steps, noises, clips, seeds
+        ):
+            every.add(Point(seed, math.inf, float(step), float(noise), float(clip), method))
+        return every
+
+    def trivial_rows(self) -> list[SweepRow]:
+        """What answers reach that use no features."""
+        rows = []
+        for method, measures in self.base.trivial().items():
+            point = Point(0, 0.0, 0.0, None, None, method)
+            rows.append(SweepRow(point, self.base.training.rounds, measures))
+        return rows
+
+    def united(self, there: Mapping[str, Any]) -> "Sweep":
+        """With the values of a grid that was extended before, as its settings say."""
+        grid = {}
+        for key, values in self.grid.items():
+            other = there.get(key, [])
+            others = other if isinstance(other, list) else [other]
+            more = [value for value in others if value not in values]
+            grid[key] = tuple(sorted((*values, *more))) if more else values
+        return replace(self, grid=grid)
+
+    def extended(self, edges: Iterable[Edge]) -> "Sweep":
+        """With one more value beyond each edge at which the best setting lies."""
+        grid = dict(self.grid)
+        for edge in edges:
+            grid[edge.key] = tuple(sorted({*grid[edge.key], edge.beyond}))
+        return replace(self, grid=grid)
+
+    def selection(self) -> list[Selection]:
+        """What it costs to publish the best of all settings of each noise level, privately."""
+        training = self.base.training
+        settings = [point for point in self.points() if point.method == PPSGD]
+        seeds = len(self.grid["insecure-seed"])
+        found = []
+        for noise in sorted({float(z) for z in self.grid["noise-multiplier"] if z}):
+            count = sum(point.noise_multiplier == noise for point in settings) // seeds
+            changed = replace(training, noise_multiplier=noise)
+            ledger = Ledger(changed.delta).record(changed.release(), changed.rounds)
+            if count:
+                cost = ledger.selection_epsilon(count)
+                found.append(Selection(noise, _honest_epsilon(ledger), count, cost))
+        return found
+
+    def to_flat(self) -> dict[str, Any]:
+        """All settings, resolved; a key with more than one value is a list."""
+        lists = {key: list(values) for key, values in self.grid.items() if len(values) > 1}
+        if self.base.training.automatic and len(self.recipes) > 1:
+            lists["epsilon"] = [epsilon for _, epsilon in self.recipes]
+        if len(self.methods) > 1:
+            lists["method"] = list(self.methods)
+        return {**self.base.to_flat(), **lists}
+
+
+def recipe_of(base: Experiment, point: Point) -> Experiment:
+    """The recipe that a setting of "auto" stands for: the base's data and δ, and nothing to tune.
+
+    Args:
+        base: of the sweep. If it is of the paper's method, its rounds, cohorts, steps and scaling
+            are left out.
+        point: ε and seed.
+    """
+    flat = base.to_flat()
+    if not base.training.automatic:
+        flat = {key: flat[key] for key in (*base.problem.to_flat(), "population", "delta")}
+        for key in ("scale", "bias", "target-shift"):
+            del flat[key]
+    elif base.training.rounds == replace(base.training, rounds=0).rounds:
+        del flat["rounds"]  # by the rule, which gives others at another ε
+    flat |= {"method": AUTO, "insecure-seed": point.seed, "epsilon": point.target_epsilon}
+    return Experiment.read(flat, where="sweep")
+
+
+def _recipes(
+    base: Experiment, noises: Sequence[float], wanted: Sequence[float]
+) -> tuple[tuple[float, float], ...]:
+    """(z, ε) of the recipe for each ε of a grid.
+
+    Args:
+        base: of the sweep.
+        noises: the noise levels of the paper's method.
+        wanted: the ε that they are for; if there are fewer, what the other levels cost.
+    """
+    targets = [float(epsilon) for epsilon in wanted]
+    if not base.training.automatic:
+        price = Epsilons(base)
+        for z in noises[len(targets) :]:
+            point = Point(0, math.inf, 0.0, float(z), CLIP_NORM)
+            targets.append(price(point, base.training.rounds))
+    found = []
+    for target in targets:
+        planned = recipe_of(base, Point(0, math.inf, 0.0, 0.0, CLIP_NORM, AUTO, target))
+        found.append((planned.training.release().noise_multiplier, target))
+    return tuple(found)
+
+
+def _methods(flat: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The methods to compare, the paper's first."""
+    named = _listed(flat.get("method", PAPER))
+    for name in named:
+        if name not in METHODS:
+            raise ValueError(f"{where}: method must be of {', '.join(METHODS)}, got {name!r}")
+    if not named or len(set(named)) < len(named):
+        raise ValueError(f"{where}: 'method' must hold each method once, got {named}")
+    return tuple(name for name in METHODS if name in named)
+
+
+def _first_epsilon(flat: Mapping[str, Any], wanted: Sequence[float]) -> dict[str, Any]:
+    """Settings of the recipe alone, at the first ε: it is measured once, after its last round."""
+    if not wanted:
+        raise ValueError("epsilon is missing: a sweep of 'auto' needs it, as in epsilon = [1, 2]")
+    return {**flat, "epsilon": wanted[0]}
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list as it is, one value as a list of one, None as an empty one."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _first(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """``flat`` with the first value of each list."""
+    found = {}
+    for key, value in flat.items():
+        is_list = isinstance(value, list) and value
+        found[key] = value[0] if is_list else value
+    return found
+
+
+def _with_noise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``epsilon``, a number or a list, as the noise multipliers that cost it."""
+    wanted = _listed(flat["epsilon"])
+    rest = {key: value for key, value in flat.items() if key != "epsilon"}
+    noises = []
+    for epsilon in wanted:
+        if epsilon == math.inf:
+            noises.append(0.0)
+            continue
+        experiment = Experiment.read({**_first(rest), "epsilon": epsilon}, where)
+        noises.append(experiment.training.release().noise_multiplier)
+    return {**rest, "noise-multiplier": noises}
+
+
+def _with_fine_tuning(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Fine-tuning has steps of its own, whatever the grid's are, if nothing else is said."""
+    tunes = FINE_TUNED in str(flat.get("baselines", ""))
+    if not tunes or "fine-tune-steps" in flat:
+        return dict(flat)
+    return {**flat, "fine-tune-steps": FINE_TUNE_STEPS}
+
+
+def _check_list(key: str, values: list[Any], where: str) -> None:
+    check_known(key, experiment_keys(), where)
+    if key not in GRID:
+        names = ", ".join((*GRID, "method"))
+        raise ValueError(f"{where}: {key!r} cannot be a list: only {names} can")
+    if not values:
+        raise ValueError(f"{where}: {key!r} is an empty list: give at least one value, or a number")
+    different = {repr(value) for value in values}
+    if len(different) < len(values):
+        raise ValueError(f"{where}: {key!r} holds a value twice: {values}")
+
+
+class Epsilons:
+    """ε of each noise multiplier and number of rounds, worked out once.
+
+    It does not depend on step, α or clip norm. That of the recipe holds all that it releases.
+    """
+
+    def __init__(self, base: Experiment) -> None:
+        self._base = base
+        self._training = base.training
+        self._fixed = isinstance(self._training.cohort(), FixedSize)
+        self._honest: dict[Priced, float] = {}
+        self._papers: dict[Priced, float] = {}
+
+    def __call__(self, point: Point, round_: int) -> float:
+        """Under zero-out neighbours; 0 if nothing was released."""
+        return self._priced(self._honest, _honest_epsilon, point, round_)
+
+    def paper(self, point: Point, round_: int) -> float | None:
+        """What the paper would print for cohorts of a fixed size: not a guarantee.
+
+        It counts them as if they were drawn by coins. None for all other cohorts.
+        """
+        if not self._fixed or point.method == AUTO:
+            return None
+        return self._priced(self._papers, Ledger.paper_epsilon, point, round_)
+
+    def _priced(
+        self,
+        known: dict[Priced, float],
+        price: Callable[[Ledger], float],
+        point: Point,
+        round_: int,
+    ) -> float:
+        if point.noise_multiplier is None or not round_:
+            return 0.0
+        key = (point.method == AUTO, point.noise_multiplier, point.target_epsilon, round_)
+        if key not in known:
+            known[key] = price(self._charged(point, round_))
+        return known[key]
+
+    def _charged(self, point: Point, round_: int) -> Ledger:
+        """What a setting has released after a number of rounds."""
+        nothing = Ledger(self._training.delta)
+        if point.method != AUTO:
+            changed = replace(self._training, noise_multiplier=point.noise_multiplier)
+            return nothing.record(changed.release(), round_)
+        planned = recipe_of(self._base, point).training.recipe()
+        for release in planned.before.values():
+            nothing = nothing.record(release)
+        return nothing.record(planned.release, round_)
+
+
+def _honest_epsilon(ledger: Ledger) -> float:
+    """The smaller of two bounds. At tiny z, where both are vast, PLD can overflow."""
+    with np.errstate(all="ignore"):
+        return min(ledger.epsilon(), ledger.quick_epsilon())
+
+
+def with_epsilon(rows: Iterable[SweepRow], epsilons: Epsilons) -> list[SweepRow]:
+    """Each row with its ε, and with the paper's if that is another."""
+    priced = []
+    for row in rows:
+        honest = epsilons(row.point, row.round)
+        paper = epsilons.paper(row.point, row.round)
+        priced.append(replace(row, deployed_epsilon=honest, paper_epsilon=paper))
+    return priced

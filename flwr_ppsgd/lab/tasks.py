@@ -1,0 +1,282 @@
+"""What is learnt, as each engine sees it: one user's learner, w at the start, everyone's engine.
+
+A linear model on the paper's synthetic problem or on own data, or the paper's CNN on own data.
+Engines, and with them scipy and torch, are loaded when they are first needed.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import numpy as np
+from flwr.app import ArrayRecord, Context
+from numpy.typing import NDArray
+
+from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
+from flwr_ppsgd.lab.problem import CNN, SYNTHETIC, Problem
+from flwr_ppsgd.learner import Learner
+from flwr_ppsgd.models.linear import Loss
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.lab.data.per_user import PerUser
+    from flwr_ppsgd.lab.engine import Engine, Setting
+    from flwr_ppsgd.lab.linear_engine import Population, Table
+    from flwr_ppsgd.models.additive_head import AdditiveHead
+
+PIXELS = 28 * 28
+SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")
+MOST_COLUMNS = 4096  # side by side; more gain nothing and would be lost together when interrupted
+MOST_NETWORKS = 32
+FLOAT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class LinearTask:
+    """(w + θ_i)ᵀx.
+
+    Args:
+        problem: the synthetic problem, or own data with a linear model.
+        users: the number of users of the synthetic problem; own data know theirs.
+        average: keep the average iterates, too.
+        precision: of the engine, float64 or float32.
+        dropped_after: a user drops out after this number of passes over the own samples; None is
+            never.
+        on_validation: measure learners on validation rows in place of test rows.
+    """
+
+    problem: Problem
+    users: int
+    average: bool = False
+    precision: str = "float64"
+    dropped_after: float | None = None
+    on_validation: bool = False
+
+    def __post_init__(self) -> None:
+        foreign = [key for key in self.problem.given() if key not in SYNTHETIC_KEYS]
+        if self.problem.data == SYNTHETIC and foreign:
+            raise ValueError(
+                f"{foreign[0]} is for data of your own: leave it out, or give data = FILE"
+            )
+
+    def learner(self, user: int) -> Learner:
+        """One user's model and data."""
+        if self.problem.data == SYNTHETIC:
+            return SyntheticLearner(self.truth(), user, self.problem.batch_size)
+        from flwr_ppsgd.lab.data.learners import linear_learner
+
+        return linear_learner(
+            _measured_on(self.problem, self.on_validation),
+            user,
+            batch_size=self.problem.batch_size,
+            seed=self.problem.data_seed,
+            loss=cast(Loss, self.problem.loss),
+            shift=self.problem.target_shift,
+        )
+
+    def initial_arrays(self) -> ArrayRecord:
+        """w = 0, features × outputs."""
+        if self.problem.data == SYNTHETIC:
+            return ArrayRecord([np.zeros((self.problem.features, 1))])
+        data = _with_fitting_loss(self.problem)
+        return ArrayRecord([np.zeros((data.features, data.outputs))])
+
+    def truth(self) -> Synthetic:
+        """The synthetic problem itself, the same value for the same settings."""
+        return _synthetic(self.users, self.problem.features, self.problem.data_seed)
+
+    def population(self) -> "Population":
+        """Everyone's data, for engines of linear models."""
+        if self.problem.data != SYNTHETIC:
+            return table(self.problem, self.precision, self.dropped_after)
+        from flwr_ppsgd.lab.linear_engine import Fresh
+
+        return Fresh(self.truth(), self.problem.batch_size)
+
+    def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
+        """Everyone's data and models, for the given settings side by side."""
+        from flwr_ppsgd.lab.linear_engine import LinearEngine
+
+        return LinearEngine(
+            self.population(), settings, seed=seed, average=self.average, dtype=self.precision
+        )
+
+    def bytes(self, settings: int) -> int:
+        """About how much memory an engine with this number of settings takes, with the data."""
+        from flwr_ppsgd.lab.linear_engine import bytes_for
+
+        return bytes_for(self.population(), settings, average=self.average, dtype=self.precision)
+
+    def most_settings(self) -> int:
+        """The largest number of settings that should be trained side by side."""
+        return max(1, MOST_COLUMNS // self.population().outputs)
+
+
+@dataclass(frozen=True)
+class NetworkTask:
+    """The paper's CNN on images of one's own; arguments and methods are those of ``LinearTask``."""
+
+    problem: Problem
+    average: bool = False
+    dropped_after: float | None = None
+    on_validation: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.problem.loss, self.problem.target_shift) != ("squared", 0.0):
+            raise ValueError(
+                f"the cnn has a loss of its own, with targets shifted by .1, got "
+                f"{self.problem.loss!r} and {self.problem.target_shift:g}: leave out loss and "
+                "target-shift"
+            )
+
+    def learner(self, user: int) -> Learner:
+        from flwr_ppsgd.lab.data.learners import network_learner
+
+        return network_learner(
+            self.network(),
+            _measured_on(self.problem, self.on_validation),
+            user,
+            batch_size=self.problem.batch_size,
+            seed=self.problem.data_seed,
+        )
+
+    def initial_arrays(self) -> ArrayRecord:
+        """The network's first values, which depend on the seed alone."""
+        return self.network().initial_arrays()
+
+    def network(self) -> "AdditiveHead":
+        """The paper's CNN; ValueError if the data are no images that it fits."""
+        data = self.problem.per_user()
+        if data.features != PIXELS or data.task != "classification":
+            raise ValueError(
+                f"{data.source}: the cnn is for classes of images of 28 × 28 = {PIXELS} pixels and "
+                f"this has {data.features} features, {data.task}: use model = 'linear'"
+            )
+        return _network(self.problem.data_seed, data.outputs)
+
+    def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
+        from flwr_ppsgd.lab.data.learners import NetworkBatches
+        from flwr_ppsgd.lab.network_engine import NetworkEngine
+
+        data = self.problem.per_user()
+        users = range(len(data))
+        size = self.problem.batch_size
+        batch_seed = self.problem.data_seed
+        batches = [NetworkBatches(data, user, size, seed=batch_seed, shift=0.0) for user in users]
+        validation: list[Any] = []
+        if data.validation is not None:
+            apart = data.choosing()
+            validation = [_measured_rows(apart, user) for user in users]
+        return NetworkEngine(
+            self.network(),
+            batches,
+            settings,
+            seed=seed,
+            average=self.average,
+            tests=[_measured_rows(data, user) for user in users],
+            validation=validation,
+            most_visits=self.problem.visits_in(self.dropped_after),
+        )
+
+    def bytes(self, settings: int) -> int:
+        """θ of every user and w for each setting, and a cohort's gradients."""
+        model = self.network()
+        users = len(self.problem.per_user())
+        w = len(model.initial_w())
+        kept = settings * (2 * users * len(model.initial_theta()) + 4 * w)
+        return FLOAT_BYTES * (kept + 16 * w * users)
+
+    def most_settings(self) -> int:
+        """Networks share their minibatches and noise; more side by side gain little."""
+        return MOST_NETWORKS
+
+
+Task: TypeAlias = LinearTask | NetworkTask
+
+
+def task_of(
+    problem: Problem,
+    population: int,
+    *,
+    average: bool = False,
+    precision: str = "float64",
+    dropped_after: float | None = None,
+) -> Task:
+    """The task of a problem; the arguments are those of ``LinearTask``."""
+    if problem.model == CNN and problem.data != SYNTHETIC:
+        return NetworkTask(problem, average, dropped_after)
+    return LinearTask(problem, population, average, precision, dropped_after)
+
+
+def for_choosing_on(task: Task) -> Task | None:
+    """The same, measured on validation rows in place of test rows; None if there are none."""
+    apart = task.problem.data != SYNTHETIC and task.problem.per_user().validation is not None
+    return replace(task, on_validation=True) if apart else None
+
+
+def learner_for(context: Context) -> Learner:
+    """The learner of one node; its settings travel in the run config."""
+    config = context.run_config
+    task = task_of(Problem.of(config), int(config["population"]))
+    return task.learner(int(context.node_config["partition-id"]))
+
+
+def _measured_on(problem: Problem, on_validation: bool) -> "PerUser":
+    """Everyone's rows; for choosing, with validation rows as the test part."""
+    data = problem.per_user()
+    return data.choosing() if on_validation else data
+
+
+def _with_fitting_loss(problem: Problem) -> "PerUser":
+    """The users; ValueError if the loss does not go with their targets."""
+    from flwr_ppsgd.lab.data.learners import check_loss
+
+    data = problem.per_user()
+    check_loss(data, cast(Loss, problem.loss), problem.target_shift)
+    return data
+
+
+@functools.lru_cache(maxsize=4)
+def _synthetic(users: int, features: int, seed: int) -> Synthetic:
+    return Synthetic.draw(users, features, seed)
+
+
+@functools.lru_cache(maxsize=1)
+def table(problem: Problem, precision: str, dropped_after: float | None = None) -> "Table":
+    """Everyone's rows of own data; the arguments are those of ``LinearTask``."""
+    from flwr_ppsgd.lab.linear_engine import Table
+
+    data = _with_fitting_loss(problem)
+    shift = problem.target_shift
+    x, y, offsets = data.part(test=False, shift=shift, dtype=precision)
+    validation = None
+    if data.validation is not None:
+        validation = data.choosing().part(test=True, shift=shift, dtype=precision)
+    return Table(
+        x,
+        y,
+        offsets,
+        batch_size=problem.batch_size,
+        seed=problem.data_seed,
+        loss=cast(Loss, problem.loss),
+        test=data.part(test=True, shift=shift, dtype=precision),
+        validation=validation,
+        task=data.task,
+        most_visits=problem.visits_in(dropped_after),
+        units=data.units,
+    )
+
+
+def _measured_rows(data: "PerUser", user: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(x, y) of one user's test part, for a network."""
+    from flwr_ppsgd.lab.data.learners import network_targets
+
+    rows = data.rows(user, test=True)
+    return data.matrix(rows), network_targets(data, rows)
+
+
+@functools.lru_cache(maxsize=1)
+def _network(seed: int, classes: int) -> "AdditiveHead":
+    from flwr_ppsgd.lab.cnn import paper_cnn
+
+    return paper_cnn(seed, classes)

@@ -1,0 +1,214 @@
+"""Blocks of a sweep on the cores of this machine.
+
+Every worker is a fresh process that computes with one thread, so that products are summed in the
+same order wherever they run.
+"""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from threadpoolctl import threadpool_limits
+
+from flwr_ppsgd.lab.block import Best, Plan, Snapshot, clear_snapshots, plan, run_block
+from flwr_ppsgd.lab.engine import reported_rounds
+from flwr_ppsgd.lab.outputs import open_sweep, write_selection
+from flwr_ppsgd.lab.rows import Point, SweepRow
+from flwr_ppsgd.lab.sweep import Epsilons, Sweep, with_epsilon
+from flwr_ppsgd.settings import AUTO
+
+Block: TypeAlias = Sequence[Point]
+Finished: TypeAlias = tuple[int, list[SweepRow]]  # which block, and its rows
+Pricing: TypeAlias = Callable[[], bool]  # works out one more ε; whether there was one
+QUIET_SECONDS = 0.2  # between two reports of a worker about its progress
+DEFAULT_MEMORY = 4 << 30  # bytes, if the system does not say how much there is
+KIBIBYTE = 1024
+_REPORTS: list[Any] = []  # in a worker, where its progress goes
+
+
+class Watch(Protocol):
+    """Shows how a sweep goes."""
+
+    def begin(self, chosen: Plan, missing: Sequence[Block]) -> None:
+        """The blocks that are going to be run."""
+        ...
+
+    def show(self, block: int, round_: int, best: Best | None) -> None:
+        """A block has done that number of rounds; ``best`` is its best measure there, if any."""
+        ...
+
+
+def run_sweep(
+    sweep: Sweep,
+    out: Path,
+    watch: Watch,
+    *,
+    memory: int | None = None,
+    jobs: int | None = None,
+    extend: bool = False,
+) -> int:
+    """Run what is missing in ``out``; the number of settings that were.
+
+    A kill loses less than a minute of work.
+
+    Args:
+        sweep: what to run.
+        out: the output directory, new or of the same sweep.
+        watch: shows how it goes.
+        memory: the limit in bytes; None is half of what is free.
+        jobs: the number of blocks at a time; None is the number of cores.
+        extend: the grid may have grown since the sweep was begun.
+    """
+    proposed = plan(sweep, memory or free_memory() // 2, jobs or os.cpu_count() or 1)
+    with open_sweep(out, sweep, extend=extend) as store:
+        chosen = store.plan(proposed)
+        missing = store.missing(chosen.blocks)
+        clear_snapshots(out, missing)
+        watch.begin(chosen, missing)
+        epsilons = Epsilons(sweep.base)
+        store.append(with_epsilon(sweep.trivial_rows(), epsilons))
+        pricing = _pricing(sweep, missing, epsilons)
+        flat = sweep.base.to_flat()
+        running = in_processes(flat, missing, chosen.jobs, watch, pricing, directory=out)
+        with closing(running) as finished:
+            for block, rows in finished:
+                store.append(with_epsilon(rows, epsilons))
+                watch.show(block, sweep.base.training.rounds, None)
+                Snapshot(out, missing[block]).remove()
+        write_selection(out, sweep.selection())
+    return sum(len(block) for block in missing)
+
+
+def _pricing(sweep: Sweep, blocks: Sequence[Block], epsilons: Epsilons) -> Pricing:
+    """ε of every row to come, one at each call, while blocks are under way."""
+    noises: dict[float | None, Point] = {}
+    for point in itertools.chain.from_iterable(blocks):
+        if point.method != AUTO:
+            noises[point.noise_multiplier] = point
+    training = sweep.base.training
+    rounds = reported_rounds(training.rounds, training.evaluate_every)
+    pending = itertools.product(noises.values(), rounds)
+
+    def price_one() -> bool:
+        for point, round_ in pending:
+            epsilons(point, round_)
+            return True
+        return False
+
+    return price_one
+
+
+def in_processes(
+    flat: Mapping[str, Any],
+    blocks: Sequence[Block],
+    jobs: int,
+    watch: Watch,
+    pricing: Pricing,
+    *,
+    directory: Path,
+) -> Generator[Finished]:
+    """(block, its rows), as blocks finish.
+
+    Args:
+        flat: the settings of the sweep's base.
+        blocks: what to run.
+        jobs: the number of blocks at a time.
+        watch: shows how each block goes.
+        pricing: work to do while waiting.
+        directory: where blocks under way are saved from time to time.
+    """
+    context = multiprocessing.get_context("spawn")
+    reports: Any = context.SimpleQueue()
+    stop_reader, stop_writer = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(
+        max(1, min(jobs, len(blocks))), context, _begin_worker, (reports, stop_reader)
+    )
+    try:
+        pending = {
+            pool.submit(_work, dict(flat), tuple(block), number, directory): number
+            for number, block in enumerate(blocks)
+        }
+        while pending:
+            done, _ = wait(
+                pending, timeout=0 if pricing() else QUIET_SECONDS, return_when=FIRST_COMPLETED
+            )
+            while not reports.empty():
+                watch.show(*reports.get())
+            for future in done:
+                number = pending.pop(future)
+                yield number, _rows_from(future, number)
+    finally:
+        stop_writer.close()  # ends the workers, whatever they are doing
+        pool.shutdown(cancel_futures=True)
+
+
+def _rows_from(future: "Future[list[SweepRow]]", number: int) -> list[SweepRow]:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise RuntimeError(
+            f"a worker ended without a word while block {number} was waited for: if it ran out of "
+            "memory, begin anew with a lower --memory"
+        ) from None
+    except Exception as error:
+        raise RuntimeError(f"block {number} failed: {type(error).__name__}: {error}") from error
+
+
+def _begin_worker(reports: Any, stop: Any) -> None:
+    """In a new worker: one thread, no Ctrl-C; it ends if the parent closes ``stop`` or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threadpool_limits(1)
+    threading.Thread(target=_end_with, args=(stop,), daemon=True).start()
+    _REPORTS.append(reports)
+
+
+def _end_with(stop: Any) -> None:
+    try:
+        stop.recv()
+    except EOFError:
+        os._exit(1)
+
+
+def _work(flat: Mapping[str, Any], points: Block, number: int, directory: Path) -> list[SweepRow]:
+    """One block, in a worker; its progress is reported a few times a second."""
+    (reports,) = _REPORTS
+    last = 0.0
+
+    def report(round_: int, best: Best | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now > last + QUIET_SECONDS:
+            last = now
+            reports.put((number, round_, best))
+
+    return run_block(flat, points, report, directory)
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or the control group this process is in, can still give."""
+    limits = [
+        _first_number("/proc/meminfo", "MemAvailable:", KIBIBYTE),
+        _first_number("/sys/fs/cgroup/memory.max", "", 1),
+    ]
+    return min([limit for limit in limits if limit is not None], default=DEFAULT_MEMORY)
+
+
+def _first_number(path: str, word: str, unit: int) -> int | None:
+    """The number after ``word`` in a file; None on another system, or if there is no limit."""
+    try:
+        lines = Path(path).read_text().splitlines()
+        line = next(line for line in lines if word in line)
+        number, *_ = line.removeprefix(word).split()
+        return int(number) * unit
+    except (OSError, ValueError, StopIteration):
+        return None

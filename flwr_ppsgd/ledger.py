@@ -1,0 +1,516 @@
+"""What was released and what it cost.
+
+The :class:`Ledger` is data: which releases, how often. ε is worked out from it on demand.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self, get_args
+
+import dp_accounting
+from scipy.optimize import brentq
+from scipy.stats import binom
+
+from flwr_ppsgd import epsilon as accounting
+from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum
+from flwr_ppsgd.checks import is_whole, one_of, require
+from flwr_ppsgd.epsilon import (
+    LARGEST_EXPONENT,
+    Bound,
+    Method,
+    Priced,
+    Relation,
+    Releases,
+    best_of_several,
+    rough_epsilon,
+    sensitivity,
+)
+
+LEDGER_FORMAT = "flwr_ppsgd ledger 1"
+MOST_ROUNDS = 2**40
+LONGEST_STEP = math.log(16)  # of a logarithm of a number of rounds
+LEAST_CALIBRATED = 1e-3
+MOST_NOISE = 1e6
+MOST_STEP = math.log(2)  # of a logarithm of z
+NOISE_TOLERANCE = 1e-4  # relative, of a calibrated z above the smallest one that suffices
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What was released, in run-length form; ``record`` returns a longer ledger.
+
+    Args:
+        delta: δ at which ε is stated.
+        releases: each release with the number of rounds it was made in a row.
+        insecure_rounds: the number of rounds whose coins came from a known seed. Any such round
+            voids the guarantee, for ever.
+    """
+
+    delta: float
+    releases: tuple[tuple[Release, int], ...] = ()
+    insecure_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        remedy = "choose it well below 1/population"
+        require(0 < self.delta < 1, "delta must be in (0, 1)", self.delta, remedy)
+
+    def record(self, release: Release, times: int = 1, insecure: bool = False) -> Self:
+        """The ledger after ``times`` more rounds of ``release``."""
+        rule = "times must be a whole number, not negative"
+        require(is_whole(times) and times >= 0, rule, times, "a charge is never taken back")
+        if not times:
+            return self
+        insecure_rounds = self.insecure_rounds + times * insecure
+        before = self.releases
+        in_a_row = int(times)
+        if before and before[-1][0] == release:
+            in_a_row += before[-1][1]
+            before = before[:-1]
+        longer = (*before, (release, in_a_row))
+        return replace(self, releases=longer, insecure_rounds=insecure_rounds)
+
+    def record_all(self, releases: Iterable[tuple[Release, int]]) -> Self:
+        """The ledger after further releases, each with how often."""
+        ledger = self
+        for release, times in releases:
+            ledger = ledger.record(release, times)
+        return ledger
+
+    @property
+    def rounds(self) -> int:
+        """The number of releases that were charged."""
+        return sum(times for _, times in self.releases)
+
+    @property
+    def _noiseless(self) -> bool:
+        return any(release.noise_multiplier == 0 for release, _ in self.releases)
+
+    @property
+    def amplified(self) -> bool:
+        """Whether any release gains from sampling."""
+        return any(release.amplifies for release, _ in self.releases)
+
+    def epsilon(self, relation: Relation = "zero-out", method: Method = "pld") -> float:
+        """ε of everything released so far, at ``delta``.
+
+        Args:
+            relation: "zero-out" or "replace-one" neighbours.
+            method: "pld" is the tighter bound. If no release gains from sampling (rate 1, or
+                ``FixedSize``), the composition is one Gaussian and the value is its exact ε.
+                Otherwise it comes from dp-accounting, about .1 % above the limit of fine
+                discretisation at most, unless that would take more than a few seconds; it is
+                always an upper bound. If δ is too small for the floating-point numbers inside PLD,
+                the smallest other bound is taken: ``bound`` names it.
+        """
+        return self.bound(relation, method).epsilon
+
+    def bound(self, relation: Relation = "zero-out", method: Method = "pld") -> Bound:
+        """ε as of ``epsilon``, with the name of the bound that gave it."""
+        one_of("relation", relation, get_args(Relation))
+        one_of("method", method, get_args(Method))
+        if not self.releases:
+            return Bound(0.0, "exact")
+        if self._noiseless:
+            return Bound(math.inf, "exact")
+        left = self.delta - self.failure
+        if left <= 0:
+            return Bound(math.inf, "random neighbours need more than the whole delta")
+        if self._cap_bites():
+            return self._capped(relation, method, left)
+        return self._plain(relation, method, left)
+
+    def bound_with_cut(self, cut: float, relation: Relation = "zero-out") -> Bound:
+        """ε at δ less what the sampler's cut tails take, (1 + e^ε)·cut; infinite if that is all.
+
+        Args:
+            cut: the probability that the sampler would have cut any normal of all releases.
+            relation: neighbours, as of ``epsilon``.
+        """
+        without = self.bound(relation)
+        if math.isinf(without.epsilon):
+            return without
+        reserved = 2 * _times_one_plus_exp(cut, without.epsilon)
+        if reserved < self.delta / 2:
+            bound = replace(self, delta=self.delta - reserved).bound(relation)
+            if _times_one_plus_exp(cut, bound.epsilon) <= reserved:
+                return bound
+        return Bound(math.inf, "finite precision needs more than the whole delta")
+
+    def pooled_epsilon(self, relation: Relation = "zero-out") -> float:
+        """ε against all other users pooling with the server.
+
+        In secure sums they know their own shares of the noise: a user's own, z/√h, is left. Without
+        secure sums it is ``epsilon``.
+        """
+        if self._noiseless:
+            return math.inf
+        left = tuple(
+            Priced(
+                release.cohort.rate if release.amplifies else 1.0,
+                release.noise_multiplier / math.sqrt(release.noise_shares),
+                times,
+            )
+            for release, times in self.releases
+        )
+        return accounting.tightest(left, self.delta, relation).epsilon if left else 0.0
+
+    @property
+    def failure(self) -> float:
+        """The part of δ that the random neighbours of secure sums take: T·η.
+
+        They fail, if they do, in the same rounds whatever anybody's data are: so no e^ε.
+        """
+        return sum(times * release.failure for release, times in self.releases)
+
+    def _plain(self, relation: Relation, method: Method, delta: float) -> Bound:
+        """ε at a δ, if no cap can bite."""
+        releases = _priced(self.releases)
+        if method == "rdp":
+            return Bound(accounting.by_rdp(releases, delta, relation), "RDP")
+        return accounting.tightest(releases, delta, relation)
+
+    def _rough_epsilon(self, relation: Relation) -> float:
+        """Where to look for ε: no bound, and it costs next to nothing."""
+        return rough_epsilon(_priced(self.releases), self.delta, relation)
+
+    def _capped(self, relation: Relation, method: Method, delta: float) -> Bound:
+        """The ε of a smaller δ', such that δ' and what the caps take are at most δ.
+
+        Infinite if nothing is left. Half of δ is tried first. What is left over is then given
+        back, which lowers ε and with it what the caps take.
+        """
+        nothing_left = Bound(math.inf, "the cap needs more than the whole delta")
+        if self._taken_by_caps(0.0) > delta / 2:
+            return nothing_left
+        bound = nothing_left
+        spare = delta / 2
+        for _ in range(3):
+            bound = self._plain(relation, method, spare)
+            taken = self._taken_by_caps(bound.epsilon)
+            if not taken <= delta - spare:
+                return nothing_left
+            spare = (delta - taken) * (1 - 1e-9)
+        return bound
+
+    def delta_added(self, relation: Relation = "zero-out") -> float:
+        """The part of δ that caps on Poisson cohorts take: (1 + e^ε)·Σ_t P[Bin(N, q) > B].
+
+        Up to the rounds in which a cap bites, the capped mechanism is the plain one. ``epsilon``
+        has paid for it: δ is the total.
+        """
+        if not self._cap_bites():
+            return 0.0
+        return self._taken_by_caps(self.epsilon(relation))
+
+    def _taken_by_caps(self, epsilon: float) -> float:
+        return _times_one_plus_exp(self._cap_bites(), epsilon)
+
+    def _cap_bites(self) -> float:
+        """Σ_t P[Bin(N, q) > B]: how many rounds are expected to lose users."""
+        return sum(times * _cap_bites(release) for release, times in self.releases)
+
+    def quick_epsilon(self) -> float:
+        """An upper bound on ``epsilon()`` in well under a millisecond, for use in every round.
+
+        RDP if users are sampled, exact if they are not.
+        """
+        return self.epsilon(method="rdp" if self.amplified else "pld")
+
+    def selection_epsilon(self, trials: float) -> float:
+        """ε of publishing only the best of a random number of trainings like this one.
+
+        The number is drawn by a secret coin, with mean ``trials``; each training's own private
+        measure decides. Zero-out neighbours, by RDP.
+        """
+        require(trials >= 1, "trials must be at least 1", trials, "1 is a single training")
+        if self._noiseless:
+            return math.inf
+        return best_of_several(_priced(self.releases), self.delta, trials)
+
+    def paper_epsilon(self) -> float:
+        """The number that the paper's figures would print. **Not a guarantee** for ``FixedSize``.
+
+        RDP of Poisson sampling at the same rate, with the order grid of the authors' code: it never
+        falls below .066 at δ=1e-4, and for ``FixedSize`` it can understate the worst case several
+        times over.
+        """
+        if self._noiseless:
+            return math.inf
+        as_poisson = tuple(
+            Priced(release.cohort.rate, release.noise_multiplier, times)
+            for release, times in self.releases
+        )
+        return accounting.by_paper(as_poisson, self.delta)
+
+    def to_json(self) -> str:
+        releases = [
+            {**release_to_dict(release), "times": times} for release, times in self.releases
+        ]
+        return json.dumps(
+            {
+                "format": LEDGER_FORMAT,
+                "delta": self.delta,
+                "insecure_rounds": self.insecure_rounds,
+                "releases": releases,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The ledger that ``to_json`` wrote; anything else is refused, never repaired."""
+        try:
+            return cls._from_dict(json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"not a ledger that can be trusted ({type(error).__name__}: {error}): restore the "
+                "file from a backup, a damaged ledger is never repaired"
+            ) from None
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> Self:
+        if data["format"] != LEDGER_FORMAT:
+            raise ValueError(f"format is {data['format']!r}, expected {LEDGER_FORMAT!r}")
+        ledger = cls(delta=data["delta"])
+        for entry in data["releases"]:
+            times = entry.pop("times")
+            if not isinstance(times, int) or times < 1:
+                raise ValueError(f"times is {times!r}, expected a whole number of at least 1")
+            ledger = ledger.record(release_from_dict(entry), times)
+        insecure = data["insecure_rounds"]
+        if not isinstance(insecure, int) or not 0 <= insecure <= ledger.rounds:
+            raise ValueError(f"insecure_rounds is {insecure!r}, expected 0 to {ledger.rounds}")
+        return replace(ledger, insecure_rounds=insecure)
+
+
+def _times_one_plus_exp(probability: float, epsilon: float) -> float:
+    """(1 + e^ε)·p: what an event of probability p, in either world, takes of δ."""
+    if epsilon >= LARGEST_EXPONENT:
+        return math.inf if probability else 0.0
+    return probability * (1 + math.exp(epsilon))
+
+
+def _priced(releases: tuple[tuple[Release, int], ...]) -> Releases:
+    """What an accountant needs to know: releases of equal price are counted together."""
+    counts: dict[tuple[float, float], int] = defaultdict(int)
+    for release, times in releases:
+        rate = release.cohort.rate if release.amplifies else 1.0
+        counts[rate, release.noise_multiplier] += times
+    return tuple(sorted(Priced(rate, z, times) for (rate, z), times in counts.items()))
+
+
+def release_to_dict(release: Release) -> dict[str, Any]:
+    """A release as data for JSON."""
+    cohort = {"kind": type(release.cohort).__name__, **asdict(release.cohort)}
+    return {**asdict(release), "cohort": cohort}
+
+
+def release_from_dict(data: dict[str, Any]) -> Release:
+    """The release that ``release_to_dict`` gave."""
+    cohort = dict(data["cohort"])
+    kinds: dict[str, Callable[..., Cohort]] = {"Poisson": Poisson, "FixedSize": FixedSize}
+    kind = kinds[cohort.pop("kind")]
+    rules = data["aggregation"]
+    aggregation = None if rules is None else SecureSum(**rules)
+    return Release(**{**data, "cohort": kind(**cohort), "aggregation": aggregation})
+
+
+def calibrate_noise(
+    *,
+    epsilon: float,
+    delta: float,
+    cohort: Cohort,
+    rounds: int,
+    relation: Relation = "zero-out",
+    method: Method = "pld",
+    also: Iterable[tuple[Release, int]] = (),
+    aggregation: SecureSum | None = None,
+) -> float:
+    """The smallest noise multiplier z whose ε after ``rounds`` rounds is at most ``epsilon``.
+
+    Args:
+        epsilon: the ε that all rounds together may cost.
+        delta: δ at which ε is stated.
+        cohort: who takes part in a round.
+        rounds: the planned number of rounds.
+        relation: neighbours, as of ``Ledger.epsilon``.
+        method: accountant, as of ``Ledger.epsilon``.
+        also: what else is released, each with how often: all together meet ``epsilon``.
+        aggregation: ``SecureSum`` if clients add the noise: sampling then gains nothing, and δ pays
+            for random neighbours.
+    """
+    remedy = "name the ε that you can afford"
+    require(0 < epsilon < math.inf, "epsilon must be positive and finite", epsilon, remedy)
+    remedy = "noise is calibrated for a planned number of rounds"
+    require(rounds >= 1, "rounds must be at least 1", rounds, remedy)
+    others = Ledger(delta).record_all(also)
+
+    def after_all(z: float) -> Ledger:
+        return others.record(Release(cohort, 1.0, z, aggregation=aggregation), rounds)
+
+    def cost(z: float) -> float:
+        return after_all(z).epsilon(relation, method)
+
+    def rough_cost(z: float) -> float:
+        return after_all(z)._rough_epsilon(relation)
+
+    _check_room(others, epsilon, relation, method)
+    example = after_all(1.0)
+    rule = f"delta must be above what random neighbours take of it in {rounds} rounds"
+    remedy = f"raise it above {example.failure:.2g}, or lower SecureSum.failure"
+    require(example.failure < delta, rule, delta, remedy)
+    if method == "pld" and not example.amplified and not example._cap_bites():
+        exact = _exact_noise(epsilon, delta - example.failure, rounds, others, relation)
+        for slack in (0.0, 1e-9, NOISE_TOLERANCE):  # the last digits
+            if cost(exact * (1 + slack)) <= epsilon:
+                return exact * (1 + slack)
+
+    guess = _least_noise(rough_cost, epsilon, 1.0)
+    found = _least_noise(cost, epsilon, min(guess, MOST_NOISE))
+    if found > MOST_NOISE:
+        raise ValueError(
+            f"no noise_multiplier up to {MOST_NOISE:g} gives epsilon={epsilon:g} at "
+            f"delta={delta:g} over {rounds} rounds: raise epsilon or delta, run fewer rounds, or "
+            "raise the cap if there is one"
+        )
+    return found
+
+
+def _check_room(others: Ledger, epsilon: float, relation: Relation, method: Method) -> None:
+    """ValueError if what else is released costs all of ε."""
+    spent = others.epsilon(relation, method)
+    if spent >= epsilon:
+        raise ValueError(
+            f"what else is released costs epsilon={spent:.4g} at delta={others.delta:g} by itself, "
+            f"and nothing is left of {epsilon:g}: raise epsilon, or give it more noise"
+        )
+
+
+def _exact_noise(
+    epsilon: float, delta: float, rounds: int, others: Ledger, relation: Relation
+) -> float:
+    """z in closed form, if nobody is sampled: T/z² + Σ 1/z_j² = 1/σ² for the σ that ε pays for."""
+    one_round = float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+    allowed = 1 / (one_round * sensitivity(relation)) ** 2
+    taken = sum(times / release.noise_multiplier**2 for release, times in others.releases)
+    return math.sqrt(rounds / (allowed - taken)) if taken < allowed else math.inf
+
+
+def _least_noise(cost: Callable[[float], float], most: float, guess: float) -> float:
+    """The smallest z, to ``NOISE_TOLERANCE``, with cost(z) ≤ most; infinite if there is none.
+
+    The cost falls as z grows. Steps from a guess, longer each time, enclose z. Between them log ε
+    against log z is close to a straight line, so that Brent's method asks for the cost a few times
+    only. It stops at the first z whose cost is at most ``most``, and hardly less.
+    """
+    low = high = math.log(guess)
+    step = 0.1
+    while cost(math.exp(high)) > most:
+        low = high
+        high += step
+        step = min(2 * step, MOST_STEP)
+        if math.exp(high) > MOST_NOISE:
+            return math.inf
+    while cost(math.exp(low)) <= most:
+        high = low
+        low -= step
+        step = min(2 * step, MOST_STEP)
+        if math.exp(low) < LEAST_CALIBRATED:
+            return math.exp(high)
+
+    def excess(log_z: float) -> float:
+        ratio = cost(math.exp(log_z)) / most
+        if 1 - NOISE_TOLERANCE <= ratio <= 1:
+            return 0.0
+        return math.log(min(max(ratio, 1e-3), 1e3)) + NOISE_TOLERANCE / 2
+
+    root = brentq(excess, low, high, xtol=NOISE_TOLERANCE / 4)
+    for quarter in range(4):
+        z = math.exp(root + quarter * NOISE_TOLERANCE / 4)
+        if cost(z) <= most:
+            return z
+    return math.exp(high)
+
+
+def affordable_rounds(
+    *,
+    max_epsilon: float,
+    delta: float,
+    release: Release,
+    relation: Relation = "zero-out",
+    method: Method = "pld",
+    at_most: int = MOST_ROUNDS,
+    also: Iterable[tuple[Release, int]] = (),
+) -> int:
+    """The largest number of rounds of ``release`` whose ε is at most ``max_epsilon``.
+
+    0 if one round is too many.
+
+    Args:
+        max_epsilon: the ε that all rounds together may cost.
+        delta: δ at which ε is stated.
+        release: what is published in each round.
+        relation: neighbours, as of ``Ledger.epsilon``.
+        method: accountant, as of ``Ledger.epsilon``.
+        at_most: the largest number that is of interest.
+        also: what else is released, each with how often, out of the same ε.
+    """
+    rule = "max_epsilon must be positive and finite"
+    require(0 < max_epsilon < math.inf, rule, max_epsilon, "leave it out for no budget")
+    others = Ledger(delta).record_all(also)
+    if others.record(release)._noiseless:
+        return 0
+
+    def cost(rounds: int) -> float:
+        return others.record(release, rounds).epsilon(relation, method)
+
+    def rough_cost(rounds: int) -> float:
+        return others.record(release, rounds)._rough_epsilon(relation)
+
+    guess = _most_rounds(rough_cost, max_epsilon, at_most, 1)
+    return _most_rounds(cost, max_epsilon, at_most, guess)
+
+
+def _most_rounds(cost: Callable[[int], float], most: float, at_most: int, guess: int) -> int:
+    """The largest T ≤ ``at_most`` with cost(T) ≤ most; 0 if there is none. Millions to a millionth.
+
+    The cost grows with T, and log ε against log T is close to a straight line: the next T to try is
+    where the line through the last two meets ``most``. Where that leads nowhere new, strides get
+    longer, up to bisection.
+    """
+    low = 0
+    high = at_most + 1
+    rounds = guess
+    slope = 0.5
+    stride = 1
+    before: tuple[float, float] | None = None
+    while high - low > max(1, low // 10**6):
+        rounds = min(max(rounds, low + 1), high - 1)
+        spent = cost(rounds)
+        here = (math.log(rounds), math.log(min(max(spent / most, 1e-9), 1e9)))
+        if before is not None and before[1] != here[1]:
+            slope = (here[1] - before[1]) / (here[0] - before[0])
+        before = here
+        step = -here[1] / min(max(slope, 0.2), 1.5)
+        crossing = round(math.exp(here[0] + min(max(step, -LONGEST_STEP), LONGEST_STEP)))
+        if spent <= most:
+            low = rounds
+            rounds = max(crossing, low + stride)
+        else:
+            high = rounds
+            rounds = min(crossing, high - stride)
+        if rounds != crossing:
+            stride *= 4
+        if 2 * stride > high - low:
+            rounds = (low + high) // 2
+    return low
+
+
+def _cap_bites(release: Release) -> float:
+    """P[Bin(N, q) > B]; 0 if no secret coins are claimed, which a cap would take something from."""
+    cohort = release.cohort
+    if isinstance(cohort, FixedSize) or cohort.cap is None or release.aggregation is not None:
+        return 0.0
+    return float(binom.sf(cohort.cap, cohort.population, cohort.rate))

@@ -1,0 +1,475 @@
+"""A client's part of a secure sum: four exchanges, their messages, and what it refuses in each.
+
+1. The client sends two fresh public keys and gets a ``Roster``: its neighbours' keys.
+2. It sends ``Shares`` of a fresh seed and of its mask key and gets ``Partners``: whose shares came.
+3. It sends its masked vector and gets the survivors: whose vectors came.
+4. It reveals one share for each neighbour.
+
+Each state has one step, which gives the next state and the message to send. Nothing in a state can
+send a second masked vector: the keys and the seed are not in the state that follows. A client
+trusts the server to pass on keys, and nothing else. A participant is a number from 0, its place in
+this round.
+"""
+
+import secrets
+import struct
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flwr_ppsgd.secure.crypto import (
+    HASH_SIZE,
+    KEY_SIZE,
+    SHARE_SIZE,
+    TAG_SIZE,
+    KeyPair,
+    Words,
+    add_mask,
+    derive,
+    fingerprint,
+    seal,
+    split,
+    subtract_mask,
+    unseal,
+)
+from flwr_ppsgd.secure.graph import MOST_PARTICIPANTS, Design, design, survivors_needed
+from flwr_ppsgd.secure.terms import Session
+
+Flat: TypeAlias = dict[str, bytes]
+SEALED_SIZE = 2 * SHARE_SIZE + TAG_SIZE
+SHARE = b"share"
+SEED = b"seed"
+KEY = b"key"
+MASK = b"mask"
+_PLACE = struct.Struct(">I")
+_TWO = struct.Struct(">II")
+
+
+class ProtocolError(ValueError):
+    """A malformed message, or one that would break the promise: nothing is sent."""
+
+
+# --- messages
+
+
+class PublicKeys(NamedTuple):
+    """Two public keys of one participant: for sealed messages to it, and for masks with it."""
+
+    channel: bytes
+    mask: bytes
+
+    def to_bytes(self) -> bytes:
+        return self.channel + self.mask
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        _check_size(data, 2 * KEY_SIZE)
+        return cls(data[:KEY_SIZE], data[KEY_SIZE:])
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part, as far as one participant needs to know.
+
+    Args:
+        place: the participant's own number.
+        participants: n, those who sent keys.
+        neighbours: the keys of those who share masks with it and hold its shares.
+    """
+
+    place: int
+    participants: int
+    neighbours: Mapping[int, PublicKeys]
+
+    def to_bytes(self) -> bytes:
+        keys = {place: keys.to_bytes() for place, keys in self.neighbours.items()}
+        return _TWO.pack(self.place, self.participants) + packed(keys)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        _check_form(len(data) >= _TWO.size, f"{len(data)} bytes")
+        place, participants = _TWO.unpack_from(data)
+        _check_form(participants <= MOST_PARTICIPANTS, f"{participants} participants")
+        _check_form(place < participants, f"place {place} of {participants}")
+        keys = unpacked(data[_TWO.size :], 2 * KEY_SIZE, participants)
+        _check_form(place not in keys, "a participant is its own neighbour")
+        neighbours = {other: PublicKeys.from_bytes(pair) for other, pair in keys.items()}
+        return cls(place, participants, neighbours)
+
+
+class Portion(NamedTuple):
+    """What one participant gives to one holder: two sealed shares, and a hash of each."""
+
+    sealed: bytes
+    seed_hash: bytes
+    key_hash: bytes
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of one participant's seed and mask key.
+
+    Args:
+        seed_hash: of its seed.
+        portions: one for each neighbour.
+    """
+
+    seed_hash: bytes
+    portions: Mapping[int, Portion]
+
+    def to_bytes(self) -> bytes:
+        parts = {place: b"".join(portion) for place, portion in self.portions.items()}
+        return self.seed_hash + packed(parts)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, participants: int) -> Self:
+        _check_form(len(data) >= HASH_SIZE, f"{len(data)} bytes")
+        parts = unpacked(data[HASH_SIZE:], SEALED_SIZE + 2 * HASH_SIZE, participants)
+        key_hash = SEALED_SIZE + HASH_SIZE
+        portions = {
+            place: Portion(part[:SEALED_SIZE], part[SEALED_SIZE:key_hash], part[key_hash:])
+            for place, part in parts.items()
+        }
+        return cls(data[:HASH_SIZE], portions)
+
+
+@dataclass(frozen=True)
+class Partners:
+    """Whose shares arrived, and those for one participant.
+
+    Args:
+        members: U₂.
+        sealed: from each neighbour in it.
+    """
+
+    members: frozenset[int]
+    sealed: Mapping[int, bytes]
+
+    def to_bytes(self, participants: int) -> bytes:
+        return bitmap(self.members, participants) + packed(self.sealed)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, participants: int) -> Self:
+        end = _bitmap_size(participants)
+        members = members_of(data[:end], participants)
+        return cls(members, unpacked(data[end:], SEALED_SIZE, participants))
+
+
+def bitmap(members: Iterable[int], participants: int) -> bytes:
+    """A set of participants, one bit for each of all."""
+    bits = sum(1 << place for place in members)
+    return bits.to_bytes(_bitmap_size(participants), "little")
+
+
+def members_of(data: bytes, participants: int) -> frozenset[int]:
+    """The set that ``bitmap`` was given."""
+    _check_size(data, _bitmap_size(participants))
+    bits = int.from_bytes(data, "little")
+    _check_form(bits >> participants == 0, f"a member beyond {participants} participants")
+    return frozenset(place for place in range(participants) if bits >> place & 1)
+
+
+def packed(parts: Mapping[int, bytes]) -> bytes:
+    """Parts of one size by place, in ascending order."""
+    return b"".join(_PLACE.pack(place) + parts[place] for place in sorted(parts))
+
+
+def unpacked(data: bytes, width: int, participants: int) -> dict[int, bytes]:
+    """The parts that ``packed`` was given."""
+    step = _PLACE.size + width
+    _check_form(len(data) % step == 0, f"{len(data)} bytes in parts of {step}")
+    parts = {}
+    last = -1
+    for start in range(0, len(data), step):
+        (place,) = _PLACE.unpack_from(data, start)
+        _check_form(last < place < participants, f"place {place} of {participants} after {last}")
+        parts[place] = data[start + _PLACE.size : start + step]
+        last = place
+    return parts
+
+
+def _bitmap_size(participants: int) -> int:
+    return (participants + 7) // 8
+
+
+def _check_size(data: bytes, size: int) -> None:
+    _check_form(len(data) == size, f"{len(data)} bytes where {size} were expected")
+
+
+def _check_form(holds: bool, found: str) -> None:
+    if not holds:
+        raise ProtocolError(f"malformed message of a secure sum: {found}")
+
+
+# --- derived keys and hashes
+
+
+def seed_hash(seed: bytes, session: Session, owner: int) -> bytes:
+    """By which the server recognises a seed that it has joined from shares."""
+    return fingerprint(seed, session.label, SEED, owner)
+
+
+def share_hash(share: bytes, session: Session, secret: bytes, owner: int, holder: int) -> bytes:
+    """By which the server recognises a wrong share; a share is too random to be guessed from it."""
+    return fingerprint(share, session.label, SHARE, secret, owner, holder)
+
+
+def members_hash(members: Collection[int], participants: int) -> bytes:
+    """Binds a mask to U₂."""
+    return fingerprint(bitmap(members, participants), b"members", participants)
+
+
+def pair_key(secret: bytes, session: Session, places: tuple[int, int], members: bytes) -> bytes:
+    """The key of the mask that two neighbours share; ``members`` is the hash of U₂."""
+    return derive(secret, session.label, MASK, min(places), max(places), members)
+
+
+def own_key(seed: bytes, session: Session, place: int, members: bytes) -> bytes:
+    """The key of the mask that a participant has alone."""
+    return derive(seed, session.label, SEED, place, members)
+
+
+def _channel_key(secret: bytes, session: Session, sender: int, holder: int) -> bytes:
+    """The key under which one neighbour gives another its shares."""
+    return derive(secret, session.label, SHARE, sender, holder)
+
+
+# --- the client's states
+
+
+@dataclass(frozen=True)
+class KeysSent:
+    """After exchange 1: two fresh key pairs, which serve one masked vector.
+
+    Args:
+        session: the sum they are for.
+        channel: for shares to this participant.
+        mask: for masks.
+    """
+
+    session: Session
+    channel: KeyPair = field(repr=False)
+    mask: KeyPair = field(repr=False)
+
+    @classmethod
+    def new(cls, session: Session) -> Self:
+        """Fresh keys."""
+        return cls(session, KeyPair.new(), KeyPair.new())
+
+    @property
+    def public(self) -> PublicKeys:
+        """The message: the public halves, for the server to pass on."""
+        return PublicKeys(self.channel.public, self.mask.public)
+
+    def share(self, roster: Roster) -> tuple["SharesSent", Shares]:
+        """Exchange 2: give every neighbour a share of a fresh seed and of the mask key."""
+        found = check_roster(roster, self.session)
+        self._check_keys(roster)
+        channels = {
+            other: _secret_with(self.channel, keys.channel)
+            for other, keys in roster.neighbours.items()
+        }
+        seed = secrets.token_bytes(KEY_SIZE)
+        threshold = found.threshold(len(channels))
+        of_seed = split(seed, threshold, channels.keys())
+        of_key = split(self.mask.private, threshold, channels.keys())
+        portions = {
+            holder: self._portion(roster.place, holder, secret, of_seed[holder], of_key[holder])
+            for holder, secret in channels.items()
+        }
+        shares = Shares(seed_hash(seed, self.session, roster.place), portions)
+        return SharesSent(self.session, self.mask, seed, roster, channels), shares
+
+    def _check_keys(self, roster: Roster) -> None:
+        """Two participants with one key would be one person, or a mirror of this one."""
+        pairs = [self.public, *roster.neighbours.values()]
+        halves = [half for pair in pairs for half in pair]
+        _check_request(len(set(halves)) == len(halves), "a public key comes twice")
+
+    def _portion(
+        self, owner: int, holder: int, secret: bytes, of_seed: bytes, of_key: bytes
+    ) -> Portion:
+        return Portion(
+            seal(_channel_key(secret, self.session, owner, holder), of_seed + of_key),
+            share_hash(of_seed, self.session, SEED, owner, holder),
+            share_hash(of_key, self.session, KEY, owner, holder),
+        )
+
+    def to_flat(self) -> Flat:
+        return {"channel": self.channel.private, "mask": self.mask.private}
+
+    @classmethod
+    def from_flat(cls, session: Session, flat: Mapping[str, bytes]) -> Self:
+        return cls(session, KeyPair(flat["channel"]), KeyPair(flat["mask"]))
+
+
+@dataclass(frozen=True)
+class SharesSent:
+    """After exchange 2: also the seed, and who the neighbours are.
+
+    Args:
+        session: the sum.
+        mask: the key pair for masks.
+        seed: of the mask that this participant has alone.
+        roster: the neighbours.
+        channels: the secret that this participant has with each neighbour.
+    """
+
+    session: Session
+    mask: KeyPair = field(repr=False)
+    seed: bytes = field(repr=False)
+    roster: Roster
+    channels: Mapping[int, bytes] = field(repr=False)
+
+    def check(self, partners: Partners) -> list[int]:
+        """The neighbours in U₂, in order; ProtocolError if there are too few of anything."""
+        members = partners.members
+        neighbours = self.roster.neighbours.keys()
+        present = sorted(neighbours & members)
+        least = self.session.terms.rules.least
+        threshold = check_roster(self.roster, self.session).threshold(len(neighbours))
+        _check_request(self.roster.place in members, "masks for a sum without this client")
+        found = f"masks among {len(members)} clients, fewer than {least}"
+        _check_request(len(members) >= least, found)
+        found = f"masks with {len(present)} neighbours, fewer than {threshold}"
+        _check_request(len(present) >= threshold, found)
+        _check_request(sorted(partners.sealed) == present, "the shares are not those of U2")
+        return present
+
+    def mask_vector(
+        self, partners: Partners, vector: NDArray[np.int64]
+    ) -> tuple["VectorSent", Words]:
+        """Exchange 3: y = x + PRG(b_u) ± Σ_v PRG(s_uv) modulo 2⁶⁴.
+
+        Args:
+            partners: U₂, and the shares that its members gave this participant.
+            vector: x, bounded and with its share of the noise, in whole multiples of the grid.
+        """
+        present = self.check(partners)
+        place = self.roster.place
+        total = vector.astype(np.int64).view(np.uint64)
+        members = members_hash(partners.members, self.roster.participants)
+        add_mask(total, own_key(self.seed, self.session, place, members))
+        for other in present:
+            secret = _secret_with(self.mask, self.roster.neighbours[other].mask)
+            key = pair_key(secret, self.session, (place, other), members)
+            if place < other:
+                add_mask(total, key)
+            else:
+                subtract_mask(total, key)
+        opened = {other: self._open(other, partners.sealed[other]) for other in present}
+        held = {other: shares for other, shares in opened.items() if shares}
+        participants = self.roster.participants
+        return VectorSent(self.session, place, participants, partners.members, held), total
+
+    def _open(self, other: int, sealed: bytes) -> bytes:
+        """The two shares of a neighbour; empty if they cannot be read, which costs one holder."""
+        key = _channel_key(self.channels[other], self.session, other, self.roster.place)
+        try:
+            return unseal(key, sealed)
+        except ValueError:
+            return b""
+
+    def to_flat(self) -> Flat:
+        return {
+            "mask": self.mask.private,
+            "seed": self.seed,
+            "roster": self.roster.to_bytes(),
+            "channels": packed(self.channels),
+        }
+
+    @classmethod
+    def from_flat(cls, session: Session, flat: Mapping[str, bytes]) -> Self:
+        roster = Roster.from_bytes(flat["roster"])
+        channels = unpacked(flat["channels"], KEY_SIZE, roster.participants)
+        return cls(session, KeyPair(flat["mask"]), flat["seed"], roster, channels)
+
+
+@dataclass(frozen=True)
+class VectorSent:
+    """After exchange 3: the neighbours' shares, and no secret of this participant's own.
+
+    Args:
+        session: the sum.
+        place: the participant's own number.
+        participants: n.
+        members: U₂.
+        held: the two shares of each neighbour in it.
+    """
+
+    session: Session
+    place: int
+    participants: int
+    members: frozenset[int]
+    held: Mapping[int, bytes] = field(repr=False)
+
+    def reveal(self, survivors: frozenset[int]) -> dict[int, bytes]:
+        """Exchange 4: the seed's share for a survivor, the mask key's for others, never both.
+
+        Args:
+            survivors: U₃, as the server names it.
+        """
+        _check_request(survivors <= self.members, "survivors who had not given shares")
+        _check_request(self.place in survivors, "survivors without this client")
+        needed = survivors_needed(self.session.terms.rules, self.participants)
+        found = f"{len(survivors)} survivors, fewer than {needed}"
+        _check_request(len(survivors) >= needed, found)
+        return {
+            other: pair[:SHARE_SIZE] if other in survivors else pair[SHARE_SIZE:]
+            for other, pair in self.held.items()
+        }
+
+    def to_flat(self) -> Flat:
+        return {
+            "place": b"%d" % self.place,
+            "participants": b"%d" % self.participants,
+            "members": bitmap(self.members, self.participants),
+            "held": packed(self.held),
+        }
+
+    @classmethod
+    def from_flat(cls, session: Session, flat: Mapping[str, bytes]) -> Self:
+        participants = int(flat["participants"])
+        members = members_of(flat["members"], participants)
+        held = unpacked(flat["held"], 2 * SHARE_SIZE, participants)
+        return cls(session, int(flat["place"]), participants, members, held)
+
+
+State: TypeAlias = KeysSent | SharesSent | VectorSent
+
+
+def check_roster(roster: Roster, session: Session) -> Design:
+    """The graph that the terms ask for; ProtocolError if the roster is of another one."""
+    participants = roster.participants
+    terms = session.terms
+    least = terms.rules.least
+    enrolled = f"a sum of {participants} clients where {terms.population} are enrolled"
+    _check_request(participants <= terms.population, enrolled)
+    _check_request(participants >= least, f"a sum of {participants} clients, fewer than {least}")
+    found = design(terms.rules, participants)
+    neighbours = len(roster.neighbours)
+    if found.complete:
+        expected = f"all {found.neighbours} others"
+    else:
+        expected = f"{found.fewest} to {found.neighbours}"
+    fits = found.fewest <= neighbours <= found.neighbours
+    _check_request(fits, f"{neighbours} neighbours where the terms ask for {expected}")
+    return found
+
+
+def _secret_with(own: KeyPair, public: bytes) -> bytes:
+    """The secret with the owner of a public key; ProtocolError if it is no key."""
+    try:
+        return own.secret_with(public)
+    except ValueError:
+        raise ProtocolError("a neighbour's public key is invalid: nothing is sent") from None
+
+
+def _check_request(holds: bool, found: str) -> None:
+    if not holds:
+        raise ProtocolError(
+            f"the server's message does not protect this client ({found}): nothing is sent"
+        )

@@ -1,0 +1,485 @@
+"""PPSGD for Flower's legacy API: the same curator behind ``flwr.server.strategy.Strategy``."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, cast
+
+import numpy as np
+from flwr.common import (
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    NDArrays,
+    Parameters,
+    Scalar,
+    parameters_to_ndarrays,
+)
+from flwr.server import ServerConfig
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+
+from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
+from flwr_ppsgd.arrays import NUMPY, bytes_of, record_from, record_of
+from flwr_ppsgd.callers import refuse_dp_strategy, refuse_secagg_workflow
+from flwr_ppsgd.ledger import Ledger
+from flwr_ppsgd.recipe import Recipe, Task
+from flwr_ppsgd.recipe import recipe as make_recipe
+from flwr_ppsgd.server.curator import Curator
+from flwr_ppsgd.server.enrolment import Present, present_in
+from flwr_ppsgd.server.replies import (
+    answer_layout,
+    finite,
+    mean_of,
+    refuse_other_model,
+    vector_in,
+)
+from flwr_ppsgd.server.rounds import SumRequest, UnusableError
+from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
+from flwr_ppsgd.signature import digest, signed
+from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
+from flwr_ppsgd.wire import (
+    ANSWER,
+    ARRAYS,
+    GRADIENT,
+    NUM_EXAMPLES,
+    SERVER_ROUND,
+    Layout,
+    Order,
+    is_buffer,
+)
+
+log = logging.getLogger("flwr.ppsgd")
+flower_log = logging.getLogger("flwr")
+
+# Lines of Flower's own legacy loop that tell how many take part in a round: server-private.
+COHORT_SIZES = (
+    "configure_fit: strategy sampled",
+    "configure_fit: no clients selected",
+    "aggregate_fit: received",
+    "configure_evaluate: strategy sampled",
+    "aggregate_evaluate: received",
+)
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
+Central: TypeAlias = Callable[
+    [int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None
+]
+
+
+class _NeverFalse(list[Any]):
+    """A list that is always true.
+
+    Flower's legacy loop skips a round whose list is empty, but this round still releases.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _shows_no_cohort_size(record: logging.LogRecord) -> bool:
+    """Whether a record of Flower's may be logged."""
+    return not str(record.msg).startswith(COHORT_SIZES)
+
+
+def _noting_errors(
+    method: Callable[Concatenate["PPSGDStrategy", Arguments], Returned],
+) -> Callable[Concatenate["PPSGDStrategy", Arguments], Returned]:
+    """The method, noting for the operator what ends a run in it."""
+
+    @functools.wraps(method)
+    def noting(
+        self: "PPSGDStrategy", /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Returned:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            self._account.note_error(error)
+            raise
+
+    return noting
+
+
+class PPSGDStrategy(Strategy):
+    """PPSGD for ``ServerApp(server_fn=…)``.
+
+    The legacy loop always counts from 1 and cannot end early. Give it
+    ``strategy.server_config(total)``: what is left of the total after the rounds found in
+    ``checkpoint_dir``, and within the budget, each round with its timeout. Without that, an
+    exhausted budget ends the run with Flower's ``PrivacyBudgetExhausted``, and no statement is
+    logged at the end.
+
+    Args:
+        initial_parameters: w before the first round; required, so that no client is asked for it.
+        evaluate_fn: central evaluation, as of Flower's legacy strategies: called with the absolute
+            round, w as a list of arrays and an empty config, before the first round and after each.
+
+    The other arguments are those of ``PPSGD``, explained in ``flwr_ppsgd.training``.
+    """
+
+    def __init__(
+        self,
+        *,
+        release: Release | Recipe,
+        steps: Steps,
+        delta: float,
+        initial_parameters: Parameters,
+        max_epsilon: float | None = None,
+        evaluate_every: int = 0,
+        enrolled: Enrolled | Iterable[Identity] | None = None,
+        replies: ReplyKind = "gradient",
+        average: bool = False,
+        metrics: PrivateMetrics | None = None,
+        checkpoint_dir: Path | str | None = None,
+        checkpoint_every: int = 1,
+        budget_dir: Path | str | None = None,
+        round_timeout: float = 3600.0,
+        insecure_seed: int | None = None,
+        evaluate_fn: Central | None = None,
+    ) -> None:
+        if not isinstance(initial_parameters, Parameters):
+            raise ValueError(
+                "initial_parameters must be flwr.common.Parameters, got "
+                f"{type(initial_parameters).__name__}: pass ndarrays_to_parameters([...]) with the "
+                "initial w"
+            )
+        training = Training.of(
+            release=release,
+            steps=steps,
+            delta=delta,
+            max_epsilon=max_epsilon,
+            evaluate_every=evaluate_every,
+            enrolled=enrolled,
+            replies=replies,
+            average=average,
+            metrics=metrics,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            budget_dir=budget_dir,
+            round_timeout=round_timeout,
+            insecure_seed=insecure_seed,
+        )
+        if training.release.aggregation is not None:
+            raise ValueError(
+                f"aggregation={training.release.aggregation} takes four exchanges per round, and "
+                "Flower's legacy loop has one: use flwr_ppsgd.PPSGD, or leave out aggregation"
+            )
+        flower_log.addFilter(_shows_no_cohort_size)  # while this process lives
+        hold = is_buffer if replies == "parameters" else None
+        self._layout = Layout.of(record_of(initial_parameters.tensors), hold)
+        self._w = self._flatten(initial_parameters)
+        if not np.isfinite(self._w).all():
+            raise ValueError("initial_parameters hold NaN or infinity: pass a w of finite numbers")
+        self._curator = Curator(training)
+        self._account = self._curator.account
+        self._initial = initial_parameters
+        found = self._account.checkpoint
+        if found is not None:
+            refuse_other_model(Layout.of(record_from(found.arrays), hold), self._layout)
+            self._initial = Parameters(list(found.arrays.values()), NUMPY)
+        # what comes before the first round takes rounds of Flower's loop
+        self._first = self._account.rounds_done - len(self._account.pending)
+        self._parameters_sent = self._initial
+        self._evaluate_fn = evaluate_fn
+        self._warned = False
+
+    @classmethod
+    def from_config(
+        cls, run_config: Mapping[str, Any], *, initial_parameters: Parameters, **more: Any
+    ) -> Self:
+        """From the flat keys of a Flower run config, as ``PPSGD.from_config``."""
+        settings = Settings.from_run_config(run_config)
+        given = {**settings.arguments(), **more}
+        with named_in_keys(RUN_CONFIG):
+            return cls(initial_parameters=initial_parameters, **given)
+
+    @classmethod
+    def auto(
+        cls,
+        *,
+        initial_parameters: Parameters,
+        population: int,
+        epsilon: float,
+        delta: float,
+        task: Task = "classification",
+        sparse: Sequence[int] = (),
+        rounds: int | None = None,
+        rate: float | None = None,
+        body: bool = False,
+        **more: Any,
+    ) -> Self:
+        """With nothing to tune, as ``PPSGD.auto``; ``server_config()`` has the planned rounds."""
+        made = make_recipe(
+            population=population,
+            epsilon=epsilon,
+            delta=delta,
+            task=task,
+            sparse=sparse,
+            rounds=rounds,
+            rate=rate,
+            body=body,
+        )
+        return cls(initial_parameters=initial_parameters, **{**made.arguments(), **more})
+
+    @property
+    def training(self) -> Training:
+        """All settings."""
+        return self._curator.training
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was released so far."""
+        return self._account.ledger
+
+    @property
+    def affordable_rounds(self) -> int | None:
+        """How many rounds the budget pays for; None if there is no limit."""
+        return self._account.affordable_rounds
+
+    def remaining_rounds(self, total: int | None = None) -> int:
+        """How many of ``total`` rounds are left to run: not yet done, and within the budget.
+
+        Args:
+            total: the number of rounds; unless given, the number that ``auto`` has planned.
+        """
+        if total is None and self.training.recipe is None:
+            raise ValueError("server_config needs the number of rounds: only auto plans one")
+        planned = self._account.plan(total, 0)
+        self._curator.say_whether_it_can_learn(self._layout.size)
+        if planned > self._account.rounds_done:
+            return planned - self._first
+        return 0 if self.training.recipe is None else 1  # in which w is delivered once more
+
+    def server_config(self, total: int | None = None) -> ServerConfig:
+        """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout.
+
+        Args:
+            total: as of ``remaining_rounds``.
+        """
+        return ServerConfig(
+            num_rounds=self.remaining_rounds(total), round_timeout=self.training.round_timeout
+        )
+
+    def close(self) -> None:
+        """Give up the lock on ``checkpoint_dir``."""
+        self._account.close()
+
+    def privacy_statement(self) -> str:
+        """The guarantee in words."""
+        return str(self.privacy_data()["statement"])
+
+    def privacy_data(self) -> dict[str, object]:
+        """The guarantee as data, ready for JSON."""
+        return self._account.promise(self._layout.size).as_data()
+
+    def averaged(self, parameters: Parameters) -> Parameters:
+        """The mean over rounds that is published in place of w, if there is one."""
+        if not self._curator.averages:
+            return parameters
+        return self._parameters(self._curator.averaged(self._flatten(parameters)), parameters)
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters:  # noqa: ARG002
+        refuse_dp_strategy("PPSGDStrategy")
+        return self._initial
+
+    @_noting_errors
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Budget, cohort from the enrolled population, then w and an Order to those online."""
+        refuse_dp_strategy("PPSGDStrategy")
+        refuse_secagg_workflow("PPSGDStrategy")
+        round_ = self._absolute(server_round)
+        self._parameters_sent = parameters
+        self._w = self._flatten(parameters)
+        if self.training.recipe is not None and round_ > self._account.last_round:
+            return []
+        request = self._curator.request(round_, len(self._w))
+        pending = self._account.pending
+        if pending:
+            request = self._curator.request_before(pending[0])
+        nbytes = sum(map(len, parameters.tensors))
+        opened = self._curator.open(request, lambda: _present(client_manager), nbytes)
+        (exchange,) = self._curator.exchanges(opened)
+        config: dict[str, Scalar] = {SERVER_ROUND: request.round}
+        if self.training.replies == "gradient":
+            order = self._curator.sum_order(request)
+            config = self._signed(order, parameters, "train", client_manager)
+        instructions = FitIns(parameters, config)
+        clients = _clients(client_manager)
+        asked = [str(cid) for cid in exchange.payloads]
+        return _NeverFalse((clients[cid], instructions) for cid in asked if cid in clients)
+
+    @_noting_errors
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+    ) -> tuple[Parameters, dict[str, Scalar]]:
+        """One noisy step; each result is a vector or zero."""
+        round_ = 0 if self._account.pending else self._absolute(server_round)
+        opened = self._curator.opened(round_)
+        for client, result in results:
+            try:
+                sent = self._sent(result, opened.request)
+            except Exception as error:  # a reply is never a reason to stop a round
+                opened.count_as_zero(client.cid, error)
+            else:
+                opened.take(client.cid, sent)
+        for failure in failures:
+            if isinstance(failure, BaseException):  # Flower does not say whose it is
+                opened.count_unnamed_failure(_message_of(failure))
+            else:
+                unusable = UnusableError("client error", _message_of(failure))
+                opened.count_as_zero(failure[0].cid, unusable)
+        if not round_:
+            self._curator.publish_before(opened)
+            return self._parameters_sent, {}
+        heard = bool(results or failures)
+        w, released = self._curator.publish(opened, self._w, self._layout.columns, heard)
+        parameters = self._parameters_sent
+        if w is not self._w:
+            parameters = self._parameters(w, parameters)
+        self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
+        self._curator.refuse_to_go_on()
+        return parameters, {**released}
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Ask every enrolled node online, if evaluation is due; the last w goes to everybody."""
+        round_ = self._absolute(server_round)
+        if self._account.pending:
+            return []
+        asked = self._curator.evaluators(round_, lambda: _present(client_manager))
+        measured = bool(asked)
+        last = self.training.recipe is not None and round_ >= self._account.last_round
+        if last and not asked:
+            asked = self._curator.everybody(lambda: _present(client_manager))
+        parameters = self.averaged(parameters)
+        config: dict[str, Scalar] = {SERVER_ROUND: round_}
+        if self.training.replies == "gradient":
+            order = self._curator.evaluation_order(round_, last=last, measured=measured)
+            config = self._signed(order, parameters, "evaluate", client_manager)
+        instructions = EvaluateIns(parameters, config)
+        clients = _clients(client_manager)
+        chosen = [(clients[str(cid)], instructions) for cid in asked if str(cid) in clients]
+        if not chosen:
+            self._end(round_)
+        return chosen
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Means over users, weighted by their number of examples. Outside the guarantee."""
+        round_ = self._absolute(server_round)
+        said = [_message_of(failure) for failure in failures]
+        self._account.note_failed_evaluations(round_, said, len(results))
+        measures = [
+            {**result.metrics, "loss": result.loss, NUM_EXAMPLES: result.num_examples}
+            for _, result in results
+        ]
+        means: dict[str, Any] = {**mean_of(measures)}
+        self._end(round_)
+        return means.pop("loss", None), means
+
+    def evaluate(
+        self, server_round: int, parameters: Parameters
+    ) -> tuple[float, dict[str, Scalar]] | None:
+        """Central evaluation, if there is an ``evaluate_fn``."""
+        if self._evaluate_fn is None:
+            return None
+        arrays = parameters_to_ndarrays(self.averaged(parameters))
+        return self._evaluate_fn(self._absolute(server_round), arrays, {})
+
+    def _absolute(self, server_round: int) -> int:
+        """The round over the whole training: the legacy loop counts from 1 after a restart."""
+        return max(0, self._first + server_round)
+
+    def _end(self, round_: int) -> None:
+        """Log the statement after the last planned round, and give up the lock."""
+        if round_ >= self._account.last_round:
+            log.info("%s", self.privacy_data()["short"])
+            self.close()
+
+    # --- translation
+
+    def _signed(
+        self, order: Order, parameters: Parameters, kind: str, client_manager: ClientManager
+    ) -> dict[str, Scalar]:
+        """What a client gets beside w: the Order, and the round as Flower's clients read it."""
+        w_digest = digest(bytes_of(record_of(parameters.tensors)))
+        grid = _grid_of(client_manager)
+        run = 0 if grid is None else grid.run.run_id
+        flat = signed(order, w_digest, self._account.key, kind=kind, run=run)
+        return {**flat, SERVER_ROUND: order.round}
+
+    def _sent(self, result: FitRes, request: SumRequest) -> Vector:
+        """What one client sent; an exception if nothing of it can be used."""
+        if not self.training.steps.publishes:
+            return np.zeros(0)  # at α = 0 a client has nothing to say
+        tensors = result.parameters.tensors
+        if not request.round:  # one array, which the legacy API does not name
+            answer = {GRADIENT: record_from({ANSWER: tensors[0]})} if len(tensors) == 1 else {}
+            return vector_in(answer, GRADIENT, answer_layout(request.length))
+        record = {ARRAYS: record_of(tensors)} if tensors else {}
+        if self.training.replies == "parameters":
+            return cast(Vector, self._w - vector_in(record, ARRAYS, self._layout))
+        self._warn_of_stock_clients(result)
+        gradient = vector_in(record, ARRAYS, self._layout)
+        return request.vector_of(gradient, finite(result.metrics))
+
+    def _warn_of_stock_clients(self, result: FitRes) -> None:
+        """Tell the operator once that a client looks like one that returns parameters."""
+        known = set(self.training.metrics.bounds) if self.training.metrics else set()
+        stock = result.num_examples != 1 or set(result.metrics) - known
+        if stock and not self._warned:
+            self._warned = True
+            self._account.note_problem(
+                "A client reports its number of examples or metrics, as stock clients do and "
+                "PPSGDClient does not: its parameters are taken for a gradient. Use PPSGDClient, "
+                "or PPSGDStrategy(replies='parameters')"
+            )
+
+    def _flatten(self, parameters: Parameters) -> Vector:
+        return self._layout.flatten(record_of(parameters.tensors))
+
+    def _parameters(self, w: Vector, like: Parameters) -> Parameters:
+        record = self._layout.unflatten(w, like=record_of(like.tensors))
+        return Parameters([array.data for array in record.values()], NUMPY)
+
+
+def _message_of(failure: Failure) -> str:
+    """What a client that failed has said."""
+    if isinstance(failure, BaseException):
+        return str(failure)
+    return failure[1].status.message or "a status that is not OK"
+
+
+def _clients(client_manager: ClientManager) -> dict[str, ClientProxy]:
+    client_manager.num_available()  # looks again who is there
+    return client_manager.all()
+
+
+def _grid_of(client_manager: ClientManager) -> Any:
+    """The grid that Flower's proxies know; None if they know of none."""
+    clients = client_manager.all().values()
+    return next((client.grid for client in clients if hasattr(client, "grid")), None)
+
+
+def _present(client_manager: ClientManager) -> list[Present]:
+    """Who is online, by client id; with names and keys if Flower's proxies know of a grid."""
+    clients = _clients(client_manager)
+    grid = _grid_of(client_manager)
+    if grid is None:
+        return [Present(cid) for cid in clients]
+    nodes = [node._replace(address=str(node.address)) for node in present_in(grid)]
+    return [node for node in nodes if node.address in clients]

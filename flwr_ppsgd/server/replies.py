@@ -1,0 +1,230 @@
+"""What is in a client's reply, under the Message API: a vector, measures, or a failure."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from flwr_ppsgd.arrays import vector_record
+from flwr_ppsgd.server.rounds import MASKED_STAGE, Sent, UnusableError
+from flwr_ppsgd.server.superlink import last_line
+from flwr_ppsgd.wire import (
+    ANSWER,
+    ARRAYS,
+    CONFIG,
+    DATA,
+    MASKED,
+    METRICS,
+    NUM_EXAMPLES,
+    SECURE,
+    Layout,
+    words_of,
+)
+
+ClientTask: TypeAlias = Literal["fit", "evaluate"]
+ClientKind: TypeAlias = Literal["numpy", "other"]
+
+OK = 0  # Flower's status of a reply that is no failure
+SCALARS = (bool, bytes, float, int, str)
+LONGEST_NAME = 64  # characters of a measure that a client names
+MOST_MEASURES = 50  # that are averaged over clients
+LARGEST_MEASURE = 1e100
+LARGEST_WEIGHT = 10.0  # of one client, in medians of all clients'
+ROOT = "rmse"  # measures whose name ends so are roots of mean squares
+OURS = ("round", "epsilon", "deployed_epsilon")  # names that no client's measure may have
+
+
+def answered_node(reply: Message, asked: Mapping[str, int]) -> int | None:
+    """The asked node that a reply answers for.
+
+    By the message it replies to, if it names one, else by its source. What one node says in
+    another's name counts for nobody. Errors may come from Flower itself, as node 1.
+
+    Args:
+        reply: the reply.
+        asked: the node that each message was sent to, by the message's id.
+    """
+    metadata = reply.metadata
+    answered = metadata.reply_to_message_id
+    source = metadata.src_node_id
+    if not (answered and asked):
+        return source
+    node = asked.get(answered)
+    return node if node == source or reply.has_error() else None
+
+
+def content_of(reply: Message) -> RecordDict:
+    """The records of a reply; UnusableError if the client failed."""
+    if reply.has_error():
+        detail = f"error {reply.error.code}: {last_line(str(reply.error.reason))}"
+        raise UnusableError("client error", detail)
+    return reply.content
+
+
+def vector_in(content: Mapping[str, Any], name: str, layout: Layout) -> NDArray[Any]:
+    """The arrays of a record as one vector; UnusableError if they are not of that layout."""
+    arrays = content.get(name)
+    if not isinstance(arrays, ArrayRecord):
+        hint = ""
+        if ARRAYS in content:
+            hint = " (a client that returns parameters needs PPSGD(replies='parameters'))"
+        detail = f"no ArrayRecord {name!r} among {sorted(content)}{hint}"
+        raise UnusableError(f"without {name}", detail)
+    try:
+        return layout.flatten(arrays, as_sent=True)
+    except ValueError as error:
+        raise UnusableError("of wrong keys, shape or dtype", str(error)) from None
+
+
+def answer_layout(length: int) -> Layout:
+    """Of what is sent before the first round: one array."""
+    return Layout.of(vector_record({ANSWER: np.zeros(length)}))
+
+
+def refuse_other_model(so_far: Layout, initial: Layout) -> None:
+    """ValueError if a training would go on with another model than it began with."""
+    difference = so_far.difference(initial)
+    if difference:
+        raise ValueError(
+            f"the training so far and the initial parameters have {difference}: continue with the "
+            "same model, or start anew in another checkpoint_dir"
+        )
+
+
+def secure_message_in(content: Mapping[str, Any], stage: int, size: int) -> Sent:
+    """A client's part of one exchange of a secure sum."""
+    if stage == MASKED_STAGE:
+        masked = content.get(MASKED)
+        return words_of(masked if isinstance(masked, ArrayRecord) else None, size)
+    record = content.get(SECURE)
+    payload = record.get(DATA) if isinstance(record, ConfigRecord) else None
+    return payload if isinstance(payload, bytes) else b""
+
+
+def finite(measures: object) -> dict[str, float]:
+    """Those of a client's measures that are finite numbers."""
+    if not isinstance(measures, Mapping):
+        return {}
+    return {
+        name: float(value)
+        for name, value in measures.items()
+        if isinstance(value, int | float) and abs(value) <= LARGEST_MEASURE
+    }
+
+
+def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Σ n_i·m_i / Σ n_i of each measure, over the users in whose reply it is a finite number; for
+    measures called …rmse the root of the mean square, which is that of all rows together.
+
+    n_i is the measure ``num-examples``, or 1 if it is missing; it counts up to ten times the
+    median, so that no client can make itself the mean. Names that are ours, or that no terminal
+    should see, are left out.
+    """
+    numbers = [finite(own) for own in measures]
+    weights = [max(0.0, own.pop(NUM_EXAMPLES, 1.0)) for own in numbers]
+    largest = LARGEST_WEIGHT * statistics.median(weights) if weights else 0.0
+    sums: dict[str, float] = {}
+    totals: dict[str, float] = {}
+    for own, given in zip(numbers, weights, strict=True):
+        weight = min(given, largest)
+        for name, value in own.items():
+            if name not in sums and (len(sums) >= MOST_MEASURES or not _may_be_named(name)):
+                continue
+            power = 2 if name.endswith(ROOT) else 1
+            sums[name] = sums.get(name, 0.0) + weight * value**power
+            totals[name] = totals.get(name, 0.0) + weight
+    means = {name: total / totals[name] for name, total in sums.items() if totals[name] > 0}
+    return {name: math.sqrt(mean) if name.endswith(ROOT) else mean for name, mean in means.items()}
+
+
+def _may_be_named(name: str) -> bool:
+    """Whether a client may call a measure so."""
+    return name not in OURS and 0 < len(name) <= LONGEST_NAME and name.isprintable()
+
+
+# --- clients that return parameters, NumPyClients among them
+
+
+class ParameterClients:
+    """What clients that return parameters are sent, and what they send back.
+
+    A NumPyClient reads ``fitins.parameters`` where other clients read ``arrays``, and its arrays
+    have numbers in place of names. Until all who answer are of one kind, and nobody fails, a
+    message holds the records of both kinds; Flower transfers equal arrays once.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: set[ClientKind] = {"numpy", "other"}
+        self._heard: set[ClientKind] = set()  # since the last message
+
+    def content(
+        self, task: ClientTask, arrays: ArrayRecord, config: ConfigRecord, round_: int
+    ) -> RecordDict:
+        """The content of a message.
+
+        Args:
+            task: of the client.
+            arrays: w, and what travels along.
+            config: the user's own.
+            round_: the absolute round.
+        """
+        if self._heard:
+            self._kinds = self._heard
+            self._heard = set()
+        content = RecordDict()
+        if "other" in self._kinds:
+            content[ARRAYS] = arrays
+            content[CONFIG] = ConfigRecord({**config, "server-round": round_})
+        if "numpy" in self._kinds:
+            scalars = {name: value for name, value in config.items() if isinstance(value, SCALARS)}
+            numbered: dict[str, Array] = {str(i): each for i, each in enumerate(arrays.values())}
+            content[f"{task}ins.parameters"] = ArrayRecord(numbered)
+            content[f"{task}ins.config"] = ConfigRecord({**scalars, "server_round": round_})
+        return content
+
+    def note_kind(self, reply: Message) -> None:
+        """Take note of who answers: an error says nothing about its sender."""
+        if reply.has_error():
+            self._heard |= {"numpy", "other"}
+        elif any("res." in name for name in reply.content):
+            self._heard.add("numpy")
+        else:
+            self._heard.add("other")
+
+
+def with_named_arrays(content: RecordDict, names: Iterable[str]) -> Mapping[str, Any]:
+    """The content of a reply, with the arrays of a NumPyClient under the names of w.
+
+    Args:
+        content: of a reply with trained parameters.
+        names: of the arrays that were sent.
+    """
+    status = content.get("fitres.status")
+    if isinstance(status, ConfigRecord) and status.get("code") != OK:
+        detail = str(status.get("message") or "a status that is not OK")
+        raise UnusableError("client error", detail)
+    arrays = content.get("fitres.parameters")
+    if ARRAYS in content or not isinstance(arrays, ArrayRecord):
+        return content
+    names = list(names)
+    if len(arrays) == len(names):
+        arrays = ArrayRecord(dict(zip(names, arrays.values(), strict=True)))
+    return {ARRAYS: arrays}
+
+
+def measures_in(content: RecordDict) -> Mapping[str, Any] | None:
+    """The measures in the reply of any client to an evaluation; None if there are none."""
+    plain = content.get(METRICS)
+    if isinstance(plain, MetricRecord):
+        return plain
+    loss = content.get("evaluateres.loss")
+    examples = content.get("evaluateres.num_examples")
+    if not isinstance(loss, MetricRecord) or not isinstance(examples, MetricRecord):
+        return None
+    more = content.get("evaluateres.metrics", ConfigRecord())
+    counted = {NUM_EXAMPLES: examples.get("num_examples", 1)}
+    return {**more, **loss, **counted}

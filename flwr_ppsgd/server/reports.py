@@ -1,0 +1,411 @@
+"""What ``ppsgd ledger`` and ``ppsgd status`` show, from stores and budgets on disk.
+
+Nothing is locked or changed, so they may be asked at any time, while a training runs. ``ppsgd
+ledger`` may be shared; what ``ppsgd status`` says about replies is for the server's operator alone.
+"""
+
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flwr_ppsgd.algorithm import Release
+from flwr_ppsgd.checks import count as whole_number
+from flwr_ppsgd.checks import require
+from flwr_ppsgd.database import StoreError
+from flwr_ppsgd.ledger import Ledger
+from flwr_ppsgd.server import budget as budgets
+from flwr_ppsgd.server.account import headline_of
+from flwr_ppsgd.server.budget import Budget
+from flwr_ppsgd.server.rounds import facts_in_words
+from flwr_ppsgd.server.sealed import SealedRows
+from flwr_ppsgd.server.store import LOCK, Store
+from flwr_ppsgd.signature import KEY, TrainingKey
+from flwr_ppsgd.statement import json_number, rounded_up
+
+STATES = {
+    True: "at work",
+    False: "not at work, as far as this machine shows",
+    None: "unknown whether it is at work",
+}
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+# --- ppsgd ledger
+
+
+def describe(directories: Sequence[Path]) -> str:
+    """What the stores and budgets in these directories show, and whether anything is missing.
+
+    StoreError if one is damaged or not there.
+
+    Args:
+        directories: checkpoint directories, and directories of budgets.
+    """
+    parts = []
+    stores = []
+    for directory in directories:
+        if _has_budget(directory):
+            parts.append(_budget_text(Budget(directory, read_only=True)))
+        else:
+            store = _read(directory)
+            stores.append(store)
+            parts.append(_training_text(store))
+    if len(stores) > 1:
+        parts.append(_text_of_all(stores))
+    return "\n\n".join(parts)
+
+
+def add_charges(directory: Path, count: int, reason: str) -> None:
+    """Write down charges that are known to have happened and that are not in a store or budget.
+
+    Each counts as the most expensive release.
+
+    Args:
+        directory: where the training, or the budget, is. No training may be running there.
+        count: the number of charges.
+        reason: how it is known, for whoever reads it later.
+    """
+    whole_number("count", count)
+    rule = "reason must be a text"
+    require(bool(reason.strip()), rule, reason, "say how it is known that they happened")
+    if _has_budget(directory):
+        Budget(directory, mend=True).add_by_hand(count, reason)
+        return
+    Store.read(directory)
+    store = Store(directory, mend=True)
+    try:
+        store.add_by_hand(count, reason)
+        for _, place in store.notes("budget"):
+            Budget(Path(place)).catch_up(store.training, _counts(store))
+    finally:
+        store.close()
+
+
+def back_up(directory: Path, target: Path) -> None:
+    """Copy a store or a budget to a new file, consistently, while trainings run."""
+    found = Budget(directory, read_only=True) if _has_budget(directory) else Store.read(directory)
+    found.backup(target)
+
+
+def _has_budget(directory: Path) -> bool:
+    return (directory / budgets.NAME).is_file()
+
+
+def _read(directory: Path) -> Store:
+    """A store; once more if it seems to lack what has been written since."""
+    store = Store.read(directory)
+    if _lost(store):
+        store = Store.read(directory)
+    if store.setting("delta") is None:
+        raise StoreError(f"{store.path} has no settings: no training has begun there")
+    return store
+
+
+def _lost(rows: SealedRows) -> str:
+    """What is known elsewhere and missing here, in one line; empty if nothing is."""
+    try:
+        rows.refuse_lost_rows()
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+def _training_text(store: Store) -> str:
+    ledger = store.ledger(store.setting("delta"))
+    starts = ", ".join(map(str, store.notes("start")))
+    planned, rounds = _plan(store)
+    lines = [
+        f"{store.directory}",
+        f"training {store.training}",
+        *_charges(store),
+        f"charged: {store.charged} releases",
+        *_releases(store),
+        f"planned: {planned} charges in {rounds} rounds",
+        f"starts of the server: {len(store.notes('start'))}, before rounds {starts or 'none'}",
+        f"evaluation on client data: {'yes' if store.notes('evaluation') else 'no'}",
+        f"insecure rounds: {ledger.insecure_rounds}",
+        *_key(store),
+        *_caveats(store),
+        f"spent: {_epsilons(ledger)}",
+    ]
+    if planned > ledger.rounds:
+        lines.append(f"planned: {_epsilons(_stated(store, ledger))}")
+    for _, place in store.notes("budget"):
+        lines.append(f"under the budget in {place}, whose epsilon is the guarantee")
+    lines += [_check_of_w(store), _check_of_record(store)]
+    return "\n  ".join(lines)
+
+
+def _budget_text(budget: Budget) -> str:
+    allowance = budget.allowance
+    replace_one = rounded_up(allowance.epsilon_replace_one())
+    order = f" at order {allowance.order:g}" if allowance.order else ""
+    share = budget.cost_of_charges() / allowance.limit
+    trainings = {training for training, _, _ in budget.tally}
+    lines = [
+        f"{budget.directory}",
+        f"budget {budget.owner}: epsilon = {allowance.epsilon:g} (zero-out), {replace_one} "
+        f"(replace-one) at delta = {allowance.delta:g}, for all trainings together",
+        f"filter: {allowance.filter}{order}",
+        f"trainings: {len(trainings)}",
+        *_charges(budget),
+        f"charged: {budget.charged} releases, {share:.2%} of the budget",
+        *_releases(budget),
+        *_caveats(budget),
+        _check_of_record(budget),
+    ]
+    return "\n  ".join(lines)
+
+
+def _charges(rows: SealedRows) -> list[str]:
+    """A line for each charge."""
+    lines = []
+    for place, (round_, kind, insecure, training) in enumerate(rows.charge_rows(), 1):
+        whose = "" if training == rows.owner else f", training {training}"
+        how = ", insecure" if insecure else ""
+        lines.append(f"charge {place}: round {round_}, release {kind + 1}{how}{whose}")
+    return lines
+
+
+def _releases(rows: SealedRows) -> list[str]:
+    counts: Counter[int] = Counter()
+    for (_, kind, _), times in rows.tally.items():
+        counts[kind] += times
+    return [
+        f"  release {kind + 1}: {counts[kind]} x {release}"
+        for kind, release in enumerate(rows.kinds)
+    ]
+
+
+def _caveats(rows: SealedRows) -> list[str]:
+    added = [f"added by hand: {times} charges ({reason})" for times, reason in rows.notes("added")]
+    return [*added, *(f"caveat: {caveat}" for caveat in rows.caveats)]
+
+
+def _key(store: Store) -> list[str]:
+    assert store.directory is not None
+    path = store.directory / KEY
+    if not path.is_file():
+        return []
+    return [f"clients may pin ppsgd-server-key = {TrainingKey(path.read_bytes()).public}"]
+
+
+def _check_of_w(store: Store) -> str:
+    try:
+        found = store.load()
+    except StoreError as error:
+        return f"check: {error}"
+    return "check: no w is saved" if found is None else f"check: w of round {found.round} is whole"
+
+
+def _check_of_record(rows: SealedRows) -> str:
+    lost = _lost(rows)
+    if lost:
+        return f"check: MISSING: {lost}"
+    known = rows.recorded()
+    if known is None:
+        return "check: the record outside is missing"
+    return f"check: the record outside shows {known.charges} charges, none is missing"
+
+
+def _text_of_all(stores: Sequence[Store]) -> str:
+    """Several trainings of one population."""
+    joined = {tuple(entry) for store in stores for entry in store.notes("budget")}
+    if len(joined) == 1 and all(store.notes("budget") for store in stores):
+        ((_, place),) = joined
+        return (
+            f"together: all are under the budget in {place}, which was fixed before them; its "
+            "epsilon is the guarantee"
+        )
+    ledger = Ledger(min(store.setting("delta") for store in stores))
+    for store in stores:
+        for (release, insecure), times in store.charges().items():
+            ledger = ledger.record(release, times, insecure=insecure)
+    return (
+        f"together, spent so far: {_epsilons(ledger)}\n  This is not a guarantee if trainings were "
+        "chosen after seeing earlier ones. A guarantee for several trainings is a budget that is "
+        "fixed before the first (budget_dir)."
+    )
+
+
+def _counts(store: Store) -> Counter[Release]:
+    counts: Counter[Release] = Counter()
+    for (release, _), times in store.charges().items():
+        counts[release] += times
+    return counts
+
+
+def _plan(store: Store) -> tuple[int, int]:
+    """The largest numbers of charges and rounds that were planned."""
+    plans = store.notes("plan")
+    charges = max((plan["charges"] for plan in plans), default=0)
+    rounds = max((plan["rounds"] for plan in plans), default=0)
+    return charges, rounds
+
+
+def _stated(store: Store, ledger: Ledger) -> Ledger:
+    """The charges, and those that are planned."""
+    charges, _ = _plan(store)
+    ahead = max(0, charges - ledger.rounds)
+    return ledger.record(store.kinds[0], ahead)
+
+
+def _epsilons(ledger: Ledger) -> str:
+    """ε under both kinds of neighbours, rounded up; infinite if nothing is guaranteed."""
+    zero_out = math.inf
+    replace_one = math.inf
+    if not ledger.insecure_rounds:
+        zero_out = ledger.epsilon()
+        replace_one = ledger.epsilon("replace-one")
+    first = rounded_up(zero_out)
+    second = rounded_up(replace_one)
+    return f"epsilon = {first} (zero-out), {second} (replace-one) at delta = {ledger.delta:g}"
+
+
+# --- ppsgd status
+
+
+def status_of(directory: Path) -> dict[str, Any]:
+    """How the training in a checkpoint directory does, ready for JSON.
+
+    StoreError if there is none, or if it is damaged.
+    """
+    store = _read(directory)
+    ledger = store.ledger(store.setting("delta"))
+    spent = headline_of(ledger)
+    stated = headline_of(_stated(store, ledger))
+    known = store.recorded()
+    replies, last = _replies(store)
+    saved = [entry["round"] for entry in store.notes("checkpoint")[-1:]]
+    done = max([0, *saved, *([last["round"]] if last else [])])
+    return {
+        "directory": str(directory),
+        "training": store.training,
+        "running": _is_locked(directory / LOCK),
+        "rounds": {"done": done, "planned": _plan(store)[1]},
+        "charges": {
+            "made": store.charged,
+            "missing": max(0, known.charges - store.charged) if known else 0,
+        },
+        "lost": _lost(store),
+        "epsilon": {
+            "spent": json_number(spent.epsilon),
+            "planned": json_number(stated.epsilon),
+            "delta": ledger.delta,
+            "why_void": stated.why_void(),
+            "budget_dir": "".join(place for _, place in store.notes("budget")),
+        },
+        "replies": replies,
+        "last_round": last,
+        "last_error": _last(store, "error"),
+        "last_problem": _last(store, "problem"),
+        "disk": {
+            "used_bytes": sum(_sizes(directory)),
+            "free_bytes": shutil.disk_usage(directory).free,
+        },
+    }
+
+
+def status_text(status: Mapping[str, Any]) -> str:
+    """The same for people."""
+    epsilon = status["epsilon"]
+    lines = [
+        f"{status['directory']} (for the server's operator alone)",
+        f"training {status['training']}: {STATES[status['running']]}",
+        f"rounds: {status['rounds']['done']} of {status['rounds']['planned']} done",
+        f"epsilon: {_number(epsilon['spent'])} spent, {_number(epsilon['planned'])} planned, at "
+        f"delta = {epsilon['delta']:g} (zero-out)",
+    ]
+    if epsilon["why_void"]:
+        lines.append(f"NO GUARANTEE: {epsilon['why_void']}")
+    if epsilon["budget_dir"]:
+        place = epsilon["budget_dir"]
+        lines.append(f"under the budget in {place}, whose epsilon is the guarantee")
+    if status["lost"]:
+        lines.append(f"MISSING: {status['lost']}")
+    lines += _replies_text(status["replies"], status["last_round"])
+    for what in ("error", "problem"):
+        found = status[f"last_{what}"]
+        text = "none" if found is None else f"{found['text']} ({_at(found['time'])})"
+        lines.append(f"last {what}: {text}")
+    disk = status["disk"]
+    lines.append(f"disk: {_size(disk['used_bytes'])} used, {_size(disk['free_bytes'])} free")
+    return "\n  ".join(lines)
+
+
+def _replies(store: Store) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What came back in all rounds together, and in the last one."""
+    rounds = 0
+    used = 0
+    zeros: Counter[str] = Counter()
+    last = None
+    for at, fact in store.facts():
+        if "used" in fact:
+            rounds += 1
+            used += fact["used"]
+            zeros.update(fact["zeros"])
+            last = {"time": at, **fact}
+    return {"rounds": rounds, "used": used, "zeros": dict(zeros)}, last
+
+
+def _replies_text(replies: Mapping[str, Any], last: Mapping[str, Any] | None) -> list[str]:
+    if last is None:
+        return ["replies: none are noted"]
+    _, _, counts = facts_in_words({"round": 0, **replies}).partition(" ")
+    return [
+        f"replies in {replies['rounds']} rounds: {counts}",
+        f"last round: {facts_in_words(last)} ({_at(last['time'])})",
+    ]
+
+
+def _last(store: Store, what: str) -> dict[str, Any] | None:
+    """The newest error or problem, with its time."""
+    found = [{"time": at, "text": fact[what]} for at, fact in store.facts() if what in fact]
+    return found[-1] if found else None
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Whether a process that this machine shows holds the lock on a file, which is not touched.
+
+    Known by the file's number alone: some file systems show another device here than there. None if
+    the system does not say: only Linux has /proc/locks.
+    """
+    try:
+        held = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+        number = str(path.stat().st_ino)
+    except OSError:
+        return None
+    locks = [line.split() for line in held]
+    return any("FLOCK" in lock and lock[-3].rpartition(":")[2] == number for lock in locks)
+
+
+def _sizes(directory: Path) -> Iterable[int]:
+    """The sizes of the files of a directory; old ones may vanish meanwhile."""
+    for path in directory.iterdir():
+        try:
+            yield path.stat().st_size
+        except FileNotFoundError:
+            continue
+
+
+def _number(epsilon: float | str) -> str:
+    """ε as JSON has it, where infinity is a word."""
+    return rounded_up(float(epsilon) if isinstance(epsilon, float) else math.inf)
+
+
+def _at(time: float) -> str:
+    """A time for people, in UTC."""
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _size(size: float) -> str:
+    """A number of bytes for people."""
+    for unit in UNITS[:-1]:
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} {UNITS[-1]}"

@@ -1,0 +1,369 @@
+"""The memory of one training: what was charged, what was planned and said, and w.
+
+One SQLite file, ``training.sqlite``, with one sealed row per charge, and w as files beside it. A
+charge is on the disk before anything is released, and never taken back: if w has to fall back to an
+earlier one, the charges do not. What may not be public, such as who replied, is in the same file,
+so it is for the server's operator alone.
+"""
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from flwr_ppsgd import database
+from flwr_ppsgd.algorithm import Release, Vector
+from flwr_ppsgd.database import FileLock, StoreError, private_directory
+from flwr_ppsgd.ledger import Ledger, release_to_dict
+from flwr_ppsgd.server.sealed import SealedRows
+from flwr_ppsgd.signature import KEY
+
+log = logging.getLogger("flwr.ppsgd")
+
+NAME = "training.sqlite"
+LOCK = "training.lock"
+ARRAYS = "w-*.arrays"
+KEPT = 2  # checkpoints
+PATIENCE = 60.0  # seconds: a ServerApp outlives its SuperLink a little
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of w after a round.
+
+    Args:
+        round: the round.
+        arrays: w as named serialised arrays.
+        state: what the next round needs besides w, as named vectors.
+    """
+
+    round: int
+    arrays: dict[str, bytes]
+    state: Mapping[str, Vector] = field(default_factory=dict)
+
+
+class Store(SealedRows):
+    """The memory of one training. The lock is held from opening to ``close``.
+
+    Args:
+        directory: where it is, or will be; None is in memory.
+        read_only: write nothing, for reports; the lock is not taken. The file must exist.
+        mend: open it although charges were lost, to add them by hand.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        read_only: bool = False,
+        mend: bool = False,
+    ) -> None:
+        path = None if directory is None else directory / NAME
+        super().__init__(path, "training", read_only=read_only, mend=mend)
+        self.directory = directory
+        self._lock: FileLock | None = None
+        self._unsaved: Checkpoint | None = None
+        self._warned_of_facts = False
+        self.open()
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """What is there now, for reports: without the lock, while a training runs too."""
+        if not (directory / NAME).is_file():
+            raise StoreError(
+                f"no training in {directory}: name a checkpoint directory, with a {NAME} in it"
+            )
+        return cls(directory, read_only=True)
+
+    @property
+    def training(self) -> int:
+        """Names this training to its clients."""
+        return self.owner
+
+    def open(self) -> None:
+        """Take the lock and read everything; harmless if it is open.
+
+        After ``close`` this goes on from the disk as after a restart. A w that could not be saved
+        is saved first.
+        """
+        if self.is_open:
+            return
+        if self.directory is not None and not self._read_only:
+            private_directory(self.directory)
+            busy = (
+                f"{self.directory} is in use by another training: two of them would spend one "
+                "budget twice; wait for it to end, or choose another checkpoint_dir"
+            )
+            self._lock = FileLock(self.directory / LOCK, PATIENCE, busy)
+        try:
+            super().open()
+            if self._lock is not None and not self._mend:
+                self._remove_old_arrays()
+            if self._unsaved is not None:
+                self._save(self._unsaved)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give up the lock; harmless if that was done before."""
+        super().close()
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
+
+    def refuse_lost_rows(self) -> None:
+        """StoreError also if there is a file of w that has had more charges than are here."""
+        super().refuse_lost_rows()
+        for path in reversed(self._arrays()):
+            charges = int(path.stem.rpartition("-")[2])
+            self._compare_charges(charges, f"{path.name} has had")
+
+    def backup(self, target: Path) -> None:
+        """Copy the file consistently, and w and the key beside it, also while a training runs."""
+        private_directory(target.parent)
+        for path in [*self._arrays(), self._beside(KEY)]:
+            with suppress(FileNotFoundError):  # the training may go on meanwhile
+                database.write_file(target.with_name(path.name), [path.read_bytes()])
+        super().backup(target)
+
+    # --- settings that never change
+
+    def settle(self, **settings: Any) -> None:
+        """Fix settings for good; StoreError names each that was another before.
+
+        A Release is the one that charges added by hand are taken for, until others are charged.
+        """
+        changed = []
+        for name, value in settings.items():
+            plain = release_to_dict(value) if isinstance(value, Release) else value
+            before = self.setting(name)
+            if before is None:
+                with self.transaction() as add:
+                    add("setting", [name, plain])
+                    if isinstance(value, Release):
+                        self._define(add, value)
+            elif before != plain:
+                changed += _differences(name, before, plain)
+        if changed:
+            raise StoreError(
+                f"{self.path} belongs to a training with other privacy settings "
+                f"({'; '.join(changed)}): continue with the old ones, or start anew in another "
+                "checkpoint_dir"
+            )
+
+    def setting(self, name: str) -> Any:
+        """A setting that was fixed; None if it never was."""
+        return dict(self.notes("setting")).get(name)
+
+    # --- charges
+
+    def charge(self, round_: int, release: Release, *, insecure: bool = False) -> None:
+        """Write one release down. Only when this has returned may anything be released.
+
+        Args:
+            round_: the absolute round; 0 before the first.
+            release: what is released.
+            insecure: whether its coins come from a known seed.
+        """
+        with self.transaction() as add:
+            self._charge(add, self.training, round_, release, insecure)
+
+    def charges(self) -> Counter[tuple[Release, bool]]:
+        """How often each release was charged, and whether with coins from a known seed.
+
+        Of a charge that was added by hand the release is not known: it counts as each that might be
+        the most expensive.
+        """
+        found: Counter[tuple[Release, bool]] = Counter()
+        for (_, kind, insecure), times in self.tally.items():
+            found[self.kinds[kind], insecure] += times
+        if self.added:
+            for release in _most_expensive(self.kinds):
+                found[release, False] += self.added
+        return found
+
+    def ledger(self, delta: float) -> Ledger:
+        """The charges, counted: their order does not matter for ε."""
+        ledger = Ledger(delta)
+        for (release, insecure), times in self.charges().items():
+            ledger = ledger.record(release, times, insecure=insecure)
+        return ledger
+
+    # --- facts that are the server's alone
+
+    def record_fact(self, fact: Mapping[str, Any]) -> None:
+        """Note what came back, or went wrong, with the time: never a reason to stop a round."""
+        if not self.is_open:
+            return
+        try:
+            with self._own().transaction() as connection:
+                row = (time.time(), json.dumps(dict(fact), ensure_ascii=False))
+                connection.execute("INSERT INTO fact (time, value) VALUES (?, ?)", row)
+        except StoreError as error:
+            if not self._warned_of_facts:
+                log.warning("Facts for the server's operator cannot be written: %s", error)
+            self._warned_of_facts = True
+
+    def facts(self) -> Iterable[tuple[float, dict[str, Any]]]:
+        """What was noted, with its time in seconds since 1970; oldest first."""
+        for at, text in self._own().rows("SELECT time, value FROM fact ORDER BY id"):
+            try:
+                yield at, json.loads(text)
+            except ValueError:  # damaged, and of no account to anybody's privacy
+                continue
+
+    # --- files beside the rows
+
+    def reserve(self, size: int = 0) -> None:
+        """Take room for all that a round will write, after what an earlier one could not write."""
+        if self._unsaved is not None:
+            self._save(self._unsaved)
+        super().reserve(size)
+
+    def save(self, round_: int, arrays: Mapping[str, bytes], state: Mapping[str, Vector]) -> None:
+        """Keep w after a round, and the one before.
+
+        If that fails, no other round may run before it has succeeded: ``open`` and ``reserve``
+        try again.
+        """
+        if self.directory is not None:
+            self._unsaved = Checkpoint(round_, dict(arrays), dict(state))
+            self._save(self._unsaved)
+
+    def load(self) -> Checkpoint | None:
+        """The newest w that is whole, saying which ones are not; None if there is none."""
+        found = self.notes("checkpoint")
+        there = {path.name for path in self._arrays()}
+        for entry in reversed(found):
+            if entry is not found[-1] and entry["file"] not in there:
+                continue
+            try:
+                content = database.read_file(self._beside(entry["file"]), entry["sha256"])
+                return _checkpoint_of(entry["round"], content)
+            except StoreError as error:
+                log.warning("%s: w falls back to the one before, the ledger does not", error)
+        if found:
+            raise StoreError(
+                f"no checkpoint of w in {self.directory} is whole: restore one, or start anew in "
+                "another directory"
+            )
+        return None
+
+    def keep(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """The content of a small file, made if it is missing; StoreError if it was changed.
+
+        Args:
+            name: of the file.
+            make: its content, the first time. In memory, every time.
+        """
+        if self.directory is None:
+            return make()
+        path = self._beside(name)
+        if not path.exists() or not self.notes(name):
+            sha256 = database.write_file(path, [make()])
+            self.note(name, sha256)
+        return database.read_file(path, self.notes(name)[-1])
+
+    def _save(self, checkpoint: Checkpoint) -> None:
+        name = ARRAYS.replace("*", f"{checkpoint.round:08d}-{self.charged:08d}")
+        try:
+            parts = _parts_of(checkpoint)
+            sha256 = database.write_file(self._beside(name), parts, self._reserve_file)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"w of round {checkpoint.round} could not be saved in {self.directory} "
+                f"({error.strerror}): the round is charged; free some space, or mend the disk, "
+                "before you start again",
+            ) from error
+        self.note("checkpoint", {"round": checkpoint.round, "file": name, "sha256": sha256})
+        self._unsaved = None
+        self._remove_old_arrays()
+
+    def _remove_old_arrays(self) -> None:
+        """Keep the newest files of w; older ones go, and what a crash has left without a row."""
+        there = {path.name for path in self._arrays()}
+        known = [entry["file"] for entry in self.notes("checkpoint") if entry["file"] in there]
+        for path in self._beside(".").glob(f"{ARRAYS}*"):
+            if path.name not in known[-KEPT:]:
+                path.unlink()
+
+    def _arrays(self) -> list[Path]:
+        return [] if self.directory is None else sorted(self.directory.glob(ARRAYS))
+
+    def _beside(self, name: str) -> Path:
+        assert self.directory is not None
+        return self.directory / name
+
+
+def _parts_of(checkpoint: Checkpoint) -> list[bytes | memoryview]:
+    """A line of JSON that says what follows, then the arrays."""
+    vectors = [np.ascontiguousarray(vector, np.float64) for vector in checkpoint.state.values()]
+    head = {
+        "arrays": {name: len(data) for name, data in checkpoint.arrays.items()},
+        "state": {name: vector.nbytes for name, vector in checkpoint.state.items()},
+    }
+    state = [vector.data.cast("B") for vector in vectors]
+    return [json.dumps(head).encode() + b"\n", *checkpoint.arrays.values(), *state]
+
+
+def _checkpoint_of(round_: int, content: bytes) -> Checkpoint:
+    """What ``_parts_of`` made, from bytes that are known to be whole."""
+    start = content.index(b"\n") + 1
+    head = json.loads(content[:start])
+    data = memoryview(content)[start:]
+
+    def cut(sizes: Mapping[str, int]) -> Iterator[tuple[str, memoryview]]:
+        nonlocal data
+        for name, size in sizes.items():
+            yield name, data[:size]
+            data = data[size:]
+
+    arrays = {name: bytes(part) for name, part in cut(head["arrays"])}
+    state = {name: np.frombuffer(part) for name, part in cut(head["state"])}
+    return Checkpoint(round_, arrays, state)
+
+
+def _most_expensive(kinds: Iterable[Release]) -> list[Release]:
+    """Those releases that no other one is sure to cost at least as much as."""
+    found = list(kinds)
+    return [
+        release
+        for release in found
+        if not any(_costs_at_least(other, release) for other in found if other is not release)
+    ]
+
+
+def _costs_at_least(one: Release, other: Release) -> bool:
+    """Whether a release has no more noise and no more sampling than another.
+
+    Of two that cost the same, one is taken for the more expensive.
+    """
+    price = (one.noise_multiplier, -_amplifying_rate(one))
+    reference = (other.noise_multiplier, -_amplifying_rate(other))
+    if price == reference:
+        return repr(one) < repr(other)
+    return price[0] <= reference[0] and price[1] <= reference[1]
+
+
+def _amplifying_rate(release: Release) -> float:
+    return release.cohort.rate if release.amplifies else 1.0
+
+
+def _differences(name: str, before: Any, now: Any) -> list[str]:
+    """What differs, field by field if both are mappings."""
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        return [f"{name} was {before} and is {now}"]
+    return [
+        f"{key} was {before.get(key)} and is {now.get(key)}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+    ]

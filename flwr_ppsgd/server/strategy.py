@@ -1,0 +1,635 @@
+"""PPSGD as a Flower strategy (Message API): translate, ask the curator, translate back."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    Metadata,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import NDArray
+
+from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps, Vector
+from flwr_ppsgd.arrays import bytes_of, record_from
+from flwr_ppsgd.callers import refuse_dp_strategy
+from flwr_ppsgd.ledger import Ledger
+from flwr_ppsgd.recipe import Recipe, Task
+from flwr_ppsgd.recipe import recipe as make_recipe
+from flwr_ppsgd.server.curator import Curator
+from flwr_ppsgd.server.enrolment import present_in
+from flwr_ppsgd.server.replies import (
+    ParameterClients,
+    answer_layout,
+    answered_node,
+    content_of,
+    finite,
+    mean_of,
+    measures_in,
+    refuse_other_model,
+    secure_message_in,
+    vector_in,
+    with_named_arrays,
+)
+from flwr_ppsgd.server.rounds import ENOUGH_ASKED, Exchange, OpenSum, Sent, SumRequest
+from flwr_ppsgd.server.superlink import ask, refusals_of
+from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
+from flwr_ppsgd.signature import digest, signed
+from flwr_ppsgd.statement import rounded_up
+from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
+from flwr_ppsgd.wire import (
+    ARRAYS,
+    CONFIG,
+    DATA,
+    GRADIENT,
+    METRICS,
+    ORDER,
+    SECURE,
+    SIZE,
+    UNIT,
+    VARIANCE,
+    Layout,
+    Order,
+    is_buffer,
+    payload_hash,
+)
+
+log = logging.getLogger("flwr.ppsgd")
+
+FLOWER_ROUNDS = 3  # of a Flower strategy, if nobody says how many
+
+
+class PPSGD(Strategy):
+    """Personalized-Private-SGD: clip, sum, divide by a public number, add noise, step w.
+
+    Args:
+        release: what is published in a round; or a recipe, as ``auto`` makes it.
+        steps: how far w and θ move.
+        delta: δ at which the guarantee is stated.
+        enrolled: the nodes that form the population; or ``flwr_ppsgd.training.Enrolled``, which
+            also says for how many of them to wait.
+
+    The other arguments are explained where they are defined: ``flwr_ppsgd.training.Training``.
+    """
+
+    def __init__(
+        self,
+        *,
+        release: Release | Recipe,
+        steps: Steps,
+        delta: float,
+        max_epsilon: float | None = None,
+        evaluate_every: int = 0,
+        enrolled: Enrolled | Iterable[Identity] | None = None,
+        replies: ReplyKind = "gradient",
+        average: bool = False,
+        metrics: PrivateMetrics | None = None,
+        checkpoint_dir: Path | str | None = None,
+        checkpoint_every: int = 1,
+        budget_dir: Path | str | None = None,
+        round_timeout: float = 3600.0,
+        insecure_seed: int | None = None,
+    ) -> None:
+        training = Training.of(
+            release=release,
+            steps=steps,
+            delta=delta,
+            max_epsilon=max_epsilon,
+            evaluate_every=evaluate_every,
+            enrolled=enrolled,
+            replies=replies,
+            average=average,
+            metrics=metrics,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            budget_dir=budget_dir,
+            round_timeout=round_timeout,
+            insecure_seed=insecure_seed,
+        )
+        self._curator = Curator(training)
+        self._account = self._curator.account
+        self._parameter_clients = ParameterClients()
+        self._arrays = ArrayRecord()  # w as it was sent last
+        self._w: Vector = np.zeros(0)  # the same as one vector
+        self._asked: list[Metadata] = []
+        self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
+        self._latest = self._resumed()
+
+    @classmethod
+    def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
+        """From the flat keys of a Flower run config.
+
+        Args:
+            run_config: flat keys, as of ``flwr_ppsgd.settings.Settings``.
+            more: arguments as of ``PPSGD``, which come before the run config's.
+        """
+        settings = Settings.from_run_config(run_config)
+        given = {**settings.arguments(), **more}
+        with named_in_keys(RUN_CONFIG):
+            return cls(**given)
+
+    @classmethod
+    def auto(
+        cls,
+        *,
+        population: int,
+        epsilon: float,
+        delta: float,
+        task: Task = "classification",
+        sparse: Sequence[int] = (),
+        rounds: int | None = None,
+        rate: float | None = None,
+        body: bool = False,
+        aggregation: SecureSum | None = None,
+        **more: Any,
+    ) -> Self:
+        """With nothing to tune: the recipe of ``flwr_ppsgd.recipe`` for a population and a budget.
+
+        Users send what they would add to w, in a handful of rounds; after the last one w goes to
+        everybody, and each device makes its personal model.
+
+        Args:
+            population: N, the number of enrolled users.
+            epsilon: ε of everything that is released, under zero-out neighbours.
+            delta: δ, well below 1/population.
+            task: "classification" or "regression".
+            sparse: the places of columns of w that most users lack, such as words or items.
+            rounds: the number of rounds; 2 to 8 by N and ε unless given.
+            rate: the share of users per round, for very many of them (1,000/N is enough); None is
+                everyone.
+            body: whether w holds the body of a network that is trained: at least 4 rounds.
+            aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
+            more: arguments as of ``PPSGD``, which come before the recipe's.
+        """
+        made = make_recipe(
+            population=population,
+            epsilon=epsilon,
+            delta=delta,
+            task=task,
+            sparse=sparse,
+            rounds=rounds,
+            rate=rate,
+            body=body,
+            aggregation=aggregation,
+        )
+        return cls(**{**made.arguments(), **more})
+
+    @property
+    def training(self) -> Training:
+        """All settings."""
+        return self._curator.training
+
+    @property
+    def release(self) -> Release:
+        """What is published in a round."""
+        return self.training.release
+
+    @property
+    def steps(self) -> Steps:
+        """How far w and θ move."""
+        return self.training.steps
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was released so far."""
+        return self._account.ledger
+
+    @property
+    def affordable_rounds(self) -> int | None:
+        """How many rounds the budget pays for; None if there is no limit."""
+        return self._account.affordable_rounds
+
+    @property
+    def rounds_done(self) -> int:
+        """The last round that was published, restarts included."""
+        return self._account.rounds_done
+
+    @property
+    def enrols_whoever_comes(self) -> bool:
+        """Whether the population is the first nodes seen, rather than a list that was given."""
+        return self._curator.enrolment.open
+
+    def note_evaluation(self) -> None:
+        """From now on every statement says that there was evaluation on client data."""
+        self._account.note_evaluation()
+
+    def privacy_statement(self) -> str:
+        """The guarantee in words."""
+        return str(self.privacy_data()["statement"])
+
+    def privacy_data(self) -> dict[str, object]:
+        """The guarantee as data, ready for JSON."""
+        size = self._layout(self._arrays).size if self._arrays else 0
+        return self._account.promise(size).as_data()
+
+    def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
+        """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
+
+        ``numpy.savez("model.npz", **strategy.published(result.arrays))`` keeps it;
+        ``personalize`` makes the model of somebody who never took part from it.
+
+        Args:
+            arrays: w, as of ``result.arrays``.
+        """
+        values = self._account.values
+        return {
+            **{name: array.numpy() for name, array in arrays.items()},
+            VARIANCE: self._curator.variance,
+            UNIT: np.array(values.unit),
+            SIZE: np.array(values.size),
+        }
+
+    def averaged(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The mean over rounds that is published in place of w, if there is one."""
+        if not self._curator.averages:
+            return arrays
+        layout = self._layout(arrays)
+        mean = self._curator.averaged(layout.flatten(arrays))
+        return layout.unflatten(mean, like=arrays)
+
+    def close(self) -> None:
+        """Give up the lock on ``checkpoint_dir``, so that another strategy can go on there."""
+        self._account.close()
+
+    def summary(self) -> None:
+        """Log the settings that make up the promise."""
+        refuse_dp_strategy("PPSGD")
+        log.info("\t├──> %s", self.release)
+        if self.training.recipe is None:
+            log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
+        log.info("\t└──> %s", self._account.where_facts_are())
+
+    # --- a whole training
+
+    def start(  # noqa: PLR0917 - Flower's own signature
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        on_round: Callable[[int, Result], None] | None = None,
+    ) -> Result:
+        """Train for ``num_rounds`` rounds, or as many as the budget pays for.
+
+        Args:
+            grid: the nodes.
+            initial_arrays: w before the first round. One strategy is one training: a second call,
+                or one that finds a training in ``checkpoint_dir``, goes on from where it was.
+            num_rounds: the total, earlier calls and restarts included. Unless given, the number
+                that ``auto`` has planned, or 3. Under ``auto``, fewer than it has planned have less
+                noise each.
+            timeout: of a round, in seconds; ``round_timeout`` unless given.
+            train_config: sent to the clients in training.
+            evaluate_config: sent to the clients in evaluation.
+            evaluate_fn: called with the absolute round and w, before the first round and after
+                each.
+            on_round: called with the round and the result so far, at the same moments.
+        """
+        timeout = self.training.round_timeout if timeout is None else timeout
+        train_config = _checked_config(train_config)
+        evaluate_config = _checked_config(evaluate_config)
+        self._check_arrays(initial_arrays)
+        try:
+            first, last = self._plan(num_rounds)
+            result = Result(arrays=self._beginning(initial_arrays))
+            if last > first:
+                self._curator.say_whether_it_can_learn(self._layout(result.arrays).size)
+                self._check_clients(grid, result.arrays, timeout)
+                self._ask_before(grid, result.arrays, timeout)
+            for round_ in range(first, last + 1):
+                if round_ > first:
+                    self._run_round(round_, result, grid, timeout, train_config)
+                self._run_evaluation(round_, result, grid, timeout, evaluate_config)
+                central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
+                if central is not None:
+                    log.info("Round %d: evaluate_fn measured %s", round_, dict(central))
+                    result.evaluate_metrics_serverapp[round_] = central
+                if on_round:
+                    on_round(round_, result)
+            result.arrays = self.averaged(result.arrays)
+            self._deliver(grid, result.arrays, timeout)
+            log.info("%s", self.privacy_data()["short"])
+            return result
+        except BaseException as error:
+            self._account.note_error(error)
+            raise
+        finally:
+            self.close()  # another strategy may go on in checkpoint_dir
+
+    def _check_arrays(self, arrays: object) -> None:
+        """ValueError unless w came as Flower's record of finite numbers."""
+        if not isinstance(arrays, ArrayRecord):
+            raise ValueError(
+                f"initial_arrays must be an ArrayRecord, got a {type(arrays).__name__}: wrap it, "
+                "as in ArrayRecord(module.state_dict())"
+            )
+        if not np.isfinite(self._flatten(arrays)).all():
+            raise ValueError(
+                "initial_arrays hold NaN or infinity: nothing was sent or charged; pass a w of "
+                "finite numbers"
+            )
+
+    def _plan(self, num_rounds: int | None) -> tuple[int, int]:
+        """The round to go on from, and the last one that the budget pays for."""
+        if self._curator.reopen():
+            self._latest = self._resumed()
+        rounds = self._account.plan(num_rounds, FLOWER_ROUNDS)
+        first = self.rounds_done
+        if num_rounds and num_rounds <= first:
+            log.warning(
+                "All %d rounds are done already: num_rounds is the total, give more to go on", first
+            )
+        log.info("Starting PPSGD for %d rounds:", rounds)
+        self.summary()
+        return first, max(first, rounds)
+
+    def _resumed(self) -> ArrayRecord | None:
+        """The w that was found in ``checkpoint_dir``; None if there is none."""
+        found = self._account.checkpoint
+        return None if found is None else record_from(found.arrays)
+
+    def _beginning(self, initial: ArrayRecord) -> ArrayRecord:
+        """The w to go on from: that of the last round, if there was one and it has this form."""
+        if self._latest is None:
+            return initial
+        refuse_other_model(self._layout(self._latest), self._layout(initial))
+        return self._latest
+
+    def _check_clients(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+        """Ask a few clients whether they would obey an Order: no data are read, nothing charged."""
+        if self.training.replies == "parameters":
+            return
+        nodes = self._curator.everybody(lambda: present_in(grid))[:ENOUGH_ASKED]
+        order = self._curator.order(self.rounds_done)
+        records = {ARRAYS: arrays, CONFIG: _with_round(None, self.rounds_done)}
+        content = self._signed(order, records, MessageType.QUERY, grid)
+        messages = _messages(dict.fromkeys(nodes, content), MessageType.QUERY)
+        refusals = refusals_of(grid, messages, timeout, _size(arrays))
+        self._curator.refuse_if_nobody_obeys(len(messages), refusals)
+
+    def _ask_before(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+        """Ask everybody for what the recipe releases before the first round, unless it was."""
+        self._arrays = arrays
+        for name in self._account.pending:
+            request = self._curator.request_before(name)
+            opened = self._run_exchanges(request, grid, arrays, ConfigRecord(), timeout)
+            self._curator.publish_before(opened)
+
+    def _run_round(
+        self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
+    ) -> None:
+        if self.training.secure:
+            refuse_dp_strategy("PPSGD")
+            request = self._round_request(round_, result.arrays)
+            self._run_exchanges(request, grid, result.arrays, config, timeout)
+            result.arrays, metrics = self._publish(round_)
+        else:
+            messages = self.configure_train(round_, result.arrays, config, grid)
+            replies = ask(grid, messages, timeout, _size(result.arrays))
+            result.arrays, metrics = self.aggregate_train(round_, replies)
+        result.train_metrics_clientapp[round_] = metrics
+        spent = rounded_up(cast(float, metrics["epsilon"]))
+        last = self._account.last_round
+        log.info("[ROUND %d/%d] epsilon so far at most %s", round_, last, spent)
+        self._curator.refuse_to_go_on()
+
+    def _run_exchanges(
+        self,
+        request: SumRequest,
+        grid: Grid,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        timeout: float,
+    ) -> OpenSum:
+        """Ask for a sum: one exchange if it is plain, four if it is secure, each with a timeout."""
+        run = grid.run.run_id if self.training.secure else 0
+        opened = self._curator.open(request, lambda: present_in(grid), _size(arrays), run)
+        for exchange in self._curator.exchanges(opened):
+            messages = self._exchange_messages(request, exchange, arrays, config, grid)
+            replies = ask(grid, messages, timeout, _size(arrays))
+            self._take(opened, exchange.stage, replies)
+        return opened
+
+    def _run_evaluation(
+        self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
+    ) -> None:
+        messages = self.configure_evaluate(round_, result.arrays, config, grid)
+        if not messages:
+            return
+        replies = ask(grid, messages, timeout, size=0)
+        metrics = self.aggregate_evaluate(round_, replies)
+        if metrics is not None:
+            result.evaluate_metrics_clientapp[round_] = metrics
+
+    def _deliver(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+        """Bring the last w of the recipe to everybody; the reply is empty, whatever it is.
+
+        Whoever has answered the last evaluation has it already.
+        """
+        if self.training.recipe is None:
+            return
+        everybody = self._curator.everybody(lambda: present_in(grid))
+        nodes = [node for node in everybody if node not in self._delivered]
+        order = self._curator.evaluation_order(self.rounds_done, last=True, measured=False)
+        records = {ARRAYS: arrays, CONFIG: _with_round(None, self.rounds_done)}
+        content = self._signed(order, records, MessageType.EVALUATE, grid)
+        messages = _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
+        for _ in ask(grid, messages, timeout, size=0):
+            pass
+
+    # --- one round, by Flower's hooks
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Budget, cohort from the enrolled population, then w and an Order to those online."""
+        refuse_dp_strategy("PPSGD")
+        if self.training.secure:
+            raise ValueError(
+                "a secure sum takes four exchanges per round, and configure_train is one: call "
+                "start, which runs them, or leave out aggregation"
+            )
+        request = self._round_request(server_round, arrays)
+        opened = self._curator.open(request, lambda: present_in(grid), _size(arrays))
+        (exchange,) = self._curator.exchanges(opened)
+        return self._exchange_messages(request, exchange, arrays, config, grid)
+
+    def _round_request(self, round_: int, arrays: ArrayRecord) -> SumRequest:
+        self._arrays = arrays
+        self._w = self._flatten(arrays)
+        return self._curator.request(round_, len(self._w))
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """One noisy step; each reply is a vector or zero."""
+        self._take(self._curator.opened(server_round), 0, replies)
+        return self._publish(server_round)
+
+    def _publish(self, round_: int) -> tuple[ArrayRecord, MetricRecord]:
+        """The new w, saved, and what is released along with it."""
+        opened = self._curator.opened(round_)
+        layout = self._layout(self._arrays)
+        w, released = self._curator.publish(opened, self._w, layout.columns)
+        arrays = self._arrays
+        if w is not self._w:
+            arrays = layout.unflatten(w, like=arrays)
+        self._curator.save(bytes_of(arrays))
+        self._latest = arrays
+        return arrays, MetricRecord({**released})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Ask every enrolled node online, if evaluation is due; round 0 is before training."""
+        nodes = self._curator.evaluators(server_round, lambda: present_in(grid))
+        if not nodes:
+            return []
+        arrays = self.averaged(arrays)
+        config = _checked_config(config)
+        if self.training.replies == "parameters":
+            content = self._parameter_clients.content("evaluate", arrays, config, server_round)
+        else:
+            last = server_round == self._account.last_round
+            order = self._curator.evaluation_order(server_round, last=last)
+            records = {ARRAYS: arrays, CONFIG: _with_round(config, server_round)}
+            content = self._signed(order, records, MessageType.EVALUATE, grid)
+        return _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Mean over users, weighted by their number of examples. Outside the guarantee."""
+        log.debug("Round %d: metrics from client data are outside the guarantee", server_round)
+        answered = list(replies)
+        good = [reply for reply in answered if reply.has_content()]
+        failures = [str(reply.error.reason) for reply in answered if reply.has_error()]
+        self._account.note_failed_evaluations(server_round, failures, len(good))
+        for reply in answered:
+            self._parameter_clients.note_kind(reply)
+        if server_round == self._account.last_round:
+            self._delivered = {reply.metadata.src_node_id for reply in good}
+        records = [measures_in(reply.content) for reply in good]
+        means = mean_of(record for record in records if record is not None)
+        return MetricRecord({**means}) if means else None
+
+    # --- translation
+
+    def _layout(self, arrays: ArrayRecord) -> Layout:
+        """Names and shapes of w; of clients that return parameters, without their buffers."""
+        return Layout.of(arrays, is_buffer if self.training.replies == "parameters" else None)
+
+    def _flatten(self, arrays: ArrayRecord) -> Vector:
+        return self._layout(arrays).flatten(arrays)
+
+    def _signed(
+        self, order: Order, records: Mapping[str, Any], kind: str, grid: Grid
+    ) -> RecordDict:
+        """What is sent along with an Order, and the Order last, signed for this kind of message."""
+        arrays = records.get(ARRAYS)
+        w_digest = digest({} if arrays is None else bytes_of(arrays))
+        key = self._account.key
+        flat = signed(order, w_digest, key, kind=kind, run=grid.run.run_id)
+        return RecordDict({**records, ORDER: ConfigRecord(flat)})
+
+    def _exchange_messages(
+        self,
+        request: SumRequest,
+        exchange: Exchange,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+    ) -> list[Message]:
+        """One message to each node of an exchange; those who get the same share its content."""
+        round_ = request.round
+        config = _checked_config(config)
+        contents: dict[bytes, RecordDict] = {}
+        if self.training.replies == "parameters":
+            contents[b""] = self._parameter_clients.content("fit", arrays, config, round_)
+        else:
+            order = self._curator.sum_order(request, exchange.stage)
+            records: dict[str, Any] = {CONFIG: _with_round(config, round_)}
+            if exchange.brings_w:
+                records[ARRAYS] = arrays
+            for payload in set(exchange.payloads.values()):
+                more = {SECURE: ConfigRecord({DATA: payload})} if payload else {}
+                named = replace(order, payload=payload_hash(payload))
+                contents[payload] = self._signed(
+                    named, {**records, **more}, MessageType.TRAIN, grid
+                )
+        by_node = {node: contents[payload] for node, payload in exchange.payloads.items()}
+        messages = _messages(by_node, MessageType.TRAIN)
+        # a grid fills in the message ids when it sends them
+        self._asked = [message.metadata for message in messages]
+        return messages
+
+    def _take(self, opened: OpenSum, stage: int, replies: Iterable[Message]) -> None:
+        """Hand each reply to the sum, as what was sent or as a failure."""
+        asked = {each.message_id: each.dst_node_id for each in self._asked if each.message_id}
+        # InProcessGrid forgets each reply once it is read
+        for reply in getattr(replies, "once", replies.__iter__)():
+            node = answered_node(reply, asked)
+            try:
+                sent = self._sent(reply, opened.request, stage)
+            except Exception as error:  # a reply is never a reason to stop a round
+                opened.count_as_zero(node, error)
+            else:
+                opened.take(node, sent)
+
+    def _sent(self, reply: Message, request: SumRequest, stage: int) -> Sent:
+        """What one client sent; an exception if nothing of it can be used."""
+        if self.training.replies == "parameters":
+            self._parameter_clients.note_kind(reply)
+        content = content_of(reply)
+        if stage:
+            return secure_message_in(content, stage, request.size)
+        if not self.steps.publishes:
+            return np.zeros(0)  # at α = 0 a client has nothing to say
+        if not request.round:
+            return vector_in(content, GRADIENT, answer_layout(request.length))
+        layout = self._layout(self._arrays)
+        if self.training.replies == "parameters":
+            trained = vector_in(with_named_arrays(content, self._arrays), ARRAYS, layout)
+            return cast(Vector, self._w - trained)
+        gradient = vector_in(content, GRADIENT, layout)
+        return request.vector_of(gradient, finite(content.get(METRICS)))
+
+
+def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
+    """What is sent along, empty unless given; ValueError if it is not Flower's record."""
+    if config is None:
+        return ConfigRecord()
+    if not isinstance(config, ConfigRecord):
+        raise ValueError(
+            f"config must be a ConfigRecord, got a {type(config).__name__}: wrap it, as in "
+            "ConfigRecord({...})"
+        )
+    return config
+
+
+def _with_round(config: ConfigRecord | None, round_: int) -> ConfigRecord:
+    """The user's config with ``server-round``, as Flower's strategies send it; theirs stays."""
+    return ConfigRecord({**(config or {}), "server-round": round_})
+
+
+def _messages(contents: Mapping[Identity, RecordDict], kind: str) -> list[Message]:
+    """One message to each node."""
+    return [Message(content, cast(int, node), kind) for node, content in contents.items()]
+
+
+def _size(arrays: ArrayRecord) -> int:
+    """The number of bytes of the serialised arrays."""
+    return sum(len(array.data) for array in arrays.values())

@@ -1,0 +1,561 @@
+"""What is promised, as finished numbers and words: what a privacy officer can paste into a report.
+
+A :class:`Promise` is worked out once, by whoever holds the ledger. The statement, its short form,
+the line that clients get, ``privacy.json`` and every printed ε come from here. Text is rounded up,
+data is not.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flwr_ppsgd.algorithm import Cohort, FixedSize, PrivateMetrics, Release, SecureSum
+from flwr_ppsgd.recipe import Recipe, Values
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.ledger import Ledger
+
+# up to its colon each is short enough for a screen
+TRUSTED_SERVER = "the server itself, which is trusted: it sees each clipped gradient"
+TRUSTED_WITH_SOLUTIONS = (
+    "the server itself, which is trusted: it sees each user's own fitted model, clipped; of a user "
+    "with one row, that row's direction"
+)
+ALWAYS_OUTSIDE = (
+    "who is enrolled, and how many are: both are taken to be public",
+    "metrics, logs and timings: whatever leaves the server or a node by another way than the "
+    "published parameters",
+    "the choice of settings: step, alpha, rounds or clip norm by looking at several runs",
+    "a user behind more than one node: one node is taken to be one user",
+    "other trainings on the same users: unless all of them are under one budget (budget_dir)",
+    "whoever may submit a run to the SuperLink: they control the code on the clients, and Flower's "
+    "counters of traffic show them how many clients take part",
+    "the fact that a run ended: it can say that nobody's reply could be used",
+)
+OUTSIDE = (TRUSTED_SERVER, *ALWAYS_OUTSIDE)
+NOTHING_PUBLISHED = "epsilon is 0: nothing is published"
+EVALUATED = (
+    "Evaluation on the users' own data was on: the server saw each user's measures, and they are "
+    "outside the guarantee."
+)
+WHAT_DELTA_IS = (
+    "Delta is a small slack in the bound: for every set of outcomes, its probability with your "
+    "data is at most e^epsilon times its probability without them, plus delta."
+)
+DIGITS = 4
+WEAK = 10.0  # an ε above this is said to be weak
+SIMULATION_NOISE = "simulation noise: summed in floating point, for experiments only"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The part of a promise that clients get with every Order.
+
+    Args:
+        cost: ε that the stated rounds cost with secret coins, under zero-out neighbours.
+        delta: δ.
+        rounds: the number of releases for which ε is stated.
+        insecure_rounds: how many of them drew their coins from a known seed.
+        population: the number of enrolled users.
+        unit: who is protected: "user", or "node" if a user may come back as another node.
+        simulation: why this is a simulation, which guarantees nothing; empty if it is none.
+        secure: of a training whose server sees sums only; None: the server is trusted.
+        replace_one: ε if one user's data are exchanged for others.
+        pooled: of a secure sum, ε against the server and all other users together.
+        pooled_replace_one: the same if one user's data are exchanged for others.
+    """
+
+    cost: float
+    delta: float
+    rounds: int
+    insecure_rounds: int
+    population: int
+    unit: str = "user"
+    simulation: str = ""
+    secure: SecureSum | None = None
+    replace_one: float = math.inf
+    pooled: float = math.inf
+    pooled_replace_one: float = math.inf
+
+    @property
+    def epsilon(self) -> float:
+        """ε that is guaranteed: infinite if nothing is, 0 if nothing is published."""
+        if not self.rounds:
+            return 0.0
+        return math.inf if self.void else self.cost
+
+    @property
+    def void(self) -> bool:
+        """Whether nothing is guaranteed."""
+        return bool(self.why_void())
+
+    def why_void(self) -> str:
+        """Why nothing is guaranteed; empty if something is."""
+        if self.simulation:
+            return self.simulation
+        if not self.rounds:
+            return ""
+        if self.insecure_rounds:
+            return (
+                f"{self.insecure_rounds} of {self.rounds} rounds drew their coins from a known "
+                "seed (insecure_seed)."
+            )
+        if math.isinf(self.cost):
+            return (
+                "epsilon is infinite. Either nothing hides a user's contribution (noise multiplier "
+                "0), or a cap on the cohort or random neighbours need more than the whole delta: "
+                "raise it."
+            )
+        return why_delta_is_void(self.delta, self.population)
+
+    @property
+    def guarantee(self) -> str:
+        """The name of what is promised."""
+        if self.void:
+            return "none"
+        if self.secure is None:
+            return f"{self.unit}-level joint differential privacy"
+        return f"{self.unit}-level differential privacy against {self.others}"
+
+    @property
+    def others(self) -> str:
+        """From whom a user is protected."""
+        if self.secure is None:
+            return "everybody else together"
+        if not self.secure.colluding:
+            return "the server alone"
+        return f"the server and any {self.secure.colluding} of the other users together"
+
+    def in_one_line(self) -> str:
+        """For the users: what the planned rounds promise them."""
+        if not self.rounds:
+            return NOTHING_PUBLISHED
+        if self.void:
+            return "NO GUARANTEE: " + self.why_void()
+        trusted = "; the server is trusted" if self.secure is None else ""
+        return (
+            f"{self.numbers()} over {self.rounds} planned rounds for each of {self.population} "
+            f"{self.unit}s, {self.guarantee}{trusted}"
+        )
+
+    def numbers(self) -> str:
+        """All ε and δ of a promise that is not void."""
+        found = (
+            f"ε = {rounded_up(self.epsilon)} ({rounded_up(self.replace_one)} if one user's data "
+            f"are exchanged for others), δ = {self.delta:g}"
+        )
+        if self.secure is not None:
+            found += f"; against all other users pooling ε = {rounded_up(self.pooled)}"
+        return found
+
+
+def why_delta_is_void(delta: float, population: int) -> str:
+    """Why δ protects nobody among so many users; empty if it protects."""
+    if delta * population < 1:
+        return ""
+    return (
+        f"delta = {delta:g} is at least 1/population, and publishing all data of one random user "
+        f"would satisfy that: choose delta well below {1 / population:g}."
+    )
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Everything that is stated about one training.
+
+    The numbers are what the stated rounds cost with secret coins. If nothing is guaranteed, none of
+    them is called ε: the data hold the word "infinite", and ``deployed_epsilon`` is what the same
+    rounds would cost in a deployment.
+
+    Args:
+        headline: ε, δ and whom they are about.
+        release: what is published in a round.
+        releases: all releases that are stated, planned ones included, with how often.
+        publishes: whether anything is published at all; not so at α = 0.
+        method: the name of the bound that gave ε.
+        rdp: the RDP bound on ε, under zero-out neighbours.
+        paper_epsilon: what the paper's figures would print; not a guarantee.
+        delta_taken_by_cap: the part of δ that a cap on the cohort takes, zero-out.
+        delta_taken_by_cap_replace_one: the same for replace-one neighbours.
+        delta_taken_by_precision: the part of δ that the sampler's cut tail takes at most.
+        delta_taken_by_neighbours: the part of δ that random neighbours of secure sums take.
+        rounds_trained: the number of rounds that w has had.
+        rounds_charged: the number of releases that were charged.
+        metrics: training measures that are released along with the gradient.
+        caveats: what else the reader must know, as sentences.
+        evaluated: whether there was evaluation on the users' own data.
+        terms: further terms of a simulation.
+        ledger: the ledger as data.
+        recipe: what ``auto`` releases; None is the paper's method.
+        values: what its releases before the first round gave so far.
+    """
+
+    headline: Headline
+    release: Release
+    releases: tuple[tuple[Release, int], ...]
+    publishes: bool
+    method: str
+    rdp: float
+    paper_epsilon: float
+    delta_taken_by_cap: float
+    delta_taken_by_cap_replace_one: float
+    delta_taken_by_precision: float
+    rounds_trained: int
+    rounds_charged: int
+    delta_taken_by_neighbours: float = 0.0
+    metrics: PrivateMetrics | None = None
+    caveats: tuple[str, ...] = ()
+    evaluated: bool = False
+    terms: tuple[str, ...] = ()
+    ledger: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Recipe | None = None
+    values: Values = field(default_factory=Values)
+
+    # --- in words
+
+    def statement(self) -> str:
+        """The promise in words: what is promised, its terms, and what it does not cover."""
+        lines = [self._promise(), *self.terms, *self._terms(), *self.caveats]
+        if self.evaluated:
+            lines.append(EVALUATED)
+        lines.append("Outside the guarantee: " + "; ".join(self.outside()) + ".")
+        return "\n".join(lines)
+
+    def short(self) -> str:
+        """At most four lines for a screen: the numbers, caveats, and what is not covered."""
+        head = self.headline
+        if head.void:
+            lines = [f"NO GUARANTEE: {head.why_void()}{self._deployed()}"]
+        elif not head.rounds:
+            lines = [NOTHING_PUBLISHED]
+        else:
+            weak = " (weak)" if head.epsilon > WEAK else ""
+            lines = [f"{head.numbers()}{weak} · {head.guarantee}"]
+        if self.caveats:
+            lines.append(shortened(self.caveats))
+        if self.evaluated:
+            lines.append(shortened([EVALUATED]))
+        lines.append("Outside: " + shortened(self.outside()))
+        return "\n".join(lines)
+
+    def outside(self) -> tuple[str, ...]:
+        """What the guarantee does not cover."""
+        rules = self.release.aggregation
+        if rules is not None:
+            return (*_outside_secure_sums(self.release, rules), *ALWAYS_OUTSIDE)
+        if self.recipe is not None:
+            return (TRUSTED_WITH_SOLUTIONS, *ALWAYS_OUTSIDE)
+        return OUTSIDE
+
+    def _promise(self) -> str:
+        head = self.headline
+        if head.void:
+            return f"NO GUARANTEE: {head.why_void()}{self._deployed()}"
+        if not self.publishes and not head.rounds:
+            return (
+                "Nothing was published about anybody (local learning, alpha = 0): epsilon is 0 for "
+                "every user."
+            )
+        to_each = f"To each of the {head.population} enrolled {head.unit}s: {head.others}"
+        bound = f"({rounded_up(head.epsilon)}, {head.delta:g})"
+        if head.secure is None:
+            found = (
+                f"{to_each}, even pooling their data and personal models, learns no more about "
+                f"your data than {bound}-joint differential privacy allows"
+            )
+        else:
+            learn = "learn" if head.secure.colluding else "learns"
+            found = (
+                f"{to_each} {learn} no more about your data than {bound}-differential privacy "
+                "allows, as long as the server follows the protocol"
+            )
+        return f"{found}; {self._other_numbers()}{self._weak()}"
+
+    def _other_numbers(self) -> str:
+        head = self.headline
+        exchanged = "if one user's data are exchanged for others"
+        found = f"epsilon is {rounded_up(head.replace_one)} {exchanged}."
+        if head.secure is not None:
+            found += (
+                " Against the server and all other users together, who know their own shares of "
+                f"the noise, epsilon is {rounded_up(head.pooled)} "
+                f"({rounded_up(head.pooled_replace_one)} {exchanged})."
+            )
+        return found
+
+    def _weak(self) -> str:
+        if self.headline.epsilon <= WEAK:
+            return ""
+        return (
+            f" An epsilon above {WEAK:g} is a weak promise: it lets somebody's odds of guessing "
+            f"right about you change by a factor of more than {math.exp(WEAK):,.0f}."
+        )
+
+    def _deployed(self) -> str:
+        """What the same rounds would cost with secret coins, if that is a number."""
+        head = self.headline
+        seeded = head.simulation or head.insecure_rounds
+        if not seeded or math.isinf(head.cost):
+            return ""
+        cost = rounded_up(head.cost)
+        return f" A deployment would cost epsilon = {cost} at delta = {head.delta:g}."
+
+    def _terms(self) -> list[str]:
+        if not self.headline.rounds:
+            return []
+        terms = [] if self.headline.void else [self._cost(), WHAT_DELTA_IS]
+        terms += [self._mechanism(), self._releases()]
+        if self.delta_taken_by_cap:
+            terms.append(
+                "Delta is the total: the cap on the users of a round takes "
+                f"{self.delta_taken_by_cap:.2g} of it for zero-out and "
+                f"{self.delta_taken_by_cap_replace_one:.2g} for replace-one neighbours, finite "
+                f"precision at most {self.delta_taken_by_precision:.2g}."
+            )
+        if self.recipe is not None:
+            terms.append(
+                "Personal models are worked out by the users from the published parameters and "
+                "their own data. That costs no epsilon; what they chose and gained stays with them."
+            )
+        if self.metrics is not None:
+            names = ", ".join(self.metrics.bounds)
+            terms.append(
+                f"Training measures ({names}) are inside the guarantee: they have "
+                f"{self.metrics.share:g} of the squared clip norm, the gradient the rest."
+            )
+        if isinstance(self.release.cohort, FixedSize):
+            paper = f"{self.paper_epsilon:.4g}"
+            terms.append(f"The paper would print epsilon = {paper} here: not a guarantee.")
+        return terms
+
+    def _cost(self) -> str:
+        head = self.headline
+        kind = "rounds" if self.recipe is None else "releases"
+        stopped = " (planned; stopped earlier)" if head.rounds > self.rounds_charged else ""
+        return (
+            f"Epsilon is stated at delta = {head.delta:g} over {head.rounds} {kind}{stopped}: "
+            f"{rounded_up(head.epsilon)} if a user contributes nothing instead (zero-out "
+            f"neighbours; bound: {self.method}; RDP bound {rounded_up(self.rdp)}), "
+            f"{rounded_up(head.replace_one)} for replace-one neighbours, the paper's definition."
+        )
+
+    def _releases(self) -> str:
+        """Everything that is published, with its noise and its bound."""
+        listed = "; ".join(
+            f"{each['what']} (z = {each['noise_multiplier']:.4g}, bound {each['bound']:.4g}, "
+            f"{each['times']} ×)"
+            for each in self._releases_as_data()
+        )
+        found = f"Published: {listed}."
+        if self.recipe is not None and self.recipe.before:
+            found += " The size C follows from what was published, by a public rule."
+        return found
+
+    def _mechanism(self) -> str:
+        release = self.release
+        if release.aggregation is not None:
+            return _secure_mechanism(release, release.aggregation)
+        if self.recipe is None:
+            bound = f"clipped by the server to norm C = {release.clip_norm:g}"
+            noise = "z*C"
+        else:
+            bound = f"divided by the size C and clipped by the server to norm {release.clip_norm:g}"
+            noise = "z"
+        return (
+            f"Mechanism: sum of one vector per user, {bound}, plus Gaussian noise of standard "
+            f"deviation {noise} with z = {release.noise_multiplier:g}, divided by the fixed number "
+            f"D = {release.denominator:g}; a client that fails counts as zero. "
+            f"{_sampling(release.cohort)}"
+        )
+
+    # --- as data
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything in the statement, ready for JSON."""
+        head = self.headline
+        per_node = head.unit == "node"
+        data = {
+            "guarantee": head.guarantee,
+            "unit": "one start of a node" if per_node else "one node, taken to be one user",
+            "delta": head.delta,
+            "epsilon": json_number(head.epsilon),
+            "epsilon_replace_one": self._stated(head.replace_one),
+            **self._pooled_as_data(),
+            "epsilon_rdp": self._stated(self.rdp),
+            "epsilon_bound": self.method,
+            "deployed_epsilon": json_number(head.cost),
+            "deployed_epsilon_replace_one": json_number(head.replace_one),
+            "paper_epsilon_not_a_guarantee": json_number(self.paper_epsilon),
+            "delta_taken_by_cap": json_number(self.delta_taken_by_cap),
+            "delta_taken_by_cap_replace_one": json_number(self.delta_taken_by_cap_replace_one),
+            "delta_taken_by_finite_precision": self.delta_taken_by_precision,
+            "delta_taken_by_random_neighbours": self.delta_taken_by_neighbours,
+            "protects_from": head.others,
+            "rounds_trained": self.rounds_trained,
+            "rounds_charged": self.rounds_charged,
+            "rounds_stated": head.rounds,
+            "denominator": self.release.denominator,
+            "releases": self._releases_as_data(),
+            "unit_and_size": [self.values.unit, self.values.size] if self.recipe else None,
+            "insecure_rounds": head.insecure_rounds,
+            "evaluation_on_client_data": self.evaluated,
+            "conditional_on": [],
+            "caveats": list(self.caveats),
+            "outside_the_guarantee": list(self.outside()),
+            "ledger": dict(self.ledger),
+            "short": self.short(),
+            "statement": self.statement(),
+        }
+        if head.simulation:
+            data["noise"] = SIMULATION_NOISE
+        return data
+
+    def _pooled_as_data(self) -> dict[str, float | str]:
+        """ε against all other users pooling, which a secure sum does not cover by its ε."""
+        head = self.headline
+        if head.secure is None:
+            return {}
+        return {
+            "epsilon_all_others_pooling": self._stated(head.pooled),
+            "epsilon_all_others_pooling_replace_one": self._stated(head.pooled_replace_one),
+        }
+
+    def _releases_as_data(self) -> list[dict[str, Any]]:
+        before = self.recipe.before if self.recipe is not None else {}
+        found = []
+        for release, times in self.releases:
+            names = [name for name, each in before.items() if each == release]
+            found.append(
+                {
+                    "what": ", ".join(names) or "w",
+                    "noise_multiplier": release.noise_multiplier,
+                    "bound": release.clip_norm,
+                    "times": times,
+                }
+            )
+        return found
+
+    def _stated(self, cost: float) -> float | str:
+        """A further ε for JSON, infinite if nothing is guaranteed."""
+        return json_number(math.inf if self.headline.void else cost)
+
+
+def with_conditions(data: Mapping[str, Any], conditions: Sequence[str]) -> dict[str, Any]:
+    """The data of a promise that holds only under conditions, which its texts then name.
+
+    Args:
+        data: of ``Promise.as_data``.
+        conditions: each as "provided that …"; up to a colon it is short enough for a screen.
+    """
+    if not conditions:
+        return dict(data)
+    first, *rest = str(data["statement"]).splitlines()
+    lines = [f"{text[:1].upper()}{text[1:]}." for text in conditions]
+    first_short, *rest_short = str(data["short"]).splitlines()
+    return {
+        **data,
+        "conditional_on": list(conditions),
+        "statement": "\n".join([first, *lines, *rest]),
+        "short": "\n".join([first_short, shortened(conditions), *rest_short]),
+    }
+
+
+def raised_plan(before: "Ledger", after: "Ledger", charges: int) -> str:
+    """The caveat of a plan that was made dearer after something was published; empty if none is.
+
+    Whatever was chosen after looking is no promise made in advance, unless a budget limits it.
+
+    Args:
+        before: the ledger that was stated, planned releases included.
+        after: the one that is stated now.
+        charges: the number of releases of any kind that were charged in between or before.
+    """
+    if not charges or after == before:
+        return ""
+    if after.epsilon() <= before.epsilon() and after.epsilon("replace-one") <= before.epsilon(
+        "replace-one"
+    ):
+        return ""
+    return (
+        f"the plan was raised after {charges} charges, from epsilon = "
+        f"{rounded_up(before.epsilon())} to {rounded_up(after.epsilon())}; if that was decided by "
+        "looking at results, epsilon is what was spent so far, and not a guarantee that was fixed "
+        "in advance"
+    )
+
+
+def _outside_secure_sums(release: Release, rules: SecureSum) -> tuple[str, ...]:
+    """What secure sums do not cover."""
+    if rules.is_complete(release.cohort.population):
+        liar = "it then gets a sum of fewer clients with less noise, never one vector alone"
+    else:
+        liar = "neighbours are drawn at random, and it can then read single vectors"
+    return (
+        f"more colluding users than {rules.colluding}, counting every client that leaves out its "
+        "noise: whoever knows all other shares of the noise subtracts them",
+        f"a server that does not follow the protocol: if it lies about who survived, {liar}; about "
+        "keys or users, it can read single vectors; each still has its own share of the noise, and "
+        "the epsilon against all others holds; other code on the clients can send everything, and "
+        "a client with ppsgd-secure = true refuses plain requests",
+        "invented users: whoever runs the server vouches for the list of users and their keys",
+        "clients that drop out because of their data: dropping out is taken to be independent of "
+        "it",
+        "what hostile clients do to the parameters: nobody sees a single vector, so nobody can "
+        "clip it, and they can spoil the sum or stop a round",
+    )
+
+
+def _secure_mechanism(release: Release, rules: SecureSum) -> str:
+    failure = ""
+    if release.failure:
+        failure = (
+            f" Delta pays {release.failure:.2g} per round for neighbours that are drawn at random."
+        )
+    return (
+        "Mechanism: secure sum of one vector per user, clipped by the client itself to norm "
+        f"C = {release.clip_norm:g}, to which each client adds its share of the noise before it "
+        f"masks it. The noise of any {rules.honest} honest clients has the standard deviation z*C "
+        f"with z = {release.noise_multiplier:g}. Nothing is unmasked unless {rules.least} clients "
+        "stay to the end of the round; such a round is charged and changes nothing. The sum is "
+        f"divided by the fixed number D = {release.denominator:g}; a client that fails counts as "
+        "zero and adds its noise. It relies on X25519, HKDF, ChaCha20, Poly1305 and the clients' "
+        "own random numbers. Sampling: no amplification is claimed, since clients see who else "
+        f"takes part.{failure}"
+    )
+
+
+def _sampling(cohort: Cohort) -> str:
+    if isinstance(cohort, FixedSize):
+        return (
+            f"Sampling: exactly {cohort.size} of {cohort.population} users per round; no "
+            "amplification by sampling is claimed, since no theorem covers it with clients that "
+            "keep state."
+        )
+    if not cohort.amplifies:
+        return f"Sampling: none, all {cohort.population} users take part in every round."
+    return (
+        f"Sampling: each of {cohort.population} enrolled users by an independent secret coin with "
+        f"probability {cohort.rate:g}; who took part must stay secret."
+    )
+
+
+def shortened(texts: Sequence[str]) -> str:
+    """Texts on one line, each up to its colon."""
+    return " · ".join(text.partition(":")[0] for text in texts)
+
+
+def rounded_up(value: float, digits: int = DIGITS) -> str:
+    """Four digits, rounded up: a promise is never printed smaller than it is."""
+    if not 0 < value < math.inf:
+        return f"{value:g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    steps = math.ceil(value / unit * (1 - 1e-12))
+    return f"{steps * unit:.{digits}g}"
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no infinity: it is the word "infinite"."""
+    if math.isfinite(value):
+        return value
+    return "infinite" if value > 0 else str(value)

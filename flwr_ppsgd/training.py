@@ -1,0 +1,223 @@
+"""All settings of one training, as one value that is checked once."""
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
+from flwr_ppsgd.checks import is_whole, require
+from flwr_ppsgd.recipe import Recipe
+from flwr_ppsgd.secure.graph import survivors_needed
+
+log = logging.getLogger("flwr.ppsgd")
+
+Identity: TypeAlias = int | str  # a node's id; or its name or public key, which outlive a restart
+ReplyKind: TypeAlias = Literal["gradient", "parameters"]
+LARGEST_DELTA = 0.1  # from here on δ itself is no protection
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """Who forms the population, and how long a training waits for them.
+
+    Args:
+        nodes: by node id or, for nodes that outlive a restart, by the name or public key under
+            which they are registered. None: the first nodes seen, which is for simulation.
+        min_online: the share of the population to wait for before the first round. Whoever is
+            offline later counts as zero.
+        wait_timeout: seconds to wait for ``min_online``.
+    """
+
+    nodes: Iterable[Identity] | None = None
+    min_online: float = 0.5
+    wait_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nodes, str):
+            rule = "enrolled must be a list of node ids, names or public keys"
+            require(False, rule, self.nodes, f"write [{self.nodes!r}] for one node")
+        if self.nodes is not None:
+            object.__setattr__(self, "nodes", tuple(self.nodes))
+        rule = "min_online must be in [0, 1]"
+        require(0 <= self.min_online <= 1, rule, self.min_online, "it is a share of the population")
+        rule = "wait_timeout must be positive"
+        require(self.wait_timeout > 0, rule, self.wait_timeout, "it is in seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a training publishes, how far it moves, what it may cost, and who takes part.
+
+    Args:
+        release: what is published in a round.
+        steps: how far w and θ move.
+        delta: δ at which the guarantee is stated.
+        max_epsilon: the budget under zero-out neighbours; None is no budget.
+        evaluate_every: ask all enrolled nodes to evaluate in every round that this number divides,
+            and in the last one; 0 is never. The results are outside the guarantee.
+        enrolled: who forms the population.
+        replies: "gradient" for clients made by ``client_app`` or ``PPSGDClient``; "parameters" for
+            any client that returns trained parameters w_i, whose w − w_i is then clipped as the
+            gradient. Arrays of whole numbers and BatchNorm's running statistics are not part of w
+            there: they travel to the clients and keep their initial values.
+        average: keep the average iterate (1/n)·Σ_{t<n} w_t, for which the paper's convergence
+            theorems hold. The result's arrays are then the average.
+        metrics: training measures to release along with the gradient; None is none.
+        checkpoint_dir: where charges and w are kept; a training that is found there is continued.
+        checkpoint_every: write w in every round that this number divides. Charges are written in
+            every round.
+        budget_dir: a budget that several trainings of one population share, made before the first
+            of them by ``ppsgd budget``; None is none.
+        round_timeout: seconds after which a round goes on with the replies it has; whoever is later
+            counts as zero.
+        insecure_seed: makes cohorts and noise repeatable, for simulation and tests. It voids the
+            guarantee, and the ledger and every report say so.
+        recipe: what ``auto`` releases before and in the rounds; None is the paper's method.
+    """
+
+    release: Release
+    steps: Steps
+    delta: float
+    max_epsilon: float | None = None
+    evaluate_every: int = 0
+    enrolled: Enrolled = Enrolled()
+    replies: ReplyKind = "gradient"
+    average: bool = False
+    metrics: PrivateMetrics | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 1
+    budget_dir: Path | None = None
+    round_timeout: float = 3600.0
+    insecure_seed: int | None = None
+    recipe: Recipe | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        release: Release | Recipe,
+        enrolled: Enrolled | Iterable[Identity] | None,
+        checkpoint_dir: Path | str | None,
+        budget_dir: Path | str | None,
+        **more: Any,
+    ) -> Self:
+        """From the arguments of a strategy: lists and texts become values and paths."""
+        recipe = release if isinstance(release, Recipe) else None
+        if not isinstance(enrolled, Enrolled):
+            enrolled = Enrolled(enrolled)
+        return cls(
+            release=recipe.release if recipe else release,  # type: ignore[arg-type]
+            recipe=recipe,
+            enrolled=enrolled,
+            checkpoint_dir=_directory("checkpoint_dir", checkpoint_dir),
+            budget_dir=_directory("budget_dir", budget_dir),
+            **more,
+        )
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        rule = f"delta must be in (0, {LARGEST_DELTA:g})"
+        remedy = "choose it well below 1/population"
+        require(0 < self.delta < LARGEST_DELTA, rule, self.delta, remedy)
+        if self.max_epsilon is not None:
+            rule = "max_epsilon must be positive and finite"
+            fits = 0 < self.max_epsilon < math.inf
+            require(fits, rule, self.max_epsilon, "leave it out for no budget")
+        whole = is_whole(self.evaluate_every) and self.evaluate_every >= 0
+        rule = "evaluate_every must be a whole number that is not negative"
+        require(whole, rule, self.evaluate_every, "0 is never")
+        whole = is_whole(self.checkpoint_every) and self.checkpoint_every >= 1
+        rule = "checkpoint_every must be a whole number of at least 1"
+        require(whole, rule, self.checkpoint_every, "1 writes w in every round")
+        rule = "round_timeout must be positive"
+        require(self.round_timeout > 0, rule, self.round_timeout, "it is in seconds")
+        rule = "replies must be 'gradient' or 'parameters'"
+        known = self.replies in get_args(ReplyKind)
+        require(known, rule, self.replies, "it says what clients send")
+        if self.replies == "parameters":
+            self._refuse_what_needs_orders()
+        if self.release.aggregation is not None:
+            self._check_secure()
+
+    def _check_kinds(self) -> None:
+        """ValueError for an argument of another kind, before anything is opened."""
+        rule = "release must be a Release"
+        remedy = (
+            "write Release(Poisson(population, rate), clip_norm, noise_multiplier), or use auto"
+        )
+        require(isinstance(self.release, Release), rule, self.release, remedy)
+        rule = "steps must be Steps"
+        remedy = "write Steps(shared, personal) or Steps.from_paper(eta, alpha, denominator)"
+        require(isinstance(self.steps, Steps), rule, self.steps, remedy)
+        for name in ("delta", "max_epsilon", "round_timeout"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) or value is None
+            require(number, f"{name} must be a number", value, f"set {name}")
+        if self.metrics is not None:
+            fits = isinstance(self.metrics, PrivateMetrics)
+            remedy = "write PrivateMetrics({'loss': 10.0}, share=.1)"
+            require(fits, "metrics must be PrivateMetrics", self.metrics, remedy)
+        if self.insecure_seed is not None:
+            rule = "insecure_seed must be a whole number"
+            require(is_whole(self.insecure_seed), rule, self.insecure_seed, "leave it out")
+
+    def _refuse_what_needs_orders(self) -> None:
+        """Clients that return parameters know no Orders."""
+        remedy = "use replies='gradient'"
+        if self.metrics is not None:
+            raise ValueError(f"private metrics need clients that know of them: {remedy}")
+        if self.recipe is not None:
+            raise ValueError(f"auto needs clients that obey Orders: {remedy}")
+        if self.release.aggregation is not None:
+            rules = self.release.aggregation
+            raise ValueError(f"aggregation={rules} needs clients that obey Orders: {remedy}")
+
+    def _check_secure(self) -> None:
+        """A secure sum needs enough clients to lose a few."""
+        rules = self.release.aggregation
+        assert rules is not None
+        expected = math.floor(self.release.expected_users)
+        needed = survivors_needed(rules, expected)
+        rule = f"a secure sum of {expected} clients needs {needed} of them to stay to the end"
+        remedy = "raise honest: more than half of a client's neighbours must hold its shares"
+        require(needed <= rules.least, rule, rules.least, remedy)
+        rule = f"honest + colluding must be at most the {expected} clients of a round, on average"
+        require(rules.least <= expected, rule, rules.least, "lower honest, or draw more clients")
+
+    @property
+    def population(self) -> int:
+        """The number of people who are protected: D, δ, the grid and the ledger rest on it."""
+        return self.release.cohort.population
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that are enrolled: today each is one person's."""
+        return self.population
+
+    @property
+    def secure(self) -> bool:
+        """Whether the server sees sums only."""
+        return self.release.aggregation is not None and self.steps.publishes
+
+    @property
+    def insecure(self) -> bool:
+        """Whether the coins come from a known seed, which voids the guarantee."""
+        return self.insecure_seed is not None
+
+    def with_rounds(self, wanted: int) -> Self:
+        """The recipe for fewer rounds than it would choose: each then has less noise."""
+        assert self.recipe is not None
+        fewer = self.recipe.with_rounds(wanted)
+        return replace(self, recipe=fewer, release=fewer.release)
+
+
+def _directory(name: str, path: Path | str | None) -> Path | None:
+    if path is None:
+        return None
+    rule = f"{name} must be a path"
+    fits = isinstance(path, Path) or (isinstance(path, str) and bool(path.strip()))
+    require(fits, rule, path, "leave it out to keep nothing on disk")
+    return Path(path)

@@ -1,0 +1,149 @@
+"""The boundary: w comes in, a clipped gradient goes out, θ stays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message
+
+from flwr_ppsgd import Order, Steps, client_app
+from flwr_ppsgd.client.refusal import ClientError
+from flwr_ppsgd.client.theta_store import STATE
+from flwr_ppsgd.client.visit import respond
+from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.wire import GRADIENT
+from tests.support.kept import kept_by
+from tests.support.toy import (
+    SIZE,
+    Floats,
+    Toy,
+    grid,
+    opened,
+    release,
+    strategy,
+    toy_learner,
+    w0,
+)
+
+
+def test_theta_is_kept_with_run_round_and_visit() -> None:
+    on, ppsgd = grid(), strategy()
+    node = on.get_node_ids()[0]
+    for round_ in (1, 2, 3):
+        messages = ppsgd.configure_train(round_, w0(), ConfigRecord(), on)
+        ppsgd.aggregate_train(round_, on.send_and_receive(messages))
+    personal = kept_by(on.context(node))
+    assert personal is not None
+    assert (personal.stamp.run, personal.stamp.round, personal.stamp.visit) == (1, 3, 3)
+    assert set(on.context(node).state) == {STATE}
+
+
+def test_alpha_infinity_freezes_theta() -> None:
+    on = grid()
+    strategy(steps=Steps.from_ratio(0.5, np.inf)).start(on, w0(), num_rounds=3)
+    for node in on.get_node_ids():
+        personal = kept_by(on.context(node))
+        assert personal is not None
+        np.testing.assert_array_equal(personal.theta, 0.0)
+        assert personal.stamp.visit == 3
+
+
+@dataclass
+class Broken(Toy):
+    """A learner with one fault."""
+
+    fault: str = ""
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
+        bad = {"size": np.ones(SIZE + 1), "shape": np.ones((SIZE, 1)), "nan": np.full(SIZE, np.nan)}
+        good = np.ones(SIZE)
+        return {"w": (bad[self.fault[2:]], good), "t": (good, bad[self.fault[2:]])}[self.fault[0]]
+
+
+@pytest.mark.parametrize("fault", ["w:size", "w:shape", "w:nan", "t:size", "t:shape", "t:nan"])
+def test_a_learner_with_a_wrong_gradient_gets_one_clear_line_and_theta_stays(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def learner(context: Context) -> Toy:  # noqa: ARG001
+        return Broken(np.zeros(SIZE), fault=fault)
+
+    on = grid(1, client_app(learner))
+    ppsgd = strategy(release=release(1))
+    (message,) = opened(ppsgd, on)
+    (reply,) = on.send_and_receive([message])
+    assert reply.error.reason == "ClientError: learner-failed: ValueError"
+    assert "Broken.gradients returned" in caplog.text
+    assert kept_by(on.context(message.metadata.dst_node_id)) is None
+
+
+@dataclass
+class Given(Toy):
+    """A learner whose gradient is given."""
+
+    gradient: Floats | None = None
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
+        assert self.gradient is not None
+        return self.gradient, self.gradient
+
+
+MASKED = np.ma.array([3.0, 4.0, 100.0, 0.0, 0.0, 0.0], mask=np.arange(SIZE) == 2)
+
+
+def test_what_a_mask_hides_is_clipped_too() -> None:
+    """Numpy's masked arrays leave masked numbers alone when they are multiplied."""
+    on = grid(1, client_app(lambda _: Given(np.zeros(SIZE), gradient=MASKED)))
+    (message,) = opened(strategy(release=release(1)), on)
+    (reply,) = on.send_and_receive([message])
+    sent = reply.content.array_records[GRADIENT]["0"].numpy()
+    assert np.linalg.norm(sent) == pytest.approx(1.0)
+    np.testing.assert_allclose(sent, MASKED.data / np.linalg.norm(MASKED.data))
+
+
+def test_what_a_mask_hides_is_clipped_for_the_legacy_api_too() -> None:
+    order = Order(1, 0.1, 1.0, "mean", True)
+    sent, theta = respond(
+        Given(np.zeros(SIZE), gradient=MASKED), np.zeros(SIZE), np.zeros(SIZE), order
+    )
+    assert sent.vector is not None
+    assert np.linalg.norm(np.asarray(sent.vector)) == pytest.approx(1.0)
+    np.testing.assert_allclose(np.asarray(theta), -0.1 * MASKED.data)
+
+
+def test_a_number_that_vanishes_in_clipping_is_no_error() -> None:
+    """Whether it does depends on the user's data, and numpy may have been told to raise."""
+    tiny = np.array([5.0, 1e-308, 0.0, 0.0, 0.0, 0.0])
+    on = grid(1, client_app(lambda _: Given(np.zeros(SIZE), gradient=tiny)))
+    (message,) = opened(strategy(release=release(1)), on)
+    with np.errstate(all="raise"):
+        (reply,) = on.send_and_receive([message])
+    assert not reply.has_error()
+
+
+def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on = grid(1)
+    (message,) = opened(strategy(release=release(1)), on)
+
+    def fail(*_: object) -> Message:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("flwr_ppsgd.client.app.Message", fail)
+    (reply,) = on.send_and_receive([message])
+    assert reply.has_error()
+    context = on.context(message.metadata.dst_node_id)
+    assert kept_by(context) is None
+    with pytest.raises(ClientError):  # the app itself, not the grid, puts the state back
+        client_app(toy_learner)(message, context)
+    assert kept_by(context) is None
+
+
+def test_evaluation_uses_the_kept_theta_and_changes_nothing() -> None:
+    on = InProcessGrid(client_app(toy_learner), 2)
+    ppsgd = strategy(release=release(2), steps=Steps(shared=0.0, personal=1.0), evaluate_every=1)
+    result = ppsgd.start(on, w0(), num_rounds=2)
+    assert result.evaluate_metrics_clientapp[2]["distance"] == pytest.approx(0.0, abs=1e-20)
+    kept = kept_by(on.context(on.get_node_ids()[0]))
+    assert kept is not None
+    assert kept.stamp.visit == 2

@@ -1,0 +1,466 @@
+"""A device keeps its own account over all servers, and everyone may have an ε of their own.
+
+What would pass a limit is refused at the check before round one: nothing is charged, and nobody's
+data are read.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.client import Client
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerApp, ServerAppComponents
+from flwr.serverapp.strategy import FedAvg
+
+from flwr_ppsgd import PPSGD, Order, SecureSum, client_app
+from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.simulation import InProcessGrid
+from tests.contract.hostile_clients import (
+    APP,
+    Floats,
+    OwnedNode,
+    Target,
+    content_bytes,
+    flat,
+    grid,
+    is_training,
+    learner_for,
+    new_context,
+    ppsgd_command,
+    release,
+    sent_vector,
+    strategy,
+    target,
+    trained,
+    user_of,
+    w0,
+)
+from tests.contract.test_recipe import USERS as PEOPLE
+from tests.contract.test_recipe import Users, kept_by
+
+DELTA = 1e-5
+SIX = release(z=2.0, population=6, aggregation=SecureSum(honest=4, colluding=1))
+
+
+def gaussian(answers: int, z: float, delta: float = DELTA) -> float:
+    """ε of so many answers with noise multiplier z, by the accountant."""
+    return float(dp_accounting.get_epsilon_gaussian(z / math.sqrt(answers), delta))
+
+
+def limited(tmp_path: Path, epsilon: float, **more: Any) -> dict[str, Any]:
+    """The node config of a user with a limit on the own account."""
+    return {
+        "ppsgd-state-dir": str(tmp_path / "device"),
+        "ppsgd-user": "ann",
+        "ppsgd-max-own-epsilon": epsilon,
+        "ppsgd-delta": DELTA,
+        **more,
+    }
+
+
+def answers(app: OwnedNode) -> int:
+    return [is_training(reply) for reply in app.replies].count(True)
+
+
+def unread(context: Context) -> Target:
+    assert user_of(context), "data were read"
+    return learner_for(context)
+
+
+# --- the limit
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_plan_that_fits_is_answered_and_one_that_does_not_is_refused_at_once(
+    tmp_path: Path, rounds: int
+) -> None:
+    """The limit is what two answers at z = 2 cost; a tenth of δ is kept for secure sums."""
+    node = limited(tmp_path, gaussian(2, 2.0, 0.9 * DELTA) * 1.0001)
+    app = OwnedNode(node)
+    trained(strategy(release=release(z=2.0)), grid(app), rounds)
+    assert answers(app) == (2 if rounds == 2 else 0)
+
+
+def test_whoever_would_refuse_says_so_before_anything_is_charged(tmp_path: Path) -> None:
+    def everybody(message: Message, context: Context) -> Message:
+        context.node_config.update(limited(tmp_path / str(user_of(context)), 1.0))
+        return client_app(unread)(message, context)
+
+    ppsgd = strategy(release=release(z=2.0))
+    with pytest.raises(RuntimeError, match=r"none of 5 clients would obey.*refused-policy"):
+        trained(ppsgd, grid(everybody), rounds=2)
+    assert ppsgd.ledger.rounds == 0
+
+
+def test_one_account_holds_over_all_trainings_and_servers(tmp_path: Path) -> None:
+    """Two answers each: the third training is refused, whoever asks."""
+    node = limited(tmp_path, gaussian(4, 2.0, 0.9 * DELTA) * 1.0001)
+    counts = []
+    for _ in range(3):
+        app = OwnedNode(node)
+        trained(strategy(release=release(z=2.0)), grid(app), rounds=2)
+        counts.append(answers(app))
+    assert counts == [2, 2, 0]
+    report = ppsgd_command("client-report", tmp_path / "device")
+    spent = gaussian(4, 2.0, 0.9 * DELTA)
+    assert f"ε {math.ceil(1000 * spent) / 1000:g} at δ 1e-05, if each server adds" in report
+    assert "this device has enforced its bound and its count" in report
+    assert "by the servers' word: ε at most" in report
+    assert "the largest that was ever set" in report
+
+
+def test_a_secure_sum_has_two_numbers_in_the_report(tmp_path: Path) -> None:
+    app = OwnedNode(limited(tmp_path, 50.0))
+    trained(strategy(release=SIX), grid(app, users=6), rounds=1)
+    report = ppsgd_command("client-report", tmp_path / "device")
+    for z, condition in ((2.0, "if h of those summed"), (1.0, "if nobody but this device")):
+        epsilon = math.ceil(1000 * gaussian(1, z, 0.9 * DELTA)) / 1000
+        assert f"ε {epsilon:g}, {condition}" in report
+
+
+def test_without_a_limit_the_account_is_kept_all_the_same(tmp_path: Path) -> None:
+    """A limit that comes later counts what has left before."""
+    node = {"ppsgd-state-dir": str(tmp_path / "device"), "ppsgd-user": "ann"}
+    trained(strategy(release=release(z=2.0)), grid(OwnedNode(node)), rounds=2)
+    assert "set ppsgd-delta" in ppsgd_command("client-report", tmp_path / "device")
+    later = OwnedNode(limited(tmp_path, gaussian(3, 2.0, 0.9 * DELTA)))
+    trained(strategy(release=release(z=2.0)), grid(later), rounds=2)
+    assert answers(later) == 0
+
+
+def test_no_evaluation_is_answered_under_a_limit(tmp_path: Path) -> None:
+    app = OwnedNode(limited(tmp_path, 100.0))
+    strategy(release=release(z=2.0), evaluate_every=1).start(grid(app), w0(), num_rounds=2)
+    kinds = [reply.metadata.message_type for reply in app.replies]
+    assert kinds.count("train") == 2
+    assert "evaluate" not in kinds
+
+
+OUTSIDE: dict[str, Callable[[Any], Any]] = {
+    "a stock strategy": lambda on: FedAvg().configure_train(1, w0(), ConfigRecord(), on),
+    "no noise": lambda on: strategy(release=release(z=0.0)).configure_train(
+        1, w0(), ConfigRecord(), on
+    ),
+    "no plan": lambda on: strategy().configure_train(1, w0(), ConfigRecord(), on),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_what_has_no_epsilon_is_refused_under_a_limit(kind: str, tmp_path: Path) -> None:
+    """Rounds that somebody drives by hand have no plan."""
+    app = OwnedNode(limited(tmp_path, 100.0), client_app(unread, local_step=0.5))
+    on = grid(app)
+    first = on.get_node_ids()[0]
+    (message,) = [each for each in OUTSIDE[kind](on) if each.metadata.dst_node_id == first]
+    (reply,) = on.send_and_receive([message])
+    assert "refused-policy" in str(reply.error.reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ppsgd-delta": 0.0}, "ppsgd-delta must be above 0"),
+        ({"ppsgd-delta": 0.5}, "ppsgd-delta must be above 0"),
+        ({"ppsgd-state-dir": ""}, "set ppsgd-state-dir too"),
+        ({"ppsgd-stock": True}, "exclude each other"),
+    ],
+)
+def test_a_wrong_limit_is_one_line(
+    change: dict[str, Any], says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = OwnedNode({**limited(tmp_path, 1.0), **change}, client_app(unread))
+    trained(strategy(), grid(app), rounds=1)
+    assert not app.replies
+    assert says in caplog.text
+
+
+def test_delta_and_the_plan_are_fixed_by_the_first_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that plans one round more on resume is refused by whoever keeps an account."""
+    checkpoint = {"checkpoint_dir": tmp_path / "server"}
+    app = OwnedNode(limited(tmp_path, 100.0))
+    trained(strategy(**checkpoint), grid(app), rounds=2)
+    trained(strategy(**checkpoint), grid(app), rounds=3)
+    assert answers(app) == 2
+    assert "the first Order of this training had 2" in caplog.text
+    other = OwnedNode(limited(tmp_path, 100.0, **{"ppsgd-delta": 2 * DELTA}))
+    trained(strategy(), grid(other), rounds=1)
+    assert answers(other) == 0
+    assert "the account was begun with 1e-05" in caplog.text
+
+
+def test_what_servers_promise_is_summed_over_their_trainings(tmp_path: Path) -> None:
+    """Two rounds at z = 1 cost 5.7 each: the second training would make it 11.4."""
+    node = {
+        "ppsgd-state-dir": str(tmp_path / "device"),
+        "ppsgd-user": "ann",
+        "ppsgd-max-epsilon": 11.0,
+    }
+    counts = []
+    for _ in range(2):
+        app = OwnedNode(node)
+        trained(strategy(), grid(app), rounds=2)
+        counts.append(answers(app))
+    assert counts == [2, 0]
+
+
+# --- everyone's own ε
+
+
+def wanting(epsilon: float, **more: Any) -> dict[str, Any]:
+    return {"ppsgd-epsilon": epsilon, "ppsgd-delta": DELTA, **more}
+
+
+@pytest.mark.parametrize("aggregation", [None, SecureSum(honest=4, colluding=1)])
+def test_half_the_bound_is_half_the_signal_and_the_epsilon_that_was_asked_for(
+    aggregation: SecureSum | None,
+) -> None:
+    """Only the first user says anything: w is its vector, clipped to f·C, divided by N.
+
+    f = ½ is ε of noise 2z, which the accountant gives.
+    """
+    z = 0.01
+    own = gaussian(1, 2 * z)
+    w = []
+    for node in ({}, wanting(own)):
+        app = OwnedNode(node, client_app(loud))
+        summed = release(z=z, population=6, aggregation=aggregation)
+        w.append(trained(strategy(release=summed), grid(app, users=6), rounds=1))
+    direction = target(0) / np.linalg.norm(target(0))
+    assert 6 * w[0] @ direction == pytest.approx(1.0, abs=0.07)  # noise of .01 to .012
+    assert 6 * w[1] @ direction == pytest.approx(0.5, abs=0.07)
+
+
+def loud(context: Context) -> Target:
+    return Target(100 * target(0) if user_of(context) == 0 else np.zeros(6))
+
+
+def norms(node: dict[str, Any], **changes: Any) -> tuple[list[float], set[int]]:
+    """Of the first user's vectors, and how long its replies are."""
+    app = OwnedNode(node, client_app(loud))
+    trained(strategy(**changes), grid(app), rounds=2)
+    replies = [reply for reply in app.replies if is_training(reply)]
+    vectors = [sent_vector(reply)[1] for reply in replies]
+    sizes = {len(content_bytes(reply)) for reply in replies}
+    return [float(np.linalg.norm(vector)) for vector in vectors], sizes
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.1])
+def test_f_is_the_largest_that_the_own_epsilon_allows(factor: float) -> None:
+    """Two rounds at z = 3: ε of noise 3/(f·√2). The messages are as long as anybody's."""
+    asked = gaussian(2, 3.0 / factor)
+    found, sizes = norms(wanting(asked), release=release(z=3.0))
+    np.testing.assert_allclose(found, factor, rtol=1e-4)
+    whole, same = norms({}, release=release(z=3.0))
+    np.testing.assert_allclose(whole, 1.0, rtol=1e-6)
+    assert sizes == same
+    found, _ = norms(wanting(2 * gaussian(2, 3.0)), release=release(z=3.0))
+    np.testing.assert_allclose(found, 1.0, rtol=1e-6)  # f is never above 1
+
+
+def test_scalars_and_solutions_of_auto_have_the_same_factor() -> None:
+    """A user who answers adds ½·f to the count beside a scalar."""
+    users = Users("regression")
+    seen: list[tuple[str, Floats]] = []
+    app = client_app(users.learner)
+
+    def heard(message: Message, context: Context) -> Message:
+        if user_of(context) == 0:
+            context.node_config.update(wanting(0.5, **{"ppsgd-delta": 1e-3}))
+        reply = app(message, context)
+        if user_of(context) == 0 and is_training(message):
+            asked = Order.from_flat(message.content["ppsgd-order"]).asks
+            seen.append((asked, flat(reply.content.array_records["gradient"])))
+        return reply
+
+    auto = PPSGD.auto(population=PEOPLE, epsilon=40.0, delta=1e-3, task="regression")
+    auto.start(InProcessGrid(heard, PEOPLE), users.w)  # type: ignore[arg-type]
+    (unit,) = [vector for asked, vector in seen if asked == "unit"]
+    factor = 2 * unit[1]
+    plan = [(auto.training.release, auto.rounds_done), *((r, 1) for r in before_of(auto))]
+    mu = math.sqrt(sum(times * (factor / each.noise_multiplier) ** 2 for each, times in plan))
+    assert dp_accounting.get_epsilon_gaussian(1 / mu, 1e-3) == pytest.approx(0.5, rel=1e-3)
+    solutions = [vector for asked, vector in seen if asked == "solution"]
+    assert solutions
+    assert all(np.linalg.norm(vector) <= factor * (1 + 1e-9) for vector in solutions)
+
+
+def before_of(auto: PPSGD) -> list[Any]:
+    assert auto.training.recipe is not None
+    return list(auto.training.recipe.before.values())
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "sampling": {"release": release(z=3.0, rate=0.9)},
+    "no noise": {"release": release(z=0.0)},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_there_is_no_f_under_sampling_or_without_noise(kind: str) -> None:
+    app = OwnedNode(wanting(1.0), client_app(unread))
+    trained(strategy(**REFUSED[kind]), grid(app), rounds=3)
+    assert not app.replies
+
+
+def test_f_is_fixed_before_the_first_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Set, or changed, between two rounds of a training it is refused."""
+    at = {"ppsgd-state-dir": str(tmp_path / "device"), "ppsgd-user": "ann"}
+    counts = []
+
+    class Changing(OwnedNode):
+        def __call__(self, message: Message, context: Context) -> Message:
+            if user_of(context) == 0 and answers(self) == 1:
+                self._node = {**at, **wanting(1.0)}
+            return super().__call__(message, context)
+
+    app = Changing(at)
+    trained(strategy(release=release(z=3.0)), grid(app), rounds=2)
+    counts.append(answers(app))
+    assert counts == [1]
+    assert "it is fixed before the first answer" in caplog.text
+
+
+# --- auto's scalars, and the last w
+
+
+def test_a_node_below_the_bound_of_scalars_says_so_at_the_check() -> None:
+    """√1.25: the check before the first release already tells."""
+    users = Users("regression")
+
+    def owned(message: Message, context: Context) -> Message:
+        context.node_config["ppsgd-max-clip-norm"] = 1.1
+        return client_app(unread)(message, context)
+
+    auto = PPSGD.auto(population=PEOPLE, epsilon=40.0, delta=1e-3, task="regression")
+    with pytest.raises(RuntimeError, match="refused-policy"):
+        auto.start(InProcessGrid(owned, PEOPLE), users.w)  # type: ignore[arg-type]
+    assert auto.ledger.rounds == 0
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_who_answers_no_evaluation_gets_the_last_w_all_the_same(legacy: bool) -> None:
+    """And no number about its rows leaves."""
+    users = Users("regression")
+    measured: list[tuple[int, Any]] = []
+
+    def client_fn(context: Context) -> Client:
+        return PPSGDClient(users.learner(context), context).to_client()
+
+    inner = ClientApp(client_fn=client_fn) if legacy else client_app(users.learner)
+
+    def app(message: Message, context: Context) -> Message:
+        if user_of(context) == 0:
+            context.node_config["ppsgd-evaluate"] = False
+        reply = inner(message, context)
+        if message.metadata.message_type == "evaluate":
+            measures = dict(reply.content).get("evaluateres.metrics" if legacy else "metrics")
+            measured.append((user_of(context), measures))
+        return reply
+
+    settings: dict[str, Any] = {
+        "population": PEOPLE,
+        "epsilon": 40.0,
+        "delta": 1e-3,
+        "task": "regression",
+        "evaluate_every": 1,
+    }
+    on = InProcessGrid(app, PEOPLE)  # type: ignore[arg-type]
+    if not legacy:
+        PPSGD.auto(**settings).start(on, users.w)
+    else:
+        w = ndarrays_to_parameters(users.w.to_numpy_ndarrays())
+        server = PPSGDStrategy.auto(initial_parameters=w, **settings)
+        components = ServerAppComponents(config=server.server_config(), strategy=server)
+        ServerApp(server_fn=lambda _: components)(on, new_context())
+    assert sorted(kept_by(on)) == list(range(PEOPLE))
+    assert any(measures for user, measures in measured if user)
+    assert not any(measures for user, measures in measured if not user)
+
+
+# --- a message in another's place
+
+
+def test_a_train_order_is_not_obeyed_as_evaluation_or_in_another_run(tmp_path: Path) -> None:
+    first = strategy(checkpoint_dir=tmp_path)
+    trained(first, grid(), rounds=1)
+    lines = ppsgd_command("ledger", tmp_path).splitlines()
+    (line,) = [line for line in lines if "ppsgd-server-key" in line]
+    node = {"ppsgd-server-key": line.partition(" = ")[2].strip()}
+    again = strategy(checkpoint_dir=tmp_path)
+    on = grid()
+    messages = again.configure_train(2, w0(), ConfigRecord(), on)
+    on.push_messages(messages)
+    for kind in ("evaluate", "query"):
+        replayed = Message(messages[0].content, messages[0].metadata.dst_node_id, kind)
+        with pytest.raises(Exception, match="refused-signature"):
+            APP(replayed, new_context(node=node))
+    elsewhere = new_context(node=node)
+    elsewhere.run_id = 77
+    with pytest.raises(Exception, match="refused-signature"):
+        APP(messages[0], elsewhere)
+    assert not APP(messages[0], new_context(node=node)).has_error()
+    again.close()
+
+
+def test_shares_of_a_round_leave_once_whatever_a_node_remembers(tmp_path: Path) -> None:
+    """Exchange 4 again, to a node whose state is as it was before: the store on disk knows."""
+    node = {"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"}
+    outcomes: list[str] = []
+    kept: dict[int, RecordDict] = {}
+
+    def asked_again(message: Message, context: Context) -> Message:
+        if user_of(context) != 0 or not is_training(message):
+            return APP(message, context)
+        context.node_config.update(node)
+        stage = int(message.content["ppsgd-order"]["stage"])  # type: ignore[arg-type]
+        kept[stage] = RecordDict(dict(context.state))
+        reply = APP(message, context)
+        if stage == 4:
+            context.state = kept[4]
+            with pytest.raises(Exception, match="refused-secure") as refused:
+                APP(message, context)
+            outcomes.append(str(refused.value))
+        return reply
+
+    trained(strategy(release=SIX), grid(asked_again, users=6), rounds=1)
+    assert len(outcomes) == 1
+
+
+# --- vectors that cannot be bounded
+
+
+class Odd(Target):
+    """A gradient of another dtype."""
+
+    dtype: Any = None
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> Any:
+        gradient, own = super().gradients(w, theta, order)
+        return gradient.astype(self.dtype), own
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.longdouble, np.complex128, object])
+@pytest.mark.parametrize("secure", [True, False])
+def test_gradients_of_other_dtypes_count_as_zero(dtype: Any, secure: bool) -> None:
+    def odd(context: Context) -> Target:
+        learner = Odd(target(user_of(context))) if user_of(context) == 0 else Target(np.zeros(6))
+        learner.__dict__["dtype"] = dtype
+        return learner
+
+    summed = release(z=0.0, population=6, aggregation=SIX.aggregation if secure else None)
+    app = OwnedNode({}, client_app(odd))
+    w = trained(strategy(release=summed), grid(app, users=6), rounds=1)
+    np.testing.assert_array_equal(w, 0.0)
+    if secure:
+        assert answers(app) == 4, "no dropout"

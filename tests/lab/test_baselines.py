@@ -1,0 +1,181 @@
+"""Fine-tuning and private local steps against plain loops over users, and in a sweep."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from scipy import sparse
+
+from flwr_ppsgd.algorithm import Poisson, Release, Steps, clip
+from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
+from flwr_ppsgd.lab.block import run_block
+from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.linear_engine import LinearEngine, Table
+from flwr_ppsgd.lab.problem import Problem
+from flwr_ppsgd.lab.rows import Point
+from flwr_ppsgd.lab.sweep import Sweep
+from flwr_ppsgd.lab.tasks import table
+from flwr_ppsgd.learner import minibatch_rows
+from flwr_ppsgd.models.linear import predict
+from flwr_ppsgd.noise import Coins
+from tests.support.own_data import FLAT, USERS, write
+
+COHORT = Poisson(USERS, 0.5)
+BASELINES = ("fine-tuned", "fedavg")
+
+
+def settings(clip_norm: float = 0.3) -> list[Setting]:
+    return [
+        Setting(Release(COHORT, clip_norm, z), Steps(step, 0.0))
+        for z in (0.0, 0.7)
+        for step in (0.05, 0.2)
+    ]
+
+
+def data(directory: Path, loss: str = "squared") -> Table:
+    return table(Problem(data=str(write(directory)), batch_size=3, loss=loss), "float64")
+
+
+def as_sparse(dense: Table) -> Table:
+    return Table(
+        sparse.csr_array(dense.x),
+        dense.y,
+        dense.offsets,
+        batch_size=3,
+        seed=dense.seed,
+        loss=dense.loss,
+    )
+
+
+def local_steps_by_hand(own: Table, setting: Setting, seed: int, rounds: int, count: int) -> Any:
+    """w_k of each user by k explicit steps; (w − w_k)/(s·k) is clipped, and w moves by s·k of the
+    noisy mean."""
+    w = np.zeros((own.features, own.outputs))
+    visits = [0] * USERS
+    step = setting.steps.shared
+    release = setting.release
+    for round_ in range(1, rounds + 1):
+        normals = Coins.insecure(seed, "noise", round_).normals(w.size)
+        total = release.noise_std * normals.reshape(w.shape)
+        uniforms = Coins.insecure(seed, "cohort", round_).uniforms(USERS)
+        for user in COHORT.members(uniforms).tolist():
+            moved = w.copy()
+            for _ in range(count):
+                visits[user] += 1
+                size = int(own.sizes[user])
+                rows = own.offsets[user] + minibatch_rows(own.seed, user, visits[user], size, 3)
+                x = own.x[rows]
+                residual = predict(x @ moved, own.loss) - own.y[rows]
+                moved -= step * x.T @ residual / len(rows)
+            mean_gradient = (w - moved) / (step * count)
+            total += clip(mean_gradient.reshape(-1), release.clip_norm).reshape(w.shape)
+        w = w - step * count * total / release.denominator
+    return w.reshape(-1)
+
+
+@pytest.mark.parametrize("loss", ["squared", "softmax"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_local_steps_are_those_of_a_plain_loop(tmp_path: Path, loss: str, count: int) -> None:
+    own = data(tmp_path, loss)
+    for population in (own, as_sparse(own)):
+        engine = LocalStepsEngine(
+            population, settings(), seed=4, local_steps=count, dtype="float64"
+        )
+        for _ in range(5):
+            engine.advance()
+        for place, setting in enumerate(settings()):
+            expected = local_steps_by_hand(own, setting, 4, 5, count)
+            np.testing.assert_allclose(engine.w(place), expected, atol=1e-10)
+
+
+def test_one_local_step_is_global_learning(tmp_path: Path) -> None:
+    own = data(tmp_path)
+    fedavg = LocalStepsEngine(own, settings(), seed=4, local_steps=1, dtype="float64")
+    common = LinearEngine(own, settings(), seed=4)
+    for _ in range(4):
+        fedavg.advance()
+        common.advance()
+    fedavg.drop({1})
+    assert fedavg.places == [0, 2, 3]
+    for place in fedavg.places:
+        np.testing.assert_allclose(fedavg.w(place), common.w(place), atol=1e-10)
+        assert fedavg.measures()[place] == pytest.approx(common.measures()[place])
+        np.testing.assert_allclose(fedavg.by_user()[place], common.by_user()[place])
+
+
+def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
+    """θ_i by explicit steps from 0; of two steps the one that measures better, 1e9 being worse
+    than none."""
+    own = data(tmp_path)
+    test = own.parts["test"]
+    w = np.random.default_rng(1).normal(size=(own.features, 2, own.outputs))
+    found = fine_tune(own, w, [0.1, 1e9], passes=2)
+    assert [step for step, _, _ in found] == [0.1, 0.1]
+    for at, (_, by_user, measures) in enumerate(found):
+        accuracies = []
+        for user in test.measured.tolist():
+            theta = np.zeros(w[:, at].shape)
+            count = int(own.sizes[user])
+            for visit in range(1, round(2 * count / 3) + 1):
+                rows = own.offsets[user] + minibatch_rows(own.seed, user, visit, count, 3)
+                x = own.x[rows]
+                residual = x @ (w[:, at] + theta) - own.y[rows]
+                theta -= 0.1 * x.T @ residual / len(rows)
+            y = test.y[test.own(user)]
+            scores = test.x[test.own(user)] @ (w[:, at] + theta)
+            accuracies.append(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
+        np.testing.assert_allclose(by_user, accuracies)
+        assert measures["accuracy"] == pytest.approx(
+            np.average(accuracies, weights=test.sizes[test.measured])
+        )
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    flat = {
+        **FLAT,
+        "data": str(write(tmp_path)),
+        "step": [0.05, 0.1],
+        "alpha-q": [0.0, 0.3, math.inf],
+    }
+    flat |= {"epsilon": [1.0, 4.0], "baselines": "fine-tuned, fedavg"}
+    del flat["noise-multiplier"]
+    (tmp_path / "grid.toml").write_text(tomli_w.dumps(flat))
+    return Sweep.load(tmp_path / "grid.toml")
+
+
+def test_baselines_stand_beside_the_settings_of_a_sweep(sweep: Sweep) -> None:
+    """2 steps × (α = 0, 2 αs × 2 z) and 2 steps × 2 z of each baseline, all with αQ = ∞."""
+    points = sweep.points()
+    assert len(points) == 2 * (1 + 4) + 2 * 4
+    assert {point.alpha_q for point in points if point.method in BASELINES} == {math.inf}
+    assert all(Point.of(json.loads(json.dumps(point.key()))) == point for point in points)
+
+
+def test_epsilon_becomes_the_noise_that_costs_it(sweep: Sweep) -> None:
+    from flwr_ppsgd import Ledger
+
+    training = sweep.base.training
+    spent = []
+    for z in sweep.grid["noise-multiplier"]:
+        release = Release(training.cohort(), 1.0, z)
+        spent.append(Ledger(training.delta).record(release, 6).epsilon())
+    assert spent == pytest.approx([1.0, 4.0], rel=1e-3)
+
+
+@pytest.mark.parametrize("method", ["ppsgd", *BASELINES])
+def test_the_last_row_of_a_setting_holds_each_user(sweep: Sweep, method: str) -> None:
+    points = [point for point in sweep.points() if point.method == method]
+    rows = run_block(sweep.base.to_flat(), points, lambda *_: None)
+    last = [row for row in rows if row.round == 6]
+    assert sorted(row.point for row in last) == points
+    for row in last:
+        assert row.by_user is not None
+        assert len(row.by_user) == len([user for user in range(USERS) if user % 4])
+        mean = np.mean(row.by_user)
+        assert row.measures["accuracy_mean_user"] == pytest.approx(mean, abs=1e-3)
+        assert (row.personal_step is not None) == (method == "fine-tuned")

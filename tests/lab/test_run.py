@@ -1,0 +1,385 @@
+"""An experiment from file to output directory, with few users and rounds."""
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from flwr.serverapp.strategy import Result
+
+from flwr_ppsgd import Ledger
+from flwr_ppsgd.lab.data.synthetic import Synthetic
+from flwr_ppsgd.lab.experiment import Experiment
+from flwr_ppsgd.lab.outputs import check_free, free_directory, save
+from flwr_ppsgd.lab.rows import RunRow
+from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
+from flwr_ppsgd.lab.sweep import Sweep
+from tests.support.own_data import write
+
+SMALL: dict[str, Any] = {"population": 4, "features": 6, "rounds": 3, "evaluate-every": 1}
+FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz"}
+
+
+def small(**changes: Any) -> Experiment:
+    """The shipped experiment with 4 users; ``alpha_q=0.0`` for ``alpha-q = 0.0``."""
+    return Experiment.load(
+        overrides={**SMALL, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    )
+
+
+def w(outcome: Outcome) -> list[float]:
+    (array,) = outcome.w.to_numpy_ndarrays()
+    return [float(value) for value in array.reshape(-1)]
+
+
+def draw_and_fail(directory: Path) -> None:  # noqa: ARG001
+    raise RuntimeError("no ink")
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return run(small(insecure_seed=1))
+
+
+def test_the_shipped_experiment_is_the_default() -> None:
+    experiment = Experiment.load()
+    training = experiment.training
+    assert experiment.problem.data == "synthetic"
+    assert (training.population, training.rate, training.rounds) == (100, 1.0, 100)
+    assert (training.insecure_seed, training.max_epsilon) == (None, None)
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(tomli_w.dumps(small().to_flat()))
+    training = Experiment.load(tmp_path / "own.toml", {"rounds": 7, "alpha-q": math.inf}).training
+    assert (training.population, training.rounds, training.alpha_q) == (4, 7, math.inf)
+
+
+@pytest.mark.parametrize("text", [b"population = ", b"rounds 3", b"a = 1\na = 2", b"\xff\xfe"])
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "bad.toml").write_bytes(text)
+    with pytest.raises(ValueError, match=r"bad\.toml: cannot be read"):
+        Experiment.load(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "."])
+def test_a_path_without_a_file_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        Experiment.load(tmp_path / name)
+
+
+def test_a_nested_table_is_an_unknown_key(tmp_path: Path) -> None:
+    """Settings are flat, as Flower's users write them."""
+    (tmp_path / "nested.toml").write_text("[release]\nclip-norm = 1.0\n")
+    with pytest.raises(ValueError, match=r"nested\.toml: unknown key 'release'"):
+        Experiment.load(tmp_path / "nested.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("features", 4, "at least 5, got 4"),
+        ("batch-size", 0, "at least 1, got 0"),
+        ("precision", "half", "got 'half'"),
+    ],
+)
+def test_data_that_does_not_exist_is_refused(key: str, value: object, rule: str) -> None:
+    with pytest.raises(ValueError, match=f"synthetic.toml: {key} must be .*{rule}"):
+        Experiment.load(overrides={key: value})
+
+
+def test_rows_are_the_evaluated_rounds_with_epsilon_of_the_ledger(outcome: Outcome) -> None:
+    """Round 0 is before training and costs nothing; ε after t rounds is that of t releases."""
+    assert [row.round for row in outcome.rows] == [0, 1, 2, 3]
+    spent = [
+        Ledger(1e-4).record(outcome.strategy.release, row.round).epsilon() for row in outcome.rows
+    ]
+    assert [row.deployed_epsilon for row in outcome.rows] == spent
+    assert [row.epsilon for row in outcome.rows] == [0.0, math.inf, math.inf, math.inf]
+    assert outcome.strategy.ledger.epsilon() == spent[-1] > spent[1] > spent[0] == 0
+    assert not outcome.stopped
+
+
+def test_the_first_row_is_the_risk_of_zero(outcome: Outcome) -> None:
+    """w = θ = 0 before training: the mean over users of ‖θ_i*‖²_Σ."""
+    problem = Synthetic.draw(4, 6, seed=outcome.experiment.problem.data_seed)
+    risks = [problem.excess_risk(user, np.zeros(6)) for user in range(4)]
+    assert outcome.rows[0].measures["excess_risk"] == pytest.approx(np.mean(risks))
+
+
+@pytest.mark.parametrize(("every", "rounds"), [(0, []), (2, [0, 2, 3]), (3, [0, 3])])
+def test_evaluate_every_says_which_rounds_have_rows(every: int, rounds: list[int]) -> None:
+    assert [row.round for row in run(small(evaluate_every=every)).rows] == rounds
+
+
+def test_training_lowers_the_risk_where_nothing_disturbs_it() -> None:
+    """z = 0 and a clip norm beyond every gradient: plain gradient descent."""
+    rows = run(small(noise_multiplier=0.0, clip_norm=1e6, step=0.3, alpha_q=1.0, rounds=20)).rows
+    assert rows[-1].measures["excess_risk"] < 0.2 * rows[0].measures["excess_risk"]
+
+
+def test_local_learning_costs_nothing_and_still_learns() -> None:
+    """α = 0: w stays where it was, ε is 0 in every row, and θ alone moves."""
+    local = run(small(alpha_q=0.0))
+    assert w(local) == [0.0] * 6
+    assert {row.epsilon for row in local.rows} == {0.0}
+    first, last = local.rows[0].measures, local.rows[-1].measures
+    assert last["excess_risk"] < first["excess_risk"]
+    assert local.strategy.ledger.rounds == 0
+
+
+def test_an_insecure_seed_repeats_the_run(outcome: Outcome) -> None:
+    again = run(small(insecure_seed=1))
+    assert w(again) == w(outcome)
+    assert again.rows == outcome.rows
+    assert w(run(small(insecure_seed=2))) != w(outcome)
+
+
+def test_without_a_seed_no_two_runs_are_alike() -> None:
+    assert w(run(small())) != w(run(small()))
+
+
+def test_an_insecure_seed_is_said_to_void_the_guarantee(outcome: Outcome) -> None:
+    assert outcome.strategy.privacy_statement().startswith("NO GUARANTEE: 3 of 3 rounds")
+    assert outcome.strategy.privacy_data()["guarantee"] == "none"
+
+
+def test_the_budget_ends_the_run_early() -> None:
+    """Two rounds cost at most max-epsilon and three would cost more: two are run."""
+    release = small().training.release()
+    two, three = (Ledger(1e-4).record(release, rounds).epsilon() for rounds in (2, 3))
+    budgeted = run(small(max_epsilon=(two + three) / 2, rounds=9))
+    assert budgeted.strategy.ledger.rounds == 2
+    assert [row.round for row in budgeted.rows] == [0, 1, 2]
+    assert budgeted.rows[-1].epsilon == two
+
+
+def test_epsilon_in_the_settings_holds_after_the_planned_rounds(tmp_path: Path) -> None:
+    flat = {key: value for key, value in small().to_flat().items() if key != "noise-multiplier"}
+    calibrated = run(Experiment.read({**flat, "epsilon": 1.5}, where="here"))
+    assert calibrated.rows[-1].epsilon == pytest.approx(1.5, rel=1e-6)
+    assert calibrated.rows[-1].epsilon <= 1.5
+    save(calibrated, tmp_path / "out")
+    resolved = Experiment.load(tmp_path / "out" / "config.toml").training
+    assert (resolved.epsilon, resolved.noise_multiplier) == (
+        None,
+        calibrated.strategy.release.noise_multiplier,
+    )
+
+
+def test_after_ctrl_c_epsilon_is_that_of_the_planned_rounds(tmp_path: Path) -> None:
+    """A stop chosen by looking is itself a function of the data."""
+
+    def interrupt(round_: int, result: Result, ledger: Ledger) -> None:  # noqa: ARG001
+        if round_ == 1:
+            raise KeyboardInterrupt
+
+    interrupted = run(small(), interrupt)
+    save(interrupted, tmp_path / "out")
+    privacy = json.loads((tmp_path / "out" / "privacy.json").read_text())
+    planned = Ledger(1e-4).record(interrupted.strategy.release, 3).epsilon()
+    assert interrupted.stopped
+    assert [row.round for row in interrupted.rows] == [0, 1]
+    assert (privacy["rounds_charged"], privacy["rounds_stated"], privacy["epsilon"]) == (
+        1,
+        3,
+        planned,
+    )
+    assert "over 3 rounds (planned; stopped earlier)" in privacy["statement"]
+
+
+def test_the_output_directory_is_complete(outcome: Outcome, tmp_path: Path) -> None:
+    """Settings that can be loaded again, a line for each row, the ledger, and w."""
+    save(outcome, tmp_path / "deep" / "out")
+    out = tmp_path / "deep" / "out"
+    assert {path.name for path in out.iterdir()} == FILES
+    assert Experiment.load(out / "config.toml") == outcome.experiment
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert {tuple(line.pop("outside_the_guarantee")) for line in lines} == {("excess_risk",)}
+    assert [RunRow.from_json(line) for line in lines] == outcome.rows
+    privacy = json.loads((out / "privacy.json").read_text())
+    assert Ledger.from_json(json.dumps(privacy["ledger"])) == outcome.strategy.ledger
+    assert privacy["statement"] == outcome.strategy.privacy_statement()
+    with np.load(out / "model.npz") as model:
+        assert model["w"].reshape(-1).tolist() == w(outcome)
+
+
+def test_the_output_directory_can_be_read_by_others(outcome: Outcome, tmp_path: Path) -> None:
+    """``mkdtemp`` makes directories for their owner alone."""
+    save(outcome, tmp_path / "out")
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
+
+
+def test_the_output_directory_appears_once_everything_is_in_it(
+    outcome: Outcome, tmp_path: Path
+) -> None:
+    """The picture is drawn last, next to the other files, before there is an output directory."""
+
+    def draw(directory: Path) -> None:
+        assert not (tmp_path / "out").exists()
+        (directory / "learning.png").touch()
+
+    save(outcome, tmp_path / "out", draw)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, "learning.png"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failure_while_drawing_leaves_nothing_behind(outcome: Outcome, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no ink"):
+        save(outcome, tmp_path / "out", draw_and_fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_while_drawing_leaves_an_empty_directory_as_it_was(
+    outcome: Outcome, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RuntimeError, match="no ink"):
+        save(outcome, tmp_path / "out", draw_and_fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_empty_directory_is_filled(outcome: Outcome, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    save(outcome, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
+
+
+def test_what_is_there_is_never_overwritten(outcome: Outcome, tmp_path: Path) -> None:
+    """Neither by the check before the work nor, should something have come in the meantime, by
+    ``save``."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("data")
+    with pytest.raises(
+        ValueError, match="already holds something: choose another directory with --out"
+    ):
+        check_free(out)
+    with pytest.raises(ValueError, match="already holds something"):
+        save(outcome, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "precious").read_text() == "data"
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("data")
+    with pytest.raises(ValueError, match="already holds something"):
+        check_free(tmp_path / "out")
+
+
+def test_a_place_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("data")
+    with pytest.raises(ValueError, match="--out"):
+        check_free(tmp_path / "file" / "out")
+
+
+def test_new_directories_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert free_directory("mine") == Path("runs/mine")
+    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine-2").touch()
+    assert free_directory("mine") == Path("runs/mine-3")
+
+
+def test_without_noise_the_files_are_still_valid_json(tmp_path: Path) -> None:
+    """z = 0: ε is infinite, which JSON has no number for."""
+    save(run(small(noise_multiplier=0.0)), tmp_path / "out")
+    privacy = json.loads(
+        (tmp_path / "out" / "privacy.json").read_text(), parse_constant=refuse_constant
+    )
+    assert (privacy["epsilon"], privacy["guarantee"]) == ("infinite", "none")
+    assert privacy["statement"].startswith("NO GUARANTEE")
+    for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse_constant)
+
+
+def test_global_learning_writes_settings_that_load(tmp_path: Path) -> None:
+    """α = ∞ is ``inf`` in TOML."""
+    save(run(small(alpha_q=math.inf)), tmp_path / "out")
+    assert tomllib.loads((tmp_path / "out" / "config.toml").read_text())["alpha-q"] == math.inf
+
+
+# --- on a cohort engine
+
+
+def test_a_cohort_run_is_the_run_of_the_other_engine() -> None:
+    """Up to the noise grid: ε and the ledger are the same."""
+    experiment = small(insecure_seed=1, rounds=5, evaluate_every=2)
+    ours = run_as_cohort(experiment)
+    theirs = run(experiment)
+    assert [row.round for row in ours.rows] == [0, 2, 4, 5]
+    for row, other in zip(ours.rows, theirs.rows, strict=True):
+        assert row.deployed_epsilon == other.deployed_epsilon
+        assert row.measures == pytest.approx(dict(other.measures), rel=1e-6)
+    assert w(ours) == pytest.approx(w(theirs), rel=1e-6)
+    assert ours.strategy.ledger == theirs.strategy.ledger
+
+
+def recipe(directory: Path, **changes: Any) -> Experiment:
+    flat = {"method": "auto", "data": str(write(directory)), "epsilon": 2.0, "delta": 1e-4}
+    return Experiment.read({**flat, **changes}, where="here")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"insecure_seed": 1}, {"alpha_q": 0.0}, {"noise_multiplier": 0.0}]
+)
+def test_a_cohort_run_claims_no_guarantee(changes: dict[str, Any]) -> None:
+    """It sums in floating point: with or without a seed, its noise is for simulation."""
+    outcome = run_as_cohort(small(**changes))
+    data = outcome.strategy.privacy_data()
+    assert data["guarantee"] == "none"
+    assert str(data["noise"]).startswith("simulation noise")
+    assert str(data["statement"]).startswith("NO GUARANTEE: simulation noise")
+    assert data["rounds_trained"] == 3
+    published = [row for row in outcome.rows if row.round and changes.get("alpha_q") != 0]
+    assert all(math.isinf(row.epsilon) for row in published)
+
+
+def test_a_cohort_run_of_the_recipe_claims_no_guarantee_and_a_run_does(tmp_path: Path) -> None:
+    """Its seed is drawn and written down, so that it is repeated from its settings."""
+    simulated = run_as_cohort(recipe(tmp_path))
+    data = simulated.strategy.privacy_data()
+    assert data["guarantee"] == "none"
+    assert str(data["statement"]).startswith("NO GUARANTEE")
+    assert math.isinf(simulated.rows[-1].epsilon)
+    assert 1.9 < simulated.rows[-1].deployed_epsilon <= 2
+    again = run(Experiment.read(simulated.experiment.to_flat(), where="here"))
+    assert w(again) == w(simulated)
+    real = run(recipe(tmp_path))
+    assert real.strategy.privacy_data()["guarantee"] != "none"
+    assert real.rows[-1].epsilon == real.rows[-1].deployed_epsilon <= 2
+    assert w(real) != w(simulated)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"delta": 1e-5}, "epsilon"),
+        ({"epsilon": 2.0}, "delta"),
+        ({"epsilon": 2.0, "method": "paper"}, "delta"),
+        ({"delta": 1e-5, "method": "paper"}, "epsilon"),
+    ],
+)
+def test_own_data_have_no_default_for_epsilon_or_delta(
+    tmp_path: Path, changes: dict[str, Any], missing: str
+) -> None:
+    data = {"data": str(write(tmp_path))}
+    with pytest.raises(ValueError, match=missing) as refusal:
+        Experiment.load(overrides={**data, **changes})
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(ValueError, match="delta must be given, there is no default"):
+        Sweep.load(None, data)
+
+
+def test_a_budget_ends_a_cohort_run() -> None:
+    outcome = run_as_cohort(small(rounds=9, max_epsilon=0.6))
+    assert 0 < outcome.strategy.ledger.rounds < 9
+    assert outcome.strategy.ledger.epsilon() <= 0.6

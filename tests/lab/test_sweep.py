@@ -1,0 +1,323 @@
+"""Grids, blocks, the store and the workers of a sweep: the same rows whatever happens."""
+
+import functools
+import json
+import math
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from flwr_ppsgd import Ledger
+from flwr_ppsgd.lab import outputs as store
+from flwr_ppsgd.lab import workers
+from flwr_ppsgd.lab.block import Best, Plan, best_among, plan, run_block
+from flwr_ppsgd.lab.experiment import Experiment
+from flwr_ppsgd.lab.outputs import open_sweep, read_rows
+from flwr_ppsgd.lab.rows import Point, SweepRow
+from flwr_ppsgd.lab.run import run_as_cohort
+from flwr_ppsgd.lab.sweep import Epsilons, Sweep
+from flwr_ppsgd.lab.tasks import LinearTask
+from flwr_ppsgd.lab.workers import run_sweep
+
+FLAT: dict[str, Any] = {
+    "population": 12,
+    "features": 6,
+    "rate": 0.5,
+    "clip-norm": 5.0,
+    "noise-multiplier": [0.0, 2.0],
+    "delta": 1e-4,
+    "step": [0.1, 0.3, 1e8],
+    "alpha-q": [0.0, 0.3, math.inf],
+    "insecure-seed": [1, 2],
+    "rounds": 6,
+    "evaluate-every": 3,
+}
+GIGABYTE = 10**9
+
+
+class Silent:
+    """Watches and says nothing."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.missing: Sequence[Sequence[Point]] = ()
+
+    def begin(self, chosen: Plan, missing: Sequence[Sequence[Point]]) -> None:
+        self.plan, self.missing = chosen, missing
+
+    def show(self, block: int, round_: int, best: Best | None) -> None: ...
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Sweep:
+    return load(tmp_path)
+
+
+def load(directory: Path, **changes: Any) -> Sweep:
+    path = directory / "grid.toml"
+    path.write_text(
+        tomli_w.dumps({**FLAT, **{key.replace("_", "-"): value for key, value in changes.items()}})
+    )
+    return Sweep.load(path)
+
+
+def in_this_process(
+    flat: dict[str, Any],
+    blocks: Sequence[Sequence[Point]],
+    jobs: int,  # noqa: ARG001
+    watch: workers.Watch,
+    pricing: workers.Pricing,
+    *,
+    directory: Path,
+) -> Iterator[tuple[int, list[SweepRow]]]:
+    """The workers without processes, which take seconds to start."""
+    for number, block in enumerate(blocks):
+        pricing()
+        yield number, run_block(flat, block, functools.partial(watch.show, number), directory)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "in_processes", in_this_process)
+
+
+def sorted_bytes(out: Path) -> list[bytes]:
+    return sorted((out / store.ROWS).read_bytes().splitlines())
+
+
+def test_the_grid_is_the_product_with_alpha_zero_once(small: Sweep) -> None:
+    """3 steps × 2 seeds × (α = 0, and 2 α × 2 z): α = 0 is not run once per z."""
+    points = small.points()
+    assert len(points) == len(set(points)) == 3 * 2 * (1 + 2 * 2)
+    assert all(
+        (p.noise_multiplier is None) == (p.clip_norm is None) == (p.alpha_q == 0) for p in points
+    )
+
+
+def test_a_point_survives_json(small: Sweep) -> None:
+    for point in small.points():
+        assert Point.of(json.loads(json.dumps(point.key(), allow_nan=False))) == point
+
+
+BAD_GRIDS = [
+    ({"stepp": [1.0]}, "unknown key 'stepp': did you mean 'step'"),
+    ({"step": []}, "'step' is an empty list"),
+    ({"rounds": [1, 2]}, "'rounds' cannot be a list: only step"),
+    ({"step": [0.1, 0.1]}, "'step' holds a value twice"),
+    ({"step": [0.1, -1.0]}, "step must be finite and not negative, got -1.0"),
+    ({"step": [0.1, "much"]}, "step must be of type float, got 'much'"),
+    ({"alpha-q": [0.3, math.nan]}, "alpha-q must be in"),
+    (
+        {"step": [float(i) for i in range(1, 2000)], "insecure-seed": list(range(100))},
+        "more than 100000",
+    ),
+    ({"evaluate-every": 0}, "'evaluate-every' is missing"),
+    ({"max-epsilon": 1.0}, "'max-epsilon' has no meaning in a sweep"),
+    ({"precision": "float16"}, "precision must be 'float64' or 'float32'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), BAD_GRIDS, ids=[message for _, message in BAD_GRIDS]
+)
+def test_a_bad_grid_is_refused_with_the_file_and_the_key(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=r"grid\.toml: ") as refusal:
+        load(tmp_path, **changes)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_sweep_without_a_seed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text(
+        tomli_w.dumps({key: value for key, value in FLAT.items() if key != "insecure-seed"})
+    )
+    with pytest.raises(ValueError, match="'insecure-seed' is missing"):
+        Sweep.load(path)
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 7])
+@pytest.mark.parametrize("memory", [GIGABYTE, 60_000])
+def test_blocks_hold_every_setting_once_and_fit_in_memory(
+    small: Sweep, memory: int, jobs: int
+) -> None:
+    chosen = plan(small, memory, jobs)
+    assert sorted(point for block in chosen.blocks for point in block) == small.points()
+    assert all(len({point.seed for point in block}) == 1 for block in chosen.blocks)
+    assert chosen.jobs <= jobs
+    assert chosen.bytes * chosen.jobs <= memory
+    assert f"{len(chosen.blocks)} blocks" in str(chosen)
+
+
+def test_more_memory_means_fewer_blocks(small: Sweep) -> None:
+    assert len(plan(small, 60_000, 1).blocks) > len(plan(small, GIGABYTE, 1).blocks) == 2
+
+
+def test_a_setting_that_can_never_fit_is_refused(small: Sweep) -> None:
+    with pytest.raises(ValueError, match=r"a single setting needs .* raise --memory"):
+        plan(small, 1000, 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path) -> None:
+    """Each setting of the sweep as a run of its own, with its own ε."""
+    run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+    rows = read_rows(tmp_path / "out")
+    for point in small.points():
+        own = {row.round: row for row in rows if row.point == point}
+        if point.step > 1:
+            assert any(row.diverged for row in own.values())
+            continue
+        changes = {
+            "step": point.step,
+            "alpha-q": point.alpha_q,
+            "noise-multiplier": point.noise_multiplier or 0.0,
+        }
+        settings = {**small.base.to_flat(), **changes, "insecure-seed": point.seed}
+        alone = run_as_cohort(Experiment.read(settings, where="here"))
+        assert [row.round for row in alone.rows] == sorted(own) == [0, 3, 6]
+        for row in alone.rows:
+            swept = own[row.round]
+            assert swept.measures == pytest.approx(dict(row.measures), rel=1e-8)
+            assert swept.deployed_epsilon == row.deployed_epsilon
+
+
+@pytest.mark.usefixtures("quick")
+def test_diverged_settings_end_there_and_keep_no_infinity(small: Sweep, tmp_path: Path) -> None:
+    run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+    rows = read_rows(tmp_path / "out")
+    diverged = [row for row in rows if row.diverged]
+    assert {row.point.step for row in diverged} == {1e8}
+    for row in diverged:
+        assert max(other.round for other in rows if other.point == row.point) == row.round
+
+
+def test_epsilon_is_priced_once_for_all_settings_of_a_noise_level(
+    small: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Ledger] = []
+
+    def counted(self: Ledger) -> float:
+        asked.append(self)
+        return 1.0
+
+    monkeypatch.setattr(Ledger, "epsilon", counted)
+    monkeypatch.setattr(Ledger, "quick_epsilon", lambda _: 2.0)
+    epsilons = Epsilons(small.base)
+    for point in small.points():
+        epsilons(point, 3)
+    assert len(asked) == 2
+    assert epsilons(small.points()[0], 6) == 0.0
+
+
+def test_epsilon_at_tiny_noise_is_finite_and_silent(tmp_path: Path) -> None:
+    """PLD overflows at (z = .1, q = .017, 300 rounds); RDP is a bound, too."""
+    sweep = load(tmp_path, noise_multiplier=0.1, rate=10 / 580, rounds=300)
+    assert 0 < Epsilons(sweep.base)(sweep.points()[-1], 300) < math.inf
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_finished_sweep_has_nothing_left_to_do(small: Sweep, tmp_path: Path) -> None:
+    assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 30
+    before = (tmp_path / "out" / store.ROWS).read_bytes()
+    assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 0
+    assert (tmp_path / "out" / store.ROWS).read_bytes() == before
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.usefixtures("quick")
+def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(
+    small: Sweep, tmp_path: Path, seed: int
+) -> None:
+    """What a kill can leave behind: whole rows and a torn one, of any block."""
+    run_sweep(small, tmp_path / "whole", Silent(), memory=60_000)
+    run_sweep(small, tmp_path / "cut", Silent(), memory=60_000)
+    path = tmp_path / "cut" / store.ROWS
+    data = path.read_bytes()
+    path.write_bytes(data[: random.Random(seed).randrange(len(data))])
+    run_sweep(small, tmp_path / "cut", Silent(), memory=GIGABYTE)
+    assert sorted_bytes(tmp_path / "cut") == sorted_bytes(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("quick")
+def test_blocks_of_a_directory_stay_as_they_were(small: Sweep, tmp_path: Path) -> None:
+    """Another limit or number of jobs does not regroup settings; one that is too low is refused."""
+    first, again = Silent(), Silent()
+    run_sweep(small, tmp_path / "out", first, memory=60_000)
+    run_sweep(small, tmp_path / "out", again, memory=GIGABYTE, jobs=1)
+    assert first.plan is not None
+    assert again.plan is not None
+    assert first.plan.blocks == again.plan.blocks
+    kept = json.loads((tmp_path / "out" / store.PLAN).read_text())
+    (tmp_path / "out" / store.PLAN).write_text(json.dumps({**kept, "bytes": 2 * GIGABYTE}))
+    with pytest.raises(ValueError, match="was begun with blocks of 2000 MB"):
+        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_second_sweep_in_one_directory_is_refused(small: Sweep, tmp_path: Path) -> None:
+    """The lock goes with the process: nothing has to be cleaned up after a kill."""
+    with (
+        open_sweep(tmp_path / "out", small),
+        pytest.raises(ValueError, match="another sweep is writing here"),
+    ):
+        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+    assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 30
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_damaged_row_is_named(small: Sweep, tmp_path: Path) -> None:
+    run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+    path = tmp_path / "out" / store.ROWS
+    path.write_bytes(b"{}\n" + path.read_bytes())
+    with pytest.raises(ValueError, match=r"rows\.jsonl: line 1 is not a row of a sweep"):
+        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+
+
+def test_processes_give_the_rows_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = load(tmp_path, insecure_seed=1)
+    run_sweep(small, tmp_path / "processes", Silent(), memory=GIGABYTE, jobs=2)
+    monkeypatch.setattr(workers, "in_processes", in_this_process)
+    run_sweep(small, tmp_path / "here", Silent(), memory=GIGABYTE, jobs=2)
+    assert sorted_bytes(tmp_path / "processes") == sorted_bytes(tmp_path / "here")
+
+
+def test_a_worker_that_dies_is_one_clear_line(
+    small: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_work", die)
+    with pytest.raises(RuntimeError, match=r"a worker ended without a word.*lower --memory"):
+        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE, jobs=1)
+    assert not multiprocessing.active_children()
+
+
+def die(*_: object) -> None:
+    os._exit(9)
+
+
+def test_memory_that_is_free_is_known() -> None:
+    assert 10**8 < workers.free_memory() < 10**15
+
+
+def test_the_shipped_sweep_is_the_full_size_problem() -> None:
+    sweep = Sweep.load(None)
+    task = sweep.base.task
+    assert isinstance(task, LinearTask)
+    assert (task.users, task.problem.features, len(sweep.points())) == (1000, 100, 36)
+    assert len(task.population()) == 1000
+
+
+def test_the_best_so_far_is_the_highest_accuracy_or_the_lowest_risk() -> None:
+    assert best_among([("accuracy", 0.3), ("accuracy", 0.9)]) == ("accuracy", 0.9)
+    assert best_among([("excess_risk", 0.3), ("excess_risk", 0.9)]) == ("excess_risk", 0.3)
+    assert best_among([]) is None

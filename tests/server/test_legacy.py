@@ -1,0 +1,268 @@
+"""The legacy API keeps the same promise."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context
+from flwr.client import Client
+from flwr.clientapp import ClientApp
+from flwr.common import (
+    Code,
+    EvaluateRes,
+    FitRes,
+    Parameters,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.server import (
+    ServerApp,
+    ServerAppComponents,
+    ServerConfig,
+    SimpleClientManager,
+)
+from flwr.server.client_proxy import ClientProxy
+
+from flwr_ppsgd import PrivateMetrics, Steps, client_app
+from flwr_ppsgd.client.app import PPSGDClient
+from flwr_ppsgd.server.legacy import PPSGDStrategy
+from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.kept import kept_by
+from tests.support.toy import SIZE, Floats, release, strategy, toy_learner, w0
+
+ONE = np.full(SIZE, 0.1)
+
+
+def client_fn(context: Context) -> Client:
+    return PPSGDClient(toy_learner(context), context, local_step=0.5).to_client()
+
+
+def legacy(**changes: Any) -> PPSGDStrategy:
+    settings: dict[str, Any] = {
+        "release": release(),
+        "steps": Steps(shared=1.0, personal=0.5),
+        "delta": 1e-4,
+        "initial_parameters": ndarrays_to_parameters([np.zeros(SIZE)]),
+        **changes,
+    }
+    return PPSGDStrategy(**settings)
+
+
+class Proxy(ClientProxy):
+    """A client that is only a name."""
+
+    def get_properties(self, *_: Any) -> Any: ...
+    def get_parameters(self, *_: Any) -> Any: ...
+    def fit(self, *_: Any) -> Any: ...
+    def evaluate(self, *_: Any) -> Any: ...
+    def reconnect(self, *_: Any) -> Any: ...
+
+
+def manager(count: int = 5) -> SimpleClientManager:
+    clients = SimpleClientManager()
+    for cid in range(count):
+        clients.register(Proxy(str(cid)))
+    return clients
+
+
+def result(tensors: list[bytes] | None = None, *arrays: Floats) -> FitRes:
+    parameters = (
+        Parameters(tensors, "numpy.ndarray")
+        if tensors is not None
+        else ndarrays_to_parameters(list(arrays))
+    )
+    return FitRes(Status(Code.OK, ""), parameters, 10**9, {"loss": 1e9})
+
+
+def run_legacy(server_strategy: Any, rounds: int, grid: InProcessGrid) -> Any:
+    """A legacy ServerApp on the in-process grid; returns what it leaves behind."""
+    app = ServerApp(
+        server_fn=lambda _: ServerAppComponents(
+            config=ServerConfig(num_rounds=rounds), strategy=server_strategy
+        )
+    )
+    return app(grid, grid.context(grid.get_node_ids()[0]))
+
+
+def recording(ppsgd: Any) -> list[Parameters]:
+    """Every w that the strategy publishes, in order."""
+    published: list[Parameters] = []
+    aggregate = ppsgd.aggregate_fit
+
+    def record(*arguments: Any) -> Any:
+        parameters, metrics = aggregate(*arguments)
+        published.append(parameters)
+        return parameters, metrics
+
+    ppsgd.aggregate_fit = record
+    return published
+
+
+def test_theta_stays_in_the_nodes_state() -> None:
+    grid = InProcessGrid(ClientApp(client_fn=client_fn), 5)
+    run_legacy(legacy(), 3, grid)
+    kept = kept_by(grid.context(grid.get_node_ids()[2]))
+    assert kept is not None
+    assert (kept.stamp.round, kept.stamp.visit) == (3, 3)
+    assert np.any(kept.theta != 0)
+
+
+def test_aggregating_without_configuring_is_refused() -> None:
+    with pytest.raises(ValueError, match="without being configured"):
+        legacy().aggregate_fit(1, [], [])
+
+
+def test_initial_parameters_are_required() -> None:
+    with pytest.raises(ValueError, match="initial_parameters"):
+        legacy(initial_parameters=None)
+    assert legacy().initialize_parameters(manager()).tensors
+
+
+def test_alpha_zero_sends_nothing_and_costs_nothing() -> None:
+    ppsgd = legacy(release=release(z=1.0), steps=Steps.from_ratio(0.5, 0.0))
+    published = recording(ppsgd)
+    run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    np.testing.assert_array_equal(parameters_to_ndarrays(published[-1])[0], 0.0)
+    assert ppsgd.ledger.epsilon() == 0.0
+
+
+def test_evaluation_is_averaged_over_users() -> None:
+    ppsgd = legacy(evaluate_every=1)
+    run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    assert "Evaluation on the users' own data was on" in ppsgd.privacy_statement()
+
+
+def evaluated(loss: float, count: int, **metrics: Any) -> tuple[ClientProxy, EvaluateRes]:
+    return Proxy("0"), EvaluateRes(Status(Code.OK, ""), loss, count, metrics)
+
+
+def test_what_is_not_finite_does_not_spoil_the_means() -> None:
+    results = [
+        evaluated(2.0, 1, distance=1.0),
+        evaluated(math.nan, 5, distance=math.inf),
+        evaluated(4.0, 3, distance=3.0, name="text"),
+    ]
+    loss, means = legacy().aggregate_evaluate(1, results, [])
+    assert loss == pytest.approx(3.5)
+    assert means == {"distance": pytest.approx(2.5)}
+
+
+def test_evaluation_goes_by_absolute_rounds_and_comes_after_the_last(tmp_path: Path) -> None:
+    """Three rounds, then a restart: rounds 4 and 5 follow, and 5 is the last of the plan."""
+    asked: list[int] = []
+
+    def train(total: int) -> None:
+        ppsgd = legacy(evaluate_every=2, checkpoint_dir=tmp_path)
+        ppsgd.server_config(total)
+        initial = ppsgd.initialize_parameters(manager())
+        for server_round in range(1, ppsgd.remaining_rounds(total) + 1):
+            ppsgd.configure_fit(server_round, initial, manager())
+            parameters, _ = ppsgd.aggregate_fit(server_round, [], [])
+            for _, instructions in ppsgd.configure_evaluate(server_round, parameters, manager())[
+                :1
+            ]:
+                asked.append(int(instructions.config["round"]))
+        ppsgd.close()
+
+    train(3)
+    train(5)
+    assert asked == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 2])
+def test_the_statement_is_logged_after_the_last_round(
+    evaluate_every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ppsgd = legacy(release=release(z=1.0), evaluate_every=evaluate_every)
+    config = ppsgd.server_config(3)
+    with caplog.at_level("INFO", logger="flwr.ppsgd"):
+        run_legacy(ppsgd, config.num_rounds, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+    statements = [line for line in caplog.messages if line.startswith("ε = ")]
+    assert statements == [ppsgd.privacy_data()["short"]]
+
+
+def test_the_guarantee_as_data_is_that_of_the_message_api() -> None:
+    grid = InProcessGrid(ClientApp(client_fn=client_fn), 5)
+    ppsgd = legacy(release=release(z=1.0))
+    run_legacy(ppsgd, ppsgd.server_config(3).num_rounds, grid)
+    message_api = strategy(release=release(z=1.0))
+    message_api.start(InProcessGrid(client_app(toy_learner), 5), w0(), num_rounds=3)
+    assert ppsgd.privacy_data() == message_api.privacy_data()
+
+
+def test_clients_that_return_parameters_are_clipped_as_gradients() -> None:
+    """w − w_i, as of ``PPSGD(replies="parameters")``; such a client gets no Order."""
+    ppsgd = legacy(replies="parameters")
+    initial = ppsgd.initialize_parameters(manager())
+    asked = ppsgd.configure_fit(1, initial, manager())
+    assert [set(instructions.config) for _, instructions in asked] == [{"server_round"}] * 5
+    parameters, _ = ppsgd.aggregate_fit(1, [(asked[0][0], result(None, ONE))], [])
+    moved = parameters_to_ndarrays(parameters)[0]
+    np.testing.assert_allclose(moved, ONE / 5, rtol=1e-8)
+
+
+def test_private_measures_come_back_as_in_the_message_api() -> None:
+    metrics = PrivateMetrics({"loss": 2.0}, share=0.25)
+    ppsgd = legacy(metrics=metrics)
+    initial = ppsgd.initialize_parameters(manager())
+    asked = ppsgd.configure_fit(1, initial, manager())
+    replies = [
+        (client, FitRes(Status(Code.OK, ""), ndarrays_to_parameters([ONE]), 1, {"loss": 1.5}))
+        for client, _ in asked
+    ]
+    _, released = ppsgd.aggregate_fit(1, replies, [])
+    assert released["loss"] == pytest.approx(1.5, rel=1e-6)
+
+
+def test_a_legacy_strategy_from_a_run_config() -> None:
+    config = {
+        "population": 5,
+        "rate": 1.0,
+        "clip-norm": 1.0,
+        "noise-multiplier": 2.0,
+        "step": 0.5,
+        "alpha-q": 0.5,
+        "delta": 1e-5,
+        "rounds": 9,
+        "lr": 0.1,
+        "replies": "parameters",
+    }
+    initial = ndarrays_to_parameters([np.zeros(SIZE)])
+    ppsgd = PPSGDStrategy.from_config(config, initial_parameters=initial)
+    assert ppsgd.ledger.delta == 1e-5
+    assert ppsgd.training.replies == "parameters"
+
+
+def test_central_evaluation_gets_the_absolute_round_and_w(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def central(round_: int, arrays: list[Floats], config: dict[str, Any]) -> tuple[float, Any]:
+        assert config == {}
+        assert arrays[0].shape == (SIZE,)
+        seen.append(round_)
+        return 0.5, {"accuracy": 0.25}
+
+    for total in (2, 3):
+        ppsgd = legacy(evaluate_fn=central, checkpoint_dir=tmp_path)
+        rounds = ppsgd.server_config(total).num_rounds
+        run_legacy(ppsgd, rounds, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+        ppsgd.close()
+    assert seen == [0, 1, 2, 2, 3]
+    assert legacy().evaluate(1, ppsgd.initialize_parameters(manager())) is None
+
+
+FAILED = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, "no data"), Parameters([], ""), 0, {})
+
+
+@pytest.mark.parametrize("failure", [(Proxy("3"), FAILED), RuntimeError("no data")])
+def test_a_failure_is_counted_once(failure: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of five, three answer, one fails and one is silent."""
+    ppsgd = legacy()
+    ppsgd.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
+    results = [(Proxy(str(user)), result(None, ONE)) for user in range(3)]
+    with caplog.at_level("DEBUG", logger="flwr.ppsgd"):
+        ppsgd.aggregate_fit(1, results, [failure])  # type: ignore[arg-type]
+    assert "replies=3 zeros=2 client-error=1 missing=1; the first: no data" in caplog.text

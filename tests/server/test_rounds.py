@@ -1,0 +1,251 @@
+"""Secure sums through Flower's messages: the same w as the plain sum, and nothing else leaves."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+
+from flwr_ppsgd import (
+    PPSGD,
+    AdditiveLinear,
+    Minibatches,
+    Order,
+    PrivateMetrics,
+    SecureSum,
+    client_app,
+)
+from flwr_ppsgd.arrays import decode_vector
+from flwr_ppsgd.client.secure import STATE
+from flwr_ppsgd.client.theta_store import STATE_FACTS
+from flwr_ppsgd.server.store import Store
+from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.wire import MASKED, ORDER
+from tests.support.toy import Floats, Toy, flat, release, strategy, target, toy_learner, w0
+
+RULES = SecureSum(honest=6, colluding=1)
+CLIENTS = 9
+Answer = Callable[[Message, Context], Message]
+INNER = client_app(toy_learner)
+
+
+def partition_of(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+class Dropping:
+    """Clients that fail from some exchange on, in some round.
+
+    Args:
+        gone: for a round and an exchange, who is gone from then on in that round.
+        app: what the others run.
+    """
+
+    def __init__(self, gone: dict[tuple[int, int], set[int]], app: Answer = INNER) -> None:
+        self.gone = gone
+        self.app = app
+        self.seen: list[tuple[int, int, Message]] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        order = Order.from_flat(message.content[ORDER])
+        for (round_, stage), who in self.gone.items():
+            late = order.round == round_ and order.stage >= stage
+            if late and partition_of(context) in who:
+                raise RuntimeError("gone")
+        reply = self.app(message, context)
+        self.seen.append((order.stage, partition_of(context), reply))
+        return reply
+
+
+def secure(rules: SecureSum = RULES, z: float = 0.0, **changes: object) -> PPSGD:
+    summed = replace(release(CLIENTS, z=z), aggregation=rules)
+    return strategy(release=summed, **changes)
+
+
+def plain(**changes: object) -> PPSGD:
+    return strategy(**{"release": release(CLIENTS), **changes})
+
+
+def run(of: PPSGD, app: Answer = INNER, rounds: int = 3) -> tuple[Floats, InProcessGrid]:
+    grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
+    result = of.start(grid=grid, initial_arrays=w0(), num_rounds=rounds)
+    return flat(result.arrays), grid
+
+
+def thetas(grid: InProcessGrid) -> list[bytes]:
+    found = []
+    for node in grid.get_node_ids():
+        record = grid.context(node).state["ppsgd-personal"]
+        assert isinstance(record, ArrayRecord)
+        found.append(decode_vector(record["theta"]).tobytes())
+    return found
+
+
+class Measured(Toy):
+    def training_measures(self, w: Floats, theta: Floats, order: Order) -> dict[str, float]:  # noqa: ARG002
+        return {"loss": float(np.sum((w + theta - self.target) ** 2))}
+
+
+def measured_learner(context: Context) -> Measured:
+    return Measured(target(partition_of(context)))
+
+
+def test_private_measures_are_summed_along() -> None:
+    metrics = PrivateMetrics({"loss": 20.0}, share=0.2)
+    results = []
+    for make in (secure, plain):
+        grid = InProcessGrid(client_app(measured_learner), CLIENTS)
+        of = make(metrics=metrics)
+        result = of.start(grid=grid, initial_arrays=w0(), num_rounds=2)
+        results.append((flat(result.arrays).tobytes(), result.train_metrics_clientapp[2]))
+    (w_secure, secure_measures), (w_plain, plain_measures) = results
+    assert w_secure == w_plain
+    assert secure_measures["loss"] == plain_measures["loss"]
+    assert secure_measures["loss"] != 0
+
+
+def solving_learner(context: Context) -> AdditiveLinear:
+    user = partition_of(context)
+    source = np.random.default_rng([3, user])
+    x = source.normal(size=(12, 3))
+    y = x @ np.array([1.0, -2.0, 0.5]) + 0.1 * source.normal(size=12)
+    return AdditiveLinear(Minibatches(x, y, 4, seed=0, user=user), 3)
+
+
+def automatic(epsilon: float, rules: SecureSum | None) -> PPSGD:
+    of = PPSGD.auto(
+        population=60, epsilon=epsilon, delta=1e-3, task="regression", aggregation=rules
+    )
+    grid = InProcessGrid(client_app(solving_learner), 60)
+    result = of.start(grid=grid, initial_arrays=ArrayRecord([np.zeros((3, 1))]))
+    assert all("ppsgd-model" in grid.context(node).state for node in grid.get_node_ids())
+    of.w = flat(result.arrays)  # type: ignore[attr-defined]
+    return of
+
+
+def test_without_noise_auto_gives_the_w_of_the_plain_sums() -> None:
+    rules = SecureSum(honest=42, colluding=2)
+    by_secure_sums, by_plain_sums = (automatic(math.inf, each) for each in (rules, None))
+    found = by_secure_sums.w  # type: ignore[attr-defined]
+    expected = by_plain_sums.w  # type: ignore[attr-defined]
+    assert np.linalg.norm(expected) > 0.5
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-8)  # their grids differ
+
+
+def test_auto_takes_secure_sums_and_keeps_its_budget() -> None:
+    rules = SecureSum(honest=42, colluding=2)
+    of = automatic(8.0, rules)
+    assert of.rounds_done == 2
+    assert of.ledger.rounds == 3
+    assert all(each.aggregation == rules for each, _ in of.ledger.releases)
+    assert 7.9 < of.ledger.epsilon() <= 8.0
+
+
+def test_bytes_on_the_wire_are_eight_per_coordinate() -> None:
+    """At most a tenth more, without keys and shares."""
+    size = 20_000
+
+    def wide(context: Context) -> Toy:
+        return Toy(np.full(size, float(partition_of(context))))
+
+    app = Dropping({}, client_app(wide))
+    grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
+    secure().start(grid=grid, initial_arrays=w0(np.zeros(size)), num_rounds=1)
+    for stage, _, reply in app.seen:
+        if stage == 3:
+            record = reply.content[MASKED]
+            assert isinstance(record, ArrayRecord)
+            assert len(record[MASKED].data) <= 1.1 * 8 * size
+
+
+def test_what_measures_are_told_is_the_noise_really_added() -> None:
+    """√(9/6) times z, in the standard error of a measure."""
+    metrics = PrivateMetrics({"loss": 20.0}, share=0.2)
+    grid = InProcessGrid(client_app(measured_learner), CLIENTS)
+    of = secure(z=2.0, metrics=metrics)
+    result = of.start(grid=grid, initial_arrays=w0(), num_rounds=1)
+    told = result.train_metrics_clientapp[1]["loss-standard-error"]
+    expected = 20.0 * 2.0 * np.sqrt(9 / 6) / np.sqrt(0.2) / 9
+    assert told == pytest.approx(expected)
+
+
+def test_driving_the_rounds_by_hand_is_refused() -> None:
+    with pytest.raises(ValueError, match="four exchanges per round"):
+        secure().configure_train(1, w0(), ConfigRecord(), InProcessGrid(INNER, CLIENTS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"replies": "parameters"}, "needs clients that obey Orders"),
+        ({"rules": SecureSum(9, 1)}, "at most the 9 clients"),
+        ({"rules": SecureSum(3, 1)}, "needs 6 of them to stay to the end, got 4"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        secure(**changes)
+
+
+def test_the_operator_sees_how_many_are_in_the_sum(tmp_path: Path) -> None:
+    """Gone before keys, before the masked vector, and after it: then it is in the sum."""
+    app = Dropping({(2, 1): {0}, (3, 3): {1}, (4, 4): {2}})
+    of = secure(checkpoint_dir=tmp_path, rules=SecureSum(6, 0))
+    run(of, app, rounds=4)
+    facts = [fact for _, fact in Store.read(tmp_path).facts() if "used" in fact]
+    assert [entry["used"] for entry in facts] == [9, 8, 8, 9]
+    failed = {"client error": 1}
+    assert [entry["zeros"] for entry in facts] == [{}, failed, failed, failed]
+
+
+def test_nothing_of_a_round_stays_in_a_nodes_state() -> None:
+    _, grid = run(secure(), rounds=2)
+    for node in grid.get_node_ids():
+        assert STATE not in grid.context(node).state
+        assert STATE_FACTS in grid.context(node).state
+
+
+# --- restarts
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3, 4])
+def test_a_server_that_dies_in_a_round_redoes_it_and_theta_steps_once(
+    stage: int, tmp_path: Path
+) -> None:
+    """Charged again only if the fourth exchange had been asked for."""
+    died = False
+
+    def deadly(message: Message, context: Context) -> Message:
+        nonlocal died
+        order = Order.from_flat(message.content[ORDER])
+        if not died and order.round == 2 and order.stage == stage and partition_of(context) == 4:
+            died = True
+            raise KeyboardInterrupt
+        return INNER(message, context)
+
+    grid = InProcessGrid(deadly, CLIENTS)  # type: ignore[arg-type]
+    first = secure(checkpoint_dir=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        first.start(grid=grid, initial_arrays=w0(), num_rounds=3)
+    again = secure(checkpoint_dir=tmp_path)
+    result = again.start(grid=grid, initial_arrays=w0(), num_rounds=3)
+    plain_w, plain_grid = run(plain())
+    assert np.array_equal(flat(result.arrays), plain_w)
+    assert thetas(grid) == thetas(plain_grid)
+    assert again.ledger.rounds == (4 if stage == 4 else 3)
+
+
+def test_the_store_keeps_the_aggregation(tmp_path: Path) -> None:
+    grid = InProcessGrid(INNER, CLIENTS)
+    settings: dict[str, Any] = {"z": 1.0, "checkpoint_dir": tmp_path}
+    secure(**settings).start(grid=grid, initial_arrays=w0(), num_rounds=1)
+    with pytest.raises(ValueError, match="aggregation"):
+        plain(release=release(CLIENTS, z=1.0), checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"aggregation was .*'honest': 6.* and is .*'honest': 7"):
+        secure(**settings, rules=SecureSum(7, 1))
+    with pytest.raises(RuntimeError, match="refused-secure"):  # clients hold it to its plan
+        secure(**settings).start(grid=grid, initial_arrays=w0(), num_rounds=2)

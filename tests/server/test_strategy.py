@@ -1,0 +1,433 @@
+"""PPSGD under Flower: one round, whatever comes back; budget; enrolment; what is released."""
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from flwr_ppsgd import (
+    PPSGD,
+    Poisson,
+    Release,
+    Steps,
+    client_app,
+)
+from flwr_ppsgd.server.replies import mean_of
+from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.statement import rounded_up
+from flwr_ppsgd.training import Enrolled
+from flwr_ppsgd.wire import GRADIENT, ORDER
+from tests.support.toy import (
+    SIZE,
+    answer,
+    flat,
+    grid,
+    make_replies,
+    opened,
+    release,
+    strategy,
+    toy_learner,
+    w0,
+)
+
+ONE = np.full(SIZE, 0.1)
+
+
+def test_replies_without_message_ids_are_known_by_their_source() -> None:
+    """Hand-made messages have the id ''."""
+    ppsgd, on = strategy(), grid()
+    messages = ppsgd.configure_train(1, w0(), ConfigRecord(), on)
+    arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda _: ONE))
+    np.testing.assert_allclose(flat(arrays), -0.1, rtol=1e-8)
+
+
+def test_an_error_from_a_dead_supernode_is_mapped_by_the_message_it_answers() -> None:
+    """Flower gives it source 1, which belongs to nobody."""
+    ppsgd, on = strategy(), grid()
+    messages = opened(ppsgd, on)
+    dead = Message(Error(5, "node unavailable"), reply_to=messages[0])
+    dead.metadata.__dict__["_src_node_id"] = 1
+    arrays, _ = ppsgd.aggregate_train(1, [dead, *make_replies(messages[1:], lambda _: ONE)])
+    np.testing.assert_allclose(flat(arrays), -0.4 / 5, rtol=1e-8)
+
+
+hostile_arrays = hnp.arrays(
+    dtype=st.sampled_from([np.dtype(t) for t in ("f2", "f4", "f8", "i8", "u1", "c16", "?", "S3")]),
+    shape=st.one_of(st.just((SIZE,)), hnp.array_shapes(max_dims=3, max_side=8)),
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(hostile_arrays, min_size=5, max_size=5), st.sampled_from([GRADIENT, "arrays", "grad"])
+)
+def test_no_reply_raises_or_exceeds_the_clip_norm(arrays: list[NDArray[Any]], name: str) -> None:
+    """Five hostile users together move w by at most s_w·5·C/D = 1."""
+    ppsgd, on = strategy(), grid()
+    replies = [answer(m, a, name=name) for m, a in zip(opened(ppsgd, on), arrays, strict=True)]
+    moved, _ = ppsgd.aggregate_train(1, replies)
+    assert np.linalg.norm(flat(moved)) <= 1.0
+    assert ppsgd.ledger.rounds == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_on_w_has_the_std_of_algorithm_1(seed: int) -> None:
+    """Algorithm 1, last line: w gets std s_w·z·C/D, here .5·2·3/5."""
+    d = 200_000
+    ppsgd = strategy(
+        release=release(clip_norm=3.0, z=2.0),
+        steps=Steps(shared=0.5, personal=0.0),
+        insecure_seed=seed,
+    )
+    opened(ppsgd, grid(), w0(np.zeros(d)))
+    arrays, _ = ppsgd.aggregate_train(1, [])
+    noise = flat(arrays) / (0.5 * 2 * 3 / 5)
+    assert abs(noise.mean()) < 5 / math.sqrt(d)
+    assert abs(noise.var() - 1) < 5 * math.sqrt(2 / d)
+
+
+def test_noise_is_fresh_in_every_round_and_run() -> None:
+    def noises() -> list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
+        ppsgd, on, out = strategy(release=release(z=1.0)), grid(), []
+        for round_ in (1, 2, 3):
+            ppsgd.configure_train(round_, w0(np.zeros(20_000)), ConfigRecord(), on)
+            out.append(flat(ppsgd.aggregate_train(round_, [])[0]))
+        return out
+
+    sequences = noises() + noises()
+    for i, a in enumerate(sequences):
+        for b in sequences[:i]:
+            assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(20_000)
+
+
+def test_the_released_step_is_a_whole_number_of_grid_steps() -> None:
+    """w_t = fl(w_{t−1} − s_w·g·k/D) with k whole; from w = 0 the k can be read off exactly."""
+    r = Release(Poisson(4, 1.0), clip_norm=1.0, noise_multiplier=1.0)
+    ppsgd, on = strategy(release=r, steps=Steps(shared=1.0, personal=0.0)), grid(4)
+    messages = opened(ppsgd, on)
+    arrays, _ = ppsgd.aggregate_train(
+        1, make_replies(messages, lambda place: ONE * (place + 1) / 7)
+    )
+    k = -flat(arrays) * 4 * 2.0**32
+    np.testing.assert_array_equal(k, np.rint(k))
+
+
+def test_alpha_zero_sends_no_gradient_and_costs_nothing() -> None:
+    ppsgd, on = strategy(release=release(z=1.0), steps=Steps.from_ratio(0.5, 0.0)), grid()
+    replies = list(on.send_and_receive(opened(ppsgd, on)))
+    assert all(len(reply.content) == 0 for reply in replies)
+    arrays, metrics = ppsgd.aggregate_train(1, replies)
+    np.testing.assert_array_equal(flat(arrays), 0.0)
+    assert metrics["epsilon"] == ppsgd.ledger.epsilon() == 0.0
+    assert "epsilon is 0" in ppsgd.privacy_statement()
+
+
+def test_local_learning_still_learns() -> None:
+    result = strategy(steps=Steps.from_ratio(0.5, 0.0), evaluate_every=10).start(
+        grid(), w0(), num_rounds=10
+    )
+    first, last = (result.evaluate_metrics_clientapp[t]["distance"] for t in (0, 10))
+    assert isinstance(first, float)
+    assert last == pytest.approx(first * 0.5**20, rel=1e-6)
+
+
+def test_cohorts_are_independent_coins_over_the_population() -> None:
+    """2,000 rounds at q=.1 over 50 users: each user's share, the spread of sizes, and independence
+    of neighbours."""
+    ppsgd, on, rounds = strategy(release=release(population=50, rate=0.1)), grid(50), 2000
+    first, drawn = min(on.get_node_ids()), np.zeros((2000, 50))
+    for t in range(rounds):
+        for message in ppsgd.configure_train(t + 1, w0(), ConfigRecord(), on):
+            drawn[t, message.metadata.dst_node_id - first] = 1
+    assert np.all(np.abs(drawn.mean(axis=0) - 0.1) < 5 * math.sqrt(0.09 / rounds))
+    assert abs(drawn.sum(axis=1).var() - 4.5) < 5 * 4.5 * math.sqrt(2.2 / rounds)
+    covariance = np.cov(drawn.T) - np.diag(np.diag(np.cov(drawn.T)))
+    assert np.all(np.abs(covariance) < 6 * 0.09 / math.sqrt(rounds))
+
+
+def test_a_budget_for_no_round_returns_the_initial_w() -> None:
+    result = strategy(release=release(z=0.0), max_epsilon=1.0).start(grid(), w0(ONE), num_rounds=5)
+    np.testing.assert_array_equal(flat(result.arrays), ONE)
+
+
+def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:
+    """A second call goes on with the same w; one that asks for no more rounds than were done says
+    so."""
+    ppsgd, nodes = strategy(release=release(z=1.0), insecure_seed=2), grid()
+    ppsgd.start(nodes, w0(), num_rounds=2)
+    continued = ppsgd.start(nodes, w0(), num_rounds=4)
+    straight = strategy(release=release(z=1.0), insecure_seed=2).start(grid(), w0(), num_rounds=4)
+    np.testing.assert_array_equal(flat(continued.arrays), flat(straight.arrays))
+    again = ppsgd.start(nodes, w0(), num_rounds=4)
+    np.testing.assert_array_equal(flat(again.arrays), flat(straight.arrays))
+    assert "All 4 rounds are done already" in caplog.text
+    assert ppsgd.ledger.rounds == 4
+
+
+def test_zero_rounds_return_the_initial_w() -> None:
+    np.testing.assert_array_equal(flat(strategy().start(grid(), w0(ONE), num_rounds=0).arrays), ONE)
+
+
+def test_rounds_seen_by_evaluate_fn_are_absolute() -> None:
+    seen = []
+
+    def evaluate(round_: int, arrays: ArrayRecord) -> MetricRecord:
+        seen.append(round_)
+        return MetricRecord({"norm": float(np.linalg.norm(flat(arrays)))})
+
+    result = strategy().start(grid(), w0(), num_rounds=3, evaluate_fn=evaluate)
+    assert seen == list(result.evaluate_metrics_serverapp) == [0, 1, 2, 3]
+
+
+def test_aggregating_a_round_that_was_not_configured_is_refused_and_releases_nothing() -> None:
+    ppsgd = strategy(release=release(z=1.0))
+    with pytest.raises(ValueError, match="without being configured"):
+        ppsgd.aggregate_train(1, [])
+    opened(ppsgd, grid())
+    with pytest.raises(ValueError, match="round 2 was aggregated"):
+        ppsgd.aggregate_train(2, [])
+    ppsgd.aggregate_train(1, [])
+    with pytest.raises(ValueError, match="without being configured"):
+        ppsgd.aggregate_train(1, [])
+    assert ppsgd.ledger.rounds == 1
+
+
+class SomeOnline(InProcessGrid):
+    """A grid on which more nodes come online at each look."""
+
+    looks: list[int]
+
+    def get_node_ids(self) -> list[int]:
+        return list(super().get_node_ids())[
+            : self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        ]
+
+
+def some_online(population: int, looks: list[int]) -> SomeOnline:
+    on = SomeOnline(grid()._app, population)
+    on.looks = looks
+    return on
+
+
+def test_the_run_waits_for_the_stated_share_with_a_message(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flwr_ppsgd.server.enrolment.POLL_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, logger="flwr.ppsgd"):
+        opened(strategy(enrolled=Enrolled(min_online=0.8)), some_online(5, [0, 2, 4]))
+    assert "Waiting for 4 of 5 enrolled nodes (min_online=0.8): 2 online" in caplog.text
+
+
+def test_enrolled_nodes_that_are_offline_count_as_zero() -> None:
+    """Three of five are online and send .1 each; D stays 5."""
+    ppsgd, on = strategy(enrolled=Enrolled(min_online=0.5)), some_online(5, [3])
+    messages = opened(ppsgd, on)
+    assert len(messages) == 3
+    arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda _: ONE))
+    np.testing.assert_allclose(flat(arrays), -0.3 / 5, rtol=1e-8)
+
+
+def test_nodes_that_come_later_take_the_free_places_of_the_population() -> None:
+    ppsgd, on = strategy(enrolled=Enrolled(min_online=0.5)), some_online(5, [3, 5])
+    assert len(opened(ppsgd, on)) == 3
+    ppsgd.aggregate_train(1, [])
+    assert len(ppsgd.configure_train(2, w0(), ConfigRecord(), on)) == 5
+
+
+def test_more_nodes_than_the_population_is_an_error_that_says_so() -> None:
+    with pytest.raises(
+        ValueError, match=r"7 nodes are online but the cohort's population is 5.*enrolled"
+    ):
+        strategy().start(grid(7), w0(), num_rounds=1)
+
+
+def test_an_enrolled_list_names_the_population() -> None:
+    on = grid(7)
+    chosen = list(on.get_node_ids())[2:]
+    messages = opened(strategy(enrolled=chosen), on)
+    assert [message.metadata.dst_node_id for message in messages] == chosen
+    with pytest.raises(ValueError, match="enrolled names 3 different nodes"):
+        strategy(enrolled=[1, 2, 3, 3])
+
+
+def test_an_insecure_seed_repeats_the_run_and_voids_every_report() -> None:
+    def run() -> PPSGD:
+        ppsgd = strategy(release=release(z=1.0), insecure_seed=5)
+        ppsgd.final = flat(ppsgd.start(grid(), w0(), num_rounds=3).arrays)  # type: ignore[attr-defined]
+        return ppsgd
+
+    first, second = run(), run()
+    np.testing.assert_array_equal(first.final, second.final)  # type: ignore[attr-defined]
+    assert first.ledger.insecure_rounds == 3
+    assert first.privacy_statement().startswith("NO GUARANTEE")
+    assert first.privacy_data()["guarantee"] == "none"
+
+
+def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
+    assert [
+        rounded_up(x) for x in (1.95161, 1.2340000001, 12345.6, 0.00012341, 2.0, 0.0, math.inf)
+    ] == [
+        "1.952",
+        "1.235",
+        "1.235e+04",
+        "0.0001235",
+        "2",
+        "0",
+        "inf",
+    ]
+
+
+def test_the_order_says_whether_minibatches_are_summed() -> None:
+    for total_batch, reduction in ((None, "mean"), (70, "sum")):
+        r = Release(Poisson(5, 1.0), 1.0, 0.0, total_batch)
+        (message, *_) = opened(strategy(release=r), grid())
+        order = message.content[ORDER]
+        assert order["reduction"] == reduction
+        assert "visit" not in order
+
+
+def test_layers_keep_their_names_shapes_and_dtypes() -> None:
+    arrays = ArrayRecord({"a": Array(np.zeros((2, 2), dtype=np.float32)), "b": Array(np.zeros(2))})
+    result = strategy(release=release(z=1.0)).start(grid(), arrays, num_rounds=2)
+    assert [(k, v.numpy().shape, str(v.numpy().dtype)) for k, v in result.arrays.items()] == [
+        ("a", (2, 2), "float32"),
+        ("b", (2,), "float64"),
+    ]
+
+
+def test_whole_number_buffers_are_refused_with_a_line_that_says_why() -> None:
+    with pytest.raises(ValueError, match="'0' of the shared parameters has dtype int64"):
+        opened(strategy(), grid(), ArrayRecord([np.zeros(3, dtype=np.int64)]))
+
+
+class Impatient(InProcessGrid):
+    """Remembers how long it was told to wait, and never hears of the last node."""
+
+    waited: float | None = None
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Any:
+        self.waited = timeout
+        return list(super().send_and_receive(messages, timeout=timeout))[:-1]
+
+
+def test_a_round_has_a_timeout_and_whoever_is_later_counts_as_zero(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    on = Impatient(client_app(toy_learner), 5)
+    with caplog.at_level("DEBUG", logger="flwr.ppsgd"):
+        strategy(round_timeout=7.5).start(on, w0(), num_rounds=1)
+    assert on.waited == 7.5
+    assert "server-private: round=1 replies=4 zeros=1 missing=1" in caplog.text
+    with pytest.raises(ValueError, match="round_timeout must be positive"):
+        strategy(round_timeout=0)
+
+
+def failing(message: Message, context: Context) -> Message:  # noqa: ARG001
+    raise RuntimeError("no data here")
+
+
+def test_one_good_round_in_between_lets_the_run_go_on() -> None:
+    client = client_app(toy_learner)
+
+    def sometimes(message: Message, context: Context) -> Message:
+        if int(str(message.content.config_records[ORDER]["round"])) % 2 == 0:
+            raise RuntimeError("even")
+        return client(message, context)
+
+    ppsgd = strategy()
+    ppsgd.start(InProcessGrid(sometimes, 5), w0(), num_rounds=5)  # type: ignore[arg-type]
+    assert ppsgd.ledger.rounds == 5
+
+
+def test_small_and_empty_cohorts_never_end_a_run() -> None:
+    ppsgd = strategy(release=release(population=30, rate=0.1), insecure_seed=1)
+    ppsgd.start(InProcessGrid(failing, 30), w0(), num_rounds=8)  # type: ignore[arg-type]
+    assert ppsgd.ledger.rounds == 8
+
+
+def measured(*own: dict[str, float]) -> dict[str, float]:
+    return mean_of(own)
+
+
+def test_names_that_clients_choose_never_meet_names_that_are_ours() -> None:
+    hostile = {
+        "epsilon": 0.001,
+        "round": 7.0,
+        "deployed_epsilon": 0.1,
+        "\x1b[2Jloss": 1.0,
+        "n" * 65: 1.0,
+        "": 1.0,
+        "accuracy": 0.5,
+    }
+    assert measured(hostile) == {"accuracy": 0.5}
+    many = {f"m{place}": 1.0 for place in range(1000)}
+    assert len(measured(many)) == 50
+
+
+def test_no_client_can_make_itself_the_mean() -> None:
+    """Of 11 clients with weight 1, one claims 10¹⁸: it counts for ten."""
+    own = [{"accuracy": 1.0, "num-examples": 1.0}] * 10
+    hostile = {"accuracy": 0.0, "num-examples": 1e18}
+    assert measured(*own, hostile)["accuracy"] == pytest.approx(0.5)
+    assert measured(*own, {"accuracy": 1e308})["accuracy"] == 1.0
+
+
+def test_control_characters_of_a_client_never_reach_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def hostile(message: Message, context: Context) -> Message:  # noqa: ARG001
+        raise RuntimeError("\x1b]0;owned\x07\nround=1 epsilon=0")
+
+    ppsgd = strategy(release=release(population=30, rate=0.3), insecure_seed=2)
+    with caplog.at_level("INFO", logger="flwr.ppsgd"):
+        ppsgd.start(InProcessGrid(hostile, 30), w0(), num_rounds=2)  # type: ignore[arg-type]
+    private = [line for line in caplog.messages if line.startswith("server-private")]
+    assert private
+    assert all(line.isprintable() for line in private)
+
+
+@pytest.mark.parametrize(("population", "hopeless"), [(10, True), (100_000, False)])
+def test_before_round_one_it_is_said_whether_this_can_learn(
+    population: int, hopeless: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """√T·qN/(z·√d) for T = 4, z = 2, d = 60,000: 0.04 for ten users, 408 for a hundred thousand."""
+    ppsgd = strategy(release=release(population=population, z=2.0))
+    ppsgd._account.plan(4, 0)
+    with caplog.at_level("INFO", logger="flwr.ppsgd"):
+        ppsgd._curator.say_whether_it_can_learn(60_000)
+    expected = math.sqrt(4) * population / (2.0 * math.sqrt(60_000))
+    assert f"at best {expected:.2g}" in caplog.text
+    assert ("cannot learn" in caplog.text) == hopeless
+
+
+def test_what_a_deployment_would_cost_has_a_name_of_its_own() -> None:
+    ppsgd = strategy(release=release(z=1.0), insecure_seed=1)
+    ppsgd.start(grid(), w0(), num_rounds=2)
+    cost = ppsgd.ledger.epsilon()
+    assert ppsgd.privacy_data()["deployed_epsilon"] == pytest.approx(cost, rel=1e-9)
+    assert f"A deployment would cost epsilon = {rounded_up(cost)}" in ppsgd.privacy_statement()
+
+
+def test_the_statement_names_the_bound_and_delta_is_the_total() -> None:
+    ppsgd = strategy(release=release(rate=0.5, z=2.0), delta=1e-13)
+    ppsgd.start(grid(), w0(), num_rounds=20)
+    data = ppsgd.privacy_data()
+    assert str(data["epsilon_bound"]) in ppsgd.privacy_statement()
+    assert data["epsilon_bound"] != "PLD"
+    assert 0 < data["delta_taken_by_finite_precision"] < 1e-20  # type: ignore[operator]

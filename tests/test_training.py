@@ -1,0 +1,114 @@
+"""Arguments of a wrong kind are refused when the strategy is made, each in one line."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.common import ndarrays_to_parameters
+
+from flwr_ppsgd import PPSGD, Poisson, PrivateMetrics, Release, SecureSum, Steps, client_app
+from flwr_ppsgd.legacy import PPSGDStrategy
+from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.training import Enrolled, Training
+from tests.support.toy import release, strategy, toy_learner, w0
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "release": ({"release": {}}, r"release must be a Release, got \{\}"),
+    "steps": ({"steps": (1, 2)}, r"steps must be Steps, got \(1, 2\)"),
+    "enrolled": ({"enrolled": "abcde"}, "enrolled must be a list .*, got 'abcde'"),
+    "population": ({"enrolled": ["ada"]}, "enrolled names 1 different nodes but .* is 5"),
+    "checkpoint_dir": ({"checkpoint_dir": ""}, "checkpoint_dir must be a path, got ''"),
+    "budget_dir": ({"budget_dir": 3}, "budget_dir must be a path, got 3"),
+    "delta": ({"delta": math.nan}, r"delta must be in \(0, 0.1\), got nan"),
+    "delta text": ({"delta": "1e-5"}, "delta must be a number, got '1e-5'"),
+    "max_epsilon": ({"max_epsilon": 0}, "max_epsilon must be positive and finite, got 0"),
+    "evaluate_every": ({"evaluate_every": True}, "evaluate_every must be a whole number"),
+    "checkpoint_every": ({"checkpoint_every": 0}, "checkpoint_every must be .* at least 1, got 0"),
+    "round_timeout": ({"round_timeout": -1.0}, "round_timeout must be positive, got -1.0"),
+    "replies": ({"replies": "weights"}, "replies must be 'gradient' or 'parameters'"),
+    "metrics": ({"metrics": ["loss"]}, r"metrics must be PrivateMetrics, got \['loss'\]"),
+    "seed": ({"insecure_seed": 0.5}, "insecure_seed must be a whole number, got 0.5"),
+    "measures of stock clients": (
+        {"replies": "parameters", "metrics": PrivateMetrics({"loss": 1.0})},
+        "private metrics need clients that know of them",
+    ),
+    "secure sums of stock clients": (
+        {"replies": "parameters", "release": Release(Poisson(5, 1.0), 1, 1, None, SecureSum(3, 1))},
+        "needs clients that obey Orders",
+    ),
+}
+
+
+def legacy(**settings: Any) -> PPSGDStrategy:
+    given = {"release": release(), "steps": Steps(1.0, 0.5), "delta": 1e-4, **settings}
+    return PPSGDStrategy(**given, initial_parameters=ndarrays_to_parameters([np.zeros(6)]))
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("make", [strategy, legacy])
+def test_wrong_arguments_are_refused_at_once(make: Any, name: str) -> None:
+    arguments, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        make(**arguments)
+
+
+def test_nothing_is_written_for_arguments_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="delta must be"):
+        strategy(checkpoint_dir=tmp_path / "training", delta=0.5)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rounds", [-1, 2.5, True])
+def test_a_number_of_rounds_that_is_none_is_refused(rounds: Any) -> None:
+    ppsgd = strategy()
+    with pytest.raises(ValueError, match="num_rounds must be a whole number"):
+        ppsgd.start(InProcessGrid(client_app(toy_learner), 5), w0(), num_rounds=rounds)
+    assert ppsgd.ledger.rounds == 0
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_w_that_is_not_finite_is_refused_before_anything_is_sent(number: float) -> None:
+    ppsgd = strategy()
+    initial = np.full(6, number)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        ppsgd.start(InProcessGrid(client_app(toy_learner), 5), w0(initial), num_rounds=1)
+    assert ppsgd.ledger.rounds == 0
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        PPSGDStrategy(
+            release=release(),
+            steps=Steps(1.0, 0.5),
+            delta=1e-4,
+            initial_parameters=ndarrays_to_parameters([initial]),
+        )
+
+
+def test_arrays_that_are_no_record_are_named() -> None:
+    grid = InProcessGrid(client_app(toy_learner), 5)
+    with pytest.raises(ValueError, match=r"initial_arrays must be an ArrayRecord, got a list"):
+        strategy().start(grid, [np.zeros(6)], num_rounds=1)  # type: ignore[arg-type]
+
+
+def test_both_apis_take_the_same_arguments() -> None:
+    own = {"initial_parameters", "evaluate_fn"}
+    arguments = set(PPSGD.__init__.__annotations__) - {"return"}
+    assert set(PPSGDStrategy.__init__.__annotations__) - {"return"} - own == arguments
+    assert len(arguments) == 14
+    assert arguments | {"recipe"} == set(Training.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_fewer_rounds_than_the_recipe_takes_have_less_noise_each(wanted: int) -> None:
+    """The budget is spent in the rounds that are run; more than the recipe takes are ignored."""
+    made = [PPSGD.auto(population=60, epsilon=2.0, delta=1e-3, rounds=4) for _ in range(2)]
+    for ppsgd, rounds in zip(made, (wanted, 9), strict=True):
+        ppsgd._account.plan(rounds, 0)
+    fewer, all_ = (ppsgd.release.noise_multiplier for ppsgd in made)
+    assert fewer == pytest.approx(all_ * math.sqrt(wanted / 4), rel=1e-9)
+    assert made[0]._account.stated().epsilon() == pytest.approx(2.0, abs=0.01)
+    assert made[1]._account.last_round == 4
+
+
+def test_enrolled_may_be_any_collection_of_names() -> None:
+    assert Enrolled(iter(["a", "b"])).nodes == ("a", "b")
