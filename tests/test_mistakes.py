@@ -256,4 +256,4 @@ def test_fewer_rounds_than_auto_would_take_spend_the_same_epsilon(
     )
     assert server.release.noise_multiplier < before
     assert 7.99 < server.ledger.epsilon() <= 8.0
-    assert "Round 2: evaluate_fn measured {'central': 1.5}" in caplog.text
+    assert "evaluate_fn: central 1.5" in caplog.text

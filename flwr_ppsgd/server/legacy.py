@@ -28,6 +28,7 @@ from flwr_ppsgd.callers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
+from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Present, present_in
 from flwr_ppsgd.server.replies import (
@@ -234,6 +235,12 @@ class PPSGDStrategy(Strategy):
     def ledger(self) -> Ledger:
         """What was released so far."""
         return self._account.ledger
+
+    @property
+    def accountant(self) -> LedgerAccountant:
+        """The ledger as Flower's ``PrivacyAccountant``."""
+        training = self.training
+        return LedgerAccountant(self.ledger, training.release, training.max_epsilon)
 
     @property
     def affordable_rounds(self) -> int | None:
