@@ -83,8 +83,7 @@ class SplitModel:
             self._module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parameters = dict(self._module.named_parameters())
         moving = dict.fromkeys([*self._shared, *self._personal])
-        kept = self._personal if handed_over else moving
-        self._start = {name: _copied(self._parameters[name]) for name in kept}
+        self._start = {name: _copied(self._parameters[name]) for name in moving}
         self._dtype = _common_dtype(self._parameters[name] for name in moving)
         first = next(module.parameters())
         network = module.network if isinstance(module, Additive) else module

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -167,13 +167,25 @@ class SplitLearner:
         Mixed on the features below the last layer if that is linear and all of θ, or all of w;
         else θ is trained at this w.
         """
+        alone = None
+        if order.last and not self._model.is_head:
+            alone = functools.partial(self._measures_alone, order)
         solving = self._on_features(w, order.unit)
         if solving is None:
-            return TrainedModel(self, w, self._trained_theta(w))
+            return TrainedModel(self, w, self._trained_theta(w), alone)
         head, own = solving
         shared = head.matrix(self._model.shared_head(w))
         published = Published(shared, variance, order.unit, order.size)
-        return HeadModel(self, w, personal_model(own, published))
+        return HeadModel(self, w, personal_model(own, published), alone)
+
+    def _measures_alone(self, order: Order) -> dict[str, float]:
+        """Of the model that own rows make without w: around the network as it was at first."""
+        start = self._model.initial_w()
+        model = self.personal_model(start, np.ones(1), replace(order, last=False))
+        if isinstance(model, HeadModel) and model.mixture.alone is not None:
+            model = replace(model, mixture=model.mixture.alone)
+        measures = model.measures()
+        return {LOCAL + name: measures[name] for name in measures if not name.startswith(SHARED)}
 
     @property
     def model(self) -> "SplitModel":
@@ -275,17 +287,17 @@ class HeadModel:
         learner: whose model it is.
         w: the shared parameters, which make the features.
         mixture: the personal model.
+        alone: what own rows alone reach, if w has made the features.
     """
 
     learner: SplitLearner
     w: Vector
     mixture: Mixture
+    alone: Callable[[], dict[str, float]] | None = None
 
     def measures(self) -> dict[str, float]:
-        """Of the personal model, and of w alone (``shared_…``) if the last layer is in it.
-
-        If w is nothing else, the features are public, and there are those of own rows alone too
-        (``local_…``).
+        """Of the personal model, of w alone (``shared_…``) if the last layer is in it, and of own
+        rows alone (``local_…``): in every round if w is a last layer, else at the last w.
         """
         rows = self._test_rows()
         if rows is None or not self.mixture.has_location:
@@ -304,7 +316,7 @@ class HeadModel:
         if alone is not None and model.is_head:
             of_alone = measures_of(alone.predict(x), y, task)
             found |= {LOCAL + name: value for name, value in of_alone.items()}
-        return found
+        return found | (self.alone() if self.alone else {})
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""
@@ -336,19 +348,22 @@ class TrainedModel:
         learner: whose model it is.
         w: the shared parameters.
         theta: the personal ones.
+        alone: what own rows alone reach.
     """
 
     learner: SplitLearner
     w: Vector
     theta: Vector
+    alone: Callable[[], dict[str, float]] | None = None
 
     def measures(self) -> dict[str, float]:
-        """Of w with θ, and of w alone (``shared_…``) if θ is added to it."""
+        """Of w with θ, of w alone (``shared_…``) if θ is added to it, and at the last w of own rows
+        alone (``local_…``)."""
         found = self.learner.evaluate(self.w, self.theta)
         if self.learner.model.additive:
             alone = self.learner.evaluate(self.w, self.learner.initial_theta())
             found |= {SHARED + name: value for name, value in alone.items()}
-        return found
+        return found | (self.alone() if self.alone else {})
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """θ, and the w that it was trained at."""
