@@ -135,7 +135,7 @@ def test_wrong_loaders_bring_one_line_on_the_client(
     with pytest.raises(NobodyUsableError, match="learner-failed: ValueError"):
         start(torch_client(network, PERSONAL, wrong))
     lines = [record for record in caplog.records if words in record.getMessage()]
-    assert len(lines) == NODES
+    assert len(lines) == 1  # nodes in one process show it once
     assert not any(record.exc_info for record in lines)
 
 

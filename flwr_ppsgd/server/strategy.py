@@ -417,12 +417,11 @@ class PPSGD(Strategy):
 
     def _log_round(self, round_: int, last: int, result: Result) -> None:
         """One line: ε so far, and the measures that exist."""
-        spent = cast(float, result.train_metrics_clientapp.get(round_, {}).get("epsilon", 0.0))
         measured = {
             "clients": result.evaluate_metrics_clientapp.get(round_),
             "evaluate_fn": result.evaluate_metrics_serverapp.get(round_),
         }
-        parts = [f"epsilon {rounded_up(spent)}"]
+        parts = [f"epsilon {rounded_up(self._account.epsilon_so_far())}"]
         for where, measures in measured.items():
             if measures:
                 shown = [f"{name} {_shown(value)}" for name, value in measures.items()]
