@@ -15,8 +15,9 @@ import numpy as np
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Setting, train
-from flwr_ppsgd.lab.linear_engine import Fresh, LinearEngine
+from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.plan import Plan, Question, make
+from flwr_ppsgd.lab.population import Fresh
 from flwr_ppsgd.lab.theory import squared_loss_smoothness
 
 ALPHA_QS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)
