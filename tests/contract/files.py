@@ -15,7 +15,7 @@ from pyarrow import parquet
 from tests.contract.command import Ended
 
 SCRIPT = Path(sys.executable).with_name("ppsgd")
-BUDGET = ("--set", "epsilon=8", "--set", "delta=1e-3")
+BUDGET = ("--epsilon", "8", "--delta", "1e-3")
 TOML = """
 population = 6
 features = 5
