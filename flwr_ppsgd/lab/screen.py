@@ -14,6 +14,7 @@ from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.measures import badness, measure_of
 from flwr_ppsgd.lab.outputs import SavedRun, read_people
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
+from flwr_ppsgd.lab.rows import INFINITE
 from flwr_ppsgd.learner import LOCAL, SHARED
 from flwr_ppsgd.statement import WEAK, rounded_up
 
@@ -81,9 +82,14 @@ def _headline(privacy: Mapping[str, Any]) -> str:
     if not privacy["rounds_stated"]:
         return "ε = 0: nothing was published about anybody"
     weak = " (weak)" if privacy["epsilon"] > WEAK else ""
-    exchanged = f"{rounded_up(float(privacy['epsilon_replace_one']))} if data are exchanged"
-    epsilon = f"ε = {rounded_up(float(privacy['epsilon']))}{weak} ({exchanged})"
+    exchanged = f"{_epsilon(privacy['epsilon_replace_one'])} if data are exchanged"
+    epsilon = f"ε = {_epsilon(privacy['epsilon'])}{weak} ({exchanged})"
     return f"{epsilon}, δ = {privacy['delta']:g} · {privacy['guarantee']}"
+
+
+def _epsilon(value: float | str) -> str:
+    """A number of privacy.json, which has a word for infinity."""
+    return "∞" if value == INFINITE else rounded_up(float(value))
 
 
 def _result_lines(
