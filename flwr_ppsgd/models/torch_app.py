@@ -278,6 +278,6 @@ def whole_module(
         personal: as for ``SplitModel``.
         theta: one user's personal parameters, such as ``PersonalModel.load(…).theta``.
     """
-    shared, own = blocks(module, personal)
-    additive = len(arrays) == len(shared) + len(own)
+    everything, _ = blocks(module, personal, additive=True)
+    additive = len(arrays) == len(everything)
     return SplitModel(module, personal, additive=additive).module_with(arrays, theta)
