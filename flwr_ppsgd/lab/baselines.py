@@ -24,7 +24,7 @@ from flwr_ppsgd.lab.linear_engine import (
 )
 from flwr_ppsgd.lab.measures import badness, for_choosing, measure_of, on_test, summary
 from flwr_ppsgd.learner import minibatch_rows
-from flwr_ppsgd.models.linear import Matrix, predict
+from flwr_ppsgd.models.additive_linear import Matrix, predict
 
 COLUMNS_AT_ONCE = 4096
 

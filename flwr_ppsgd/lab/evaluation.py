@@ -15,7 +15,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.engine import num_tested, personal_model
 from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combined, measure_of, worst_tenth
 from flwr_ppsgd.learner import LOCAL, SHARED, Learner, OwnModel, Solver
-from flwr_ppsgd.models.linear import AdditiveLinear
+from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")

@@ -30,7 +30,7 @@ from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
 from flwr_ppsgd.lab.measures import for_choosing, summary
 from flwr_ppsgd.learner import minibatch_rows
-from flwr_ppsgd.models.linear import Loss, mean_losses, predict
+from flwr_ppsgd.models.additive_linear import Loss, mean_losses, predict
 
 DType: TypeAlias = np.dtype[Any]
 Floats: TypeAlias = NDArray[Any]  # float32 or float64

@@ -13,8 +13,8 @@ from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
 from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
 from flwr_ppsgd.lab.measures import for_choosing, measure_of, summary
 from flwr_ppsgd.learner import Batches, Rows, as_array
-from flwr_ppsgd.models.linear import Matrix
-from flwr_ppsgd.models.split import SplitModel
+from flwr_ppsgd.models.additive_linear import Matrix
+from flwr_ppsgd.models.torch_model import SplitModel
 
 ROWS_AT_ONCE = 256  # in one call of the network that measures
 
