@@ -481,5 +481,7 @@ def _present(client_manager: ClientManager) -> list[Present]:
     grid = _grid_of(client_manager)
     if grid is None:
         return [Present(cid) for cid in clients]
-    nodes = [node._replace(address=str(node.address)) for node in present_in(grid)]
-    return [node for node in nodes if node.address in clients]
+    found = present_in(grid)
+    nodes = found if isinstance(found, list) else [Present(node_id) for node_id in found]
+    named = [node._replace(address=str(node.address)) for node in nodes]
+    return [node for node in named if node.address in clients]

@@ -80,7 +80,7 @@ def add_charges(directory: Path, count: int, reason: str) -> None:
     try:
         store.add_by_hand(count, reason)
         for _, place in store.notes("budget"):
-            Budget(Path(place)).catch_up(store.training, _counts(store))
+            Budget(Path(place)).catch_up(store.owner, _counts(store))
     finally:
         store.close()
 
@@ -120,7 +120,7 @@ def _training_text(store: Store) -> str:
     planned, rounds = _plan(store)
     lines = [
         f"{store.directory}",
-        f"training {store.training}",
+        f"training {store.owner}",
         *_charges(store),
         f"charged: {store.charged} releases",
         *_releases(store),
@@ -284,7 +284,7 @@ def status_of(directory: Path) -> dict[str, Any]:
     done = max([0, *saved, *([last["round"]] if last else [])])
     return {
         "directory": str(directory),
-        "training": store.training,
+        "training": store.owner,
         "running": _is_locked(directory / LOCK),
         "rounds": {"done": done, "planned": _plan(store)[1]},
         "charges": {

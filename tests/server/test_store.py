@@ -59,12 +59,12 @@ def test_a_training_goes_on_from_what_was_written(place: Path) -> None:
     store.charge(4, QUIET, insecure=True)
     store.close()
     again = Store.read(place)
-    assert again.training == store.training
+    assert again.owner == store.owner
     assert again.charged == 4
     assert again.charges() == {(NOISY, False): 3, (QUIET, True): 1}
     ledger = Ledger(DELTA).record(NOISY, 3).record(QUIET, insecure=True)
     assert again.ledger(DELTA) == ledger
-    assert again.charge_rows()[-1] == (4, 1, True, store.training)
+    assert again.charge_rows()[-1] == (4, 1, True, store.owner)
     assert again.notes("plan") == [{"charges": 9}]
     assert again.setting("delta") == DELTA
     found = again.load()
