@@ -7,7 +7,8 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -475,10 +476,15 @@ class Account:
         words = printable(text, LONGEST_ERROR)
         self.tell_operator({"problem": words}, words, logging.WARNING)
 
-    def note_error(self, error: BaseException) -> None:
-        """What ended the run; it is raised too."""
-        words = printable(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-        self.tell_operator({"error": words}, words, logging.DEBUG)
+    @contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Note what ends the run in this block; it is raised all the same."""
+        try:
+            yield
+        except BaseException as error:
+            words = printable(f"{type(error).__name__}: {error}", LONGEST_ERROR)
+            self.tell_operator({"error": words}, words, logging.DEBUG)
+            raise
 
     def note_failed_evaluations(self, round_: int, failures: Sequence[str], others: int) -> None:
         """How many evaluations failed beside ``others`` that did not, and why the first."""

@@ -317,10 +317,10 @@ class Curator:
         reached = math.sqrt(left) * release.signal_to_noise(size)
         log.info("Signal to noise over %d rounds: at best %.2g, if all users agree", left, reached)
         if reached < 1:
-            verdict = "This cannot learn" if reached < DROWNED else "This may learn little"
+            verdict = "This cannot learn:" if reached < DROWNED else "This may learn little:"
             more = 1 / reached
             log.warning(
-                "%s: even if all users agree, the noise on %d shared parameters is %.3g times as "
+                "%s even if all users agree, the noise on %d shared parameters is %.3g times as "
                 "long as what %d users can say in %d rounds. Enrol about %.3g times as many users, "
                 "allow a larger epsilon, or share about %.3g times fewer parameters.",
                 *(verdict, size, more, users, left, more, more**2),

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -26,6 +27,7 @@ from flwr_ppsgd.callers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
+from flwr_ppsgd.server.account import Account
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.replies import (
@@ -69,7 +71,110 @@ log = logging.getLogger("flwr.ppsgd")
 FLOWER_ROUNDS = 3  # of a Flower strategy, if nobody says how many
 
 
-class PPSGD(Strategy):
+class CuratedStrategy:
+    """What the strategies of both APIs have in common: how they are made, and what they promise."""
+
+    _curator: Curator
+    _account: Account
+    _layout: Layout  # names and shapes of w
+
+    @classmethod
+    def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
+        """From the flat keys of a Flower run config.
+
+        Args:
+            run_config: flat keys, as of ``flwr_ppsgd.settings.Settings``.
+            more: arguments of the strategy, which come before the run config's.
+        """
+        settings = Settings.from_run_config(run_config)
+        given = {**settings.arguments(), **more}
+        with named_in_keys(RUN_CONFIG):
+            return cls(**given)
+
+    @classmethod
+    def auto(
+        cls,
+        *,
+        population: int,
+        epsilon: float,
+        delta: float,
+        task: Task = "classification",
+        sparse: Sequence[int] = (),
+        rounds: int | None = None,
+        rate: float | None = None,
+        body: bool = False,
+        aggregation: SecureSum | None = None,
+        **more: Any,
+    ) -> Self:
+        """With nothing to tune: the recipe of ``flwr_ppsgd.recipe`` for a population and a budget.
+
+        Users send what they would add to w, in a handful of rounds; after the last one w goes to
+        everybody, and each device makes its personal model.
+
+        Args:
+            population: N, the number of enrolled users.
+            epsilon: ε of everything that is released, under zero-out neighbours.
+            delta: δ, well below 1/population.
+            task: "classification" or "regression".
+            sparse: the places of columns of w that most users lack, such as words or items.
+            rounds: the number of rounds; 2 to 8 by N and ε unless given.
+            rate: the share of users per round, for very many of them (1,000/N is enough); None is
+                everyone.
+            body: whether w holds the body of a network that is trained: at least 4 rounds.
+            aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
+            more: arguments of the strategy, which come before the recipe's.
+        """
+        made = make_recipe(
+            population=population,
+            epsilon=epsilon,
+            delta=delta,
+            task=task,
+            sparse=sparse,
+            rounds=rounds,
+            rate=rate,
+            body=body,
+            aggregation=aggregation,
+        )
+        return cls(**{**made.arguments(), **more})
+
+    @property
+    def training(self) -> Training:
+        """All settings."""
+        return self._curator.training
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was released so far."""
+        return self._account.ledger
+
+    @property
+    def affordable_rounds(self) -> int | None:
+        """How many rounds the budget pays for; None if there is no limit."""
+        return self._account.affordable_rounds
+
+    @property
+    def rounds_done(self) -> int:
+        """The last round that was published, restarts included."""
+        return self._account.rounds_done
+
+    def note_evaluation(self) -> None:
+        """From now on every statement says that there was evaluation on client data."""
+        self._account.note_evaluation()
+
+    def privacy_statement(self) -> str:
+        """The guarantee in words."""
+        return str(self.privacy_data()["statement"])
+
+    def privacy_data(self) -> dict[str, object]:
+        """The guarantee as data, ready for JSON."""
+        return self._account.promise(self._layout.size).as_data()
+
+    def close(self) -> None:
+        """Give up the lock on ``checkpoint_dir``, so that another strategy can go on there."""
+        self._account.close()
+
+
+class PPSGD(CuratedStrategy, Strategy):
     """Personalized-Private-SGD: clip, sum, divide by a public number, add noise, step w.
 
     Args:
@@ -126,70 +231,6 @@ class PPSGD(Strategy):
         self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
         self._latest = self._resumed()
 
-    @classmethod
-    def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
-        """From the flat keys of a Flower run config.
-
-        Args:
-            run_config: flat keys, as of ``flwr_ppsgd.settings.Settings``.
-            more: arguments as of ``PPSGD``, which come before the run config's.
-        """
-        settings = Settings.from_run_config(run_config)
-        given = {**settings.arguments(), **more}
-        with named_in_keys(RUN_CONFIG):
-            return cls(**given)
-
-    @classmethod
-    def auto(
-        cls,
-        *,
-        population: int,
-        epsilon: float,
-        delta: float,
-        task: Task = "classification",
-        sparse: Sequence[int] = (),
-        rounds: int | None = None,
-        rate: float | None = None,
-        body: bool = False,
-        aggregation: SecureSum | None = None,
-        **more: Any,
-    ) -> Self:
-        """With nothing to tune: the recipe of ``flwr_ppsgd.recipe`` for a population and a budget.
-
-        Users send what they would add to w, in a handful of rounds; after the last one w goes to
-        everybody, and each device makes its personal model.
-
-        Args:
-            population: N, the number of enrolled users.
-            epsilon: ε of everything that is released, under zero-out neighbours.
-            delta: δ, well below 1/population.
-            task: "classification" or "regression".
-            sparse: the places of columns of w that most users lack, such as words or items.
-            rounds: the number of rounds; 2 to 8 by N and ε unless given.
-            rate: the share of users per round, for very many of them (1,000/N is enough); None is
-                everyone.
-            body: whether w holds the body of a network that is trained: at least 4 rounds.
-            aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
-            more: arguments as of ``PPSGD``, which come before the recipe's.
-        """
-        made = make_recipe(
-            population=population,
-            epsilon=epsilon,
-            delta=delta,
-            task=task,
-            sparse=sparse,
-            rounds=rounds,
-            rate=rate,
-            body=body,
-            aggregation=aggregation,
-        )
-        return cls(**{**made.arguments(), **more})
-
-    @property
-    def training(self) -> Training:
-        """All settings."""
-        return self._curator.training
-
     @property
     def release(self) -> Release:
         """What is published in a round."""
@@ -201,36 +242,9 @@ class PPSGD(Strategy):
         return self.training.steps
 
     @property
-    def ledger(self) -> Ledger:
-        """What was released so far."""
-        return self._account.ledger
-
-    @property
-    def affordable_rounds(self) -> int | None:
-        """How many rounds the budget pays for; None if there is no limit."""
-        return self._account.affordable_rounds
-
-    @property
-    def rounds_done(self) -> int:
-        """The last round that was published, restarts included."""
-        return self._account.rounds_done
-
-    @property
     def enrols_whoever_comes(self) -> bool:
         """Whether the population is the first nodes seen, rather than a list that was given."""
         return self._curator.enrolment.open
-
-    def note_evaluation(self) -> None:
-        """From now on every statement says that there was evaluation on client data."""
-        self._account.note_evaluation()
-
-    def privacy_statement(self) -> str:
-        """The guarantee in words."""
-        return str(self.privacy_data()["statement"])
-
-    def privacy_data(self) -> dict[str, object]:
-        """The guarantee as data, ready for JSON."""
-        return self._account.promise(self._layout.size).as_data()
 
     def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
         """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
@@ -256,10 +270,6 @@ class PPSGD(Strategy):
         layout = self._layout_of(arrays)
         mean = self._curator.averaged(layout.flatten(arrays))
         return layout.unflatten(mean, like=arrays)
-
-    def close(self) -> None:
-        """Give up the lock on ``checkpoint_dir``, so that another strategy can go on there."""
-        self._account.close()
 
     def summary(self) -> None:
         """Log the settings that make up the promise."""
@@ -302,7 +312,8 @@ class PPSGD(Strategy):
         train_config = _checked_config(train_config)
         evaluate_config = _checked_config(evaluate_config)
         self._check_arrays(initial_arrays)
-        try:
+        # once it is closed, another strategy may go on in checkpoint_dir
+        with closing(self), self._account.noting_errors():
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._beginning(initial_arrays))
             if last > first:
@@ -328,11 +339,6 @@ class PPSGD(Strategy):
             self._deliver(grid, result.arrays, timeout)
             log.info("%s", self.privacy_data()["short"])
             return result
-        except BaseException as error:
-            self._account.note_error(error)
-            raise
-        finally:
-            self.close()  # another strategy may go on in checkpoint_dir
 
     def _check_arrays(self, arrays: object) -> None:
         """ValueError unless w came as Flower's record of finite numbers."""

@@ -427,6 +427,7 @@ def test_a_file_that_is_kept_is_made_once_and_a_flipped_bit_shows(place: Path) -
     store = opened(place)
     assert store.keep("key", lambda: b"first") == b"first"
     assert store.keep("key", lambda: b"second") == b"first"
+    assert (place / "key").stat().st_mode & 0o777 == 0o600
     (place / "key").write_bytes(b"girst")
     with pytest.raises(StoreError, match="key is damaged"):
         store.keep("key", lambda: b"third")
