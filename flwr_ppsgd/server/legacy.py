@@ -23,7 +23,7 @@ from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
 from flwr_ppsgd.arrays import NUMPY, bytes_of, record_from, record_of
-from flwr_ppsgd.callers import refuse_dp_strategy, refuse_secagg_workflow
+from flwr_ppsgd.flower_wrappers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.recipe import Recipe
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Present, present_in

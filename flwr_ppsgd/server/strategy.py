@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps, Vector
 from flwr_ppsgd.arrays import bytes_of, record_from
-from flwr_ppsgd.callers import refuse_dp_strategy
+from flwr_ppsgd.flower_wrappers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
