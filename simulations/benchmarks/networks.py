@@ -34,7 +34,7 @@ from simulations.benchmarks.workload import (
     strategy,
     train,
 )
-from simulations.yardsticks import autograd_loop, small_cnn, take
+from simulations.benchmarks.yardsticks import autograd_loop, small_cnn, take
 
 # of a sample's gradient in the paper's CNN: 2 for each of 422,208 products forward, as many for the
 # gradient of the parameters, and 221,504 for that of all inputs but the image

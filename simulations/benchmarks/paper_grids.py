@@ -22,7 +22,7 @@ from flwr_ppsgd.lab.population import DType, Population, Table
 from flwr_ppsgd.lab.sweep import Sweep
 from simulations.benchmarks.measuring import seconds
 from simulations.benchmarks.workload import several
-from simulations.yardsticks import bags_of_words
+from simulations.benchmarks.yardsticks import bags_of_words
 
 MEMORY = 8 * 10**9
 VISITS = 3  # on average, until nearly everyone's first is over: that one touches fresh memory

@@ -53,7 +53,7 @@ from simulations.benchmarks.workload import (
     strategy,
     train,
 )
-from simulations.yardsticks import from_table, plain_loop, random_table, take
+from simulations.benchmarks.yardsticks import from_table, plain_loop, random_table, take
 
 NODES = 100  # for orientation: rounds of the Message API
 

@@ -31,7 +31,7 @@ from simulations.benchmarks.workload import (
     several,
     warmed,
 )
-from simulations.yardsticks import (
+from simulations.benchmarks.yardsticks import (
     STEPS,
     bags_of_words,
     from_table,
