@@ -61,7 +61,7 @@ def ppsgd(
 def test_the_installed_command_shows_its_version() -> None:
     command = Path(sys.executable).with_name("ppsgd")
     shown = subprocess.run(
-        [command, "--version"], capture_output=True, text=True, timeout=60, check=True
+        [command, "--version"], capture_output=True, text=True, timeout=600, check=True
     )
     assert shown.stdout == f"flwr_ppsgd {version('flwr-ppsgd')}\n"
 
