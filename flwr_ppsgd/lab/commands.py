@@ -305,7 +305,7 @@ def _describe(experiment: "Experiment") -> None:
 def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
     """Write the output directory; whether the user has stopped the run."""
     from flwr_ppsgd.lab import screen
-    from flwr_ppsgd.lab.results.figures import draw_run
+    from flwr_ppsgd.lab.figures import draw_run
 
     if engine is Engine.flower:
         from flwr_ppsgd.lab import flwr_run
@@ -380,9 +380,9 @@ def sweep(  # noqa: PLR0917 - typer's own way
         _check_budget(overrides, {"delta": BUDGET["delta"]})
     from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
     from flwr_ppsgd.lab.problem import SYNTHETIC
-    from flwr_ppsgd.lab.results.summary import summarise
     from flwr_ppsgd.lab.rows import CAVEAT
     from flwr_ppsgd.lab.screen import SweepBar, progress_bar
+    from flwr_ppsgd.lab.summary import summarise
     from flwr_ppsgd.lab.sweep import Sweep
     from flwr_ppsgd.lab.workers import run_sweep
 
@@ -418,7 +418,7 @@ def sweep(  # noqa: PLR0917 - typer's own way
         raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    for line in found.edge_words():
+    for line in found.edge_lines():
         show(line)
     show(f"Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
     console.print(CAVEAT, highlight=False)
@@ -449,8 +449,8 @@ def plot(
 ) -> None:
     """Draw the figures of a sweep, with their numbers as CSV, and print the best settings."""
     from flwr_ppsgd.checks import one_of
+    from flwr_ppsgd.lab.figures import PICTURE_FORMATS, draw_sweep
     from flwr_ppsgd.lab.outputs import finished_rows, read_config
-    from flwr_ppsgd.lab.results.figures import PICTURE_FORMATS, draw_sweep
 
     formats = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     for kind in formats:
@@ -488,7 +488,7 @@ def report(
     directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")],
 ) -> None:
     """Write one self-contained page: what was run, the guarantee, best settings, figures, rows."""
-    from flwr_ppsgd.lab.results.page import write_report
+    from flwr_ppsgd.lab.html_report import write_report
 
     show(f"Written: {write_report(directory)}")
 

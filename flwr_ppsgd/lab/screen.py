@@ -18,7 +18,7 @@ from flwr_ppsgd.lab.data.look import hints
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.measures import badness, measure_of
-from flwr_ppsgd.lab.outputs import SavedRun, read_people
+from flwr_ppsgd.lab.outputs import PICTURE, USERS_PICTURE, SavedRun, read_people
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
 from flwr_ppsgd.lab.rows import INFINITE, Point
 from flwr_ppsgd.lab.run import Watch
@@ -36,7 +36,6 @@ LABEL_WIDTH = 11
 BAR_WIDTH = 20
 MOST_HINTS = 4  # about the data; the rest is shown by ppsgd look
 NO_GUARANTEE = "NO GUARANTEE"
-PICTURES = ("users.png", "learning.png")
 MEASURE_LABELS = {"rmse": "RMSE", "precision_at_1": "precision@1", "excess_risk": "excess risk"}
 ADVICE = {  # if something simpler is as good as the personal models
     "without features": "this does not beat an answer without features: look at scales, ids and "
@@ -105,7 +104,8 @@ def next_lines(experiment: Experiment, out: Path) -> list[Line]:
     problem = experiment.problem
     if problem.data != SYNTHETIC and problem.model == LINEAR and problem.per_user().feature_names:
         command = f"ppsgd predict {directory} --data new.csv"
-    pictures = [f"picture: {out / name}" for name in PICTURES if (out / name).exists()]
+    names = (USERS_PICTURE, PICTURE)
+    pictures = [f"picture: {out / name}" for name in names if (out / name).exists()]
     return [("next", "   ·   ".join([command, *pictures[:1]]))]
 
 
