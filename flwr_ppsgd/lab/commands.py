@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flwr_ppsgd.cli import INTERRUPTED, console, given, show
+from flwr_ppsgd.cli import INTERRUPTED, given, show
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.experiment import Experiment
@@ -412,16 +412,14 @@ def sweep(  # noqa: PLR0917 - typer's own way
                 run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=True)
                 found = summarise(read_rows(out))
     except KeyboardInterrupt:
-        console.print(
-            f"Interrupted. Finished blocks are in {out}/: the same command goes on from there."
-        )
+        show(f"Interrupted. Finished blocks are in {out}/: the same command goes on from there.")
         raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
     for line in found.edge_lines():
         show(line)
     show(f"Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
-    console.print(CAVEAT, highlight=False)
+    show(CAVEAT)
     show(found.count())
 
 
@@ -517,10 +515,10 @@ def audit(
     found = auditing.audit(
         lambda: PPSGD.from_config(flat, release=release, max_epsilon=None), training.rounds
     )
-    console.print(found.in_words(), highlight=False, markup=False)
+    show(found.in_words())
     if out is not None:
         auditing.draw(found, out)
-        console.print(f"Picture: {out}", highlight=False, soft_wrap=True)
+        show(f"Picture: {out}")
     if found.verdict != "conforms":
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
 

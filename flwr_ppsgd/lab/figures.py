@@ -49,6 +49,7 @@ from flwr_ppsgd.lab.summary import (
     EPSILON,
     GLOBAL,
     LOCAL,
+    LOCAL_SOLVED,
     PERSONALIZED,
     ZERO_OUT,
     Spread,
@@ -95,7 +96,7 @@ METHODS: dict[str, tuple[str, Look]] = {  # name and look of everything that is 
     SOLVED: ("global, then solved", {"color": "0.2", "ls": ":", "marker": "*"}),
     FEDAVG: ("FedAvg, local steps", {"color": "0.45", "ls": "-.", "marker": "+"}),
     FEDAVG_SOLVED: ("FedAvg, then solved", {"color": "0.2", "ls": "-.", "marker": "*"}),
-    AUTO: ("auto, nothing chosen", {"color": COLOURS[1], "ls": "-", "marker": "P"}),
+    AUTO: ("auto, nothing chosen", {"color": "#C00000", "ls": "-", "marker": "P"}),
 }
 WAYS: dict[str, tuple[str, Look]] = {
     PERSONALIZED: (
@@ -153,6 +154,11 @@ def measure_axis(axes: Axes, measure: str) -> None:
     axes.grid(alpha=0.3, which="both", lw=0.5)
 
 
+def whole_rounds(axes: Axes) -> None:
+    """Ticks at whole numbers along the bottom."""
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+
+
 def epsilon_axis(
     axes: Axes,
     rounds: Sequence[int],
@@ -172,7 +178,7 @@ def epsilon_axis(
         guaranteed: whether it is a guarantee, rather than what a deployment would cost.
         small: several panels stand side by side.
     """
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    whole_rounds(axes)
     top = axes.secondary_xaxis("top")
     apart = max(1, math.ceil((len(rounds) - 1) / MOST_TICKS))
     labels = [_short_epsilon(epsilon) for epsilon in epsilons]
@@ -426,7 +432,7 @@ def figure_1(found: Summary) -> Drawn | None:
         for curve in best_curves(found.every, found.measure, method).values():
             named[METHODS[method][0]] = (curve, METHODS[method][1])
     levels = levels_of(pd.concat(curves.values())) or [0.0]
-    figure, panels = _panels(len(levels), wide=2 if len(levels) == 4 else 3)
+    figure, panels = _panels(len(levels))
     numbers = []
     for panel, level in zip(panels.flat, levels, strict=False):
         for label, (curve, look) in named.items():
@@ -435,6 +441,7 @@ def figure_1(found: Summary) -> Drawn | None:
             numbers.append(_numbers(here.assign(level=level), label))
         title = f"noise multiplier z = {level:.4g}" if level else "without noise: no guarantee"
         panel.set(xlabel="round", title=title)
+        whole_rounds(panel)
         if level:
             shown = at_level(pd.concat(curves.values()), level)
             spent = shown.groupby("round")["epsilon"].max()
@@ -457,9 +464,9 @@ def _limit_ordinate(axes: Axes, found: Summary, ends: Sequence[float]) -> None:
         axes.set_ylim(top=highest)
 
 
-def _panels(count: int, wide: int = 3) -> tuple[Figure, NDArray[Any]]:
-    """A figure with ``count`` panels, at most ``wide`` of them side by side; the rest is hidden."""
-    wide = min(wide, count)
+def _panels(count: int) -> tuple[Figure, NDArray[Any]]:
+    """A figure with ``count`` panels, at most three of them side by side; the rest is hidden."""
+    wide = 2 if count == 4 else min(3, count)
     tall = math.ceil(count / wide)
     size = ONE_PANEL if wide == 1 else (4.6 * wide, 4.0 * tall + 0.8)
     figure, panels = plt.subplots(
@@ -528,6 +535,9 @@ def figure_methods(found: Summary) -> Drawn | None:
     numbers = _draw_against_epsilon(axes, {**named, **_methods(ends, found.measure)})
     for height in found.table.loc[found.table["noise-multiplier"] == 0, on_test(found.measure)]:
         axes.axhline(height, label="best without noise", color=COLOURS[0], ls=":", lw=1.8)
+    if LOCAL_SOLVED in found.table:
+        height = found.table[LOCAL_SOLVED].iloc[0]
+        axes.axhline(height, label="own rows alone, solved", color=COLOURS[2], ls="--", lw=1.8)
     trivial = found.best_trivial()
     if trivial is not None:
         low, high = axes.get_ylim()

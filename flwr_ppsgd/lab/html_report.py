@@ -86,8 +86,15 @@ FIGURES = {
         "Users. What each user gains against local learning, in the order of the gain: above 0 a "
         "user is better off than alone."
     ),
+}
+OF_A_RUN = {
+    "users": (
+        "The shared model, models from own rows alone and personal models over all users; what "
+        "each user gains by the personal model over own rows alone, in the order of the gain."
+    ),
     "learning": "The measure against rounds, ε along the top.",
 }
+PROVIDED = "Provided that this is public: {}."
 BEST_CAPTION = (
     "The best setting for each noise level at the end of training, beside local and global learning"
 )
@@ -127,7 +134,7 @@ def _about_sweep(directory: Path, config: Mapping[str, Any]) -> Context:
     found = summarise(rows)
     with tempfile.TemporaryDirectory() as drawn:
         written = draw_figures(found, Path(drawn))
-        pictures = [_picture(path) for path in written if path.suffix == ".png"]
+        pictures = [_picture(path, FIGURES) for path in written if path.suffix == ".png"]
     delta = _shown(config.get("delta"))
     guarantee = [SIMULATED, CAVEAT, WOULD_PROMISE.format(delta)]
     if "cohort-size" in config:
@@ -200,11 +207,12 @@ def _about_run(directory: Path, config: Mapping[str, Any]) -> Context:
     columns = ("epsilon", EPSILON, "round")
     rows = pd.DataFrame([{**row.measures, **_own(row, columns)} for row in run.rows])
     what = f"{len(rows)} rows, one for each evaluated round"
+    public = [PROVIDED.format(text) for text in run.privacy.get("assumed_public", ())]
     return {
         "results": [fares(measures, gains)] if measures else [],
-        "pictures": [_picture(path) for path in paths if path.exists()],
+        "pictures": [_picture(path, OF_A_RUN) for path in paths if path.exists()],
         "lead": f"{run.rounds_trained} rounds of Personalized-Private-SGD. {_who(config)}.",
-        "guarantee": run.statement,
+        "guarantee": [run.statement[0], *public, *run.statement[1:]],
         "best_title": "At the end",
         "best": _table(rows.tail(1), "The last evaluated round"),
         "remarks": [],
@@ -217,7 +225,7 @@ def _own(row: object, names: Iterable[str]) -> dict[str, float]:
     return {name: getattr(row, name) for name in names}
 
 
-def _picture(path: Path) -> dict[str, Any]:
+def _picture(path: Path, captions: Mapping[str, str]) -> dict[str, Any]:
     """A PNG inside the page. On a small screen it scrolls in its frame and stays readable."""
     data = path.read_bytes()
     if not data.startswith(PNG) or len(data) < PNG_HEAD:
@@ -226,7 +234,7 @@ def _picture(path: Path) -> dict[str, Any]:
         )
     width, height = struct.unpack(">II", data[PNG_HEAD - 8 : PNG_HEAD])
     return {
-        "text": FIGURES.get(path.stem, _name(path.stem)),
+        "text": captions[path.stem],
         "source": _data_url("image/png", data),
         "width": width,
         "height": height,

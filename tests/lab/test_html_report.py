@@ -88,7 +88,11 @@ def run_in(directory: Path) -> Path:
     (directory / "metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
     )
-    privacy = {"rounds_trained": 4, "statement": f"To each of the 50 enrolled users.\n{HOSTILE}"}
+    privacy = {
+        "rounds_trained": 4,
+        "statement": f"To each of the 50 enrolled users.\n{HOSTILE}",
+        "assumed_public": ["columns: chosen by looking"],
+    }
     (directory / "privacy.json").write_text(json.dumps(privacy), encoding="utf-8")
     return directory
 
@@ -173,6 +177,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 def test_a_runs_page_holds_its_statement_and_never_rounds_epsilon_down(tmp_path: Path) -> None:
     page = Page(write_report(run_in(tmp_path / "run")))
     assert "To each of the 50 enrolled users." in page.text
+    assert "Provided that this is public: columns: chosen by looking." in page.text
     assert "4.001" in page.text
     assert "outside_the_guarantee" not in page.text
     assert not page.attributes("img")
