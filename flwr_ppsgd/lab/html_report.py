@@ -18,9 +18,8 @@ from typing import Any, TypeAlias
 import jinja2
 import pandas as pd
 
-from flwr_ppsgd.lab.evaluation import fares
 from flwr_ppsgd.lab.figures import cost_text, draw_figures
-from flwr_ppsgd.lab.measures import on_test
+from flwr_ppsgd.lab.measures import measure_of, on_test
 from flwr_ppsgd.lab.outputs import (
     METRICS,
     PICTURE,
@@ -36,6 +35,7 @@ from flwr_ppsgd.lab.outputs import (
     write_page,
 )
 from flwr_ppsgd.lab.rows import CAVEAT, GRID, SweepRow
+from flwr_ppsgd.lab.screen import gain_text, values_by_model
 from flwr_ppsgd.lab.summary import (
     EPSILON,
     GLOBAL,
@@ -201,15 +201,13 @@ def _who(config: Mapping[str, Any]) -> str:
 
 def _about_run(directory: Path, config: Mapping[str, Any]) -> Context:
     run = read_run(directory)
-    measures = run.last_measures()
-    gains = (read_people(directory) or {}).get("gain", [])
     paths = [directory / name for name in (USERS_PICTURE, PICTURE)]
     columns = ("epsilon", EPSILON, "round")
     rows = pd.DataFrame([{**row.measures, **_own(row, columns)} for row in run.rows])
     what = f"{len(rows)} rows, one for each evaluated round"
     public = [PROVIDED.format(text) for text in run.privacy.get("assumed_public", ())]
     return {
-        "results": [fares(measures, gains)] if measures else [],
+        "results": _run_lines(run.last_measures(), read_people(directory) or {}),
         "pictures": [_picture(path, OF_A_RUN) for path in paths if path.exists()],
         "lead": f"{run.rounds_trained} rounds of Personalized-Private-SGD. {_who(config)}.",
         "guarantee": [run.statement[0], *public, *run.statement[1:]],
@@ -219,6 +217,17 @@ def _about_run(directory: Path, config: Mapping[str, Any]) -> Context:
         "every": _table(rows, "Every evaluated round"),
         "file": _file(directory / METRICS, what),
     }
+
+
+def _run_lines(measures: Mapping[str, float], people: Mapping[str, list[Any]]) -> list[str]:
+    """The measure of each model, and how many users gain."""
+    if not measures:
+        return []
+    values = values_by_model(measures)
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    gain = gain_text(people)
+    text = f"{_name(measure_of(measures))}: {parts}"
+    return [f"{text}; {gain}" if gain else text, MEASURED]
 
 
 def _own(row: object, names: Iterable[str]) -> dict[str, float]:

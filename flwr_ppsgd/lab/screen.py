@@ -146,22 +146,35 @@ def _result_lines(
     if not measures:
         return []
     main = measure_of(measures)
-    values = {"personal": measures[main]}
-    for name, key in (("shared", SHARED + main), ("alone", LOCAL + main)):
-        if key in measures:
-            values[name] = measures[key]
+    values = values_by_model(measures)
     answers = [answer[main] for answer in experiment.trivial().values() if main in answer]
     if answers:
         values["without features"] = min(answers, key=lambda value: badness(main, value))
     parts = [f"{name} {value:.4g}" for name, value in values.items()]
-    gains = [gain for gain in people.get("gain", []) if gain is not None]
-    if gains:
-        better = sum(gain > SAME for gain in gains)
-        parts.append(f"{better:,} of {len(gains):,} users gain")
+    parts += [text for text in (gain_text(people),) if text]
     lines = [(MEASURE_LABELS.get(main, main), "   ".join([*parts, "(not private)"]))]
     reached = badness(main, values["personal"]) + SAME
     as_good = [name for name in ADVICE if name in values and reached >= badness(main, values[name])]
     return lines + [("", ADVICE[name]) for name in as_good[:1]]
+
+
+def values_by_model(measures: Mapping[str, float]) -> dict[str, float]:
+    """The main measure of the personal models, of the shared one and of own rows alone."""
+    main = measure_of(measures)
+    values = {"personal": measures[main]}
+    for name, key in (("shared", SHARED + main), ("alone", LOCAL + main)):
+        if key in measures:
+            values[name] = measures[key]
+    return values
+
+
+def gain_text(people: Mapping[str, list[Any]]) -> str:
+    """How many users gain by the personal model over own rows alone; empty if it is not known."""
+    gains = [gain for gain in people.get("gain", []) if gain is not None]
+    if not gains:
+        return ""
+    better = sum(gain > SAME for gain in gains)
+    return f"{better:,} of {len(gains):,} users gain"
 
 
 def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:

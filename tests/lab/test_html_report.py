@@ -129,7 +129,7 @@ def test_a_page_begins_with_the_result_and_its_picture(swept: Path, tmp_path: Pa
     assert page.text.index(result) < page.text.index("Every method.")
     assert page.text.index("Every method.") < page.text.index("What is guaranteed")
     run = Page(write_report(run_in(tmp_path / "run")))
-    assert run.text.index("Personal models: loss 5") < run.text.index("What is guaranteed")
+    assert run.text.index("loss: personal 5") < run.text.index("What is guaranteed")
 
 
 def test_the_page_holds_all_that_it_shows(swept: Path) -> None:
