@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr_ppsgd.client.account import FOR_NOISE, Account, epsilon_of
 from flwr_ppsgd.client.refusal import DiskError, RefusedError
-from flwr_ppsgd.client.theta_store import DiskStore, users_in
+from flwr_ppsgd.client.theta_store import ACCOUNT, DiskStore, users_in
 from flwr_ppsgd.wire import GRADIENT, MASKED
 
 LONGEST_SHOWN = 1000  # characters of a text that a server or a mod chose
@@ -29,7 +29,7 @@ def _about_user(state_dir: Path, user: str) -> str:
     try:
         store = DiskStore(state_dir, user, read_only=True)
         parts = [_about_run(store.of_run(run)) for run in store.runs()]
-        parts.append(_about_account(user, store.account()))
+        parts.append(_about_account(user, Account(**(store.fact(ACCOUNT) or {}))))
         store.close()
     except (RefusedError, DiskError) as error:
         parts = [f"User {user!r}\n  {_plain(str(error))}"]
@@ -39,7 +39,7 @@ def _about_user(state_dir: Path, user: str) -> str:
 def _about_run(store: DiskStore) -> str:
     lines = [f"Run {store.run!r}, user {store.user!r}"]
     stamps = store.stamps()
-    damaged = store.damaged()
+    damaged = [stamp for stamp in stamps if store.load(stamp) is None]
     if not stamps:
         lines.append("  no save of θ")
     else:

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, clip
-from flwr_ppsgd.client.refusal import REFUSED_SECURE, RefusedError
+from flwr_ppsgd.client.refusal import Code, RefusedError
 from flwr_ppsgd.noise import Coins, secure_input
 from flwr_ppsgd.secure.crypto import Words
 from flwr_ppsgd.secure.protocol import (
@@ -176,4 +176,4 @@ def _refusing(read: Callable[[], Value]) -> Value:
 
 
 def _refused(reason: str) -> RefusedError:
-    return RefusedError(REFUSED_SECURE, reason)
+    return RefusedError(Code.REFUSED_SECURE, reason)
