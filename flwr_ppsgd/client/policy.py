@@ -257,7 +257,7 @@ def _refused(reason: str) -> RefusedError:
     return RefusedError(Code.REFUSED_POLICY, reason)
 
 
-def _read(key: str, value: Any) -> float | bool | str:
+def _read(key: str, value: Any) -> Any:
     """The value of a key, checked: a public key, a switch, or a number of at least 0."""
     if key == SERVER_KEY:
         return _public_key(str(value))

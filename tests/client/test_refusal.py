@@ -131,7 +131,8 @@ def test_an_error_says_a_code_and_a_class_of_pythons_own() -> None:
     assert str(coded(UnicodeDecodeError("a", b"b", 1, 2, "c"))) == (
         "learner-failed: UnicodeDecodeError"
     )
-    assert str(coded(RefusedError(SECRET, SECRET))) == "learner-failed: ValueError"
+    unknown: Any = SECRET
+    assert str(coded(RefusedError(unknown, SECRET))) == "learner-failed: ValueError"
     for code in Code:
         assert str(coded(RefusedError(code, SECRET))) == f"{code}: ValueError"
 
