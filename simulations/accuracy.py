@@ -24,7 +24,6 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from flwr_ppsgd.cli import SweepBar, progress_bar
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.measures import measure_of
@@ -32,6 +31,7 @@ from flwr_ppsgd.lab.outputs import read_rows
 from flwr_ppsgd.lab.results.plots import COLOURS, name_of_measure
 from flwr_ppsgd.lab.results.summary import summarise
 from flwr_ppsgd.lab.run import Outcome, run_as_cohort
+from flwr_ppsgd.lab.screen import SweepBar, progress_bar
 from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.workers import run_sweep
 from flwr_ppsgd.learner import LOCAL, SHARED

@@ -1,4 +1,4 @@
-"""The αQ of ``ppsgd plan`` beside the best one of a sweep.
+"""The αQ that Theorem B.4 advises, beside the best one of a sweep.
 
 The problems are synthetic, and all their constants are known. Prints a table: for each problem and
 noise, each αQ and its risk as a multiple of the risk of the best αQ; the step is chosen for each αQ
@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flwr_ppsgd import Poisson, Release, Steps
+from flwr_ppsgd import Ledger, Poisson, Release, Steps
 from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Setting, train
 from flwr_ppsgd.lab.linear_engine import Fresh, LinearEngine
-from flwr_ppsgd.lab.plan import Plan, Question, make
-from flwr_ppsgd.lab.theory import squared_loss_smoothness
+from flwr_ppsgd.lab.theory import EASED, Minimiser, squared_loss_smoothness, theorem_b_4
 
 ALPHA_QS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)
 STEPS = (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5)
@@ -29,7 +28,7 @@ HEAD = (
     "ε",
     "best αQ, average",
     "last",
-    "plan: × average, last",
+    "advice: × average, last",
     "bound for L: × average, last",
 )
 
@@ -69,36 +68,43 @@ class Case:
         optima = mean + (drawn.optima - mean) * self.spread / DRAWN_SPREAD
         return replace(drawn, optima=optima, label_noise=self.label_noise)
 
-    def plan(self, z: float) -> Plan:
-        """With the true constants: σ² = τ²·tr Σ (Section 4), and L = 2R².
+    def release(self, z: float) -> Release:
+        """What a round publishes at one noise multiplier."""
+        return Release(Poisson(self.users, self.rate), self.clip_norm, z)
 
-        Gaussian features have no largest norm: R² is three standard deviations above the mean of
-        ‖x‖².
+    def advised(self, z: float) -> tuple[float, float]:
+        """The αQ of the smallest bound for L/EASED, and for L itself, with the true constants.
+
+        σ² = τ²·tr Σ (Section 4), and L = 2R². Gaussian features have no largest norm: R² is three
+        standard deviations above the mean of ‖x‖².
         """
         problem = self.problem()
         trace = problem.variances.sum()
         squared_radius = trace + 3 * math.sqrt(2 * (problem.variances**2).sum())
         mean = problem.optima.mean(axis=0)
         squares = float(((problem.optima - mean) ** 2).sum())
-        question = Question(
+        variance = problem.label_noise**2 * trace / self.batch_size
+        release = self.release(z)
+        theorem = theorem_b_4(
             population=self.users,
             rate=self.rate,
             rounds=self.rounds,
-            batch_size=self.batch_size,
             dimension=self.features,
-            delta=DELTA,
-            noise_multiplier=z,
-            clip_norm=self.clip_norm,
-            gradient_std=problem.label_noise * math.sqrt(trace),
             smoothness=squared_loss_smoothness(math.sqrt(squared_radius)),
-            distance=float(np.linalg.norm(mean)),
-            spread=math.sqrt(squares / self.users),
+            variance_w=variance,
+            variance_theta=variance,
+            noise_std=release.noise_std / release.denominator,
         )
-        return make(question)
+        distance = float(np.linalg.norm(mean))
+        spread = math.sqrt(squares / self.users)
+        minimiser = Minimiser.additive_norms(self.users, distance, spread)
+        advised = theorem.eased(EASED).best(minimiser).alpha * theorem.denominator
+        strict = theorem.best(minimiser).alpha * theorem.denominator
+        return advised, strict
 
     def risks(self, z: float, alpha_qs: set[float], average: bool) -> dict[float, float]:
         """Excess risk at the end for each αQ, with its best step."""
-        release = Release(Poisson(self.users, self.rate), self.clip_norm, z)
+        release = self.release(z)
         grid = [(alpha_q, step) for alpha_q in sorted(alpha_qs) for step in STEPS]
         settings = [Setting(release, Steps.from_ratio(step, alpha_q)) for alpha_q, step in grid]
         population = Fresh(self.problem(), self.batch_size)
@@ -131,12 +137,12 @@ CASES = (
 def compared(case: Case) -> Iterator[str]:
     """A line of the table for each noise."""
     for z in case.noises:
-        plan = case.plan(z)
-        choices = (plan.advice.alpha_q, plan.advice.bound_alpha_q)
+        choices = case.advised(z)
+        epsilon = Ledger(DELTA).record(case.release(z), case.rounds).epsilon()
         alpha_qs = {*ALPHA_QS, *choices}
         average = case.risks(z, alpha_qs, average=True)
         last = case.risks(z, alpha_qs, average=False)
-        cells = [case.name, f"{z:g}", f"{plan.price.epsilon:.3g}"]
+        cells = [case.name, f"{z:g}", f"{epsilon:.3g}"]
         cells += [f"{best_of(average):.3g}", f"{best_of(last):.3g}"]
         for alpha_q in choices:
             worse_average = times_the_best(average, alpha_q)

@@ -4,27 +4,65 @@ Each condition of privacy.json begins with its short form, up to a colon. All of
 """
 
 import shlex
-from collections.abc import Iterable, Mapping
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flwr_ppsgd.cli import console, show
+from flwr_ppsgd.lab.block import Best, Plan, best_among
 from flwr_ppsgd.lab.data.look import hints
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.measures import badness, measure_of
 from flwr_ppsgd.lab.outputs import SavedRun, read_people
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
+from flwr_ppsgd.lab.rows import INFINITE, Point
+from flwr_ppsgd.lab.run import Watch
 from flwr_ppsgd.learner import LOCAL, SHARED
-from flwr_ppsgd.statement import WEAK, rounded_up
+from flwr_ppsgd.statement import WEAK, rounded_up, shortened
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Result
+
+    from flwr_ppsgd.ledger import Ledger
 
 Line: TypeAlias = tuple[str, str]  # a label, and what there is to say
+
+LABEL_WIDTH = 11
+BAR_WIDTH = 20
+MOST_HINTS = 4  # about the data; the rest is shown by ppsgd look
+NO_GUARANTEE = "NO GUARANTEE"
 PICTURES = ("users.png", "learning.png")
+MEASURE_LABELS = {"rmse": "RMSE", "precision_at_1": "precision@1", "excess_risk": "excess risk"}
 ADVICE = {  # if something simpler is as good as the personal models
     "without features": "this does not beat an answer without features: look at scales, ids and "
     "gaps with ppsgd look, or allow a larger ε",
-    "shared": "the shared model is as good as the personal ones: users are alike, or have few rows",
+    "shared": "the shared model is as good as the personal ones, or better: users are alike, or "
+    "have few rows; more rows per user help, or use w of model.npz for everyone",
     "alone": "models from own rows alone are as good: allow a larger ε, or enrol more users",
 }
+
+
+def show_lines(lines: Iterable[Line], *, unbroken: bool = False) -> None:
+    """Print labels and texts in two columns, broken between words on a terminal.
+
+    Args:
+        lines: a label and a text each.
+        unbroken: never break them: they are to be copied.
+    """
+    width = sys.maxsize if unbroken or not console.is_terminal else console.width
+    for label, text in lines:
+        first = f"{label:{LABEL_WIDTH}} "
+        indent = " " * len(first)
+        show(
+            textwrap.fill(
+                text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False
+            )
+        )
 
 
 def data_lines(experiment: Experiment) -> list[Line]:
@@ -37,25 +75,26 @@ def data_lines(experiment: Experiment) -> list[Line]:
     rows = f"{data.train_sizes.sum():,} training + {data.test_sizes.sum():,} test rows"
     about = f"{len(data):,} users · {rows} · {data.features:,} features · {data.task}"
     left_out = [note for note in data.notes if note.startswith("left out")]
-    more = [("", text) for text in (*left_out, *hints(data))]
-    return [("data", f"{Path(problem.data).name} · {about}"), *more]
+    found = [*left_out, *hints(data)]
+    more = found[:MOST_HINTS]
+    if len(found) > MOST_HINTS:
+        more.append(f"{len(found) - MOST_HINTS} more: ppsgd look {shlex.quote(problem.data)}")
+    return [("data", f"{Path(problem.data).name} · {about}"), *(("", text) for text in more)]
 
 
 def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Line]:
     """After training: the promise, the rounds and the result."""
     privacy = saved.privacy
-    lines = [("privacy", _headline(privacy))]
+    lines = [("privacy", _promise_text(privacy))]
     if privacy["assumed_public"]:
-        lines.append(("", f"provided that these are public: {_short(privacy['assumed_public'])}"))
-    if privacy["caveats"]:
-        lines.append(("", _short(privacy["caveats"])))
-    lines.append(("outside", _short(privacy["outside_the_guarantee"])))
-    done = saved.rounds_trained
-    planned = experiment.training.rounds
-    rounds = f"{'━' * (20 * done // planned)}  {done}/{planned} rounds"
-    if privacy["rounds_stated"] > privacy["rounds_charged"]:
-        rounds += f", stopped: ε is that of the planned {privacy['rounds_stated']}"
-    lines.append(("training", rounds))
+        lines.append(
+            ("", f"provided that these are public: {shortened(privacy['assumed_public'])}")
+        )
+    for key in ("conditional_on", "caveats"):
+        if privacy.get(key):
+            lines.append(("", shortened(privacy[key])))
+    lines.append(("outside", shortened(privacy["outside_the_guarantee"])))
+    lines.append(("training", _rounds_text(experiment, saved)))
     return lines + _result_lines(experiment, saved.last_measures(), read_people(out) or {})
 
 
@@ -66,24 +105,38 @@ def next_lines(experiment: Experiment, out: Path) -> list[Line]:
     problem = experiment.problem
     if problem.data != SYNTHETIC and problem.model == LINEAR and problem.per_user().feature_names:
         command = f"ppsgd predict {directory} --data new.csv"
-    pictures = [out / name for name in PICTURES if (out / name).exists()]
-    return [("next", command), *(("", f"picture: {path}") for path in pictures[:1])]
+    pictures = [f"picture: {out / name}" for name in PICTURES if (out / name).exists()]
+    return [("next", "   ·   ".join([command, *pictures[:1]]))]
 
 
-def _short(conditions: Iterable[str]) -> str:
-    return " · ".join(text.partition(":")[0] for text in conditions)
-
-
-def _headline(privacy: Mapping[str, Any]) -> str:
+def _promise_text(privacy: Mapping[str, Any]) -> str:
     """Both ε, δ and whom they protect; if nothing is promised, the statement's line on why."""
     if privacy["guarantee"] == "none":
         return str(privacy["statement"].splitlines()[0])
     if not privacy["rounds_stated"]:
         return "ε = 0: nothing was published about anybody"
     weak = " (weak)" if privacy["epsilon"] > WEAK else ""
-    exchanged = f"{rounded_up(float(privacy['epsilon_replace_one']))} if data are exchanged"
-    epsilon = f"ε = {rounded_up(float(privacy['epsilon']))}{weak} ({exchanged})"
+    exchanged = f"{_epsilon_text(privacy['epsilon_replace_one'])} if data are exchanged"
+    epsilon = f"ε = {_epsilon_text(privacy['epsilon'])}{weak} ({exchanged})"
     return f"{epsilon}, δ = {privacy['delta']:g} · {privacy['guarantee']}"
+
+
+def _epsilon_text(value: float | str) -> str:
+    """A number of privacy.json, which has a word for infinity."""
+    return "∞" if value == INFINITE else rounded_up(float(value))
+
+
+def _rounds_text(experiment: Experiment, saved: SavedRun) -> str:
+    privacy = saved.privacy
+    done = saved.rounds_trained
+    planned = experiment.training.rounds
+    spent = NO_GUARANTEE
+    if privacy["guarantee"] != "none":
+        spent = f"ε = {_epsilon_text(privacy['epsilon'])}"
+    text = f"{'━' * (BAR_WIDTH * done // planned)}  {done}/{planned} rounds   {spent}"
+    if privacy["rounds_stated"] > privacy["rounds_charged"]:
+        text += f", stopped: that is for the planned {privacy['rounds_stated']}"
+    return text
 
 
 def _result_lines(
@@ -105,7 +158,81 @@ def _result_lines(
     if gains:
         better = sum(gain > SAME for gain in gains)
         parts.append(f"{better:,} of {len(gains):,} users gain")
-    lines = [(main.replace("_", " "), "   ".join([*parts, "(not private)"]))]
+    lines = [(MEASURE_LABELS.get(main, main), "   ".join([*parts, "(not private)"]))]
     reached = badness(main, values["personal"]) + SAME
     as_good = [name for name in ADVICE if name in values and reached >= badness(main, values[name])]
     return lines + [("", ADVICE[name]) for name in as_good[:1]]
+
+
+def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:
+    """A bar with what is done, in this unit, and the time left.
+
+    Args:
+        unit: what is counted.
+        transient: it is wiped away at the end, and only a terminal shows it.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} " + unit),
+        TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=transient,
+        disable=transient and not console.is_terminal,
+    )
+
+
+def progress_hook(progress: Progress, label: str, rounds: int) -> Watch:
+    """A callback that shows the round, ε and the first two of the latest measures."""
+    task = progress.add_task(label, total=rounds, state="")
+
+    def show_round(round_: int, result: "Result", ledger: "Ledger") -> None:
+        state = f"ε ≤ {rounded_up(ledger.quick_epsilon())}"
+        if ledger.insecure_rounds:
+            state = NO_GUARANTEE
+        evaluated = result.evaluate_metrics_clientapp
+        if evaluated:
+            latest = list(evaluated[max(evaluated)].items())
+            state = "  ".join([state, *(f"{name} {value:.4g}" for name, value in latest[:2])])
+        progress.update(task, completed=round_, state=state)
+
+    return show_round
+
+
+class SweepBar:
+    """Settings × rounds, time left and the best measure so far.
+
+    Args:
+        progress: where to show it.
+        rounds: the planned number of rounds.
+    """
+
+    def __init__(self, progress: Progress, rounds: int) -> None:
+        self._progress = progress
+        self._rounds = rounds
+        self._sizes: list[int] = []
+        self._done: dict[int, int] = {}
+        self._best: dict[int, Best] = {}
+
+    def begin(self, chosen: Plan, missing: Sequence[Sequence[Point]]) -> None:
+        """The blocks that are going to be run."""
+        self._progress.console.print(str(chosen), highlight=False, soft_wrap=True)
+        self._sizes = [len(block) for block in missing]
+        every = sum(len(block) for block in chosen.blocks)
+        self._start = (every - sum(self._sizes)) * self._rounds
+        total = every * self._rounds
+        self._task = self._progress.add_task("sweep", total=total, completed=self._start, state="")
+
+    def show(self, block: int, round_: int, best: Best | None) -> None:
+        """A block has come to this round."""
+        self._done[block] = self._sizes[block] * round_
+        if best is not None:
+            self._best[block] = best
+        leading = best_among(list(self._best.values()))
+        state = ""
+        if leading is not None:
+            measure, value = leading
+            state = f"best now, of one seed: {measure} {value:.4g}"
+        completed = self._start + sum(self._done.values())
+        self._progress.update(self._task, completed=completed, state=state)

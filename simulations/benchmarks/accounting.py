@@ -75,6 +75,6 @@ def epsilon_ms(rate: float, rounds: int = 100, repetitions: int = 5) -> float:
 def planning_seconds() -> float:
     """What ``ppsgd plan`` computes and prints for 20,000 rounds, beyond imports."""
     arguments = "--population 1000000 --rate 1e-3 --rounds 20000 --epsilon 1 --delta 1e-7"
-    code = f"import time, flwr_ppsgd.cli, flwr_ppsgd.lab.plan\nstart = time.process_time()\n{PLAN}"
+    code = f"import time, flwr_ppsgd.cli, flwr_ppsgd.plan\nstart = time.process_time()\n{PLAN}"
     done = in_a_process(code, "plan", *arguments.split())
     return float(done.stdout.splitlines()[-1])

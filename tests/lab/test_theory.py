@@ -10,6 +10,7 @@ from flwr_ppsgd import Poisson, Steps, calibrate_noise
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.epsilon import Relation
 from flwr_ppsgd.lab.theory import (
+    EASED,
     Minimiser,
     Theorem,
     favours_local,
@@ -371,3 +372,26 @@ def test_an_eased_theorem_is_the_theorem_for_a_smaller_smoothness() -> None:
         )
 
     assert theorem(8.0).eased(4.0) == theorem(2.0)
+
+
+@pytest.mark.parametrize(("sigma", "distance", "end"), [(0.03, 3.0, 0.0), (10.0, 100.0, math.inf)])
+def test_a_smaller_smoothness_makes_the_bound_follow_the_noise(
+    sigma: float, distance: float, end: float
+) -> None:
+    """For L itself the bias leads, and αQ = 1 on both sides of Lemma 4.6's threshold; for L/30 the
+    bound is smallest at the right end."""
+    theorem = theorem_b_4(
+        population=200,
+        rate=1.0,
+        rounds=50,
+        dimension=40,
+        smoothness=2.0,
+        variance_w=sigma**2 / 5,
+        variance_theta=sigma**2 / 5,
+        noise_std=14.0 / 200,
+    )
+    minimiser = Minimiser.additive_norms(200, distance)
+    strict = theorem.best(minimiser)
+    assert strict.bias > strict.deviation
+    assert strict.alpha * theorem.denominator == 1.0
+    assert theorem.eased(EASED).best(minimiser).alpha * theorem.denominator == end

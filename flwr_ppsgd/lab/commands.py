@@ -1,0 +1,553 @@
+"""The commands of the laboratory. Parses, calls, prints; loaded when one of them is asked for.
+
+Nothing heavy is imported before a command needs it: help and lists answer at once.
+"""
+
+import enum
+import logging
+import re
+import shlex
+import signal
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flwr_ppsgd.cli import INTERRUPTED, console, given, show
+
+if TYPE_CHECKING:
+    from flwr_ppsgd.lab.experiment import Experiment
+
+MOST_EXTENSIONS = 3  # of a grid, in one command
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+BUDGET = {"epsilon": "2", "delta": "1e-5"}  # what has no default, with an example
+SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
+    "Training": "method population rate cohort-size cohort-mean cap rounds passes step alpha-q "
+    "clip-norm total-batch average sparse replies batch-size",
+    "Privacy": "epsilon delta noise-multiplier max-epsilon budget-dir insecure-seed secure-honest "
+    "secure-colluding secure-failure secure-neighbours",
+    "Data": "data data-checksum users min-train user-column target-column test-column time-column "
+    "feature-columns exclude-columns categorical-columns text-columns separator encoding impute "
+    "test-fraction task data-seed features",
+    "Model": "model loss bias scale standardise target-shift representation "
+    "representation-features representation-seed",
+    "Measuring": "evaluate-every evaluations select-on validation-fraction baselines "
+    "fine-tune-passes fine-tune-steps local-steps drop-exhausted precision",
+    "Server": "enrolled min-online wait-timeout round-timeout checkpoint-dir checkpoint-every",
+}
+SETTINGS_HELP = "\n\n".join(
+    ["Keys of --set, as in an experiment file:"]
+    + [f"{topic}: {', '.join(keys.split())}." for topic, keys in SETTINGS.items()]
+)
+
+app = typer.Typer()
+
+
+class Engine(enum.StrEnum):
+    """Where clients run."""
+
+    process = "process"
+    cohort = "cohort"
+    flower = "flower"
+
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated."),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist.",
+    ),
+]
+User = Annotated[
+    str | None,
+    typer.Option("--user", metavar="COLUMN", help="Names the user of a row; default: user."),
+]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", metavar="COLUMN", help="What to predict; default: y."),
+]
+Features = Annotated[
+    str | None,
+    typer.Option("--features", metavar="A,B,…", help="Default: all other columns of numbers."),
+]
+Test = Annotated[
+    str | None,
+    typer.Option("--test", metavar="COLUMN", help="1 marks test rows; default: test."),
+]
+Time = Annotated[
+    str | None,
+    typer.Option("--time", metavar="COLUMN", help="Each user's last rows are for testing."),
+]
+Fraction = Annotated[
+    float | None,
+    typer.Option("--test-fraction", help="Share of each user's rows for testing; default: 0.2."),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        "--task", help="classification, regression or multi-label; default: it is detected."
+    ),
+]
+
+Exclude = Annotated[
+    str | None, typer.Option("--exclude", metavar="A,B,…", help="Columns that are not used.")
+]
+Categorical = Annotated[
+    str | None,
+    typer.Option(
+        "--categorical", metavar="A,B,…", help="Columns of categories: one-hot, hashed where many."
+    ),
+]
+Text = Annotated[
+    str | None,
+    typer.Option("--text", metavar="A,B,…", help="Columns of text: shares of hashed words."),
+]
+Sep = Annotated[
+    str | None, typer.Option("--sep", metavar="CHARACTER", help="Separates values; default: ,")
+]
+Encoding = Annotated[
+    str | None, typer.Option("--encoding", metavar="NAME", help="Of a .csv; default: utf-8.")
+]
+Impute = Annotated[
+    str | None,
+    typer.Option(
+        "--impute",
+        metavar="RULE",
+        help="For gaps: drop (the row), zero or own-mean; default: refuse.",
+    ),
+]
+
+
+@app.command()
+def experiments() -> None:
+    """List the experiments that ship with this package."""
+    from flwr_ppsgd.lab.presets import presets
+
+    for name, what in presets().items():
+        show(f"{name:24} {what}")
+
+
+@app.command()
+def look(  # noqa: PLR0917 - typer's own way
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Means and deviations to review; default: FILE's name-standardise.csv."),
+    ] = None,
+    user: User = None,
+    target: Target = None,
+    features: Features = None,
+    test: Test = None,
+    time: Time = None,
+    test_fraction: Fraction = None,
+    task: Task = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    text: Text = None,
+    sep: Sep = None,
+    encoding: Encoding = None,
+    impute: Impute = None,
+) -> None:
+    """Before anything else: users, rows, features, scales, gaps, the task, trivial answers."""
+    about_data = _about_data(locals())
+    from flwr_ppsgd.lab.data import look as looking
+    from flwr_ppsgd.lab.problem import Problem
+
+    problem = Problem.of(about_data).found()
+    raw = problem.per_user()
+    show(looking.report(raw, problem.as_by_default().per_user()))
+    out = out or Path(f"{Path(data).stem}-standardise.csv")
+    if looking.write_review(raw, out):
+        show(f"Written, to review: {out} (public numbers in it: --set standardise={out})")
+
+
+@app.command(epilog=SETTINGS_HELP)
+def run(  # noqa: PLR0917 - typer's own way
+    experiment: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A TOML file, or a name that `ppsgd experiments` lists; default: synthetic."
+        ),
+    ] = None,
+    data: Data = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(help="ε that everything together may cost; must be given with --data."),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="δ, well below 1 over the number of users; must be given with --data."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="The number of rounds.")] = None,
+    settings: Set = None,
+    engine: Annotated[
+        Engine,
+        typer.Option(
+            help="process: secret noise, with the guarantee. cohort: faster, a simulation without "
+            "any guarantee. flower: `flwr run`."
+        ),
+    ] = Engine.process,
+    out: Annotated[
+        Path | None, typer.Option(help="Output directory; default: a new one under runs/.")
+    ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Show what was found in the data, and the statement."),
+    ] = False,
+    user: User = None,
+    target: Target = None,
+    features: Features = None,
+    test: Test = None,
+    time: Time = None,
+    test_fraction: Fraction = None,
+    task: Task = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    text: Text = None,
+    sep: Sep = None,
+    encoding: Encoding = None,
+    impute: Impute = None,
+) -> None:
+    """Train once and write w, the measures, the privacy statement and a picture."""
+    about_data = _about_data(locals())
+    budget = given({"epsilon": epsilon, "delta": delta, "rounds": rounds})
+    overrides = about_data | _overrides(settings or []) | budget
+    if data is not None and experiment is None:
+        _check_budget(overrides, BUDGET)
+    from flwr_ppsgd.lab import screen
+    from flwr_ppsgd.lab.experiment import Experiment
+    from flwr_ppsgd.lab.outputs import check_free, free_directory, read_run
+
+    chosen = Experiment.load(experiment, overrides)
+    if out is None:
+        out = free_directory(experiment.stem if experiment else Path(chosen.problem.data).stem)
+    check_free(out)
+    if not verbose:  # flwr sets the level of its log when it is imported
+        logging.getLogger("flwr").setLevel(logging.WARNING)
+    screen.show_lines(screen.data_lines(chosen))
+    if verbose:
+        _describe(chosen)
+    stopped = _train(chosen, out, engine)
+    saved = read_run(out)
+    screen.show_lines(screen.outcome_lines(chosen, out, saved))
+    if verbose:
+        show("\n".join(saved.statement))
+        names = ", ".join(sorted(path.name for path in out.iterdir()))
+        show(f"Written: {out}/ ({names})")
+    screen.show_lines(screen.next_lines(chosen, out), unbroken=True)
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
+    if not saved.rounds_trained:
+        raise RuntimeError(
+            "the budget max-epsilon pays for no round at all: raise it, or noise-multiplier"
+        )
+
+
+def _check_budget(overrides: Mapping[str, Any], examples: Mapping[str, str]) -> None:
+    """ValueError with the whole command if ε or δ is missing: there is no default for them."""
+    has = set(overrides)
+    if "noise-multiplier" in has:  # of the paper's method, in place of ε
+        has.add("epsilon")
+    missing = [key for key in examples if key not in has]
+    if missing:
+        options = " ".join(f"--{key} {examples[key]}" for key in missing)
+        raise ValueError(
+            f"{' and '.join(missing)} must be given, there is no default. Say what you can afford, "
+            "delta well below 1 over the number of users, as in: "
+            f"ppsgd {shlex.join(sys.argv[1:])} {options}"
+        )
+
+
+ABOUT_DATA = {  # a command's options about data, and the settings that they stand for
+    "data": "data",
+    "user": "user-column",
+    "target": "target-column",
+    "features": "feature-columns",
+    "test": "test-column",
+    "time": "time-column",
+    "test_fraction": "test-fraction",
+    "task": "task",
+    "exclude": "exclude-columns",
+    "categorical": "categorical-columns",
+    "text": "text-columns",
+    "sep": "separator",
+    "encoding": "encoding",
+    "impute": "impute",
+}
+
+
+def _about_data(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a command's options about data stand for."""
+    return given({key: typed[option] for option, key in ABOUT_DATA.items()})
+
+
+def _describe(experiment: "Experiment") -> None:
+    text = experiment.describe()
+    if text:
+        show(text)
+
+
+def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
+    """Write the output directory; whether the user has stopped the run."""
+    from flwr_ppsgd.lab import screen
+    from flwr_ppsgd.lab.results.figures import draw_run
+
+    if engine is Engine.flower:
+        from flwr_ppsgd.lab import flwr_run
+
+        flwr_run.run(experiment, out)
+        draw_run(out)
+        return False
+    from flwr_ppsgd.lab import run as running
+    from flwr_ppsgd.lab.outputs import save
+
+    train = running.run_as_cohort if engine is Engine.cohort else running.run
+    with screen.progress_bar(transient=True) as progress:
+        hook = screen.progress_hook(progress, "training", experiment.training.rounds)
+        outcome = train(experiment, hook)
+    save(outcome, out, draw_run)
+    return outcome.stopped
+
+
+@app.command()
+def sweep(  # noqa: PLR0917 - typer's own way
+    experiment: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A TOML file in which some settings are lists, or a name that `ppsgd experiments` "
+            "lists; default: sweep."
+        ),
+    ] = None,
+    data: Data = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="δ, well below 1 over the number of users; must be given with --data."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Output directory. Give the same one again to resume a sweep."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or give a list."),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="The number of blocks at a time; default: one for each core."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Limit, as in 8GB; default: half of what is free.")
+    ] = None,
+    extend: Annotated[
+        bool,
+        typer.Option(
+            "--extend", help="Widen the grid where a best setting is at its end, up to three times."
+        ),
+    ] = False,
+    user: User = None,
+    target: Target = None,
+    features: Features = None,
+    test: Test = None,
+    time: Time = None,
+    test_fraction: Fraction = None,
+    task: Task = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    text: Text = None,
+    sep: Sep = None,
+    encoding: Encoding = None,
+    impute: Impute = None,
+) -> None:
+    """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
+    about_data = _about_data(locals())
+    overrides = about_data | _overrides(settings or []) | given({"delta": delta})
+    if data is not None and experiment is None:
+        _check_budget(overrides, {"delta": BUDGET["delta"]})
+    from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
+    from flwr_ppsgd.lab.problem import SYNTHETIC
+    from flwr_ppsgd.lab.results.summary import summarise
+    from flwr_ppsgd.lab.rows import CAVEAT
+    from flwr_ppsgd.lab.screen import SweepBar, progress_bar
+    from flwr_ppsgd.lab.sweep import Sweep
+    from flwr_ppsgd.lab.workers import run_sweep
+
+    grid = Sweep.load(experiment, overrides)
+    limit = _bytes(memory)
+    if out is None:
+        source = experiment or Path(data or "sweep")
+        out = RUNS / source.stem
+    if extend and (out / CONFIG).exists():
+        grid = grid.united(read_config(out))
+    _describe(grid.base)
+    if grid.base.problem.data != SYNTHETIC and not grid.base.trivial():
+        raise ValueError(
+            f"{grid.base.problem.data}: there are no test rows, so settings cannot be compared: "
+            "mark some, or add --test-fraction 0.2"
+        )
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with progress_bar("setting-rounds") as progress:
+            watch = SweepBar(progress, grid.base.training.rounds)
+            run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=extend)
+            found = summarise(read_rows(out))
+            for _extension in range(MOST_EXTENSIONS if extend else 0):
+                if not found.edges:
+                    break
+                grid = grid.extended(found.edges)
+                run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=True)
+                found = summarise(read_rows(out))
+    except KeyboardInterrupt:
+        console.print(
+            f"Interrupted. Finished blocks are in {out}/: the same command goes on from there."
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    for line in found.edge_words():
+        show(line)
+    show(f"Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
+    console.print(CAVEAT, highlight=False)
+    show(found.count())
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _bytes(size: str | None) -> int | None:
+    """``8GB``, ``500MB`` or a number of bytes."""
+    if size is None:
+        return None
+    found = re.fullmatch(r"([0-9.]+)\s*([KMGT]?B?)", size.strip().upper())
+    try:
+        return int(float(found[1]) * UNITS[found[2]]) if found else int(size)
+    except (ValueError, KeyError):
+        raise ValueError(f"--memory {size}: write it as 8GB or 500MB") from None
+
+
+@app.command()
+def plot(
+    directory: Annotated[Path, typer.Argument(help="The directory of a sweep.")],
+    kinds: Annotated[
+        str, typer.Option("--format", metavar="pdf,png,svg", help="Formats of pictures.")
+    ] = "png",
+) -> None:
+    """Draw the figures of a sweep, with their numbers as CSV, and print the best settings."""
+    from flwr_ppsgd.checks import one_of
+    from flwr_ppsgd.lab.outputs import finished_rows, read_config
+    from flwr_ppsgd.lab.results.figures import PICTURE_FORMATS, draw_sweep
+
+    formats = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    for kind in formats:
+        one_of("--format", kind, PICTURE_FORMATS)
+    read_config(directory)
+    table, written = draw_sweep(finished_rows(directory), directory, formats)
+    show(table)
+    show(f"Written: {', '.join(str(path) for path in written)}")
+
+
+@app.command("predict")
+def predict_rows(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run.")],
+    data: Annotated[Path, typer.Option("--data", metavar="FILE", help="New rows.")],
+    user: User = None,
+    out: Annotated[Path, typer.Option(help="Where predictions go.")] = Path("predictions.csv"),
+) -> None:
+    """Predict by personal models: of users who took part, or made for new ones with known rows."""
+    from flwr_ppsgd.lab.outputs import write_predictions
+    from flwr_ppsgd.lab.predict import predict
+
+    if out.exists():
+        raise ValueError(f"{out} is there already: choose another file with --out")
+    found = predict(directory, data, user)
+    write_predictions(out, found)
+    counts: dict[str, int] = {}
+    for one in found:
+        counts[one.model] = counts.get(one.model, 0) + 1
+    words = ", ".join(f"{count:,} {model}" for model, count in counts.items())
+    show(f"Written: {out} ({len(found):,} rows: {words}). For its users' eyes alone.")
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")],
+) -> None:
+    """Write one self-contained page: what was run, the guarantee, best settings, figures, rows."""
+    from flwr_ppsgd.lab.results.page import write_report
+
+    show(f"Written: {write_report(directory)}")
+
+
+@app.command()
+def audit(
+    experiment: Annotated[
+        Path | None, typer.Argument(help="A TOML file; default: the synthetic problem.")
+    ] = None,
+    settings: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The picture to write; default: none is drawn.")
+    ] = None,
+) -> None:
+    """Send canaries through a strategy and measure the noise that these settings really give."""
+    from flwr_ppsgd import audit as auditing
+    from flwr_ppsgd.lab.experiment import Experiment
+    from flwr_ppsgd.server.strategy import PPSGD
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
+    training = Experiment.load(experiment, _overrides(settings or [])).training
+    flat = training.to_flat()
+    for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "enrolled"):
+        flat.pop(key, None)
+    release = training.release()
+    found = auditing.audit(
+        lambda: PPSGD.from_config(flat, release=release, max_epsilon=None), training.rounds
+    )
+    console.print(found.in_words(), highlight=False, markup=False)
+    if out is not None:
+        auditing.draw(found, out)
+        console.print(f"Picture: {out}", highlight=False, soft_wrap=True)
+    if found.verdict != "conforms":
+        raise RuntimeError(f"the audit's verdict is {found.verdict}")
+
+
+def _overrides(settings: list[str]) -> dict[str, Any]:
+    """``--set clip-norm=1.5`` as TOML values; a bare word is a string, ``inf`` is a number."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting}: write it as KEY=VALUE")
+        values[key.strip()] = _value(value)
+    return values
+
+
+def _value(text: str) -> Any:
+    """A TOML value. ``.2`` is a number to a person, though not to TOML."""
+    text = re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return _plain(text)
+    return parsed["value"] if list(parsed) == ["value"] else _plain(text)
+
+
+def _plain(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
