@@ -20,6 +20,7 @@ ROUNDING = 1e-9  # relative, on the side of more privacy
 CUT_TAIL = 2.0**-145  # of the noise of one coordinate, as of ``noise``
 LARGEST_EPSILON = 1e6  # beyond it nothing is protected
 LARGEST_EXPONENT = 600.0
+ULP = 2.0**-52
 
 
 # --- the closed form
@@ -32,11 +33,13 @@ def delta_of(mu: float, epsilon: float) -> float:
     """
     if mu == 0:
         return 0.0
-    above = math.erfc((epsilon / mu - mu / 2) / math.sqrt(2)) / 2
+    at = epsilon / mu - mu / 2
+    above = math.erfc(at / math.sqrt(2)) / 2
     below = math.erfc((epsilon / mu + mu / 2) / math.sqrt(2)) / 2
     if below == 0 or epsilon > LARGEST_EXPONENT:
         return above
-    return max(0.0, above - math.exp(epsilon) * below)
+    rounding = (8 + at**2) * ULP * above  # of both terms, which may nearly cancel
+    return max(0.0, above - math.exp(epsilon) * below + rounding)
 
 
 def largest_mu(epsilon: float, delta: float) -> float:
