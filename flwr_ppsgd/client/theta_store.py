@@ -252,6 +252,11 @@ class DiskStore:
             raise self._damaged(f"{name!r} is not what was written")
         return json.loads(value)
 
+    def check_facts(self) -> None:
+        """RefusedError if any fact was changed."""
+        for (name,) in self._db.rows("SELECT name FROM fact"):
+            self.fact(name)
+
     def replies(self) -> int:
         """The number of replies that were noted."""
         with self._readable():
