@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.engine import Engine
-from flwr_ppsgd.lab.linear_engine import LinearEngine, Table
+from flwr_ppsgd.lab.linear_engine import LinearEngine
+from flwr_ppsgd.lab.population import Table
 from flwr_ppsgd.learner import Minibatches, generator
 from flwr_ppsgd.models.linear import AdditiveLinear
 from flwr_ppsgd.simulation import InProcessGrid

@@ -14,7 +14,8 @@ from flwr_ppsgd.algorithm import Poisson, Release, Steps, clip
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.block import run_block
 from flwr_ppsgd.lab.engine import Setting
-from flwr_ppsgd.lab.linear_engine import LinearEngine, Table
+from flwr_ppsgd.lab.linear_engine import LinearEngine
+from flwr_ppsgd.lab.population import Table
 from flwr_ppsgd.lab.problem import Problem
 from flwr_ppsgd.lab.rows import Point
 from flwr_ppsgd.lab.sweep import Sweep

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import Ledger
+from flwr_ppsgd.client.visit import num_tested
 from flwr_ppsgd.lab import block as blocks
 from flwr_ppsgd.lab import workers
 from flwr_ppsgd.lab.block import plan, run_block
-from flwr_ppsgd.lab.engine import num_tested
 from flwr_ppsgd.lab.evaluation import overall, results_of
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.outputs import read_rows
@@ -234,7 +234,7 @@ def test_solved_baselines_solve_on_the_final_w(
     solved_on, published = (engine.w(0) for engine in kept)
     np.testing.assert_array_equal(solved_on, published)
     task = sweep.base.task
-    people = results_of(task.learner, published, range(9), None)
+    (people,) = results_of(task.learner, [published], range(9), None)
     assert row.measures == pytest.approx(overall(people), rel=1e-8)
     assert isinstance(row, SweepRow)
     assert Epsilons(sweep.base)(point, 6) == Epsilons(sweep.base)(like, 6)
