@@ -338,6 +338,7 @@ class Canaries:
         self._parameters = strategy.training.replies != "gradient"
         self._app = client_app(lambda _: _Canary(OVER_NORM * self._release.clip_norm * self._role))
         self._role = np.zeros(size)
+        self._replies: dict[int, RecordDict] = {}  # along directions, by their number
         self.directions = self._draw_directions()
         self._asked: dict[int, list[int]] = {}  # who sent shares of a secure sum, by round
         self._kept: dict[int, set[int]] = {}  # who is let through, by round
@@ -420,10 +421,14 @@ class Canaries:
             return self._app(message, context)
         if not self._lets_through(round_, user, stage):
             raise RuntimeError("lost")
-        self._role = self._drawn_role(round_ - 1, has_factor)
+        kind = self._draw_role(round_ - 1, has_factor)
         if stage or has_factor:
             return self._app(message, context)
-        return Message(self._plain_reply(message), reply_to=message)
+        if self._parameters or kind is None:
+            return Message(self._plain_reply(message), reply_to=message)
+        if kind not in self._replies:
+            self._replies[kind] = self._plain_reply(message)
+        return Message(self._replies[kind], reply_to=message)
 
     def _lets_through(self, round_: int, user: int, stage: int) -> bool:
         """Whether a client answers; in a secure sum exactly as many as are needed."""
@@ -438,20 +443,20 @@ class Canaries:
             self._kept[round_] = set(chosen)
         return user in self._kept[round_]
 
-    def _drawn_role(self, row: int, has_factor: bool) -> Floats:
-        """What a canary sends, of length 1; it is noted."""
+    def _draw_role(self, row: int, has_factor: bool) -> int | None:
+        """Decide what a canary sends: the number of its direction, or None for a coordinate."""
         own = self.own[row]
         kind = DIRECTIONS if has_factor else int(self._source.integers(DIRECTIONS))
         if kind < DIRECTIONS and self._source.random() < OWN_SHARE:
             place = int(self._source.integers(self._size // (DIRECTIONS + 1) * DIRECTIONS))
             if np.count_nonzero(own) < MOST_OWN and not own[place]:
                 own[place] = True
-                alone = np.zeros(self._size)
-                alone[place] = 1.0
-                return alone
+                self._role = np.zeros(self._size)
+                self._role[place] = 1.0
+                return None
         self.counts[row, kind] += 1
-        direction: Floats = self.directions[kind]
-        return direction
+        self._role = self.directions[kind]
+        return kind
 
     def _plain_reply(self, message: Message) -> RecordDict:
         vector = OVER_NORM * self._release.clip_norm * self._role
