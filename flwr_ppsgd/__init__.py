@@ -7,7 +7,7 @@ model never pays for torch.
 
 from typing import TYPE_CHECKING
 
-from flwr_ppsgd.door import opened
+from flwr_ppsgd.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from flwr_ppsgd.algorithm import (
@@ -87,4 +87,4 @@ _HOMES = {
     "torch_learner": "flwr_ppsgd.models.torch_app",
     "whole_module": "flwr_ppsgd.models.torch_app",
 }
-__getattr__, __dir__ = opened(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
