@@ -19,7 +19,7 @@ KINDS = ("message", "legacy")
 NODES = 100  # as in the recipe
 STATEMENT = "user-level joint differential privacy"
 BACK_TO_FEDAVG = {
-    "message": ("strategy = PPSGD(", "strategy = FedAvg(fraction_evaluate=fraction_evaluate)"),
+    "message": ("strategy = PPSGD.auto(", "strategy = FedAvg(fraction_evaluate=fraction_evaluate)"),
     "legacy": (
         "return ServerAppComponents(strategy=private",
         "return ServerAppComponents(strategy=strategy, config=config)",
