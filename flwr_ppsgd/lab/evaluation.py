@@ -16,7 +16,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.visit import num_tested, personal_model
 from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combined, measure_of, worst_tenth
 from flwr_ppsgd.learner import LOCAL, Learner, OwnModel, Solver
-from flwr_ppsgd.models.linear import AdditiveLinear
+from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
 
 log = logging.getLogger("flwr.ppsgd")

@@ -14,20 +14,23 @@ from torch import nn
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.app import client_app
-from flwr_ppsgd.models.batch import Part, Parts
-from flwr_ppsgd.models.blocks import (
+from flwr_ppsgd.models.additive_linear import Loss
+from flwr_ppsgd.models.torch_data import MOST_BYTES, Loader, LoaderBatches, Part, Parts
+from flwr_ppsgd.models.torch_model import (
     Shapes,
-    blocks,
-    patterns_of,
+    SplitModel,
+    list_patterns,
     refuse_other_shared,
-    refuse_running_statistics,
+    split_names,
 )
-from flwr_ppsgd.models.linear import Loss
-from flwr_ppsgd.models.loaders import MOST_BYTES, Loader, LoaderBatches
-from flwr_ppsgd.models.losses import LossFunction, Objective
-from flwr_ppsgd.models.split import SplitModel
-from flwr_ppsgd.models.split_learner import SplitLearner
-from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, PersonalTraining, Schedule
+from flwr_ppsgd.models.torch_training import (
+    LossFunction,
+    Objective,
+    OptimizerFactory,
+    PersonalTraining,
+    Schedule,
+    SplitLearner,
+)
 from flwr_ppsgd.recipe import Task
 
 Loaders: TypeAlias = Callable[[Context], tuple[Loader, Loader | None]]
@@ -82,7 +85,8 @@ def torch_client(
             parameters, so they serve stock strategies only.
     """
     _check_network(network)
-    _split(network, personal, additive)
+    patterns = tuple(list_patterns(personal))
+    _shared_shapes(network, patterns, additive)
     Objective(loss, torch.device("cpu"))
     PersonalTraining(optimizer, personal_steps, weight_decay, schedule)
     learner = functools.partial(
@@ -99,7 +103,7 @@ def torch_client(
         task=task,
         most_bytes=most_bytes,
     )
-    learner_for = _LearnerFor(network, personal, additive, loaders, learner)
+    learner_for = _LearnerFor(network, patterns, additive, loaders, learner)
     return client_app(learner_for, local_step=local_step, local_steps=local_steps, mods=mods)
 
 
@@ -108,7 +112,7 @@ class _LearnerFor:
     """A node's learner, made from its context."""
 
     network: Callable[[], nn.Module]
-    personal: str | Sequence[str]
+    personal: tuple[str, ...]
     additive: bool
     loaders: Loaders
     learner: Callable[..., SplitLearner]
@@ -118,9 +122,8 @@ class _LearnerFor:
 
     def check_shared(self, shapes: Shapes) -> None:
         """ValueError unless the server's arrays are the network's shared parameters."""
-        here = _split(self.network, self.personal, self.additive)
-        split = f"personal={patterns_of(self.personal)}, additive={self.additive}"
-        refuse_other_shared(shapes, here, split)
+        here = _shared_shapes(self.network, self.personal, self.additive)
+        refuse_other_shared(shapes, here, self.personal, self.additive)
 
     def __call__(self, context: Context) -> SplitLearner:
         train, test = self._loaders(context)
@@ -166,8 +169,9 @@ def _check_network(network: object) -> None:
         )
 
 
-def _split(
-    network: Callable[[], nn.Module], personal: str | Sequence[str], additive: bool
+@functools.lru_cache(maxsize=8)
+def _shared_shapes(
+    network: Callable[[], nn.Module], personal: tuple[str, ...], additive: bool
 ) -> Shapes:
     """The shapes of the shared parameters; ValueError if the network cannot be split this way."""
     try:
@@ -175,8 +179,7 @@ def _split(
             module = network()
     except Exception:  # not every network can be made without values
         module = network()
-    refuse_running_statistics(module)
-    shared, _ = blocks(module, personal, additive)
+    shared, _ = split_names(module, personal, additive)
     parameters = dict(module.named_parameters())
     return {name: parameters[name].shape for name in shared}
 
@@ -278,6 +281,6 @@ def whole_module(
         personal: as for ``SplitModel``.
         theta: one user's personal parameters, such as ``PersonalModel.load(…).theta``.
     """
-    shared, own = blocks(module, personal)
+    shared, own = split_names(module, personal)
     additive = len(arrays) == len(shared) + len(own)
     return SplitModel(module, personal, additive=additive).module_with(arrays, theta)

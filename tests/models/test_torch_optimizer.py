@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from flwr_ppsgd import Minibatches, Order, SplitModel, torch_learner
-from flwr_ppsgd.models.split_learner import SplitLearner, TrainedSplitLearner
-from flwr_ppsgd.models.torch_optimizer import PersonalTraining
+from flwr_ppsgd.models.torch_training import PersonalTraining, SplitLearner, TrainedSplitLearner
 from tests.support.toy import Floats
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
