@@ -212,6 +212,11 @@ class LinearModel:
                 found |= {prefix + name: value for name, value in measures.items()}
         return found
 
+    @property
+    def chosen(self) -> dict[str, float]:
+        """What the mixture is made of."""
+        return self.mixture.chosen
+
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""
         return self.mixture.to_arrays()

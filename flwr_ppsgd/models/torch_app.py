@@ -28,7 +28,6 @@ from flwr_ppsgd.models.torch_training import (
     Objective,
     OptimizerFactory,
     PersonalTraining,
-    Schedule,
     SplitLearner,
 )
 from flwr_ppsgd.recipe import Task
@@ -51,7 +50,6 @@ def torch_client(
     optimizer: OptimizerFactory | None = None,
     personal_steps: int = 1,
     weight_decay: float = 0.0,
-    schedule: Schedule | None = None,
     task: Task | None = None,
     most_bytes: int = MOST_BYTES,
     local_step: float | None = None,
@@ -76,7 +74,6 @@ def torch_client(
         optimizer: as for ``torch_learner``.
         personal_steps: as for ``torch_learner``.
         weight_decay: as for ``torch_learner``.
-        schedule: as for ``torch_learner``.
         task: as for ``torch_learner``.
         most_bytes: as for ``torch_learner``.
         local_step: as for ``client_app``.
@@ -88,7 +85,7 @@ def torch_client(
     patterns = tuple(list_patterns(personal))
     _shared_shapes(network, patterns, additive)
     Objective(loss, torch.device("cpu"))
-    PersonalTraining(optimizer, personal_steps, weight_decay, schedule)
+    PersonalTraining(optimizer, personal_steps, weight_decay)
     learner = functools.partial(
         torch_learner,
         additive=additive,
@@ -99,7 +96,6 @@ def torch_client(
         optimizer=optimizer,
         personal_steps=personal_steps,
         weight_decay=weight_decay,
-        schedule=schedule,
         task=task,
         most_bytes=most_bytes,
     )
@@ -198,7 +194,6 @@ def torch_learner(
     optimizer: OptimizerFactory | None = None,
     personal_steps: int = 1,
     weight_decay: float = 0.0,
-    schedule: Schedule | None = None,
     task: Task | None = None,
     most_bytes: int = MOST_BYTES,
     user: int = 0,
@@ -225,7 +220,6 @@ def torch_learner(
             local epochs under ``PPSGD.auto``, where None is Adam.
         personal_steps: the number of steps that θ takes in one visit.
         weight_decay: of θ.
-        schedule: the factor on θ's learning rate at visit 1, 2, …
         task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
         most_bytes: the most data that is held in memory; a larger loader is read batch by batch.
         user: decides the order of minibatches.
@@ -245,7 +239,6 @@ def torch_learner(
         optimizer=optimizer,
         personal_steps=personal_steps,
         weight_decay=weight_decay,
-        schedule=schedule,
         task=task,
     )
 
@@ -281,6 +274,6 @@ def whole_module(
         personal: as for ``SplitModel``.
         theta: one user's personal parameters, such as ``PersonalModel.load(…).theta``.
     """
-    shared, own = split_names(module, personal)
-    additive = len(arrays) == len(shared) + len(own)
+    everything, _ = split_names(module, personal, additive=True)
+    additive = len(arrays) == len(everything)
     return SplitModel(module, personal, additive=additive).module_with(arrays, theta)

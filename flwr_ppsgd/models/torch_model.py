@@ -30,7 +30,6 @@ from flwr_ppsgd.models.torch_training import (
     Objective,
     OptimizerFactory,
     PersonalTraining,
-    Schedule,
     SplitLearner,
     TrainedSplitLearner,
     flat_vector,
@@ -265,7 +264,6 @@ class SplitModel:
         optimizer: OptimizerFactory | None = None,
         personal_steps: int = 1,
         weight_decay: float = 0.0,
-        schedule: Schedule | None = None,
         task: Task | None = None,
     ) -> SplitLearner:
         """This model together with one user's data.
@@ -276,10 +274,9 @@ class SplitModel:
             optimizer: of θ, as for ``PersonalTraining``; of local epochs under ``PPSGD.auto``.
             personal_steps: the number of steps that θ takes in one visit.
             weight_decay: of θ.
-            schedule: the factor on θ's learning rate, by visit.
             task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
         """
-        training = PersonalTraining(optimizer, personal_steps, weight_decay, schedule)
+        training = PersonalTraining(optimizer, personal_steps, weight_decay)
         kind = SplitLearner if training.is_plain else TrainedSplitLearner
         return kind(self, batches, test, training, task=task)
 

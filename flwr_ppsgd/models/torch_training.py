@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 OptimizerFactory: TypeAlias = Callable[..., torch.optim.Optimizer]
-Schedule: TypeAlias = Callable[[int], float]
 
 ROWS_AT_ONCE = 256
 LOCAL_STEP = 0.001  # of local epochs with Adam, or with the user's class of optimizers
@@ -255,13 +254,11 @@ class PersonalTraining:
             ``functools.partial(torch.optim.Adam, lr=0.01)``; None is plain SGD with s_θ.
         steps: the number of steps in a visit; each takes the next minibatch.
         weight_decay: λ of (λ/2)‖θ‖², which is added to the loss.
-        schedule: the factor on the learning rate at visit 1, 2, …
     """
 
     optimizer: OptimizerFactory | None = None
     steps: int = 1
     weight_decay: float = 0.0
-    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         count("personal_steps", self.steps)
@@ -273,9 +270,6 @@ class PersonalTraining:
         # the repr of an optimizer has many lines
         shown = type(made) if isinstance(made, torch.optim.Optimizer) else made
         require(made is None or callable(made), rule, shown, remedy)
-        rule = "schedule must be a function of the visit that gives a factor"
-        remedy = "such as lambda visit: 0.99**visit, in a module-level function"
-        require(self.schedule is None or callable(self.schedule), rule, self.schedule, remedy)
 
     @property
     def is_plain(self) -> bool:
@@ -303,10 +297,6 @@ class PersonalTraining:
         for parameter in parameters:
             parameter.requires_grad_(True)
         optimizer = self._make_optimizer(parameters, step)
-        if self.schedule is not None:
-            factor = self.schedule(visit)
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
         for number in range(self.steps):
             rows = batches((visit - 1) * self.steps + number + 1)
             optimizer.step(functools.partial(self._closure, parameters, loss, rows))
@@ -556,7 +546,7 @@ class SplitLearner:
             self._batches.hold()
         steps = epochs * math.ceil(self.num_examples / count_rows(self._batches(1)))
         optimizer = self._training.optimizer or _adam
-        return replace(self._training, optimizer=optimizer, steps=steps, schedule=None)
+        return replace(self._training, optimizer=optimizer, steps=steps)
 
 
 class TrainedSplitLearner(SplitLearner):
@@ -640,6 +630,11 @@ class HeadModel:
                 del of_shared["loss"]  # a trained network's scores have a scale of their own
             found |= {SHARED + name: value for name, value in of_shared.items()}
         return found
+
+    @property
+    def chosen(self) -> dict[str, float]:
+        """What the mixture is made of."""
+        return self.mixture.chosen
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""

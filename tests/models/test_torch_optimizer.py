@@ -96,17 +96,6 @@ def test_an_optimizer_that_needs_a_closure() -> None:
     assert model().evaluate(w, found, (X, Y))["loss"] < before
 
 
-def half_each_visit(visit: int) -> float:
-    return 0.5 ** (visit - 1)
-
-
-def test_a_schedule_is_a_factor_by_visit() -> None:
-    theta = model().initial_theta()
-    for visit, factor in ((1, 1.0), (3, 0.25)):
-        expected = theta - factor * 0.1 * gradient(theta)
-        np.testing.assert_allclose(after(visit=visit, schedule=half_each_visit), expected)
-
-
 def test_global_learning_leaves_theta_alone() -> None:
     """s_θ = 0, the limit α = ∞."""
     theta = model().initial_theta()
