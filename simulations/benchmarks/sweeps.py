@@ -14,7 +14,7 @@ from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.network_engine import NetworkEngine
 from flwr_ppsgd.lab.population import Fresh
 from flwr_ppsgd.learner import Minibatches, generator
-from flwr_ppsgd.models.additive_head import AdditiveHead
+from flwr_ppsgd.models.torch_model import AdditiveHead
 from simulations.benchmarks.measuring import Comparison, show_against_loop
 from simulations.benchmarks.workload import (
     BATCH,

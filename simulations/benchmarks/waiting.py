@@ -23,7 +23,7 @@ from flwr_ppsgd import (
     client_app,
 )
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.linear import AdditiveLinear
+from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.simulation import InProcessGrid
 from simulations.benchmarks.measuring import seconds, show
 from simulations.benchmarks.workload import (
