@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -87,7 +88,7 @@ def on_small_network(personal: str) -> SplitModel:
     return SplitModel(nn.Sequential(small_network(), nn.Linear(5, 4)).double(), personal)
 
 
-def digits(count: int = 7) -> tuple[Floats, Any]:
+def digits(count: int = 7) -> tuple[Floats, NDArray[np.int64]]:
     source = np.random.default_rng(0)
     return source.normal(size=(count, 1, 6, 6)), source.integers(0, 4, count)
 
