@@ -274,6 +274,6 @@ def whole_module(
         personal: as for ``SplitModel``.
         theta: one user's personal parameters, such as ``PersonalModel.load(…).theta``.
     """
-    shared, own = split_names(module, personal)
-    additive = len(arrays) == len(shared) + len(own)
+    everything, _ = split_names(module, personal, additive=True)
+    additive = len(arrays) == len(everything)
     return SplitModel(module, personal, additive=additive).module_with(arrays, theta)
