@@ -24,11 +24,11 @@ from scipy.linalg import get_blas_funcs
 
 from flwr_ppsgd.algorithm import Vector, clip_scales
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.data.learners import user_measures
-from flwr_ppsgd.lab.data.per_user import Task
-from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
+from flwr_ppsgd.lab.learners import user_measures
 from flwr_ppsgd.lab.measures import for_choosing, summary
+from flwr_ppsgd.lab.schema import Task
+from flwr_ppsgd.lab.synthetic import Synthetic
 from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.linear import Loss, mean_losses, predict
 

@@ -13,15 +13,15 @@ import numpy as np
 from flwr.app import ArrayRecord, Context
 from numpy.typing import NDArray
 
-from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.lab.problem import CNN, SYNTHETIC, Problem
+from flwr_ppsgd.lab.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.models.linear import Loss
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.lab.data.per_user import PerUser
     from flwr_ppsgd.lab.engine import Engine, Setting
     from flwr_ppsgd.lab.linear_engine import Population, Table
+    from flwr_ppsgd.lab.per_user import PerUser
     from flwr_ppsgd.models.additive_head import AdditiveHead
 
 PIXELS = 28 * 28
@@ -63,7 +63,7 @@ class LinearTask:
         """One user's model and data."""
         if self.problem.data == SYNTHETIC:
             return SyntheticLearner(self.truth(), user, self.problem.batch_size)
-        from flwr_ppsgd.lab.data.learners import linear_learner
+        from flwr_ppsgd.lab.learners import linear_learner
 
         return linear_learner(
             _measured_on(self.problem, self.on_validation),
@@ -130,7 +130,7 @@ class NetworkTask:
             )
 
     def learner(self, user: int) -> Learner:
-        from flwr_ppsgd.lab.data.learners import network_learner
+        from flwr_ppsgd.lab.learners import network_learner
 
         return network_learner(
             self.network(),
@@ -155,7 +155,7 @@ class NetworkTask:
         return _network(self.problem.data_seed, data.outputs)
 
     def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
-        from flwr_ppsgd.lab.data.learners import NetworkBatches
+        from flwr_ppsgd.lab.learners import NetworkBatches
         from flwr_ppsgd.lab.network_engine import NetworkEngine
 
         data = self.problem.per_user()
@@ -229,7 +229,7 @@ def _measured_on(problem: Problem, on_validation: bool) -> "PerUser":
 
 def _with_fitting_loss(problem: Problem) -> "PerUser":
     """The users; ValueError if the loss does not go with their targets."""
-    from flwr_ppsgd.lab.data.learners import check_loss
+    from flwr_ppsgd.lab.learners import check_loss
 
     data = problem.per_user()
     check_loss(data, cast(Loss, problem.loss), problem.target_shift)
@@ -269,7 +269,7 @@ def table(problem: Problem, precision: str, dropped_after: float | None = None) 
 
 def _measured_rows(data: "PerUser", user: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """(x, y) of one user's test part, for a network."""
-    from flwr_ppsgd.lab.data.learners import network_targets
+    from flwr_ppsgd.lab.learners import network_targets
 
     rows = data.rows(user, test=True)
     return data.matrix(rows), network_targets(data, rows)

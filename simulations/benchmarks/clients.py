@@ -12,7 +12,7 @@ from flwr_ppsgd import Learner, Order, Poisson, client_app
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.theta import Stamp, Theta
 from flwr_ppsgd.client.theta_store import DiskStore, Shared
-from flwr_ppsgd.lab.data import load
+from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ORDER

@@ -4,7 +4,7 @@ As the ``learner_for`` of a client app, in a module of its own so that Ray can p
 
     @functools.cache
     def table():
-        return read("ratings.csv", Columns(user="reader", target="stars")).with_bias()
+        return load("ratings.csv", DataOptions(user="reader", target="stars")).with_bias()
 
     def learner_for(context):
         user = int(context.node_config["partition-id"])
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.data.per_user import PerUser, Task
-from flwr_ppsgd.lab.data.split import Indices
+from flwr_ppsgd.lab.per_user import Indices, PerUser
+from flwr_ppsgd.lab.schema import Task
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.linear import AdditiveLinear, Features, Loss, Matrix, mean_losses
 from flwr_ppsgd.models.solve import Mixture
