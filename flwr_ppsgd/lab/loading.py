@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.lab.data_options import DataOptions, names_in
-from flwr_ppsgd.lab.features import as_numbers, as_texts, columns_of, encode, is_text
+from flwr_ppsgd.lab.features import as_numbers, as_texts, columns_of, encode, is_text, listed
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
 from flwr_ppsgd.lab.schema import CATEGORY, MISSING, OWN_MEAN, ZERO, Schema, Task
 from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_file
@@ -19,6 +19,7 @@ from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, rea
 MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
 MOST_CLASSES_WITH_GAPS = 20
 MOST_SHOWN = 3
+MOST_CLASSES_SHOWN = 10
 DROP = "drop"
 IMPUTE = (DROP, *MISSING)
 TEST_WORDS = {"1": 1, "true": 1, "test": 1, "0": 0, "false": 0, "train": 0}
@@ -97,6 +98,8 @@ def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[st
     columns, column_notes = columns_of(table, options, special)
     task, classes, why = find_task(table, targets, options.task)
     notes += [*column_notes, *why]
+    if classes:
+        notes.append(f"classes are {listed(classes, MOST_CLASSES_SHOWN)}")
     if not any(column.features for column in columns):
         left_out = "; ".join(note for note in column_notes if note.startswith("left out"))
         what = "there is no feature column beside user, target, test and time"
