@@ -61,7 +61,7 @@ def ppsgd(
 def test_the_installed_command_shows_its_version() -> None:
     command = Path(sys.executable).with_name("ppsgd")
     shown = subprocess.run(
-        [command, "--version"], capture_output=True, text=True, timeout=60, check=True
+        [command, "--version"], capture_output=True, text=True, timeout=600, check=True
     )
     assert shown.stdout == f"flwr_ppsgd {version('flwr-ppsgd')}\n"
 
@@ -216,6 +216,17 @@ def test_epsilon_and_delta_have_no_default_and_the_error_shows_the_command(
     typed = (command, *DATA, *given)
     check_refusal(ppsgd(*typed), "no default", f"ppsgd {' '.join(typed)} {missing}")
     assert {path.name for path in Path().iterdir()} == {"small.toml", "rows.csv"}
+
+
+def test_an_extra_that_is_missing_is_one_line(
+    ppsgd: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("flwr_ppsgd.lab.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    ended = ppsgd("report", "out")
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err == "ppsgd: jinja2 is not installed: pip install 'flwr-ppsgd[lab]'\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["experiments"]])

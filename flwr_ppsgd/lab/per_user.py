@@ -13,7 +13,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.lab.schema import Schema, Task
 from flwr_ppsgd.learner import generator
-from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.models.additive_linear import Matrix
 from flwr_ppsgd.models.representation import NONE, Representation, Shape
 
 Indices: TypeAlias = NDArray[np.intp]

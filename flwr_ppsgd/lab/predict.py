@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.engine import delivery_order
+from flwr_ppsgd.lab.evaluation import delivery_order
 from flwr_ppsgd.lab.features import as_numbers, as_texts, encode
 from flwr_ppsgd.lab.learners import linear_learner
 from flwr_ppsgd.lab.loading import class_name

@@ -35,7 +35,7 @@ Row = dict[str, Any]
 def ppsgd_alone(*arguments: str, where: Path) -> Ended:
     """The installed command in a process of its own, with all that libraries print there."""
     done = subprocess.run(
-        [SCRIPT, *arguments], cwd=where, capture_output=True, text=True, timeout=120, check=False
+        [SCRIPT, *arguments], cwd=where, capture_output=True, text=True, timeout=600, check=False
     )
     return Ended(done.returncode, done.stdout, done.stderr)
 

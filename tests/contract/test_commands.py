@@ -201,7 +201,7 @@ def test_a_run_that_is_interrupted_is_kept_and_costs_what_was_planned(here: Path
     while not rounds_done(here) and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=600)
     assert process.returncode == 130
     privacy = privacy_of(here / "out")
     assert privacy["rounds_trained"] < privacy["rounds_stated"] == 100_000

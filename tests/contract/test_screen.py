@@ -82,7 +82,7 @@ def on_a_terminal(*arguments: str, where: Path) -> str:
     except OSError:  # Linux says so when the other end is closed
         pass
     os.close(ours)
-    assert process.wait(timeout=60) == 0, shown
+    assert process.wait(timeout=600) == 0, shown
     return shown.decode()
 
 

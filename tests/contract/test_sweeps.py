@@ -110,7 +110,7 @@ def stopped_after_more_rows(arguments: tuple[str, ...], where: Path, how: signal
     while size_of(rows) <= before and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(how)
-    return process.wait(timeout=60)
+    return process.wait(timeout=600)
 
 
 def size_of(path: Path) -> int:

@@ -1,0 +1,300 @@
+"""Rows in, figures and a table out: which setting is shown where."""
+
+import csv
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from flwr_ppsgd.lab.figures import draw_sweep, figure_1, figure_2, figure_users, styles
+from flwr_ppsgd.lab.rows import CAVEAT, PPSGD, Point, SweepRow
+from flwr_ppsgd.lab.summary import best_curves, frame_of, means, summarise
+
+
+def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> SweepRow:
+    """ε is 10·round/z."""
+    clip_norm = None if z is None else 1.0
+    point = Point(1, a, step, z, clip_norm)
+    epsilon = 0.0
+    if z is not None:
+        epsilon = 10 * round_ / z if z else math.inf
+    return SweepRow(point, round_, {"loss": value}, deployed_epsilon=epsilon, **more)
+
+
+def reseeded(own: SweepRow, seed: int) -> SweepRow:
+    return replace(own, point=replace(own.point, seed=seed))
+
+
+def remeasured(own: SweepRow, **measures: float) -> SweepRow:
+    return replace(own, measures=measures)
+
+
+def curve(a: float, step: float, z: float | None, *values: float) -> list[SweepRow]:
+    """At rounds 0, 5 and 9."""
+    rounds = (0, 5, 9)
+    return [row(a, step, z, t, value) for t, value in zip(rounds, values, strict=True)]
+
+
+ROWS = [
+    *curve(0.0, 0.1, None, 8.0, 4.0, 3.0),
+    *curve(0.3, 0.1, 1.0, 8.0, 3.0, 1.0),
+    *curve(0.3, 0.2, 1.0, 8.0, 2.0, 1.5),
+    row(0.3, 0.9, 1.0, 0, 8.0),
+    row(0.3, 0.9, 1.0, 5, 0.1, diverged=True),
+    *curve(0.3, 0.1, 5.0, 8.0, 6.0, 7.0),
+    *curve(math.inf, 0.1, 1.0, 8.0, 5.0, 2.0),
+    *curve(math.inf, 0.1, 5.0, 8.0, 7.0, 7.5),
+]
+
+
+def test_the_step_is_chosen_anew_at_each_round() -> None:
+    """Figure 1: at round 5 the larger step leads, at round 9 the smaller one; what diverged is
+    never chosen."""
+    found = best_curves(means(frame_of(ROWS), "loss"), "loss")[0.3]
+    curve = found[found["level"] == 1.0]
+    assert list(zip(curve["round"], curve["step"], curve["value"], strict=True)) == [
+        (0, 0.1, 8.0),
+        (5, 0.2, 2.0),
+        (9, 0.1, 1.0),
+    ]
+
+
+def test_the_best_accuracy_is_the_highest() -> None:
+    rows = [remeasured(r, accuracy=r.measures["loss"]) for r in ROWS]
+    found = best_curves(means(frame_of(rows), "accuracy"), "accuracy")[0.3]
+    assert found.query("level == 1 and round == 9")["step"].item() == 0.2
+
+
+def test_seeds_are_averaged_before_anything_is_chosen() -> None:
+    """A setting that is lucky once does not win; one that diverged for a seed is out."""
+    lucky = [row(0.3, 0.1, 1.0, 9, 0.0), reseeded(row(0.3, 0.1, 1.0, 9, 10.0), 2)]
+    steady = [reseeded(row(0.3, 0.2, 1.0, 9, 4.0), seed) for seed in (1, 2)]
+    lost = [
+        row(0.3, 0.3, 1.0, 5, 0.1),
+        reseeded(row(0.3, 0.3, 1.0, 5, 0.1, diverged=True), 2),
+        row(0.3, 0.3, 1.0, 9, 0),
+    ]
+    curve = best_curves(means(frame_of([*lucky, *steady]), "loss"), "loss")[0.3]
+    assert curve[["step", "value", "seeds"]].to_numpy().tolist() == [[0.2, 4.0, 2]]
+    assert 5 not in means(frame_of(lost), "loss")["round"].tolist()
+
+
+def test_the_table_names_the_best_setting_for_each_epsilon() -> None:
+    """At z = 5 local learning is best, at no cost; ε is that of the setting it is compared with."""
+    table = summarise(ROWS).table.to_dict("records")
+    assert [
+        (r["noise-multiplier"], r["deployed_epsilon"], r["alpha-q"], r["loss"]) for r in table
+    ] == [
+        (1.0, 90.0, 0.3, 1.0),
+        (5.0, 18.0, 0.0, 3.0),
+    ]
+    assert [(r["local"], r["global"]) for r in table] == [(3.0, 2.0), (3.0, 7.5)]
+
+
+def test_every_figure_and_table_is_written_with_its_caveat(tmp_path: Path) -> None:
+    text, written = draw_sweep(ROWS, tmp_path)
+    pictures = {"figure-1", "figure-2", "methods"}
+    expected = {f"{name}.{kind}" for name in pictures for kind in ("png", "csv")}
+    assert {path.name for path in written} == {*expected, "best.csv"}
+    assert CAVEAT in text
+    assert "as if it alone had been run" in CAVEAT
+    assert "choosing among settings is not covered" in CAVEAT
+    for name in ("figure-1.png", "figure-2.png", "methods.png"):
+        height, width, _ = imread(tmp_path / name).shape
+        assert min(height, width) > 400
+    lines = (tmp_path / "best.csv").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == f"# {CAVEAT}"
+    assert [r["alpha-q"] for r in csv.DictReader(lines[1:])] == ["0.3", "0.0"]
+
+
+@pytest.mark.parametrize("kept", ["local", "no noise", "unfinished"])
+def test_what_is_missing_is_left_out(tmp_path: Path, kept: str) -> None:
+    """Local learning alone, z = 0 alone, and a sweep under way still make a picture."""
+    rows = {
+        "local": [r for r in ROWS if r.point.alpha_q == 0],
+        "no noise": [row(0.3, 0.1, 0.0, t, 1.0 + t) for t in (0, 5)],
+        "unfinished": ROWS[:5],
+    }[kept]
+    _, written = draw_sweep(rows, tmp_path)
+    assert (tmp_path / "figure-1.png") in written
+    assert all(path.exists() for path in written)
+
+
+def test_a_sweep_in_which_all_diverged_is_a_result_with_advice(tmp_path: Path) -> None:
+    text, written = draw_sweep([row(0.3, 0.1, 1.0, 5, 1.0, diverged=True)], tmp_path)
+    assert "1 settings, 1 of them diverged: there is nothing to compare" in text
+    assert "--set step=[0.00333333, 0.01]" in text
+    assert [path.name for path in written] == ["best.csv"]
+
+
+def test_diverged_settings_are_counted_once_whatever_their_seeds(tmp_path: Path) -> None:
+    lost = [reseeded(row(0.3, 0.9, 1.0, 5, 1.0, diverged=True), seed) for seed in (1, 2)]
+    text, _ = draw_sweep([*ROWS, *lost], tmp_path)
+    assert "7 settings, 1 of them diverged." in text
+
+
+def test_the_ordinate_is_set_by_what_converged() -> None:
+    """A setting that goes up to a million without being called diverged does not flatten all."""
+    wild = curve(0.3, 0.1, 1.0, 8.0, 1e6, 1.0)
+    found = summarise([*ROWS[:3], *wild, *ROWS[-6:]])
+    drawn = figure_1(found)
+    assert drawn is not None
+    low, high = drawn.figure.axes[0].get_ylim()
+    assert low < 3 < high < 100
+
+
+def test_figures_come_in_every_format_with_their_numbers(tmp_path: Path) -> None:
+    _, written = draw_sweep(ROWS, tmp_path, ["pdf", "svg"])
+    assert {path.suffix for path in written} == {".pdf", ".svg", ".csv"}
+    lines = (tmp_path / "figure-1.csv").read_text(encoding="utf-8").splitlines()
+    rows = [r for r in csv.DictReader(lines[1:]) if r["curve"] == "αQ = 0.3"]
+    of_first = [(r["round"], r["value"], r["step"]) for r in rows if r["noise-multiplier"] == "1.0"]
+    assert of_first == [("0", "8.0", "0.1"), ("5", "2.0", "0.2"), ("9", "1.0", "0.1")]
+
+
+def test_a_best_setting_at_the_end_of_a_list_is_said_with_the_next_value() -> None:
+    """0.1 of the steps 0.1, 0.2, 0.9 is the smallest: half of it is next. αQ has one value."""
+    (edge,) = summarise(ROWS).edges
+    assert (edge.key, edge.value, edge.beyond) == ("step", 0.1, 0.05)
+    assert "--extend adds 0.05" in "\n".join(summarise(ROWS).edge_lines())
+
+
+def validated(own: SweepRow, chosen_by: float) -> SweepRow:
+    """With ``chosen_by`` on validation rows, and what it had on test rows."""
+    return replace(own, measures={"validation_loss": chosen_by, **own.measures})
+
+
+def test_settings_are_chosen_on_validation_rows_and_reported_on_test_rows() -> None:
+    """Step 0.1 is better on validation rows, step 0.2 on test rows: 2.5 - 2 is the optimism."""
+    rows = [
+        validated(row(0.3, 0.1, 1.0, 9, 2.5), 1.0),
+        validated(row(0.3, 0.2, 1.0, 9, 2.0), 1.5),
+    ]
+    found = summarise(rows)
+    (cells,) = found.table.to_dict("records")
+    assert (cells["step"], cells["validation_loss"], cells["loss"]) == (0.1, 1.0, 2.5)
+    assert cells["if chosen on test"] == 2.0
+    assert "would make loss look better by 0.5 on average" in found.text()
+    assert "optimistic" in summarise(ROWS).text()
+
+
+def test_r_squared_is_against_the_better_trivial_answer() -> None:
+    """Errors 1 and 2: 1 - 1/4."""
+    trivial = [
+        SweepRow(Point(0, 0.0, 0.0, None, None, method), 9, {"rmse": value})
+        for method, value in (("trivial", 3.0), ("own-trivial", 2.0))
+    ]
+    rows = [remeasured(row(0.3, 0.1, 1.0, 9, 1.0), rmse=1.0), *trivial]
+    found = summarise(rows)
+    assert found.table["R²"].tolist() == [0.75]
+    assert "Without features, with each user's own: 2." in found.text()
+    assert "No setting beats" not in found.text()
+    worse = summarise([remeasured(row(0.3, 0.1, 1.0, 9, 1.0), rmse=2.5), *trivial])
+    assert "No setting beats the better answer without features at noise z = 1:" in worse.text()
+
+
+def test_the_users_picture_pairs_each_user_with_themselves(tmp_path: Path) -> None:
+    """Gains against local learning: .4, .1, 0 and -.1."""
+    (own,) = summarise(USERS).spread
+    np.testing.assert_allclose(own.gains("personalized"), [0.4, 0.1, 0, -0.1])
+    drawn = figure_users(summarise(USERS))
+    assert drawn is not None
+    assert drawn.figure.axes[0].get_title() == "ε = 90: 50% gain, 25% lose"
+    (line,) = [one for one in drawn.figure.axes[0].lines if one.get_label() == "personalized"]
+    np.testing.assert_allclose(np.asarray(line.get_ydata(), dtype=float), [-0.1, 0, 0.1, 0.4])
+    drawn.save(tmp_path, ["png"])
+
+
+def test_bands_and_error_bars_are_one_standard_error_over_seeds() -> None:
+    rows = [reseeded(own, seed) for own in ROWS[:6] for seed in (1, 2)]
+    rows = [remeasured(own, loss=own.measures["loss"] + own.point.seed) for own in rows]
+    found = summarise(rows)
+    drawn = figure_1(found)
+    assert drawn is not None
+    assert drawn.figure.axes[0].collections
+    drawn = figure_2(found)
+    assert drawn is not None
+    assert drawn.figure.axes[0].containers
+
+
+def test_no_two_curves_look_alike() -> None:
+    values = [0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, math.inf]
+    colours = {styles(values)[a]["color"] for a in values if 0 < a < math.inf}
+    assert len(colours) == 10
+    looks = {
+        tuple(sorted((k, str(v)) for k, v in look.items())) for look in styles(values).values()
+    }
+    assert len(looks) == len(values)
+
+
+def users_row(a: float, z: float | None, values: list[float], method: str = PPSGD) -> SweepRow:
+    """A last row with each user's accuracy."""
+    own = row(a, 0.1, z, 9, 0.0, by_user=tuple(values))
+    mean = sum(values) / len(values)
+    measures = {"loss": 1 - mean, "accuracy": mean}
+    return replace(own, point=replace(own.point, method=method), measures=measures)
+
+
+USERS = [
+    users_row(0.0, None, [0.5, 0.6, 0.7, 0.9]),
+    users_row(math.inf, 1.0, [0.8, 0.2, 0.7, 0.4]),
+    users_row(0.3, 1.0, [0.9, 0.7, 0.7, 0.8]),
+    users_row(math.inf, 1.0, [0.7] * 4, method="fine-tuned"),
+    users_row(math.inf, 1.0, [0.6] * 4, method="fedavg"),
+]
+
+
+def test_users_better_off_than_both_ends_are_counted() -> None:
+    """.9 > .8, .7 > .6, .7 = .7, .8 < .9: two of four are better off, three are not worse off."""
+    (found,) = summarise(USERS).spread
+    assert (
+        "better than both local and global learning for 50% of users, and at least as good for 75%"
+        in found.text()
+    )
+
+
+def test_of_errors_the_smaller_is_better() -> None:
+    (found,) = summarise([remeasured(r, rmse=r.measures["accuracy"]) for r in USERS]).spread
+    assert found.share(np.less) == 0.0
+
+
+def test_baselines_have_columns_of_their_own(tmp_path: Path) -> None:
+    """They are neither global learning nor chosen as the best setting."""
+    (best,) = summarise(USERS).table.to_dict("records")
+    assert {
+        name: best[name] for name in ("local", "global", "personalized", "fine-tuned", "fedavg")
+    } == pytest.approx(
+        {"local": 0.675, "global": 0.525, "personalized": 0.775, "fine-tuned": 0.7, "fedavg": 0.6}
+    )
+    text, written = draw_sweep(USERS, tmp_path)
+    assert "users.png" in {path.name for path in written}
+    assert "50% of users" in text
+
+
+def test_the_standard_error_is_over_seeds() -> None:
+    """Values 1, 2, 3: standard deviation 1, over √3."""
+    rows = [reseeded(row(0.3, 0.1, 1.0, 9, float(seed)), seed) for seed in (1, 2, 3)]
+    assert summarise(rows).table["standard error"].tolist() == pytest.approx([1 / math.sqrt(3)])
+
+
+def test_the_papers_epsilon_is_named_as_no_guarantee(tmp_path: Path) -> None:
+    text, _ = draw_sweep([replace(r, paper_epsilon=0.1) for r in USERS], tmp_path)
+    assert "not a guarantee" in text
+
+
+def test_labels_are_not_wider_than_their_panels() -> None:
+    """The longest one, of the paper's ε: drawn, it stays within the panels side by side."""
+    rows = [replace(r, paper_epsilon=0.1) for r in ROWS]
+    drawn = figure_1(summarise(rows))
+    assert drawn is not None
+    drawn.figure.draw_without_rendering()
+    for panel in drawn.figure.axes:
+        width = panel.get_window_extent().width
+        for top in panel.child_axes:
+            label = top.xaxis.get_label()
+            assert "not a guarantee" in label.get_text().replace("\n", " ")
+            assert label.get_window_extent().width <= width
