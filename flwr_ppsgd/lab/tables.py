@@ -291,9 +291,10 @@ def _agreement(text: str, separator: str) -> tuple[bool, int]:
 
 
 def _has_decimal_comma(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether more values look like 1,5 than like 1.5: a user may be called 1.0."""
     cells = [cell.strip() for row in rows for cell in row]
-    comma = any(DECIMAL_COMMA.fullmatch(cell) for cell in cells)
-    return comma and not any(DECIMAL_POINT.fullmatch(cell) for cell in cells)
+    commas = sum(DECIMAL_COMMA.fullmatch(cell) is not None for cell in cells)
+    return commas > sum(DECIMAL_POINT.fullmatch(cell) is not None for cell in cells)
 
 
 def _is_number(row: Sequence[str], place: int, decimal: str) -> bool:

@@ -413,7 +413,7 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "excluded": ("user,a,b,y\n1,2,9,0\n1,7,8,1\n", {"exclude": "b"}, "", ("a",)),
     "true and false": ("user,a,b,y\n1,True,9,0\n1,false,8,1\n", {}, "", ("a", "b")),
     "semicolons and decimal commas": (
-        "user;a;y\n1;2,5;0\n1;7,25;1\n",
+        "user;a;y\n1.0;2,5;0\n7;7,25;1\n",
         {},
         "numbers have a decimal comma",
         ("a",),
