@@ -1,6 +1,7 @@
 """From a raw file of users' rows to predictions by everyone's own model, through the commands."""
 
 import csv
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,85 @@ def test_predictions_are_for_their_users_and_never_overwritten(tmp_path: Path) -
     before = path.read_bytes()
     check_refused(ppsgd(*asked, where=tmp_path), "predictions.csv", "--out")
     assert path.read_bytes() == before
+
+
+def two_worlds(tmp_path: Path) -> tuple[Path, Path]:
+    """The same people in two directories, but for one row of u03: another city, another answer."""
+    table = [{**row, "city": ("Bonn", "Rome")[place % 2]} for place, row in enumerate(classes())]
+    other = [dict(row) for row in table]
+    changed = next(row for row in other if row["user"] == "u3")
+    changed |= {"city": "Oslo", "y": "perhaps", "a": "many"}
+    found = []
+    for name, rows in (("one", table), ("other", other)):
+        (tmp_path / name).mkdir()
+        files.write_csv(tmp_path / name / "people.csv", rows)
+        found.append(tmp_path / name)
+    return found[0], found[1]
+
+
+def seen_of(directory: Path, *options: str) -> tuple[list[str], list[str], dict[str, Any]]:
+    """What a run shows up to the end of training, its conditions, and the shapes of its arrays."""
+    run = ("run", "--data", "people.csv", *options, *BUDGET, "--out", "out")
+    ended = check_done(ppsgd(*run, where=directory))
+    lines = ended.out.splitlines()
+    last = next(place for place, line in enumerate(lines) if line.startswith("training"))
+    assert not ended.err
+    shapes = {name: array.shape for name, array in model_of(directory / "out").items()}
+    return lines[: last + 1], privacy_of(directory / "out")["conditional_on"], shapes
+
+
+def test_with_a_schema_one_users_row_changes_neither_form_nor_words(tmp_path: Path) -> None:
+    one, other = two_worlds(tmp_path)
+    schema = tmp_path / "schema.toml"
+    check_done(ppsgd("look", "people.csv", "--write", schema, where=one))
+    assert schema.stat().st_mode & 0o077 == 0
+    worlds = [seen_of(here, "--schema", str(schema)) for here in (one, other)]
+    assert worlds[0] == worlds[1]
+    (condition,) = worlds[0][1]
+    digest = hashlib.sha256(schema.read_bytes()).hexdigest()
+    assert condition == (
+        f"provided that schema.toml (sha256 {digest}) is public knowledge, as its author declares"
+    )
+    assert condition in " ".join(" ".join(worlds[0][0]).split())
+    kept = model_of(one / "out")["schema-sha256"].tobytes().hex()
+    assert kept == digest
+
+
+def test_without_a_schema_what_was_looked_for_is_a_condition(tmp_path: Path) -> None:
+    """The same row changes the form of w then, which no ε covers."""
+    one, other = two_worlds(tmp_path)
+    shown, conditions, shapes = seen_of(one)
+    assert shapes != seen_of(other)[2]
+    (condition,) = conditions
+    for named in ("the columns and their kinds", "the words of 'city'", "the task", "the classes"):
+        assert named in condition
+        assert named in " ".join(shown)
+
+
+def test_a_schema_predicts_and_sweeps_and_decides_alone(tmp_path: Path) -> None:
+    files.write_csv(tmp_path / "people.csv", TABLE)
+    check_done(ppsgd("look", "people.csv", "--write", "schema.toml", where=tmp_path))
+    given = ("--data", "people.csv", "--schema", "schema.toml")
+    check_done(ppsgd("run", *given, *BUDGET, "--out", "out", where=tmp_path))
+    asked = ("predict", "out", *given)
+    check_done(ppsgd(*asked, where=tmp_path))
+    assert len(predictions(tmp_path)) == len(TABLE)
+    check_refused(ppsgd("run", *given, *BUDGET, "--user", "user", where=tmp_path), "user-column")
+    text = (tmp_path / "schema.toml").read_text(encoding="utf-8")
+    (tmp_path / "schema.toml").write_text(text + "# changed\n", encoding="utf-8")
+    check_refused(ppsgd(*asked, "--out", "p.csv", where=tmp_path), "schema")
+    grid = ("--set", "method=auto", "--set", "epsilon=[4.0]", "--set", "insecure-seed=1")
+    swept = ("sweep", *given, "--delta", "1e-3", *grid, "--out", "swept")
+    check_done(ppsgd(*swept, where=tmp_path))
+
+
+def test_a_user_without_a_readable_row_stays_enrolled(tmp_path: Path) -> None:
+    table = classes()
+    files.write_csv(tmp_path / "people.csv", table)
+    check_done(ppsgd("look", "people.csv", "--write", "schema.toml", where=tmp_path))
+    gone = [{**row, "y": "perhaps"} if row["user"] == "u3" else row for row in table]
+    files.write_csv(tmp_path / "people.csv", gone)
+    run = ("run", "--data", "people.csv", "--schema", "schema.toml", *BUDGET, "--out", "out")
+    ended = check_done(ppsgd(*run, where=tmp_path))
+    assert "20 users" in ended.out
+    assert "u3" not in ended.out
