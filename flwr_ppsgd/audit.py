@@ -267,7 +267,7 @@ def audit(
             f"{strategy.steps} and noise_multiplier={strategy.release.noise_multiplier:g}: set "
             "alpha_q and z above 0"
         )
-    if not strategy.enrols_whoever_comes:
+    if strategy.training.enrolled.nodes is not None:
         raise ValueError("the audit brings its own nodes: build the strategy without enrolled")
     effort = _Effort.of(strategy.release, size)
     canaries = _Canaries(

@@ -6,11 +6,12 @@ earlier one, the charges do not. What may not be public, such as who replied, is
 so it is for the server's operator alone.
 """
 
+import itertools
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -313,31 +314,25 @@ class Store(SealedRows):
 
 
 def _parts_of(checkpoint: Checkpoint) -> list[bytes | memoryview]:
-    """A line of JSON that says what follows, then the arrays."""
+    """A line of JSON with names and sizes, then the arrays, then the state."""
     vectors = [np.ascontiguousarray(vector, np.float64) for vector in checkpoint.state.values()]
-    head = {
-        "arrays": {name: len(data) for name, data in checkpoint.arrays.items()},
-        "state": {name: vector.nbytes for name, vector in checkpoint.state.items()},
-    }
-    state = [vector.data.cast("B") for vector in vectors]
-    return [json.dumps(head).encode() + b"\n", *checkpoint.arrays.values(), *state]
+    state: list[memoryview] = [vector.data.cast("B") for vector in vectors]
+    parts: list[bytes | memoryview] = [*checkpoint.arrays.values(), *state]
+    sizes = [len(part) for part in parts]
+    head = {"arrays": list(checkpoint.arrays), "state": list(checkpoint.state), "sizes": sizes}
+    return [json.dumps(head).encode() + b"\n", *parts]
 
 
 def _checkpoint_of(round_: int, content: bytes) -> Checkpoint:
     """What ``_parts_of`` made, from bytes that are known to be whole."""
     start = content.index(b"\n") + 1
     head = json.loads(content[:start])
-    data = memoryview(content)[start:]
-
-    def cut(sizes: Mapping[str, int]) -> Iterator[tuple[str, memoryview]]:
-        nonlocal data
-        for name, size in sizes.items():
-            yield name, data[:size]
-            data = data[size:]
-
-    arrays = {name: bytes(part) for name, part in cut(head["arrays"])}
-    state = {name: np.frombuffer(part) for name, part in cut(head["state"])}
-    return Checkpoint(round_, arrays, state)
+    ends = itertools.accumulate(head["sizes"], initial=start)
+    parts = [content[a:b] for a, b in itertools.pairwise(ends)]
+    count = len(head["arrays"])
+    arrays = dict(zip(head["arrays"], parts[:count], strict=True))
+    state = zip(head["state"], parts[count:], strict=True)
+    return Checkpoint(round_, arrays, {name: np.frombuffer(part) for name, part in state})
 
 
 def _most_expensive(kinds: Iterable[Release]) -> list[Release]:
