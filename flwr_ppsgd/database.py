@@ -31,7 +31,7 @@ WRITABLE_BY_OTHERS = 0o022
 LONGEST_POLL = 0.25  # seconds
 PRAGMAS = {"journal_mode": ("TRUNCATE", "truncate"), "synchronous": ("EXTRA", 3)}
 PRAGMAS["fullfsync"] = ("ON", 1)  # macOS needs it to reach the disk; elsewhere it does nothing
-UNWRITTEN = "nothing of this step was kept; free or mend the disk, then start again"
+UNWRITTEN = "nothing of this step was kept; free some space or repair the disk, then start again"
 DAMAGED = "restore the newest backup, or use another directory"
 REMEDIES = {
     sqlite3.SQLITE_BUSY: "another process is using it; wait for it to end",
@@ -357,7 +357,7 @@ def _make_private_file(path: Path, *, new: bool = False) -> None:
     sync(path.parent)
 
 
-_IN_PROCESS = threading.RLock()  # held by whoever uses a connection, and by a process that forks
+_IN_PROCESS = threading.RLock()  # held by the user of a connection, and by a process that forks
 _HELD: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
 
 

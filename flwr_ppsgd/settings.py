@@ -1,7 +1,6 @@
 """Flat settings, as Flower's users write them: ``clip-norm = 10.0``. One line each, no nesting.
 
-Whoever reads settings (a run config, an experiment file, ``--set``) gets the same keys, defaults
-and errors.
+A run config, an experiment file and ``--set`` have the same keys, defaults and errors.
 """
 
 import math
@@ -393,13 +392,13 @@ def listed(text: str) -> list[str]:
 def override(flat: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """``flat`` with ``changes``; a change to one of two alternatives takes the other one out."""
     given = {key_of(key) for key in changes}
-    gone = set(given)
+    replaced = set(given)
     for one, other in ALTERNATIVES:
         if one in given and other not in given:
-            gone.add(other)
+            replaced.add(other)
         if other in given and one not in given:
-            gone.add(one)
-    kept = {key: value for key, value in flat.items() if key_of(key) not in gone}
+            replaced.add(one)
+    kept = {key: value for key, value in flat.items() if key_of(key) not in replaced}
     return {**kept, **changes}
 
 

@@ -56,7 +56,7 @@ class Store(SealedRows):
     Args:
         directory: where it is, or will be; None is in memory.
         read_only: write nothing, for reports; the lock is not taken. The file must exist.
-        mend: open it although charges were lost, to add them by hand.
+        repair: open it although charges were lost, to add them by hand.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Store(SealedRows):
         directory: Path | None,
         *,
         read_only: bool = False,
-        mend: bool = False,
+        repair: bool = False,
     ) -> None:
         path = None if directory is None else directory / NAME
-        super().__init__(path, "training", read_only=read_only, mend=mend)
+        super().__init__(path, "training", read_only=read_only, repair=repair)
         self.directory = directory
         self._lock: FileLock | None = None
         self._unsaved: Checkpoint | None = None
@@ -100,7 +100,7 @@ class Store(SealedRows):
             self._lock = FileLock(self.directory / LOCK, PATIENCE, busy)
         try:
             super().open()
-            if self._lock is not None and not self._mend:
+            if self._lock is not None and not self._repair:
                 self._remove_old_arrays()
             if self._unsaved is not None:
                 self._save(self._unsaved)
@@ -167,13 +167,13 @@ class Store(SealedRows):
         Args:
             round_: the absolute round; 0 before the first.
             release: what is released.
-            insecure: whether its coins come from a known seed.
+            insecure: whether its noise comes from a known seed.
         """
         with self.transaction() as add:
             self._charge(add, self.owner, round_, release, insecure)
 
     def charges(self) -> Counter[tuple[Release, bool]]:
-        """How often each release was charged, and whether with coins from a known seed.
+        """How often each release was charged, and whether with noise from a known seed.
 
         Of a charge that was added by hand the release is not known: it counts as each that might be
         the most expensive.
@@ -290,7 +290,7 @@ class Store(SealedRows):
             raise OSError(
                 error.errno,
                 f"w of round {checkpoint.round} could not be saved in {self.directory} "
-                f"({error.strerror}): the round is charged; free some space, or mend the disk, "
+                f"({error.strerror}): the round is charged; free some space, or repair the disk, "
                 "before you start again",
             ) from error
         self.note("checkpoint", {"round": checkpoint.round, "file": name, "sha256": sha256})
