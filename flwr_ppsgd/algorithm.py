@@ -442,6 +442,114 @@ class Steps:
         return self.shared > 0
 
 
+# --- the steps of a round
+
+
+def clip(g: Vector, norm: float) -> Vector:
+    """g / max(1, ‖g‖/C)   (Algorithm 1, line 8).
+
+    The result's norm is at most C, never a rounding above it.
+    """
+    scale = clip_scale(g, norm)
+    return g if scale == 1.0 else g * scale
+
+
+def client_step(
+    theta: Vector,
+    g_w: Vector,
+    g_theta: Vector,
+    clip_norm: float,
+    step: float,
+) -> tuple[Vector, Vector]:
+    """(clip(g_w, C), θ − s_θ·g_θ)   (Algorithm 1, lines 7–9).
+
+    θ's own gradient is not clipped: it goes nowhere.
+    """
+    return clip(g_w, clip_norm), theta - step * g_theta
+
+
+def server_step(
+    w: Vector, noisy_sum: Vector | float, release: Release, step: float | Vector
+) -> Vector:
+    """w − s_w·(Σ_i clip(g_i, C) + noise) / D   (Algorithms 1–3, last line).
+
+    D is the *expected* weight of a cohort: it is public, and a client that drops out shrinks the
+    sum but not the noise. The sum was clipped where it was taken, on the server: the guarantee must
+    not rest on the client's word.
+
+    Args:
+        w: the shared parameters.
+        noisy_sum: from the grid, from a secure sum, or from an engine.
+        release: C and D.
+        step: s_w, one number or one for each coordinate.
+    """
+    # a step that is too large ends in infinity, not in a warning
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved: NDArray[Any] = np.multiply(noisy_sum, -step / release.denominator)
+        moved += w
+    return moved
+
+
+# --- norms, of one vector and of many
+
+
+def length(g: Vector) -> float:
+    """‖g‖₂ in double precision, safe from overflow and underflow of the squares."""
+    # unlike dot, vdot does not warn of an overflow
+    square = np.vdot(g, g) if g.dtype == np.float64 else _square_by_blocks(g)
+    plain = math.sqrt(square)
+    if 1e-140 < plain < 1e140 or not g.size:
+        return plain
+    largest = float(np.max(np.abs(g)))
+    if not 0 < largest < math.inf:
+        return largest
+    scaled = g / largest
+    return largest * math.sqrt(np.dot(scaled, scaled))
+
+
+def _square_by_blocks(g: Vector) -> float:
+    """g·g of a vector in another precision, without a copy of all of it."""
+    total = 0.0
+    space = np.empty(min(BLOCK, len(g)))
+    for start in range(0, len(g), BLOCK):
+        part = g[start : start + BLOCK]
+        block = space[: len(part)]
+        block[...] = part
+        total += float(np.vdot(block, block))
+    return total
+
+
+def clip_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
+    """The factor, at most 1, that brings ‖g‖ to at most ``limit``.
+
+    A vector 10²⁸⁰ times too long becomes zero: so small a factor has too few digits left to keep
+    the promise.
+
+    Args:
+        g: the vector.
+        limit: the largest norm.
+        margin: relative, below the limit, for the rounding of the product.
+    """
+    actual = length(g)
+    within = limit * (1 - margin)
+    if actual <= within:
+        return 1.0
+    scale = within / actual
+    return scale if scale > LEAST_SCALE else 0.0
+
+
+def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
+    """``clip_scale`` of many vectors at once, from their lengths; limits broadcast to these."""
+    within = limits * (1 - margin)
+    longer = ~(lengths <= within)  # true for NaN
+    scales = np.divide(within, lengths, out=np.ones_like(lengths), where=longer)
+    scales *= ~(scales <= LEAST_SCALE)
+    return scales
+
+
+# --- measures inside the guarantee
+
+
 @dataclass(frozen=True)
 class PrivateMetrics:
     """Training measures inside the guarantee: their share of the clip norm is the gradient's loss.
@@ -501,109 +609,6 @@ class PrivateMetrics:
             measures[name] = float(mean)
             measures[name + STANDARD_ERROR] = float(error)
         return measures
-
-
-def length(g: Vector) -> float:
-    """‖g‖₂ in double precision, safe from overflow and underflow of the squares."""
-    # unlike dot, vdot does not warn of an overflow
-    square = np.vdot(g, g) if g.dtype == np.float64 else _square_by_blocks(g)
-    plain = math.sqrt(square)
-    if 1e-140 < plain < 1e140 or not g.size:
-        return plain
-    largest = float(np.max(np.abs(g)))
-    if not 0 < largest < math.inf:
-        return largest
-    scaled = g / largest
-    return largest * math.sqrt(np.dot(scaled, scaled))
-
-
-def _square_by_blocks(g: Vector) -> float:
-    """g·g of a vector in another precision, without a copy of all of it."""
-    total = 0.0
-    space = np.empty(min(BLOCK, len(g)))
-    for start in range(0, len(g), BLOCK):
-        part = g[start : start + BLOCK]
-        block = space[: len(part)]
-        block[...] = part
-        total += float(np.vdot(block, block))
-    return total
-
-
-def clip_scale(g: Vector, limit: float, margin: float = CLIP_MARGIN) -> float:
-    """The factor, at most 1, that brings ‖g‖ to at most ``limit``.
-
-    A vector 10²⁸⁰ times too long becomes zero: so small a factor has too few digits left to keep
-    the promise.
-
-    Args:
-        g: the vector.
-        limit: the largest norm.
-        margin: relative, below the limit, for the rounding of the product.
-    """
-    return scale_for(length(g), limit, margin)
-
-
-def scale_for(actual: float, limit: float, margin: float = CLIP_MARGIN) -> float:
-    """``clip_scale`` of a vector of this length."""
-    within = limit * (1 - margin)
-    if actual <= within:
-        return 1.0
-    scale = within / actual
-    return scale if scale > LEAST_SCALE else 0.0
-
-
-def clip_scales(lengths: Vector, limits: Vector | float, margin: float = CLIP_MARGIN) -> Vector:
-    """``clip_scale`` of many vectors at once, from their lengths; limits broadcast to these."""
-    within = limits * (1 - margin)
-    longer = ~(lengths <= within)  # true for NaN
-    scales = np.divide(within, lengths, out=np.ones_like(lengths), where=longer)
-    scales *= ~(scales <= LEAST_SCALE)
-    return scales
-
-
-def clip(g: Vector, norm: float) -> Vector:
-    """g / max(1, ‖g‖/C)   (Algorithm 1, line 8).
-
-    The result's norm is at most C, never a rounding above it.
-    """
-    scale = clip_scale(g, norm)
-    return g if scale == 1.0 else g * scale
-
-
-def client_step(
-    theta: Vector,
-    g_w: Vector,
-    g_theta: Vector,
-    clip_norm: float,
-    step: float,
-) -> tuple[Vector, Vector]:
-    """(clip(g_w, C), θ − s_θ·g_θ)   (Algorithm 1, lines 7–9).
-
-    θ's own gradient is not clipped: it goes nowhere.
-    """
-    return clip(g_w, clip_norm), theta - step * g_theta
-
-
-def server_step(
-    w: Vector, noisy_sum: Vector | float, release: Release, step: float | Vector
-) -> Vector:
-    """w − s_w·(Σ_i clip(g_i, C) + noise) / D   (Algorithms 1–3, last line).
-
-    D is the *expected* weight of a cohort: it is public, and a client that drops out shrinks the
-    sum but not the noise. The sum was clipped where it was taken, on the server: the guarantee must
-    not rest on the client's word.
-
-    Args:
-        w: the shared parameters.
-        noisy_sum: from the grid, from a secure sum, or from an engine.
-        release: C and D.
-        step: s_w, one number or one for each coordinate.
-    """
-    # a step that is too large ends in infinity, not in a warning
-    with np.errstate(over="ignore", invalid="ignore"):
-        moved: NDArray[Any] = np.multiply(noisy_sum, -step / release.denominator)
-        moved += w
-    return moved
 
 
 def _plain(value: object, **fields: object) -> None:

@@ -5,35 +5,34 @@ known directions, some along a coordinate of their own. The auditor knows who re
 at what is released: how far the known directions move (gain: the clip, the denominator), and how
 the rest scatters (noise). ẑ = noise / gain is then compared with the z that the ledger charges for.
 The noise of all coordinates and rounds, as one long row of numbers, must not resemble itself at any
-distance.
+distance. If everyone takes part in every round, a fifth of the canaries ask for an ε of their own
+that halves their bound (f = ½), through the device's own code: for them ẑ must be z/f.
 
 A lower bound on ε needs no model of the mechanism's inside. Whoever knows who took part in a round
 guesses that a canary was there if its coordinate is above half a clip norm. With the share p of
-canaries that are found and the share f of other coordinates that are taken for one, both at the far
+canaries that are found and the share q of other coordinates that are taken for one, both at the far
 end of a Clopper–Pearson interval of ``CONFIDENCE`` together,
 
-    μ ≥ Φ⁻¹(p) − Φ⁻¹(f)   and   ε ≥ that of a Gaussian of sensitivity μ and standard deviation 1,
+    μ ≥ Φ⁻¹(p) − Φ⁻¹(q)   and   ε ≥ that of a Gaussian of sensitivity μ and standard deviation 1,
 
-for one round at the ledger's δ. The second step takes the trade-off between p and f to be a
+for one round at the ledger's δ. The second step takes the trade-off between p and q to be a
 Gaussian's, which the other measures here are to show (Nasr et al. 2023). It is compared with the ε
 that one round without secret sampling is charged for.
 
 What the server does with a released sum is post-processing, and so is not audited: the strategy of
 an audit takes plain steps, so that w shows the sum itself. Give it the release of a recipe, not the
-recipe, and no ``max_epsilon``: the rounds of an audit are not those of a training.
-
-Run the audit on a strategy of its own, never on a user's training.
+recipe, and no ``max_epsilon``: the rounds of an audit are not those of a training. Run it on a
+strategy of its own, never on a user's training.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy import fft
@@ -41,7 +40,9 @@ from scipy.stats import beta, chi2, norm
 from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd.algorithm import Poisson, Release
+from flwr_ppsgd.client.account import epsilon_of
 from flwr_ppsgd.client.app import client_app
+from flwr_ppsgd.client.policy import DELTA, LARGEST_DELTA, OWN_EPSILON
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.secure.graph import design, survivors_needed
 from flwr_ppsgd.server.strategy import PPSGD
@@ -49,13 +50,14 @@ from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import rounded_up
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, ORDER, Layout, Order
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-DIRECTIONS = 2
+DIRECTIONS = 2  # and one more for canaries with an ε of their own
 OVER_NORM = 10.0  # canaries send vectors of this many clip norms
 DROPPED = 0.3  # share of replies withheld: dividing by the number received then shows
 EMPTY_EVERY = 5  # in every fifth round nobody replies at all
+OWN_SHARE = 0.2  # of the replies are along a coordinate of their own
+MOST_OWN = 50  # of these per round
+FACTOR = 0.5  # f of canaries with an ε of their own
+FACTOR_EVERY = 5  # every fifth user is one of them
 MOST_REPLIES = 1000  # per round
 FEWEST_ROUNDS = 20
 FEWEST_SECURE = 5  # rounds of a secure sum
@@ -64,8 +66,6 @@ MOST_ROUNDS = 1000
 MOST_MESSAGES = 60_000  # over all rounds
 MOST_NUMBERS = 12 * 10**8  # in all messages together
 MOST_RELEASED = 2 * 10**7  # numbers in all releases, which are kept in memory
-OWN_SHARE = 0.2  # of the replies are along a coordinate of their own
-MOST_OWN = 50  # of these per round
 SMALLEST_SENSITIVITY = 1e-3  # in standard deviations of the noise
 CONFIDENCE = 0.999  # of the lower bound on ε
 LIMIT = 4.0  # standard errors
@@ -76,6 +76,8 @@ MOST_COMPARED = 8 * 10**6  # numbers that are compared with each other at every 
 FEWEST_COMPARED = 10_000  # pairs at a distance: their mean is close to normal
 CELL = 1024  # coordinates whose noise in one round is looked at by itself
 MOST_DRAWN = 100_000  # residuals that are kept for the picture
+NOISE = "noise multiplier"
+OWN_NOISE = f"noise multiplier of users with f = {FACTOR:g}"
 Floats: TypeAlias = NDArray[np.float64]
 
 
@@ -96,9 +98,26 @@ class Estimate:
     @property
     def errors_off(self) -> float:
         """How far it is from what it should be, in standard errors."""
-        if not self.error:
-            return 0.0
-        return (self.value - self.expected) / self.error
+        return (self.value - self.expected) / self.error if self.error else 0.0
+
+    def inverse(self) -> "Estimate":
+        """1/ẑ = gain/noise, which is close to normal even if the gain is poorly known."""
+        error = abs(self.error / self.value) / self.expected
+        return Estimate(1 / self.value, error, 1 / self.expected)
+
+
+class Resemblance(NamedTuple):
+    """How much the noise is like itself further on.
+
+    Args:
+        correlation: the largest one.
+        distance: at which it is, in numbers of the row that all rounds form one after the other.
+        chance: of one as large or larger at any distance.
+    """
+
+    correlation: float
+    distance: int
+    chance: float
 
 
 @dataclass(frozen=True)
@@ -109,10 +128,8 @@ class Audit:
         release: what the strategy says it releases.
         rounds: the number of rounds that were run.
         size: the number of coordinates.
-        noise_multiplier: ẑ.
-        gain: how far a canary moves the sum, in units of its share of C.
-        others: everything else that independent Gaussian noise in every coordinate and round must
-            show, by name.
+        estimates: ẑ, that of users with an ε of their own, how far a canary moves the sum in units
+            of its share of C, and all else that independent Gaussian noise must show; by name.
         quietest: the chance of a coordinate, or of a stretch of one round, as quiet as the
             quietest one.
         resemblance: of the noise to itself, at the distance where it is largest.
@@ -128,11 +145,9 @@ class Audit:
     release: Release
     rounds: int
     size: int
-    noise_multiplier: Estimate
-    gain: Estimate
-    others: Mapping[str, Estimate]
+    estimates: Mapping[str, Estimate]
     quietest: float
-    resemblance: "Resemblance"
+    resemblance: Resemblance
     charged: tuple[tuple[Release, int], ...]
     planned_rounds: int
     epsilon_charged: float
@@ -142,28 +157,29 @@ class Audit:
     residuals: Floats
 
     @property
-    def estimates(self) -> dict[str, Estimate]:
-        """All of them, by name."""
-        return {"noise multiplier": self.noise_multiplier, "gain": self.gain, **self.others}
+    def noise_multiplier(self) -> Estimate:
+        """ẑ."""
+        return self.estimates[NOISE]
 
     @property
     def findings(self) -> list[str]:
         """What does not conform, one line for each."""
-        judged = {**self.estimates, "noise multiplier": self._inverse_multiplier}
         lines = []
         for name, found in self.estimates.items():
-            if not judged[name].conforms:
-                lines.append(
-                    f"{name} is {found.value:.4g} ± {found.error:.2g}, expected "
-                    f"{found.expected:.4g}"
-                )
+            judged = found.inverse() if name in (NOISE, OWN_NOISE) else found
+            if not judged.conforms:
+                lines.append(f"{name} is {_shown(found)}")
         if self.quietest < UNLIKELY:
             lines.append(
                 "a coordinate has so little noise, or a stretch of one round, that by chance it "
                 f"would happen in {self.quietest:.2g} of all audits"
             )
         if self.resemblance.chance < UNLIKELY:
-            lines.append(f"noise repeats itself: {self.resemblance.in_words(self.size)}")
+            rounds, coordinates = divmod(self.resemblance.distance, self.size)
+            lines.append(
+                f"noise repeats itself: correlation {self.resemblance.correlation:+.2g} at a "
+                f"distance of {rounds} rounds and {coordinates} coordinates"
+            )
         if self.one_round_at_least > self.one_round:
             lines.append(
                 f"epsilon of one round is at least {self.one_round_at_least:.4g}, and "
@@ -177,12 +193,6 @@ class Audit:
         return lines
 
     @property
-    def _inverse_multiplier(self) -> Estimate:
-        """1/ẑ = gain/noise, which is close to normal even if the gain is poorly known."""
-        z = self.noise_multiplier
-        return Estimate(1 / z.value, abs(z.error / z.value) / z.expected, 1 / z.expected)
-
-    @property
     def verdict(self) -> str:
         """convicted, inconclusive or conforms."""
         if self.findings:
@@ -192,23 +202,17 @@ class Audit:
 
     def in_words(self) -> str:
         """The verdict, what was measured, and what was found, in lines to print."""
-        z = self.noise_multiplier
         lines = [
             f"Verdict: {self.verdict} ({self.rounds} rounds, {self.size} coordinates, limit "
-            f"{LIMIT:g} standard errors)",
-            f"Noise multiplier measured {z.value:.4g} ± {z.error:.2g}, charged {z.expected:.4g}",
-            f"Gain {self.gain.value:.4g} ± {self.gain.error:.2g} clip norms, expected 1",
+            f"{LIMIT:g} standard errors)"
         ]
         if self.verdict == "inconclusive":
             lines.append(
                 f"These users' replies are too few to tell this noise to {INCONCLUSIVE:.0%}: audit "
                 "with a larger population, or a smaller noise multiplier. The code is the same"
             )
-        for name, found in self.others.items():
-            title = name[0].upper() + name[1:]
-            lines.append(
-                f"{title} {found.value:+.2g} ± {found.error:.1g}, expected {found.expected:g}"
-            )
+        for name, found in self.estimates.items():
+            lines.append(f"{name[0].upper()}{name[1:]}: {_shown(found)}")
         lines.append(
             f"A deployment of {self.planned_rounds} rounds would cost epsilon = "
             f"{rounded_up(self.epsilon_charged)} as charged, "
@@ -223,34 +227,12 @@ class Audit:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Resemblance:
-    """How much the noise is like itself further on.
-
-    Args:
-        correlation: the largest one.
-        distance: at which it is, in numbers of the row that all rounds form one after the other.
-        chance: of one as large or larger at any distance.
-    """
-
-    correlation: float
-    distance: int
-    chance: float
-
-    def in_words(self, size: int) -> str:
-        """For a finding; ``size`` is the number of coordinates."""
-        rounds, coordinates = divmod(self.distance, size)
-        return (
-            f"correlation {self.correlation:+.2g} at a distance of {rounds} rounds and "
-            f"{coordinates} coordinates"
-        )
+def _shown(found: Estimate) -> str:
+    return f"{found.value:.4g} ± {found.error:.2g}, expected {found.expected:.4g}"
 
 
 def audit(
-    make: Callable[[], PPSGD],
-    planned_rounds: int,
-    size: int = 20_000,
-    seed: int = 0,
+    make: Callable[[], PPSGD], planned_rounds: int, size: int = 20_000, seed: int = 0
 ) -> Audit:
     """Audit the strategy that ``make`` builds.
 
@@ -258,289 +240,60 @@ def audit(
         make: builds the strategy; it enrols the nodes that come.
         planned_rounds: the rounds for which ε is computed.
         size: the number of coordinates of w.
-        seed: decides whose replies are withheld, nothing else.
+        seed: decides whose replies are withheld and who sends what, nothing else.
     """
     strategy = make()
-    if not strategy.steps.publishes or strategy.release.noise_multiplier == 0:
+    release = strategy.release
+    if not strategy.steps.publishes or release.noise_multiplier == 0:
         raise ValueError(
             "there is nothing to audit if nothing is released or no noise is added, got "
-            f"{strategy.steps} and noise_multiplier={strategy.release.noise_multiplier:g}: set "
-            "alpha_q and z above 0"
+            f"{strategy.steps} and noise_multiplier={release.noise_multiplier:g}: set alpha_q and "
+            "z above 0"
         )
     if strategy.training.enrolled.nodes is not None:
         raise ValueError("the audit brings its own nodes: build the strategy without enrolled")
-    effort = _Effort.of(strategy.release, size)
-    canaries = _Canaries(
-        strategy.release,
-        size,
-        seed,
-        strategy.training.replies,
-        effort.most_replies,
-    )
-    rounds = effort.rounds
+    rounds = rounds_of_audit(release, size)
     if strategy.affordable_rounds is not None:
         rounds = min(rounds, strategy.affordable_rounds)
     with threadpool_limits(1):  # on a loaded machine, BLAS threads wait for each other
-        if strategy.training.secure:
-            rounds = max(FEWEST_SECURE, min(rounds, _secure_rounds(strategy.release)))
-            seen = canaries.watch_secure(strategy, rounds)
-        else:
-            seen = canaries.watch(strategy, rounds)
-        return _estimate(strategy, seen, planned_rounds)
+        canaries = Canaries(strategy, size, rounds, seed)
+        canaries.run(strategy, rounds)
+        return _estimate(strategy, canaries, planned_rounds)
 
 
-def _secure_rounds(release: Release) -> int:
-    """How many rounds of a secure sum are affordable: each pair of neighbours takes a while."""
+def rounds_of_audit(release: Release, size: int) -> int:
+    """As many as bring the standard error of the gain to ``WANTED``, within reason."""
+    expected = (1 - DROPPED) * release.expected_users
+    replying = max(1.0, min(most_replies(size), expected))
+    along = (1 - OWN_SHARE) * replying
+    per_round = along**2 / DIRECTIONS * (1 - 1 / EMPTY_EVERY)
+    wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
+    messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
+    affordable = min(MOST_ROUNDS, messages / replying, MOST_RELEASED / size)
+    rounds = int(max(FEWEST_ROUNDS, min(wanted, affordable)))
+    rules = release.aggregation
+    if rules is None:
+        return rounds
+    clients = math.floor(release.expected_users)
+    pairs = clients * design(rules, clients).neighbours
+    return max(FEWEST_SECURE, min(rounds, int(MOST_PAIRS / max(1, pairs))))
+
+
+def most_replies(size: int) -> int:
+    """The most canaries that reply in a round: fewer if vectors are long."""
+    messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
+    return max(1, min(MOST_REPLIES, int(messages / FEWEST_ROUNDS)))
+
+
+def kept_in_audit(release: Release) -> int:
+    """How many clients of a round the audit of a secure sum lets through: its noise is known."""
     rules = release.aggregation
     assert rules is not None
     clients = math.floor(release.expected_users)
-    pairs = clients * design(rules, clients).neighbours
-    return int(MOST_PAIRS / max(1, pairs))
+    return max(survivors_needed(rules, clients), math.ceil((1 - DROPPED) * clients))
 
 
-def draw(found: Audit, path: Path) -> None:
-    """What was released beside what it should be, as a picture.
-
-    On the left the distribution of the noise, on the right each estimate in standard errors.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_noise(left, found)
-    _draw_estimates(right, found)
-    z = found.noise_multiplier
-    figure.suptitle(
-        f"Audit: {found.verdict}. Noise multiplier {z.value:.4g} ± {z.error:.2g}, charged "
-        f"{z.expected:g}"
-    )
-    figure.savefig(path, dpi=130)
-
-
-def _draw_noise(axes: "Axes", found: Audit) -> None:
-    edges = np.linspace(-5, 5, 81).tolist()
-    axes.hist(
-        found.residuals,
-        bins=edges,
-        density=True,
-        color="#56B4E9",
-        label="released",
-    )
-    x = np.linspace(-5, 5, 401)
-    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
-    axes.plot(
-        x,
-        density,
-        color="#D55E00",
-        lw=2,
-        label="normal density",
-    )
-    axes.set(
-        xlabel="noise / its standard deviation",
-        ylabel="density",
-        yscale="log",
-        ylim=(1e-5, 1),
-    )
-    axes.legend()
-
-
-def _draw_estimates(axes: "Axes", found: Audit) -> None:
-    names = list(found.estimates)
-    off = [estimate.errors_off for estimate in found.estimates.values()]
-    reach = max(8.0, *(abs(errors) for errors in off)) + 2
-    axes.axvspan(-LIMIT, LIMIT, color="0.9")
-    axes.errorbar(
-        off,
-        names,
-        xerr=1.0,
-        fmt="o",
-        color="#0072B2",
-        capsize=3,
-    )
-    axes.set(
-        xlabel=f"standard errors from the expected value (grey: up to {LIMIT:g})",
-        xlim=(-reach, reach),
-    )
-    axes.invert_yaxis()
-
-
-@dataclass(frozen=True)
-class _Effort:
-    """How much to send. More makes the estimates better; vectors that are long are sent less often.
-
-    Args:
-        rounds: the number of rounds.
-        most_replies: the most canaries that reply in a round.
-    """
-
-    rounds: int
-    most_replies: int
-
-    @classmethod
-    def of(cls, release: Release, size: int) -> "_Effort":
-        """As many rounds as bring the standard error of the gain to ``WANTED``, within reason."""
-        cohort = release.cohort
-        messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
-        most_replies = max(1, min(MOST_REPLIES, int(messages / FEWEST_ROUNDS)))
-        replying = min(most_replies, (1 - DROPPED) * cohort.rate * cohort.population)
-        along = (1 - OWN_SHARE) * replying
-        per_round = max(along**2 / DIRECTIONS, 1e-9) * (1 - 1 / EMPTY_EVERY)
-        wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
-        affordable = min(MOST_ROUNDS, messages / max(replying, 1), MOST_RELEASED / size)
-        rounds = int(max(FEWEST_ROUNDS, min(wanted, affordable)))
-        return cls(rounds, most_replies)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What went in and what came out; one row per round.
-
-    Args:
-        along: the sum of the canaries along directions, each of length 1; rounds × coordinates.
-        own: the coordinates of the canaries that have one of their own.
-        released: on the scale of the sum; rounds × coordinates.
-        replied: whether anybody replied.
-    """
-
-    along: Floats
-    own: list[NDArray[np.intp]]
-    released: Floats
-    replied: NDArray[np.bool_]
-
-    def sent(self) -> Floats:
-        """The sum of all canaries, each of length 1; rounds × coordinates."""
-        total = self.along.copy()
-        for row, coordinates in zip(total, self.own, strict=True):
-            row[coordinates] += 1.0
-        return total
-
-
-class _Canaries:
-    """Clients that send 10·C, most along one of a few directions with disjoint supports.
-
-    Args:
-        release: of the strategy that is audited.
-        size: the number of coordinates.
-        seed: decides directions and whose replies are withheld.
-        replies: "gradient" or "parameters", as the strategy expects them.
-        most_replies: the most that reply in a round.
-    """
-
-    def __init__(
-        self,
-        release: Release,
-        size: int,
-        seed: int,
-        replies: str,
-        most_replies: int,
-    ) -> None:
-        self._release = release
-        self._size = size
-        self._most_replies = most_replies
-        self._source = np.random.default_rng(seed)
-        self._w = ArrayRecord([np.zeros(size)])
-        self._layout = Layout.of(self._w)
-        self._name = GRADIENT
-        self._length = OVER_NORM * release.clip_norm
-        if replies != "gradient":
-            self._name = ARRAYS
-            self._length = -self._length  # w is 0 here: w − w_i = −w_i
-        self._directions = self._draw_directions()
-        self._records = [self._record(direction) for direction in self._directions]
-
-    def _draw_directions(self) -> Floats:
-        width = self._size // DIRECTIONS
-        signs = self._source.choice([-1.0, 1.0], self._size) / math.sqrt(width)
-        directions = np.zeros((DIRECTIONS, self._size))
-        for number, direction in enumerate(directions):
-            block = slice(number * width, (number + 1) * width)
-            direction[block] = signs[block]
-        return directions
-
-    def _record(self, direction: Floats) -> RecordDict:
-        arrays = self._layout.unflatten(self._length * direction)
-        return RecordDict({self._name: arrays})
-
-    def watch_secure(self, strategy: PPSGD, rounds: int) -> _Seen:
-        """The same for a secure sum: canaries go through the clients' own bound and masks.
-
-        In each round as many are lost as may be, before they send anything masked. Rounds without
-        a sum release nothing and are left out.
-        """
-        watched = _SecureCanaries(self._release, self._size, self._directions, self._source)
-        grid = InProcessGrid(watched, self._release.cohort.population)  # type: ignore[arg-type]
-        scale = self._release.denominator / strategy.steps.shared
-        released: list[Floats] = []
-        last = np.zeros(self._size)
-
-        def look(round_: int, result: Result) -> None:
-            nonlocal last
-            w = self._layout.flatten(result.arrays)
-            if round_ and watched.summed(round_):
-                released.append(-scale * (w - last))
-            last = w
-
-        strategy.start(grid, self._w, num_rounds=rounds, on_round=look)
-        summed = [round_ for round_ in range(1, rounds + 1) if watched.summed(round_)]
-        return _Seen(
-            along=np.array([watched.along(round_) for round_ in summed]).reshape(-1, self._size),
-            own=[watched.own(round_) for round_ in summed],
-            released=np.array(released).reshape(-1, self._size),
-            replied=np.ones(len(summed), dtype=bool),
-        )
-
-    def watch(self, strategy: PPSGD, rounds: int) -> _Seen:
-        """What goes in and what comes out, round by round."""
-        grid = InProcessGrid(ClientApp(), self._release.cohort.population)
-        scale = self._release.denominator / strategy.steps.shared
-        seen = _Seen(
-            along=np.zeros((rounds, self._size)),
-            own=[],
-            released=np.empty((rounds, self._size)),
-            replied=np.zeros(rounds, dtype=bool),
-        )
-        for row in range(rounds):
-            round_ = row + 1
-            asked = strategy.configure_train(round_, self._w, ConfigRecord(), grid)
-            grid.push_messages(asked)
-            replying = self._replying(asked, nobody=round_ % EMPTY_EVERY == 0)
-            kinds, own = self._roles(len(replying))
-            arrays, _ = strategy.aggregate_train(round_, self._replies(replying, kinds, own))
-            counts = np.bincount(kinds, minlength=DIRECTIONS).astype(float)
-            seen.along[row] = counts @ self._directions
-            seen.own.append(own)
-            seen.released[row] = -scale * self._layout.flatten(arrays)
-            seen.replied[row] = bool(replying)
-        return seen
-
-    def _replying(self, asked: list[Message], nobody: bool) -> list[Message]:
-        """Those of the asked whose reply is not withheld."""
-        keep = min(self._most_replies, round((1 - DROPPED) * len(asked)))
-        if nobody:
-            keep = 0
-        chosen = self._source.permutation(len(asked))[:keep]
-        return [asked[place] for place in chosen]
-
-    def _roles(self, replying: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """The directions of the first ones, and the coordinates of the others, no two the same."""
-        alone = min(MOST_OWN, int(OWN_SHARE * replying), self._size)
-        kinds = self._source.integers(0, DIRECTIONS, replying - alone)
-        own = self._source.choice(self._size, alone, replace=False)
-        return kinds.astype(np.intp), own.astype(np.intp)
-
-    def _replies(
-        self,
-        replying: list[Message],
-        kinds: NDArray[np.intp],
-        own: NDArray[np.intp],
-    ) -> Iterator[Message]:
-        """One after the other: long vectors need not all be there at once."""
-        for message, kind in zip(replying, kinds, strict=False):
-            yield Message(self._records[kind], reply_to=message)
-        for message, coordinate in zip(replying[len(kinds) :], own, strict=True):
-            direction = np.zeros(self._size)
-            direction[coordinate] = 1.0
-            yield Message(self._record(direction), reply_to=message)
+# --- the canaries
 
 
 class _Canary:
@@ -561,177 +314,223 @@ class _Canary:
         return {}
 
 
-class _SecureCanaries:
-    """All clients of a secure sum, and what they were told to send in each round.
+class Canaries:
+    """All clients of an audit: what they sent in each round, and what was released.
+
+    Plain replies are made here, so that the server's own bound is audited. In secure sums, and with
+    an ε of one's own, they go through the client's code.
 
     Args:
-        release: of the strategy that is audited.
+        strategy: what is audited.
         size: the number of coordinates.
-        directions: along which most canaries are; one row each.
-        source: decides who is lost and who sends what.
+        rounds: the number of rounds.
+        seed: decides who is lost and who sends what.
+
+    ``counts`` says how many canaries sent each direction, rounds × directions, ``own`` who was
+    along a coordinate of its own, rounds × coordinates; ``released`` is on the scale of the sum,
+    rounds × coordinates.
     """
 
-    def __init__(
-        self, release: Release, size: int, directions: Floats, source: np.random.Generator
-    ) -> None:
-        self._release = release
+    def __init__(self, strategy: PPSGD, size: int, rounds: int, seed: int) -> None:
+        self._release = strategy.release
         self._size = size
-        self._directions = directions
-        self._source = source
-        self._asked: dict[int, list[int]] = {}  # who sent shares, by round
-        self._roles: dict[int, dict[int, Floats]] = {}  # of length 1, by round and client
-        self._own: dict[int, list[int]] = {}
-        self._app = client_app(self._learner)
-        self._round = 0
+        self._source = np.random.default_rng(seed)
+        self._parameters = strategy.training.replies != "gradient"
+        self._app = client_app(lambda _: _Canary(OVER_NORM * self._release.clip_norm * self._role))
+        self._role = np.zeros(size)
+        self._replies: dict[int, RecordDict] = {}  # along directions, by their number
+        self.directions = self._draw_directions()
+        self._asked: dict[int, list[int]] = {}  # who sent shares of a secure sum, by round
+        self._kept: dict[int, set[int]] = {}  # who is let through, by round
+        self.counts = np.zeros((rounds, DIRECTIONS + 1))
+        self.own = np.zeros((rounds, size), dtype=bool)
+        self.released = np.zeros((rounds, size))
+        self.node_config = self._node_config(strategy, rounds)
 
-    def __call__(self, message: Message, context: Context) -> Message:
-        """The answer of one client, unless it is lost before the third exchange."""
-        order = Order.from_flat(message.content[ORDER])
-        self._round = order.round
-        client = int(context.node_config["partition-id"])
-        if order.stage == 2:
-            self._asked.setdefault(order.round, []).append(client)
-        if order.stage == 3 and client not in self._drawn(order.round):
-            raise RuntimeError("lost")
-        return self._app(message, context)
+    def _node_config(self, strategy: PPSGD, rounds: int) -> dict[str, Any]:
+        """What asks for half the bound; empty if nobody can have it."""
+        release = self._release
+        delta = strategy.ledger.delta
+        noise_delta = delta - rounds * release.failure
+        measures = strategy.training.metrics is not None and release.aggregation is None
+        everyone = release.cohort.rate == 1 and not measures and not self._parameters
+        if not everyone or noise_delta <= 0 or delta >= LARGEST_DELTA:
+            return {}
+        mu = FACTOR * math.sqrt(rounds) / release.noise_multiplier
+        return {OWN_EPSILON: epsilon_of(mu, noise_delta), DELTA: delta}
 
-    def summed(self, round_: int) -> bool:
-        """Whether enough sent something for a sum."""
-        return bool(self._roles.get(round_))
+    def _draw_directions(self) -> Floats:
+        """Of length 1, with disjoint supports."""
+        width = self._size // (DIRECTIONS + 1)
+        signs = self._source.choice([-1.0, 1.0], self._size) / math.sqrt(width)
+        directions = np.zeros((DIRECTIONS + 1, self._size))
+        for number, direction in enumerate(directions):
+            block = slice(number * width, (number + 1) * width)
+            direction[block] = signs[block]
+        return directions
 
-    def along(self, round_: int) -> Floats:
-        """The sum of the canaries along directions."""
-        total = np.zeros(self._size)
-        for vector in self._roles[round_].values():
-            total += vector
-        total[self._own[round_]] -= 1.0
+    def run(self, strategy: PPSGD, rounds: int) -> None:
+        """Train, and keep what is released. Rounds without a secure sum are left out."""
+        grid = InProcessGrid(self, self._release.cohort.population)  # type: ignore[arg-type]
+        w0 = ArrayRecord([np.zeros(self._size)])
+        layout = Layout.of(w0)
+        scale = self._release.denominator / strategy.steps.shared
+        last = np.zeros(self._size)
+
+        def look(round_: int, result: Result) -> None:
+            nonlocal last
+            w = layout.flatten(result.arrays)
+            if round_:
+                self.released[round_ - 1] = scale * (last - w)
+            last = w
+
+        strategy.start(grid, w0, num_rounds=rounds, on_round=look)
+        if self._release.aggregation is not None:
+            summed = self.replied
+            self.counts = self.counts[summed]
+            self.own = self.own[summed]
+            self.released = self.released[summed]
+
+    @property
+    def replied(self) -> NDArray[np.bool_]:
+        """In which rounds anybody replied."""
+        return np.asarray(self.counts.any(axis=1) | self.own.any(axis=1))
+
+    def sent(self) -> Floats:
+        """The sum of canaries with the full bound, each of length 1; rounds × coordinates."""
+        total: Floats = self.counts[:, :DIRECTIONS] @ self.directions[:DIRECTIONS]
+        total += self.own
         return total
 
-    def own(self, round_: int) -> NDArray[np.intp]:
-        """The coordinates of the canaries that have one of their own."""
-        return np.array(self._own[round_], dtype=np.intp)
+    def sent_with_factor(self) -> Floats:
+        """The sum of canaries with an ε of their own."""
+        return np.outer(self.counts[:, DIRECTIONS], self.directions[DIRECTIONS])
 
-    def _learner(self, context: Context) -> _Canary:
-        role = self._roles[self._round][int(context.node_config["partition-id"])]
-        return _Canary(OVER_NORM * self._release.clip_norm * role)
+    def __call__(self, message: Message, context: Context) -> Message:
+        """The answer of one client, unless it is lost."""
+        order = message.content[ORDER]
+        round_ = int(order["round"])  # type: ignore[arg-type]
+        stage = int(order.get("stage", 0))  # type: ignore[arg-type]
+        user = int(context.node_config["partition-id"])
+        has_factor = bool(self.node_config) and user % FACTOR_EVERY == 0
+        if has_factor:
+            context.node_config.update(self.node_config)
+        if stage == 2:
+            self._asked.setdefault(round_, []).append(user)
+        if message.metadata.message_type != "train" or stage in (1, 2, 4):
+            return self._app(message, context)
+        if not self._lets_through(round_, user, stage):
+            raise RuntimeError("lost")
+        kind = self._draw_role(round_ - 1, has_factor)
+        if stage or has_factor:
+            return self._app(message, context)
+        if self._parameters or kind is None:
+            return Message(self._plain_reply(message), reply_to=message)
+        if kind not in self._replies:
+            self._replies[kind] = self._plain_reply(message)
+        return Message(self._replies[kind], reply_to=message)
 
-    def _drawn(self, round_: int) -> dict[int, Floats]:
-        """Who sends what: exactly as many as a sum needs, so that the noise is known."""
-        if round_ not in self._roles:
+    def _lets_through(self, round_: int, user: int, stage: int) -> bool:
+        """Whether a client answers; in a secure sum exactly as many as are needed."""
+        if not stage:
+            replies = self.counts[round_ - 1].sum() + np.count_nonzero(self.own[round_ - 1])
+            full = replies >= most_replies(self._size)
+            return round_ % EMPTY_EVERY != 0 and not full and self._source.random() >= DROPPED
+        if round_ not in self._kept:
             asked = self._asked[round_]
             kept = kept_in_audit(self._release)
-            enough = len(asked) >= kept
-            chosen: list[int] = self._source.permutation(asked)[:kept].tolist() if enough else []
-            alone = min(MOST_OWN, int(OWN_SHARE * len(chosen)), self._size)
-            self._own[round_] = self._source.choice(self._size, alone, replace=False).tolist()
-            self._roles[round_] = {
-                client: self._role(place, self._own[round_]) for place, client in enumerate(chosen)
-            }
-        return self._roles[round_]
+            chosen = self._source.permutation(asked)[:kept].tolist() if len(asked) >= kept else []
+            self._kept[round_] = set(chosen)
+        return user in self._kept[round_]
 
-    def _role(self, place: int, own: list[int]) -> Floats:
-        if place >= len(own):
-            direction: Floats = self._directions[self._source.integers(DIRECTIONS)]
-            return direction
-        alone = np.zeros(self._size)
-        alone[own[place]] = 1.0
-        return alone
+    def _draw_role(self, row: int, has_factor: bool) -> int | None:
+        """Decide what a canary sends: the number of its direction, or None for a coordinate."""
+        own = self.own[row]
+        kind = DIRECTIONS if has_factor else int(self._source.integers(DIRECTIONS))
+        if kind < DIRECTIONS and self._source.random() < OWN_SHARE:
+            place = int(self._source.integers(self._size // (DIRECTIONS + 1) * DIRECTIONS))
+            if np.count_nonzero(own) < MOST_OWN and not own[place]:
+                own[place] = True
+                self._role = np.zeros(self._size)
+                self._role[place] = 1.0
+                return None
+        self.counts[row, kind] += 1
+        self._role = self.directions[kind]
+        return kind
 
-
-def kept_in_audit(release: Release) -> int:
-    """How many clients of a round the audit of a secure sum lets through."""
-    rules = release.aggregation
-    assert rules is not None
-    clients = math.floor(release.expected_users)
-    return max(survivors_needed(rules, clients), math.ceil((1 - DROPPED) * clients))
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """released = gain · limit · sent + noise, by least squares.
-
-    Args:
-        gain: and its standard error.
-        std: of the noise in rounds with replies, and its standard error.
-        noise: what is left, rounds × coordinates.
-    """
-
-    gain: float
-    gain_error: float
-    std: float
-    std_error: float
-    noise: Floats
-
-    @classmethod
-    def of(cls, seen: _Seen, limit: float) -> "_Fit":
-        """``limit``: the length to which a canary's gradient is clipped."""
-        gain = math.nan
-        gain_error = math.inf
-        noise = seen.released
-        replied = seen.released
-        sent = seen.sent()
-        weight = float(np.vdot(sent, sent))
-        if weight:
-            gain = float(np.vdot(sent, seen.released)) / weight / limit
-            sent *= gain * limit
-            noise = np.subtract(seen.released, sent, out=sent)
-            replied = noise[seen.replied]
-        std = float(np.sqrt(np.mean(replied**2)))
-        if weight:
-            gain_error = std / limit / math.sqrt(weight)
-        return cls(
-            gain=gain,
-            gain_error=gain_error,
-            std=std,
-            std_error=std / math.sqrt(2 * replied.size),
-            noise=noise,
-        )
-
-    def noise_multiplier(self, release: Release) -> Estimate:
-        """ẑ = noise / gain, in units of C."""
-        z = self.std / self.gain / release.clip_norm
-        error = math.inf
-        if self.std:
-            relative_std_error = self.std_error / self.std
-            error = abs(z) * math.hypot(relative_std_error, self.gain_error)  # the gain should be 1
-        return Estimate(z, error, release.noise_multiplier)
+    def _plain_reply(self, message: Message) -> RecordDict:
+        vector = OVER_NORM * self._release.clip_norm * self._role
+        layout, w = Layout.read(message.content.array_records[ARRAYS])
+        if self._parameters:
+            return RecordDict({ARRAYS: layout.unflatten(w - vector)})
+        return RecordDict({GRADIENT: layout.unflatten(vector)})
 
 
-def _estimate(strategy: PPSGD, seen: _Seen, planned: int) -> Audit:
+# --- what they show
+
+
+def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
     release = strategy.release
-    size = seen.released.shape[1]
     metrics = strategy.training.metrics
     share = 0.0 if metrics is None else metrics.share
     limit = release.clip_norm * math.sqrt(1 - share)
-    fit = _Fit.of(seen, limit)
-    added = release
-    if release.aggregation is not None:  # each client that is let through adds its share
+    more = 1.0  # noise in the sum than is charged for: each client that is let through adds some
+    if release.aggregation is not None:
         more = math.sqrt(kept_in_audit(release) / release.noise_shares)
-        added = replace(release, noise_multiplier=more * release.noise_multiplier)
-    z = fit.noise_multiplier(added)
+
+    gain, weight, noise = _without(seen.sent(), seen.released, limit)
+    own_gain, own_weight, noise = _without(seen.sent_with_factor(), noise, limit)
+    replied = seen.replied
+    std = float(np.sqrt(np.mean(noise[replied] ** 2)))
+    std_error = 1 / math.sqrt(2 * noise[replied].size)  # relative
+    gain_error = std / limit / math.sqrt(weight) if weight else math.inf
+
+    z = std / gain / release.clip_norm
+    estimates = {
+        NOISE: Estimate(
+            z, abs(z) * math.hypot(std_error, gain_error), more * release.noise_multiplier
+        )
+    }
+    if own_weight:
+        own_z = std / own_gain / release.clip_norm
+        own_error = std / limit / math.sqrt(own_weight) / FACTOR
+        estimates[OWN_NOISE] = Estimate(
+            own_z,
+            abs(own_z) * math.hypot(std_error, own_error),
+            more * release.noise_multiplier / FACTOR,
+        )
+    estimates["gain"] = Estimate(gain, gain_error, 1.0)
     charged = strategy.ledger.releases
     last_charged = charged[-1][0] if charged else release
     nothing = Ledger(strategy.ledger.delta)
-    every = max(1, fit.noise.size // MOST_DRAWN)
+    every = max(1, noise.size // MOST_DRAWN)
     return Audit(
         release=release,
         rounds=strategy.rounds_done,
-        size=size,
-        noise_multiplier=z,
-        gain=Estimate(fit.gain, fit.gain_error, 1.0),
-        others=_independence(fit.noise, seen.replied),
-        quietest=_quietest(fit.noise),
-        resemblance=_resemblance(fit.noise),
+        size=noise.shape[1],
+        estimates={**estimates, **_independence(noise, replied)},
+        quietest=_quietest(noise),
+        resemblance=_resemblance(noise),
         charged=charged,
         planned_rounds=planned,
         epsilon_charged=nothing.record(last_charged, planned).epsilon(),
-        epsilon_measured=nothing.record(
-            _measured(release, z.value * release.noise_multiplier / added.noise_multiplier), planned
-        ).epsilon(),
+        epsilon_measured=nothing.record(_with_noise(release, z / more), planned).epsilon(),
         one_round=_one_round(nothing, last_charged, last_charged.noise_multiplier),
-        one_round_at_least=_shown(nothing, last_charged, _sensitivity(seen, fit, limit)),
-        residuals=fit.noise.reshape(-1)[::every] / (fit.std or 1.0),
+        one_round_at_least=_one_round_at_least(
+            nothing, last_charged, _sensitivity(seen.own, noise + gain * limit * seen.own, limit)
+        ),
+        residuals=noise.reshape(-1)[::every] / (std or 1.0),
     )
+
+
+def _without(sent: Floats, released: Floats, limit: float) -> tuple[float, float, Floats]:
+    """The gain in released = gain · limit · sent + noise by least squares, Σ sent², the noise."""
+    weight = float(np.vdot(sent, sent))
+    if not weight:
+        return math.nan, 0.0, released
+    gain = float(np.vdot(sent, released)) / weight / limit
+    sent *= gain * limit
+    return gain, weight, np.subtract(released, sent, out=sent)
 
 
 def _one_round(nothing: Ledger, release: Release, z: float) -> float:
@@ -740,28 +539,19 @@ def _one_round(nothing: Ledger, release: Release, z: float) -> float:
     return nothing.record(replace(release, cohort=everyone, noise_multiplier=z)).epsilon()
 
 
-def _shown(nothing: Ledger, release: Release, sensitivity: float) -> float:
-    """ε of one round if one user moves the release by μ standard deviations of its noise.
-
-    Args:
-        nothing: an empty ledger.
-        release: whose cohort is meant.
-        sensitivity: μ; 0 is a good bound for a very small one.
-    """
+def _one_round_at_least(nothing: Ledger, release: Release, sensitivity: float) -> float:
+    """ε of one round if one user moves the release by μ standard deviations of its noise."""
     if not sensitivity > SMALLEST_SENSITIVITY:
-        return 0.0
+        return 0.0  # a good bound for a very small one
     return _one_round(nothing, release, 1 / sensitivity)
 
 
-def _sensitivity(seen: _Seen, fit: _Fit, limit: float) -> float:
-    """μ ≥ Φ⁻¹(p) − Φ⁻¹(f), from who is found and who is taken for a canary at limit / 2."""
-    mine = np.zeros(seen.released.shape, dtype=bool)
-    for row, coordinates in zip(mine, seen.own, strict=True):
-        row[coordinates] = True
+def _sensitivity(mine: NDArray[np.bool_], released: Floats, limit: float) -> float:
+    """μ ≥ Φ⁻¹(p) − Φ⁻¹(q), from who is found and who is taken for a canary at limit / 2."""
     canaries = int(np.count_nonzero(mine))
     if not canaries:
         return 0.0
-    above = seen.released - fit.gain * limit * seen.along > limit / 2
+    above = released > limit / 2
     found = int(np.count_nonzero(above & mine))
     mistaken = int(np.count_nonzero(above & ~mine))
     others = mine.size - canaries
@@ -769,11 +559,11 @@ def _sensitivity(seen: _Seen, fit: _Fit, limit: float) -> float:
     if not found or mistaken == others:
         return 0.0
     p = beta.ppf(doubt, found, canaries - found + 1)
-    f = beta.ppf(1 - doubt, mistaken + 1, others - mistaken)
-    return float(norm.ppf(p) - norm.ppf(f))
+    q = beta.ppf(1 - doubt, mistaken + 1, others - mistaken)
+    return float(norm.ppf(p) - norm.ppf(q))
 
 
-def _measured(release: Release, z: float) -> Release:
+def _with_noise(release: Release, z: float) -> Release:
     """The release with the noise that was measured, as far as it can be priced."""
     if not z > 0:
         return release
@@ -866,3 +656,31 @@ def _correlation(a: Floats, b: Floats) -> Estimate:
     if power:
         correlation = float(np.sum(a * b)) / power
     return Estimate(correlation, 1 / math.sqrt(a.size), 0.0)
+
+
+def draw(found: Audit, path: Path) -> None:
+    """What was released beside what it should be, as a picture.
+
+    On the left the distribution of the noise, on the right each estimate in standard errors.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    x = np.linspace(-5, 5, 401)
+    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    edges = np.linspace(-5, 5, 81).tolist()
+    left.hist(found.residuals, bins=edges, density=True, color="#56B4E9", label="released")
+    left.plot(x, density, color="#D55E00", lw=2, label="normal density")
+    left.set(xlabel="noise / its standard deviation", ylabel="density")
+    left.set(yscale="log", ylim=(1e-5, 1))
+    left.legend()
+    off = [estimate.errors_off for estimate in found.estimates.values()]
+    reach = max(8.0, *(abs(errors) for errors in off)) + 2
+    right.axvspan(-LIMIT, LIMIT, color="0.9")
+    right.errorbar(off, list(found.estimates), xerr=1.0, fmt="o", color="#0072B2", capsize=3)
+    right.set(xlabel=f"standard errors from the expected value (grey: up to {LIMIT:g})")
+    right.set(xlim=(-reach, reach))
+    right.invert_yaxis()
+    figure.suptitle(f"Audit: {found.verdict}. Noise multiplier {_shown(found.noise_multiplier)}")
+    figure.savefig(path, dpi=130)

@@ -26,6 +26,8 @@ ALWAYS_OUTSIDE = (
     "who is enrolled, and how many are: both are taken to be public",
     "metrics, logs and timings: whatever leaves the server or a node by another way than the "
     "published parameters",
+    "the initial parameters: taken to be from a public seed, or from weights that were never "
+    "trained on these users",
     "the choice of settings: step, alpha, rounds or clip norm by looking at several runs",
     "a user behind more than one node: one node is taken to be one user",
     "other trainings on the same users: unless all of them are under one budget (budget_dir)",
@@ -315,8 +317,9 @@ class Promise:
             )
         if self.recipe is not None:
             terms.append(
-                "Personal models are worked out by the users from the published parameters and "
-                "their own data. That costs no epsilon; what they chose and gained stays with them."
+                "What is published (w, its variance, unit and size) may be shared. Personal models "
+                "are worked out by the users from it and from their own rows, which are in them: "
+                "that costs no epsilon, and they stay with their users."
             )
         if self.metrics is not None:
             names = ", ".join(self.metrics.bounds)

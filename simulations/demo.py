@@ -17,11 +17,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.lab.evaluation import fares
+from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
 from flwr_ppsgd.lab.experiment import Experiment
+from flwr_ppsgd.lab.figures import COLOURS, draw_run
+from flwr_ppsgd.lab.measures import measure_of
 from flwr_ppsgd.lab.outputs import free_directory, save
-from flwr_ppsgd.lab.results.figures import draw_run
-from flwr_ppsgd.lab.results.plots import COLOURS
 from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
 from flwr_ppsgd.lab.screen import progress_bar, progress_hook
 from flwr_ppsgd.learner import LOCAL, SHARED
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def show(outcomes: Mapping[float, Outcome], data: Path, picture: Path) -> None:
-    """The promise, who fares how, and where the picture is."""
+    """The promise, what users reach, and where the picture is."""
     found = {epsilon: outcome.rows[-1].measures for epsilon, outcome in outcomes.items()}
     headline = outcomes[HEADLINE]
     gains = [person.gain for person in headline.people if person.gain is not None]
@@ -141,12 +141,25 @@ def show(outcomes: Mapping[float, Outcome], data: Path, picture: Path) -> None:
     epsilon = rounded_up(headline.rows[-1].deployed_epsilon)
     for line in (
         promise,
-        fares(found[HEADLINE], gains),
+        results_line(found[HEADLINE], gains),
         f"The same for this file, or yours: ppsgd run --data {data} --set epsilon={HEADLINE:g} "
         f"--set delta={DELTA:g}",
         f"Picture: {picture}   epsilon = {epsilon}",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def results_line(measures: Mapping[str, float], gains: Sequence[float]) -> str:
+    """The personal models beside those from own rows alone and beside w alone."""
+    main = measure_of(measures)
+    alone = f"own rows alone {measures[LOCAL + main]:.4g}"
+    shared = f"shared model alone {measures[SHARED + main]:.4g}"
+    better = sum(gain > SAME for gain in gains)
+    worse = sum(gain < -SAME for gain in gains)
+    return (
+        f"Personal models: {main} {measures[main]:.4g} ({alone}, {shared}); better off than alone "
+        f"{better}, worse off {worse}, of {len(gains)} users. {OUTSIDE}"
+    )
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from flwr_ppsgd.algorithm import BLOCK, PrivateMetrics
 from flwr_ppsgd.audit import (
     MOST_NUMBERS,
     MOST_RELEASED,
+    OWN_NOISE,
     Audit,
     Estimate,
-    _Effort,
     audit,
     kept_in_audit,
+    most_replies,
+    rounds_of_audit,
 )
 from flwr_ppsgd.cli import app
 from flwr_ppsgd.noise import Coins, GridSum
@@ -53,6 +55,31 @@ def test_the_real_mechanism_conforms(release: Release) -> None:
     assert found.noise_multiplier.value == pytest.approx(release.noise_multiplier, rel=0.05)
     assert found.epsilon_measured == pytest.approx(found.epsilon_charged, rel=0.15)
     assert found.one_round_at_least < found.one_round
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_canaries_with_an_epsilon_of_their_own_show_z_over_f(
+    secure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fifth of them, with f = ½, for whom the same noise counts twice."""
+    monkeypatch.setattr("flwr_ppsgd.audit.MOST_PAIRS", 20_000)
+    release = FEW if secure else HUNDRED
+    found = audited(release, size=2000)
+    own = found.estimates[OWN_NOISE]
+    assert found.verdict == "conforms", found.in_words()
+    assert own.expected == pytest.approx(2 * found.noise_multiplier.expected)
+    assert own.error < 0.2 * own.expected
+    assert OWN_NOISE in found.in_words().lower()
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_device_that_forgets_its_factor_is_convicted(
+    secure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flwr_ppsgd.audit.MOST_PAIRS", 20_000)
+    monkeypatch.setattr("flwr_ppsgd.client.account.factor_of", lambda *_: 1.0)
+    found = audited(FEW if secure else HUNDRED, size=2000)
+    assert any(OWN_NOISE in line for line in found.findings), found.in_words()
 
 
 def test_secret_coins_conform_too() -> None:
@@ -238,11 +265,11 @@ def test_every_block_of_the_noise_is_covered(kind: str, monkeypatch: pytest.Monk
 def test_a_long_vector_takes_seconds() -> None:
     """With more users than it can afford to hear at this size; 1.2·10⁹ numbers take about 6 s."""
     release = Release(Poisson(2000, 0.5), 1.0, 1.0)
-    effort = _Effort.of(release, LONG)
-    assert effort.rounds * effort.most_replies * LONG <= MOST_NUMBERS
-    assert effort.rounds * LONG <= MOST_RELEASED
+    rounds = rounds_of_audit(release, LONG)
+    assert rounds * most_replies(LONG) * LONG <= MOST_NUMBERS
+    assert rounds * LONG <= MOST_RELEASED
     found = audited(release, size=LONG)
-    assert found.rounds == effort.rounds
+    assert found.rounds == rounds
     assert found.verdict == "conforms", found.in_words()
 
 

@@ -6,7 +6,8 @@ from numpy.typing import NDArray
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Setting, train
-from flwr_ppsgd.lab.linear_engine import Fresh, LinearEngine
+from flwr_ppsgd.lab.linear_engine import LinearEngine
+from flwr_ppsgd.lab.population import Fresh
 from tests.support.paths import GOLDEN
 
 Arrays = dict[str, NDArray[np.float64]]

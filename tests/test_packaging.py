@@ -177,9 +177,9 @@ def pyproject() -> dict[str, Any]:
 
 
 def readme_lines(directory: Path) -> Path:
-    """README's Python block as a file."""
+    """README's Python blocks as a file."""
     text = (REPOSITORY / "README.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     script = directory / "readme.py"
     script.write_text(code, encoding="utf-8")
     return script

@@ -11,14 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from flwr_ppsgd.client.policy import (
-    DELTA,
-    MAX_EPSILON,
-    MAX_OWN_EPSILON,
-    OWN_EPSILON,
-    Policy,
-)
-from flwr_ppsgd.client.refusal import REFUSED_POLICY, REFUSED_SECURE, RefusedError
+from flwr_ppsgd.client.policy import DELTA, MAX_EPSILON, MAX_OWN_EPSILON, OWN_EPSILON, Policy
+from flwr_ppsgd.client.refusal import Code, RefusedError
 from flwr_ppsgd.wire import Order, Plan
 
 FOR_NOISE = 0.9  # of δ; the rest is for what may go wrong in secure sums
@@ -26,6 +20,10 @@ ROUNDING = 1e-9  # relative, on the side of more privacy
 CUT_TAIL = 2.0**-145  # of the noise of one coordinate, as of ``noise``
 LARGEST_EPSILON = 1e6  # beyond it nothing is protected
 LARGEST_EXPONENT = 600.0
+ULP = 2.0**-52
+
+
+# --- the closed form
 
 
 def delta_of(mu: float, epsilon: float) -> float:
@@ -35,11 +33,13 @@ def delta_of(mu: float, epsilon: float) -> float:
     """
     if mu == 0:
         return 0.0
-    above = math.erfc((epsilon / mu - mu / 2) / math.sqrt(2)) / 2
+    at = epsilon / mu - mu / 2
+    above = math.erfc(at / math.sqrt(2)) / 2
     below = math.erfc((epsilon / mu + mu / 2) / math.sqrt(2)) / 2
     if below == 0 or epsilon > LARGEST_EXPONENT:
         return above
-    return max(0.0, above - math.exp(epsilon) * below)
+    rounding = (8 + at**2) * ULP * above  # of both terms, which may nearly cancel
+    return max(0.0, above - math.exp(epsilon) * below + rounding)
 
 
 def largest_mu(epsilon: float, delta: float) -> float:
@@ -73,6 +73,9 @@ def epsilon_of(mu: float, delta: float) -> float:
     return high
 
 
+# --- one training
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What one training may not change, and how often it was answered.
@@ -80,8 +83,8 @@ class Agreement:
     Args:
         plan: the Order's plan, as the first one had it.
         terms: of secure sums, by what was asked for, as they first were.
-        last: the start of the server and the round of the last masked vector, by what was asked.
-        revealed: the same for the last shares of exchange 4.
+        last: the start of the server and the round of the last answer to exchange 3 or 4 of a
+            secure sum, by what was asked for and the exchange.
         answers: how many vectors have left, by what was asked for.
         factor: f; the bound of everything that leaves is f times the release's own.
     """
@@ -89,13 +92,20 @@ class Agreement:
     plan: dict[str, tuple[float, int]] = field(default_factory=dict)
     terms: dict[str, dict[str, Any]] = field(default_factory=dict)
     last: dict[str, tuple[int, int]] = field(default_factory=dict)
-    revealed: dict[str, tuple[int, int]] = field(default_factory=dict)
     answers: dict[str, int] = field(default_factory=dict)
     factor: float = 1.0
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """What ``dataclasses.asdict`` gave, after JSON made lists of its pairs."""
+        values = dict(data)
+        for name in ("plan", "last"):
+            values[name] = {part: tuple(pair) for part, pair in data.get(name, {}).items()}
+        return cls(**values)
+
     def joined(self, order: Order, policy: Policy) -> Self:
         """With the Order's plan, terms and f; RefusedError if they were others before."""
-        fixed = order.terms is not None or policy.accounts
+        fixed = order.terms is not None or policy.needs_plan
         if fixed and not order.plan and order.publishes:
             raise _refused(
                 order,
@@ -106,7 +116,7 @@ class Agreement:
         if fixed and self.plan:
             _refuse_growth(order, self.plan)
             plan = self.plan
-        factor = _factor(order, policy, plan)
+        factor = factor_of(order, policy, plan)
         if self.answers and factor != self.factor:
             raise _refused(
                 order,
@@ -119,20 +129,20 @@ class Agreement:
     def _with_terms(self, order: Order) -> Self:
         assert order.terms is not None
         now = order.terms.to_flat()
-        before = self.terms.get(order.asks, now)
-        for name, value in before.items():
+        for name, value in self.terms.get(order.asks, now).items():
             if now[name] != value:
                 raise _refused(
                     order,
                     f"{name} of the secure sum was {value} in this training and is {now[name]} "
                     "now: it is fixed; nothing is sent",
                 )
-        planned = self.plan.get(order.asks)
-        if planned is not None and planned[0] != order.terms.noise_multiplier:
+        z = order.terms.noise_multiplier
+        planned, _ = self.plan.get(order.asks, (z, 0))
+        if planned != z:
             raise _refused(
                 order,
-                f"a secure sum with noise multiplier {order.terms.noise_multiplier:g} where the "
-                f"plan has {planned[0]:g}: nothing is sent",
+                f"a secure sum with noise multiplier {z:g} where the plan has {planned:g}: nothing "
+                "is sent",
             )
         return replace(self, terms={**self.terms, order.asks: now})
 
@@ -150,163 +160,41 @@ class Agreement:
                 f"{number - 1} answers were given and {times} are planned, with {restarts} "
                 "restarts of the server: no more are given",
             )
-        return replace(counted, last={**self.last, order.asks: _once(order, self.last)})
+        return counted.once(order, stage=3)
 
-    def unmasked(self, order: Order) -> Self:
-        """After the shares of exchange 4, which a round gets once."""
-        place = _once(order, self.revealed)
-        return replace(self, revealed={**self.revealed, order.asks: place})
-
-    def cost(self, order: Order) -> float:
-        """(f/z)² of one answer; infinite if the server states no noise."""
-        z, _ = self.plan.get(order.asks, (0.0, 0))
-        return (self.factor / z) ** 2 * (1 + ROUNDING) if z else math.inf
-
-    def left(self, order: Order) -> float:
-        """Σ (f/z)² of what is still planned; of one answer, if a round asks a part of the users."""
-        if order.sampled:
-            return self.cost(order)
-        costs = [
-            max(0, times - self.answers.get(part, 0)) * (self.factor / z) ** 2 if z else math.inf
-            for part, (z, times) in self.plan.items()
-        ]
-        return sum(costs)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        values = dict(data)
-        for name in ("plan", "last", "revealed"):
-            values[name] = {part: tuple(pair) for part, pair in data[name].items()}
-        return cls(**values)
-
-
-@dataclass(frozen=True)
-class Account:
-    """What has left about one user, over all servers and trainings.
-
-    Args:
-        trusted: Σ (f/z)² of vectors that a server saw, and adds noise to.
-        secure: Σ (f/z)² of vectors in secure sums.
-        alone: Σ h·(f/z)² of these: what they cost if nobody else's noise is trusted.
-        failures: what secure sums take from δ.
-        unpriced: the number of answers outside every ε: evaluations, stock strategies, no noise.
-        limit: the largest ``ppsgd-max-own-epsilon`` that was ever set; 0: never.
-        delta: the ``ppsgd-delta`` of the first answer under it.
-        promised: the largest ε that each training has promised, by its number.
-        by_key: Σ (f/z)² by the key of the training.
-    """
-
-    trusted: float = 0.0
-    secure: float = 0.0
-    alone: float = 0.0
-    failures: float = 0.0
-    unpriced: int = 0
-    limit: float = 0.0
-    delta: float = 0.0
-    promised: dict[str, float] = field(default_factory=dict)
-    by_key: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def spent(self) -> float:
-        """μ² of everything that has left, if the noise is as stated."""
-        return self.trusted + self.secure
-
-    def admit(self, order: Order, agreement: Agreement, policy: Policy) -> None:
-        """RefusedError if the rest of this training does not fit within the owner's limits."""
-        others = [epsilon for name, epsilon in self.promised.items() if name != _name(order)]
-        total = sum(others) + order.epsilon
-        if not total <= policy.max_epsilon:
+    def once(self, order: Order, stage: int) -> Self:
+        """After this exchange of a secure sum; RefusedError unless it comes after the last one."""
+        name = f"{order.asks} {stage}"
+        here = (len(order.starts), order.round)
+        start, round_ = self.last.get(name, (-1, 0))
+        if here <= (start, round_):
             raise _refused(
                 order,
-                f"an Order with epsilon {order.epsilon:g}, which makes {total:g} over "
-                f"{len(others) + 1} trainings, where {MAX_EPSILON} is {policy.max_epsilon:g}",
+                f"exchange {stage} of round {order.round} in the server's start {here[0]}, after "
+                f"round {round_} in start {start}: a round is answered once",
             )
-        if policy.limits_own and order.publishes:
-            self._check_own(policy, self.spent + agreement.left(order), self.failures)
+        return replace(self, last={**self.last, name: here})
 
-    def charged(self, order: Order, agreement: Agreement, policy: Policy, size: int) -> Self:
-        """After one more vector; RefusedError if it would pass the owner's limit.
+    def cost(self, part: str) -> float:
+        """(f/z)² of one answer; infinite if the server states no noise."""
+        z, _ = self.plan.get(part, (0.0, 0))
+        return (self.factor / z) ** 2 * (1 + ROUNDING) if z else math.inf
 
-        Args:
-            order: what is answered.
-            agreement: f of this training.
-            policy: the owner's limits.
-            size: the number of coordinates of the vector.
-        """
-        cost = agreement.cost(order)
-        after = self.with_promise(order)
-        if policy.limits_own:
-            after = replace(after, limit=max(self.limit, policy.max_own_epsilon))
-        if policy.delta and not self.delta:
-            after = replace(after, delta=policy.delta)
-        if math.isinf(cost):
-            after = after.with_unpriced()
-        elif order.terms is None:
-            after = replace(after, trusted=self.trusted + cost)
-        else:
-            failure = failure_of(order, size, after.limit)
-            after = replace(
-                after,
-                secure=self.secure + cost,
-                alone=self.alone + order.terms.honest * cost,
-                failures=self.failures + failure,
-            )
-        if math.isfinite(cost):
-            key = order.server_key
-            after = replace(after, by_key={**self.by_key, key: self.by_key.get(key, 0.0) + cost})
-        if policy.limits_own:
-            after._check_own(policy, after.spent, after.failures)
-        return after
-
-    def with_unpriced(self) -> Self:
-        """After one more answer outside every ε."""
-        return replace(self, unpriced=self.unpriced + 1)
-
-    def with_promise(self, order: Order) -> Self:
-        """A training counts whole from its first answer on, with the most that it has promised."""
-        promised = max(order.epsilon, self.promised.get(_name(order), 0.0))
-        return replace(self, promised={**self.promised, _name(order): promised})
-
-    def _check_own(self, policy: Policy, spent: float, failures: float) -> None:
-        """RefusedError unless μ² and the failures stay within ε_max at δ."""
-        if self.unpriced:
-            raise RefusedError(
-                REFUSED_POLICY,
-                f"{self.unpriced} answers were outside every ε before {MAX_OWN_EPSILON} was set: "
-                "it cannot be kept any more; remove it, or begin a new store",
-            )
-        if self.delta and self.delta != policy.delta:
-            raise RefusedError(
-                REFUSED_POLICY,
-                f"{DELTA} is {policy.delta:g} and the account was begun with {self.delta:g}: set "
-                "that one",
-            )
-        most = largest_mu(policy.max_own_epsilon, FOR_NOISE * policy.delta) ** 2
-        if not spent <= most or not failures <= (1 - FOR_NOISE) * policy.delta:
-            would = epsilon_of(math.sqrt(spent), FOR_NOISE * policy.delta) if spent else 0.0
-            raise RefusedError(
-                REFUSED_POLICY,
-                f"by this device's own account ε would be {would:.4g} where {MAX_OWN_EPSILON} is "
-                f"{policy.max_own_epsilon:g}: nothing is sent",
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def rest(self, order: Order) -> float:
+        """Σ (f/z)² of what is still planned; of one answer, if a round asks a part of the users."""
+        if order.sampled:
+            return self.cost(order.asks)
+        total = 0.0
+        for part, (_, times) in self.plan.items():
+            missing = times - self.answers.get(part, 0)
+            if missing > 0:
+                total += missing * self.cost(part)
+        return total
 
 
-def failure_of(order: Order, size: int, epsilon: float) -> float:
-    """What one secure sum takes from δ: η, and the cut tails of h shares of noise."""
-    assert order.terms is not None
-    tails = order.terms.honest * size * CUT_TAIL
-    return order.terms.release.failure + (1 + math.exp(min(epsilon, LARGEST_EXPONENT))) * tails
-
-
-def _factor(order: Order, policy: Policy, plan: Plan) -> float:
+def factor_of(order: Order, policy: Policy, plan: Plan) -> float:
     """f: the largest number up to 1 with which the plan costs the user's own ε; 1 without one."""
-    if math.isinf(policy.own_epsilon) or not order.publishes:
+    if math.isinf(policy.epsilon) or not order.publishes:
         return 1.0
     if order.sampled:
         raise _refused(order, f"a training that samples users has no f: remove {OWN_EPSILON}")
@@ -314,27 +202,13 @@ def _factor(order: Order, policy: Policy, plan: Plan) -> float:
         raise _refused(order, f"private measures that the server bounds: remove {OWN_EPSILON}")
     if any(z == 0 for z, _ in plan.values()):
         raise _refused(order, f"a training without noise has no ε: remove {OWN_EPSILON}")
-    cost = sum(times / z**2 for z, times in plan.values())
+    mu_squared = sum(times / z**2 for z, times in plan.values())
     delta = policy.delta
     if order.terms is not None:
         delta -= order.terms.release.failure * sum(times for _, times in plan.values())
     if delta <= 0:
         raise _refused(order, f"{DELTA} is less than secure sums take from it: raise it")
-    mu = largest_mu(policy.own_epsilon, delta)
-    return min(1.0, mu / math.sqrt(cost) * (1 - ROUNDING))
-
-
-def _once(order: Order, last: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """The start of the server and the round; RefusedError unless they come after the last ones."""
-    here = (len(order.starts), order.round)
-    before = last.get(order.asks)
-    if before is not None and here <= before:
-        raise _refused(
-            order,
-            f"exchange {order.stage} of round {order.round} in the server's start {here[0]}, after "
-            f"round {before[1]} in start {before[0]}: a round is answered once",
-        )
-    return here
+    return min(1.0, largest_mu(policy.epsilon, delta) / math.sqrt(mu_squared) * (1 - ROUNDING))
 
 
 def _refuse_growth(order: Order, before: Plan) -> None:
@@ -349,8 +223,133 @@ def _refuse_growth(order: Order, before: Plan) -> None:
 
 
 def _refused(order: Order, reason: str) -> RefusedError:
-    return RefusedError(REFUSED_POLICY if order.terms is None else REFUSED_SECURE, reason)
+    code = Code.REFUSED_POLICY if order.terms is None else Code.REFUSED_SECURE
+    return RefusedError(code, reason)
 
 
-def _name(order: Order) -> str:
-    return f"{order.training:016x}"
+# --- all trainings
+
+
+@dataclass(frozen=True)
+class Account:
+    """What has left about one user, over all servers and trainings.
+
+    Args:
+        trusted: Σ (f/z)² of vectors that a server saw, and adds noise to.
+        secure: Σ (f/z)² of vectors in secure sums.
+        alone: Σ h·(f/z)² of these: what they cost if nobody else's noise is trusted.
+        failure: Σ η of these, which δ pays.
+        shares: Σ h·d of these: the number of shares of noise whose cut tails δ pays too.
+        unpriced: the number of answers outside every ε: evaluations, stock strategies, no noise.
+        limit: the largest ``ppsgd-max-own-epsilon`` that was ever set; 0: never.
+        delta: the ``ppsgd-delta`` of the first answer that had one.
+        promised: the largest ε that each training has promised, by its number.
+        by_key: Σ (f/z)² by the key of the training.
+    """
+
+    trusted: float = 0.0
+    secure: float = 0.0
+    alone: float = 0.0
+    failure: float = 0.0
+    shares: float = 0.0
+    unpriced: int = 0
+    limit: float = 0.0
+    delta: float = 0.0
+    promised: dict[str, float] = field(default_factory=dict)
+    by_key: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def spent(self) -> float:
+        """μ² of everything that has left, if the noise is as stated."""
+        return self.trusted + self.secure
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def admit(self, order: Order, agreement: Agreement, policy: Policy) -> None:
+        """RefusedError if the rest of this training does not fit within the owner's limits."""
+        total = sum(self.with_promise(order).promised.values())
+        if not total <= policy.max_epsilon:
+            raise _refused(
+                order,
+                f"an Order with epsilon {order.epsilon:g}, which makes {total:g} over all "
+                f"trainings, where {MAX_EPSILON} is {policy.max_epsilon:g}",
+            )
+        if policy.limits_own and order.publishes:
+            self._check_own(policy, self.spent + agreement.rest(order))
+
+    def charged(self, order: Order, agreement: Agreement, policy: Policy, size: int) -> Self:
+        """After one more vector; RefusedError if it would pass the owner's limit.
+
+        Args:
+            order: what is answered.
+            agreement: f of this training.
+            policy: the owner's limits.
+            size: the number of coordinates of the vector.
+        """
+        after = replace(self.with_promise(order), delta=self.delta or policy.delta)
+        if policy.limits_own:
+            after = replace(after, limit=max(self.limit, policy.max_own_epsilon))
+        cost = agreement.cost(order.asks)
+        if math.isinf(cost):
+            after = after.with_unpriced()
+        else:
+            key = order.server_key
+            by_key = {**self.by_key, key: self.by_key.get(key, 0.0) + cost}
+            after = replace(after, by_key=by_key)._with_cost(order, cost, size)
+        if policy.limits_own:
+            after._check_own(policy, after.spent)
+        return after
+
+    def _with_cost(self, order: Order, cost: float, size: int) -> Self:
+        terms = order.terms
+        if terms is None:
+            return replace(self, trusted=self.trusted + cost)
+        return replace(
+            self,
+            secure=self.secure + cost,
+            alone=self.alone + terms.honest * cost,
+            failure=self.failure + terms.release.failure,
+            shares=self.shares + terms.honest * size,
+        )
+
+    def with_unpriced(self) -> Self:
+        """After one more answer outside every ε."""
+        return replace(self, unpriced=self.unpriced + 1)
+
+    def with_promise(self, order: Order) -> Self:
+        """A training counts whole from its first answer on, with the most that it has promised."""
+        name = f"{order.training:016x}"
+        promised = max(order.epsilon, self.promised.get(name, 0.0))
+        return replace(self, promised={**self.promised, name: promised})
+
+    def _check_own(self, policy: Policy, spent: float) -> None:
+        """RefusedError unless μ² and what secure sums take from δ stay within ε_max at δ."""
+        limit = policy.max_own_epsilon
+        noise_delta = FOR_NOISE * policy.delta
+        if self.unpriced:
+            raise RefusedError(
+                Code.REFUSED_POLICY,
+                f"{self.unpriced} answers were outside every ε before {MAX_OWN_EPSILON} was set: "
+                "it cannot be kept any more; remove it, or begin a new store",
+            )
+        if self.delta and self.delta != policy.delta:
+            raise RefusedError(
+                Code.REFUSED_POLICY,
+                f"{DELTA} is {policy.delta:g} and the account was begun with {self.delta:g}: set "
+                "that one",
+            )
+        if not spent <= largest_mu(limit, noise_delta) ** 2:
+            raise RefusedError(
+                Code.REFUSED_POLICY,
+                "by this device's own account ε would be "
+                f"{epsilon_of(math.sqrt(spent), noise_delta):.4g} where {MAX_OWN_EPSILON} is "
+                f"{limit:g}: nothing is sent",
+            )
+        tails = (1 + math.exp(min(limit, LARGEST_EXPONENT))) * self.shares * CUT_TAIL
+        if not self.failure + tails <= policy.delta - noise_delta:
+            raise RefusedError(
+                Code.REFUSED_POLICY,
+                f"secure sums would take {self.failure + tails:.2g} from δ, more than a tenth of "
+                f"{DELTA} = {policy.delta:g}: nothing is sent",
+            )

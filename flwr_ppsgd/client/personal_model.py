@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import record_from
 from flwr_ppsgd.client.theta import RUN
-from flwr_ppsgd.client.theta_store import DiskStore, users_in
+from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
 from flwr_ppsgd.client.visit import respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver
 from flwr_ppsgd.models.solve import Mixture
@@ -26,6 +26,7 @@ from flwr_ppsgd.wire import BESIDE, SIZE, UNIT, VARIANCE, Layout, Order, OrderTa
 
 STEP = 0.1  # of θ, for somebody who never took part
 VISITS = 100
+MOST_NAMED = 10  # users in an error
 Published: TypeAlias = ArrayRecord | Mapping[str, NDArray[Any]] | Vector
 
 
@@ -169,19 +170,19 @@ def _flat(record: ArrayRecord) -> Vector:
 
 def _store(root: Path, user: str, run: str | None) -> DiskStore:
     """The store of this user, for the only run that it holds θ of, or the one that is named."""
-    known = []
-    for name in users_in(root):
-        store = DiskStore(root, name, read_only=True)
-        runs = [each for each in store.runs() if store.of_run(each).stamps()]
-        known += [(each, name) for each in runs]
-        found = [each for each in runs if run in (None, each)] if name == user else []
-        if len(found) > 1:
-            raise ValueError(f"user {user!r} took part in {found}: name one with run=, or {RUN}")
-        if found:
-            return store.of_run(found[0])
-        store.close()
-    where = f" in run {run!r}" if run else ""
-    raise ValueError(f"{root} holds no θ of user {user!r}{where}, only of {sorted(known)}")
+    where = f"{root} holds no θ of user {user!r}"
+    if not file_of(root, user).exists():
+        users = users_in(root)
+        raise ValueError(f"{where}, only of {len(users)} others: {users[:MOST_NAMED]}")
+    store = DiskStore(root, user, read_only=True)
+    runs = [each for each in store.runs() if store.of_run(each).stamps()]
+    found = [each for each in runs if run in (None, each)]
+    if len(found) == 1:
+        return store.of_run(found[0])
+    store.close()
+    if found:
+        raise ValueError(f"user {user!r} took part in {found}: name one with run=, or {RUN}")
+    raise ValueError(f"{where} in run {run!r}, only in {runs}")
 
 
 def _record(w: Published) -> ArrayRecord:

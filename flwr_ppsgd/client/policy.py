@@ -2,22 +2,18 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 from flwr_ppsgd.checks import nearest, require
-from flwr_ppsgd.client.refusal import (
-    NODE_CONFIG,
-    REFUSED_POLICY,
-    REFUSED_SIGNATURE,
-    RefusedError,
-)
+from flwr_ppsgd.client.refusal import Code, RefusedError
 from flwr_ppsgd.recipe import SCALAR_BOUND
 from flwr_ppsgd.secure.terms import Terms
 from flwr_ppsgd.signature import public_key, verify
 from flwr_ppsgd.wire import Order
 
+PREFIX = "ppsgd-"
 STATE_DIR = "ppsgd-state-dir"  # where the device's store is
 USER = "ppsgd-user"  # whose it is; else the partition id
 MAX_CLIP_NORM = "ppsgd-max-clip-norm"
@@ -33,24 +29,6 @@ SECURE = "ppsgd-secure"
 COMPLETE = "ppsgd-complete"
 MIN_NOISE = "ppsgd-min-noise-multiplier"
 MIN_CLIENTS = "ppsgd-min-clients"
-PREFIX = "ppsgd-"
-KEYS = (
-    STATE_DIR,
-    USER,
-    MAX_CLIP_NORM,
-    MAX_STEP,
-    MAX_EPSILON,
-    MAX_OWN_EPSILON,
-    OWN_EPSILON,
-    DELTA,
-    EVALUATE,
-    STOCK,
-    SERVER_KEY,
-    SECURE,
-    COMPLETE,
-    MIN_NOISE,
-    MIN_CLIENTS,
-)
 LARGEST_DELTA = 0.1
 BOUNDS = {"unit": SCALAR_BOUND, "size": SCALAR_BOUND, "count": SCALAR_BOUND, "columns": 1.0}
 
@@ -59,12 +37,14 @@ BOUNDS = {"unit": SCALAR_BOUND, "size": SCALAR_BOUND, "count": SCALAR_BOUND, "co
 class Policy:
     """The limits of one node. Whatever breaks one is refused, logged and in ``client-report``.
 
+    Each has the name of its key in the node config.
+
     Args:
         max_clip_norm: the largest C.
         max_step: the largest s_θ.
         max_epsilon: the largest ε that servers may promise, summed over their trainings.
         max_own_epsilon: the largest ε by the device's own account; infinite: no limit.
-        own_epsilon: the ε that this user wants in each training; infinite: what is promised to all.
+        epsilon: the ε that this user wants in each training; infinite: what is promised to all.
         delta: δ of the two above; 0 if neither is set.
         evaluate: whether evaluation on this user's data is answered.
         stock: whether stock strategies are answered; None: if the app was built with local_step.
@@ -72,7 +52,7 @@ class Policy:
         secure: whether only secure sums are answered: no plain Order, no evaluation, no stock
             strategy.
         complete: whether all clients of a secure sum must be neighbours of each other.
-        min_noise: the least z of a secure sum.
+        min_noise_multiplier: the least z of a secure sum.
         min_clients: the least h + t of a secure sum.
     """
 
@@ -80,71 +60,57 @@ class Policy:
     max_step: float = math.inf
     max_epsilon: float = math.inf
     max_own_epsilon: float = math.inf
-    own_epsilon: float = math.inf
+    epsilon: float = math.inf
     delta: float = 0.0
     evaluate: bool = True
     stock: bool | None = None
     server_key: str = ""
     secure: bool = False
     complete: bool = False
-    min_noise: float = 0.0
+    min_noise_multiplier: float = 0.0
     min_clients: float = 0.0
 
     @classmethod
     def of(cls, node_config: Mapping[str, Any]) -> Self:
         """What a node config says; RefusedError if a key or a value is wrong."""
-        if not any(key.startswith(PREFIX) for key in node_config):
-            return cls()
         try:
             check_keys(node_config)
-            policy = cls._read(node_config)
+            given = {
+                name: _read(key, node_config[key])
+                for key, name in LIMITS.items()
+                if key in node_config
+            }
+            policy = cls(**given)
             policy._check_together(node_config)
         except ValueError as error:
-            raise RefusedError(NODE_CONFIG, f"node config: {error}") from None
+            raise RefusedError(Code.NODE_CONFIG, f"node config: {error}") from None
         return policy
-
-    @classmethod
-    def _read(cls, node: Mapping[str, Any]) -> Self:
-        return cls(
-            max_clip_norm=_limit(node, MAX_CLIP_NORM),
-            max_step=_limit(node, MAX_STEP),
-            max_epsilon=_limit(node, MAX_EPSILON),
-            max_own_epsilon=_limit(node, MAX_OWN_EPSILON),
-            own_epsilon=_limit(node, OWN_EPSILON),
-            delta=_limit(node, DELTA, none=0.0),
-            evaluate=_switch(node, EVALUATE) is not False,
-            stock=_switch(node, STOCK),
-            server_key=_key(node),
-            secure=_switch(node, SECURE) is True,
-            complete=_switch(node, COMPLETE) is True,
-            min_noise=_limit(node, MIN_NOISE, none=0.0),
-            min_clients=_limit(node, MIN_CLIENTS, none=0.0),
-        )
 
     def _check_together(self, node: Mapping[str, Any]) -> None:
         """ValueError if two settings do not go together."""
-        if not self.secure and (self.min_noise or self.min_clients or self.complete):
+        if not self.secure and (self.min_noise_multiplier or self.min_clients or self.complete):
             raise ValueError(
                 f"{MIN_NOISE}, {MIN_CLIENTS} and {COMPLETE} are limits of secure sums, and the "
                 f"server may ask for others: set {SECURE} = true too"
             )
-        for key, set_ in ((SECURE, self.secure), (SERVER_KEY, bool(self.server_key))):
-            if self.stock and set_:
-                raise ValueError(
-                    f"{STOCK} and {key} exclude each other, because stock strategies have neither "
-                    "secure sums nor signatures: remove one of them"
-                )
-        if self.accounts:
+        if self.needs_plan:
             rule = f"{DELTA} must be above 0 and below {LARGEST_DELTA:g}"
             remedy = f"{MAX_OWN_EPSILON} and {OWN_EPSILON} are stated at it, well below 1/users"
             require(0 < self.delta < LARGEST_DELTA, rule, self.delta, remedy)
         if self.limits_own and not node.get(STATE_DIR):
             raise ValueError(f"{MAX_OWN_EPSILON} needs an account on disk: set {STATE_DIR} too")
-        if self.stock and self.accounts:
-            raise ValueError(
-                f"{STOCK} and {MAX_OWN_EPSILON} or {OWN_EPSILON} exclude each other, because stock "
-                "strategies have no ε: remove one of them"
-            )
+        no_stock = {
+            SECURE: self.secure,
+            SERVER_KEY: bool(self.server_key),
+            MAX_OWN_EPSILON: self.limits_own,
+            OWN_EPSILON: self.epsilon < math.inf,
+        }
+        for key, is_set in no_stock.items():
+            if self.stock and is_set:
+                raise ValueError(
+                    f"{STOCK} and {key} exclude each other, because stock strategies have no "
+                    "secure sums, signatures or ε: remove one of them"
+                )
 
     @property
     def limits_own(self) -> bool:
@@ -152,9 +118,9 @@ class Policy:
         return self.max_own_epsilon < math.inf
 
     @property
-    def accounts(self) -> bool:
+    def needs_plan(self) -> bool:
         """Whether this node needs to know everything that a training will release about it."""
-        return self.limits_own or self.own_epsilon < math.inf
+        return self.limits_own or self.epsilon < math.inf
 
     @property
     def measures(self) -> bool:
@@ -182,16 +148,17 @@ class Policy:
         if self.server_key:
             self._check_signature(order, kind, arrays, run)
         if kind == "evaluate" and not delivers(order):
-            self.refuse_measures()
+            self._check_measures()
         if order is None:
             self._check_stock(kind, serves_stock)
             return
-        if self.secure and kind == "train":
-            self._check_secure(order)
         if order.terms is not None:
             self._check_terms(order.terms)
-        elif self.secure and kind == "query" and order.publishes:
-            raise _refused(f"{SECURE} is true: this training asks for no secure sums")
+        if self.secure and order.publishes:
+            # the check before round one carries no exchange, only the terms
+            secure = order.stage > 0 if kind == "train" else order.terms is not None
+            if kind != "evaluate" and not secure:
+                raise _refused(f"{SECURE} is true: only secure sums are answered, this is none")
         self._check_limits(order)
 
     def _check_signature(
@@ -199,30 +166,21 @@ class Policy:
     ) -> None:
         if order is None or not verify(order, arrays, self.server_key, kind=kind, run=run):
             raise RefusedError(
-                REFUSED_SIGNATURE,
+                Code.REFUSED_SIGNATURE,
                 f"a message that is not signed with the key that {SERVER_KEY} pins, for this type "
                 "of message and this run: nothing is done; if the training has a new key, ask its "
                 "operator and pin that one",
             )
 
-    def refuse_measures(self) -> None:
-        """RefusedError if measures on this user's data may not leave."""
-        if self.measures:
-            return
-        keys = {SECURE: self.secure, MAX_OWN_EPSILON: self.limits_own, EVALUATE: True}
-        key = next(name for name, holds in keys.items() if holds)
-        raise _refused(f"evaluation on this user's data is not answered, because of {key}")
-
-    def _check_secure(self, order: Order) -> None:
-        """Refuse everything from which the server could learn about this client alone."""
-        if order.publishes and not order.stage:
-            raise _refused(
-                f"{SECURE} is true: only secure sums are answered, and this asks for none"
-            )
+    def _check_measures(self) -> None:
+        keys = {SECURE: self.secure, MAX_OWN_EPSILON: self.limits_own, EVALUATE: not self.evaluate}
+        for key, is_set in keys.items():
+            if is_set:
+                raise _refused(f"evaluation on this user's data is not answered, because of {key}")
 
     def _check_terms(self, terms: Terms) -> None:
         limits = (
-            ("noise multiplier", terms.noise_multiplier, MIN_NOISE, self.min_noise),
+            ("noise multiplier", terms.noise_multiplier, MIN_NOISE, self.min_noise_multiplier),
             ("honest + colluding", terms.rules.least, MIN_CLIENTS, self.min_clients),
         )
         for name, value, key, least in limits:
@@ -235,6 +193,7 @@ class Policy:
             )
 
     def _check_limits(self, order: Order) -> None:
+        """Of this Order, and of the scalars that its plan will ask for."""
         bounds = [BOUNDS[part] for part in order.plan if part in BOUNDS]
         limits = (
             ("clip_norm", max(order.clip_norm, *bounds, 0.0), MAX_CLIP_NORM, self.max_clip_norm),
@@ -245,22 +204,26 @@ class Policy:
                 raise _refused(f"an Order with {name} {value:g} where {key} is {limit:g}")
 
     def _check_stock(self, kind: str, serves_stock: bool) -> None:
-        allowed = serves_stock if self.stock is None else self.stock
-        if kind == "query" and not self.secure:
-            return
         if self.secure:
             raise _refused(f"{SECURE} is true: a message without an Order is not answered")
-        if self.accounts:
+        if kind == "query":
+            return
+        if self.needs_plan:
             raise _refused(
                 f"a message without an Order has no ε, and {MAX_OWN_EPSILON} or {OWN_EPSILON} is "
                 "set: nothing is sent"
             )
+        allowed = serves_stock if self.stock is None else self.stock
         if not allowed:
             raise _refused(
                 "a message without an Order: this client serves PPSGD only; for a stock strategy "
                 f"pass local_step to client_app or PPSGDClient, or set {STOCK} = true in the node "
                 "config and local-step in the run config"
             )
+
+
+LIMITS = {PREFIX + limit.name.replace("_", "-"): limit.name for limit in fields(Policy)}
+KEYS = (STATE_DIR, USER, *LIMITS)
 
 
 def delivers(order: Order | None) -> bool:
@@ -283,7 +246,7 @@ def owner_of(node: Mapping[str, Any]) -> tuple[Path, str] | None:
     user = str(node.get(USER, node.get("partition-id", "")))
     if not user:
         raise RefusedError(
-            NODE_CONFIG,
+            Code.NODE_CONFIG,
             f"node config: {STATE_DIR} is set and nothing says whose θ it is: add {USER}, or "
             "partition-id",
         )
@@ -291,32 +254,24 @@ def owner_of(node: Mapping[str, Any]) -> tuple[Path, str] | None:
 
 
 def _refused(reason: str) -> RefusedError:
-    return RefusedError(REFUSED_POLICY, reason)
+    return RefusedError(Code.REFUSED_POLICY, reason)
 
 
-def _limit(node: Mapping[str, Any], key: str, none: float = math.inf) -> float:
-    """A number of at least 0; ``none`` if the key is not there."""
-    value = node.get(key, none)
+def _read(key: str, value: Any) -> Any:
+    """The value of a key, checked: a public key, a switch, or a number of at least 0."""
+    if key == SERVER_KEY:
+        return _public_key(str(value))
+    if key in (EVALUATE, STOCK, SECURE, COMPLETE):
+        rule = f"{key} must be true or false"
+        require(isinstance(value, bool), rule, value, "write it without quotes")
+        return bool(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     rule = f"{key} must be a number of at least 0"
     require(number and value >= 0, rule, value, "set it, or remove it for no limit")
     return float(value)
 
 
-def _switch(node: Mapping[str, Any], key: str) -> bool | None:
-    """True, False, or None if the key is not there."""
-    value = node.get(key)
-    rule = f"{key} must be true or false"
-    require(value is None or isinstance(value, bool), rule, value, "write it without quotes")
-    return value
-
-
-def _key(node: Mapping[str, Any]) -> str:
-    """The pinned public key; empty if there is none."""
-    value = node.get(SERVER_KEY)
-    if value is None:
-        return ""
-    text = str(value)
+def _public_key(text: str) -> str:
     try:
         public_key(text)
     except ValueError as error:

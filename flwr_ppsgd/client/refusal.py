@@ -7,48 +7,38 @@ message may hold its data or θ, so it stays on this machine, in the log.
 import builtins
 import logging
 import traceback
+from enum import StrEnum
 
 log = logging.getLogger("flwr.ppsgd")
 
-REFUSED_ORDER = "refused-order"
-REFUSED_POLICY = "refused-policy"
-REFUSED_SIGNATURE = "refused-signature"
-REFUSED_CHARGES = "refused-charges"
-REFUSED_MESSAGE = "refused-message"
-REFUSED_SECURE = "refused-secure"
-NODE_CONFIG = "node-config"
-TOO_LATE = "too-late"
-THETA_BUSY = "theta-busy"
-THETA_DAMAGED = "theta-damaged"
-THETA_FOREIGN = "theta-foreign"
-DISK = "disk"
-LEARNER_FAILED = "learner-failed"
-CODES = (
-    REFUSED_ORDER,
-    REFUSED_POLICY,
-    REFUSED_SIGNATURE,
-    REFUSED_CHARGES,
-    REFUSED_MESSAGE,
-    REFUSED_SECURE,
-    NODE_CONFIG,
-    TOO_LATE,
-    THETA_BUSY,
-    THETA_DAMAGED,
-    THETA_FOREIGN,
-    DISK,
-    LEARNER_FAILED,
-)
+
+class Code(StrEnum):
+    """Why a client did not answer: all that a server gets to know."""
+
+    REFUSED_ORDER = "refused-order"
+    REFUSED_POLICY = "refused-policy"
+    REFUSED_SIGNATURE = "refused-signature"
+    REFUSED_CHARGES = "refused-charges"
+    REFUSED_MESSAGE = "refused-message"
+    REFUSED_SECURE = "refused-secure"
+    NODE_CONFIG = "node-config"
+    TOO_LATE = "too-late"
+    THETA_BUSY = "theta-busy"
+    THETA_DAMAGED = "theta-damaged"
+    THETA_FOREIGN = "theta-foreign"
+    DISK = "disk"
+    LEARNER_FAILED = "learner-failed"
 
 
 class RefusedError(ValueError):
     """This client does not do what it was asked for.
 
     Args:
-        code: one of the codes above, for the server.
+        code: for the server.
         reason: the rule, the value and what to change, for whoever runs this client.
     """
 
-    def __init__(self, code: str, reason: str) -> None:
+    def __init__(self, code: Code, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
@@ -56,14 +46,14 @@ class RefusedError(ValueError):
 class DiskError(OSError):
     """The device's store could not be read or written."""
 
-    code = DISK
+    code = Code.DISK
 
 
 class ClientError(Exception):
     """All that the server gets to know about an error: ``CODE: ClassName``.
 
     Args:
-        code: one of ``CODES``.
+        code: the value of a ``Code``.
         kind: the name of a class that Python itself defines.
     """
 
@@ -78,11 +68,11 @@ class ClientError(Exception):
 
 def coded(error: Exception) -> ClientError:
     """The error for the server; the full text goes into this machine's log."""
-    code = LEARNER_FAILED
-    if isinstance(error, RefusedError | DiskError) and error.code in CODES:
+    code = Code.LEARNER_FAILED
+    if isinstance(error, RefusedError | DiskError) and isinstance(error.code, Code):
         code = error.code
-    told = ClientError(code, _class_of(error))
-    if code == LEARNER_FAILED and not _explains_itself(error):
+    told = ClientError(code.value, _class_of(error))
+    if code == Code.LEARNER_FAILED and not _explains_itself(error):
         log.error("The client failed; the server is told %r", str(told), exc_info=error)
     else:
         log.error("%s; the server is told %r", error, str(told))

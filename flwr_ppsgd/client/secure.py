@@ -5,15 +5,15 @@ of the round, and never on disk. That no server gets two answers is the store's:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
-from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, clip
-from flwr_ppsgd.client.refusal import REFUSED_SECURE, RefusedError
+from flwr_ppsgd.client.refusal import Code, RefusedError
 from flwr_ppsgd.noise import Coins, secure_input
 from flwr_ppsgd.secure.crypto import Words
 from flwr_ppsgd.secure.protocol import (
@@ -26,7 +26,7 @@ from flwr_ppsgd.secure.protocol import (
     members_of,
     packed,
 )
-from flwr_ppsgd.secure.terms import Session, Terms
+from flwr_ppsgd.secure.terms import Session
 from flwr_ppsgd.wire import DATA, Order, payload_hash
 
 STATE = "ppsgd-secure"  # what this node keeps between the messages of one round
@@ -34,17 +34,17 @@ SESSION = "session"
 KIND = "kind"
 CHARGES = "charges"
 Kind = TypeVar("Kind", KeysSent, SharesSent, VectorSent)
-Value = TypeVar("Value")
 
 
 def answer(context: Context, order: Order, payload: bytes) -> tuple[bytes, ConfigRecord | None]:
     """The answer to exchange 1, 2 or 4, and what to keep for the next one: nothing after 4."""
     if order.stage == 1:
-        keys_sent = KeysSent.new(session_of(context, order))
+        keys_sent = KeysSent.new(_session(context, order))
         return keys_sent.public.to_bytes(), _record(keys_sent, order)
     if order.stage == 2:
         before = _kept(context, order, KeysSent)
-        shares_sent, shares = _refusing(lambda: before.share(Roster.from_bytes(payload)))
+        with _refusing():
+            shares_sent, shares = before.share(Roster.from_bytes(payload))
         return shares.to_bytes(), _record(shares_sent, order)
     masked = _kept(context, order, VectorSent)
     charges = int(context.state[STATE][CHARGES])  # type: ignore[arg-type]
@@ -53,7 +53,8 @@ def answer(context: Context, order: Order, payload: bytes) -> tuple[bytes, Confi
             f"survivors are named and the server has charged {order.charges} releases, as many as "
             "before: a round is charged before anything can be unmasked; nothing is sent"
         )
-    revealed = _refusing(lambda: masked.reveal(members_of(payload, masked.participants)))
+    with _refusing():
+        revealed = masked.reveal(members_of(payload, masked.participants))
     return packed(revealed), None
 
 
@@ -71,9 +72,9 @@ class MaskedAnswer:
     def __init__(self, context: Context, order: Order, payload: bytes) -> None:
         self._order = order
         self._before = _kept(context, order, SharesSent)
-        participants = self._before.roster.participants
-        self._partners = _refusing(lambda: Partners.from_bytes(payload, participants))
-        _refusing(lambda: self._before.check(self._partners))
+        with _refusing():
+            self._partners = Partners.from_bytes(payload, self._before.roster.participants)
+            self._before.check(self._partners)
 
     def words(
         self, vector: Vector | None, measures: Mapping[str, float], size: int, factor: float
@@ -86,8 +87,20 @@ class MaskedAnswer:
             size: the number of coordinates of the vector, without private measures.
             factor: f.
         """
-        x = _input(self._order, vector, measures, size, factor)
-        after, words = _refusing(lambda: self._before.mask_vector(self._partners, x))
+        terms = self._order.terms
+        assert terms is not None
+        metrics = terms.metrics(self._order.metrics)
+        if vector is not None and metrics is not None:
+            bound = factor * terms.clip_norm
+            encoded = metrics.encode(measures, terms.clip_norm)
+            vector = np.append(
+                clip(vector, bound * math.sqrt(1 - metrics.share)),
+                clip(encoded, bound * math.sqrt(metrics.share)),
+            )
+        with np.errstate(all="ignore"):
+            x = secure_input(vector, size, terms.release, metrics, Coins.secret())
+        with _refusing():
+            after, words = self._before.mask_vector(self._partners, x)
         return words, _record(after, self._order)
 
 
@@ -101,44 +114,17 @@ def payload_of(record: Any, order: Order) -> bytes:
     return payload
 
 
-def terms_of(order: Order) -> Terms:
-    """The terms of an Order that is part of a secure sum."""
-    if order.terms is None:
-        raise _refused("an exchange of a secure sum without its terms: nothing is sent")
-    return order.terms
-
-
-def session_of(context: Context, order: Order) -> Session:
+def _session(context: Context, order: Order) -> Session:
     """Which sum this is."""
+    assert order.terms is not None
     return Session(
         training=order.training,
         run=context.run_id,
         start=len(order.starts),
         round=order.round,
         part=order.asks,
-        terms=terms_of(order),
+        terms=order.terms,
     )
-
-
-def _input(
-    order: Order,
-    vector: Vector | None,
-    measures: Mapping[str, float],
-    size: int,
-    factor: float,
-) -> NDArray[np.int64]:
-    """x: a bounded vector in whole multiples of the grid, with its noise."""
-    terms = terms_of(order)
-    metrics = terms.metrics(order.metrics)
-    if vector is not None and metrics is not None:
-        bound = factor * terms.clip_norm
-        encoded = metrics.encode(measures, terms.clip_norm)
-        vector = np.append(
-            clip(vector, bound * math.sqrt(1 - metrics.share)),
-            clip(encoded, bound * math.sqrt(metrics.share)),
-        )
-    with np.errstate(all="ignore"):
-        return secure_input(vector, size, terms.release, metrics, Coins.secret())
 
 
 def _record(state: State, order: Order) -> ConfigRecord:
@@ -155,7 +141,7 @@ def _record(state: State, order: Order) -> ConfigRecord:
 def _kept(context: Context, order: Order, kind: type[Kind]) -> Kind:
     """What the node keeps of this round; RefusedError if it is at another point of it."""
     record = context.state.get(STATE)
-    session = session_of(context, order)
+    session = _session(context, order)
     at = (record.get(KIND), record.get(SESSION)) if isinstance(record, ConfigRecord) else None
     if at != (kind.__name__, session.label):
         raise _refused(
@@ -167,13 +153,14 @@ def _kept(context: Context, order: Order, kind: type[Kind]) -> Kind:
     return kind.from_flat(session, flat)
 
 
-def _refusing(read: Callable[[], Value]) -> Value:
+@contextmanager
+def _refusing() -> Iterator[None]:
     """A ValueError of the protocol as a refusal."""
     try:
-        return read()
+        yield
     except ValueError as error:
         raise _refused(str(error)) from None
 
 
 def _refused(reason: str) -> RefusedError:
-    return RefusedError(REFUSED_SECURE, reason)
+    return RefusedError(Code.REFUSED_SECURE, reason)

@@ -8,12 +8,12 @@ newest save that is still part of that history.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, fields
+from typing import Self
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import altered
-from flwr_ppsgd.client.refusal import REFUSED_CHARGES, TOO_LATE, RefusedError
+from flwr_ppsgd.client.refusal import Code, RefusedError
 from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
@@ -55,15 +55,6 @@ class Stamp:
         later = starts[self.start :]
         return self.round < min(later, default=math.inf)
 
-    def entering(self, order: Order) -> Self:
-        """The stamp of the same θ at the beginning of another training."""
-        return replace(
-            self, round=0, since=self.visit, training=order.training, charges=0, serial=0
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 STAMP = tuple(each.name for each in fields(Stamp))
 
@@ -83,6 +74,16 @@ class Theta:
     stamp: Stamp
     stood: Vector | None = None
     seen: int = 0
+
+    def in_training(self, order: Order, run: int) -> Self:
+        """At the beginning of a visit in the Order's training; another training counts anew."""
+        stamp = self.stamp
+        stood = self.stood
+        if stamp.training != order.training:
+            stood = None
+            stamp = Stamp(visit=stamp.visit, since=stamp.visit, training=order.training)
+        stamp = altered(stamp, run=run, start=len(order.starts), charges=order.charges)
+        return altered(self, stamp=stamp, stood=stood)
 
     def stepped(self, theta: Vector, round_: int, average: bool = False) -> Self:
         """After one more visit."""
@@ -174,7 +175,7 @@ def _refuse_if_replaced(newest: Stamp, order: Order) -> None:
     start = len(order.starts)
     if (start, order.round) < (newest.start, newest.round):
         raise RefusedError(
-            TOO_LATE,
+            Code.TOO_LATE,
             f"round {order.round} of the server's start {start} is asked for after round "
             f"{newest.round} of start {newest.start}: it comes too late and θ stays as it is; give "
             f"another training another {RUN}",
@@ -185,7 +186,7 @@ def _refuse_fewer_charges(newest: Stamp, order: Order) -> None:
     """Refuse a server that has forgotten what it released: its ε would be too small."""
     if order.charges < newest.charges:
         raise RefusedError(
-            REFUSED_CHARGES,
+            Code.REFUSED_CHARGES,
             f"the server has charged {order.charges} rounds of a training that had charged "
             f"{newest.charges} before: its store went back in time, so its epsilon is too small; "
             "nothing is sent; ask its operator to add the missing charges with ppsgd ledger",

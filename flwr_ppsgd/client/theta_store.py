@@ -6,12 +6,12 @@ transaction; no message ever carries the names under which any of it lives.
 """
 
 import hashlib
-import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 from urllib.parse import quote, unquote
@@ -22,18 +22,10 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd import database
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import decode_vector, vector_record
+from flwr_ppsgd.arrays import bytes_of, decode_vector, record_from, vector_record
 from flwr_ppsgd.checks import altered
-from flwr_ppsgd.client.account import Account, Agreement
 from flwr_ppsgd.client.policy import USER, owner_of
-from flwr_ppsgd.client.refusal import (
-    NODE_CONFIG,
-    THETA_BUSY,
-    THETA_DAMAGED,
-    THETA_FOREIGN,
-    DiskError,
-    RefusedError,
-)
+from flwr_ppsgd.client.refusal import Code, DiskError, RefusedError
 from flwr_ppsgd.client.theta import RUN, STAMP, Stamp, Theta, candidates, still_needed
 from flwr_ppsgd.database import Database, StoreError
 from flwr_ppsgd.wire import Order
@@ -50,7 +42,7 @@ CREATE TABLE IF NOT EXISTS sent (
     id INTEGER PRIMARY KEY, run TEXT NOT NULL, line TEXT NOT NULL, seal BLOB NOT NULL);
 """
 OWNER = "owner"
-ACCOUNT = "account"
+ACCOUNT = "account"  # a fact; what was agreed with a training has its ``run_of``
 THETA = "theta"
 SHARED = "w"
 MODEL = "model"
@@ -59,18 +51,8 @@ STATE = "ppsgd-personal"  # the newest θ in a node's state; older ones are STAT
 STATE_FACTS = "ppsgd-agreed"
 STATE_MODEL = "ppsgd-model"
 STATE_SEEN = "ppsgd-store"  # how many replies the store on disk had noted when it was last used
-LONGEST_FOLDER = 200  # bytes; file systems take 255
-HASHED = "+"  # never in a name that is quoted whole
-
-
-class Saved(NamedTuple):
-    """A row about an array: what it is, and the SHA-256 of its file."""
-
-    serial: int
-    kind: str
-    run: str
-    about: dict[str, Any]
-    sha256: str
+LONGEST_FOLDER = 240  # bytes; file systems take 255
+Part: TypeAlias = bytes | memoryview
 
 
 class Shared(NamedTuple):
@@ -82,7 +64,7 @@ class Shared(NamedTuple):
 
 
 class StateStore:
-    """What a node without a directory keeps, in its own state.
+    """What a node without a directory keeps, in its own state; neither w nor notes.
 
     Args:
         context: the node.
@@ -102,34 +84,17 @@ class StateStore:
 
     def stamps(self) -> list[Stamp]:
         """Of every θ that is kept, newest first."""
-        numbers = [decode_vector(record["stamp"]).tolist() for record in self._records()]
-        return [
-            Stamp(**dict(zip(STAMP[:-1], each, strict=True)), serial=-place)
-            for place, each in enumerate(numbers)
-        ]
+        stamps = []
+        for place, record in enumerate(self._records()):
+            numbers = decode_vector(record["stamp"]).tolist()
+            stamps.append(Stamp(**dict(zip(STAMP[:-1], numbers, strict=True)), serial=-place))
+        return stamps
 
     def load(self, stamp: Stamp) -> Theta:
         """The θ of a stamp."""
         record = self._records()[-stamp.serial]
         stood = decode_vector(record["stood"]) if "stood" in record else None
         return Theta(decode_vector(record["theta"]), stamp, stood)
-
-    def agreement(self, training: int) -> Agreement:
-        """What was agreed with a training."""
-        found = self._facts().get(_of_training(training))
-        return Agreement() if found is None else Agreement.from_json(found)
-
-    def account(self) -> Account:
-        """What has left so far."""
-        return Account(**self._facts().get(ACCOUNT, {}))
-
-    def put_agreement(self, training: int, agreement: Agreement) -> None:
-        """Keep what was agreed with a training."""
-        self._put_fact(_of_training(training), agreement.to_json())
-
-    def put_account(self, account: Account) -> None:
-        """Keep what has left so far."""
-        self._put_fact(ACCOUNT, account.to_json())
 
     def put_theta(self, theta: Theta, back: int) -> None:
         """Keep θ, with as many older ones as the server may go back to."""
@@ -143,21 +108,22 @@ class StateStore:
         for place in range(len(records), len(before)):
             del self._state[_state_name(place)]
 
-    def put_shared(self, shared: Shared) -> None:
-        """Not kept: it comes with every message."""
-
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w."""
-        self._state[STATE_MODEL] = ArrayRecord({name: Array(each) for name, each in arrays.items()})
+        self._state[STATE_MODEL] = _record(arrays)
 
-    def note(self, line: Mapping[str, Any]) -> None:
-        """Not kept: nobody could read it."""
+    def fact(self, name: str) -> Any:
+        """What ``put_fact`` kept under a name, or None."""
+        return self._facts().get(name)
+
+    def put_fact(self, name: str, value: Any) -> None:
+        """Keep a value that JSON can hold."""
+        facts = {**self._facts(), name: value}
+        self._state[STATE_FACTS] = ConfigRecord({"json": json.dumps(facts)})
 
     def _records(self) -> list[ArrayRecord]:
         records: list[ArrayRecord] = []
-        while (record := self._state.get(_state_name(len(records)))) is not None:
-            if not isinstance(record, ArrayRecord):
-                break
+        while isinstance(record := self._state.get(_state_name(len(records))), ArrayRecord):
             records.append(record)
         return records
 
@@ -165,12 +131,16 @@ class StateStore:
         record = self._state.get(STATE_FACTS)
         if not isinstance(record, ConfigRecord):
             return {}
-        found: dict[str, Any] = json.loads(str(record["json"]))
-        return found
+        facts: dict[str, Any] = json.loads(str(record["json"]))
+        return facts
 
-    def _put_fact(self, name: str, value: Any) -> None:
-        facts = {**self._facts(), name: value}
-        self._state[STATE_FACTS] = ConfigRecord({"json": json.dumps(facts)})
+
+class SavedArrays(NamedTuple):
+    """A row about a file: its number, what is in it, and its SHA-256."""
+
+    serial: int
+    about: dict[str, Any]
+    sha256: str
 
 
 class DiskStore:
@@ -193,29 +163,42 @@ class DiskStore:
         self.user = user
         self.run = run
         self.named = named
-        self.directory = root / _folder(user)
+        self.directory = file_of(root, user).parent
         self.place = f"run {run!r} in {root}"
         with self._readable():
             if not read_only:
                 database.private_directory(self.directory)
-                _close_to_others(self.directory)
+                if self.directory.stat().st_mode & 0o077:  # it was there before
+                    self.directory.chmod(database.PRIVATE_DIRECTORY)
             self._db = Database(self.directory / NAME, SCHEMA, read_only=read_only)
             self._check_owner(read_only)
+
+    def _check_owner(self, read_only: bool) -> None:
+        found = self._db.rows("SELECT value FROM fact WHERE name = ?", (OWNER,))
+        if not found and not read_only:
+            with self._db.transaction():
+                self.put_fact(OWNER, self.user)
+        elif found and json.loads(found[0][0]) != self.user:
+            raise RefusedError(
+                Code.THETA_FOREIGN,
+                f"{self.directory} holds the θ of user {json.loads(found[0][0])!r}, not that of "
+                f"{self.user!r}: nothing was read from it; put the right file back",
+            )
 
     def close(self) -> None:
         """Give the file back; harmless if that was done before."""
         self._db.close()
-
-    def runs(self) -> list[str]:
-        """The names of all runs, in the order of their first reply."""
-        rows = self._db.rows("SELECT run FROM sent GROUP BY run ORDER BY MIN(id)")
-        return [run for (run,) in rows]
 
     def of_run(self, run: str) -> Self:
         """The same store, for θ under this name."""
         return altered(self, run=run, place=f"run {run!r} in {self.root}")
 
     # --- reading
+
+    def runs(self) -> list[str]:
+        """The names of all runs, in the order of their first reply."""
+        rows = self._db.rows("SELECT run FROM sent GROUP BY run ORDER BY MIN(id)")
+        return [run for (run,) in rows]
 
     def stamps(self) -> list[Stamp]:
         """Of every θ that is kept under this name, newest first."""
@@ -225,15 +208,11 @@ class DiskStore:
         """The θ of a stamp; None if its file is damaged or missing, saying so."""
         (row,) = [row for row in self._saved(THETA) if row.serial == stamp.serial]
         try:
-            content = database.read_file(self._path(row.serial, THETA), row.sha256)
+            parts = self._parts(THETA, row)
         except StoreError as error:
             log.error("%s: θ goes on from the save before", error)
             return None
-        vectors = {}
-        start = 0
-        for name, size in row.about["vectors"].items():
-            vectors[name] = np.frombuffer(content, count=size, offset=start)
-            start += 8 * size
+        vectors = {name: np.frombuffer(part) for name, part in parts.items()}
         return Theta(vectors["theta"], stamp, vectors.get("stood"))
 
     def newest(self) -> Theta:
@@ -241,24 +220,16 @@ class DiskStore:
         stamps = self.stamps()
         return _first_whole(self, [each for each in stamps if each.training == stamps[0].training])
 
-    def damaged(self) -> list[Stamp]:
-        """Of every θ under this name whose file is not what was written."""
-        return [stamp for stamp in self.stamps() if self.load(stamp) is None]
-
     def shared(self) -> Shared:
         """The last w that came."""
         try:
             (row,) = self._saved(SHARED)
-            content = database.read_file(self._path(row.serial, SHARED), row.sha256)
+            parts = self._parts(SHARED, row)
         except ValueError as error:
             raise ValueError(
                 f"no whole w in {self.directory} ({error}): give the published one"
             ) from None
-        arrays = {}
-        start = 0
-        for name, size in row.about["arrays"].items():
-            arrays[name] = content[start : start + size]
-            start += size
+        arrays = {name: bytes(part) for name, part in parts.items()}
         return Shared(arrays, row.about["round"], row.about["promise"])
 
     def model(self) -> dict[str, NDArray[Any]] | None:
@@ -266,18 +237,25 @@ class DiskStore:
         rows = self._saved(MODEL)
         if not rows:
             return None
-        content = database.read_file(self._path(rows[0].serial, MODEL), rows[0].sha256)
-        with np.load(io.BytesIO(content)) as arrays:
-            return dict(arrays)
+        parts = self._parts(MODEL, rows[0])
+        record = record_from({name: bytes(part) for name, part in parts.items()})
+        return {name: array.numpy() for name, array in record.items()}
 
-    def agreement(self, training: int) -> Agreement:
-        """What was agreed with a training."""
-        found = self._fact(_of_training(training))
-        return Agreement() if found is None else Agreement.from_json(found)
+    def fact(self, name: str) -> Any:
+        """What ``put_fact`` kept under a name, or None; RefusedError if it was changed."""
+        with self._readable():
+            rows = self._db.rows("SELECT value, seal FROM fact WHERE name = ?", (name,))
+        if not rows:
+            return None
+        value, sealed = rows[0]
+        if database.seal(b"", self.user, (name, value)) != sealed:
+            raise self._damaged(f"{name!r} is not what was written")
+        return json.loads(value)
 
-    def account(self) -> Account:
-        """What has left so far."""
-        return Account(**(self._fact(ACCOUNT) or {}))
+    def check_facts(self) -> None:
+        """RefusedError if any fact was changed."""
+        for (name,) in self._db.rows("SELECT name FROM fact"):
+            self.fact(name)
 
     def replies(self) -> int:
         """The number of replies that were noted."""
@@ -318,14 +296,6 @@ class DiskStore:
                 "there, or make the directory writable"
             ) from error
 
-    def put_agreement(self, training: int, agreement: Agreement) -> None:
-        """Keep what was agreed with a training, for good."""
-        self._put_fact(_of_training(training), agreement.to_json())
-
-    def put_account(self, account: Account) -> None:
-        """Keep what has left so far."""
-        self._put_fact(ACCOUNT, account.to_json())
-
     def put_theta(self, theta: Theta, back: int) -> None:
         """Keep θ, and remove what no server can go back to; RefusedError if others stepped it."""
         kept = self.stamps()
@@ -333,37 +303,35 @@ class DiskStore:
         newest = max((each.serial for each in kept if each.training == training), default=0)
         if newest != theta.seen:
             raise RefusedError(
-                THETA_BUSY,
+                Code.THETA_BUSY,
                 f"θ of user {self.user!r} was stepped by another task while this one was at work: "
                 "this step is dropped; start one SuperNode for each user",
             )
-        vectors = {
-            name: np.ascontiguousarray(vector, dtype=np.float64)
+        parts: dict[str, Part] = {
+            name: np.ascontiguousarray(vector, dtype=np.float64).data.cast("B")
             for name, vector in theta.vectors().items()
         }
-        about = {
-            "stamp": theta.stamp.to_json(),
-            "vectors": {name: vector.size for name, vector in vectors.items()},
-        }
-        self._put(THETA, about, [vector.data.cast("B") for vector in vectors.values()])
+        self._put(THETA, {"stamp": asdict(theta.stamp)}, parts)
         needed = {each.serial for each in still_needed(theta.stamp, kept, back, LEAST_SAVES)}
         self._drop({each.serial for each in kept} - needed)
 
     def put_shared(self, shared: Shared) -> None:
         """Keep the w that came last, and what was promised."""
         before = {row.serial for row in self._saved(SHARED)}
-        sizes = {name: len(data) for name, data in shared.arrays.items()}
-        about = {"round": shared.round, "promise": shared.promise, "arrays": sizes}
-        self._put(SHARED, about, list(shared.arrays.values()))
+        self._put(SHARED, {"round": shared.round, "promise": shared.promise}, shared.arrays)
         self._drop(before)
 
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w; it holds the user's own rows."""
         before = {row.serial for row in self._saved(MODEL)}
-        stream = io.BytesIO()
-        np.savez(stream, allow_pickle=False, **arrays)
-        self._put(MODEL, {}, [stream.getvalue()])
+        self._put(MODEL, {}, bytes_of(_record(arrays)))
         self._drop(before)
+
+    def put_fact(self, name: str, value: Any) -> None:
+        """Keep a value that JSON can hold."""
+        text = json.dumps(value)
+        sealed = database.seal(b"", self.user, (name, text))
+        self._db.rows("INSERT OR REPLACE INTO fact VALUES (?, ?, ?)", (name, text, sealed))
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Write down what leaves."""
@@ -375,7 +343,7 @@ class DiskStore:
 
     # --- rows and files
 
-    def _saved(self, kind: str) -> list[Saved]:
+    def _saved(self, kind: str) -> list[SavedArrays]:
         """The rows about arrays of a kind, newest first."""
         query = (
             "SELECT serial, kind, run, about, sha256, seal FROM array WHERE kind = ? AND run = ? "
@@ -385,24 +353,32 @@ class DiskStore:
         with self._readable():
             rows = self._db.rows(query, (kind, self.run))
         for *row, sealed in rows:
+            serial, _, _, about, sha256 = row
             if database.seal(b"", self.user, row) != sealed:
-                raise self._damaged(f"the row about array {row[0]} is not what was written")
-            serial, kind, run, about, sha256 = row
-            found.append(Saved(serial, kind, run, json.loads(about), sha256))
+                raise self._damaged(f"the row about array {serial} is not what was written")
+            found.append(SavedArrays(serial, json.loads(about), sha256))
         return found
 
-    def _put(
-        self, kind: str, about: Mapping[str, Any], parts: Sequence[bytes | memoryview]
-    ) -> None:
+    def _parts(self, kind: str, row: SavedArrays) -> dict[str, memoryview]:
+        """What is in the file of a row, by name; StoreError if it is not what was written."""
+        content = memoryview(database.read_file(self._path(row.serial, kind), row.sha256))
+        parts = {}
+        start = 0
+        for name, size in row.about["sizes"].items():
+            parts[name] = content[start : start + size]
+            start += size
+        return parts
+
+    def _put(self, kind: str, about: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
         """The file first, then the row that names it."""
         ((last,),) = self._db.rows("SELECT IFNULL(MAX(seq), 0) FROM sqlite_sequence")
-        serial = last + 1
-        path = self._path(serial, kind)
+        path = self._path(last + 1, kind)
         if kind == SHARED:
-            sha256 = _write_unsynced(path, parts)  # it is public, and can be had again
+            sha256 = _write_unsynced(path, parts.values())  # it is public, and can be had again
         else:
-            sha256 = database.write_file(path, parts)
-        row = [serial, kind, self.run, json.dumps(about), sha256]
+            sha256 = database.write_file(path, parts.values())
+        sizes = {name: len(part) for name, part in parts.items()}
+        row = [last + 1, kind, self.run, json.dumps({**about, "sizes": sizes}), sha256]
         sealed = database.seal(b"", self.user, row)
         self._db.rows("INSERT INTO array VALUES (?, ?, ?, ?, ?, ?)", (*row, sealed))
 
@@ -412,40 +388,13 @@ class DiskStore:
 
     def _remove_leftovers(self) -> None:
         """Files that no row names any more, or never did because of a crash."""
-        named = {name for name in os.listdir(self.directory) if not name.startswith(NAME)}
+        files = {name for name in os.listdir(self.directory) if not name.startswith(NAME)}
         rows = self._db.rows("SELECT serial, kind FROM array")
-        for name in named - {self._path(*row).name for row in rows}:
+        for name in files - {self._path(*row).name for row in rows}:
             (self.directory / name).unlink(missing_ok=True)
 
     def _path(self, serial: int, kind: str) -> Path:
         return self.directory / f"{serial:010d}.{kind}"
-
-    def _fact(self, name: str) -> Any:
-        with self._readable():
-            rows = self._db.rows("SELECT value, seal FROM fact WHERE name = ?", (name,))
-        if not rows:
-            return None
-        value, sealed = rows[0]
-        if database.seal(b"", self.user, (name, value)) != sealed:
-            raise self._damaged(f"{name!r} is not what was written")
-        return json.loads(value)
-
-    def _put_fact(self, name: str, value: Any) -> None:
-        text = json.dumps(value)
-        sealed = database.seal(b"", self.user, (name, text))
-        self._db.rows("INSERT OR REPLACE INTO fact VALUES (?, ?, ?)", (name, text, sealed))
-
-    def _check_owner(self, read_only: bool) -> None:
-        found = self._db.rows("SELECT value FROM fact WHERE name = ?", (OWNER,))
-        if not found and not read_only:
-            with self._db.transaction():
-                self._put_fact(OWNER, self.user)
-        elif found and json.loads(found[0][0]) != self.user:
-            raise RefusedError(
-                THETA_FOREIGN,
-                f"{self.directory} holds the θ of user {json.loads(found[0][0])!r}, not that of "
-                f"{self.user!r}: nothing was read from it; put the right file back",
-            )
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -464,7 +413,7 @@ class DiskStore:
 
     def _damaged(self, found: str) -> RefusedError:
         return RefusedError(
-            THETA_DAMAGED,
+            Code.THETA_DAMAGED,
             f"the store of user {self.user!r} in {self.directory} is damaged ({found}): nothing is "
             "sent; restore it from a backup",
         )
@@ -488,13 +437,14 @@ def store_of(context: Context, training: int) -> Store:
     store = DiskStore(root, user, run or run_of(training), named=bool(run))
     seen = context.state.get(STATE_SEEN)
     before = int(seen["replies"]) if isinstance(seen, ConfigRecord) else 0  # type: ignore[arg-type]
-    if before > store.replies():
+    now = store.replies()
+    if before > now:
         store.close()
         raise RefusedError(
-            THETA_DAMAGED,
-            f"the store in {store.directory} has gone back in time: {store.replies()} replies are "
-            f"noted in it and there were {before}. What it has forgotten would be spent "
-            "twice; put the newer one back, or start the SuperNode anew to go on with this one",
+            Code.THETA_DAMAGED,
+            f"the store in {store.directory} has gone back in time: {now} replies are noted in it "
+            f"and there were {before}. What it has forgotten would be spent twice; put the newer "
+            "one back, or start the SuperNode anew to go on with this one",
         )
     return store
 
@@ -512,54 +462,41 @@ def theta_for(
         run_id: the Flower run.
     """
     stamps = store.stamps()  # before θ is read: what another task saves from now on must show
-    if order is None:
-        training = stamps[0].training if stamps else 0
-        found = [stamp for stamp in stamps if stamp.training == training]
-        entering = Stamp(run_id)
-    else:
+    if order is not None:
         training = order.training
         found = candidates(stamps, order, stepping=stepping, named=store.named)
-        entering = Stamp(run_id, training=training)
-    own = [stamp.serial for stamp in stamps if stamp.training == training]
-    seen = max(own, default=0) if store.on_disk else 0
-    if not found:
-        theta = Theta(initial, entering)
     else:
+        training = stamps[0].training if stamps else 0
+        found = [stamp for stamp in stamps if stamp.training == training]
+    theta = Theta(initial, Stamp(run_id, training=training))
+    if found:
         theta = _first_whole(store, found)
-        if theta.theta.shape != initial.shape:
-            raise RefusedError(
-                THETA_FOREIGN,
-                f"the θ of {store.place} has {theta.theta.size} numbers and this learner's has "
-                f"{initial.size}: it belongs to another model; go on with that one there, or name "
-                f"another {RUN} to begin anew",
-            )
-    if order is None:
-        return altered(theta, seen=seen)
-    return altered(_in_training(theta, order, run_id), seen=seen)
+    if theta.theta.shape != initial.shape:
+        raise RefusedError(
+            Code.THETA_FOREIGN,
+            f"the θ of {store.place} has {theta.theta.size} numbers and this learner's has "
+            f"{initial.size}: it belongs to another model; go on with that one there, or name "
+            f"another {RUN} to begin anew",
+        )
+    own = [stamp.serial for stamp in stamps if stamp.training == training]
+    theta = altered(theta, seen=max(own, default=0) if store.on_disk else 0)
+    return theta if order is None else theta.in_training(order, run_id)
 
 
-def _in_training(theta: Theta, order: Order, run_id: int) -> Theta:
-    """θ at the beginning of a visit in the Order's training."""
-    stamp = theta.stamp
-    if stamp.training != order.training:
-        stamp = stamp.entering(order)
-        theta = altered(theta, stood=None)
-    now = altered(stamp, run=run_id, start=len(order.starts), charges=order.charges)
-    return altered(theta, stamp=now)
+def _first_whole(store: Store, stamps: Sequence[Stamp]) -> Theta:
+    """The first θ whose file is as it was written; RefusedError if there is none.
 
-
-def _first_whole(store: Store, found: Sequence[Stamp]) -> Theta:
-    """The first θ whose file is as it was written; neither another training's θ nor a new one
-    takes the place of damaged ones."""
-    for stamp in found:
+    Neither another training's θ nor a new one takes the place of damaged ones.
+    """
+    for stamp in stamps:
         theta = store.load(stamp)
         if theta is not None:
             return theta
     raise RefusedError(
-        THETA_DAMAGED,
+        Code.THETA_DAMAGED,
         f"saves of θ of {store.place} are damaged and no whole one of training "
-        f"{found[0].training:016x} is left: it is not begun anew unasked; restore the store from a "
-        f"backup, or name another {RUN} to begin anew",
+        f"{stamps[0].training:016x} is left: it is not begun anew unasked; restore the store from "
+        f"a backup, or name another {RUN} to begin anew",
     )
 
 
@@ -568,40 +505,35 @@ def run_of(training: int) -> str:
     return f"training-{training:016x}" if training else "no-training"
 
 
-def _of_training(training: int) -> str:
-    return f"training-{training:016x}"
+def users_in(root: Path) -> list[str]:
+    """The users whose stores are below a state directory."""
+    return [unquote(path.parent.name) for path in sorted(root.glob(f"*/{NAME}"))]
+
+
+def file_of(root: Path, user: str) -> Path:
+    """Where a user's store is: any name names a folder, and ``unquote`` gives it back."""
+    try:
+        quoted = quote(user, safe=" ").replace(".", "%2E")
+    except UnicodeEncodeError:
+        quoted = ""
+    if not 0 < len(quoted) <= LONGEST_FOLDER:
+        raise RefusedError(
+            Code.NODE_CONFIG,
+            f"{user[:LONGEST_FOLDER]!r} cannot name a folder, because it holds half a character "
+            f"or takes more than {LONGEST_FOLDER} bytes: choose another {USER}",
+        )
+    return root / quoted / NAME
 
 
 def _state_name(place: int) -> str:
     return f"{STATE}-{place}" if place else STATE
 
 
-def _close_to_others(directory: Path) -> None:
-    """For the owner alone, also if others could look before."""
-    if directory.stat().st_mode & 0o077:
-        directory.chmod(database.PRIVATE_DIRECTORY)
+def _record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    return ArrayRecord({name: Array(each) for name, each in arrays.items()})
 
 
-def _folder(name: str) -> str:
-    """Any name as that of a folder; ``unquote`` gives it back, unless it is too long.
-
-    A long name is cut and gets a hash of the whole.
-    """
-    try:
-        quoted = quote(name, safe=" ").replace(".", "%2E")
-    except UnicodeEncodeError:
-        raise RefusedError(
-            NODE_CONFIG,
-            f"{name!r} cannot name a user, because it holds half a character: choose another "
-            f"{USER}",
-        ) from None
-    if len(quoted) <= LONGEST_FOLDER:
-        return quoted
-    digest = hashlib.sha256(name.encode()).hexdigest()
-    return quoted[: LONGEST_FOLDER - len(digest) - 1] + HASHED + digest
-
-
-def _write_unsynced(path: Path, parts: Sequence[bytes | memoryview]) -> str:
+def _write_unsynced(path: Path, parts: Iterable[Part]) -> str:
     """Write a new file without waiting for the disk, and return its SHA-256."""
     path.unlink(missing_ok=True)  # what a crash has left
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -611,23 +543,3 @@ def _write_unsynced(path: Path, parts: Sequence[bytes | memoryview]) -> str:
             file.write(part)
             digest.update(part)
     return digest.hexdigest()
-
-
-def users_in(root: Path) -> list[str]:
-    """The users whose stores are below a state directory."""
-    users = []
-    for path in sorted(root.glob(f"*/{NAME}")):
-        folder = path.parent.name
-        users.append(_owner_in(path) if HASHED in folder else unquote(folder))
-    return users
-
-
-def _owner_in(path: Path) -> str:
-    """The name of the user that a store says it is of; that of its folder if it cannot be read."""
-    try:
-        reading = Database(path, read_only=True)
-        ((text,),) = reading.rows("SELECT value FROM fact WHERE name = ?", (OWNER,))
-        reading.close()
-    except ValueError:
-        return path.parent.name
-    return str(json.loads(text))

@@ -6,42 +6,59 @@ What is sent is a function of the user's rows, θ and published values. What is 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
-from flwr_ppsgd.arrays import decode_vector
+from flwr_ppsgd.arrays import bytes_of, decode_vector, vector_record
 from flwr_ppsgd.checks import altered, count, require
 from flwr_ppsgd.client import secure
+from flwr_ppsgd.client.account import Account, Agreement
 from flwr_ppsgd.client.policy import Policy, delivers
-from flwr_ppsgd.client.refusal import (
-    REFUSED_ORDER,
-    REFUSED_POLICY,
-    REFUSED_SECURE,
-    ClientError,
-    DiskError,
-    RefusedError,
-    coded,
-)
+from flwr_ppsgd.client.refusal import ClientError, Code, DiskError, RefusedError, coded
 from flwr_ppsgd.client.theta import Theta, back_of
-from flwr_ppsgd.client.theta_store import STATE_SEEN, DiskStore, Shared, Store, store_of, theta_for
+from flwr_ppsgd.client.theta_store import (
+    ACCOUNT,
+    STATE_SEEN,
+    DiskStore,
+    Shared,
+    Store,
+    run_of,
+    store_of,
+    theta_for,
+)
 from flwr_ppsgd.learner import (
     Learner,
     Originated,
     OwnModel,
     PersonalStepper,
     SharedChecker,
+    SinglePrecision,
     Solver,
     Tested,
     TrainingMeasurer,
 )
 from flwr_ppsgd.recipe import scalar_pair
-from flwr_ppsgd.secure.crypto import Words
-from flwr_ppsgd.wire import BEFORE_ROUNDS, GRADIENT, Layout, Order, answer_length
+from flwr_ppsgd.wire import (
+    ANSWER,
+    ARRAYS,
+    BEFORE_ROUNDS,
+    CONFIG,
+    DATA,
+    GRADIENT,
+    MASKED,
+    METRICS,
+    NUM_EXAMPLES,
+    ORDER,
+    SECURE,
+    Layout,
+    Order,
+    answer_length,
+)
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -63,86 +80,216 @@ class Sent(NamedTuple):
     measures: Mapping[str, float] = {}
 
 
+@dataclass(frozen=True)
+class ClientSettings:
+    """What an app was built with; see ``client_app``."""
+
+    learner_for: Callable[[Context], Learner]
+    local_step: float | None = None
+    local_steps: int | None = None
+
+
 class Visit:
-    """One message to this client: admitted, answered, then written down in one transaction.
+    """One message to this client: ``admit``, ``answer``, ``write``; or ``fail``. Then ``close``.
 
     Args:
+        settings: of the app.
         context: the node.
         kind: the type of the message: ``train``, ``evaluate`` or ``query``.
-        arrays: w as it came, serialised, by name.
+        records: its content.
     """
 
-    def __init__(self, context: Context, kind: str, arrays: Mapping[str, bytes]) -> None:
+    def __init__(
+        self, settings: ClientSettings, context: Context, kind: str, records: Mapping[str, Any]
+    ) -> None:
+        self.settings = settings
         self.context = context
         self.kind = kind
         self.order: Order | None = None
-        self.policy = Policy()
-        self.factor = 1.0
-        self._arrays = arrays
-        self._store: Store | None = None
+        self._records = records
+        self._policy = Policy()
+        self._factor = 1.0
+        self._opened: Store | None = None
+        self._publishes = False  # once data are read for a vector
+        self._size = 0  # of a masked vector
         self._theta: Theta | None = None  # after this visit
         self._model: Mapping[str, NDArray[Any]] | None = None  # around the last w
         self._exchange: ConfigRecord | None = None  # what to keep of a secure sum
-        self._costs = 0  # the length of the vector that leaves
 
-    def admit(self, flat: Mapping[str, Any] | None, serves_stock: bool) -> None:
-        """Read the Order, and refuse what the owner does not allow: no data are read before.
+    # --- admit
 
-        Args:
-            flat: the Order as it came; None in a message of a stock strategy.
-            serves_stock: whether the app was built with ``local_step``.
-        """
-        self.policy = Policy.of(self.context.node_config)
-        self.order = order = None if flat is None else _read_order(flat)
-        run = self.context.run_id
-        self.policy.admit(order, self.kind, self._arrays, run=run, serves_stock=serves_stock)
+    def admit(self) -> None:
+        """Read the Order, and refuse what the owner does not allow: no data are read before."""
+        self._policy = policy = Policy.of(self.context.node_config)
+        self.order = order = _read_order(self._records.get(ORDER))
+        policy.admit(
+            order,
+            self.kind,
+            self._arrays(),
+            run=self.context.run_id,
+            serves_stock=self.settings.local_step is not None,
+        )
         if order is None or (self.kind == EVALUATE and delivers(order)):
             return
-        known = self.store.agreement(order.training)
+        known = self._agreement(order)
         plain = self.kind == TRAIN and order.publishes and not order.stage
         if plain and (order.terms is not None or known.terms):
             raise RefusedError(
-                REFUSED_SECURE,
+                Code.REFUSED_SECURE,
                 "an Order without a secure sum in a training that has one: the server would see "
                 "this client's vector; nothing is sent",
             )
-        agreement = known.joined(order, self.policy)
-        self.store.account().admit(order, agreement, self.policy)
-        self.factor = agreement.factor
+        agreement = known.joined(order, policy)
+        self._account().admit(order, agreement, policy)
+        self._factor = agreement.factor
         if order.stage == 1:
             agreement.answered(order)  # else there is no point in going on
 
     @property
-    def store(self) -> Store:
-        """What this node keeps."""
-        if self._store is None:
-            training = self.order.training if self.order else 0
-            self._store = store_of(self.context, training)
-        return self._store
+    def _store(self) -> Store:
+        if self._opened is None:
+            self._opened = store_of(self.context, self.order.training if self.order else 0)
+        return self._opened
 
-    def train(self, learner: Learner, w: Vector) -> Sent:
-        """Serve an Order: what is sent; θ after it is kept when the visit is written."""
-        order = self.order
-        assert order is not None
+    def _agreement(self, order: Order) -> Agreement:
+        return Agreement.from_json(self._store.fact(run_of(order.training)) or {})
+
+    def _account(self) -> Account:
+        return Account(**(self._store.fact(ACCOUNT) or {}))
+
+    def _arrays(self) -> dict[str, bytes]:
+        """w as it came, serialised, by name."""
+        record = self._records.get(ARRAYS)
+        return bytes_of(record) if isinstance(record, ArrayRecord) else {}
+
+    # --- answer
+
+    def answer(self) -> dict[str, Any]:
+        """The records of the reply."""
+        if self.kind == CHECK:
+            return self._check()
+        if self.kind == EVALUATE:
+            return self._evaluate()
+        if self.order is None:
+            return self._train_locally()
+        if self.order.stage:
+            return self._answer_exchange(self.order)
+        return self._train(self.order)
+
+    def _train(self, order: Order) -> dict[str, Any]:
+        """The bounded vector, private measures, and nothing else."""
+        self._publishes = order.publishes
+        try:
+            learner = self.settings.learner_for(self.context)
+            as_sent = isinstance(learner, SinglePrecision) and learner.takes_float32
+            layout, w = self._shared(as_sent)
+            check_shared(learner, layout.shape_of)
+            sent = self._respond(learner, w, order)
+        except (RefusedError, DiskError):
+            raise
+        except Exception:
+            hides = self._policy.secure or self._policy.limits_own
+            if order.publishes or not hides:
+                raise
+            # whether a learner fails may depend on its data, the server chooses w, and no account
+            # would count it
+            log.exception("The client failed; the server is not told")
+            return {}
+        reply: dict[str, Any] = {}
+        if sent.vector is not None and order.asks in BEFORE_ROUNDS:
+            reply[GRADIENT] = vector_record({ANSWER: sent.vector})
+        elif sent.vector is not None:
+            reply[GRADIENT] = layout.unflatten(sent.vector)
+        if sent.measures:
+            reply[METRICS] = MetricRecord({**sent.measures})
+        return reply
+
+    def _respond(self, learner: Learner, w: Vector, order: Order) -> Sent:
+        """What is sent; θ after it is kept when the visit is written."""
         if order.asks in BEFORE_ROUNDS:
-            sent, _ = respond(learner, w, w, order, self.factor)
-        else:
-            # θ is made when the last w of the recipe comes
-            initial = learner.initial_theta() if order.asks == "gradient" else np.zeros(0)
-            before = self._theta_for(initial, stepping=True)
-            order = altered(order, visit=before.stamp.visit + 1)
-            sent, theta = respond(learner, w, before.theta, order, self.factor)
-            self._theta = before.stepped(theta, order.round, order.average)
-        self._costs = 0 if sent.vector is None else len(sent.vector)
+            sent, _ = respond(learner, w, w, order, self._factor)
+            return sent
+        # θ is made when the last w of the recipe comes
+        initial = learner.initial_theta() if order.asks == "gradient" else np.zeros(0)
+        before = self._theta_before(initial, stepping=True)
+        order = altered(order, visit=before.stamp.visit + 1)
+        sent, theta = respond(learner, w, before.theta, order, self._factor)
+        self._theta = before.stepped(theta, order.round, order.average)
         return sent
 
-    def train_locally(self, learner: Learner, w: Vector, local: "LocalSteps") -> Vector:
-        """Serve a stock strategy: the trained parameters."""
-        before = self._theta_for(learner.initial_theta(), stepping=False)
-        trained, self._theta = local.trained(learner, w, before)
-        return trained
+    def _answer_exchange(self, order: Order) -> dict[str, Any]:
+        """One exchange of a secure sum. Data are read in the third alone.
 
-    def measure(self, learner: Learner, w: Vector) -> dict[str, float]:
+        There a learner that fails counts as zero, with its share of the noise all the same: whether
+        it fails may depend on its data. What a refusal says does not, so those stay refusals.
+        """
+        payload = secure.payload_of(self._records.get(SECURE), order)
+        if order.stage != 3:
+            data, self._exchange = secure.answer(self.context, order, payload)
+            return {SECURE: ConfigRecord({DATA: data})}
+        layout, w = self._shared()
+        check_maker(self.settings.learner_for, layout)
+        masked = secure.MaskedAnswer(self.context, order, payload)
+        sent = Sent(None)
+        try:
+            learner = self.settings.learner_for(self.context)
+            check_shared(learner, layout.shape_of)
+            sent = self._respond(learner, w, order)
+        except (RefusedError, DiskError):
+            raise
+        except Exception:
+            log.exception("The learner failed: zero is sent, with this client's share of the noise")
+        size = answer_length(order) or layout.size
+        self._publishes = True
+        self._size = size + len(order.metrics)
+        words, self._exchange = masked.words(sent.vector, sent.measures, size, self._factor)
+        return {MASKED: vector_record({MASKED: words.astype("<u8", copy=False)})}
+
+    def _train_locally(self) -> dict[str, Any]:
+        """The answer to a stock strategy, with the proximal term of FedProx if it asks for one."""
+        learner = self.settings.learner_for(self.context)
+        size, steps = local_steps(self.settings, self.context.run_config)
+        proximal = float(self._records.get(CONFIG, {}).get("proximal-mu", 0.0))
+        layout, w = self._shared()
+        theta = self._theta_before(learner.initial_theta(), stepping=False)
+        trained = w
+        for _ in range(steps):  # on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit
+            order = Order(0, 0.0, math.inf, "mean", True, visit=theta.stamp.visit + 1)
+            gradient, _ = learner.gradients(trained, theta.theta, order)
+            _check_form(learner, "g_w", np.asarray(gradient), w)
+            _check_finite(learner, "g_w", np.asarray(gradient))
+            pull = proximal * (trained - w)
+            trained = trained - size * (gradient + pull)
+            theta = theta.stepped(theta.theta, theta.stamp.round)
+        self._theta = theta
+        metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
+        return {ARRAYS: layout.unflatten(trained), METRICS: metrics}
+
+    def _evaluate(self) -> dict[str, Any]:
+        """The learner's measures, outside the guarantee; an empty reply if w is only delivered.
+
+        Whether a personal model can be made may depend on the user's data, and the server chooses
+        w: everybody's reply to a delivery is the same.
+        """
+        _, w = self._shared()
+        if not self._only_delivers:
+            learner = self.settings.learner_for(self.context)
+            measures = self._measures(learner, w)
+            return {METRICS: MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})}
+        try:
+            self._measures(self.settings.learner_for(self.context), w)
+        except Exception:
+            log.exception("The personal model could not be made; the server is not told")
+        return {}
+
+    @property
+    def _only_delivers(self) -> bool:
+        """Whether an evaluation only brings the last w: no measures are asked for, or may leave."""
+        if self.order is None or not delivers(self.order):
+            return False
+        return self.order.asks == "nothing" or not self._policy.measures
+
+    def _measures(self, learner: Learner, w: Vector) -> dict[str, float]:
         """The learner's measures at w and this user's θ, or its average if the server asks for it.
 
         Under the recipe those of the personal model, of one from own rows alone (``local_…``) and
@@ -153,166 +300,169 @@ class Visit:
             model = personal_model(learner, w, order)
             if order.last:
                 self._model = model.arrays()
-            return {} if self.delivers else model.measures()
-        personal = self._theta_for(learner.initial_theta(), stepping=False)
+            return {} if self._only_delivers else model.measures()
+        personal = self._theta_before(learner.initial_theta(), stepping=False)
         if order is not None and order.average:
             return learner.evaluate(w, personal.average(order.round))
         return learner.evaluate(w, personal.theta)
 
-    @property
-    def delivers(self) -> bool:
-        """Whether an evaluation only brings the last w: no measures are asked for, or may leave."""
-        if self.kind != EVALUATE or not delivers(self.order):
-            return False
-        assert self.order is not None
-        return self.order.asks == "nothing" or not self.policy.measures
+    def _check(self) -> dict[str, Any]:
+        """The Order is one that this client would obey, for this w and this task.
 
-    def deliver(self, learner_for: Callable[[Context], Learner], w: Vector) -> None:
-        """Keep the personal model around the last w; everybody's reply is the same.
-
-        Whether a model can be made may depend on the user's data, and the server chooses w.
+        Whether a learner can be made is not told: it may depend on the data.
         """
+        layout, _ = self._shared()
+        check_maker(self.settings.learner_for, layout)
+        if self.order is None or not self.order.task:
+            return {}
         try:
-            self.measure(learner_for(self.context), w)
+            learner = self.settings.learner_for(self.context)
         except Exception:
-            log.exception("The personal model could not be made; the server is not told")
-
-    def mask(
-        self,
-        payload: bytes,
-        learner_for: Callable[[Context], Learner],
-        layout: Layout,
-        w: Vector,
-    ) -> Words:
-        """Exchange 3 of a secure sum: the masked vector.
-
-        A learner that fails counts as zero, with its share of the noise all the same: whether it
-        fails may depend on its data. What a refusal says does not, so those stay refusals.
-        """
-        assert self.order is not None
-        masked = secure.MaskedAnswer(self.context, self.order, payload)
-        sent = Sent(None)
+            log.exception("The learner could not be made: this client's answers will count as zero")
+            return {}
         try:
-            learner = learner_for(self.context)
-            check_shared(learner, layout.shape_of)
-            sent = self.train(learner, w)
-        except (RefusedError, DiskError):
-            raise
-        except Exception:
-            log.exception("The learner failed: zero is sent, with this client's share of the noise")
-        size = answer_length(self.order) or layout.size
-        words, self._exchange = masked.words(sent.vector, sent.measures, size, self.factor)
-        self._costs = size + len(self.order.metrics)
-        return words
+            solver_of(learner, self.order)
+        except ValueError as error:
+            raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
+        return {}
 
-    def exchange(self, payload: bytes) -> bytes:
-        """Exchange 1, 2 or 4 of a secure sum."""
-        assert self.order is not None
-        data, self._exchange = secure.answer(self.context, self.order, payload)
-        return data
+    def _shared(self, as_sent: bool = False) -> tuple[Layout, Vector]:
+        """w that came with the message, and its form; ``as_sent`` as of ``Layout.flatten``."""
+        record = self._records.get(ARRAYS)
+        if not isinstance(record, ArrayRecord):
+            raise RefusedError(
+                Code.REFUSED_MESSAGE,
+                f"no ArrayRecord {ARRAYS!r} in a message that holds {sorted(self._records)}: let "
+                f"the strategy use arrayrecord_key={ARRAYS!r}",
+            )
+        try:
+            return Layout.read(record, as_sent)
+        except ValueError as error:
+            raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
 
-    def hides(self, error: Exception) -> bool:
-        """Whether a failure stays on this machine, which answers secure sums only.
+    def _theta_before(self, initial: Vector, *, stepping: bool) -> Theta:
+        run = self.context.run_id
+        return theta_for(self._store, self.order, initial, stepping=stepping, run_id=run)
 
-        An Order that publishes nothing then gets the same reply whatever the learner does: whether
-        it fails may depend on its data, and the server chooses w.
-        """
-        assert self.order is not None
-        if isinstance(error, RefusedError | DiskError):
-            return False
-        return self.policy.secure and not self.order.publishes
+    # --- write
 
-    def write(self, leaving: Mapping[str, Any]) -> None:
+    def write(self, reply: Mapping[str, Any]) -> None:
         """Keep everything, on disk if there is one, before the reply leaves.
 
         Args:
-            leaving: the records of the reply, by name.
+            reply: its records.
         """
         order = self.order
-        with self.store.writing():
+        store = self._store
+        with store.writing():
             self._write_costs()
             if self._theta is not None:
-                promise = order.promise if order else ""
-                shared = Shared(dict(self._arrays), self._theta.stamp.round, promise)
-                self.store.put_shared(shared)
-                self.store.put_theta(self._theta, back_of(order))
+                store.put_theta(self._theta, back_of(order))
             if self._model is not None:
-                self.store.put_model(self._model)
-            if self.store.on_disk:
-                self.store.note(self._line(leaving))
+                store.put_model(self._model)
+            if isinstance(store, DiskStore):
+                if self._theta is not None:
+                    promise = order.promise if order else ""
+                    store.put_shared(Shared(self._arrays(), self._theta.stamp.round, promise))
+                store.note(self._note(reply))
         if order is not None and order.stage:
             self.context.state.pop(secure.STATE, None)
             if self._exchange is not None:
                 self.context.state[secure.STATE] = self._exchange
-        if isinstance(self.store, DiskStore):
-            seen = ConfigRecord({"replies": self.store.replies()})
-            self.context.state[STATE_SEEN] = seen
+        if isinstance(store, DiskStore):
+            self.context.state[STATE_SEEN] = ConfigRecord({"replies": store.replies()})
 
     def _write_costs(self) -> None:
-        """Count a vector that leaves, as of what is in the store now: others may have written."""
+        """Count what leaves, as of what is in the store now: others may have written."""
         order = self.order
-        outside = self._outside_every_epsilon()
-        if order is None or (not self._costs and order.stage != 4):
-            if outside and self.store.on_disk:
-                self.store.put_account(self.store.account().with_unpriced())
+        store = self._store
+        policy = self._policy
+        answers_stock = self.kind == TRAIN and order is None
+        if answers_stock or (self.kind == EVALUATE and not self._only_delivers):
+            if store.on_disk:
+                store.put_fact(ACCOUNT, asdict(self._account().with_unpriced()))
             return
-        limited = self.policy.accounts or self.policy.max_epsilon < math.inf
-        if not (self.store.on_disk or order.terms is not None or limited):
+        limited = policy.needs_plan or policy.max_epsilon < math.inf
+        if order is None or not (store.on_disk or order.terms is not None or limited):
             return
-        account = self.store.account()
-        agreement = self.store.agreement(order.training).joined(order, self.policy)
+        if not self._publishes and order.stage != 4:
+            return
+        agreement = self._agreement(order).joined(order, policy)
         if order.stage == 4:
-            agreement = agreement.unmasked(order)
+            agreement = agreement.once(order, stage=4)
         else:
             agreement = agreement.answered(order)
-            account = account.charged(order, agreement, self.policy, self._costs)
-        self.store.put_agreement(order.training, agreement)
-        self.store.put_account(account)
-
-    def _outside_every_epsilon(self) -> bool:
-        """Whether the reply holds something about the user that no ε covers."""
-        if self.kind == EVALUATE:
-            return not self.delivers
-        return self.kind == TRAIN and self.order is None
+            account = self._account().charged(order, agreement, policy, self._size)
+            store.put_fact(ACCOUNT, asdict(account))
+        store.put_fact(run_of(order.training), asdict(agreement))
 
     def fail(self, error: Exception) -> ClientError:
-        """All that the server is told; noted on this machine if it can be."""
-        told = coded(error)
+        """All that the server is told; noted on this machine if it can be.
+
+        Under a limit a learner that fails is counted as if it had answered: otherwise how often it
+        fails, which may depend on its data, would decide when the limit is reached.
+        """
+        failure = coded(error)
         try:
-            if self.store.on_disk:
-                with self.store.writing():
-                    self.store.note(self._line({}, told.code))
-        except Exception as failure:
-            log.error("This reply could not be noted: %s", failure)
-        return told
+            if isinstance(self._store, DiskStore):
+                with self._store.writing():
+                    if self._policy.limits_own and failure.code == Code.LEARNER_FAILED:
+                        self._write_costs()
+                    self._store.note(self._note({}, failure.code))
+        except Exception as problem:
+            log.error("This reply could not be noted: %s", problem)
+        return failure
 
     def close(self) -> None:
         """Give the store back."""
-        if isinstance(self._store, DiskStore):
-            self._store.close()
+        if isinstance(self._opened, DiskStore):
+            self._opened.close()
 
-    def _theta_for(self, initial: Vector, *, stepping: bool) -> Theta:
-        return theta_for(
-            self.store, self.order, initial, stepping=stepping, run_id=self.context.run_id
-        )
-
-    def _line(self, leaving: Mapping[str, Any], code: str = "") -> dict[str, Any]:
+    def _note(self, reply: Mapping[str, Any], code: str = "") -> dict[str, Any]:
         """What is written down about a reply."""
-        gradient = leaving.get(GRADIENT)
-        line: dict[str, Any] = {
+        gradient = reply.get(GRADIENT)
+        order = self.order
+        note: dict[str, Any] = {
             "run": self.context.run_id,
             "kind": self.kind,
-            "round": None,
-            "bytes": {name: _size(record) for name, record in leaving.items()},
+            "round": order.round if order else None,
+            "bytes": {name: _size(record) for name, record in reply.items()},
             "norm": None if gradient is None else _norm(gradient),
-            "clip_norm": None,
+            "clip_norm": order.clip_norm if order else None,
             "code": code,
         }
-        if self.order is not None:
-            line |= {"round": self.order.round, "clip_norm": self.order.clip_norm}
-            if self.order.stage:
-                line["stage"] = self.order.stage
-        return line
+        if order is not None and order.stage:
+            note["stage"] = order.stage
+        return note
+
+
+def check_maker(learner_for: Callable[[Context], Learner], layout: Layout) -> None:
+    """Refuse a w that what makes learners knows to be another model's."""
+    try:
+        check_shared(learner_for, layout.shape_of)
+    except ValueError as error:
+        raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
+
+
+def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tuple[float, int]:
+    """The size and the number of a stock strategy's steps: the app's, or else the run config's.
+
+    Whether stock strategies are answered at all, no run config decides: see ``Policy``.
+    """
+    size = settings.local_step
+    if size is None:
+        size = run_config.get("local-step")
+    steps = settings.local_steps
+    if steps is None:
+        steps = run_config.get("local-steps", 1)
+    number = isinstance(size, int | float) and not isinstance(size, bool)
+    rule = "local-step must be a positive number"
+    remedy = "set it in the run config, or pass local_step to client_app"
+    try:
+        require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
+        return float(size or 0), count("local-steps", steps or 0)
+    except ValueError as error:
+        raise RefusedError(Code.REFUSED_POLICY, str(error)) from None
 
 
 def _size(record: Any) -> int:
@@ -328,11 +478,11 @@ def _norm(record: ArrayRecord) -> float:
     return math.sqrt(sum(float(part.sum()) for part in parts))
 
 
-def _read_order(flat: Mapping[str, Any]) -> Order:
+def _read_order(flat: Mapping[str, Any] | None) -> Order | None:
     try:
-        return Order.from_flat(flat)
+        return None if flat is None else Order.from_flat(flat)
     except ValueError as error:
-        raise RefusedError(REFUSED_ORDER, str(error)) from None
+        raise RefusedError(Code.REFUSED_ORDER, str(error)) from None
 
 
 # --- what is sent, and what is kept
@@ -451,62 +601,6 @@ def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
     """
     if isinstance(model, SharedChecker):
         model.check_shared(shapes)
-
-
-# --- stock strategies
-
-
-@dataclass(frozen=True)
-class LocalSteps:
-    """How a stock strategy is answered: by steps on w. θ is left alone.
-
-    Args:
-        size: of a step.
-        count: the number of steps.
-        proximal: μ of FedProx, 0 for any other strategy.
-    """
-
-    size: float
-    count: int
-    proximal: float = 0.0
-
-    @classmethod
-    def of(
-        cls,
-        run_config: Mapping[str, Any],
-        size: float | None,
-        steps: int | None,
-        proximal: Any,
-    ) -> Self:
-        """What the app says, or else the run config; RefusedError if it is wrong.
-
-        Whether stock strategies are answered at all, no run config decides: see ``Policy``.
-        """
-        if size is None:
-            size = run_config.get("local-step")
-        if steps is None:
-            steps = run_config.get("local-steps", 1)
-        number = isinstance(size, int | float) and not isinstance(size, bool)
-        rule = "local-step must be a positive number"
-        remedy = "set it in the run config, or pass local_step to client_app"
-        try:
-            require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
-            return cls(float(size or 0), count("local-steps", steps or 0), float(proximal))
-        except ValueError as error:
-            raise RefusedError(REFUSED_POLICY, str(error)) from None
-
-    def trained(self, learner: Learner, w: Vector, theta: Theta) -> tuple[Vector, Theta]:
-        """w after local steps on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit."""
-        trained = w
-        for _ in range(self.count):
-            order = Order(0, 0.0, math.inf, "mean", True, visit=theta.stamp.visit + 1)
-            gradient, _ = learner.gradients(trained, theta.theta, order)
-            _check_form(learner, "g_w", np.asarray(gradient), w)
-            _check_finite(learner, "g_w", np.asarray(gradient))
-            pull = self.proximal * (trained - w)
-            trained = trained - self.size * (gradient + pull)
-            theta = theta.stepped(theta.theta, theta.stamp.round)
-        return trained, theta
 
 
 def _check_form(learner: object, name: str, vector: Vector, at: Vector) -> None:

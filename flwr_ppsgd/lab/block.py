@@ -21,11 +21,11 @@ import numpy as np
 from flwr_ppsgd import disk
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
-from flwr_ppsgd.lab.engine import Engine, Report, Setting, delivery_order, train
-from flwr_ppsgd.lab.evaluation import UserResult, overall, results_of, results_of_each
+from flwr_ppsgd.lab.engine import Engine, Report, Setting, train
+from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall, results_of
 from flwr_ppsgd.lab.experiment import Experiment
-from flwr_ppsgd.lab.linear_engine import Population, Table
 from flwr_ppsgd.lab.measures import badness, for_choosing, measure_of
+from flwr_ppsgd.lab.population import Population, Table
 from flwr_ppsgd.lab.rows import (
     FEDAVG,
     FEDAVG_SOLVED,
@@ -195,7 +195,7 @@ def _recipe_row(base: Experiment, point: Point) -> SweepRow:
     if choosing:
         w = Layout.of(outcome.w).flatten(outcome.w)
         order = delivery_order(experiment.training.task, outcome.beside)
-        validation = results_of(choosing.learner, w, _users_of(base), order)
+        (validation,) = results_of(choosing.learner, [w], _users_of(base), order)
     return _solved_row(point, experiment.training.rounds, outcome.people, validation)
 
 
@@ -270,11 +270,11 @@ def _solved(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[S
     """What users reach who make the recipe's personal models around w, as if it had no noise."""
     ws = [engine.w(place) for place in engine.places]
     users = _users_of(base)
-    on_test = results_of_each(base.task.learner, ws, users, None)
+    on_test = results_of(base.task.learner, ws, users, None)
     apart: list[list[UserResult]] = [[] for _ in ws]
     choosing = for_choosing_on(base.task)
     if choosing:
-        apart = results_of_each(choosing.learner, ws, users, None)
+        apart = results_of(choosing.learner, ws, users, None)
     return [
         _solved_row(points[place], base.training.rounds, people, validation)
         for place, people, validation in zip(engine.places, on_test, apart, strict=True)

@@ -1,6 +1,4 @@
-"""What a cohort engine is, the training loop around it, and what a simulation may say of itself.
-
-All that the laboratory needs of the server's and the clients' insides is imported here.
+"""What a cohort engine is, and the training loop around it.
 
 A cohort engine trains many settings side by side, on the same cohorts and minibatches and with the
 same standard normals, in one process and without Flower: ``linear_engine`` for linear models,
@@ -13,45 +11,20 @@ A setting is known by its *place*: its index in the list that the engine was mad
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.client.visit import num_tested, personal_model
-from flwr_ppsgd.lab.measures import VALIDATION, measure_of
-from flwr_ppsgd.ledger import Ledger
+from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, measure_of, summary
 from flwr_ppsgd.noise import coins_for
-from flwr_ppsgd.server.account import Account
-from flwr_ppsgd.settings import Settings
-from flwr_ppsgd.statement import Promise
-from flwr_ppsgd.training import Training
-from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
-
-__all__ = [
-    "Engine",
-    "Indices",
-    "Report",
-    "Setting",
-    "Simulated",
-    "State",
-    "check_training",
-    "delivery_order",
-    "has_diverged",
-    "num_tested",
-    "personal_model",
-    "reported_rounds",
-    "train",
-]
 
 DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
 SMALLEST_ERROR = 1e-300  # stands in for a first value of 0
 ERRORS = ("excess_risk", "loss")  # measures that grow if training fails
-# arguments of a strategy that a simulation on a cohort engine has no use for
-NO_SERVER = {"enrolled": None, "checkpoint_dir": None, "budget_dir": None, "evaluate_every": 0}
-SIMULATION = "simulation noise (the cohort engine sums in floating point)."
+TEST = "test"
 
 Indices: TypeAlias = NDArray[np.intp]
 State: TypeAlias = Mapping[str, NDArray[Any]]
@@ -71,7 +44,7 @@ class Engine(ABC):
     Args:
         users: the number of users who have data.
         settings: they share the kind of cohort and M; clip norm, noise and steps are their own.
-        seed: what ``insecure_seed`` is elsewhere; None draws secret coins.
+        seed: what ``insecure_seed`` is elsewhere; None draws secret noise.
         most_visits: the number of visits after which each user drops out; None: never.
     """
 
@@ -82,13 +55,22 @@ class Engine(ABC):
         seed: int | None,
         most_visits: Indices | None,
     ) -> None:
-        _check_alike(users, settings)
+        first = settings[0].release
+        for release in (setting.release for setting in settings):
+            same = release.cohort == first.cohort and release.total_batch == first.total_batch
+            rule = "settings side by side must share the cohort and total_batch"
+            require(same, rule, (first, release), "run settings with other cohorts separately")
+        if first.cohort.population != users:
+            raise ValueError(
+                f"the cohort is drawn from population={first.cohort.population} users but the data "
+                f"hold {users}: set population={users}"
+            )
         self.settings = list(settings)
         self.places = list(range(len(settings)))  # the settings that are still trained
         self.round = 0  # the number of rounds done
         self.visits: Indices = np.zeros(users, dtype=np.intp)
-        self.cohort = settings[0].release.cohort
-        self.reduction = settings[0].release.reduction
+        self.cohort = first.cohort
+        self.reduction = first.reduction
         self._seed = seed
         self._most_visits = most_visits
 
@@ -101,20 +83,46 @@ class Engine(ABC):
         """w of one setting as a flat vector, or its average iterate if the engine keeps those."""
 
     @abstractmethod
+    def measured_parts(self) -> dict[str, Vector]:
+        """Of "test" and "validation" those that there are, with the number of rows of each user
+        who measures there."""
+
+    @abstractmethod
+    def measured(self, part: str) -> dict[str, NDArray[Any]]:
+        """Each measure of all settings: users who measure there × settings."""
+
+    @abstractmethod
+    def changing(self) -> State:
+        """The arrays that rounds change in place, besides visits."""
+
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained, by place.
 
         If there are validation rows, they are measured on those, by names that begin with
         "validation_", and only if this is the ``final`` time on test rows too.
         """
+        parts = self.measured_parts()
+        found: dict[str, Vector] = {}
+        with np.errstate(all="ignore"):
+            if "validation" in parts:
+                found = for_choosing(summary(self.measured("validation"), parts["validation"]))
+            if TEST in parts and (final or not found):
+                found |= summary(self.measured(TEST), parts[TEST])
+        return {
+            place: {name: float(values[place]) for name, values in found.items()}
+            for place in self.places
+        }
 
-    @abstractmethod
     def by_user(self) -> dict[int, Vector]:
-        """The main measure of each measured user, for every setting that is still trained."""
-
-    @abstractmethod
-    def changing(self) -> State:
-        """The arrays that rounds change in place, besides visits."""
+        """The main measure of each user who has test rows, for every setting still trained."""
+        if TEST not in self.measured_parts():
+            return {}
+        with np.errstate(all="ignore"):
+            found = self.measured(TEST)
+        if not found:
+            return {}
+        main = found[measure_of(found)]
+        return {place: main[:, place] for place in self.places}
 
     def drop(self, places: set[int]) -> None:
         """Stop reporting the settings at these places."""
@@ -154,46 +162,6 @@ class Engine(ABC):
         """The standard normals of this round, the same for all settings."""
         return coins_for(self._seed, "noise", self.round).normals(size)
 
-    def column(self, place: int) -> int:
-        """Where a setting stands in arrays over all settings."""
-        return place
-
-    def by_place(self, measures: Mapping[str, Vector]) -> dict[int, dict[str, float]]:
-        """``measures``, from each measure as one array over all settings."""
-        rows: dict[int, dict[str, float]] = {}
-        for place in self.places:
-            at = self.column(place)
-            rows[place] = {name: float(values[at]) for name, values in measures.items()}
-        return rows
-
-    def users_by_place(self, measures: Mapping[str, NDArray[Any]]) -> dict[int, Vector]:
-        """``by_user``, from each measure as users × settings."""
-        if not measures:
-            return {}
-        main = measures[measure_of(measures)]
-        return {place: main[:, self.column(place)] for place in self.places}
-
-
-def _check_alike(users: int, settings: Sequence[Setting]) -> None:
-    """ValueError unless settings share their cohort and M, and the cohort is drawn from ``users``.
-
-    Args:
-        users: the number of users who have data.
-        settings: the settings that are to be trained side by side.
-    """
-    first = settings[0].release
-    for setting in settings:
-        release = setting.release
-        same = release.cohort == first.cohort and release.total_batch == first.total_batch
-        rule = "settings side by side must share the cohort and total_batch"
-        require(same, rule, (first, release), "run settings with other cohorts separately")
-    population = first.cohort.population
-    if population != users:
-        raise ValueError(
-            f"the cohort is drawn from population={population} users but the data hold {users}: "
-            f"set population={users}"
-        )
-
 
 @dataclass(frozen=True)
 class Report:
@@ -231,7 +199,7 @@ def train(
             here; pass it again when training is resumed.
     """
     first = {} if first is None else first
-    due = set(reported_rounds(rounds, every))
+    due = reported_rounds(rounds, every)
     begun = engine.round
     for round_ in range(begun, rounds + 1):
         if round_ > begun and engine.places:
@@ -240,7 +208,11 @@ def train(
             on_round(round_)
         if engine.places and round_ in due:
             measures = engine.measures(final=round_ == rounds)
-            diverged = _diverged(measures, first)
+            diverged = set()
+            for place, row in measures.items():
+                first.setdefault(place, _error(row))
+                if _is_beyond(first[place], _error(row)):
+                    diverged.add(place)
             engine.drop(diverged)
             yield Report(round_, measures, frozenset(diverged))
 
@@ -250,16 +222,6 @@ def reported_rounds(rounds: int, every: int) -> list[int]:
     if not every:
         return []
     return sorted({*range(0, rounds + 1, every), rounds})
-
-
-def _diverged(measures: dict[int, dict[str, float]], first: dict[int, float]) -> set[int]:
-    """The places whose error is far beyond their first, which is noted on first sight."""
-    found = set()
-    for place, row in measures.items():
-        first.setdefault(place, _error(row))
-        if _is_beyond(first[place], _error(row)):
-            found.add(place)
-    return found
 
 
 def has_diverged(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
@@ -278,75 +240,3 @@ def _error(row: Mapping[str, float]) -> float:
             if known in row:
                 return row[known]
     return 0.0
-
-
-def check_training(settings: Settings) -> None:
-    """ValueError if a strategy would refuse these settings; no noise is calibrated for it."""
-    Training.of(**settings.arguments(settings.uncalibrated()))
-
-
-def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | None:
-    """What brings the last w of the recipe to a device; None for a w that steps have trained.
-
-    Args:
-        task: the recipe's, "classification" or "regression".
-        beside: what is published beside w, as of ``PPSGD.published``.
-    """
-    if VARIANCE not in beside:
-        return None
-    variance = np.asarray(beside[VARIANCE]).reshape(-1)
-    return Order(
-        0,
-        0.0,
-        1.0,
-        "mean",
-        False,
-        asks="nothing",
-        task=cast(OrderTask, task),
-        unit=float(beside[UNIT]),
-        size=float(beside[SIZE]),
-        variance=tuple(variance.tolist()),
-        last=True,
-    )
-
-
-class Simulated:
-    """What a run on a cohort engine would have released and cost; it guarantees nothing.
-
-    Args:
-        settings: of the training.
-        terms: what its statement says besides.
-    """
-
-    def __init__(self, settings: Settings, terms: tuple[str, ...] = ()) -> None:
-        self._account = Account(Training.of(**{**settings.arguments(), **NO_SERVER}))
-        self._terms = terms
-        self.setting = Setting(self.release, self._account.training.steps)
-        self.rounds = self._account.plan(settings.rounds, 0)  # as many as the budget allows
-        if settings.evaluate_every:
-            self._account.note_evaluation()
-
-    @property
-    def release(self) -> Release:
-        """What every round releases."""
-        return self._account.training.release
-
-    @property
-    def ledger(self) -> Ledger:
-        """Everything that was charged, all of it without a guarantee."""
-        return self._account.ledger
-
-    def charge(self, round_: int) -> None:
-        """Count the rounds up to ``round_``."""
-        self._account.count_simulated(round_)
-
-    def privacy_statement(self) -> str:
-        """That nothing is promised, and why."""
-        return self._promise().statement()
-
-    def privacy_data(self) -> dict[str, object]:
-        """The same as data."""
-        return self._promise().as_data()
-
-    def _promise(self) -> Promise:
-        return self._account.promise(simulation=SIMULATION, terms=self._terms)

@@ -7,16 +7,17 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.engine import num_tested, personal_model
+from flwr_ppsgd.client.visit import num_tested, personal_model
 from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combined, measure_of, worst_tenth
-from flwr_ppsgd.learner import LOCAL, SHARED, Learner, OwnModel, Solver
-from flwr_ppsgd.models.linear import AdditiveLinear
-from flwr_ppsgd.wire import Order
+from flwr_ppsgd.learner import LOCAL, DescribedModel, Learner, OwnModel, Solver
+from flwr_ppsgd.models.additive_linear import AdditiveLinear
+from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -54,6 +55,31 @@ class UserResult:
         return badness(main, alone) - badness(main, self.measures[main])
 
 
+def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | None:
+    """What brings the last w of the recipe to a device; None for a w that steps have trained.
+
+    Args:
+        task: the recipe's, "classification" or "regression".
+        beside: what is published beside w, as of ``PPSGD.published``.
+    """
+    if VARIANCE not in beside:
+        return None
+    variance = np.asarray(beside[VARIANCE]).reshape(-1)
+    return Order(
+        round=0,
+        step=0.0,
+        clip_norm=1.0,
+        reduction="mean",
+        publishes=False,
+        asks="nothing",
+        task=cast(OrderTask, task),
+        unit=float(beside[UNIT]),
+        size=float(beside[SIZE]),
+        variance=tuple(variance.tolist()),
+        last=True,
+    )
+
+
 def remember_model(learner: Learner) -> Learner:
     """Let a learner that can solve make its personal model once for each w.
 
@@ -76,27 +102,21 @@ def remember_model(learner: Learner) -> Learner:
 
 
 def results_of(
-    learner_of: Callable[[int], Learner], w: Vector, users: Iterable[int], order: Order | None
-) -> list[UserResult]:
-    """Each user's results; those without test rows are left out.
-
-    Args:
-        learner_of: the learner of a user.
-        w: the trained parameters.
-        users: their numbers.
-        order: as of ``delivery_order``.
-    """
-    (found,) = results_of_each(learner_of, [w], users, order)
-    return found
-
-
-def results_of_each(
     learner_of: Callable[[int], Learner],
     ws: Sequence[Vector],
     users: Iterable[int],
     order: Order | None,
 ) -> list[list[UserResult]]:
-    """The same for several w: what a user works out about own rows serves all of them."""
+    """Each user's results with each w; those without test rows are left out.
+
+    What a user works out about own rows serves every w.
+
+    Args:
+        learner_of: the learner of a user.
+        ws: trained parameters.
+        users: their numbers.
+        order: as of ``delivery_order``.
+    """
     found: list[list[UserResult]] = [[] for _ in ws]
     without = 0
     for user in users:
@@ -104,22 +124,21 @@ def results_of_each(
         rows = num_tested(learner)
         if not rows:
             continue
-        models = [_model(learner, w, order) for w in ws]
-        measures = [model.measures() for model in models]
-        without += not measures[0]
-        for people, model, own in zip(found, models, measures, strict=True):
-            if own:
-                mixture = getattr(model, "mixture", None)
-                people.append(UserResult(user, rows, own, mixture.chosen if mixture else {}))
+        for people, w in zip(found, ws, strict=True):
+            if order is None:
+                model: OwnModel = cast(AdditiveLinear, learner).stepped_model(w)
+            else:
+                model = personal_model(learner, w, order)
+            measures = model.measures()
+            if measures:
+                chosen = model.chosen if isinstance(model, DescribedModel) else {}
+                people.append(UserResult(user, rows, measures, chosen))
+            else:
+                without += 1
     if without:
-        log.warning("%d users have no training rows, so no mean: they are not measured", without)
+        count = without // len(ws)
+        log.warning("%d users have no training rows, so no mean: they are not measured", count)
     return found
-
-
-def _model(learner: Learner, w: Vector, order: Order | None) -> OwnModel:
-    if order is not None:
-        return personal_model(learner, w, order)
-    return cast(AdditiveLinear, learner).stepped_model(w)
 
 
 def overall(people: Sequence[UserResult]) -> dict[str, float]:
@@ -136,31 +155,9 @@ def overall(people: Sequence[UserResult]) -> dict[str, float]:
         values = np.array([person.measures.get(name, math.nan) for person in people])
         found[name] = float(combined(name, values, weights))
     main = measure_of(found)
-    for prefix in ("", LOCAL):
-        if prefix + main in found:
-            values = np.array([person.measures[prefix + main] for person in people])
-            found[prefix + main + MEAN] = float(values.mean())
-            found[prefix + main + WORST] = float(worst_tenth(main, values))
+    for name in (main, LOCAL + main):
+        if name in found:
+            values = np.array([person.measures[name] for person in people])
+            found[name + MEAN] = float(values.mean())
+            found[name + WORST] = float(worst_tenth(main, values))
     return found
-
-
-def fares(measures: Mapping[str, float], gains: Sequence[float | None]) -> str:
-    """The personal models beside those from own rows alone and beside w alone, in words.
-
-    Args:
-        measures: over all users, as of ``overall``.
-        gains: of each user, as of ``UserResult.gain``.
-    """
-    main = measure_of(measures)
-    text = f"Personal models: {main} {measures[main]:.4g}"
-    if LOCAL + main in measures:
-        text += (
-            f" (own rows alone {measures[LOCAL + main]:.4g}, shared model alone "
-            f"{measures[SHARED + main]:.4g})"
-        )
-    known = [gain for gain in gains if gain is not None]
-    if known:
-        better = sum(gain > SAME for gain in known)
-        worse = sum(gain < -SAME for gain in known)
-        text += f"; better off than alone {better}, worse off {worse}, of {len(known)} users"
-    return f"{text}. {OUTSIDE}"

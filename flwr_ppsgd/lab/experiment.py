@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import numpy as np
 
 from flwr_ppsgd.checks import nearest, require
-from flwr_ppsgd.lab.engine import check_training
 from flwr_ppsgd.lab.measures import VALIDATION
 from flwr_ppsgd.lab.presets import PRESETS, SUFFIX, presets
 from flwr_ppsgd.lab.problem import AUTO as FOUND
@@ -36,6 +35,7 @@ from flwr_ppsgd.settings import (
     typed,
     with_keys,
 )
+from flwr_ppsgd.training import Training
 from flwr_ppsgd.wire import spans_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ class Experiment:
     local_steps: int = 5
 
     def __post_init__(self) -> None:
-        check_training(self.training)
+        # what a strategy would refuse; no noise is calibrated for it
+        Training.of(**self.training.arguments(self.training.uncalibrated()))
         replies = self.training.replies
         remedy = "the clients of experiments send gradients"
         require(replies == "gradient", "replies must be 'gradient' here", replies, remedy)

@@ -1,7 +1,6 @@
 """The cohort engine for networks: the gradients of a whole cohort in one call of the network."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,21 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
-from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
-from flwr_ppsgd.lab.measures import for_choosing, measure_of, summary
+from flwr_ppsgd.lab.engine import TEST, Engine, Indices, Setting, State
 from flwr_ppsgd.learner import Batches, Rows, as_array
-from flwr_ppsgd.models.linear import Matrix
-from flwr_ppsgd.models.split import SplitModel
+from flwr_ppsgd.models.additive_linear import Matrix
+from flwr_ppsgd.models.torch_model import SplitModel
 
 ROWS_AT_ONCE = 256  # in one call of the network that measures
-
-
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Users whose minibatches have the same size m, and those: users × m × …"""
-
-    users: Indices
-    rows: tuple[Tensor, Tensor]
 
 
 class NetworkEngine(Engine):
@@ -58,71 +48,62 @@ class NetworkEngine(Engine):
         super().__init__(len(batches), settings, seed, most_visits)
         self._model = model
         self._batches = batches
-        self._tests = tests
-        self._validation = validation
+        self._parts = {TEST: tests, "validation": validation}
         self._average = average
         theta = model.initial_theta()
-        # settings × w, settings × users × θ, and sums of both over rounds if averages are wanted
+        # settings × w, and settings × users × θ
         self._w: Matrix = np.tile(model.initial_w(), (len(settings), 1))
         self._thetas: Matrix = np.tile(theta, (len(settings), len(batches), 1))
+        # for averages: Σ_t w_t and Σ_t t·(θ_t − θ_{t−1})
         self._w_sum = np.zeros_like(self._w)
-        self._thetas_sum = np.zeros_like(self._thetas[: len(settings) * average])
-        # the round up to which each user's average θ is counted
-        self._since = np.zeros(len(batches), dtype=np.intp)
-        self._noisy = any(
-            setting.steps.publishes and setting.release.noise_std > 0 for setting in settings
-        )
+        self._theta_moments = np.zeros_like(self._thetas[: len(settings) * average])
 
     def advance(self) -> None:
         """One round of every setting."""
         users = self.next_cohort()
         if self._average:
             self._w_sum += self._w
-            self._count_thetas(users)
         groups = self._groups(users)
-        size = self._w.shape[1]
-        normals = self.normals(size) if self._noisy else np.zeros(size)
+        normals = self.normals(self._w.shape[1])
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
             for place in self.places:
                 self._step(place, groups, normals)
 
-    def _groups(self, users: Indices) -> list[_Group]:
-        """The minibatches of this round, those of the same size together."""
-        minibatches = {}
+    def _groups(self, users: Indices) -> list[tuple[Indices, tuple[Tensor, Tensor]]]:
+        """Users whose minibatches have the same size m, and those: users × m × …"""
+        by_size: dict[int, list[tuple[int, Rows, Rows]]] = {}
         for user in users.tolist():
-            visit = int(self.visits[user])
-            minibatches[user] = self._batches[user](visit)
+            x, y = self._batches[user](int(self.visits[user]))
+            by_size.setdefault(len(x), []).append((user, x, y))
         groups = []
-        sizes = {len(x) for x, _ in minibatches.values()}
-        for size in sorted(sizes):
-            members = [user for user, (x, _) in minibatches.items() if len(x) == size]
-            x = np.stack([minibatches[user][0] for user in members])
-            y = np.stack([minibatches[user][1] for user in members])
-            self._model.settle_loss((x[0], y[0]))
-            rows = (self._model.tensor(x), self._model.tensor(y))
-            groups.append(_Group(np.array(members), rows))
+        for _, members in sorted(by_size.items()):
+            own, xs, ys = zip(*members, strict=True)
+            self._model.settle_loss((xs[0], ys[0]))
+            rows = (self._model.tensor(np.stack(xs)), self._model.tensor(np.stack(ys)))
+            groups.append((np.array(own), rows))
         return groups
 
-    def _step(self, place: int, groups: Sequence[_Group], normals: Vector) -> None:
+    def _step(
+        self,
+        place: int,
+        groups: Sequence[tuple[Indices, tuple[Tensor, Tensor]]],
+        normals: Vector,
+    ) -> None:
         """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
         release = self.settings[place].release
         steps = self.settings[place].steps
         w = self._w[place]
         total = release.usual_noise_std * normals
-        for group in groups:
-            thetas = self._thetas[place, group.users]
-            g_w, g_theta = cohort_gradients(self._model, w, thetas, group.rows, self.reduction)
+        for users, rows in groups:
+            thetas = self._thetas[place, users]
+            g_w, g_theta = cohort_gradients(self._model, w, thetas, rows, self.reduction)
             scales = clip_scales(np.linalg.norm(g_w, axis=1), release.clip_norm)
             total += scales @ g_w
-            self._thetas[place, group.users] = thetas - steps.personal * g_theta
+            self._thetas[place, users] = thetas - steps.personal * g_theta
+            if self._average:
+                self._theta_moments[place, users] -= self.round * steps.personal * g_theta
         if steps.publishes:
             self._w[place] = server_step(w, total, release, steps.shared)
-
-    def _count_thetas(self, users: Indices) -> None:
-        """Add each θ_i to its sum once for every round since it moved."""
-        rounds = self.round - self._since[users]
-        self._thetas_sum[:, users] += rounds[:, None] * self._thetas[:, users]
-        self._since[users] = self.round
 
     def w(self, place: int) -> Vector:
         """w of one setting, or its average iterate."""
@@ -135,49 +116,37 @@ class NetworkEngine(Engine):
         return np.asarray(self._thetas_of(place)[user])
 
     def _thetas_of(self, place: int) -> Matrix:
-        """The θ of everyone, users × personal parameters."""
-        if not self._average or not self.round:
-            return np.asarray(self._thetas[place])
-        self._count_thetas(np.arange(len(self._batches)))
-        return np.asarray(self._thetas_sum[place] / self.round)
+        """The θ of everyone, or their average iterates: users × personal parameters.
 
-    def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
-        """Of every setting: over all measured rows, and the spread over users."""
-        rows: dict[int, dict[str, float]] = {}
+        (1/n)·Σ_{t<n} θ_t = θ_n − (1/n)·Σ_t t·(θ_t − θ_{t−1}).
+        """
+        thetas = self._thetas[place]
+        if self._average and self.round:
+            thetas = thetas - self._theta_moments[place] / self.round
+        return np.asarray(thetas)
+
+    def measured_parts(self) -> dict[str, Vector]:
+        """The parts on which users measure, with the number of rows of each measured user."""
+        found = {}
+        for name, part in self._parts.items():
+            sizes = [len(x) for x, _ in part if len(x)]
+            if sizes:
+                found[name] = np.array(sizes, dtype=np.float64)
+        return found
+
+    def measured(self, part: str) -> dict[str, Matrix]:
+        """Each measure, measured users × settings; NaN for settings that are no longer trained."""
+        rows = self._parts[part]
+        users = [user for user, (x, _) in enumerate(rows) if len(x)]
+        tests = [rows[user] for user in users]
+        found: dict[str, Matrix] = {}
         for place in self.places:
-            found: dict[str, Vector] = {}
-            if self._validation:
-                found = for_choosing(self._summary(place, self._validation))
-            if final or not self._validation:
-                found |= self._summary(place, self._tests)
-            rows[place] = {name: float(value) for name, value in found.items()}
-        return rows
-
-    def _summary(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
-        weights = np.array([len(x) for x, _ in parts if len(x)], dtype=float)
-        return summary(self._by_user(place, parts), weights)
-
-    def _by_user(self, place: int, parts: Sequence[tuple[Rows, Rows]]) -> dict[str, Vector]:
-        """Each measure of one setting, one number for each measured user."""
-        users = [user for user, (x, _) in enumerate(parts) if len(x)]
-        if not users:
-            return {}
-        tests = [parts[user] for user in users]
-        thetas = self._thetas_of(place)[users]
-        found: dict[str, list[float]] = {}
-        for measured in evaluate_users(self._model, self.w(place), thetas, tests):
-            for name, value in measured.items():
-                found.setdefault(name, []).append(value)
-        return {name: np.array(values) for name, values in found.items()}
-
-    def by_user(self) -> dict[int, Vector]:
-        """The main measure of each measured user, for every setting that is still trained."""
-        main: dict[int, Vector] = {}
-        for place in self.places:
-            found = self._by_user(place, self._tests)
-            if found:
-                main[place] = found[measure_of(found)]
-        return main
+            thetas = self._thetas_of(place)[users]
+            each = evaluate_users(self._model, self.w(place), thetas, tests)
+            for name in each[0]:
+                empty = np.full((len(users), len(self.settings)), np.nan)
+                found.setdefault(name, empty)[:, place] = [one[name] for one in each]
+        return found
 
     def changing(self) -> State:
         """The arrays that rounds change."""
@@ -185,8 +154,7 @@ class NetworkEngine(Engine):
             "w": self._w,
             "thetas": self._thetas,
             "w-sum": self._w_sum,
-            "thetas-sum": self._thetas_sum,
-            "since": self._since,
+            "theta-moments": self._theta_moments,
         }
 
 

@@ -21,7 +21,7 @@ from flwr_ppsgd.lab.data.learners import linear_learner
 from flwr_ppsgd.lab.data.per_user import PerUser
 from flwr_ppsgd.lab.data.raw import REFUSE, Origin, canonical, is_missing
 from flwr_ppsgd.lab.data.scaling import own_scaled_new, scaled_alike
-from flwr_ppsgd.lab.engine import delivery_order
+from flwr_ppsgd.lab.evaluation import delivery_order
 from flwr_ppsgd.lab.outputs import read_config, read_model
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.models.solve import Mixture

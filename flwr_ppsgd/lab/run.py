@@ -15,9 +15,10 @@ from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd import PPSGD, Ledger, Release, client_app
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.engine import Simulated, delivery_order, has_diverged, train
+from flwr_ppsgd.lab.engine import Setting, has_diverged, train
 from flwr_ppsgd.lab.evaluation import (
     UserResult,
+    delivery_order,
     overall,
     remember_model,
     results_of,
@@ -25,11 +26,18 @@ from flwr_ppsgd.lab.evaluation import (
 from flwr_ppsgd.lab.experiment import EXHAUSTED, Experiment
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.learner import Learner
+from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.simulation import InProcessGrid
+from flwr_ppsgd.statement import Promise
+from flwr_ppsgd.training import Training
 from flwr_ppsgd.wire import BESIDE, Layout
 
 MOST_LEARNERS = 4096  # that are kept in memory
 SEED_BITS = 31
+# arguments of a strategy that a simulation on a cohort engine has no use for
+NO_SERVER = {"enrolled": None, "checkpoint_dir": None, "budget_dir": None, "evaluate_every": 0}
+SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 
 Watch: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
 
@@ -144,7 +152,7 @@ def _evaluated(outcome: Outcome, strategy: PPSGD, learner_of: Callable[[int], Le
     w = Layout.of(outcome.w).flatten(outcome.w)
     users = range(experiment.training.population)
     order = delivery_order(experiment.training.task, beside)
-    people = results_of(learner_of, w, users, order)
+    (people,) = results_of(learner_of, [w], users, order)
     last = _row(strategy.rounds_done, strategy.ledger, overall(people))
     earlier = [row for row in outcome.rows if row.round != last.round]
     return replace(outcome, rows=[*earlier, last], beside=beside, people=people)
@@ -180,6 +188,48 @@ def _diverged(experiment: Experiment) -> RuntimeError:
     step = experiment.training.step
     remedy = "see what ppsgd look says" if step is None else f"lower step (now {step:g})"
     return RuntimeError(f"training diverged: parameters are no longer finite; {remedy}")
+
+
+class Simulated:
+    """What a run on a cohort engine would have released and cost; it guarantees nothing.
+
+    Args:
+        settings: of the training.
+        terms: what its statement says besides.
+    """
+
+    def __init__(self, settings: Settings, terms: tuple[str, ...] = ()) -> None:
+        self._account = Account(Training.of(**{**settings.arguments(), **NO_SERVER}))
+        self._terms = terms
+        self.setting = Setting(self.release, self._account.training.steps)
+        self.rounds = self._account.plan(settings.rounds, 0)  # as many as the budget allows
+        if settings.evaluate_every:
+            self._account.note_evaluation()
+
+    @property
+    def release(self) -> Release:
+        """What every round releases."""
+        return self._account.training.release
+
+    @property
+    def ledger(self) -> Ledger:
+        """Everything that was charged, all of it without a guarantee."""
+        return self._account.ledger
+
+    def charge(self, round_: int) -> None:
+        """Count the rounds up to ``round_``."""
+        self._account.count_simulated(round_)
+
+    def privacy_statement(self) -> str:
+        """That nothing is promised, and why."""
+        return self._promise().statement()
+
+    def privacy_data(self) -> dict[str, object]:
+        """The same as data."""
+        return self._promise().as_data()
+
+    def _promise(self) -> Promise:
+        return self._account.promise(simulation=SIMULATION, terms=self._terms)
 
 
 def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outcome:

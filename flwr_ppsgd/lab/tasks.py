@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.lab.problem import CNN, SYNTHETIC, Problem
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.models.linear import Loss
+from flwr_ppsgd.models.additive_linear import Loss
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.data.per_user import PerUser
     from flwr_ppsgd.lab.engine import Engine, Setting
-    from flwr_ppsgd.lab.linear_engine import Population, Table
-    from flwr_ppsgd.models.additive_head import AdditiveHead
+    from flwr_ppsgd.lab.population import Population, Table
+    from flwr_ppsgd.models.torch_model import AdditiveHead
 
 PIXELS = 28 * 28
 SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")
@@ -89,7 +89,7 @@ class LinearTask:
         """Everyone's data, for engines of linear models."""
         if self.problem.data != SYNTHETIC:
             return table(self.problem, self.precision, self.dropped_after)
-        from flwr_ppsgd.lab.linear_engine import Fresh
+        from flwr_ppsgd.lab.population import Fresh
 
         return Fresh(self.truth(), self.problem.batch_size)
 
@@ -244,7 +244,7 @@ def _synthetic(users: int, features: int, seed: int) -> Synthetic:
 @functools.lru_cache(maxsize=1)
 def table(problem: Problem, precision: str, dropped_after: float | None = None) -> "Table":
     """Everyone's rows of own data; the arguments are those of ``LinearTask``."""
-    from flwr_ppsgd.lab.linear_engine import Table
+    from flwr_ppsgd.lab.population import Table
 
     data = _with_fitting_loss(problem)
     shift = problem.target_shift

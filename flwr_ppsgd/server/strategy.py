@@ -28,6 +28,7 @@ from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
 from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.replies import (
@@ -146,6 +147,12 @@ class CuratedStrategy:
     def ledger(self) -> Ledger:
         """What was released so far."""
         return self._account.ledger
+
+    @property
+    def accountant(self) -> LedgerAccountant:
+        """The ledger as Flower's ``PrivacyAccountant``."""
+        training = self.training
+        return LedgerAccountant(self.ledger, training.release, training.max_epsilon)
 
     @property
     def affordable_rounds(self) -> int | None:
@@ -285,6 +292,7 @@ class PPSGD(CuratedStrategy, Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
         on_round: Callable[[int, Result], None] | None = None,
     ) -> Result:
         """Train for ``num_rounds`` rounds, or as many as the budget pays for.
@@ -301,7 +309,9 @@ class PPSGD(CuratedStrategy, Strategy):
             evaluate_config: sent to the clients in evaluation.
             evaluate_fn: called with the absolute round and w, before the first round and after
                 each.
-            on_round: called with the round and the result so far, at the same moments.
+            should_stop: called with the round and the result so far after each round; if it is
+                true, the training ends there. Flower's strategies have it from 1.43 on.
+            on_round: called with the round and the result so far, at the moments of evaluate_fn.
         """
         timeout = self.training.round_timeout if timeout is None else timeout
         train_config = _checked_config(train_config)
@@ -326,10 +336,13 @@ class PPSGD(CuratedStrategy, Strategy):
                         result.evaluate_metrics_clientapp[round_] = metrics
                 central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
                 if central is not None:
-                    log.info("Round %d: evaluate_fn measured %s", round_, dict(central))
                     result.evaluate_metrics_serverapp[round_] = central
+                self._log_round(round_, last, result)
                 if on_round:
                     on_round(round_, result)
+                if round_ > first and should_stop and should_stop(round_, result):
+                    log.info("should_stop has ended the training after round %d", round_)
+                    break
             result.arrays = self.averaged(result.arrays)
             self._deliver(grid, result.arrays, timeout)
             log.info("%s", self.privacy_data()["short"])
@@ -407,10 +420,21 @@ class PPSGD(CuratedStrategy, Strategy):
             replies = ask(grid, messages, timeout, _size(result.arrays))
             result.arrays, metrics = self.aggregate_train(round_, replies)
         result.train_metrics_clientapp[round_] = metrics
-        spent = rounded_up(cast(float, metrics["epsilon"]))
-        last = self._account.last_round
-        log.info("[ROUND %d/%d] epsilon so far at most %s", round_, last, spent)
         self._curator.refuse_to_go_on()
+
+    def _log_round(self, round_: int, last: int, result: Result) -> None:
+        """One line: ε so far, and the measures that exist."""
+        measured = {
+            "clients": result.evaluate_metrics_clientapp.get(round_),
+            "evaluate_fn": result.evaluate_metrics_serverapp.get(round_),
+        }
+        parts = [f"epsilon {rounded_up(self._account.epsilon_so_far())}"]
+        for where, measures in measured.items():
+            if measures:
+                shown = [f"{name} {_shown(value)}" for name, value in measures.items()]
+                parts.append(f"{where}: {', '.join(shown)}")
+        if round_ or len(parts) > 1:
+            log.info("[ROUND %d/%d] %s", round_, last, " · ".join(parts))
 
     def _run_exchanges(
         self, request: SumRequest, grid: Grid, config: ConfigRecord, timeout: float
@@ -612,6 +636,10 @@ def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
             "ConfigRecord({...})"
         )
     return config
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _messages(contents: Mapping[Identity, RecordDict], kind: str) -> list[Message]:

@@ -17,7 +17,8 @@ import numpy as np
 
 from flwr_ppsgd.lab.block import Plan, plan, setting_of
 from flwr_ppsgd.lab.engine import reported_rounds
-from flwr_ppsgd.lab.linear_engine import DType, LinearEngine, Population, Table
+from flwr_ppsgd.lab.linear_engine import LinearEngine
+from flwr_ppsgd.lab.population import DType, Population, Table
 from flwr_ppsgd.lab.sweep import Sweep
 from simulations.benchmarks.measuring import seconds
 from simulations.benchmarks.workload import several

@@ -13,7 +13,8 @@ from scipy import sparse
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Setting
-from flwr_ppsgd.lab.linear_engine import Fresh, LinearEngine, Table
+from flwr_ppsgd.lab.linear_engine import LinearEngine
+from flwr_ppsgd.lab.population import Fresh, Table
 from flwr_ppsgd.noise import Coins
 from simulations.benchmarks.measuring import Comparison, seconds, show, show_against_loop
 from simulations.benchmarks.networks import network, paper_network_share

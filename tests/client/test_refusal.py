@@ -13,7 +13,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp.client_app import ClientAppException
 
 from flwr_ppsgd import Order, client_app
-from flwr_ppsgd.client.refusal import CODES, ClientError, RefusedError, coded
+from flwr_ppsgd.client.refusal import ClientError, Code, RefusedError, coded
 from tests.client.test_policy import ORDER, by_legacy, by_message, context, message
 from tests.support.toy import SIZE, Floats, Toy, w0
 
@@ -131,8 +131,9 @@ def test_an_error_says_a_code_and_a_class_of_pythons_own() -> None:
     assert str(coded(UnicodeDecodeError("a", b"b", 1, 2, "c"))) == (
         "learner-failed: UnicodeDecodeError"
     )
-    assert str(coded(RefusedError(SECRET, SECRET))) == "learner-failed: ValueError"
-    for code in CODES:
+    unknown: Any = SECRET
+    assert str(coded(RefusedError(unknown, SECRET))) == "learner-failed: ValueError"
+    for code in Code:
         assert str(coded(RefusedError(code, SECRET))) == f"{code}: ValueError"
 
 

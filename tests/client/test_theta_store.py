@@ -343,7 +343,7 @@ def test_the_legacy_client_keeps_theta_on_disk_too(tmp_path: Path) -> None:
     np.testing.assert_array_equal(theta(tmp_path), after)
 
 
-@pytest.mark.parametrize("name", ["a", "..", "Ada L.", "x/../y", "ü%2F", "ü" * 100, "\x00\x1b[2J"])
+@pytest.mark.parametrize("name", ["a", "..", "Ada L.", "x/../y", "ü%2F", "ü" * 30, "\x00\x1b[2J"])
 def test_any_name_of_a_user_or_run_has_a_place_of_its_own(tmp_path: Path, name: str) -> None:
     def context(user: str) -> Context:
         node: dict[str, Any] = {"partition-id": 0, STATE_DIR: str(tmp_path / "s"), USER: user}
@@ -362,10 +362,11 @@ def test_any_name_of_a_user_or_run_has_a_place_of_its_own(tmp_path: Path, name: 
     assert {path.name for path in tmp_path.iterdir()} == {"s"}
 
 
+@pytest.mark.parametrize("name", ["a\udc80", "ü" * 100])
 def test_a_name_that_cannot_be_written_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    node: dict[str, Any] = {"partition-id": 0, STATE_DIR: str(tmp_path), USER: "a\udc80"}
+    node: dict[str, Any] = {"partition-id": 0, STATE_DIR: str(tmp_path), USER: name}
     with pytest.raises(ClientError, match=r"^node-config: ValueError$"):
         answer(Context(1, 2, node, RecordDict(), {}), order(1))
     assert "choose another ppsgd-user" in caplog.text

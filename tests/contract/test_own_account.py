@@ -5,21 +5,24 @@ data are read.
 """
 
 import math
+import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import dp_accounting
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerApp, ServerAppComponents
 from flwr.serverapp.strategy import FedAvg
 
-from flwr_ppsgd import PPSGD, Order, SecureSum, client_app
+from flwr_ppsgd import PPSGD, AdditiveLinear, Minibatches, Order, SecureSum, Steps, client_app
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.hostile_clients import (
@@ -181,6 +184,97 @@ def test_a_wrong_limit_is_one_line(
     assert says in caplog.text
 
 
+def test_a_limit_without_a_delta_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = limited(tmp_path, 1.0)
+    del node["ppsgd-delta"]
+    app = OwnedNode(node, client_app(unread))
+    trained(strategy(), grid(app), rounds=1)
+    assert not app.replies
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert lines
+    assert all("ppsgd-delta must be above 0 and below 0.1, got 0" in line for line in lines)
+
+
+class Failing(Target):
+    """Fails on its own data, which a server could choose w to find out."""
+
+    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
+        raise RuntimeError(f"my data are {self.target}")
+
+
+def failing(context: Context) -> Target:
+    return Failing(target(0)) if user_of(context) == 0 else learner_for(context)
+
+
+def test_a_learner_that_fails_costs_what_an_answer_costs_under_a_limit(tmp_path: Path) -> None:
+    """Otherwise how often it fails, which may depend on its data, decides when the limit ends."""
+    node = limited(tmp_path, gaussian(3, 2.0, 0.9 * DELTA) * 1.0001)
+    app = OwnedNode(node, client_app(failing))
+    trained(strategy(release=release(z=2.0)), grid(app), rounds=2)
+    assert answers(app) == 0
+    again = OwnedNode(node)
+    trained(strategy(release=release(z=2.0)), grid(again), rounds=2)
+    assert answers(again) == 0
+    once = OwnedNode(node)
+    trained(strategy(release=release(z=2.0)), grid(once), rounds=1)
+    assert answers(once) == 1
+
+
+def test_what_publishes_nothing_gets_the_same_bytes_under_a_limit(tmp_path: Path) -> None:
+    """No account would count it."""
+    node = limited(tmp_path, 1.0)
+    local = strategy(steps=Steps(shared=0.0, personal=0.5))
+    on = grid()
+    messages = local.configure_train(1, w0(), ConfigRecord(), on)
+    on.push_messages(messages)
+    replies = {
+        content_bytes(client_app(learner)(messages[0], new_context(node=node)))
+        for learner in (failing, learner_for)
+    }
+    assert replies == {b""}
+
+
+def test_a_damaged_account_is_refused_and_nothing_is_sent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A spent account with its number made smaller by hand."""
+    node = limited(tmp_path, gaussian(2, 2.0, 0.9 * DELTA) * 1.0001)
+    trained(strategy(release=release(z=2.0)), grid(OwnedNode(node)), rounds=2)
+    (path,) = (tmp_path / "device").rglob("*.sqlite")
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE fact SET value = replace(value, '0.5', '0.1') WHERE name = 'account'")
+    app = OwnedNode(node, client_app(unread))
+    trained(strategy(release=release(z=2.0)), grid(app), rounds=2)
+    assert not app.replies
+    assert "'account' is not what was written" in caplog.text
+    assert "is damaged" in ppsgd_command("client-report", tmp_path / "device")
+
+
+def test_an_account_that_is_put_back_while_a_node_runs_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restored backup forgets what was spent; who starts anew with one is told so in the docs."""
+    node = limited(tmp_path, 100.0)
+    device = tmp_path / "device"
+    backup = tmp_path / "backup"
+
+    class Restoring(OwnedNode):
+        def __call__(self, message: Message, context: Context) -> Message:
+            if user_of(context) == 0 and answers(self) == 1 and not backup.exists():
+                shutil.copytree(device, backup)
+            elif user_of(context) == 0 and answers(self) == 2:
+                shutil.rmtree(device)
+                shutil.copytree(backup, device)
+            return super().__call__(message, context)
+
+    app = Restoring(node)
+    trained(strategy(release=release(z=2.0)), grid(app), rounds=4)
+    assert answers(app) == 2
+    assert "has gone back in time" in caplog.text
+
+
 def test_delta_and_the_plan_are_fixed_by_the_first_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -329,6 +423,76 @@ def test_f_is_fixed_before_the_first_answer(
     counts.append(answers(app))
     assert counts == [1]
     assert "it is fixed before the first answer" in caplog.text
+
+
+TENTHS = 60
+ROWS = 12  # of each user; the last 4 are for testing
+FEATURES = 8
+
+
+def tenth_learner(context: Context) -> AdditiveLinear:
+    """Everybody's y is the same function of x, up to a little of their own."""
+    user = user_of(context)
+    source = np.random.default_rng(user)
+    shared = np.random.default_rng(1000).normal(size=FEATURES)
+    x = source.normal(size=(ROWS, FEATURES))
+    y = x @ (shared + 0.1 * source.normal(size=FEATURES)) + 0.5 * source.normal(size=ROWS)
+    y = y[:, None]
+    rows = Minibatches(x[:8], y[:8], 4, seed=0, user=user)
+    return AdditiveLinear(rows, FEATURES, 1, test=(x[8:], y[8:]), task="regression")
+
+
+def errors_of(asking: range, epsilon: float) -> tuple[Floats, PPSGD, dict[str, Any], set[int]]:
+    """Of everyone's personal model, and of own rows alone; with everything that is published."""
+    measured: dict[int, tuple[float, float]] = {}
+    lengths: set[int] = set()
+    app = client_app(tenth_learner)
+
+    def owned(message: Message, context: Context) -> Message:
+        user = user_of(context)
+        if user in asking:
+            context.node_config.update(wanting(epsilon / 4, **{"ppsgd-delta": 1e-3}))
+        reply = app(message, context)
+        if is_training(message):
+            asked = Order.from_flat(message.content["ppsgd-order"]).asks
+            lengths.add(hash((asked, len(content_bytes(reply)))))
+        if "metrics" in reply.content:
+            found: Any = reply.content["metrics"]
+            measured[user] = (found["loss"], found["local_loss"])
+        return reply
+
+    auto = PPSGD.auto(
+        population=TENTHS,
+        epsilon=epsilon,
+        delta=1e-3,
+        task="regression",
+        evaluate_every=1,
+        insecure_seed=4,
+    )
+    w = ArrayRecord([np.zeros((FEATURES, 1))])
+    result = auto.start(InProcessGrid(owned, TENTHS), w)  # type: ignore[arg-type]
+    errors = np.array([measured[user] for user in range(TENTHS)])
+    return errors, auto, auto.published(result.arrays), lengths
+
+
+def test_a_tenth_that_asks_for_a_quarter_costs_the_others_little_and_nobody_can_tell_who() -> None:
+    """Everybody's error stays near that of a training in which nobody asks, and far below that of
+    own rows alone; whoever asks, all but the noisy numbers that are published is the same."""
+    before, plain, published, lengths = errors_of(range(0), 8.0)
+    after, asked, _, with_tenth = errors_of(range(6), 8.0)
+    _, others, other_published, with_others = errors_of(range(30, 36), 8.0)
+    for group in (slice(0, 6), slice(6, TENTHS)):
+        mine, local = after[group].mean(axis=0)
+        assert mine < 0.25 * local
+        assert mine < 1.15 * before[group, 0].mean()
+    assert lengths == with_tenth == with_others
+    data = [each.privacy_data() for each in (plain, asked, others)]
+    for each in data:
+        each.pop("unit_and_size")  # released with noise, as w is
+    assert data[0] == data[1] == data[2]
+    assert published.keys() == other_published.keys()
+    same = [np.array_equal(published[name], other_published[name]) for name in published]
+    assert not all(same), "f has its effect"
 
 
 # --- auto's scalars, and the last w

@@ -251,6 +251,7 @@ NOT_PROTECTED = [
     "the server itself, which is trusted",
     "metrics, logs and timings",
     "the choice of settings",
+    "the initial parameters",
     "more than one node",
     "other trainings on the same users",
     "whoever may submit a run",

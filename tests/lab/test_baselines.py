@@ -14,13 +14,14 @@ from flwr_ppsgd.algorithm import Poisson, Release, Steps, clip
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.block import run_block
 from flwr_ppsgd.lab.engine import Setting
-from flwr_ppsgd.lab.linear_engine import LinearEngine, Table
+from flwr_ppsgd.lab.linear_engine import LinearEngine
+from flwr_ppsgd.lab.population import Table
 from flwr_ppsgd.lab.problem import Problem
 from flwr_ppsgd.lab.rows import Point
 from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.tasks import table
 from flwr_ppsgd.learner import minibatch_rows
-from flwr_ppsgd.models.linear import predict
+from flwr_ppsgd.models.additive_linear import predict
 from flwr_ppsgd.noise import Coins
 from tests.support.own_data import FLAT, USERS, write
 

@@ -1,4 +1,4 @@
-"""docs/operations.md: its commands, in order, on a training that is lost and restored."""
+"""docs/deployment.md: its commands, in order, on a training that is lost and restored."""
 
 import os
 import re
@@ -15,8 +15,8 @@ from flwr_ppsgd.signature import KEY, TrainingKey
 from tests.support.paths import ROOT
 from tests.support.toy import grid, release, strategy, w0
 
-PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
-STATUS, BACKUP, RESTORE, ADD, NEW_KEY = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+PAGE = (ROOT / "docs" / "deployment.md").read_text("utf-8")
+STATUS, BUDGET, BACKUP, RESTORE, ADD, NEW_KEY = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 
 
 def execute(block: str, place: Path, missing: int = 0) -> str:
@@ -61,6 +61,11 @@ def test_a_training_that_is_lost_goes_on_from_its_backup_and_no_charge_is_forgot
     assert ppsgd.ledger.rounds == 5 + 3
 
 
+def test_a_budget_is_fixed_before_the_first_training(tmp_path: Path) -> None:
+    execute(BUDGET, tmp_path)
+    assert "4" in execute('ppsgd ledger "$DIR"', tmp_path)
+
+
 def test_a_new_key_of_the_training_is_made_and_shown(tmp_path: Path) -> None:
     train(tmp_path, 1)
     execute(BACKUP, tmp_path)
@@ -77,7 +82,8 @@ def test_the_page_names_files_commands_and_fields_that_exist(tmp_path: Path) -> 
         assert (ROOT / link).exists(), link
     train(tmp_path, 1)
     shown = execute('ppsgd status "$DIR" --json', tmp_path)
-    for field in re.findall(r"^\| `([a-z_.]+)` \|", PAGE, re.MULTILINE):
+    watched = PAGE.partition("\n## Watch\n")[2].partition("\n## ")[0]
+    for field in re.findall(r"^\| `([a-z_.]+)` \|", watched, re.MULTILINE):
         assert f'"{field.rpartition(".")[2]}"' in shown or field == "replies.zeros", field
     assert {path.name for path in (tmp_path / "server").iterdir()} == {
         "training.key",

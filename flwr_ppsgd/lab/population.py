@@ -1,0 +1,283 @@
+"""Everyone's data, as the engines of linear models see them: rows of one's own, or fresh samples.
+
+A user's gradient XᵀR lies in the span of the user's own rows, and so does θ_i. Engines keep θ_i in
+*own coordinates*: an orthonormal basis Q_i of that span, of at most n_i directions. Lengths are the
+same there, and nothing of size d is formed for each user.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import sparse
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.checks import require
+from flwr_ppsgd.lab.data.learners import user_measures
+from flwr_ppsgd.lab.data.per_user import Task
+from flwr_ppsgd.lab.data.synthetic import Synthetic
+from flwr_ppsgd.lab.engine import Indices
+from flwr_ppsgd.learner import minibatch_rows
+from flwr_ppsgd.models.additive_linear import Loss, mean_losses
+
+DType: TypeAlias = np.dtype[Any]
+Floats: TypeAlias = NDArray[Any]  # float32 or float64
+Features: TypeAlias = Floats | sparse.csr_array
+Rows: TypeAlias = tuple[Features, Floats, ArrayLike]  # x, y, and the N + 1 offsets of users
+
+LEAST_EIGENVALUE = 1e-14  # relative: smaller ones are rounding errors
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The minibatches of some users, one after the other.
+
+    Args:
+        users: whose minibatches they are.
+        counts: m_i, the number of samples of each user.
+        x: samples × d.
+        y: samples × K.
+        own: for each user the same rows in own coordinates, m_i × r_i.
+    """
+
+    users: Indices
+    counts: Indices
+    x: Features
+    y: Floats
+    own: list[Floats]
+
+    def slices(self) -> Iterator[tuple[slice, Floats]]:
+        """(which samples are theirs, these in own coordinates) of each user."""
+        end = 0
+        for own in self.own:
+            start = end
+            end += len(own)
+            yield slice(start, end), own
+
+
+class Table:
+    """Finitely many samples, one row each, sorted by user.
+
+    Args:
+        x: rows × d, an array or a sparse matrix.
+        y: rows × K, real targets or one-hot rows.
+        users: N + 1 offsets; user i has the rows users[i] … users[i+1]−1.
+        batch_size: the number of rows in a minibatch, of a user who has that many.
+        seed: decides which rows each user draws at each visit.
+        loss: what predictions are compared with targets by.
+        test: the rows on which users measure; None if nobody measures.
+        validation: the rows on which settings are compared; None: on test rows.
+        task: decides what users measure; None is classification if there is more than one output,
+            and otherwise the loss alone.
+        most_visits: the number of visits after which each user drops out; None: never.
+        units: of each user's targets, in the units of RMSE; None: 1.
+    """
+
+    def __init__(
+        self,
+        x: Features,
+        y: Floats,
+        users: ArrayLike,
+        *,
+        batch_size: int,
+        seed: int,
+        loss: Loss = "squared",
+        test: Rows | None = None,
+        validation: Rows | None = None,
+        task: Task | None = None,
+        most_visits: Indices | None = None,
+        units: Vector | None = None,
+    ) -> None:
+        self.x = sparse.csr_array(x) if sparse.issparse(x) else x
+        self.y = y.reshape(len(y), -1)
+        self.offsets: Indices = np.asarray(users, dtype=np.intp)
+        self.sizes: Indices = np.diff(self.offsets)
+        _check_offsets(self.offsets, len(self.y))
+        self.features = int(self.x.shape[1])
+        self.outputs = int(self.y.shape[1])
+        self.batch_size = batch_size
+        self.seed = seed
+        self.loss = loss
+        self.task = task
+        self.most_visits = most_visits
+        self.units = np.ones(len(self.sizes)) if units is None else units
+        self.counts: Indices = np.minimum(self.sizes, batch_size)  # m_i
+        self.widths: Indices = np.minimum(self.sizes, self.features)  # r_i
+        self.parts: dict[str, MeasuredRows] = {}
+        for name, part in (("test", test), ("validation", validation)):
+            if part is not None:
+                self.parts[name] = MeasuredRows(*part[:2], np.asarray(part[2], dtype=np.intp))
+        self._coordinates: dict[tuple[int, DType], list[Floats]] = {}
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Of the rows, and of the same rows in own coordinates."""
+        given = [self.x, self.y]
+        own = int((self.sizes * self.widths).sum()) * 8
+        for part in self.parts.values():
+            given += [part.x, part.y]
+            own += int((part.sizes * self.widths).sum()) * 8
+        return sum(_bytes(array) for array in given) + own
+
+    def batch(self, users: Indices, visits: Indices, dtype: DType) -> Batch:
+        """The minibatches of these users at these visits."""
+        drawn = []
+        own = []
+        for user, visit in zip(users.tolist(), visits.tolist(), strict=True):
+            rows = minibatch_rows(self.seed, user, visit, int(self.sizes[user]), self.batch_size)
+            drawn.append(self.offsets[user] + rows)
+            own.append(self.coordinates(user, dtype)[0].take(rows, axis=0))
+        rows = np.concatenate([*drawn, np.zeros(0, np.intp)])
+        x = self.x[rows].astype(dtype, copy=False)
+        y = self.y[rows].astype(dtype, copy=False)
+        return Batch(users, self.counts[users], x, y, own)
+
+    def basis(self, user: int) -> Floats:
+        """Q_i: θ_i is Q_i times what it is in own coordinates, d × r_i."""
+        own = _dense(self._own(user)).astype(np.float64)
+        if len(own) >= self.features:
+            return np.eye(self.features)
+        return own.T @ _inverse_root(own @ own.T)
+
+    def coordinates(self, user: int, dtype: DType) -> list[Floats]:
+        """One user's rows in own coordinates, worked out once: the training rows, n_i × r_i, then
+        those of each part on which the user measures.
+
+        If the user has fewer rows than columns, Q = XᵀB with B of ``_inverse_root``, and only
+        products of rows with rows are formed.
+        """
+        key = (user, dtype)
+        if key not in self._coordinates:
+            own = self._own(user)
+            every = [own, *(part.x[part.own(user)] for part in self.parts.values())]
+            if own.shape[0] >= self.features:
+                seen = [_dense(rows) for rows in every]
+            else:
+                products = [_dense(rows.astype(np.float64) @ own.T) for rows in every]
+                root = _inverse_root(products[0])
+                seen = [product @ root for product in products]
+            self._coordinates[key] = [rows.astype(dtype) for rows in seen]
+        return self._coordinates[key]
+
+    def _own(self, user: int) -> Features:
+        return self.x[self.offsets[user] : self.offsets[user + 1]]
+
+    def user_measures(self, name: str, user: int, scores: Floats) -> dict[str, Vector]:
+        """What one user measures on the part of that name: scores are rows × settings × K."""
+        part = self.parts[name]
+        y = part.y[part.own(user)]
+        if self.task is None and y.shape[1] == 1:
+            return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
+        task = self.task or "classification"
+        return user_measures(scores, y, self.loss, task, unit=float(self.units[user]))
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredRows:
+    """Rows on which users measure, sorted by user: user i has offsets[i] … offsets[i+1]−1."""
+
+    x: Features
+    y: Floats
+    offsets: Indices
+
+    @property
+    def sizes(self) -> Indices:
+        """The number of rows of each user."""
+        return np.diff(self.offsets)
+
+    @property
+    def measured(self) -> Indices:
+        """The users who have rows here."""
+        return np.flatnonzero(self.sizes)
+
+    def own(self, user: int) -> slice:
+        """The rows of one user."""
+        return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
+
+    def scores(self, w: Floats, at_once: int) -> Iterator[tuple[int, Floats]]:
+        """(user, x w) of each measured user; users share products of about ``at_once`` rows."""
+        groups = 1 + int(self.offsets[-1]) // at_once
+        for group in np.array_split(self.measured, groups):
+            if len(group):
+                rows = slice(int(self.offsets[group[0]]), int(self.offsets[group[-1] + 1]))
+                together = np.asarray(self.x[rows] @ w)
+                ends = np.cumsum(self.sizes[group])
+                yield from zip(group.tolist(), np.split(together, ends[:-1]), strict=True)
+
+
+class Fresh:
+    """The synthetic problem: every minibatch is new, and the excess risk has a closed form.
+
+    There is no end to a user's rows: own coordinates are the features themselves.
+
+    Args:
+        problem: the optimum of each user, and how samples are drawn.
+        batch_size: the number of samples in a minibatch.
+    """
+
+    outputs = 1
+    loss: Loss = "squared"
+    most_visits: Indices | None = None
+
+    def __init__(self, problem: Synthetic, batch_size: int) -> None:
+        self.problem = problem
+        self.batch_size = batch_size
+        self.features = problem.optima.shape[1]
+        self.counts: Indices = np.full(len(problem.optima), batch_size)
+        self.widths: Indices = np.full(len(problem.optima), self.features)
+        self.bytes = int(problem.optima.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.problem.optima)
+
+    def batch(self, users: Indices, visits: Indices, dtype: DType) -> Batch:
+        """Samples that nobody has drawn before."""
+        drawn_x, drawn_y = self.problem.batches(users, visits, self.batch_size)
+        x = drawn_x.astype(dtype, copy=False)  # users × m × d
+        y = drawn_y.astype(dtype, copy=False)  # users × m × 1
+        rows = x.reshape(-1, self.features)
+        return Batch(users, self.counts[users], rows, y.reshape(-1, 1), list(x))
+
+    def basis(self, user: int) -> Floats:  # noqa: ARG002 - it is everybody's
+        """The features themselves."""
+        return np.eye(self.features)
+
+
+Population: TypeAlias = Table | Fresh
+
+
+def _inverse_root(gram: Floats) -> Floats:
+    """B with B BᵀK = projection on the range of K = XXᵀ: XᵀB is an orthonormal basis of the rows.
+
+    Directions whose eigenvalue is a rounding error become zero columns.
+    """
+    values, vectors = np.linalg.eigh(gram)
+    kept = values > LEAST_EIGENVALUE * max(values[-1], np.finfo(np.float64).tiny)
+    scales = np.zeros_like(values)
+    scales[kept] = 1 / np.sqrt(values[kept])
+    return np.asarray(vectors * scales)
+
+
+def _check_offsets(offsets: Indices, rows: int) -> None:
+    """ValueError unless every user has at least one row, and every row belongs to a user."""
+    fewest = int(np.diff(offsets).min()) if len(offsets) > 1 else 0
+    rule = "every user needs at least one row"
+    require(fewest >= 1, rule, fewest, "leave out users without rows")
+    ends = (int(offsets[0]), int(offsets[-1]))
+    rule = f"the offsets of users must go from 0 to {rows}, the number of rows"
+    require(ends == (0, rows), rule, ends, "give N + 1 offsets for N users")
+
+
+def _dense(x: Features) -> Floats:
+    return np.asarray(x.toarray() if isinstance(x, sparse.csr_array) else x)
+
+
+def _bytes(x: Features) -> int:
+    if isinstance(x, sparse.csr_array):
+        return int(x.data.nbytes + x.indices.nbytes + x.indptr.nbytes)
+    return int(x.nbytes)
