@@ -7,7 +7,7 @@ model never pays for torch.
 
 from typing import TYPE_CHECKING
 
-from flwr_ppsgd.door import opened
+from flwr_ppsgd.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from flwr_ppsgd.algorithm import (
@@ -22,16 +22,15 @@ if TYPE_CHECKING:
     from flwr_ppsgd.client.personal_model import PersonalModel, personalize
     from flwr_ppsgd.learner import Learner, Minibatches
     from flwr_ppsgd.ledger import Ledger, affordable_rounds, calibrate_noise
-    from flwr_ppsgd.models.additive_head import AdditiveHead
-    from flwr_ppsgd.models.linear import AdditiveLinear
+    from flwr_ppsgd.models.additive_linear import AdditiveLinear
     from flwr_ppsgd.models.representation import RandomConvolution
-    from flwr_ppsgd.models.split import SplitModel
     from flwr_ppsgd.models.torch_app import (
         shared_arrays,
         torch_client,
         torch_learner,
         whole_module,
     )
+    from flwr_ppsgd.models.torch_model import AdditiveHead, SplitModel
     from flwr_ppsgd.server.strategy import PPSGD
     from flwr_ppsgd.wire import Order
 
@@ -64,8 +63,8 @@ __all__ = [
 
 _HOMES = {
     "PPSGD": "flwr_ppsgd.server.strategy",
-    "AdditiveHead": "flwr_ppsgd.models.additive_head",
-    "AdditiveLinear": "flwr_ppsgd.models.linear",
+    "AdditiveHead": "flwr_ppsgd.models.torch_model",
+    "AdditiveLinear": "flwr_ppsgd.models.additive_linear",
     "FixedSize": "flwr_ppsgd.algorithm",
     "Learner": "flwr_ppsgd.learner",
     "Ledger": "flwr_ppsgd.ledger",
@@ -77,7 +76,7 @@ _HOMES = {
     "RandomConvolution": "flwr_ppsgd.models.representation",
     "Release": "flwr_ppsgd.algorithm",
     "SecureSum": "flwr_ppsgd.algorithm",
-    "SplitModel": "flwr_ppsgd.models.split",
+    "SplitModel": "flwr_ppsgd.models.torch_model",
     "Steps": "flwr_ppsgd.algorithm",
     "affordable_rounds": "flwr_ppsgd.ledger",
     "calibrate_noise": "flwr_ppsgd.ledger",
@@ -88,4 +87,4 @@ _HOMES = {
     "torch_learner": "flwr_ppsgd.models.torch_app",
     "whole_module": "flwr_ppsgd.models.torch_app",
 }
-__getattr__, __dir__ = opened(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -28,6 +28,11 @@ def is_whole(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a real number, numpy's included; True and False are not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def count(name: str, value: int) -> int:
     """``value`` as a plain int; ValueError unless it is a whole number of at least 1."""
     rule = f"{name} must be a whole number from 1 to 2^50"

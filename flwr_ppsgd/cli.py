@@ -240,6 +240,10 @@ def main() -> None:
     except click.Abort:
         print("ppsgd: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is not installed"
+        print(f"ppsgd: {missing}: pip install 'flwr-ppsgd[lab]'", file=sys.stderr)
+        sys.exit(1)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"ppsgd: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)

@@ -36,6 +36,16 @@ class OwnModel(Protocol):
 
 
 @runtime_checkable
+class DescribedModel(Protocol):
+    """A personal model that says what it is made of."""
+
+    @property
+    def chosen(self) -> Mapping[str, float]:
+        """Numbers with names, such as how much the user trusts w."""
+        ...
+
+
+@runtime_checkable
 class Solver(Protocol):
     """What a learner offers besides, to take part in ``PPSGD.auto``."""
 

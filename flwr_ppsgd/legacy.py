@@ -5,7 +5,7 @@ Each is loaded when it is first used: a client loads nothing of the server's.
 
 from typing import TYPE_CHECKING
 
-from flwr_ppsgd.door import opened
+from flwr_ppsgd.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from flwr_ppsgd.client.app import PPSGDClient
@@ -17,4 +17,4 @@ _HOMES = {
     "PPSGDClient": "flwr_ppsgd.client.app",
     "PPSGDStrategy": "flwr_ppsgd.server.legacy",
 }
-__getattr__, __dir__ = opened(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

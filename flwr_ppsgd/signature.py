@@ -10,21 +10,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from flwr_ppsgd import disk
 from flwr_ppsgd.checks import altered
 from flwr_ppsgd.wire import Order
 
 KEY = "training.key"  # its name in checkpoint_dir
 PUBLIC = "ed25519:"
-PRIVATE = "ed25519-private:"
 PURPOSE = b"flwr_ppsgd order\n"  # a signature for anything else is not one for an Order
-KEY_SIZE = 32  # bytes, of either half
 
 
 @dataclass(frozen=True)
@@ -42,25 +38,11 @@ class TrainingKey:
         """A key that nobody had before."""
         return cls(Ed25519PrivateKey.generate().private_bytes_raw())
 
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """The key in a file that ``save`` wrote."""
-        try:
-            return cls(_decode(PRIVATE, path.read_text(encoding="ascii").strip()))
-        except ValueError:
-            raise ValueError(
-                f"{path} holds no training key: restore it from a backup; or remove it for a new "
-                "key, which clients that pin the old one refuse"
-            ) from None
-
-    def save(self, path: Path) -> None:
-        """Write it to a file that only the owner can read."""
-        disk.write(path, [_encode(PRIVATE, self.private).encode() + b"\n"], mode=disk.PRIVATE_FILE)
-
     @functools.cached_property
     def public(self) -> str:
         """The public half, as clients pin it: ``ed25519:BASE64``."""
-        return _encode(PUBLIC, self._key.public_key().public_bytes_raw())
+        raw = self._key.public_key().public_bytes_raw()
+        return PUBLIC + base64.b64encode(raw).decode()
 
     def sign(self, statement: bytes) -> str:
         """The signature of these bytes, in base64."""
@@ -123,7 +105,11 @@ def verify(
 
 def public_key(text: str) -> Ed25519PublicKey:
     """The public key in ``ed25519:BASE64``; ValueError if there is none."""
-    return Ed25519PublicKey.from_public_bytes(_decode(PUBLIC, text))
+    if not text.startswith(PUBLIC):
+        raise ValueError(f"no key that begins with {PUBLIC}")
+    return Ed25519PublicKey.from_public_bytes(
+        base64.b64decode(text.removeprefix(PUBLIC), validate=True)
+    )
 
 
 def _statement(order_flat: Mapping[str, Any], w_digest: bytes, kind: str, run: int) -> bytes:
@@ -137,16 +123,3 @@ def _statement(order_flat: Mapping[str, Any], w_digest: bytes, kind: str, run: i
             fields[name] = value.hex()
     text = json.dumps([kind, run, fields], sort_keys=True)
     return PURPOSE + w_digest + text.encode()
-
-
-def _encode(prefix: str, key: bytes) -> str:
-    return prefix + base64.b64encode(key).decode()
-
-
-def _decode(prefix: str, text: str) -> bytes:
-    if not text.startswith(prefix):
-        raise ValueError(f"no key that begins with {prefix}")
-    key = base64.b64decode(text.removeprefix(prefix), validate=True)
-    if len(key) != KEY_SIZE:
-        raise ValueError(f"a key of {len(key)} bytes where {KEY_SIZE} were expected")
-    return key

@@ -99,12 +99,29 @@ class NodeIds(list[int]):
         self.span = span
 
 
+class _EachErrorOnce(logging.Filter):
+    """Lets an error of clients through once: a mistake in the app is made on every node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return True
+        cause = record.exc_info[1] if record.exc_info else ""
+        text = f"{record.getMessage()}\n{cause}"
+        is_new = text not in self._seen
+        self._seen.add(text)
+        return is_new
+
+
 class InProcessGrid(Grid):
     """Virtual nodes in this process, each with a Context of its own; node i has ``partition-id`` i.
 
     Clients run one after the other, when their reply is read. If a client raises an exception, its
-    reply is an error and its state stays as it was before, as in Flower's own simulation. Messages
-    to nodes that do not exist are ignored.
+    reply is an error and its state stays as it was before, as in Flower's own simulation. An error
+    that several clients log is shown once. Messages to nodes that do not exist are ignored.
 
     Args:
         client_app: the app that every node runs.
@@ -129,6 +146,7 @@ class InProcessGrid(Grid):
         self._contexts: dict[int, Context] = {}
         self._pushed: dict[str, Message] = {}
         self._ids = itertools.count(1)
+        self._each_error_once = _EachErrorOnce()
 
     def context(self, node_id: int) -> Context:
         """The Context of a node, made on first use: what stays on that user's device."""
@@ -221,6 +239,7 @@ class InProcessGrid(Grid):
         state_before = dict(context.state)
         content = message.content
         message.content = _copied(content)
+        log.addFilter(self._each_error_once)
         try:
             reply = self._app(message, context)
             if reply.has_content():
@@ -230,6 +249,7 @@ class InProcessGrid(Grid):
             context.state = RecordDict(state_before)
             reply = _error_reply(error, message)
         finally:
+            log.removeFilter(self._each_error_once)
             message.content = content
         return self._send(reply)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args
 
-from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps
-from flwr_ppsgd.checks import is_whole, require
+from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
+from flwr_ppsgd.checks import is_number, is_whole, require
 from flwr_ppsgd.recipe import Recipe
 from flwr_ppsgd.secure.graph import survivors_needed
 
@@ -36,15 +36,13 @@ class Enrolled:
     wait_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.nodes, str):
-            rule = "enrolled must be a list of node ids, names or public keys"
-            require(False, rule, self.nodes, f"write [{self.nodes!r}] for one node")
         if self.nodes is not None:
-            object.__setattr__(self, "nodes", tuple(self.nodes))
+            object.__setattr__(self, "nodes", _identities(self.nodes))
         rule = "min_online must be in [0, 1]"
-        require(0 <= self.min_online <= 1, rule, self.min_online, "it is a share of the population")
-        rule = "wait_timeout must be positive"
-        require(self.wait_timeout > 0, rule, self.wait_timeout, "it is in seconds")
+        fits = is_number(self.min_online) and 0 <= self.min_online <= 1
+        require(fits, rule, self.min_online, "it is a share of the population")
+        fits = is_number(self.wait_timeout) and self.wait_timeout > 0
+        require(fits, "wait_timeout must be positive", self.wait_timeout, "it is in seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,51 +116,40 @@ class Training:
         )
 
     def __post_init__(self) -> None:
-        self._check_kinds()
-        rule = f"delta must be in (0, {LARGEST_DELTA:g})"
-        remedy = "choose it well below 1/population"
-        require(0 < self.delta < LARGEST_DELTA, rule, self.delta, remedy)
+        """ValueError for a wrong argument, before anything is opened."""
+        remedy = "write Release(Poisson(population, rate), clip_norm, noise_multiplier), or auto"
+        _check_kind("release", self.release, Release, remedy)
+        remedy = "write Steps(shared, personal) or Steps.from_paper(eta, alpha, denominator)"
+        _check_kind("steps", self.steps, Steps, remedy)
+        _check_kind("average", self.average, bool, "True or False")
+        if self.metrics is not None:
+            remedy = "write PrivateMetrics({'loss': 10.0}, share=.1)"
+            _check_kind("metrics", self.metrics, PrivateMetrics, remedy)
+        rule = f"delta must be a number in (0, {LARGEST_DELTA:g})"
+        fits = is_number(self.delta) and 0 < self.delta < LARGEST_DELTA
+        require(fits, rule, self.delta, "choose it well below 1/population")
         if self.max_epsilon is not None:
+            fits = is_number(self.max_epsilon) and 0 < self.max_epsilon < math.inf
             rule = "max_epsilon must be positive and finite"
-            fits = 0 < self.max_epsilon < math.inf
             require(fits, rule, self.max_epsilon, "leave it out for no budget")
-        whole = is_whole(self.evaluate_every) and self.evaluate_every >= 0
+        fits = is_whole(self.evaluate_every) and self.evaluate_every >= 0
         rule = "evaluate_every must be a whole number that is not negative"
-        require(whole, rule, self.evaluate_every, "0 is never")
-        whole = is_whole(self.checkpoint_every) and self.checkpoint_every >= 1
+        require(fits, rule, self.evaluate_every, "0 is never")
+        fits = is_whole(self.checkpoint_every) and self.checkpoint_every >= 1
         rule = "checkpoint_every must be a whole number of at least 1"
-        require(whole, rule, self.checkpoint_every, "1 writes w in every round")
-        rule = "round_timeout must be positive"
-        require(self.round_timeout > 0, rule, self.round_timeout, "it is in seconds")
+        require(fits, rule, self.checkpoint_every, "1 writes w in every round")
+        fits = is_number(self.round_timeout) and self.round_timeout > 0
+        require(fits, "round_timeout must be positive", self.round_timeout, "it is in seconds")
+        fits = self.insecure_seed is None or is_whole(self.insecure_seed)
+        rule = "insecure_seed must be a whole number"
+        require(fits, rule, self.insecure_seed, "leave it out for a guarantee")
+        known = isinstance(self.replies, str) and self.replies in get_args(ReplyKind)
         rule = "replies must be 'gradient' or 'parameters'"
-        known = self.replies in get_args(ReplyKind)
         require(known, rule, self.replies, "it says what clients send")
         if self.replies == "parameters":
             self._refuse_what_needs_orders()
         if self.release.aggregation is not None:
-            self._check_secure()
-
-    def _check_kinds(self) -> None:
-        """ValueError for an argument of another kind, before anything is opened."""
-        rule = "release must be a Release"
-        remedy = (
-            "write Release(Poisson(population, rate), clip_norm, noise_multiplier), or use auto"
-        )
-        require(isinstance(self.release, Release), rule, self.release, remedy)
-        rule = "steps must be Steps"
-        remedy = "write Steps(shared, personal) or Steps.from_paper(eta, alpha, denominator)"
-        require(isinstance(self.steps, Steps), rule, self.steps, remedy)
-        for name in ("delta", "max_epsilon", "round_timeout"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) or value is None
-            require(number, f"{name} must be a number", value, f"set {name}")
-        if self.metrics is not None:
-            fits = isinstance(self.metrics, PrivateMetrics)
-            remedy = "write PrivateMetrics({'loss': 10.0}, share=.1)"
-            require(fits, "metrics must be PrivateMetrics", self.metrics, remedy)
-        if self.insecure_seed is not None:
-            rule = "insecure_seed must be a whole number"
-            require(is_whole(self.insecure_seed), rule, self.insecure_seed, "leave it out")
+            self._check_secure(self.release.aggregation)
 
     def _refuse_what_needs_orders(self) -> None:
         """Clients that return parameters know no Orders."""
@@ -175,10 +162,8 @@ class Training:
             rules = self.release.aggregation
             raise ValueError(f"aggregation={rules} needs clients that obey Orders: {remedy}")
 
-    def _check_secure(self) -> None:
+    def _check_secure(self, rules: SecureSum) -> None:
         """A secure sum needs enough clients to lose a few."""
-        rules = self.release.aggregation
-        assert rules is not None
         expected = math.floor(self.release.expected_users)
         needed = survivors_needed(rules, expected)
         rule = f"a secure sum of {expected} clients needs {needed} of them to stay to the end"
@@ -212,6 +197,20 @@ class Training:
         assert self.recipe is not None
         fewer = self.recipe.with_rounds(wanted)
         return replace(self, recipe=fewer, release=fewer.release)
+
+
+def _check_kind(name: str, value: object, kind: type, remedy: str) -> None:
+    article = "" if kind.__name__.endswith("s") else "a "
+    require(isinstance(value, kind), f"{name} must be {article}{kind.__name__}", value, remedy)
+
+
+def _identities(nodes: object) -> tuple[Identity, ...]:
+    """A list of nodes; a text is not one, although it can be iterated over."""
+    found = tuple(nodes) if isinstance(nodes, Iterable) and not isinstance(nodes, str) else None
+    fits = found is not None and all(is_whole(node) or isinstance(node, str) for node in found)
+    rule = "enrolled must be a list of node ids, names or public keys"
+    require(fits, rule, nodes, "write [1, 'ada'] for two nodes")
+    return found or ()
 
 
 def _directory(name: str, path: Path | str | None) -> Path | None:

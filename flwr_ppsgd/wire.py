@@ -11,10 +11,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
@@ -145,8 +145,8 @@ class Order:
         flat["metrics"] = ",".join(self.metrics)
         flat["starts"] = ",".join(str(int(start)) for start in self.starts)
         flat["sparse"] = spans_of(self.sparse)
-        flat["variance"] = np.array(self.variance, "<f8").tobytes()
         flat["plan"] = ",".join(f"{part}={z!r}:{times}" for part, (z, times) in self.plan.items())
+        flat["variance"] = np.array(self.variance, "<f8").tobytes()
         if self.terms is not None:
             flat |= {name: kind(getattr(self, name)) for name, kind in _OF_STAGE.items()}
             flat |= {PREFIX + name: value for name, value in self.terms.to_flat().items()}
@@ -155,17 +155,28 @@ class Order:
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any]) -> "Order":
         """The Order that ``to_flat`` gave; ValueError unless every field is as it must be."""
-        _check_protocol(flat)
-        secure = _SIGN_OF_TERMS in flat
-        empty = (*_MAY_BE_EMPTY, *_MAY_BE_EMPTY_IN_TERMS) if secure else _MAY_BE_EMPTY
-        flat = {**dict.fromkeys(empty, ""), "variance": b"", **flat}
-        _check_fields(flat, _SECURE_TYPES if secure else _TYPES)
+        protocol = flat.get("protocol")
+        if type(protocol) is not int or protocol != PROTOCOL:
+            raise ValueError(
+                f"an Order of protocol {_shown(protocol)}, this client speaks {PROTOCOL}: install "
+                "the same flwr-ppsgd on the server and on the clients"
+            )
+        secure = PREFIX + "honest" in flat
+        types = _SECURE_TYPES if secure else _TYPES
+        empty = {name: types[name]() for name in MAY_BE_EMPTY if name in types}
+        flat = {**empty, **flat}
+        missing = sorted(types.keys() - flat.keys())
+        _check(not missing, "all fields must be there, missing", missing)
+        unknown = sorted(map(str, flat.keys() - types.keys()))
+        _check(not unknown, "there must be no unknown field", unknown)
+        for name, kind in types.items():  # exactly: a bool is no int
+            _check(type(flat[name]) is kind, f"{name} must be of type {kind.__name__}", flat[name])
         values = {name: flat[name] for name in _PLAIN}
-        values["metrics"] = _names(flat["metrics"])
+        values["metrics"] = tuple(flat["metrics"].split(",")) if flat["metrics"] else ()
         values["starts"] = _numbers(flat["starts"])
         values["sparse"] = places_in(flat["sparse"])
-        values["variance"] = _variance(flat["variance"])
         values["plan"] = _plan(flat["plan"])
+        values["variance"] = _variance(flat["variance"])
         if secure:
             values |= {name: flat[name] for name in _OF_STAGE}
             values["terms"] = Terms.from_flat({name: flat[PREFIX + name] for name in TERMS})
@@ -174,126 +185,71 @@ class Order:
         return order
 
     def _check_values(self) -> None:
-        _check_count("round", self.round)
-        _check_count("back", self.back)
-        _check_count("charges", self.charges)
+        for name in ("round", "back", "charges"):
+            value = getattr(self, name)
+            fits = 0 <= value <= LARGEST_COUNT
+            _check(fits, f"{name} must be a whole number from 0 to 2^50", value)
+        for name in ("clip_norm", "unit", "size"):
+            value = getattr(self, name)
+            _check(0 < value < math.inf, f"{name} must be finite, above 0", value)
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            _check(value in words, f"{name} must be one of {words}", value)
+        for name, longest in _LONGEST.items():
+            value = getattr(self, name)
+            fits = len(value) <= longest and value.isprintable()
+            _check(fits, f"{name} must be at most {longest} printable characters", value)
         _check(0 <= self.training <= LARGEST_NUMBER, "training must be 0 to 2^63", self.training)
         _check(0 <= self.step < math.inf, "step must be finite and at least 0", self.step)
-        _check(0 < self.clip_norm < math.inf, "clip_norm must be finite, above 0", self.clip_norm)
         _check(self.epsilon >= 0, "epsilon must be at least 0", self.epsilon)
-        _check_word("reduction", self.reduction, get_args(Reduction))
-        _check_word("asks", self.asks, get_args(Asked))
-        _check_word("task", self.task, get_args(OrderTask))
-        _check(0 < self.unit < math.inf, "unit must be finite, above 0", self.unit)
-        _check(0 < self.size < math.inf, "size must be finite, above 0", self.size)
+        _check(0 <= self.stage <= STAGES, f"stage must be 0 to {STAGES}", self.stage)
         releases = self.publishes or self.asks in ("gradient", "nothing")
         _check(releases, f"publishes must be true if it asks for a {self.asks}", self.publishes)
-        if self.terms is not None:
-            self._check_terms(self.terms)
-        _check_text("promise", self.promise, LONGEST_PROMISE)
-        _check_text("server_key", self.server_key, LONGEST_NAME)
-        _check_text("signature", self.signature, LONGEST_NAME)
         # the evaluation before the first round of a start is of the round before it
         last = max(self.starts[-1:], default=0)
         _check(last <= self.round + 1, f"starts must not end after round {self.round}", last)
+        for name in self.metrics:
+            fits = bool(name.strip()) and len(name) <= LONGEST_NAME and name.isprintable()
+            _check(fits, f"metrics must be names of at most {LONGEST_NAME} characters", name)
+        distinct = len(self.metrics) == len(set(self.metrics)) <= MOST_METRICS
+        _check(distinct, f"metrics must be at most {MOST_METRICS} different names", self.metrics)
+        if self.terms is not None:
+            try:
+                _ = self.terms.release
+                self.terms.metrics(self.metrics)
+            except ValueError as error:
+                raise ValueError(
+                    f"in an Order the terms of a secure sum are none: {error}"
+                ) from None
 
-    def _check_terms(self, terms: Terms) -> None:
-        _check(0 <= self.stage <= STAGES, f"stage must be 0 to {STAGES}", self.stage)
-        _check_text("payload", self.payload, LONGEST_NAME)
-        try:
-            _ = terms.release
-            terms.metrics(self.metrics)
-        except ValueError as error:
-            raise ValueError(f"in an Order the terms of a secure sum are none: {error}") from None
 
-
-# The fields that are sent and their types; metrics and starts travel as text.
+# The fields that travel as they are, and their types; the others become text or bytes.
 _PLAIN: dict[str, type] = {
-    "round": int,
-    "step": float,
-    "clip_norm": float,
-    "reduction": str,
-    "publishes": bool,
-    "asks": str,
-    "task": str,
-    "unit": float,
-    "size": float,
-    "last": bool,
-    "average": bool,
-    "training": int,
-    "back": int,
-    "charges": int,
-    "epsilon": float,
-    "sampled": bool,
-    "promise": str,
-    "server_key": str,
-    "signature": str,
-    "protocol": int,
+    name: str if get_origin(hint) is Literal else hint
+    for name, hint in get_type_hints(Order).items()
+    if hint in (int, float, bool, str) or get_origin(hint) is Literal
 }
+del _PLAIN["visit"]
+_OF_STAGE = {name: _PLAIN.pop(name) for name in ("stage", "payload")}
 _TYPES = {**_PLAIN, "metrics": str, "starts": str, "sparse": str, "plan": str, "variance": bytes}
 PREFIX = "secure_"  # before the names of the terms of a secure sum
-_OF_STAGE: dict[str, type] = {"stage": int, "payload": str}
 _SECURE_TYPES = {**_TYPES, **_OF_STAGE, **{PREFIX + name: kind for name, kind in TERMS.items()}}
-_SIGN_OF_TERMS = PREFIX + "honest"
-_MAY_BE_EMPTY_IN_TERMS = ("payload", PREFIX + "bounds")
-_MAY_BE_EMPTY = (
-    "metrics",
-    "starts",
-    "sparse",
-    "plan",
-    "task",
-    "promise",
-    "server_key",
-    "signature",
+_WORDS = {"reduction": get_args(Reduction), "asks": get_args(Asked), "task": get_args(OrderTask)}
+_LONGEST = {
+    "promise": LONGEST_PROMISE,
+    "server_key": LONGEST_NAME,
+    "signature": LONGEST_NAME,
+    "payload": LONGEST_NAME,
+}
+MAY_BE_EMPTY = (
+    *("metrics", "starts", "sparse", "plan", "variance", "task"),
+    *("promise", "server_key", "signature", "payload", PREFIX + "bounds"),
 )
 
 
 def _check(holds: bool, rule: str, value: object) -> None:
     if not holds:
         raise ValueError(f"in an Order {rule}, got {_shown(value)}: it is not obeyed")
-
-
-def _check_count(name: str, value: int) -> None:
-    _check(0 <= value <= LARGEST_COUNT, f"{name} must be a whole number from 0 to 2^50", value)
-
-
-def _check_word(name: str, value: str, words: tuple[str, ...]) -> None:
-    _check(value in words, f"{name} must be one of {words}", value)
-
-
-def _check_text(name: str, value: str, longest: int) -> None:
-    fits = len(value) <= longest and value.isprintable()
-    _check(fits, f"{name} must be at most {longest} printable characters", value)
-
-
-def _check_protocol(flat: Mapping[str, Any]) -> None:
-    protocol = flat.get("protocol")
-    if type(protocol) is not int or protocol != PROTOCOL:
-        raise ValueError(
-            f"an Order of protocol {_shown(protocol)}, this client speaks {PROTOCOL}: install the "
-            "same flwr-ppsgd on the server and on the clients"
-        )
-
-
-def _check_fields(flat: Mapping[str, Any], types: Mapping[str, type]) -> None:
-    """Every field is there, has exactly its type (a bool is no int), and there is no other."""
-    missing = sorted(types.keys() - flat.keys())
-    unknown = sorted(map(str, flat.keys() - types.keys()))
-    _check(not missing, "all fields must be there, missing", missing)
-    _check(not unknown, "there must be no unknown field", unknown)
-    for name, kind in types.items():
-        _check(type(flat[name]) is kind, f"{name} must be of type {kind.__name__}", flat[name])
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """The names of measures in a text with commas."""
-    names = tuple(text.split(",")) if text else ()
-    for name in names:
-        _check(bool(name.strip()), "metrics must be names", text)
-        _check_text("each name in metrics", name, LONGEST_NAME)
-    distinct = len(names) == len(set(names)) <= MOST_METRICS
-    _check(distinct, f"metrics must be at most {MOST_METRICS} different names", text)
-    return names
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -387,15 +343,15 @@ class Layout:
     @classmethod
     def of(cls, record: ArrayRecord, hold: Hold | None = None) -> "Layout":
         """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
-        return _layout(_headers(record), hold)
+        headers = tuple((name, header_of(name, array)) for name, array in record.items())
+        return _layout(headers, hold)
 
     @classmethod
     def read(cls, record: ArrayRecord, as_sent: bool = False) -> "tuple[Layout, Vector]":
         """The layout of ``record`` and its arrays as one vector; ``as_sent`` as of ``flatten``."""
-        headers = _headers(record)
-        layout = _layout(headers, None)
+        headers = tuple((name, header_of(name, array)) for name, array in record.items())
         parts = [numbers(name, record[name], head) for name, head in headers]
-        return layout, _joined(parts, as_sent)
+        return _layout(headers, None), _joined(parts, as_sent)
 
     @functools.cached_property
     def shape_of(self) -> Mapping[str, tuple[int, ...]]:
@@ -466,10 +422,6 @@ class Layout:
         if like is not None and self.held:
             arrays = {name: arrays.get(name, held) for name, held in like.items()}
         return ArrayRecord(arrays)
-
-
-def _headers(arrays: Mapping[str, Array]) -> tuple[tuple[str, Header], ...]:
-    return tuple([(name, header_of(name, array)) for name, array in arrays.items()])
 
 
 def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:

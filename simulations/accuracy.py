@@ -26,12 +26,12 @@ from matplotlib.figure import Figure
 
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
-from flwr_ppsgd.lab.measures import measure_of
+from flwr_ppsgd.lab.figures import COLOURS, name_of_measure
+from flwr_ppsgd.lab.measures import measure_of, on_test
 from flwr_ppsgd.lab.outputs import read_rows
-from flwr_ppsgd.lab.results.plots import COLOURS, name_of_measure
-from flwr_ppsgd.lab.results.summary import summarise
 from flwr_ppsgd.lab.run import Outcome, run_as_cohort
 from flwr_ppsgd.lab.screen import SweepBar, progress_bar
+from flwr_ppsgd.lab.summary import EPSILON, summarise
 from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.workers import run_sweep
 from flwr_ppsgd.learner import LOCAL, SHARED
@@ -90,15 +90,14 @@ def paper_points(data: str, seeds: int) -> dict[str, Points]:
         out = Path(temporary) / "sweep"
         with progress_bar("setting-rounds") as progress:
             run_sweep(sweep, out, SweepBar(progress, sweep.base.training.rounds))
-        table = summarise(read_rows(out)).table
+        summary = summarise(read_rows(out))
     found: dict[str, Points] = {name: {} for name in SWEPT}
-    noisy = sorted((one for one in table if one.noise_multiplier), key=lambda one: one.epsilon)
-    for choice, epsilon in zip(noisy, EPSILONS, strict=True):
-        found[PAPER][epsilon] = [choice.best.reported]
+    table = summary.table[summary.table["noise-multiplier"] > 0].sort_values(EPSILON)
+    for row, epsilon in zip(table.to_dict("records"), EPSILONS, strict=True):
+        found[PAPER][epsilon] = [row[on_test(summary.measure)]]
         for name in (TUNED, FEDAVG):
-            reached = choice.others.get(SWEPT[name])
-            if reached is not None:
-                found[name][epsilon] = [reached]
+            if SWEPT[name] in row:
+                found[name][epsilon] = [row[SWEPT[name]]]
     return found
 
 

@@ -13,25 +13,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a file, too
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flwr_ppsgd.lab.figures import COLOURS, STYLES, name_of_measure
 from flwr_ppsgd.lab.measures import measure_of
 from flwr_ppsgd.lab.outputs import read_rows
-from flwr_ppsgd.lab.results.plots import COLOURS, STYLES, name_of_measure
-from flwr_ppsgd.lab.results.summary import Mean, alphas, at_noise, best_curves, means, noises
-from flwr_ppsgd.lab.rows import SweepRow
+from flwr_ppsgd.lab.rows import PPSGD, SweepRow
+from flwr_ppsgd.lab.summary import at_level, best, frame_of, levels_of, means
 
 
-def final(directories: Iterable[Path]) -> tuple[str, list[Mean]]:
-    """The measure, and its mean over seeds at the end of each setting."""
+def final(directories: Iterable[Path]) -> tuple[str, pd.DataFrame]:
+    """The measure, and for each αQ and noise level the best setting at the end."""
     rows: dict[str, SweepRow] = {}
     for directory in directories:
         rows.update({repr(row): row for row in read_rows(directory)})  # each row once
     last = max(row.round for row in rows.values())
     ended = [_rounded(row) for row in rows.values() if row.round == last and not row.diverged]
     measure = measure_of(ended[0].measures)
-    return measure, means(ended, measure)
+    every = means(frame_of(ended), measure)
+    every = every[every["method"] == PPSGD]
+    return measure, best(every, measure, ["alpha-q", "level"])
 
 
 def _rounded(row: SweepRow) -> SweepRow:
@@ -45,16 +48,14 @@ def _rounded(row: SweepRow) -> SweepRow:
 def panel(axes: Axes, title: str, directories: Iterable[Path]) -> None:
     """A curve for each ε."""
     measure, every = final(directories)
-    curves = best_curves(every, measure)
-    values = alphas(curves)
-    for place, z in enumerate(noises(curves)):
-        here = at_noise(curves, z)
-        found = [here[a] for a in sorted(here)]
-        spent = max(mean.epsilon for mean in found)
+    values = sorted(every["alpha-q"].unique())
+    for place, level in enumerate(levels_of(every)):
+        here = at_level(every, level).sort_values("alpha-q")
+        spent = here["epsilon"].max()
         axes.errorbar(
-            [values.index(a) for a in sorted(here)],
-            [mean.value for mean in found],
-            [mean.error or 0.0 for mean in found],
+            [values.index(a) for a in here["alpha-q"]],
+            here["value"],
+            here["error"].fillna(0.0),
             marker="o",
             ms=4,
             capsize=2,

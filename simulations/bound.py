@@ -24,7 +24,7 @@ from flwr_ppsgd.lab.theory import (
     theorem_4_5,
     threshold_samples,
 )
-from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.models.additive_linear import Matrix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,7 +191,7 @@ def draw(out: Path) -> None:
 
 def draw_panel(axes: "Axes", side: str, rounds: int) -> None:
     """One side of the threshold."""
-    from flwr_ppsgd.lab.results.plots import log_scale
+    from flwr_ppsgd.lab.figures import log_scale
 
     bounds, measured = curves(PROBLEM, rounds, range(SEEDS))
     places = range(len(ALPHA_QS))

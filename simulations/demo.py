@@ -19,10 +19,9 @@ from matplotlib.ticker import NullLocator
 from flwr_ppsgd.cli import console
 from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
 from flwr_ppsgd.lab.experiment import Experiment
+from flwr_ppsgd.lab.figures import COLOURS, draw_run
 from flwr_ppsgd.lab.measures import measure_of
 from flwr_ppsgd.lab.outputs import free_directory, save
-from flwr_ppsgd.lab.results.figures import draw_run
-from flwr_ppsgd.lab.results.plots import COLOURS
 from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
 from flwr_ppsgd.lab.screen import progress_bar, progress_hook
 from flwr_ppsgd.learner import LOCAL, SHARED

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd import PPSGD, Ledger, Poisson, Release, Steps, calibrate_noise
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.lab.results.figures import learning_curves
+from flwr_ppsgd.lab.figures import learning_curves
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import rounded_up

@@ -31,7 +31,7 @@ from flwr_ppsgd import (
 )
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.lab.results.plots import COLOURS
+from flwr_ppsgd.lab.figures import COLOURS
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE
 

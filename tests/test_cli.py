@@ -218,6 +218,17 @@ def test_epsilon_and_delta_have_no_default_and_the_error_shows_the_command(
     assert {path.name for path in Path().iterdir()} == {"small.toml", "rows.csv"}
 
 
+def test_an_extra_that_is_missing_is_one_line(
+    ppsgd: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("flwr_ppsgd.lab.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    ended = ppsgd("report", "out")
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err == "ppsgd: jinja2 is not installed: pip install 'flwr-ppsgd[lab]'\n"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["experiments"]])
 def test_help_and_lists_load_nothing_heavy(arguments: list[str]) -> None:
     loaded = loaded_by(

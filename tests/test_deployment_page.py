@@ -66,11 +66,6 @@ def test_a_budget_is_fixed_before_the_first_training(tmp_path: Path) -> None:
     assert "4" in execute('ppsgd ledger "$DIR"', tmp_path)
 
 
-def test_the_code_of_the_page_runs() -> None:
-    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(code, "deployment.md", "exec"), {})
-
-
 def test_a_new_key_of_the_training_is_made_and_shown(tmp_path: Path) -> None:
     train(tmp_path, 1)
     execute(BACKUP, tmp_path)

@@ -135,7 +135,7 @@ def test_wrong_loaders_bring_one_line_on_the_client(
     with pytest.raises(NobodyUsableError, match="learner-failed: ValueError"):
         start(torch_client(network, PERSONAL, wrong))
     lines = [record for record in caplog.records if words in record.getMessage()]
-    assert len(lines) == NODES
+    assert len(lines) == 1  # nodes in one process show it once
     assert not any(record.exc_info for record in lines)
 
 
@@ -256,4 +256,4 @@ def test_fewer_rounds_than_auto_would_take_spend_the_same_epsilon(
     )
     assert server.release.noise_multiplier < before
     assert 7.99 < server.ledger.epsilon() <= 8.0
-    assert "Round 2: evaluate_fn measured {'central': 1.5}" in caplog.text
+    assert "evaluate_fn: central 1.5" in caplog.text

@@ -15,15 +15,11 @@ import click
 import numpy as np
 import pytest
 import typer
-from flwr.app import Context, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.server import ServerApp
 
 import flwr_ppsgd
 import flwr_ppsgd.legacy
 from flwr_ppsgd import simulation
 from flwr_ppsgd.cli import app
-from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.paths import ROOT
 
 README = ROOT / "README.md"
@@ -99,9 +95,6 @@ def test_the_start_page_trains_states_its_guarantee_and_personalizes() -> None:
     measured = namespace["measured"]
     assert measured["loss"] < min(measured["local_loss"], measured["shared_loss"])
     assert printed.count("To each of the 100 enrolled users") == 2  # auto, and the app
-    grid = InProcessGrid(ClientApp(client_fn=namespace["client_fn"]), 100)
-    here = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
-    ServerApp(server_fn=namespace["server_fn"])(grid, here)
 
 
 WHOLE = ("README.md", "start.md", *ELSEWHERE)  # pages that are tested above, or elsewhere

@@ -21,8 +21,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "population": ({"enrolled": ["ada"]}, "enrolled names 1 different nodes but .* is 5"),
     "checkpoint_dir": ({"checkpoint_dir": ""}, "checkpoint_dir must be a path, got ''"),
     "budget_dir": ({"budget_dir": 3}, "budget_dir must be a path, got 3"),
-    "delta": ({"delta": math.nan}, r"delta must be in \(0, 0.1\), got nan"),
-    "delta text": ({"delta": "1e-5"}, "delta must be a number, got '1e-5'"),
+    "enrolled number": ({"enrolled": 5}, "enrolled must be a list .*, got 5"),
+    "enrolled numbers": ({"enrolled": [1.5]}, r"enrolled must be a list .*, got \[1.5\]"),
+    "delta": ({"delta": math.nan}, r"delta must be a number in \(0, 0.1\), got nan"),
+    "delta text": ({"delta": "1e-5"}, r"delta must be a number in .* got '1e-5'"),
+    "delta none": ({"delta": None}, r"delta must be a number in .* got None"),
+    "max_epsilon true": ({"max_epsilon": True}, "max_epsilon must be positive .*, got True"),
+    "round_timeout none": ({"round_timeout": None}, "round_timeout must be positive, got None"),
+    "average": ({"average": "no"}, "average must be a bool, got 'no'"),
     "max_epsilon": ({"max_epsilon": 0}, "max_epsilon must be positive and finite, got 0"),
     "evaluate_every": ({"evaluate_every": True}, "evaluate_every must be a whole number"),
     "checkpoint_every": ({"checkpoint_every": 0}, "checkpoint_every must be .* at least 1, got 0"),
@@ -108,6 +114,14 @@ def test_fewer_rounds_than_the_recipe_takes_have_less_noise_each(wanted: int) ->
     assert fewer == pytest.approx(all_ * math.sqrt(wanted / 4), rel=1e-9)
     assert made[0]._account.stated().epsilon() == pytest.approx(2.0, abs=0.01)
     assert made[1]._account.last_round == 4
+
+
+@pytest.mark.parametrize("name", ["nodes", "min_online", "wait_timeout"])
+@pytest.mark.parametrize("value", ["x", 5.5, True, [None], math.nan])
+def test_who_is_enrolled_is_checked_too(name: str, value: Any) -> None:
+    if (name, value) != ("wait_timeout", 5.5):
+        with pytest.raises(ValueError, match=r"must be .*, got"):
+            Enrolled(**{name: value})
 
 
 def test_enrolled_may_be_any_collection_of_names() -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flwr_ppsgd import Order
 from flwr_ppsgd.arrays import decode_vector, vector_record
 from flwr_ppsgd.secure.terms import Terms
-from flwr_ppsgd.wire import _MAY_BE_EMPTY, MASKED, PROTOCOL, Layout, words_of
+from flwr_ppsgd.wire import MASKED, MAY_BE_EMPTY, PROTOCOL, Layout, words_of
 
 DTYPES: list[np.dtype[np.floating[Any]]] = [np.dtype("<f4"), np.dtype("<f8"), np.dtype(">f8")]
 floats = hnp.arrays(
@@ -197,7 +197,7 @@ def test_a_malformed_order_is_refused_in_one_clean_line(name: str, value: Any) -
     assert len(str(refused.value)) < 250
 
 
-@pytest.mark.parametrize("name", sorted(set(ORDER.to_flat()) - set(_MAY_BE_EMPTY)))
+@pytest.mark.parametrize("name", sorted(set(ORDER.to_flat()) - set(MAY_BE_EMPTY)))
 def test_an_order_without_a_field_is_refused(name: str) -> None:
     flat = ORDER.to_flat()
     del flat[name]

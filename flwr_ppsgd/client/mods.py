@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from flwr_ppsgd.callers import MODS, flower_caller
 from flwr_ppsgd.client.refusal import Code, RefusedError
+from flwr_ppsgd.flower_wrappers import MODS, flower_caller
 from flwr_ppsgd.wire import ORDER
 
 

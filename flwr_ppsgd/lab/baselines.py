@@ -16,7 +16,7 @@ from flwr_ppsgd.lab.engine import Indices, Setting, State
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.measures import badness, measure_of
 from flwr_ppsgd.lab.population import Floats, Population, Table
-from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.models.additive_linear import Matrix
 
 NUMBERS_AT_ONCE = 1 << 25  # of all users' θ
 

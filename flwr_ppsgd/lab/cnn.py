@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from flwr_ppsgd.models.additive_head import AdditiveHead
+from flwr_ppsgd.models.torch_model import AdditiveHead
 
 FEATURES = 32
 CLASSES = 10

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flwr_ppsgd.cli import INTERRUPTED, console, given, show
+from flwr_ppsgd.cli import INTERRUPTED, given, show
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.experiment import Experiment
@@ -305,7 +305,7 @@ def _describe(experiment: "Experiment") -> None:
 def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
     """Write the output directory; whether the user has stopped the run."""
     from flwr_ppsgd.lab import screen
-    from flwr_ppsgd.lab.results.figures import draw_run
+    from flwr_ppsgd.lab.figures import draw_run
 
     if engine is Engine.flower:
         from flwr_ppsgd.lab import flwr_run
@@ -380,9 +380,9 @@ def sweep(  # noqa: PLR0917 - typer's own way
         _check_budget(overrides, {"delta": BUDGET["delta"]})
     from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
     from flwr_ppsgd.lab.problem import SYNTHETIC
-    from flwr_ppsgd.lab.results.summary import summarise
     from flwr_ppsgd.lab.rows import CAVEAT
     from flwr_ppsgd.lab.screen import SweepBar, progress_bar
+    from flwr_ppsgd.lab.summary import summarise
     from flwr_ppsgd.lab.sweep import Sweep
     from flwr_ppsgd.lab.workers import run_sweep
 
@@ -412,16 +412,14 @@ def sweep(  # noqa: PLR0917 - typer's own way
                 run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=True)
                 found = summarise(read_rows(out))
     except KeyboardInterrupt:
-        console.print(
-            f"Interrupted. Finished blocks are in {out}/: the same command goes on from there."
-        )
+        show(f"Interrupted. Finished blocks are in {out}/: the same command goes on from there.")
         raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    for line in found.edge_words():
+    for line in found.edge_lines():
         show(line)
     show(f"Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
-    console.print(CAVEAT, highlight=False)
+    show(CAVEAT)
     show(found.count())
 
 
@@ -449,8 +447,8 @@ def plot(
 ) -> None:
     """Draw the figures of a sweep, with their numbers as CSV, and print the best settings."""
     from flwr_ppsgd.checks import one_of
+    from flwr_ppsgd.lab.figures import PICTURE_FORMATS, draw_sweep
     from flwr_ppsgd.lab.outputs import finished_rows, read_config
-    from flwr_ppsgd.lab.results.figures import PICTURE_FORMATS, draw_sweep
 
     formats = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     for kind in formats:
@@ -488,7 +486,7 @@ def report(
     directory: Annotated[Path, typer.Argument(help="The directory of a sweep or of a run.")],
 ) -> None:
     """Write one self-contained page: what was run, the guarantee, best settings, figures, rows."""
-    from flwr_ppsgd.lab.results.page import write_report
+    from flwr_ppsgd.lab.html_report import write_report
 
     show(f"Written: {write_report(directory)}")
 
@@ -517,10 +515,10 @@ def audit(
     found = auditing.audit(
         lambda: PPSGD.from_config(flat, release=release, max_epsilon=None), training.rounds
     )
-    console.print(found.in_words(), highlight=False, markup=False)
+    show(found.in_words())
     if out is not None:
         auditing.draw(found, out)
-        console.print(f"Picture: {out}", highlight=False, soft_wrap=True)
+        show(f"Picture: {out}")
     if found.verdict != "conforms":
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.visit import num_tested, personal_model
 from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combined, measure_of, worst_tenth
-from flwr_ppsgd.learner import LOCAL, Learner, OwnModel, Solver
-from flwr_ppsgd.models.linear import AdditiveLinear
+from flwr_ppsgd.learner import LOCAL, DescribedModel, Learner, OwnModel, Solver
+from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
 
 log = logging.getLogger("flwr.ppsgd")
@@ -131,8 +131,8 @@ def results_of(
                 model = personal_model(learner, w, order)
             measures = model.measures()
             if measures:
-                mixture = getattr(model, "mixture", None)
-                people.append(UserResult(user, rows, measures, mixture.chosen if mixture else {}))
+                chosen = model.chosen if isinstance(model, DescribedModel) else {}
+                people.append(UserResult(user, rows, measures, chosen))
             else:
                 without += 1
     if without:

@@ -19,7 +19,7 @@ from scipy.linalg import get_blas_funcs
 from flwr_ppsgd.algorithm import Vector, clip_scales
 from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
 from flwr_ppsgd.lab.population import Batch, Features, Floats, Fresh, Population
-from flwr_ppsgd.models.linear import predict
+from flwr_ppsgd.models.additive_linear import predict
 
 SAMPLES_AT_ONCE = 2048  # in one product
 

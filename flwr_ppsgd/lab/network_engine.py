@@ -11,8 +11,8 @@ from torch import Tensor
 from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
 from flwr_ppsgd.lab.engine import TEST, Engine, Indices, Setting, State
 from flwr_ppsgd.learner import Batches, Rows, as_array
-from flwr_ppsgd.models.linear import Matrix
-from flwr_ppsgd.models.split import SplitModel
+from flwr_ppsgd.models.additive_linear import Matrix
+from flwr_ppsgd.models.torch_model import SplitModel
 
 ROWS_AT_ONCE = 256  # in one call of the network that measures
 

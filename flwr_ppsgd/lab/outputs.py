@@ -28,6 +28,7 @@ from flwr_ppsgd.settings import read_toml
 from flwr_ppsgd.statement import json_number
 
 if TYPE_CHECKING:
+    import pandas as pd
     from flwr.app import ArrayRecord
 
     from flwr_ppsgd.lab.block import Plan
@@ -44,6 +45,7 @@ MODEL = "model.npz"
 USERS = "users.parquet"
 USERS_OUTSIDE = "one row per user, measured on own test rows: outside the guarantee"
 PICTURE = "learning.png"
+USERS_PICTURE = "users.png"
 PLAN = "plan.json"
 ROWS = "rows.jsonl"
 BEST = "best.csv"
@@ -436,29 +438,17 @@ def read_selection(directory: Path) -> list[Selection]:
         return []
 
 
-def write_best(
-    directory: Path, columns: Sequence[str], table: Iterable[Mapping[str, float | None]]
-) -> Path:
+def write_best(directory: Path, table: "pd.DataFrame") -> Path:
     """``best.csv``: a row for each noise level."""
     path = directory / BEST
-    _write_table(path, columns, table)
+    write_table(path, table)
     return path
 
 
-def write_figure_data(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """The numbers that a figure shows, as CSV beside it."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    _write_table(path, columns, rows)
-
-
-def _write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+def write_table(path: Path, table: "pd.DataFrame") -> None:
     """What ε does not cover, then the rows, as CSV."""
-    text = io.StringIO(newline="")
-    text.write(f"# {CAVEAT}\n")
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    disk.write_text(path, text.getvalue())
+    rows = table.to_csv(index=False, lineterminator="\n")
+    disk.write_text(path, f"# {CAVEAT}\n{rows}")
 
 
 def write_page(directory: Path, text: str) -> Path:

@@ -20,7 +20,7 @@ from flwr_ppsgd.lab.data.per_user import Task
 from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Indices
 from flwr_ppsgd.learner import minibatch_rows
-from flwr_ppsgd.models.linear import Loss, mean_losses
+from flwr_ppsgd.models.additive_linear import Loss, mean_losses
 
 DType: TypeAlias = np.dtype[Any]
 Floats: TypeAlias = NDArray[Any]  # float32 or float64

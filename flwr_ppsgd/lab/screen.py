@@ -18,7 +18,7 @@ from flwr_ppsgd.lab.data.look import hints
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.measures import badness, measure_of
-from flwr_ppsgd.lab.outputs import SavedRun, read_people
+from flwr_ppsgd.lab.outputs import PICTURE, USERS_PICTURE, SavedRun, read_people
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
 from flwr_ppsgd.lab.rows import INFINITE, Point
 from flwr_ppsgd.lab.run import Watch
@@ -36,7 +36,6 @@ LABEL_WIDTH = 11
 BAR_WIDTH = 20
 MOST_HINTS = 4  # about the data; the rest is shown by ppsgd look
 NO_GUARANTEE = "NO GUARANTEE"
-PICTURES = ("users.png", "learning.png")
 MEASURE_LABELS = {"rmse": "RMSE", "precision_at_1": "precision@1", "excess_risk": "excess risk"}
 ADVICE = {  # if something simpler is as good as the personal models
     "without features": "this does not beat an answer without features: look at scales, ids and "
@@ -105,7 +104,8 @@ def next_lines(experiment: Experiment, out: Path) -> list[Line]:
     problem = experiment.problem
     if problem.data != SYNTHETIC and problem.model == LINEAR and problem.per_user().feature_names:
         command = f"ppsgd predict {directory} --data new.csv"
-    pictures = [f"picture: {out / name}" for name in PICTURES if (out / name).exists()]
+    names = (USERS_PICTURE, PICTURE)
+    pictures = [f"picture: {out / name}" for name in names if (out / name).exists()]
     return [("next", "   ·   ".join([command, *pictures[:1]]))]
 
 
@@ -146,22 +146,35 @@ def _result_lines(
     if not measures:
         return []
     main = measure_of(measures)
-    values = {"personal": measures[main]}
-    for name, key in (("shared", SHARED + main), ("alone", LOCAL + main)):
-        if key in measures:
-            values[name] = measures[key]
+    values = values_by_model(measures)
     answers = [answer[main] for answer in experiment.trivial().values() if main in answer]
     if answers:
         values["without features"] = min(answers, key=lambda value: badness(main, value))
     parts = [f"{name} {value:.4g}" for name, value in values.items()]
-    gains = [gain for gain in people.get("gain", []) if gain is not None]
-    if gains:
-        better = sum(gain > SAME for gain in gains)
-        parts.append(f"{better:,} of {len(gains):,} users gain")
+    parts += [text for text in (gain_text(people),) if text]
     lines = [(MEASURE_LABELS.get(main, main), "   ".join([*parts, "(not private)"]))]
     reached = badness(main, values["personal"]) + SAME
     as_good = [name for name in ADVICE if name in values and reached >= badness(main, values[name])]
     return lines + [("", ADVICE[name]) for name in as_good[:1]]
+
+
+def values_by_model(measures: Mapping[str, float]) -> dict[str, float]:
+    """The main measure of the personal models, of the shared one and of own rows alone."""
+    main = measure_of(measures)
+    values = {"personal": measures[main]}
+    for name, key in (("shared", SHARED + main), ("alone", LOCAL + main)):
+        if key in measures:
+            values[name] = measures[key]
+    return values
+
+
+def gain_text(people: Mapping[str, list[Any]]) -> str:
+    """How many users gain by the personal model over own rows alone; empty if it is not known."""
+    gains = [gain for gain in people.get("gain", []) if gain is not None]
+    if not gains:
+        return ""
+    better = sum(gain > SAME for gain in gains)
+    return f"{better:,} of {len(gains):,} users gain"
 
 
 def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:

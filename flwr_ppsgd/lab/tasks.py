@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.lab.problem import CNN, SYNTHETIC, Problem
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.models.linear import Loss
+from flwr_ppsgd.models.additive_linear import Loss
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.data.per_user import PerUser
     from flwr_ppsgd.lab.engine import Engine, Setting
     from flwr_ppsgd.lab.population import Population, Table
-    from flwr_ppsgd.models.additive_head import AdditiveHead
+    from flwr_ppsgd.models.torch_model import AdditiveHead
 
 PIXELS = 28 * 28
 SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")

@@ -5,6 +5,7 @@ same order wherever they run.
 """
 
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -164,7 +165,9 @@ def _rows_from(future: "Future[list[SweepRow]]", number: int) -> list[SweepRow]:
 
 
 def _begin_worker(reports: Any, stop: Any) -> None:
-    """In a new worker: one thread, no Ctrl-C; it ends if the parent closes ``stop`` or dies."""
+    """In a new worker: one thread, no Ctrl-C, warnings only; it ends if the parent closes ``stop``
+    or dies."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threadpool_limits(1)

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.learner import generator
+from flwr_ppsgd.models.solve import one_blas_thread
 
 Shape: TypeAlias = tuple[int, ...]
 Floats: TypeAlias = NDArray[np.float64]
+Singles: TypeAlias = NDArray[np.float32]
 
 NONE = "none"
 RANDOM_CONVOLUTION = "random-convolution"
@@ -29,7 +31,7 @@ SHORTEST_SIDE = 7  # pixels, of an image
 POOL = 5  # pixels at least, and at most about this many cells along an edge
 WORKING_SIDE = 28  # pixels: larger images are averaged down to about this size
 LEAST_PIXELS = 144
-ROWS_AT_ONCE = 8  # the patches of this many images stay in a processor's cache
+IMAGES_AT_ONCE = 16  # the responses of this many images stay in a processor's cache
 ROWS_LOOKED_AT = 500
 SMOOTH = 0.7  # neighbours in an image differ by less than this share of what any two pixels do
 
@@ -98,20 +100,20 @@ class RandomConvolution:
 
     def widths(self, columns: int) -> tuple[int, ...]:
         """Filters × cells."""
-        height, width, _ = self._small(columns)
-        return (_cells(height) * _cells(width) * self._filters(columns).shape[1],)
+        height, width, _ = self._working_shape(columns)
+        return (_cells(height) * _cells(width) * self._filters(columns),)
 
     def __call__(self, x: Floats) -> Floats:
         """Rows × features, of images as rows of pixels."""
-        columns = x.shape[1]
-        filters = self._filters(columns)
-        parts = []
-        for start in range(0, len(x), ROWS_AT_ONCE):
-            images = self._images(x[start : start + ROWS_AT_ONCE])
-            parts.append(_pooled(images, filters))
-        if not parts:
-            return np.zeros((0, sum(self.widths(columns))))
-        features = np.concatenate(parts).astype(np.float64)
+        height, _, channels = self._working_shape(x.shape[1])
+        across, down = _gabor_factors(self.seed, channels, self._filters(x.shape[1]))
+        bands = _bands(down, height)
+        features = np.zeros((len(x), sum(self.widths(x.shape[1]))))
+        with one_blas_thread():
+            for start in range(0, len(x), IMAGES_AT_ONCE):
+                images = self._images(x[start : start + IMAGES_AT_ONCE])
+                responses = _responses(images, across, bands)
+                features[start : start + IMAGES_AT_ONCE] = _pooled(responses)
         norms = np.linalg.norm(features, axis=1, keepdims=True)
         return features / np.where(norms > 0, norms, 1.0)
 
@@ -121,64 +123,117 @@ class RandomConvolution:
         Args:
             outputs: the number of classes, or 1.
         """
-        from flwr_ppsgd.models.backbone import OnImages
+        from flwr_ppsgd.models.torch_model import OnImages
 
         remedy = "such as shape=(28, 28), or (32, 32, 3) with channels"
         require(bool(self.shape), "a network needs the images' shape", self.shape, remedy)
         return OnImages(self, outputs)
 
-    def _images(self, x: Floats) -> NDArray[np.float32]:
-        """n × height × width × channels, on a scale of 1, averaged down to the working size."""
+    def _images(self, x: Floats) -> Singles:
+        """Height × width × channels × n, on a scale of 1, averaged down to the working size."""
         full = image_shape(self.shape, x.shape[1])
         largest = abs(x).max(axis=1, keepdims=True)
         unit = x / np.where(largest > 0, largest, 1.0)
-        factor = _factor(full)
-        height, width, channels = self._small(x.shape[1])
+        factor = _shrink_factor(full)
+        height, width, channels = self._working_shape(x.shape[1])
         images = unit.reshape(len(x), *full)[:, : height * factor, : width * factor]
-        cells = images.reshape(len(x), height, factor, width, factor, channels)
-        return np.asarray(cells.mean(axis=(2, 4)), dtype=np.float32)
+        blocks = images.reshape(len(x), height, factor, width, factor, channels)
+        return np.asarray(blocks.mean(axis=(2, 4)).transpose(1, 2, 3, 0), dtype=np.float32)
 
-    def _small(self, columns: int) -> tuple[int, int, int]:
+    def _working_shape(self, columns: int) -> tuple[int, int, int]:
         """Height, width and channels at the working size."""
         height, width, channels = image_shape(self.shape, columns)
-        factor = _factor((height, width, channels))
+        factor = _shrink_factor((height, width, channels))
         return height // factor, width // factor, channels
 
-    def _filters(self, columns: int) -> NDArray[np.float32]:
-        """(13·channels·13) × filters."""
-        height, width, channels = self._small(columns)
-        count = max(1, round(self.features / (_cells(height) * _cells(width))))
-        return _gabor_filters(self.seed, channels, count)
+    def _filters(self, columns: int) -> int:
+        """The number of filters."""
+        height, width, _ = self._working_shape(columns)
+        return max(1, round(self.features / (_cells(height) * _cells(width))))
 
 
 @functools.lru_cache(maxsize=8)
-def _gabor_filters(seed: int, channels: int, count: int) -> NDArray[np.float32]:
-    """cos(2π·position/wavelength + phase) under a window: (across·channels·down) × filters."""
-    drawn = np.random.default_rng([seed, FILTER, 9]).random((count, 4)).T
-    direction = math.pi * drawn[0]
-    wavelength = 3 + 7 * drawn[1]
-    deviation = 0.7 * FILTER * (0.25 + 0.25 * drawn[2])
-    phase = 2 * math.pi * drawn[3]
-    down, across = np.mgrid[:FILTER, :FILTER][:, :, :, None] - FILTER // 2
-    position = across * np.cos(direction) + down * np.sin(direction)
-    window = np.exp(-(across**2 + down**2) / (2 * deviation**2))
-    waves = window * np.cos(2 * math.pi * position / wavelength + phase)
-    waves -= waves.mean(axis=(0, 1))
-    waves /= np.sqrt((waves**2).sum(axis=(0, 1)))
-    # down × across × filters, brought to across × channels × down × filters
-    filters = waves.transpose(1, 0, 2)[:, None] * _colours(seed, channels, count)[:, None]
-    return np.asarray(filters.reshape(-1, count), dtype=np.float32)
+def _gabor_factors(seed: int, channels: int, count: int) -> tuple[Singles, Singles]:
+    """Each filter as a sum of three products, of a function of the column and one of the row.
+
+    cos(u + v) = cos u·cos v − sin u·sin v with u along the row and v down the column, a Gaussian
+    window is such a product by itself, and the mean that is subtracted is a constant. Returns the
+    functions of the column, filters × 3 × 13·channels, and those of the row, filters × 3 × 13.
+    """
+    drawn = np.random.default_rng([seed, FILTER, 9]).random((count, 4))
+    direction = math.pi * drawn[:, :1]
+    wavelength = 3 + 7 * drawn[:, 1:2]
+    deviation = 0.7 * FILTER * (0.25 + 0.25 * drawn[:, 2:3])
+    phase = 2 * math.pi * drawn[:, 3:]
+    position = np.arange(FILTER) - FILTER // 2
+    window = np.exp(-(position**2) / (2 * deviation**2))
+    u = 2 * math.pi * position * np.cos(direction) / wavelength + phase
+    v = 2 * math.pi * position * np.sin(direction) / wavelength
+    constant = np.ones_like(u)
+    across = np.stack([window * np.cos(u), -window * np.sin(u), constant], axis=1)
+    down = np.stack([window * np.cos(v), window * np.sin(v), 0 * constant], axis=1)
+    mean = np.einsum("fka,fkd->f", across, down) / FILTER**2
+    down[:, 2] = -mean[:, None]
+    filters = np.einsum("fka,fkd->fad", across, down)
+    down /= np.linalg.norm(filters, axis=(1, 2))[:, None, None]
+    coloured = across[:, :, :, None] * _colours(seed, channels, count)[:, None, None, :]
+    across = coloured.reshape(count, 3, FILTER * channels)
+    return across.astype(np.float32), down.astype(np.float32)
 
 
 def _colours(seed: int, channels: int, count: int) -> Floats:
-    """Channels × filters: how much each filter sees of each channel, of unit norm."""
+    """Filters × channels: how much each filter sees of each channel, of unit norm."""
     if channels == 1:
-        return np.ones((1, count))
-    drawn = np.random.default_rng([seed, FILTER, 9, channels]).normal(size=(count, channels)).T
-    return np.asarray(drawn / np.linalg.norm(drawn, axis=0))
+        return np.ones((count, 1))
+    drawn = np.random.default_rng([seed, FILTER, 9, channels]).normal(size=(count, channels))
+    return np.asarray(drawn / np.linalg.norm(drawn, axis=1, keepdims=True))
 
 
-def _factor(shape: tuple[int, int, int]) -> int:
+def _bands(down: Singles, height: int) -> Singles:
+    """The functions of the row as matrices, filters × height × 3·height.
+
+    Line r of a matrix holds the weights of all rows of an image in the response of row r; the first
+    and the last row stand for those beyond the edge.
+    """
+    count = len(down)
+    bands = np.zeros((count, height, 3, height), dtype=np.float32)
+    rows = np.arange(height)
+    for tap in range(FILTER):
+        seen = np.clip(rows + tap - FILTER // 2, 0, height - 1)
+        bands[:, rows, :, seen] += down[:, :, tap]
+    return bands.reshape(count, height, 3 * height)
+
+
+def _responses(images: Singles, across: Singles, bands: Singles) -> Singles:
+    """Filters × height × width × n; the pixels at an image's edge are repeated beyond it."""
+    height, width, channels, n = images.shape
+    count = len(bands)
+    taps = np.arange(FILTER)[:, None] - FILTER // 2
+    seen = np.clip(np.arange(width) + taps, 0, width - 1)  # taps × width
+    neighbours = images[:, seen].transpose(1, 3, 0, 2, 4)  # taps × channels × height × …
+    columns = neighbours.reshape(FILTER * channels, height * width * n)
+    along_rows = across.reshape(count * 3, -1) @ columns
+    responses = bands @ along_rows.reshape(count, 3 * height, width * n)
+    return np.asarray(responses.reshape(count, height, width, n))
+
+
+def _pooled(responses: Singles) -> Singles:
+    """n × (cells·filters): what is left of |response| above the image's root mean square."""
+    _, height, width, n = responses.shape
+    np.abs(responses, out=responses)
+    by_image = responses.reshape(-1, n)
+    mean_squares = np.einsum("ij,ij->j", by_image, by_image) / len(by_image)
+    responses -= np.sqrt(mean_squares)
+    np.maximum(responses, 0.0, out=responses)
+    tall = _cell_side(height)
+    wide = _cell_side(width)
+    used = responses[:, : _cells(height) * tall, : _cells(width) * wide]
+    blocks = used.reshape(-1, _cells(height), tall, _cells(width), wide, n)
+    cells = blocks.mean(axis=(2, 4))  # filters × down × across × n
+    return np.asarray(cells.transpose(3, 1, 2, 0).reshape(n, -1))
+
+
+def _shrink_factor(shape: tuple[int, int, int]) -> int:
     """By how much an image is averaged down."""
     return max(1, min(shape[:2]) // WORKING_SIDE)
 
@@ -191,36 +246,6 @@ def _cell_side(length: int) -> int:
 def _cells(length: int) -> int:
     """The number of cells along an edge; the pixels that are left over at its end are not used."""
     return length // _cell_side(length)
-
-
-def _pooled(images: NDArray[np.float32], filters: NDArray[np.float32]) -> NDArray[np.float32]:
-    """n × (cells·filters); the pixels at an image's edge are repeated beyond it."""
-    count, height, width, _ = images.shape
-    responses = np.abs(_patches(images) @ filters).reshape(count, -1)
-    mean_squares = np.einsum("ij,ij->i", responses, responses) / responses.shape[1]
-    responses -= np.sqrt(mean_squares)[:, None]
-    np.maximum(responses, 0.0, out=responses)
-    down, across = _cells(height), _cells(width)
-    tall, wide = _cell_side(height), _cell_side(width)
-    maps = responses.reshape(count, height, width, -1)[:, : down * tall, : across * wide]
-    cells = maps.reshape(count, down, tall, across, wide, -1)
-    return np.asarray(cells.mean(axis=(2, 4)).reshape(count, -1))
-
-
-def _patches(images: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A row of 13·channels·13 numbers, across and then down, around each pixel.
-
-    Windows are taken down first: what a patch holds then lies side by side in memory.
-    """
-    count, height, width, channels = images.shape
-    margin = FILTER // 2
-    edges = ((0, 0), (margin, margin), (margin, margin), (0, 0))
-    padded = np.pad(images, edges, mode="edge")
-    tall = np.lib.stride_tricks.sliding_window_view(padded, FILTER, axis=1)
-    lines = tall.reshape(count, height, -1)
-    step = channels * FILTER
-    wide = np.lib.stride_tricks.sliding_window_view(lines, FILTER * step, axis=2)
-    return wide[:, :, ::step].reshape(count * height * width, FILTER * step)
 
 
 @dataclass(frozen=True)
@@ -279,7 +304,7 @@ class Backbone:
 
     def __call__(self, x: Floats) -> Floats:
         """Rows × outputs."""
-        from flwr_ppsgd.models.backbone import frozen_outputs
+        from flwr_ppsgd.models.torch_model import frozen_outputs
 
         if len(self.shape) in (2, 3):
             height, width, channels = image_shape(self.shape, x.shape[1])

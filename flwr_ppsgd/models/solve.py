@@ -1,19 +1,21 @@
 """What one user's device solves: the message to the server, and the personal model.
 
-Both are ridge regressions on the user's own rows, linear in w or with a kernel. A kernel matrix is
-factorised once, K = BB'; every penalty, every w and every row left out then costs products with B.
-Numpy alone: a device needs nothing else.
+Both are ridge regressions on the user's own rows X with targets Y, linear or with a kernel K. Each
+kernel matrix is factorised once, K = BB' with B'B = diag(s). Every penalty λ, every w and every row
+left out then costs products with B alone. Numpy is enough for a device.
 """
 
 import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from threadpoolctl import ThreadpoolController
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import require
@@ -36,13 +38,27 @@ OFFSET = 10.0  # the prior of the own offset alone, divided by n
 LEAST_RBF_ROWS = 5  # below, a kernel learns nothing
 MOST_RBF_ROWS = 500  # a kernel needs a matrix of rows × rows
 LEAST_ERROR = 1e-12  # of the mean square of Y: a smaller mean square of errors is round-off
-LARGEST = 1e100  # a larger number counts as missing: its square has no room in a float
+LARGEST = 1e100  # a larger number counts as missing: its square would overflow
 LEAST_TRACE = 1e-200  # a smaller sum of squares counts as zero
-CLOSE = 1e-6  # of the squared norms: nearer pairs of rows are subtracted, for their digits' sake
+CLOSE = 1e-6  # of the squared norms: nearer pairs of rows are subtracted, which keeps their digits
 PAIRS_AT_ONCE = 1024
 ROWS_AT_ONCE = 1024
 SCALING = "scaling_"  # begins the names of a saved model's scaling
 NOT_SAVED = ("scaling", "alone", "shared_alone")
+
+
+@functools.cache
+def _threads() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def one_blas_thread() -> AbstractContextManager[Any]:
+    """For loops over small products, in which threads of BLAS would wait for each other."""
+    context: AbstractContextManager[Any] = _threads().limit(limits=1, user_api="blas")
+    return context
+
+
+# --- rows and targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +69,7 @@ class Columns:
         task: "regression" or "classification".
         numbers: per column, whether it is a number that each user scales by own rows.
         sparse: per column, whether most users lack it.
-        outputs: the number of classes; 1 in regression.
+        outputs: the number of classes; 1 in regression, or for yes or no.
         ones: whether a column of ones is added, as the last.
     """
 
@@ -72,6 +88,11 @@ class Columns:
     def sparse_shared(self) -> Flags:
         """Per column of w, whether it is sparse."""
         return np.append(self.sparse, [False] * self.ones).astype(np.bool_)
+
+    @property
+    def chance(self) -> float:
+        """What is subtracted from targets of 0 and 1: 1/K, or ½ for yes or no."""
+        return 1 / max(2, self.outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +118,8 @@ def spread(targets: ArrayLike) -> float:
     values = values[np.abs(values) <= LARGEST]
     if len(values) < 2:
         return math.nan
-    around, _ = _around_mean(values)
-    return math.sqrt(float(around @ around) / (len(values) - 1))
+    centred, _ = _subtract_mean(values)
+    return math.sqrt(float(centred @ centred) / (len(values) - 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,72 +144,32 @@ class Scaling:
     def of(cls, training: Matrix, columns: Columns) -> Self:
         """By the training rows; in regression the centre is their mean."""
         numbers = np.flatnonzero(columns.numbers)
-        around, mean = _around_mean(training[:, numbers])
-        deviation = np.sqrt((around**2).sum(axis=0) / max(1, len(training)))
+        centred, mean = _subtract_mean(training[:, numbers])
+        deviation = np.sqrt((centred**2).sum(axis=0) / max(1, len(training)))
         deviation[deviation <= CONSTANT * np.abs(mean)] = 0.0
         width = len(columns.numbers)
-        plain = cls(width, numbers, mean, deviation, np.zeros(columns.width))
+        scaling = cls(width, numbers, mean, deviation, np.zeros(columns.width))
         if columns.task == "classification":
-            return plain
-        _, centre = _around_mean(plain(training))
-        return cls(width, numbers, mean, deviation, centre)
+            return scaling
+        _, centre = _subtract_mean(scaling(training))
+        return replace(scaling, centre=centre)
 
     def __call__(self, raw: Rows) -> Matrix:
         """Rows of X. A value that is missing counts as the own mean, or 0 in classification."""
         rows = _dense(raw)
+        rule = f"rows must have {self.width} columns"
         remedy = "give the columns of training, in their order"
-        require(
-            rows.shape[1] == self.width,
-            f"rows must have {self.width} columns",
-            rows.shape[1],
-            remedy,
-        )
+        require(rows.shape[1] == self.width, rule, rows.shape[1], remedy)
         scaled = np.ones((len(rows), len(self.centre)))
         scaled[:, : self.width] = rows
         if len(self.numbers):
             varies = self.deviation > 0
-            units = (rows[:, self.numbers] - self.mean) / np.where(varies, self.deviation, 1.0)
+            divisor = np.where(varies, self.deviation, 1.0)
+            units = (rows[:, self.numbers] - self.mean) / divisor
             scaled[:, self.numbers] = np.where(varies, np.clip(units, -CUT, CUT), 0.0)
         scaled -= self.centre
         scaled[~(np.abs(scaled) <= LARGEST)] = 0.0
         return scaled
-
-
-def eigenpairs(matrix: Matrix) -> tuple[Vector, Matrix]:
-    """Eigenvalues and eigenvectors of a matrix that has no negative ones but by round-off."""
-    values, vectors = np.linalg.eigh(matrix)
-    return np.maximum(values, 0.0), vectors
-
-
-@dataclass(frozen=True, eq=False)
-class Factors:
-    """K = BB' with B'B = diag(s), for a kernel matrix K.
-
-    Args:
-        basis: B, rows × r.
-        squares: s, of length r.
-    """
-
-    basis: Matrix
-    squares: Vector
-
-    @classmethod
-    def of(cls, kernel: Matrix) -> Self:
-        """By eigenvectors."""
-        squares, vectors = eigenpairs(kernel)
-        return cls(vectors * np.sqrt(squares), squares)
-
-    def residuals(self, values: Matrix, ridges: Vector) -> Matrix:
-        """λ(K + λI)⁻¹·values for each λ: rows × λ × columns of the values."""
-        rank = len(self.squares)
-        coordinates = self.basis.T @ values
-        shrunk = coordinates[:, None, :] / (self.squares[:, None] + ridges)[:, :, None]
-        fitted = self.basis @ shrunk.reshape(rank, len(ridges) * values.shape[1])
-        return np.asarray(values[:, None, :] - fitted.reshape(-1, len(ridges), values.shape[1]))
-
-    def leverages(self, ridges: Vector) -> Matrix:
-        """The diagonal of K(K + λI)⁻¹ for each λ: rows × λ."""
-        return np.asarray(self.basis**2 @ (1 / (self.squares[:, None] + ridges)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +205,7 @@ class OwnProblem:
 
         Rows that hold NaN or infinity are left out, with a line in the log.
         """
-        training, values = _usable_rows(_dense(rows), np.asarray(targets, dtype=np.float64))
+        training, values = _drop_unusable(_dense(rows), np.asarray(targets, dtype=np.float64))
         scaling = Scaling.of(training, columns)
         scaled = scaling(training)
         support = np.flatnonzero(scaled.any(axis=0))
@@ -234,10 +215,10 @@ class OwnProblem:
             return cls(columns, scaling, support, own, _class_targets(values, columns), has)
         remedy = "give as many targets as rows"
         require(values.size == len(training), "a row has one target", values.shape, remedy)
-        around, mean = _around_mean(values.reshape(-1))
-        freedom = max(len(around), 1) - 1 + UNIT_DEGREES
-        own_unit = math.sqrt((float(around @ around) + UNIT_DEGREES * unit**2) / freedom)
-        scores = around[:, None] / own_unit
+        centred, mean = _subtract_mean(values.reshape(-1))
+        squares = float(centred @ centred) + UNIT_DEGREES * unit**2
+        own_unit = math.sqrt(squares / (max(len(centred), 1) - 1 + UNIT_DEGREES))
+        scores = centred[:, None] / own_unit
         return cls(columns, scaling, support, own, scores, has, float(mean), own_unit)
 
     @property
@@ -248,16 +229,16 @@ class OwnProblem:
 
     @functools.cached_property
     def spectrum(self) -> tuple[Vector, Matrix]:
-        """Of X'X or XX': computed once, for all rounds and the personal model."""
+        """Eigenvalues and eigenvectors of X'X or XX', for all rounds and the personal model."""
         if self.primal:
-            return eigenpairs(self.rows.T @ self.rows)
-        return eigenpairs(self.rows @ self.rows.T)
+            return _eigenpairs(self.rows.T @ self.rows)
+        return _eigenpairs(self.rows @ self.rows.T)
 
     @functools.cached_property
     def trace(self) -> float:
         """tr XX', 0 if it is tiny."""
-        found = float((self.rows**2).sum())
-        return found if found > LEAST_TRACE else 0.0
+        trace = float((self.rows**2).sum())
+        return trace if trace > LEAST_TRACE else 0.0
 
     def own_columns(self) -> Vector:
         """1.0 for each sparse column that this user has, else 0.0."""
@@ -277,51 +258,93 @@ def solution(problem: OwnProblem, shared: Matrix) -> Matrix:
     if problem.trace == 0:
         return message
     rows = problem.rows
-    squares, vectors = problem.spectrum
-    damped = squares[:, None] + RIDGE * problem.trace
-    residual = problem.targets - problem.predictions(shared)
-    if problem.primal:
-        own = vectors @ (vectors.T @ (rows.T @ residual) / damped)
-    else:
-        own = rows.T @ (vectors @ (vectors.T @ residual / damped))
+    with one_blas_thread():
+        squares, vectors = problem.spectrum
+        damped = squares[:, None] + RIDGE * problem.trace
+        residual = problem.targets - problem.predictions(shared)
+        if problem.primal:  # (X'X + λI)⁻¹X'r, the same numbers
+            own = vectors @ (vectors.T @ (rows.T @ residual) / damped)
+        else:
+            own = rows.T @ (vectors @ (vectors.T @ residual / damped))
     message[problem.support] = own
     return message
 
 
-def trust_in(problem: OwnProblem, published: Published) -> float:
-    """s = max(0, 1 − c·Σx_j²ν_j/‖Xw‖²): is w's prediction for own rows more than its noise?"""
-    signal = float((problem.predictions(published.shared) ** 2).sum())
-    if signal == 0:
-        return 0.0
-    energy = (problem.rows**2).sum(axis=0)
-    variance = np.broadcast_to(published.variance, problem.columns.width)[problem.support]
-    noise = problem.columns.outputs * float(energy @ variance)
-    return max(0.0, 1 - noise / signal)
+# --- the candidates of the personal model
+
+
+@dataclass(frozen=True, eq=False)
+class Fits:
+    """One kernel's models for every λ and β, and their errors on rows left out.
+
+    Args:
+        of_targets: (K + λI)⁻¹Y, λ × rows × outputs.
+        of_shared: (K + λI)⁻¹Xw, likewise: a model of β has the difference of the two.
+        scores: L, the mean squares of errors on rows left out, λ × β.
+    """
+
+    of_targets: Matrix
+    of_shared: Matrix
+    scores: Matrix
+
+    def coefficients(self, weights: Matrix) -> Matrix:
+        """Dual coefficients of the weighted mean, rows × outputs, for weights λ × β."""
+        total = weights.sum(axis=1)
+        of_beta = weights @ BETAS
+        own = np.tensordot(total, self.of_targets, axes=1)
+        shared = np.tensordot(of_beta, self.of_shared, axes=1)
+        return np.asarray(own - shared)
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One family of own models.
+    """One family of own models, by its matrix K = BB' between own rows, B'B = diag(s).
 
     Args:
         name: "linear", "offset" or "rbf" and its width.
         prior: how much the family counts before the user's rows are seen.
-        factors: of its matrix between own rows.
-        scale: its trace divided by n, which every λ is multiplied by.
+        basis: B, rows × rank.
+        squares: s.
+        scale: the trace of K divided by n, which every λ is multiplied by.
         intercept: whether the model has a constant without penalty. Rows and targets have mean
             zero then: the constant is 0, and differs only if a row is left out.
     """
 
     name: str
     prior: float
-    factors: Factors
+    basis: Matrix
+    squares: Vector
     scale: float = 1.0
     intercept: bool = False
 
-    @property
-    def ridges(self) -> Vector:
-        """The penalties λ in the units of the matrix."""
-        return np.asarray(LAMBDAS * (self.scale / len(self.factors.basis)))
+    def fit(self, targets: Matrix, predictions: Matrix) -> Fits:
+        """All models around β·Xw, and their exact errors on rows left out.
+
+        The residual of a model is λ(K + λI)⁻¹(Y − β·Xw). On a row left out it is that divided by
+        1 − leverage, the diagonal of K(K + λI)⁻¹.
+
+        Args:
+            targets: Y.
+            predictions: Xw.
+        """
+        n, outputs = targets.shape
+        both = np.hstack([targets, predictions])
+        coordinates = self.basis.T @ both
+        basis_squares = self.basis**2
+        duals = np.zeros((len(LAMBDAS), n, 2 * outputs))
+        scores = np.zeros((len(LAMBDAS), len(BETAS)))
+        for place, ridge in enumerate(LAMBDAS * (self.scale / n)):
+            inverse = 1 / (self.squares + ridge)
+            residuals = both - self.basis @ (inverse[:, None] * coordinates)
+            free = 1 - basis_squares @ inverse
+            if self.intercept:
+                free -= 1 / n
+            errors = residuals / free[:, None]
+            for which, beta in enumerate(BETAS):
+                left_out = errors[:, :outputs] - beta * errors[:, outputs:]
+                scores[place, which] = (left_out**2).sum() / n
+            duals[place] = residuals / ridge
+        return Fits(duals[:, :, :outputs], duals[:, :, outputs:], scores)
 
 
 def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
@@ -331,16 +354,15 @@ def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
     """
     n = len(problem.rows)
     regression = problem.columns.task == "regression"
-    scale = problem.trace / n or 1.0
     squares, vectors = problem.spectrum
     basis = problem.rows @ vectors if problem.primal else vectors * np.sqrt(squares)
-    flat = Factors(np.zeros((n, 0)), np.zeros(0))
-    if not regression:
-        flat = Factors(np.ones((n, 1)), np.array([float(n)]))
-    kernels = [
-        Kernel("linear", 1.0, Factors(basis, squares), scale, regression),
-        Kernel("offset", OFFSET / n, flat, intercept=regression),
-    ]
+    scale = problem.trace / n or 1.0
+    linear = Kernel("linear", 1.0, basis, squares, scale, intercept=regression)
+    # regression: the own mean alone; classification: the kernel 11'
+    rank = 0 if regression else 1
+    ones = np.ones((n, rank))
+    offset = Kernel("offset", OFFSET / n, ones, np.full(rank, float(n)), intercept=regression)
+    kernels = [linear, offset]
     none = np.zeros(0)
     if problem.columns.sparse.any() or not LEAST_RBF_ROWS <= n <= MOST_RBF_ROWS:
         return kernels, none
@@ -350,14 +372,17 @@ def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
         return kernels, none
     rates = np.array(WIDTHS) / np.median(different)
     for width, rate in zip(WIDTHS, rates, strict=True):
-        factors = Factors.of(np.exp(-rate * distances))
-        kernels.append(Kernel(f"rbf {width}", REFINEMENT, factors))
+        squares, vectors = _eigenpairs(np.exp(-rate * distances))
+        basis = vectors * np.sqrt(squares)
+        kernels.append(Kernel(f"rbf {width}", REFINEMENT, basis, squares))
     return kernels, rates
 
 
 def squared_distances(left: Matrix, right: Matrix) -> Matrix:
     """‖x − x'‖² for rows of the one and of the other; exactly 0 for equal rows."""
-    squares = np.einsum("ij,ij->i", left, left)[:, None] + np.einsum("ij,ij->i", right, right)
+    norms = np.einsum("ij,ij->i", left, left)
+    other_norms = np.einsum("ij,ij->i", right, right)
+    squares = norms[:, None] + other_norms
     distances = np.asarray(squares - 2 * (left @ right.T))
     near = distances <= CLOSE * squares
     if left is right:
@@ -372,37 +397,15 @@ def squared_distances(left: Matrix, right: Matrix) -> Matrix:
     return distances
 
 
-@dataclass(frozen=True, eq=False)
-class LeftOut:
-    """One kernel's models for every λ and β, and their errors on rows left out.
-
-    Args:
-        duals: of Y and of Xw, rows × λ × 2 × outputs: those of a β belong to Y − β·Xw.
-        scores: L, the mean squares of errors on rows left out, λ × β.
-    """
-
-    duals: Matrix
-    scores: Matrix
-
-    @classmethod
-    def of(cls, kernel: Kernel, targets: Matrix, predictions: Matrix) -> Self:
-        """Exactly: the error on a row left out is its residual/(1 − its leverage)."""
-        n, outputs = targets.shape
-        both = np.hstack([targets, predictions])
-        residuals = kernel.factors.residuals(both, kernel.ridges)
-        residuals = residuals.reshape(n, len(LAMBDAS), 2, outputs)
-        free = 1 - kernel.factors.leverages(kernel.ridges)
-        if kernel.intercept:
-            free -= 1 / n
-        errors = residuals / free[:, :, None, None]
-        of_betas = [errors[:, :, 0] - beta * errors[:, :, 1] for beta in BETAS]
-        scores = [(error**2).sum(axis=(0, 2)) / n for error in of_betas]
-        return cls(residuals / kernel.ridges[:, None, None], np.stack(scores, axis=1))
-
-    def mixed(self, weights: Matrix) -> Matrix:
-        """Dual coefficients, rows × outputs, for weights λ × β."""
-        counts = np.stack([weights.sum(axis=1), -weights @ BETAS], axis=1)  # λ × 2
-        return np.asarray(np.einsum("nlko,lk->no", self.duals, counts))
+def trust_in(problem: OwnProblem, published: Published) -> float:
+    """s = max(0, 1 − c·Σx_j²ν_j/‖Xw‖²): is w's prediction for own rows more than its noise?"""
+    signal = float((problem.predictions(published.shared) ** 2).sum())
+    if signal == 0:
+        return 0.0
+    energy = (problem.rows**2).sum(axis=0)
+    variance = np.broadcast_to(published.variance, problem.columns.width)[problem.support]
+    noise = problem.columns.outputs * float(energy @ variance)
+    return max(0.0, 1 - noise / signal)
 
 
 def mixture_weights(scores: Matrix, priors: Vector, trust: float, targets: Matrix) -> Matrix:
@@ -424,6 +427,9 @@ def mixture_weights(scores: Matrix, priors: Vector, trust: float, targets: Matri
     least = logs[prior > 0].min()
     weights = prior * np.exp(-0.5 * n * np.maximum(logs - least, 0.0))
     return np.asarray(weights / weights.sum())
+
+
+# --- the personal model
 
 
 @dataclass(frozen=True, eq=False)
@@ -481,19 +487,17 @@ class Mixture:
                 "a user without rows has no mean to predict around: give this user rows, or leave "
                 "the user out of the evaluation"
             )
-        count = raw.shape[0]
-        parts = [
-            self._predict_some(raw[start : start + ROWS_AT_ONCE])
-            for start in range(0, count, ROWS_AT_ONCE)
-        ]
-        return np.concatenate([np.zeros((0, len(self.offset))), *parts])
+        parts = [np.zeros((0, len(self.offset)))]
+        for start in range(0, raw.shape[0], ROWS_AT_ONCE):
+            parts.append(self._predict_part(raw[start : start + ROWS_AT_ONCE]))
+        return np.concatenate(parts)
 
-    def _predict_some(self, raw: Rows) -> Matrix:
+    def _predict_part(self, raw: Rows) -> Matrix:
         x = self.scaling(raw)
         result = x @ self.slopes + self.offset
         if len(self.rates):
-            elsewhere = np.delete(x, self.support, axis=1)
             distances = squared_distances(x.take(self.support, axis=1), self.rows)
+            elsewhere = np.delete(x, self.support, axis=1)  # the user's own rows are 0 there
             distances += np.einsum("ij,ij->i", elsewhere, elsewhere)[:, None]
             for rate, coefficients in zip(self.rates, self.coefficients, strict=True):
                 result += np.exp(-rate * distances) @ coefficients
@@ -501,17 +505,21 @@ class Mixture:
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts, for ``np.savez``."""
-        scaling = {SCALING + name: value for name, value in vars(self.scaling).items()}
-        own = {name: value for name, value in vars(self).items() if name not in NOT_SAVED}
-        return {name: np.asarray(value) for name, value in {**scaling, **own}.items()}
+        values = {SCALING + name: value for name, value in vars(self.scaling).items()}
+        values |= {name: value for name, value in vars(self).items() if name not in NOT_SAVED}
+        return {name: np.asarray(value) for name, value in values.items()}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
         """The model that gave these arrays: it predicts the same bits."""
-        scaling = {each.name: _plain_value(arrays[SCALING + each.name]) for each in fields(Scaling)}
+
+        def value(name: str) -> Any:
+            array = arrays[name]
+            return array.item() if array.ndim == 0 else array
+
+        scaling = Scaling(**{each.name: value(SCALING + each.name) for each in fields(Scaling)})
         own = [each.name for each in fields(cls) if each.name not in NOT_SAVED]
-        values = {name: _plain_value(arrays[name]) for name in own}
-        return cls(scaling=Scaling(**scaling), **values)
+        return cls(scaling=scaling, **{name: value(name) for name in own})
 
 
 def personal_model(problem: OwnProblem, published: Published) -> Mixture:
@@ -522,40 +530,41 @@ def personal_model(problem: OwnProblem, published: Published) -> Mixture:
     if len(problem.rows) < 2:
         alone = _linear_model(problem, 0.0 * shared, problem.targets.sum(axis=0))
         return replace(only_shared, trust=trust, beta=1.0, alone=alone, shared_alone=only_shared)
-    kernels, rates = candidates(problem)
-    predictions = problem.predictions(shared)
-    fits = [LeftOut.of(kernel, problem.targets, predictions) for kernel in kernels]
-    mixture = functools.partial(
-        _mixture, problem=problem, shared=shared, kernels=kernels, fits=fits, rates=rates
-    )
-    return replace(mixture(trust), alone=mixture(0.0), shared_alone=only_shared)
+    with one_blas_thread():
+        kernels, rates = candidates(problem)
+        predictions = problem.predictions(shared)
+        fits = [kernel.fit(problem.targets, predictions) for kernel in kernels]
+        mix = functools.partial(_mix, problem, shared, kernels=kernels, fits=fits, rates=rates)
+        model = mix(trust)
+        alone = mix(0.0)
+    return replace(model, alone=alone, shared_alone=only_shared)
 
 
-def _mixture(
-    trust: float,
-    *,
+def _mix(
     problem: OwnProblem,
     shared: Matrix,
+    trust: float,
+    *,
     kernels: Sequence[Kernel],
-    fits: Sequence[LeftOut],
+    fits: Sequence[Fits],
     rates: Vector,
 ) -> Mixture:
     """The mixture of all candidates; the first two kernels are the linear one and the offset."""
     scores = np.array([fit.scores for fit in fits])
     priors = np.array([kernel.prior for kernel in kernels])
     weights = mixture_weights(scores, priors, trust, problem.targets)
-    duals = [fit.mixed(own) for fit, own in zip(fits, weights, strict=True)]
+    linear, offset, *rbf = [fit.coefficients(own) for fit, own in zip(fits, weights, strict=True)]
     beta = float((weights @ BETAS).sum())
     slopes = beta * shared
-    slopes[problem.support] += problem.rows.T @ duals[0]
-    offset = np.zeros(problem.columns.outputs)
+    slopes[problem.support] += problem.rows.T @ linear
+    constant = np.zeros(problem.columns.outputs)
     if problem.columns.task == "classification":
-        offset = duals[1].sum(axis=0)
+        constant = offset.sum(axis=0)
     return replace(
-        _linear_model(problem, slopes, offset),
-        rows=problem.rows if len(rates) else problem.rows[:0],
+        _linear_model(problem, slopes, constant),
+        rows=problem.rows if rbf else problem.rows[:0],
         rates=rates,
-        coefficients=np.array(duals[2:]),
+        coefficients=np.array(rbf),
         trust=trust,
         beta=beta,
         kernels=np.array([kernel.name for kernel in kernels]),
@@ -583,17 +592,23 @@ def _linear_model(problem: OwnProblem, slopes: Matrix, offset: Vector) -> Mixtur
     )
 
 
-def _plain_value(array: NDArray[Any]) -> Any:
-    """A number as Python's own, an array as it is."""
-    return array.item() if array.ndim == 0 else array
+# --- small pieces
+
+
+def _eigenpairs(matrix: Matrix) -> tuple[Vector, Matrix]:
+    """Of a matrix whose eigenvalues are negative by round-off alone."""
+    values, vectors = np.linalg.eigh(matrix)
+    return np.maximum(values, 0.0), vectors
 
 
 def _dense(rows: Rows) -> Matrix:
     """A float64 array of what may be sparse."""
-    return np.asarray(rows.toarray() if hasattr(rows, "toarray") else rows, dtype=np.float64)
+    if hasattr(rows, "toarray"):
+        rows = rows.toarray()
+    return np.asarray(rows, dtype=np.float64)
 
 
-def _around_mean(values: Matrix) -> tuple[Matrix, Matrix]:
+def _subtract_mean(values: Matrix) -> tuple[Matrix, Matrix]:
     """Values minus their mean, and the mean; equal values give exact zeros, no values mean 0."""
     if not len(values):
         return values, np.zeros(values.shape[1:])
@@ -602,17 +617,16 @@ def _around_mean(values: Matrix) -> tuple[Matrix, Matrix]:
     return from_first - mean, values[0] + mean
 
 
-def _usable_rows(rows: Matrix, targets: Matrix) -> tuple[Matrix, Matrix]:
+def _drop_unusable(rows: Matrix, targets: Matrix) -> tuple[Matrix, Matrix]:
     """Without rows that hold NaN, infinity or a number beyond 1e100."""
     usable = (np.abs(rows) <= LARGEST).all(axis=1)
-    fine = np.abs(targets) <= LARGEST
-    usable &= fine.all(axis=1) if fine.ndim == 2 else fine
+    has_target = np.abs(targets) <= LARGEST
+    usable &= has_target.all(axis=1) if has_target.ndim == 2 else has_target
     if usable.all():
         return rows, targets
-    left_out = int((~usable).sum())
     log.warning(
         "%d of this user's %d rows hold NaN or infinity and are left out: clean the data",
-        left_out,
+        int((~usable).sum()),
         len(rows),
     )
     return rows[usable], targets[usable]
@@ -621,9 +635,9 @@ def _usable_rows(rows: Matrix, targets: Matrix) -> tuple[Matrix, Matrix]:
 def _class_targets(values: Matrix, columns: Columns) -> Matrix:
     """One-hot − 1/K, of class indices; or of rows of 0 and 1 minus 1/K."""
     if values.ndim == 2:
-        return values - 1 / columns.outputs
+        return values - columns.chance
     classes = values.astype(np.intp)
     known = bool(((values == classes) & (classes >= 0) & (classes < columns.outputs)).all())
     rule = f"classes must be whole numbers from 0 to {columns.outputs - 1}"
     require(known, rule, values[:5].tolist(), "number the classes in their public order")
-    return np.asarray(np.eye(columns.outputs)[classes] - 1 / columns.outputs)
+    return np.asarray(np.eye(columns.outputs)[classes] - columns.chance)

@@ -14,20 +14,22 @@ from torch import nn
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.app import client_app
-from flwr_ppsgd.models.batch import Part, Parts
-from flwr_ppsgd.models.blocks import (
+from flwr_ppsgd.models.additive_linear import Loss
+from flwr_ppsgd.models.torch_data import MOST_BYTES, Loader, LoaderBatches, Part, Parts
+from flwr_ppsgd.models.torch_model import (
     Shapes,
-    blocks,
-    patterns_of,
+    SplitModel,
+    list_patterns,
     refuse_other_shared,
-    refuse_running_statistics,
+    split_names,
 )
-from flwr_ppsgd.models.linear import Loss
-from flwr_ppsgd.models.loaders import MOST_BYTES, Loader, LoaderBatches
-from flwr_ppsgd.models.losses import LossFunction, Objective
-from flwr_ppsgd.models.split import SplitModel
-from flwr_ppsgd.models.split_learner import SplitLearner
-from flwr_ppsgd.models.torch_optimizer import OptimizerFactory, PersonalTraining, Schedule
+from flwr_ppsgd.models.torch_training import (
+    LossFunction,
+    Objective,
+    OptimizerFactory,
+    PersonalTraining,
+    SplitLearner,
+)
 from flwr_ppsgd.recipe import Task
 
 Loaders: TypeAlias = Callable[[Context], tuple[Loader, Loader | None]]
@@ -48,7 +50,6 @@ def torch_client(
     optimizer: OptimizerFactory | None = None,
     personal_steps: int = 1,
     weight_decay: float = 0.0,
-    schedule: Schedule | None = None,
     task: Task | None = None,
     most_bytes: int = MOST_BYTES,
     local_step: float | None = None,
@@ -73,7 +74,6 @@ def torch_client(
         optimizer: as for ``torch_learner``.
         personal_steps: as for ``torch_learner``.
         weight_decay: as for ``torch_learner``.
-        schedule: as for ``torch_learner``.
         task: as for ``torch_learner``.
         most_bytes: as for ``torch_learner``.
         local_step: as for ``client_app``.
@@ -82,9 +82,10 @@ def torch_client(
             parameters, so they serve stock strategies only.
     """
     _check_network(network)
-    _split(network, personal, additive)
+    patterns = tuple(list_patterns(personal))
+    _shared_shapes(network, patterns, additive)
     Objective(loss, torch.device("cpu"))
-    PersonalTraining(optimizer, personal_steps, weight_decay, schedule)
+    PersonalTraining(optimizer, personal_steps, weight_decay)
     learner = functools.partial(
         torch_learner,
         additive=additive,
@@ -95,11 +96,10 @@ def torch_client(
         optimizer=optimizer,
         personal_steps=personal_steps,
         weight_decay=weight_decay,
-        schedule=schedule,
         task=task,
         most_bytes=most_bytes,
     )
-    learner_for = _LearnerFor(network, personal, additive, loaders, learner)
+    learner_for = _LearnerFor(network, patterns, additive, loaders, learner)
     return client_app(learner_for, local_step=local_step, local_steps=local_steps, mods=mods)
 
 
@@ -108,7 +108,7 @@ class _LearnerFor:
     """A node's learner, made from its context."""
 
     network: Callable[[], nn.Module]
-    personal: str | Sequence[str]
+    personal: tuple[str, ...]
     additive: bool
     loaders: Loaders
     learner: Callable[..., SplitLearner]
@@ -118,9 +118,8 @@ class _LearnerFor:
 
     def check_shared(self, shapes: Shapes) -> None:
         """ValueError unless the server's arrays are the network's shared parameters."""
-        here = _split(self.network, self.personal, self.additive)
-        split = f"personal={patterns_of(self.personal)}, additive={self.additive}"
-        refuse_other_shared(shapes, here, split)
+        here = _shared_shapes(self.network, self.personal, self.additive)
+        refuse_other_shared(shapes, here, self.personal, self.additive)
 
     def __call__(self, context: Context) -> SplitLearner:
         train, test = self._loaders(context)
@@ -166,8 +165,9 @@ def _check_network(network: object) -> None:
         )
 
 
-def _split(
-    network: Callable[[], nn.Module], personal: str | Sequence[str], additive: bool
+@functools.lru_cache(maxsize=8)
+def _shared_shapes(
+    network: Callable[[], nn.Module], personal: tuple[str, ...], additive: bool
 ) -> Shapes:
     """The shapes of the shared parameters; ValueError if the network cannot be split this way."""
     try:
@@ -175,8 +175,7 @@ def _split(
             module = network()
     except Exception:  # not every network can be made without values
         module = network()
-    refuse_running_statistics(module)
-    shared, _ = blocks(module, personal, additive)
+    shared, _ = split_names(module, personal, additive)
     parameters = dict(module.named_parameters())
     return {name: parameters[name].shape for name in shared}
 
@@ -195,7 +194,6 @@ def torch_learner(
     optimizer: OptimizerFactory | None = None,
     personal_steps: int = 1,
     weight_decay: float = 0.0,
-    schedule: Schedule | None = None,
     task: Task | None = None,
     most_bytes: int = MOST_BYTES,
     user: int = 0,
@@ -222,7 +220,6 @@ def torch_learner(
             local epochs under ``PPSGD.auto``, where None is Adam.
         personal_steps: the number of steps that θ takes in one visit.
         weight_decay: of θ.
-        schedule: the factor on θ's learning rate at visit 1, 2, …
         task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
         most_bytes: the most data that is held in memory; a larger loader is read batch by batch.
         user: decides the order of minibatches.
@@ -242,7 +239,6 @@ def torch_learner(
         optimizer=optimizer,
         personal_steps=personal_steps,
         weight_decay=weight_decay,
-        schedule=schedule,
         task=task,
     )
 
@@ -278,6 +274,6 @@ def whole_module(
         personal: as for ``SplitModel``.
         theta: one user's personal parameters, such as ``PersonalModel.load(…).theta``.
     """
-    shared, own = blocks(module, personal)
-    additive = len(arrays) == len(shared) + len(own)
+    everything, _ = split_names(module, personal, additive=True)
+    additive = len(arrays) == len(everything)
     return SplitModel(module, personal, additive=additive).module_with(arrays, theta)

@@ -1,4 +1,4 @@
-"""What a training has released, may release and has planned: the money of one training.
+"""What a training has released, may release and has planned.
 
 Charges are on the disk before anything is released. The statement follows from them.
 """
@@ -7,31 +7,25 @@ import functools
 import json
 import logging
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
-from flwr_ppsgd.algorithm import Release, Vector
+from flwr_ppsgd.algorithm import Release, SecureSum, Vector
 from flwr_ppsgd.checks import is_whole, printable, require
 from flwr_ppsgd.epsilon import Bound, Relation, check_accountant
 from flwr_ppsgd.ledger import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.noise import cut_probability
 from flwr_ppsgd.recipe import Values, values_of
-from flwr_ppsgd.server.budget import Budget
+from flwr_ppsgd.server.budget import Allowance, Budget
 from flwr_ppsgd.server.rounds import SumRequest
 from flwr_ppsgd.server.store import Checkpoint, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
-from flwr_ppsgd.statement import (
-    Headline,
-    Promise,
-    raised_plan,
-    rounded_up,
-    why_delta_is_void,
-)
+from flwr_ppsgd.statement import Headline, Promise, raised_plan, rounded_up, why_delta_is_void
 from flwr_ppsgd.training import Training
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
@@ -62,8 +56,7 @@ class Account:
 
     def close(self) -> None:
         """Give up the lock on the checkpoint directory."""
-        if self.training.checkpoint_dir is not None:
-            self._store.close()
+        self._store.close()
         if self._budget is not None:
             self._budget.close()
 
@@ -72,33 +65,29 @@ class Account:
 
         Whether that was needed.
         """
-        budget_open = self._budget is None or self._budget.is_open
-        if self._store.is_open and budget_open:
+        if self._store.is_open and (self._budget is None or self._budget.is_open):
             return False
         self._store.open()
         self._load()
         return True
 
     def _load(self) -> None:
+        """Go on from what the store holds."""
         try:
-            self._resume()
+            if self.training.recipe is None:
+                self._settle()
+            found = self._store.load()
+            self.ledger = self._store.ledger(self.training.delta)
+            self._begun = False
+            self.checkpoint = found
+            if found is not None:
+                self.rounds_done = found.round
+                charged = self.ledger.rounds
+                log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
             self._join_budget()
         except BaseException:
             self.close()
             raise
-
-    def _resume(self) -> None:
-        """Go on from what the store holds."""
-        if self.training.recipe is None:
-            self._settle()
-        found = self._store.load()
-        self.ledger = self._store.ledger(self.training.delta)
-        self._begun = False
-        self.checkpoint = found
-        if found is not None:
-            self.rounds_done = found.round
-            charged = self.ledger.rounds
-            log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
 
     def _settle(self) -> None:
         """Fix what the guarantee rests on; ValueError if the training began with something else."""
@@ -113,38 +102,34 @@ class Account:
     def _join_budget(self) -> None:
         """Join the budget that the training is under, if there is one."""
         directory = self.training.budget_dir
-        joined = self._store.notes("budget")
+        owner, place = next(iter(self._store.notes("budget")), (None, None))
         if directory is None:
-            if joined:
-                _, place = joined[0]
+            if place is not None:
                 raise ValueError(
                     f"this training is under the budget in {place}: set budget_dir to it"
                 )
             return
         self._budget = Budget(directory)
         self._budget.admit(self.training.release, self.training.delta, self.training.insecure)
-        if not joined and self.ledger.rounds:
+        if place is None:
+            if self.ledger.rounds:
+                raise ValueError(
+                    f"{self.training.checkpoint_dir} has {self.ledger.rounds} charges that the "
+                    f"budget in {directory} never saw: a training joins a budget before its first "
+                    "round; start anew in another checkpoint_dir"
+                )
+            self._store.note("budget", [self._budget.owner, str(directory.resolve())])
+        elif owner != self._budget.owner:
             raise ValueError(
-                f"{self.training.checkpoint_dir} has {self.ledger.rounds} charges that the budget "
-                f"in {directory} never saw: a training joins a budget before its first round; "
-                "start anew in another checkpoint_dir"
-            )
-        if joined and joined[0][0] != self._budget.owner:
-            raise ValueError(
-                f"this training is under the budget in {joined[0][1]}, not under the one in "
+                f"this training is under the budget in {place}, not under the one in "
                 f"{directory}: set budget_dir to the former"
             )
-        if not joined:
-            self._store.note("budget", [self._budget.owner, str(directory.resolve())])
-        counts: Counter[Release] = Counter()
-        for (release, _), times in self._store.charges().items():
-            counts[release] += times
-        self._budget.catch_up(self.training_id, counts)
+        self._budget.catch_up(self.training_id, self._store.counts())
 
     @property
     def training_id(self) -> int:
         """Names this training to its clients."""
-        return self._store.training
+        return self._store.owner
 
     @functools.cached_property
     def key(self) -> TrainingKey:
@@ -165,11 +150,7 @@ class Account:
         return tuple(self._store.notes("start"))
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that there is room on the disk for all that a round writes.
-
-        Args:
-            nbytes: the size of w and of what is kept beside it.
-        """
+        """Take room on the disk for w and what is kept beside it, and for the rows of a round."""
         self._store.reserve(nbytes)
         if self._budget is not None:
             self._budget.reserve()
@@ -181,18 +162,11 @@ class Account:
             arrays: w as named serialised arrays.
             state: what the next round needs besides w.
         """
-        if self.training.checkpoint_dir is None:
-            return
         due = self.rounds_done % self.training.checkpoint_every == 0
         if due or self.rounds_done == self.last_round:
             self._store.save(self.rounds_done, arrays, state)
 
     # --- what was released before the first round
-
-    @property
-    def sums(self) -> dict[str, Vector]:
-        """The noisy sums, by what was asked for."""
-        return {name: np.array(numbers) for name, numbers in self._store.notes("sum")}
 
     def note_sum(self, name: str, noisy: Vector) -> None:
         """Keep a noisy sum for a restart: nobody is asked again."""
@@ -202,18 +176,27 @@ class Account:
     def pending(self) -> list[str]:
         """What is still to be asked for before the first round."""
         recipe = self.training.recipe
-        if recipe is None:
-            return []
-        known = self.sums
-        return [name for name in recipe.before if name not in known]
+        known = dict(self._store.notes("sum"))
+        return [name for name in recipe.before if name not in known] if recipe else []
 
     @property
     def values(self) -> Values:
         """u, C and k, as far as they were released."""
         recipe = self.training.recipe
-        return Values() if recipe is None else values_of(recipe, self.sums)
+        sums = {name: np.array(numbers) for name, numbers in self._store.notes("sum")}
+        return values_of(recipe, sums) if recipe else Values()
+
+    def _releases_before(self) -> list[tuple[Release, int]]:
+        """What is still to be released before the first round, each once."""
+        recipe = self.training.recipe
+        return [(recipe.before[name], 1) for name in self.pending] if recipe else []
 
     # --- the plan and the budget
+
+    @property
+    def planned_rounds(self) -> int:
+        """The largest number of rounds that was planned."""
+        return self._store.planned[1]
 
     def plan(self, wanted: int | None, default: int) -> int:
         """Fix the number of rounds before the first one: as many as wanted and as can be paid for.
@@ -229,11 +212,12 @@ class Account:
         void = why_delta_is_void(self.training.delta, self.training.population)
         if void:
             log.warning("NO GUARANTEE: %s", void)
-        rounds = self._within_recipe(wanted) if self.training.recipe else wanted
-        rounds = default if rounds is None else rounds
+        rounds = default if wanted is None else wanted
         whole = is_whole(rounds) and rounds >= 0
         rule = "num_rounds must be a whole number that is not negative"
         require(whole, rule, rounds, "it is the total, restarts included")
+        if self.training.recipe is not None:
+            rounds = self._within_recipe(wanted)
         self.last_round = self._within_budget_dir(self._within_max_epsilon(rounds))
         if self.training.steps.publishes:
             self._plan_charges(self.last_round)
@@ -249,8 +233,7 @@ class Account:
         elif wanted is not None and wanted < rounds:
             rounds = wanted
             fewer = self.training.with_rounds(wanted) if wanted > 0 else self.training
-            settled = self._store.setting("release")
-            if settled in (None, release_to_dict(fewer.release)):
+            if self._store.setting("release") in (None, release_to_dict(fewer.release)):
                 self.training = fewer
         if rounds > 0:
             self._settle()
@@ -259,19 +242,16 @@ class Account:
     @functools.cached_property
     def affordable_rounds(self) -> int | None:
         """How many rounds the budget pays for, in all; None if there is no limit."""
-        return None if self._unlimited else self._paid_by_max_epsilon(MOST_ROUNDS)
+        if self.training.max_epsilon is None or not self.training.steps.publishes:
+            return None
+        return self._paid_by_max_epsilon(self.training.max_epsilon, MOST_ROUNDS)
 
-    @property
-    def _unlimited(self) -> bool:
-        return self.training.max_epsilon is None or not self.training.steps.publishes
-
-    def _paid_by_max_epsilon(self, at_most: int) -> int:
+    def _paid_by_max_epsilon(self, limit: float, at_most: int) -> int:
         """How many rounds, those charged included, beside everything else that is released."""
-        assert self.training.max_epsilon is not None
         release = self.training.release
         others = [each for each in self.ledger.releases if each[0] != release]
         return affordable_rounds(
-            max_epsilon=self.training.max_epsilon,
+            max_epsilon=limit,
             delta=self.training.delta,
             release=release,
             at_most=at_most,
@@ -284,25 +264,21 @@ class Account:
         release = self.training.release
         return sum(times for charged, times in self.ledger.releases if charged == release)
 
-    def _releases_before(self) -> list[tuple[Release, int]]:
-        """What is still to be released before the first round, each once."""
-        recipe = self.training.recipe
-        return [] if recipe is None else [(recipe.before[name], 1) for name in self.pending]
-
     def _within_max_epsilon(self, rounds: int) -> int:
         """How many of ``rounds`` rounds, counted over the whole training, max_epsilon pays for."""
-        if self._unlimited:
+        limit = self.training.max_epsilon
+        if limit is None or not self.training.steps.publishes:
             return rounds
+        charged = self._charged_rounds
         ahead = max(0, rounds - self.rounds_done)
-        self._affordable = self._paid_by_max_epsilon(self._charged_rounds + ahead)
-        left = max(0, self._affordable - self._charged_rounds)
-        paid = min(rounds, self.rounds_done + left)
+        self._affordable = self._paid_by_max_epsilon(limit, charged + ahead)
+        paid = min(rounds, self.rounds_done + max(0, self._affordable - charged))
         if paid < rounds:
             log.warning(
                 "The budget max_epsilon=%g pays for %d of %d rounds: the run ends there. For all "
                 "of them raise noise_multiplier (now %g), sample fewer users, or raise "
                 "max_epsilon.",
-                self.training.max_epsilon,
+                limit,
                 paid,
                 rounds,
                 self.training.release.noise_multiplier,
@@ -326,26 +302,16 @@ class Account:
             )
         return min(rounds, room)
 
-    @property
-    def planned_charges(self) -> int:
-        """The largest number of charges that was planned."""
-        return max((plan["charges"] for plan in self._store.notes("plan")), default=0)
-
-    @property
-    def planned_rounds(self) -> int:
-        """The largest number of rounds that was planned."""
-        return max((plan["rounds"] for plan in self._store.notes("plan")), default=0)
-
     def _plan_charges(self, rounds: int) -> None:
         """Write the plan down. One that grows after any charge is a choice, and a caveat."""
         charged = self.ledger.rounds
-        before = self.planned_rounds
+        planned, before = self._store.planned
         stated = self.stated()
         # a round that is charged twice counts twice
         charges = charged + max(0, rounds - self.rounds_done) + len(self.pending)
-        if charges > self.planned_charges or rounds > before:
-            charges = max(charges, self.planned_charges)
-            self._store.note("plan", {"charges": charges, "rounds": max(rounds, before)})
+        if charges > planned or rounds > before:
+            plan = {"charges": max(charges, planned), "rounds": max(rounds, before)}
+            self._store.note("plan", plan)
         if charged and rounds > before and self._budget is None:
             self.note_caveat(raised_plan(stated, self.stated(), charged))
 
@@ -356,17 +322,16 @@ class Account:
             return
         if self._budget is not None:
             self._budget.check(request.round, release)
-        if self._unlimited:
+        limit = self.training.max_epsilon
+        if limit is None:
             return
         if release == self.training.release:
             charged = self._charged_rounds
             if charged >= self._affordable:  # look far enough ahead not to ask again soon
-                self._affordable = self._paid_by_max_epsilon(2 * charged + 1)
+                self._affordable = self._paid_by_max_epsilon(limit, 2 * charged + 1)
             if charged < self._affordable:
                 return
-        limit = self.training.max_epsilon
         after = self.ledger.record(release).epsilon()
-        assert limit is not None
         if release != self.training.release and after <= limit:
             return
         asked = f"round {request.round}" if request.round else f"asking for the {request.what}"
@@ -400,39 +365,25 @@ class Account:
     def stated(self) -> Ledger:
         """The ledger for which ε is stated: what was released, and planned rounds that were not."""
         insecure = self.training.insecure
-        missing = max(0, self.planned_charges - self.ledger.rounds)
+        missing = max(0, self._store.planned[0] - self.ledger.rounds)
         ledger = self.ledger
         for release, times in self._releases_before() if missing else ():
             ledger = ledger.record(release, times, insecure=insecure)
             missing -= times
         return ledger.record(self.training.release, missing, insecure=insecure)
 
-    def _headline(self) -> Headline:
-        stated = self.stated()
-        secure = self.training.release.aggregation
-        head = replace(
-            headline_of(stated),
-            population=self.training.population,
-            unit="node" if self._caveats("node") else "user",
-            secure=secure,
-        )
-        if self._budget is not None:  # its trainings together have no bound against all others
-            allowance = self._budget.allowance
-            exchanged = allowance.epsilon_replace_one()
-            return replace(head, cost=allowance.epsilon, replace_one=exchanged)
-        head = replace(head, replace_one=_epsilon_of(stated, "replace-one"))
-        if secure is None:
-            return head
-        pooled = stated.pooled_epsilon()
-        exchanged = stated.pooled_epsilon("replace-one")
-        return replace(head, pooled=pooled, pooled_replace_one=exchanged)
-
     def promise_to_clients(self) -> tuple[float, str]:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
-        if self.training.steps.publishes and not self.planned_charges:
+        if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        head = self._headline()
-        return head.epsilon, head.in_one_line()
+        return _short_promise(*self._what_is_promised())
+
+    def _what_is_promised(self) -> tuple[Ledger, int, str, SecureSum | None, Allowance | None]:
+        """What the headline follows from."""
+        unit = "node" if "node" in self._store.caveats.values() else "user"
+        allowance = None if self._budget is None else self._budget.allowance
+        secure = self.training.release.aggregation
+        return self.stated(), self.training.population, unit, secure, allowance
 
     def promise(self, size: int = 0, simulation: str = "", terms: tuple[str, ...] = ()) -> Promise:
         """Everything that is stated about this training.
@@ -444,7 +395,7 @@ class Account:
         """
         check_accountant()
         stated = self.stated()
-        head = replace(self._headline(), simulation=simulation)
+        head = replace(_headline(*self._what_is_promised()), simulation=simulation)
         # δ is the total: what finite precision takes is paid from it
         cut = cut_probability(size, stated.rounds, self.training.release.noise_shares)
         if self._budget is None:
@@ -483,10 +434,13 @@ class Account:
 
         At most what is stated for the plan; infinite if nothing is guaranteed.
         """
-        head = headline_of(self.ledger, self.ledger.quick_epsilon())
-        if head.void or not self.planned_charges:
-            return head.epsilon
-        return min(head.cost, _epsilon_of(self.stated()))
+        if not self.ledger.rounds:
+            return 0.0
+        delta = self.training.delta
+        if self.ledger.insecure_rounds or why_delta_is_void(delta, self.training.population):
+            return math.inf
+        quick = self.ledger.quick_epsilon()
+        return min(quick, _epsilon_of(self.stated())) if self._store.planned[0] else quick
 
     def note_evaluation(self) -> None:
         """From now on every statement says that there was evaluation on client data."""
@@ -494,23 +448,16 @@ class Account:
             self._store.note("evaluation", True)
 
     def note_caveat(self, caveat: str, unit: str = "user") -> None:
-        """From now on every statement says this; each caveat once.
-
-        Args:
-            caveat: the words; nothing is noted if they are empty.
-            unit: who is protected: "user", or "node" if a user may come back as another node.
-        """
+        """From now on every statement says this; an empty one is nothing."""
         if caveat:
             self._store.note_caveat(caveat, unit)
 
-    def _caveats(self, unit: str) -> list[str]:
-        return [text for text, protected in self._store.caveats.items() if protected == unit]
-
     def _caveat_sentences(self) -> tuple[str, ...]:
-        shared = self._budget.caveats if self._budget is not None else ()
-        texts = dict.fromkeys([*self._caveats("user"), *shared])
+        own = self._store.caveats.items()
+        shared = self._budget.caveats if self._budget is not None else {}
+        texts = dict.fromkeys([*(text for text, unit in own if unit == "user"), *shared])
         found = [f"{text[:1].upper()}{text[1:]}." for text in texts]
-        lost = "; ".join(self._caveats("node"))
+        lost = "; ".join(text for text, unit in own if unit == "node")
         if lost:
             found.insert(0, f"User-level privacy across restarts of a node is NOT claimed: {lost}.")
         return tuple(found)
@@ -518,7 +465,7 @@ class Account:
     # --- what only the operator may see
 
     def where_facts_are(self) -> str:
-        """For whoever looks for clients' replies and errors in the log."""
+        """For people who look for clients' replies and errors in the log."""
         directory = self.training.checkpoint_dir
         if directory is not None:
             return f"`ppsgd status {directory}` shows clients' replies and errors"
@@ -529,19 +476,18 @@ class Account:
         words = printable(text, LONGEST_ERROR)
         self.tell_operator({"problem": words}, words, logging.WARNING)
 
-    def note_error(self, error: BaseException) -> None:
-        """What ended the run; whoever raised it shows it too."""
-        words = printable(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-        self.tell_operator({"error": words}, words, logging.DEBUG)
+    @contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Note what ends the run in this block; it is raised all the same."""
+        try:
+            yield
+        except BaseException as error:
+            words = printable(f"{type(error).__name__}: {error}", LONGEST_ERROR)
+            self.tell_operator({"error": words}, words, logging.DEBUG)
+            raise
 
     def note_failed_evaluations(self, round_: int, failures: Sequence[str], others: int) -> None:
-        """How many evaluations failed, if any did, and why the first.
-
-        Args:
-            round_: the absolute round.
-            failures: what the clients said.
-            others: the number of evaluations that did not fail.
-        """
+        """How many evaluations failed beside ``others`` that did not, and why the first."""
         if failures:
             self.note_problem(
                 f"round {round_}: {len(failures)} of {len(failures) + others} evaluations failed; "
@@ -551,8 +497,8 @@ class Account:
     def tell_operator(self, fact: Mapping[str, Any], words: str, level: int) -> None:
         """Sampling protects users only as long as nobody knows who took part.
 
-        So facts are not in Flower's log, which ``flwr log`` shows to whoever may submit runs,
-        unless coins come from a known seed and there is no secret.
+        So facts are not in Flower's log, which ``flwr log`` shows to everyone who may submit runs,
+        unless noise comes from a known seed and there is no secret.
         """
         if self.training.checkpoint_dir is not None:
             self._store.record_fact(fact)
@@ -561,21 +507,48 @@ class Account:
         log.log(shown, "server-private: %s", words)
 
 
-def headline_of(ledger: Ledger, cost: float | None = None) -> Headline:
-    """What a ledger guarantees to the users it is about.
-
-    Args:
-        ledger: what was released, or is planned.
-        cost: ε of it, if that is known already.
-    """
+def headline_of(ledger: Ledger) -> Headline:
+    """What a ledger guarantees to the users it is about."""
     populations = [release.cohort.population for release, _ in ledger.releases]
     return Headline(
-        cost=_epsilon_of(ledger) if cost is None else cost,
+        cost=_epsilon_of(ledger),
         delta=ledger.delta,
         rounds=ledger.rounds,
         insecure_rounds=ledger.insecure_rounds,
         population=max(populations, default=0),
     )
+
+
+def _headline(
+    stated: Ledger,
+    population: int,
+    unit: str,
+    secure: SecureSum | None,
+    allowance: Allowance | None,
+) -> Headline:
+    head = replace(headline_of(stated), population=population, unit=unit, secure=secure)
+    if allowance is not None:  # its trainings together have no bound against all others
+        exchanged = allowance.epsilon_replace_one()
+        return replace(head, cost=allowance.epsilon, replace_one=exchanged)
+    head = replace(head, replace_one=_epsilon_of(stated, "replace-one"))
+    if secure is None:
+        return head
+    pooled = stated.pooled_epsilon()
+    exchanged = stated.pooled_epsilon("replace-one")
+    return replace(head, pooled=pooled, pooled_replace_one=exchanged)
+
+
+@functools.lru_cache(maxsize=64)
+def _short_promise(
+    stated: Ledger,
+    population: int,
+    unit: str,
+    secure: SecureSum | None,
+    allowance: Allowance | None,
+) -> tuple[float, str]:
+    """ε and one line for clients: the same in every round of a plan."""
+    head = _headline(stated, population, unit, secure, allowance)
+    return head.epsilon, head.in_one_line()
 
 
 @functools.lru_cache(maxsize=64)

@@ -71,8 +71,9 @@ class Allowance:
         one_of("filter", filter_, get_args(Filter))
         if filter_ == "gaussian":
             return cls(epsilon, delta, filter_, 0.0, _gaussian_limit(epsilon, delta))
-        order = max(ORDERS, key=lambda each: _rdp_limit(epsilon, delta, each) / each)
-        limit = _rdp_limit(epsilon, delta, order)
+        limits = {order: epsilon - _conversion(math.log(delta), order) for order in ORDERS}
+        order = max(limits, key=lambda each: limits[each] / each)
+        limit = limits[order]
         rule = "epsilon is too small for an RDP filter at this delta"
         require(limit > 0, rule, epsilon, "raise epsilon or delta, or use the gaussian filter")
         return cls(epsilon, delta, filter_, order, limit)
@@ -82,22 +83,25 @@ class Allowance:
         z = release.noise_multiplier
         if z == 0:
             return math.inf
-        sampled = release.amplifies
-        if self.filter == "gaussian":
-            if sampled:
-                raise ValueError(
-                    f"a gaussian budget has no price for sampled users, got rate="
-                    f"{release.cohort.rate:g}: use rate 1, or a budget with the rdp filter"
-                )
-            return (1 + ROUNDING) / z**2
-        rate = release.cohort.rate if sampled else 1.0
-        return _rdp_of(rate, z, self.order) * (1 + ROUNDING)
+        rate = release.cohort.rate if release.amplifies else 1.0
+        if self.filter == "rdp":
+            return _rdp_of(rate, z, self.order) * (1 + ROUNDING)
+        if release.amplifies:
+            raise ValueError(
+                f"a gaussian budget has no price for sampled users, got rate={rate:g}: use rate 1, "
+                "or a budget with the rdp filter"
+            )
+        return (1 + ROUNDING) / z**2
 
     def epsilon_replace_one(self) -> float:
         """ε of everything together if a user's data are exchanged for any other."""
         if self.filter == "gaussian":
             return gaussian(1 / (2 * math.sqrt(self.limit)), self.delta)
-        return _twice(self.limit, self.order, self.delta)
+
+        def cost(log_delta: float) -> float:
+            return self.limit + _conversion(log_delta, self.order)
+
+        return as_two_zero_outs(cost, self.delta)
 
 
 def _gaussian_limit(epsilon: float, delta: float) -> float:
@@ -116,25 +120,9 @@ def _gaussian_limit(epsilon: float, delta: float) -> float:
     return low**2
 
 
-def _rdp_limit(epsilon: float, delta: float, order: float) -> float:
-    """The R whose conversion is ε: R = ε − log((a−1)/a) + (log δ + log a)/(a−1).
-
-    The conversion is that of Canonne, Kamath and Steinke (2020).
-    """
-    return epsilon - _conversion(delta, order)
-
-
-def _conversion(delta: float, order: float) -> float:
-    return math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
-
-
-def _twice(limit: float, order: float, delta: float) -> float:
-    """ε under replace-one neighbours of whatever stays within the limit at this order."""
-
-    def cost(log_delta: float) -> float:
-        return limit + math.log1p(-1 / order) - (log_delta + math.log(order)) / (order - 1)
-
-    return as_two_zero_outs(cost, delta)
+def _conversion(log_delta: float, order: float) -> float:
+    """What ε is above R: log((a−1)/a) − (log δ + log a)/(a−1) (Canonne, Kamath, Steinke 2020)."""
+    return math.log1p(-1 / order) - (log_delta + math.log(order)) / (order - 1)
 
 
 @functools.lru_cache(maxsize=256)

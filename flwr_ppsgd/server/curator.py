@@ -6,33 +6,33 @@ translate messages, and its account keeps what was charged.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
 import numpy as np
 
-from flwr_ppsgd.algorithm import PrivateMetrics, Release, Vector, server_step
+from flwr_ppsgd.algorithm import Vector, server_step
 from flwr_ppsgd.checks import printable
 from flwr_ppsgd.noise import coins_for
 from flwr_ppsgd.recipe import DROWNED, Recipe, published_variance, server_gain, shares_of_columns
 from flwr_ppsgd.secure.terms import Session, Terms
 from flwr_ppsgd.server.account import LONGEST_ERROR, Account
-from flwr_ppsgd.server.enrolment import Enrolment, Present
+from flwr_ppsgd.server.enrolment import Enrolment, Online
 from flwr_ppsgd.server.rounds import (
+    UNMASKING_STAGE,
     Exchange,
     OpenSum,
-    PlainTotal,
-    SecureTotal,
+    SecureOpenSum,
     SumRequest,
     facts_in_words,
 )
 from flwr_ppsgd.training import Identity, Training
-from flwr_ppsgd.wire import LONGEST_PROMISE, Asked, Order, Plan
+from flwr_ppsgd.wire import LONGEST_PROMISE, Asked, Order
 
 log = logging.getLogger("flwr.ppsgd")
 
-Look: TypeAlias = Callable[[], Iterable[Present]]  # tells who is online
+Look: TypeAlias = Callable[[], Online]  # tells who is online
 
 ITERATES = "iterates"  # in the state beside w
 VARIANCE = "variance"
@@ -44,7 +44,7 @@ class NobodyUsableError(RuntimeError):
 
 
 class Curator:
-    """Whoever holds the coins and the open round of one training.
+    """The holder of the secret randomness and the open round of one training.
 
     Args:
         training: all its settings.
@@ -57,17 +57,16 @@ class Curator:
         self._useless = 0  # rounds in a row in which nobody could be used
         self._iterates: Vector | None = None  # Σ_{t<n} w_t, or over the second half of the rounds
         self._variance = np.zeros(1)  # ν
-        self._go_on()
+        self._load_state()
 
     def reopen(self) -> bool:
         """Go on after ``account.close``, as after a restart; whether that was needed."""
-        if not self.account.reopen():
-            return False
-        self._go_on()
-        return True
+        reopened = self.account.reopen()
+        if reopened:
+            self._load_state()
+        return reopened
 
-    def _go_on(self) -> None:
-        """From the state of the last checkpoint, if there is one."""
+    def _load_state(self) -> None:
         found = self.account.checkpoint
         if found is not None:
             self._iterates = found.state.get(ITERATES)
@@ -88,12 +87,7 @@ class Curator:
     # --- one sum: asked for, taken, charged, published
 
     def request(self, round_: int, length: int) -> SumRequest:
-        """What is asked for in a round.
-
-        Args:
-            round_: the absolute round.
-            length: the number of shared parameters.
-        """
+        """What is asked for in a round, of a w with this number of parameters."""
         training = self.training
         what = "gradient" if training.recipe is None else "solution"
         if not training.steps.publishes:
@@ -108,6 +102,8 @@ class Curator:
     def open(self, request: SumRequest, look: Look, nbytes: int, run: int = 0) -> OpenSum:
         """Budget and room on the disk, then the cohort from the enrolled population.
 
+        Who takes part is independent of data and of who is online.
+
         Args:
             request: what is asked for.
             look: tells who is online.
@@ -120,32 +116,26 @@ class Curator:
         self.account.reserve(nbytes + beside + ROOM_FOR_NAMES)
         self.account.check(request)
         online = self._online(look)
-        drawn = self._draw(request)
-        asked = [online[node] for node in drawn if node in online]
-        total: PlainTotal | SecureTotal = PlainTotal(request)
-        if self.training.secure:
-            session = self._session(request, run)
-            coins = coins_for(self.training.insecure_seed, "neighbours", request.round)
-            total = SecureTotal(request, session, coins)
-        self._sum = OpenSum(request, total, asked, len(drawn) - len(asked))
-        return self._sum
-
-    def _draw(self, request: SumRequest) -> list[Identity]:
-        """Who takes part: independent of data and of who is online."""
+        seed = self.training.insecure_seed
         cohort = request.release.cohort
-        coins = coins_for(self.training.insecure_seed, "cohort", request.round)
-        places = cohort.members(coins.uniforms(cohort.population))
-        return self.enrolment.nodes(places.tolist())
-
-    def _session(self, request: SumRequest, run: int) -> Session:
-        return Session(
-            training=self.account.training_id,
-            run=run,
-            start=len(self.account.starts()),
-            round=request.round,
-            part=request.what,
-            terms=Terms.of(request.release, request.metrics),
-        )
+        uniforms = coins_for(seed, "cohort", request.round).uniforms(cohort.population)
+        drawn = self.enrolment.nodes(cohort.members(uniforms).tolist())
+        asked = [online[node] for node in drawn if node in online]
+        offline = len(drawn) - len(asked)
+        if self.training.secure:
+            session = Session(
+                training=self.account.training_id,
+                run=run,
+                start=len(self.account.starts()),
+                round=request.round,
+                part=request.what,
+                terms=Terms.of(request.release, request.metrics),
+            )
+            coins = coins_for(seed, "neighbours", request.round)
+            self._sum = SecureOpenSum(request, asked, offline, session, coins)
+        else:
+            self._sum = OpenSum(request, asked, offline)
+        return self._sum
 
     def opened(self, round_: int) -> OpenSum:
         """The sum that was opened last; ValueError if it is not that of this round."""
@@ -159,7 +149,7 @@ class Curator:
     def exchanges(self, opened: OpenSum) -> Iterator[Exchange]:
         """What to send for a sum, one exchange after the other, charged before it is unmasked."""
         for exchange in opened.exchanges():
-            if exchange.unmasks:
+            if exchange.stage == UNMASKING_STAGE:
                 self._charge(opened)
             yield exchange
 
@@ -199,7 +189,7 @@ class Curator:
             raise NobodyUsableError(
                 f"none of {len(opened.nodes)} clients gave a usable answer when everybody was "
                 f"asked for the {request.what} ({self._what_was_said(opened)}). That release is "
-                "charged: look at a client's log, mend it, and start again"
+                "charged: look at a client's log, correct it, and start again"
             )
 
     def publish(
@@ -256,6 +246,8 @@ class Curator:
             return values.size * float(gain[0])
         return values.size * np.repeat(gain, mean.shape[1])
 
+    # --- mistakes that everybody makes
+
     def refuse_to_go_on(self) -> None:
         """NobodyUsableError if everyone asked has failed, twice in a row.
 
@@ -274,7 +266,7 @@ class Curator:
         raise NobodyUsableError(
             f"in {rounds} each client that was asked gave an error, a malformed reply or none "
             f"({self._what_was_said(opened)}). What was released is charged. More rounds would "
-            "only cost epsilon: look at a client's log, mend it, and start again"
+            "only cost epsilon: look at a client's log, correct it, and start again"
         )
 
     def refuse_if_nobody_obeys(self, asked: int, refusals: Sequence[str]) -> None:
@@ -289,8 +281,14 @@ class Curator:
             raise NobodyUsableError(
                 f"before round {self.account.rounds_done + 1} none of {asked} clients would obey "
                 f"an Order; the first: {first}. Nothing was charged: look at a client's log or "
-                "`ppsgd client-report`, mend it, and start again"
+                "`ppsgd client-report`, correct it, and start again"
             )
+
+    def _what_was_said(self, opened: OpenSum) -> str:
+        """Where failures are written down; the first one itself if they are not."""
+        if self.training.checkpoint_dir is not None:
+            return self.account.where_facts_are()
+        return f"the first: {opened.first_failure or 'no reply'}"
 
     def say_whether_it_can_learn(self, size: int) -> None:
         """Log, from public numbers alone, what signal to noise the planned rounds can reach.
@@ -302,37 +300,30 @@ class Curator:
         left = self.account.last_round - self.account.rounds_done
         if left < 1 or not self.training.steps.publishes or release.noise_multiplier == 0:
             return
+        users = self.training.population
         if self.training.recipe is not None:
-            self._say_how_noisy_predictions_are(self.training.recipe)
+            noise = self.training.recipe.noise_in_prediction
+            log.info(
+                "Noise in a prediction: at most about %.2g of the size of users' models", noise
+            )
+            if noise > DROWNED:
+                log.warning(
+                    "With %d users the noise in a prediction of the shared model is about %.2g of "
+                    "what it says: users will mostly keep to their own models. Enrol about %.3g "
+                    "times as many, or allow a larger epsilon.",
+                    *(users, noise, noise / DROWNED),
+                )
             return
         reached = math.sqrt(left) * release.signal_to_noise(size)
         log.info("Signal to noise over %d rounds: at best %.2g, if all users agree", left, reached)
         if reached < 1:
+            verdict = "This cannot learn:" if reached < DROWNED else "This may learn little:"
+            more = 1 / reached
             log.warning(
-                "%s if all users agree, the noise on %d shared parameters is "
-                "%.3g times as long as what %d users can say in %d rounds. Enrol about %.3g times "
-                "as many users, allow a larger epsilon, or share about %.3g times fewer "
-                "parameters.",
-                "This cannot learn: even" if reached < DROWNED else "This may learn little: even",
-                size,
-                1 / reached,
-                self.training.population,
-                left,
-                1 / reached,
-                1 / reached**2,
-            )
-
-    def _say_how_noisy_predictions_are(self, recipe: Recipe) -> None:
-        noise = recipe.noise_in_prediction
-        log.info("Noise in a prediction: at most about %.2g of the size of users' models", noise)
-        if noise > DROWNED:
-            log.warning(
-                "With %d users the noise in a prediction of the shared model is about %.2g of what "
-                "it says: users will mostly keep to their own models. Enrol about %.3g times as "
-                "many, or allow a larger epsilon.",
-                self.training.population,
-                noise,
-                noise / DROWNED,
+                "%s even if all users agree, the noise on %d shared parameters is %.3g times as "
+                "long as what %d users can say in %d rounds. Enrol about %.3g times as many users, "
+                "allow a larger epsilon, or share about %.3g times fewer parameters.",
+                *(verdict, size, more, users, left, more, more**2),
             )
 
     # --- what is published in the end
@@ -384,7 +375,8 @@ class Curator:
 
     def _online(self, look: Look) -> Mapping[Identity, Identity]:
         online = self.enrolment.refresh(look)
-        self.account.note_caveat(self.enrolment.caveat, "node")
+        for caveat in self.enrolment.caveats:
+            self.account.note_caveat(caveat, "node")
         return online
 
     # --- Orders
@@ -392,17 +384,26 @@ class Curator:
     def order(self, round_: int) -> Order:
         """What every client is told about the training, and asked in a round."""
         training = self.training
+        release = training.release
         recipe = training.recipe
         persistent = training.checkpoint_dir is not None
+        asks: Asked = "solution" if recipe else "gradient"
+        # everything that is released about a user: its noise multiplier, and how often
+        plan: dict[str, tuple[float, int]] = {}
+        rounds = self.account.planned_rounds
+        if training.steps.publishes and rounds:
+            before = recipe.before if recipe else {}
+            plan = {name: (each.noise_multiplier, 1) for name, each in before.items()}
+            plan[asks] = (release.noise_multiplier, rounds)
         epsilon, promise = self.account.promise_to_clients()
         values = self.account.values
         return Order(
             round=round_,
             step=training.steps.personal,
-            clip_norm=training.release.clip_norm,
-            reduction=training.release.reduction,
+            clip_norm=release.clip_norm,
+            reduction=release.reduction,
             publishes=training.steps.publishes,
-            asks="solution" if recipe else "gradient",
+            asks=asks,
             task=recipe.task if recipe else "",
             sparse=recipe.sparse if recipe else (),
             unit=values.unit,
@@ -416,21 +417,10 @@ class Curator:
             charges=self.account.ledger.rounds,
             epsilon=epsilon,
             promise=printable(promise, LONGEST_PROMISE),
-            terms=_terms(training.release, training.metrics),
-            plan=self._plan(),
-            sampled=training.release.cohort.rate < 1,
+            terms=Terms.of(release, training.metrics) if release.aggregation else None,
+            plan=plan,
+            sampled=release.cohort.rate < 1,
         )
-
-    def _plan(self) -> Plan:
-        """Everything that is released about a user: its noise multiplier, and how often."""
-        training = self.training
-        rounds = self.account.planned_rounds
-        if not training.steps.publishes or not rounds:
-            return {}
-        before = training.recipe.before if training.recipe else {}
-        plan = {name: (release.noise_multiplier, 1) for name, release in before.items()}
-        asked = "solution" if training.recipe else "gradient"
-        return {**plan, asked: (training.release.noise_multiplier, rounds)}
 
     def sum_order(self, request: SumRequest, stage: int = 0) -> Order:
         """What is asked of each client for a sum, or for one exchange of a secure one."""
@@ -438,13 +428,14 @@ class Curator:
         if request.round:
             return order
         values = self.account.values
+        release = request.release
         return replace(
             order,
-            clip_norm=request.release.clip_norm,
+            clip_norm=release.clip_norm,
             asks=cast(Asked, request.what),
             size=values.count if request.what == "columns" else values.size,
             metrics=(),
-            terms=_terms(request.release, None),
+            terms=Terms.of(release, None) if release.aggregation else None,
         )
 
     def evaluation_order(self, round_: int, *, last: bool, measured: bool = True) -> Order:
@@ -460,14 +451,3 @@ class Curator:
             return order
         asks: Asked = order.asks if measured else "nothing"
         return replace(order, asks=asks, last=last, variance=tuple(self.variance.tolist()))
-
-    def _what_was_said(self, opened: OpenSum) -> str:
-        """Where failures are written down; the first one itself if they are not."""
-        if self.training.checkpoint_dir is not None:
-            return self.account.where_facts_are()
-        return f"the first: {opened.first_failure or 'no reply'}"
-
-
-def _terms(release: Release, metrics: PrivateMetrics | None) -> Terms | None:
-    """What clients are told about a secure sum; None if there is none."""
-    return None if release.aggregation is None else Terms.of(release, metrics)

@@ -1,10 +1,9 @@
 """PPSGD for Flower's legacy API: the same curator behind ``flwr.server.strategy.Strategy``."""
 
-import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 from flwr.common import (
@@ -24,10 +23,8 @@ from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
 from flwr_ppsgd.arrays import NUMPY, bytes_of, record_from, record_of
-from flwr_ppsgd.callers import refuse_dp_strategy, refuse_secagg_workflow
-from flwr_ppsgd.ledger import Ledger
-from flwr_ppsgd.recipe import Recipe, Task
-from flwr_ppsgd.recipe import recipe as make_recipe
+from flwr_ppsgd.flower_wrappers import refuse_dp_strategy, refuse_secagg_workflow
+from flwr_ppsgd.recipe import Recipe
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import Present, present_in
 from flwr_ppsgd.server.replies import (
@@ -37,8 +34,8 @@ from flwr_ppsgd.server.replies import (
     refuse_other_model,
     vector_in,
 )
-from flwr_ppsgd.server.rounds import SumRequest, UnusableError
-from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
+from flwr_ppsgd.server.rounds import OpenSum, SumRequest, UnusableError
+from flwr_ppsgd.server.strategy import CuratedStrategy
 from flwr_ppsgd.signature import digest, signed
 from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
 from flwr_ppsgd.wire import (
@@ -63,8 +60,7 @@ COHORT_SIZES = (
     "configure_evaluate: strategy sampled",
     "aggregate_evaluate: received",
 )
-Arguments = ParamSpec("Arguments")
-Returned = TypeVar("Returned")
+Instructions = TypeVar("Instructions", FitIns, EvaluateIns)
 Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
 Central: TypeAlias = Callable[
     [int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None
@@ -86,25 +82,7 @@ def _shows_no_cohort_size(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(COHORT_SIZES)
 
 
-def _noting_errors(
-    method: Callable[Concatenate["PPSGDStrategy", Arguments], Returned],
-) -> Callable[Concatenate["PPSGDStrategy", Arguments], Returned]:
-    """The method, noting for the operator what ends a run in it."""
-
-    @functools.wraps(method)
-    def noting(
-        self: "PPSGDStrategy", /, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Returned:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            self._account.note_error(error)
-            raise
-
-    return noting
-
-
-class PPSGDStrategy(Strategy):
+class PPSGDStrategy(CuratedStrategy, Strategy):
     """PPSGD for ``ServerApp(server_fn=…)``.
 
     The legacy loop always counts from 1 and cannot end early. Give it
@@ -187,59 +165,6 @@ class PPSGDStrategy(Strategy):
         self._evaluate_fn = evaluate_fn
         self._warned = False
 
-    @classmethod
-    def from_config(
-        cls, run_config: Mapping[str, Any], *, initial_parameters: Parameters, **more: Any
-    ) -> Self:
-        """From the flat keys of a Flower run config, as ``PPSGD.from_config``."""
-        settings = Settings.from_run_config(run_config)
-        given = {**settings.arguments(), **more}
-        with named_in_keys(RUN_CONFIG):
-            return cls(initial_parameters=initial_parameters, **given)
-
-    @classmethod
-    def auto(
-        cls,
-        *,
-        initial_parameters: Parameters,
-        population: int,
-        epsilon: float,
-        delta: float,
-        task: Task = "classification",
-        sparse: Sequence[int] = (),
-        rounds: int | None = None,
-        rate: float | None = None,
-        body: bool = False,
-        **more: Any,
-    ) -> Self:
-        """With nothing to tune, as ``PPSGD.auto``; ``server_config()`` has the planned rounds."""
-        made = make_recipe(
-            population=population,
-            epsilon=epsilon,
-            delta=delta,
-            task=task,
-            sparse=sparse,
-            rounds=rounds,
-            rate=rate,
-            body=body,
-        )
-        return cls(initial_parameters=initial_parameters, **{**made.arguments(), **more})
-
-    @property
-    def training(self) -> Training:
-        """All settings."""
-        return self._curator.training
-
-    @property
-    def ledger(self) -> Ledger:
-        """What was released so far."""
-        return self._account.ledger
-
-    @property
-    def affordable_rounds(self) -> int | None:
-        """How many rounds the budget pays for; None if there is no limit."""
-        return self._account.affordable_rounds
-
     def remaining_rounds(self, total: int | None = None) -> int:
         """How many of ``total`` rounds are left to run: not yet done, and within the budget.
 
@@ -264,18 +189,6 @@ class PPSGDStrategy(Strategy):
             num_rounds=self.remaining_rounds(total), round_timeout=self.training.round_timeout
         )
 
-    def close(self) -> None:
-        """Give up the lock on ``checkpoint_dir``."""
-        self._account.close()
-
-    def privacy_statement(self) -> str:
-        """The guarantee in words."""
-        return str(self.privacy_data()["statement"])
-
-    def privacy_data(self) -> dict[str, object]:
-        """The guarantee as data, ready for JSON."""
-        return self._account.promise(self._layout.size).as_data()
-
     def averaged(self, parameters: Parameters) -> Parameters:
         """The mean over rounds that is published in place of w, if there is one."""
         if not self._curator.averages:
@@ -286,7 +199,6 @@ class PPSGDStrategy(Strategy):
         refuse_dp_strategy("PPSGDStrategy")
         return self._initial
 
-    @_noting_errors
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
@@ -303,18 +215,15 @@ class PPSGDStrategy(Strategy):
         if pending:
             request = self._curator.request_before(pending[0])
         nbytes = sum(map(len, parameters.tensors))
-        opened = self._curator.open(request, lambda: _present(client_manager), nbytes)
+        with self._account.noting_errors():
+            opened = self._curator.open(request, lambda: _present(client_manager), nbytes)
         (exchange,) = self._curator.exchanges(opened)
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
         if self.training.replies == "gradient":
             order = self._curator.sum_order(request)
             config = self._signed(order, parameters, "train", client_manager)
-        instructions = FitIns(parameters, config)
-        clients = _clients(client_manager)
-        asked = [str(cid) for cid in exchange.payloads]
-        return _NeverFalse((clients[cid], instructions) for cid in asked if cid in clients)
+        return _NeverFalse(_for_each(exchange.payloads, FitIns(parameters, config), client_manager))
 
-    @_noting_errors
     def aggregate_fit(
         self,
         server_round: int,
@@ -337,12 +246,17 @@ class PPSGDStrategy(Strategy):
             else:
                 unusable = UnusableError("client error", _message_of(failure))
                 opened.count_as_zero(failure[0].cid, unusable)
-        if not round_:
-            self._curator.publish_before(opened)
-            return self._parameters_sent, {}
         heard = bool(results or failures)
-        w, released = self._curator.publish(opened, self._w, self._layout.columns, heard)
+        with self._account.noting_errors():
+            return self._publish(opened, heard)
+
+    def _publish(self, opened: OpenSum, heard: bool) -> tuple[Parameters, dict[str, Scalar]]:
+        """The new w, saved, and what is released along with it."""
         parameters = self._parameters_sent
+        if not opened.request.round:
+            self._curator.publish_before(opened)
+            return parameters, {}
+        w, released = self._curator.publish(opened, self._w, self._layout.columns, heard)
         if w is not self._w:
             parameters = self._parameters(w, parameters)
         self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
@@ -366,9 +280,7 @@ class PPSGDStrategy(Strategy):
         if self.training.replies == "gradient":
             order = self._curator.evaluation_order(round_, last=last, measured=measured)
             config = self._signed(order, parameters, "evaluate", client_manager)
-        instructions = EvaluateIns(parameters, config)
-        clients = _clients(client_manager)
-        chosen = [(clients[str(cid)], instructions) for cid in asked if str(cid) in clients]
+        chosen = _for_each(asked, EvaluateIns(parameters, config), client_manager)
         if not chosen:
             self._end(round_)
         return chosen
@@ -464,6 +376,14 @@ def _message_of(failure: Failure) -> str:
     return failure[1].status.message or "a status that is not OK"
 
 
+def _for_each(
+    asked: Iterable[Identity], instructions: Instructions, client_manager: ClientManager
+) -> list[tuple[ClientProxy, Instructions]]:
+    """The same instructions for each asked client that is still there."""
+    clients = _clients(client_manager)
+    return [(clients[str(cid)], instructions) for cid in asked if str(cid) in clients]
+
+
 def _clients(client_manager: ClientManager) -> dict[str, ClientProxy]:
     client_manager.num_available()  # looks again who is there
     return client_manager.all()
@@ -481,5 +401,7 @@ def _present(client_manager: ClientManager) -> list[Present]:
     grid = _grid_of(client_manager)
     if grid is None:
         return [Present(cid) for cid in clients]
-    nodes = [node._replace(address=str(node.address)) for node in present_in(grid)]
-    return [node for node in nodes if node.address in clients]
+    found = present_in(grid)
+    nodes = found if isinstance(found, list) else [Present(node_id) for node_id in found]
+    named = [node._replace(address=str(node.address)) for node in nodes]
+    return [node for node in named if node.address in clients]

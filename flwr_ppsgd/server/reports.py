@@ -7,12 +7,12 @@ ledger`` may be shared; what ``ppsgd status`` says about replies is for the serv
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.checks import count as whole_number
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.database import StoreError
@@ -53,7 +53,7 @@ def describe(directories: Sequence[Path]) -> str:
         else:
             store = _read(directory)
             stores.append(store)
-            parts.append(_training_text(store))
+            parts.append(_training_text(directory, store))
     if len(stores) > 1:
         parts.append(_text_of_all(stores))
     return "\n\n".join(parts)
@@ -80,7 +80,7 @@ def add_charges(directory: Path, count: int, reason: str) -> None:
     try:
         store.add_by_hand(count, reason)
         for _, place in store.notes("budget"):
-            Budget(Path(place)).catch_up(store.training, _counts(store))
+            Budget(Path(place)).catch_up(store.owner, store.counts())
     finally:
         store.close()
 
@@ -114,13 +114,14 @@ def _lost(rows: SealedRows) -> str:
     return ""
 
 
-def _training_text(store: Store) -> str:
+def _training_text(directory: Path, store: Store) -> str:
+    key = directory / KEY
     ledger = store.ledger(store.setting("delta"))
     starts = ", ".join(map(str, store.notes("start")))
-    planned, rounds = _plan(store)
+    planned, rounds = store.planned
     lines = [
-        f"{store.directory}",
-        f"training {store.training}",
+        f"{directory}",
+        f"training {store.owner}",
         *_charges(store),
         f"charged: {store.charged} releases",
         *_releases(store),
@@ -128,10 +129,11 @@ def _training_text(store: Store) -> str:
         f"starts of the server: {len(store.notes('start'))}, before rounds {starts or 'none'}",
         f"evaluation on client data: {'yes' if store.notes('evaluation') else 'no'}",
         f"insecure rounds: {ledger.insecure_rounds}",
-        *_key(store),
         *_caveats(store),
         f"spent: {_epsilons(ledger)}",
     ]
+    if key.is_file():
+        lines.append(f"clients may pin ppsgd-server-key = {TrainingKey(key.read_bytes()).public}")
     if planned > ledger.rounds:
         lines.append(f"planned: {_epsilons(_stated(store, ledger))}")
     for _, place in store.notes("budget"):
@@ -186,14 +188,6 @@ def _caveats(rows: SealedRows) -> list[str]:
     return [*added, *(f"caveat: {caveat}" for caveat in rows.caveats)]
 
 
-def _key(store: Store) -> list[str]:
-    assert store.directory is not None
-    path = store.directory / KEY
-    if not path.is_file():
-        return []
-    return [f"clients may pin ppsgd-server-key = {TrainingKey(path.read_bytes()).public}"]
-
-
 def _check_of_w(store: Store) -> str:
     try:
         found = store.load()
@@ -232,26 +226,10 @@ def _text_of_all(stores: Sequence[Store]) -> str:
     )
 
 
-def _counts(store: Store) -> Counter[Release]:
-    counts: Counter[Release] = Counter()
-    for (release, _), times in store.charges().items():
-        counts[release] += times
-    return counts
-
-
-def _plan(store: Store) -> tuple[int, int]:
-    """The largest numbers of charges and rounds that were planned."""
-    plans = store.notes("plan")
-    charges = max((plan["charges"] for plan in plans), default=0)
-    rounds = max((plan["rounds"] for plan in plans), default=0)
-    return charges, rounds
-
-
 def _stated(store: Store, ledger: Ledger) -> Ledger:
     """The charges, and those that are planned."""
-    charges, _ = _plan(store)
-    ahead = max(0, charges - ledger.rounds)
-    return ledger.record(store.kinds[0], ahead)
+    planned, _ = store.planned
+    return ledger.record(store.kinds[0], max(0, planned - ledger.rounds))
 
 
 def _epsilons(ledger: Ledger) -> str:
@@ -281,12 +259,16 @@ def status_of(directory: Path) -> dict[str, Any]:
     known = store.recorded()
     replies, last = _replies(store)
     saved = [entry["round"] for entry in store.notes("checkpoint")[-1:]]
+    used = 0
+    for path in directory.iterdir():
+        with suppress(FileNotFoundError):  # old ones may vanish meanwhile
+            used += path.stat().st_size
     done = max([0, *saved, *([last["round"]] if last else [])])
     return {
         "directory": str(directory),
-        "training": store.training,
+        "training": store.owner,
         "running": _is_locked(directory / LOCK),
-        "rounds": {"done": done, "planned": _plan(store)[1]},
+        "rounds": {"done": done, "planned": store.planned[1]},
         "charges": {
             "made": store.charged,
             "missing": max(0, known.charges - store.charged) if known else 0,
@@ -304,7 +286,7 @@ def status_of(directory: Path) -> dict[str, Any]:
         "last_error": _last(store, "error"),
         "last_problem": _last(store, "problem"),
         "disk": {
-            "used_bytes": sum(_sizes(directory)),
+            "used_bytes": used,
             "free_bytes": shutil.disk_usage(directory).free,
         },
     }
@@ -381,15 +363,6 @@ def _is_locked(path: Path) -> bool | None:
         return None
     locks = [line.split() for line in held]
     return any("FLOCK" in lock and lock[-3].rpartition(":")[2] == number for lock in locks)
-
-
-def _sizes(directory: Path) -> Iterable[int]:
-    """The sizes of the files of a directory; old ones may vanish meanwhile."""
-    for path in directory.iterdir():
-        try:
-            yield path.stat().st_size
-        except FileNotFoundError:
-            continue
 
 
 def _number(epsilon: float | str) -> str:

@@ -79,109 +79,26 @@ class Exchange:
     stage: int
     payloads: Mapping[Identity, bytes]
 
-    @property
-    def brings_w(self) -> bool:
-        """Whether w travels along: only where a vector is asked for."""
-        return self.stage in (0, MASKED_STAGE)
-
-    @property
-    def unmasks(self) -> bool:
-        """Whether the replies let the server see the sum."""
-        return self.stage == UNMASKING_STAGE
-
-
-class PlainTotal:
-    """A sum whose vectors the server sees, clips and adds noise to."""
-
-    def __init__(self, request: SumRequest) -> None:
-        self._sum = GridSum(request.length, request.release, request.metrics)
-
-    def exchanges(self, nodes: Iterable[Identity]) -> Iterator[Exchange]:
-        """One: everybody sends a vector."""
-        yield Exchange(0, dict.fromkeys(nodes, b""))
-
-    def add(self, node: Identity, sent: Sent) -> bool:  # noqa: ARG002
-        """Clip a vector and add it; an exception if it cannot be added."""
-        if isinstance(sent, bytes):
-            raise UnusableError("malformed", "bytes where a vector was expected")
-        self._sum.add(sent)
-        return True
-
-    def noisy(self, coins: Coins) -> Vector:
-        """The sum with the server's noise."""
-        return self._sum.noisy(coins)
-
-
-class SecureTotal:
-    """A sum of masked vectors, to which the clients have added the noise.
-
-    Four exchanges: keys, shares, masked vectors, revealed shares. If too few clients stay, nothing
-    can be unmasked, and there is no sum.
-    """
-
-    def __init__(self, request: SumRequest, session: Session, coins: Coins) -> None:
-        self._grid = request.release.grid
-        self._size = request.size
-        self._sum = Coordinator[Identity](session, request.size, coins)
-        self._stage = 0
-        self._total: Vector | None = None
-        self.why_lost = ""
-
-    def exchanges(self, nodes: Iterable[Identity]) -> Iterator[Exchange]:
-        """What to send, one exchange after the other; ``add`` takes each one's replies."""
-        try:
-            yield self._exchange(1, dict.fromkeys(nodes, b""))
-            yield self._exchange(2, self._sum.rosters())
-            yield self._exchange(MASKED_STAGE, self._sum.partners())
-            yield self._exchange(UNMASKING_STAGE, self._sum.survivors())
-            self._total = self._sum.total().astype(float) * self._grid
-        except NoSumError as error:
-            self.why_lost = str(error)
-
-    def _exchange(self, stage: int, payloads: Mapping[Identity, bytes]) -> Exchange:
-        self._stage = stage
-        return Exchange(stage, payloads)
-
-    def add(self, node: Identity, sent: Sent) -> bool:
-        """Take a reply to the current exchange; whether it is a vector in the sum."""
-        takes: dict[int, Callable[[Identity, Any], bool]] = {
-            1: self._sum.take_keys,
-            2: self._sum.take_shares,
-            MASKED_STAGE: self._sum.take_masked,
-            UNMASKING_STAGE: self._sum.take_revealed,
-        }
-        if not takes[self._stage](node, sent):
-            raise UnusableError("malformed", f"malformed reply to exchange {self._stage}")
-        return self._stage == MASKED_STAGE
-
-    def noisy(self, coins: Coins) -> Vector | None:  # noqa: ARG002
-        """The sum, in which the noise is already; None if there is none."""
-        return self._total
-
 
 class OpenSum:
     """A sum on its way: who was asked, what was added, what counted as zero and why.
 
+    The server sees the vectors of this one, clips them and adds the noise.
+
     Args:
         request: what is asked for.
-        total: where vectors are added.
         nodes: who is asked.
         offline: how many were drawn and were not there to be asked.
     """
 
-    def __init__(
-        self,
-        request: SumRequest,
-        total: PlainTotal | SecureTotal,
-        nodes: Iterable[Identity],
-        offline: int = 0,
-    ) -> None:
+    why_lost = ""  # why a secure sum has no total
+
+    def __init__(self, request: SumRequest, nodes: Iterable[Identity], offline: int = 0) -> None:
         self.request = request
         self.nodes = list(nodes)
         self.charged = False
         self.closed = False
         self.first_failure = ""
-        self._total = total
         self._waiting: set[Identity] = set()  # for a valid reply
         self._silent: set[Identity] = set()
         self._unnamed = 0  # failures of asked nodes, nobody knows of which
@@ -191,11 +108,14 @@ class OpenSum:
 
     def exchanges(self) -> Iterator[Exchange]:
         """What to send: each exchange is answered before the next is asked for."""
-        for exchange in self._total.exchanges(self.nodes):
-            self._zeros["missing"] += len(self._silent)
-            self._waiting = set(exchange.payloads)
-            self._silent = set(self._waiting)
-            yield exchange
+        self._sum = GridSum(self.request.length, self.request.release, self.request.metrics)
+        yield self._begin(0, dict.fromkeys(self.nodes, b""))
+
+    def _begin(self, stage: int, payloads: Mapping[Identity, bytes]) -> Exchange:
+        self._zeros["missing"] += len(self._silent)
+        self._waiting = set(payloads)
+        self._silent = set(payloads)
+        return Exchange(stage, payloads)
 
     def take(self, node: Identity | None, sent: Sent) -> None:
         """Add the first valid reply of an asked node. Everything else is zero, and counted."""
@@ -203,14 +123,25 @@ class OpenSum:
             self.count_as_zero(node, ValueError())
             return
         try:
-            is_vector = self._total.add(node, sent)
+            self._used += self._add(node, sent)
         except Exception as error:  # a reply is never a reason to stop a round
             self.count_as_zero(node, error)
             return
         self._silent.discard(node)
         self._waiting.discard(node)
         self._heard += 1
-        self._used += is_vector
+
+    def _add(self, node: Identity, sent: Sent) -> bool:  # noqa: ARG002 - of a secure sum it counts
+        """Whether this was a vector, which is in the sum now; an exception if it is no use."""
+        if isinstance(sent, bytes):
+            raise UnusableError("malformed", "bytes where a vector was expected")
+        self._sum.add(sent)
+        return True
+
+    def close(self, coins: Coins) -> Vector | None:
+        """The noisy sum; None if a secure sum has none."""
+        self.closed = True
+        return self._sum.noisy(coins)
 
     def count_as_zero(self, node: Identity | None, error: BaseException) -> None:
         """Count a reply that cannot be used."""
@@ -237,16 +168,6 @@ class OpenSum:
         self.first_failure = self.first_failure or detail
         number = self.request.round
         log.debug("Round %d: a reply of node %s counts as zero: %s", number, node, detail)
-
-    def close(self, coins: Coins) -> Vector | None:
-        """The noisy sum; None if a secure sum has none."""
-        self.closed = True
-        return self._total.noisy(coins)
-
-    @property
-    def why_lost(self) -> str:
-        """Why a secure sum has no total; empty if it has one."""
-        return getattr(self._total, "why_lost", "")
 
     @property
     def telling(self) -> bool:
@@ -279,6 +200,67 @@ class OpenSum:
             "zeros": dict(sorted(zeros.items())),
             "first_failure": self.first_failure,
         }
+
+
+class SecureOpenSum(OpenSum):
+    """A sum of masked vectors, to which the clients have added the noise.
+
+    Four exchanges: keys, shares, masked vectors, revealed shares. If too few clients stay, nothing
+    can be unmasked, and there is no sum.
+
+    Args:
+        request: what is asked for.
+        nodes: who is asked.
+        offline: how many were drawn and were not there to be asked.
+        session: what names this sum to the clients, and its terms.
+        coins: draw everybody's neighbours.
+    """
+
+    def __init__(
+        self,
+        request: SumRequest,
+        nodes: Iterable[Identity],
+        offline: int,
+        session: Session,
+        coins: Coins,
+    ) -> None:
+        super().__init__(request, nodes, offline)
+        self._masked = Coordinator[Identity](session, request.size, coins)
+        self._stage = 0
+        self._total: Vector | None = None
+
+    def exchanges(self) -> Iterator[Exchange]:
+        """What to send: each exchange is answered before the next is asked for."""
+        masked = self._masked
+        payloads = [
+            lambda: dict.fromkeys(self.nodes, b""),
+            masked.rosters,
+            masked.partners,
+            masked.survivors,
+        ]
+        try:
+            for stage, make in enumerate(payloads, 1):
+                self._stage = stage
+                yield self._begin(stage, make())
+            self._total = masked.total().astype(float) * self.request.release.grid
+        except NoSumError as error:
+            self.why_lost = str(error)
+
+    def _add(self, node: Identity, sent: Sent) -> bool:
+        takes: list[Callable[[Identity, Any], bool]] = [
+            self._masked.take_keys,
+            self._masked.take_shares,
+            self._masked.take_masked,
+            self._masked.take_revealed,
+        ]
+        if not takes[self._stage - 1](node, sent):
+            raise UnusableError("malformed", f"malformed reply to exchange {self._stage}")
+        return self._stage == MASKED_STAGE
+
+    def close(self, coins: Coins) -> Vector | None:  # noqa: ARG002 - the noise is in it
+        """The sum; None if there is none."""
+        self.closed = True
+        return self._total
 
 
 def facts_in_words(facts: Mapping[str, Any]) -> str:

@@ -45,7 +45,6 @@ RECORD_NOT_WRITTEN = (
     "the record of charges outside the checkpoint directory could not be written, so a store that "
     "goes back in time would not show"
 )
-RECORD_SHOWS = "the record outside shows"
 
 Add = Callable[[str, Any], None]
 
@@ -79,6 +78,20 @@ class Record:
         check = hashlib.sha256(text.encode()).hexdigest()
         write_file(self.path, [f"{text}\n{check}\n".encode()])
 
+    @classmethod
+    def read(cls, path: Path) -> "Record | None":
+        """The record in a file; None if there is none that can be read."""
+        try:
+            text, check = path.read_text(encoding="utf-8").splitlines()
+            if hashlib.sha256(text.encode()).hexdigest() != check:
+                raise ValueError("its checksum is wrong")
+            return cls(**json.loads(text))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("The record of charges %s cannot be read: %s", path, error)
+            return None
+
 
 def home() -> Path:
     """Where records are: ``$PPSGD_STATE_HOME``, ``$XDG_STATE_HOME/ppsgd`` or
@@ -98,33 +111,6 @@ def home() -> Path:
         raise OSError(f"no place for records ({error}): set PPSGD_STATE_HOME") from None
 
 
-def records_of(file: Path) -> list[Record]:
-    """The records of whatever was seen under this name: one, unless files were moved about."""
-    try:
-        paths = sorted(home().glob(f"*{SUFFIX}"))
-    except OSError:
-        return []
-    found = [_read_record(path) for path in paths]
-    return [record for record in found if record is not None and record.file == _place(file)]
-
-
-def _place(file: Path | None) -> str:
-    return "" if file is None else str(file.parent.resolve() / file.name)
-
-
-def _read_record(path: Path) -> Record | None:
-    try:
-        text, check = path.read_text(encoding="utf-8").splitlines()
-        if hashlib.sha256(text.encode()).hexdigest() != check:
-            raise ValueError("its checksum is wrong")
-        return Record(**json.loads(text))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        log.warning("The record of charges %s cannot be read: %s", path, error)
-        return None
-
-
 class SealedRows:
     """What was released, and what the statement depends on: sealed rows of a SQLite file.
 
@@ -136,12 +122,7 @@ class SealedRows:
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        kind: str,
-        *,
-        read_only: bool,
-        mend: bool,
+        self, path: Path | None, kind: str, *, read_only: bool = False, mend: bool = False
     ) -> None:
         self.path = path
         self._kind = kind
@@ -151,6 +132,17 @@ class SealedRows:
         self._last: Record | None = None  # what this process knows to be on the disk
         self._warned = False
         self._room_for_files = 0  # bytes
+        self._clear()
+
+    def _clear(self) -> None:
+        self.owner = 0
+        self.kinds: list[Release] = []
+        self.tally: Counter[tuple[int, int, bool]] = Counter()  # by training, kind, insecure
+        self.added = 0  # charges that were added by hand: of which release is not known
+        self.caveats: dict[str, str] = {}  # what every statement must say, and who is protected
+        self._notes: dict[str, list[Any]] = {}
+        self._rows = 0
+        self._seal = b""
 
     # --- open and close
 
@@ -168,34 +160,34 @@ class SealedRows:
         """Read and verify everything, and compare it with what is known elsewhere."""
         if self.is_open:
             return
-        self._forget()
+        self._clear()
         self._database = Database(self.path, SCHEMA, read_only=self._read_only)
         try:
             if self._read_only:
                 self._read(self._database.rows)
             else:
-                self._go_on()
+                with self.transaction() as add:
+                    if self.path is not None and not self._mend:
+                        self.refuse_lost_rows()
+                    if not self._rows:
+                        add(FIRST, {"format": FORMAT, self._kind: secrets.randbits(62)})
             self._require_format()
+            checked = self.path is not None and not self._read_only
+            if checked and self.charged and self.recorded() is None:
+                self.note_caveat(NO_RECORD)
         except BaseException:
             self.close()
             raise
 
-    def _forget(self) -> None:
-        self.owner = 0
-        self.kinds: list[Release] = []
-        self.tally: Counter[tuple[int, int, bool]] = Counter()  # by training, kind, insecure
-        self._notes: dict[str, list[Any]] = {}
-        self._rows = 0
-        self._seal = b""
-
-    def _go_on(self) -> None:
-        with self.transaction() as add:
-            if self.path is not None and not self._mend:
-                self.refuse_lost_rows()
-            if not self._rows:
-                add(FIRST, {"format": FORMAT, self._kind: secrets.randbits(62)})
-        if self.charged and self.path is not None and self.recorded() is None:
-            self.note_caveat(NO_RECORD)
+    def _require_format(self) -> None:
+        if not self._rows:
+            raise StoreError(f"{self.path} has no rows: no {self._kind} has begun there")
+        found = self.notes(FIRST)[0]["format"]
+        if found != FORMAT:
+            raise StoreError(
+                f"{self.path} has format {found}, this version reads {FORMAT}: continue with the "
+                "version of flwr-ppsgd that wrote it"
+            )
 
     def backup(self, target: Path) -> None:
         """Copy the file consistently, also while a training runs."""
@@ -230,22 +222,12 @@ class SealedRows:
         assert self.path is not None
         return self.path.with_suffix(".reserve")
 
-    def _free_room_for_rows(self) -> None:
-        """Give up what of the reserve is for rows; the rest stays for files."""
-        if self.path is not None and self._reserve_file.exists():
-            os.truncate(self._reserve_file, self._room_for_files)
-
     # --- what the rows say
 
     @property
     def charged(self) -> int:
         """The number of charges."""
         return self.tally.total() + self.added
-
-    @property
-    def added(self) -> int:
-        """The number of charges that were added by hand: of which release is not known."""
-        return sum(times for times, _ in self.notes("added"))
 
     def notes(self, what: str) -> list[Any]:
         """Everything that was noted under a heading, oldest first."""
@@ -255,84 +237,6 @@ class SealedRows:
         """Every charge, oldest first: round, number of the release, insecure, training."""
         rows = self._own().rows("SELECT value FROM entry WHERE what = 'charge' ORDER BY id")
         return [tuple(json.loads(text)) for (text,) in rows]
-
-    @property
-    def caveats(self) -> dict[str, str]:
-        """What every statement must say, and who is protected: "user", or "node" if a user may come
-        back as another node."""
-        return dict(self.notes("caveat"))
-
-    # --- more rows
-
-    @contextmanager
-    def transaction(self) -> Iterator[Add]:
-        """A function that adds a row; at the end all of them are on the disk, and recorded outside.
-
-        After an error nothing may be published. If a row was added, the file is closed, and read
-        again when it is opened; in memory, at once.
-        """
-        before = -1
-        try:
-            with self._own().transaction() as connection:
-                self._read(lambda query, values: connection.execute(query, values).fetchall())
-                before = self._rows
-                yield lambda what, value: self._add(connection, what, value)
-        except BaseException:
-            if self._rows != before:
-                self.close()
-                if self._database is not None:
-                    self._forget()
-                    self._read(self._database.rows)
-            raise
-        place = _place(self.path)
-        self._last = Record(self.owner, place, self._rows, self._seal.hex(), self.charged)
-        if self._rows != before and self.charged:
-            self._keep_record(self._last)
-
-    def note(self, what: str, value: Any) -> None:
-        """Add a row under a heading of its own. When this returns, it is on the disk."""
-        with self.transaction() as add:
-            add(what, value)
-
-    def note_caveat(self, caveat: str, unit: str = "user") -> None:
-        """Add what every statement must say from now on; each caveat once."""
-        if self.caveats.get(caveat) != unit:
-            self.note("caveat", [caveat, unit])
-
-    def add_by_hand(self, count: int, reason: str) -> None:
-        """Add charges that are known to have happened and that are not here.
-
-        Args:
-            count: the number of charges.
-            reason: how it is known.
-        """
-        self.note("added", [count, reason])
-
-    def _charge(
-        self, add: Add, training: int, round_: int, release: Release, insecure: bool = False
-    ) -> None:
-        """Add a row for one release."""
-        self._free_room_for_rows()
-        self._define(add, release)
-        add("charge", [round_, self.kinds.index(release), insecure, training])
-
-    def _define(self, add: Add, release: Release) -> None:
-        """Add a row for a release that charges can be of, unless there is one."""
-        if release not in self.kinds:
-            add("release", release_to_dict(release))
-
-    def _own(self) -> Database:
-        if self._database is None:
-            raise StoreError(f"{self.path} is closed: start again")
-        return self._database
-
-    def _add(self, connection: sqlite3.Connection, what: str, value: Any) -> None:
-        text = json.dumps(value, allow_nan=False)
-        self._take(what, value)
-        self._seal = seal(self._seal, self.owner, [what, text])
-        self._rows += 1
-        row = (self._rows, what, text, self._seal)
-        connection.execute("INSERT INTO entry VALUES (?, ?, ?, ?)", row)
 
     def _read(self, rows: Callable[[str, tuple[int]], list[Any]]) -> None:
         """Verify and take the rows that were added since the last time."""
@@ -362,16 +266,10 @@ class SealedRows:
             self._notes.setdefault(what, []).append(value)
         if what == FIRST:
             self.owner = value[self._kind]
-
-    def _require_format(self) -> None:
-        if not self._rows:
-            raise StoreError(f"{self.path} has no rows: no {self._kind} has begun there")
-        found = self.notes(FIRST)[0]["format"]
-        if found != FORMAT:
-            raise StoreError(
-                f"{self.path} has format {found}, this version reads {FORMAT}: continue with the "
-                "version of flwr-ppsgd that wrote it"
-            )
+        elif what == "added":
+            self.added += value[0]
+        elif what == "caveat":
+            self.caveats.update([value])
 
     def _damaged(self, place: int) -> StoreError:
         assert self.path is not None
@@ -381,27 +279,104 @@ class SealedRows:
             f"(ppsgd ledger {self.path.parent} --add N), or start anew in another directory"
         )
 
+    # --- more rows
+
+    @contextmanager
+    def transaction(self) -> Iterator[Add]:
+        """A function that adds a row; at the end all of them are on the disk, and recorded outside.
+
+        After an error nothing may be published. If a row was added, the file is closed, and read
+        again when it is opened; in memory, at once.
+        """
+        before = -1
+        try:
+            with self._own().transaction() as connection:
+                self._read(lambda query, values: connection.execute(query, values).fetchall())
+                before = self._rows
+                yield lambda what, value: self._add(connection, what, value)
+        except BaseException:
+            if self._rows != before:
+                self.close()
+                if self._database is not None:
+                    self._clear()
+                    self._read(self._database.rows)
+            raise
+        if self.path is not None:
+            place = _place(self.path)
+            self._last = Record(self.owner, place, self._rows, self._seal.hex(), self.charged)
+            if self._rows != before and self.charged:
+                self._keep_record(self._last)
+
+    def _add(self, connection: sqlite3.Connection, what: str, value: Any) -> None:
+        text = json.dumps(value, allow_nan=False)
+        self._take(what, value)
+        self._seal = seal(self._seal, self.owner, [what, text])
+        self._rows += 1
+        row = (self._rows, what, text, self._seal)
+        connection.execute("INSERT INTO entry VALUES (?, ?, ?, ?)", row)
+
+    def note(self, what: str, value: Any) -> None:
+        """Add a row under a heading of its own. When this returns, it is on the disk."""
+        with self.transaction() as add:
+            add(what, value)
+
+    def note_caveat(self, caveat: str, unit: str = "user") -> None:
+        """Add what every statement must say from now on; each caveat once.
+
+        Args:
+            caveat: the words.
+            unit: who is protected: "user", or "node" if a user may come back as another node.
+        """
+        if self.caveats.get(caveat) != unit:
+            self.note("caveat", [caveat, unit])
+
+    def add_by_hand(self, count: int, reason: str) -> None:
+        """Add charges that are known to have happened, for this reason, and that are not here."""
+        self.note("added", [count, reason])
+
+    def _charge(
+        self, add: Add, training: int, round_: int, release: Release, insecure: bool = False
+    ) -> None:
+        """Add a row for one release, in the part of the reserve that is for rows."""
+        if self.path is not None and self._reserve_file.exists():
+            os.truncate(self._reserve_file, self._room_for_files)
+        if release not in self.kinds:
+            add("release", release_to_dict(release))
+        add("charge", [round_, self.kinds.index(release), insecure, training])
+
+    def _own(self) -> Database:
+        if self._database is None:
+            raise StoreError(f"{self.path} is closed: start again")
+        return self._database
+
     # --- what is known elsewhere
 
     def recorded(self) -> Record | None:
         """The record outside; None if there is none that can be read."""
         try:
-            return _read_record(home() / f"{self.owner}{SUFFIX}")
+            return Record.read(home() / f"{self.owner}{SUFFIX}")
         except OSError:
             return None
 
     def refuse_lost_rows(self) -> None:
         """StoreError if this process, or the record outside, knows of rows that are not here."""
         self._refuse_other_owner()
-        for known, who in ((self._last, "this process has made"), (self.recorded(), RECORD_SHOWS)):
-            if known is not None:
-                self._compare(known, who)
+        if self._last is not None:
+            self._refuse_if_behind(self._last, "this process has made")
+        recorded = self.recorded()
+        if recorded is not None:
+            self._refuse_if_behind(recorded, "the record outside shows")
 
     def _refuse_other_owner(self) -> None:
         """A file that was removed, emptied or replaced leaves its record behind."""
         assert self.path is not None
-        for known in records_of(self.path):
-            if known.owner != self.owner and known.charges:
+        try:
+            records = [Record.read(path) for path in sorted(home().glob(f"*{SUFFIX}"))]
+        except OSError:
+            return
+        place = _place(self.path)
+        for known in records:
+            if known and known.file == place and known.owner != self.owner and known.charges:
                 raise StoreError(
                     f"{self.path} is missing or another one: the record {known.path} knows of "
                     f"{known.charges} charges of the {self._kind} that was here; put its file "
@@ -409,14 +384,9 @@ class SealedRows:
                     f"{self._kind} was deleted on purpose"
                 )
 
-    def _compare(self, known: Record, who: str) -> None:
-        """StoreError if charges or other rows are missing here.
-
-        Args:
-            known: how far the file had come.
-            who: knows it, in words.
-        """
-        self._compare_charges(known.charges, who)
+    def _refuse_if_behind(self, known: Record, who: str) -> None:
+        """StoreError if charges or other rows are missing here that ``who`` knows of."""
+        self._refuse_fewer_charges(known.charges, who)
         if self._rows < known.rows:
             raise self._lost(f"has {self._rows} rows but {who} {known.rows}: rows were lost", 1)
         ((found,),) = self._own().rows("SELECT seal FROM entry WHERE id = ?", (known.rows,))
@@ -424,8 +394,7 @@ class SealedRows:
             reason = f"is not the one of which {who} {known.charges} charges: another copy went on"
             raise self._lost(reason, known.charges)
 
-    def _compare_charges(self, known: int, who: str) -> None:
-        """StoreError if there are fewer charges here than are known to ``who``."""
+    def _refuse_fewer_charges(self, known: int, who: str) -> None:
         if self.charged < known:
             reason = f"shows {self.charged} charges but {who} {known}: charges were lost"
             raise self._lost(reason, known - self.charged)
@@ -440,16 +409,21 @@ class SealedRows:
     def _keep_record(self, record: Record) -> None:
         """Write the record outside; a training goes on without it, and says so."""
         known = self.recorded() if self._mend else None
-        if self.path is None or (known is not None and known.charges > record.charges):
+        if known is not None and known.charges > record.charges:
             return
         try:
             record.write()
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "The record of charges cannot be written (%s): a store that goes back in time "
-                    "would not show. Set PPSGD_STATE_HOME to a directory that can be written",
-                    error,
-                )
-                self.note_caveat(RECORD_NOT_WRITTEN)
+            if self._warned:
+                return
+            self._warned = True
+            log.warning(
+                "The record of charges cannot be written (%s): a store that goes back in time "
+                "would not show. Set PPSGD_STATE_HOME to a directory that can be written",
+                error,
+            )
+            self.note_caveat(RECORD_NOT_WRITTEN)
+
+
+def _place(file: Path) -> str:
+    return str(file.parent.resolve() / file.name)

@@ -82,11 +82,6 @@ class Store(SealedRows):
             )
         return cls(directory, read_only=True)
 
-    @property
-    def training(self) -> int:
-        """Names this training to its clients."""
-        return self.owner
-
     def open(self) -> None:
         """Take the lock and read everything; harmless if it is open.
 
@@ -124,7 +119,7 @@ class Store(SealedRows):
         super().refuse_lost_rows()
         for path in reversed(self._arrays()):
             charges = int(path.stem.rpartition("-")[2])
-            self._compare_charges(charges, f"{path.name} has had")
+            self._refuse_fewer_charges(charges, f"{path.name} has had")
 
     def backup(self, target: Path) -> None:
         """Copy the file consistently, and w and the key beside it, also while a training runs."""
@@ -148,8 +143,8 @@ class Store(SealedRows):
             if before is None:
                 with self.transaction() as add:
                     add("setting", [name, plain])
-                    if isinstance(value, Release):
-                        self._define(add, value)
+                    if isinstance(value, Release) and value not in self.kinds:
+                        add("release", plain)
             elif before != plain:
                 changed += _differences(name, before, plain)
         if changed:
@@ -174,7 +169,7 @@ class Store(SealedRows):
             insecure: whether its coins come from a known seed.
         """
         with self.transaction() as add:
-            self._charge(add, self.training, round_, release, insecure)
+            self._charge(add, self.owner, round_, release, insecure)
 
     def charges(self) -> Counter[tuple[Release, bool]]:
         """How often each release was charged, and whether with coins from a known seed.
@@ -190,12 +185,25 @@ class Store(SealedRows):
                 found[release, False] += self.added
         return found
 
+    def counts(self) -> Counter[Release]:
+        """How often each release was charged."""
+        found: Counter[Release] = Counter()
+        for (release, _), times in self.charges().items():
+            found[release] += times
+        return found
+
     def ledger(self, delta: float) -> Ledger:
         """The charges, counted: their order does not matter for ε."""
         ledger = Ledger(delta)
         for (release, insecure), times in self.charges().items():
             ledger = ledger.record(release, times, insecure=insecure)
         return ledger
+
+    @property
+    def planned(self) -> tuple[int, int]:
+        """The largest numbers of charges and rounds that were planned: the last plan has both."""
+        last = self.notes("plan")[-1:]
+        return (last[0]["charges"], last[0]["rounds"]) if last else (0, 0)
 
     # --- facts that are the server's alone
 
@@ -333,29 +341,16 @@ def _checkpoint_of(round_: int, content: bytes) -> Checkpoint:
 
 
 def _most_expensive(kinds: Iterable[Release]) -> list[Release]:
-    """Those releases that no other one is sure to cost at least as much as."""
-    found = list(kinds)
+    """Of each price one release, unless another has no more noise and no more sampling."""
+    prices = {
+        (release.noise_multiplier, release.cohort.rate if release.amplifies else 1.0): release
+        for release in kinds
+    }
     return [
         release
-        for release in found
-        if not any(_costs_at_least(other, release) for other in found if other is not release)
+        for (noise, rate), release in prices.items()
+        if not any(z <= noise and q >= rate and (z, q) != (noise, rate) for z, q in prices)
     ]
-
-
-def _costs_at_least(one: Release, other: Release) -> bool:
-    """Whether a release has no more noise and no more sampling than another.
-
-    Of two that cost the same, one is taken for the more expensive.
-    """
-    price = (one.noise_multiplier, -_amplifying_rate(one))
-    reference = (other.noise_multiplier, -_amplifying_rate(other))
-    if price == reference:
-        return repr(one) < repr(other)
-    return price[0] <= reference[0] and price[1] <= reference[1]
-
-
-def _amplifying_rate(release: Release) -> float:
-    return release.cohort.rate if release.amplifies else 1.0
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:

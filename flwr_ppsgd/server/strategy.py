@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -22,10 +23,12 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps, Vector
 from flwr_ppsgd.arrays import bytes_of, record_from
-from flwr_ppsgd.callers import refuse_dp_strategy
+from flwr_ppsgd.flower_wrappers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
+from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.replies import (
@@ -41,7 +44,7 @@ from flwr_ppsgd.server.replies import (
     vector_in,
     with_named_arrays,
 )
-from flwr_ppsgd.server.rounds import ENOUGH_ASKED, Exchange, OpenSum, Sent, SumRequest
+from flwr_ppsgd.server.rounds import ENOUGH_ASKED, MASKED_STAGE, Exchange, OpenSum, Sent, SumRequest
 from flwr_ppsgd.server.superlink import ask, refusals_of
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.signature import digest, signed
@@ -69,7 +72,116 @@ log = logging.getLogger("flwr.ppsgd")
 FLOWER_ROUNDS = 3  # of a Flower strategy, if nobody says how many
 
 
-class PPSGD(Strategy):
+class CuratedStrategy:
+    """What the strategies of both APIs have in common: how they are made, and what they promise."""
+
+    _curator: Curator
+    _account: Account
+    _layout: Layout  # names and shapes of w
+
+    @classmethod
+    def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
+        """From the flat keys of a Flower run config.
+
+        Args:
+            run_config: flat keys, as of ``flwr_ppsgd.settings.Settings``.
+            more: arguments of the strategy, which come before the run config's.
+        """
+        settings = Settings.from_run_config(run_config)
+        given = {**settings.arguments(), **more}
+        with named_in_keys(RUN_CONFIG):
+            return cls(**given)
+
+    @classmethod
+    def auto(
+        cls,
+        *,
+        population: int,
+        epsilon: float,
+        delta: float,
+        task: Task = "classification",
+        sparse: Sequence[int] = (),
+        rounds: int | None = None,
+        rate: float | None = None,
+        body: bool = False,
+        aggregation: SecureSum | None = None,
+        **more: Any,
+    ) -> Self:
+        """With nothing to tune: the recipe of ``flwr_ppsgd.recipe`` for a population and a budget.
+
+        Users send what they would add to w, in a handful of rounds; after the last one w goes to
+        everybody, and each device makes its personal model.
+
+        Args:
+            population: N, the number of enrolled users.
+            epsilon: ε of everything that is released, under zero-out neighbours.
+            delta: δ, well below 1/population.
+            task: "classification" or "regression".
+            sparse: the places of columns of w that most users lack, such as words or items.
+            rounds: the number of rounds; 2 to 8 by N and ε unless given.
+            rate: the share of users per round, for very many of them (1,000/N is enough); None is
+                everyone.
+            body: whether w holds the body of a network that is trained: at least 4 rounds.
+            aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
+            more: arguments of the strategy, which come before the recipe's.
+        """
+        made = make_recipe(
+            population=population,
+            epsilon=epsilon,
+            delta=delta,
+            task=task,
+            sparse=sparse,
+            rounds=rounds,
+            rate=rate,
+            body=body,
+            aggregation=aggregation,
+        )
+        return cls(**{**made.arguments(), **more})
+
+    @property
+    def training(self) -> Training:
+        """All settings."""
+        return self._curator.training
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was released so far."""
+        return self._account.ledger
+
+    @property
+    def accountant(self) -> LedgerAccountant:
+        """The ledger as Flower's ``PrivacyAccountant``."""
+        training = self.training
+        return LedgerAccountant(self.ledger, training.release, training.max_epsilon)
+
+    @property
+    def affordable_rounds(self) -> int | None:
+        """How many rounds the budget pays for; None if there is no limit."""
+        return self._account.affordable_rounds
+
+    @property
+    def rounds_done(self) -> int:
+        """The last round that was published, restarts included."""
+        return self._account.rounds_done
+
+    def note_evaluation(self) -> None:
+        """From now on every statement says that there was evaluation on client data."""
+        self._account.note_evaluation()
+
+    def privacy_statement(self) -> str:
+        """The guarantee in words."""
+        return str(self.privacy_data()["statement"])
+
+    def privacy_data(self) -> dict[str, object]:
+        """The guarantee as data, ready for JSON."""
+        return self._account.promise(self._layout.size).as_data()
+
+    def close(self) -> None:
+        """Give up the lock on ``checkpoint_dir``, so that another strategy can go on there."""
+        self._account.close()
+
+
+class PPSGD(CuratedStrategy, Strategy):
     """Personalized-Private-SGD: clip, sum, divide by a public number, add noise, step w.
 
     Args:
@@ -120,74 +232,11 @@ class PPSGD(Strategy):
         self._account = self._curator.account
         self._parameter_clients = ParameterClients()
         self._arrays = ArrayRecord()  # w as it was sent last
+        self._layout = Layout((), (), ())  # its names and shapes
         self._w: Vector = np.zeros(0)  # the same as one vector
         self._asked: list[Metadata] = []
         self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
         self._latest = self._resumed()
-
-    @classmethod
-    def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
-        """From the flat keys of a Flower run config.
-
-        Args:
-            run_config: flat keys, as of ``flwr_ppsgd.settings.Settings``.
-            more: arguments as of ``PPSGD``, which come before the run config's.
-        """
-        settings = Settings.from_run_config(run_config)
-        given = {**settings.arguments(), **more}
-        with named_in_keys(RUN_CONFIG):
-            return cls(**given)
-
-    @classmethod
-    def auto(
-        cls,
-        *,
-        population: int,
-        epsilon: float,
-        delta: float,
-        task: Task = "classification",
-        sparse: Sequence[int] = (),
-        rounds: int | None = None,
-        rate: float | None = None,
-        body: bool = False,
-        aggregation: SecureSum | None = None,
-        **more: Any,
-    ) -> Self:
-        """With nothing to tune: the recipe of ``flwr_ppsgd.recipe`` for a population and a budget.
-
-        Users send what they would add to w, in a handful of rounds; after the last one w goes to
-        everybody, and each device makes its personal model.
-
-        Args:
-            population: N, the number of enrolled users.
-            epsilon: ε of everything that is released, under zero-out neighbours.
-            delta: δ, well below 1/population.
-            task: "classification" or "regression".
-            sparse: the places of columns of w that most users lack, such as words or items.
-            rounds: the number of rounds; 2 to 8 by N and ε unless given.
-            rate: the share of users per round, for very many of them (1,000/N is enough); None is
-                everyone.
-            body: whether w holds the body of a network that is trained: at least 4 rounds.
-            aggregation: ``SecureSum`` if clients add the noise and the server sees sums only.
-            more: arguments as of ``PPSGD``, which come before the recipe's.
-        """
-        made = make_recipe(
-            population=population,
-            epsilon=epsilon,
-            delta=delta,
-            task=task,
-            sparse=sparse,
-            rounds=rounds,
-            rate=rate,
-            body=body,
-            aggregation=aggregation,
-        )
-        return cls(**{**made.arguments(), **more})
-
-    @property
-    def training(self) -> Training:
-        """All settings."""
-        return self._curator.training
 
     @property
     def release(self) -> Release:
@@ -200,37 +249,9 @@ class PPSGD(Strategy):
         return self.training.steps
 
     @property
-    def ledger(self) -> Ledger:
-        """What was released so far."""
-        return self._account.ledger
-
-    @property
-    def affordable_rounds(self) -> int | None:
-        """How many rounds the budget pays for; None if there is no limit."""
-        return self._account.affordable_rounds
-
-    @property
-    def rounds_done(self) -> int:
-        """The last round that was published, restarts included."""
-        return self._account.rounds_done
-
-    @property
     def enrols_whoever_comes(self) -> bool:
         """Whether the population is the first nodes seen, rather than a list that was given."""
         return self._curator.enrolment.open
-
-    def note_evaluation(self) -> None:
-        """From now on every statement says that there was evaluation on client data."""
-        self._account.note_evaluation()
-
-    def privacy_statement(self) -> str:
-        """The guarantee in words."""
-        return str(self.privacy_data()["statement"])
-
-    def privacy_data(self) -> dict[str, object]:
-        """The guarantee as data, ready for JSON."""
-        size = self._layout(self._arrays).size if self._arrays else 0
-        return self._account.promise(size).as_data()
 
     def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
         """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
@@ -253,13 +274,9 @@ class PPSGD(Strategy):
         """The mean over rounds that is published in place of w, if there is one."""
         if not self._curator.averages:
             return arrays
-        layout = self._layout(arrays)
+        layout = self._layout_of(arrays)
         mean = self._curator.averaged(layout.flatten(arrays))
         return layout.unflatten(mean, like=arrays)
-
-    def close(self) -> None:
-        """Give up the lock on ``checkpoint_dir``, so that another strategy can go on there."""
-        self._account.close()
 
     def summary(self) -> None:
         """Log the settings that make up the promise."""
@@ -280,6 +297,7 @@ class PPSGD(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
         on_round: Callable[[int, Result], None] | None = None,
     ) -> Result:
         """Train for ``num_rounds`` rounds, or as many as the budget pays for.
@@ -296,38 +314,44 @@ class PPSGD(Strategy):
             evaluate_config: sent to the clients in evaluation.
             evaluate_fn: called with the absolute round and w, before the first round and after
                 each.
-            on_round: called with the round and the result so far, at the same moments.
+            should_stop: called with the round and the result so far after each round; if it is
+                true, the training ends there. Flower's strategies have it from 1.43 on.
+            on_round: called with the round and the result so far, at the moments of evaluate_fn.
         """
         timeout = self.training.round_timeout if timeout is None else timeout
         train_config = _checked_config(train_config)
         evaluate_config = _checked_config(evaluate_config)
         self._check_arrays(initial_arrays)
-        try:
+        # once it is closed, another strategy may go on in checkpoint_dir
+        with closing(self), self._account.noting_errors():
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._beginning(initial_arrays))
             if last > first:
-                self._curator.say_whether_it_can_learn(self._layout(result.arrays).size)
+                self._curator.say_whether_it_can_learn(self._layout_of(result.arrays).size)
                 self._check_clients(grid, result.arrays, timeout)
                 self._ask_before(grid, result.arrays, timeout)
             for round_ in range(first, last + 1):
                 if round_ > first:
                     self._run_round(round_, result, grid, timeout, train_config)
-                self._run_evaluation(round_, result, grid, timeout, evaluate_config)
+                messages = self.configure_evaluate(round_, result.arrays, evaluate_config, grid)
+                if messages:
+                    replies = ask(grid, messages, timeout, size=0)
+                    metrics = self.aggregate_evaluate(round_, replies)
+                    if metrics is not None:
+                        result.evaluate_metrics_clientapp[round_] = metrics
                 central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
                 if central is not None:
-                    log.info("Round %d: evaluate_fn measured %s", round_, dict(central))
                     result.evaluate_metrics_serverapp[round_] = central
+                self._log_round(round_, last, result)
                 if on_round:
                     on_round(round_, result)
+                if round_ > first and should_stop and should_stop(round_, result):
+                    log.info("should_stop has ended the training after round %d", round_)
+                    break
             result.arrays = self.averaged(result.arrays)
             self._deliver(grid, result.arrays, timeout)
             log.info("%s", self.privacy_data()["short"])
             return result
-        except BaseException as error:
-            self._account.note_error(error)
-            raise
-        finally:
-            self.close()  # another strategy may go on in checkpoint_dir
 
     def _check_arrays(self, arrays: object) -> None:
         """ValueError unless w came as Flower's record of finite numbers."""
@@ -336,7 +360,7 @@ class PPSGD(Strategy):
                 f"initial_arrays must be an ArrayRecord, got a {type(arrays).__name__}: wrap it, "
                 "as in ArrayRecord(module.state_dict())"
             )
-        if not np.isfinite(self._flatten(arrays)).all():
+        if not np.isfinite(self._layout_of(arrays).flatten(arrays)).all():
             raise ValueError(
                 "initial_arrays hold NaN or infinity: nothing was sent or charged; pass a w of "
                 "finite numbers"
@@ -365,7 +389,7 @@ class PPSGD(Strategy):
         """The w to go on from: that of the last round, if there was one and it has this form."""
         if self._latest is None:
             return initial
-        refuse_other_model(self._layout(self._latest), self._layout(initial))
+        refuse_other_model(self._layout_of(self._latest), self._layout_of(initial))
         return self._latest
 
     def _check_clients(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
@@ -374,18 +398,17 @@ class PPSGD(Strategy):
             return
         nodes = self._curator.everybody(lambda: present_in(grid))[:ENOUGH_ASKED]
         order = self._curator.order(self.rounds_done)
-        records = {ARRAYS: arrays, CONFIG: _with_round(None, self.rounds_done)}
-        content = self._signed(order, records, MessageType.QUERY, grid)
+        content = self._signed(order, arrays, MessageType.QUERY, grid)
         messages = _messages(dict.fromkeys(nodes, content), MessageType.QUERY)
         refusals = refusals_of(grid, messages, timeout, _size(arrays))
         self._curator.refuse_if_nobody_obeys(len(messages), refusals)
 
     def _ask_before(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
         """Ask everybody for what the recipe releases before the first round, unless it was."""
-        self._arrays = arrays
+        self._note_sent(arrays)
         for name in self._account.pending:
             request = self._curator.request_before(name)
-            opened = self._run_exchanges(request, grid, arrays, ConfigRecord(), timeout)
+            opened = self._run_exchanges(request, grid, ConfigRecord(), timeout)
             self._curator.publish_before(opened)
 
     def _run_round(
@@ -393,59 +416,54 @@ class PPSGD(Strategy):
     ) -> None:
         if self.training.secure:
             refuse_dp_strategy("PPSGD")
-            request = self._round_request(round_, result.arrays)
-            self._run_exchanges(request, grid, result.arrays, config, timeout)
-            result.arrays, metrics = self._publish(round_)
+            self._note_sent(result.arrays)
+            request = self._curator.request(round_, len(self._w))
+            opened = self._run_exchanges(request, grid, config, timeout)
+            result.arrays, metrics = self._publish(opened)
         else:
             messages = self.configure_train(round_, result.arrays, config, grid)
             replies = ask(grid, messages, timeout, _size(result.arrays))
             result.arrays, metrics = self.aggregate_train(round_, replies)
         result.train_metrics_clientapp[round_] = metrics
-        spent = rounded_up(cast(float, metrics["epsilon"]))
-        last = self._account.last_round
-        log.info("[ROUND %d/%d] epsilon so far at most %s", round_, last, spent)
         self._curator.refuse_to_go_on()
 
+    def _log_round(self, round_: int, last: int, result: Result) -> None:
+        """One line: ε so far, and the measures that exist."""
+        measured = {
+            "clients": result.evaluate_metrics_clientapp.get(round_),
+            "evaluate_fn": result.evaluate_metrics_serverapp.get(round_),
+        }
+        parts = [f"epsilon {rounded_up(self._account.epsilon_so_far())}"]
+        for where, measures in measured.items():
+            if measures:
+                shown = [f"{name} {_shown(value)}" for name, value in measures.items()]
+                parts.append(f"{where}: {', '.join(shown)}")
+        if round_ or len(parts) > 1:
+            log.info("[ROUND %d/%d] %s", round_, last, " · ".join(parts))
+
     def _run_exchanges(
-        self,
-        request: SumRequest,
-        grid: Grid,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        timeout: float,
+        self, request: SumRequest, grid: Grid, config: ConfigRecord, timeout: float
     ) -> OpenSum:
         """Ask for a sum: one exchange if it is plain, four if it is secure, each with a timeout."""
         run = grid.run.run_id if self.training.secure else 0
-        opened = self._curator.open(request, lambda: present_in(grid), _size(arrays), run)
+        nbytes = _size(self._arrays)
+        opened = self._curator.open(request, lambda: present_in(grid), nbytes, run)
         for exchange in self._curator.exchanges(opened):
-            messages = self._exchange_messages(request, exchange, arrays, config, grid)
-            replies = ask(grid, messages, timeout, _size(arrays))
-            self._take(opened, exchange.stage, replies)
+            messages = self._exchange_messages(request, exchange, config, grid)
+            self._take(opened, exchange.stage, ask(grid, messages, timeout, nbytes))
         return opened
-
-    def _run_evaluation(
-        self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
-    ) -> None:
-        messages = self.configure_evaluate(round_, result.arrays, config, grid)
-        if not messages:
-            return
-        replies = ask(grid, messages, timeout, size=0)
-        metrics = self.aggregate_evaluate(round_, replies)
-        if metrics is not None:
-            result.evaluate_metrics_clientapp[round_] = metrics
 
     def _deliver(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
         """Bring the last w of the recipe to everybody; the reply is empty, whatever it is.
 
-        Whoever has answered the last evaluation has it already.
+        Nodes that have answered the last evaluation have it already.
         """
         if self.training.recipe is None:
             return
         everybody = self._curator.everybody(lambda: present_in(grid))
         nodes = [node for node in everybody if node not in self._delivered]
         order = self._curator.evaluation_order(self.rounds_done, last=True, measured=False)
-        records = {ARRAYS: arrays, CONFIG: _with_round(None, self.rounds_done)}
-        content = self._signed(order, records, MessageType.EVALUATE, grid)
+        content = self._signed(order, arrays, MessageType.EVALUATE, grid)
         messages = _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
         for _ in ask(grid, messages, timeout, size=0):
             pass
@@ -462,34 +480,19 @@ class PPSGD(Strategy):
                 "a secure sum takes four exchanges per round, and configure_train is one: call "
                 "start, which runs them, or leave out aggregation"
             )
-        request = self._round_request(server_round, arrays)
+        self._note_sent(arrays)
+        request = self._curator.request(server_round, len(self._w))
         opened = self._curator.open(request, lambda: present_in(grid), _size(arrays))
         (exchange,) = self._curator.exchanges(opened)
-        return self._exchange_messages(request, exchange, arrays, config, grid)
-
-    def _round_request(self, round_: int, arrays: ArrayRecord) -> SumRequest:
-        self._arrays = arrays
-        self._w = self._flatten(arrays)
-        return self._curator.request(round_, len(self._w))
+        return self._exchange_messages(request, exchange, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord]:
         """One noisy step; each reply is a vector or zero."""
-        self._take(self._curator.opened(server_round), 0, replies)
-        return self._publish(server_round)
-
-    def _publish(self, round_: int) -> tuple[ArrayRecord, MetricRecord]:
-        """The new w, saved, and what is released along with it."""
-        opened = self._curator.opened(round_)
-        layout = self._layout(self._arrays)
-        w, released = self._curator.publish(opened, self._w, layout.columns)
-        arrays = self._arrays
-        if w is not self._w:
-            arrays = layout.unflatten(w, like=arrays)
-        self._curator.save(bytes_of(arrays))
-        self._latest = arrays
-        return arrays, MetricRecord({**released})
+        opened = self._curator.opened(server_round)
+        self._take(opened, 0, replies)
+        return self._publish(opened)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -505,8 +508,7 @@ class PPSGD(Strategy):
         else:
             last = server_round == self._account.last_round
             order = self._curator.evaluation_order(server_round, last=last)
-            records = {ARRAYS: arrays, CONFIG: _with_round(config, server_round)}
-            content = self._signed(order, records, MessageType.EVALUATE, grid)
+            content = self._signed(order, arrays, MessageType.EVALUATE, grid, config=config)
         return _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
 
     def aggregate_evaluate(
@@ -528,47 +530,68 @@ class PPSGD(Strategy):
 
     # --- translation
 
-    def _layout(self, arrays: ArrayRecord) -> Layout:
+    def _layout_of(self, arrays: ArrayRecord) -> Layout:
         """Names and shapes of w; of clients that return parameters, without their buffers."""
         return Layout.of(arrays, is_buffer if self.training.replies == "parameters" else None)
 
-    def _flatten(self, arrays: ArrayRecord) -> Vector:
-        return self._layout(arrays).flatten(arrays)
+    def _note_sent(self, arrays: ArrayRecord) -> None:
+        """Remember the w that goes out, by which replies are read."""
+        self._arrays = arrays
+        self._layout = self._layout_of(arrays)
+        self._w = self._layout.flatten(arrays)
+
+    def _publish(self, opened: OpenSum) -> tuple[ArrayRecord, MetricRecord]:
+        """The new w, saved, and what is released along with it."""
+        w, released = self._curator.publish(opened, self._w, self._layout.columns)
+        arrays = self._arrays
+        if w is not self._w:
+            arrays = self._layout.unflatten(w, like=arrays)
+        self._curator.save(bytes_of(arrays))
+        self._latest = arrays
+        return arrays, MetricRecord({**released})
 
     def _signed(
-        self, order: Order, records: Mapping[str, Any], kind: str, grid: Grid
+        self,
+        order: Order,
+        arrays: ArrayRecord | None,
+        kind: str,
+        grid: Grid,
+        *,
+        config: Mapping[str, Any] | None = None,
+        payload: bytes = b"",
     ) -> RecordDict:
-        """What is sent along with an Order, and the Order last, signed for this kind of message."""
-        arrays = records.get(ARRAYS)
+        """What a client gets: w, a config with the round as Flower sends it, and the Order last.
+
+        The Order is signed, for this kind of message, over w and the payload of a secure sum.
+        """
+        content = RecordDict(
+            {CONFIG: ConfigRecord({**(config or {}), "server-round": order.round})}
+        )
+        if arrays is not None:
+            content[ARRAYS] = arrays
+        if payload:
+            content[SECURE] = ConfigRecord({DATA: payload})
+            order = replace(order, payload=payload_hash(payload))
         w_digest = digest({} if arrays is None else bytes_of(arrays))
-        key = self._account.key
-        flat = signed(order, w_digest, key, kind=kind, run=grid.run.run_id)
-        return RecordDict({**records, ORDER: ConfigRecord(flat)})
+        flat = signed(order, w_digest, self._account.key, kind=kind, run=grid.run.run_id)
+        content[ORDER] = ConfigRecord(flat)
+        return content
 
     def _exchange_messages(
-        self,
-        request: SumRequest,
-        exchange: Exchange,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
+        self, request: SumRequest, exchange: Exchange, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """One message to each node of an exchange; those who get the same share its content."""
-        round_ = request.round
         config = _checked_config(config)
         contents: dict[bytes, RecordDict] = {}
         if self.training.replies == "parameters":
-            contents[b""] = self._parameter_clients.content("fit", arrays, config, round_)
+            content = self._parameter_clients.content("fit", self._arrays, config, request.round)
+            contents[b""] = content
         else:
             order = self._curator.sum_order(request, exchange.stage)
-            records: dict[str, Any] = {CONFIG: _with_round(config, round_)}
-            if exchange.brings_w:
-                records[ARRAYS] = arrays
+            arrays = self._arrays if exchange.stage in (0, MASKED_STAGE) else None
             for payload in set(exchange.payloads.values()):
-                more = {SECURE: ConfigRecord({DATA: payload})} if payload else {}
-                named = replace(order, payload=payload_hash(payload))
                 contents[payload] = self._signed(
-                    named, {**records, **more}, MessageType.TRAIN, grid
+                    order, arrays, MessageType.TRAIN, grid, config=config, payload=payload
                 )
         by_node = {node: contents[payload] for node, payload in exchange.payloads.items()}
         messages = _messages(by_node, MessageType.TRAIN)
@@ -591,20 +614,20 @@ class PPSGD(Strategy):
 
     def _sent(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
-        if self.training.replies == "parameters":
+        training = self.training
+        if training.replies == "parameters":
             self._parameter_clients.note_kind(reply)
         content = content_of(reply)
         if stage:
             return secure_message_in(content, stage, request.size)
-        if not self.steps.publishes:
+        if not training.steps.publishes:
             return np.zeros(0)  # at α = 0 a client has nothing to say
         if not request.round:
             return vector_in(content, GRADIENT, answer_layout(request.length))
-        layout = self._layout(self._arrays)
-        if self.training.replies == "parameters":
-            trained = vector_in(with_named_arrays(content, self._arrays), ARRAYS, layout)
-            return cast(Vector, self._w - trained)
-        gradient = vector_in(content, GRADIENT, layout)
+        if training.replies == "parameters":
+            named = with_named_arrays(content, self._arrays)
+            return cast(Vector, self._w - vector_in(named, ARRAYS, self._layout))
+        gradient = vector_in(content, GRADIENT, self._layout)
         return request.vector_of(gradient, finite(content.get(METRICS)))
 
 
@@ -620,9 +643,8 @@ def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
     return config
 
 
-def _with_round(config: ConfigRecord | None, round_: int) -> ConfigRecord:
-    """The user's config with ``server-round``, as Flower's strategies send it; theirs stays."""
-    return ConfigRecord({**(config or {}), "server-round": round_})
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _messages(contents: Mapping[Identity, RecordDict], kind: str) -> list[Message]:

@@ -17,8 +17,8 @@ from flwr_ppsgd.lab.cnn import paper_cnn
 from flwr_ppsgd.lab.engine import Setting
 from flwr_ppsgd.lab.network_engine import NetworkEngine
 from flwr_ppsgd.learner import Minibatches, generator
-from flwr_ppsgd.models.additive_head import AdditiveHead
-from flwr_ppsgd.models.split_learner import SplitLearner
+from flwr_ppsgd.models.torch_model import AdditiveHead
+from flwr_ppsgd.models.torch_training import SplitLearner
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES
 from simulations.benchmarks.measuring import Comparison, ratio

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, Context
 
 from flwr_ppsgd import PPSGD, Poisson, Release, SecureSum, Steps, client_app
 from flwr_ppsgd.learner import Minibatches, generator
-from flwr_ppsgd.models.linear import AdditiveLinear, Matrix
+from flwr_ppsgd.models.additive_linear import AdditiveLinear, Matrix
 from flwr_ppsgd.noise import Coins, secure_input
 from flwr_ppsgd.secure.coordinator import Coordinator
 from flwr_ppsgd.secure.protocol import KeysSent, Partners, Roster

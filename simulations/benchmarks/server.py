@@ -19,7 +19,7 @@ from flwr_ppsgd.algorithm import clip
 from flwr_ppsgd.lab.engine import Setting
 from flwr_ppsgd.lab.population import Table
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.linear import AdditiveLinear
+from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.noise import Coins, GridSum
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, METRICS, NUM_EXAMPLES

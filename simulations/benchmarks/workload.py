@@ -19,7 +19,7 @@ from flwr_ppsgd.lab.engine import Engine
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.population import Table
 from flwr_ppsgd.learner import Minibatches, generator
-from flwr_ppsgd.models.linear import AdditiveLinear
+from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES
 from simulations.benchmarks.measuring import Comparison

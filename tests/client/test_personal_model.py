@@ -10,8 +10,8 @@ from torch import nn
 from flwr_ppsgd import PPSGD, client_app
 from flwr_ppsgd.client.personal_model import PersonalModel, personalize
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.split import SplitModel
-from flwr_ppsgd.models.split_learner import SplitLearner
+from flwr_ppsgd.models.torch_model import SplitModel
+from flwr_ppsgd.models.torch_training import SplitLearner
 from tests.client.test_theta_store import Nodes
 from tests.support.toy import SIZE, Toy, flat, release, strategy, target, w0
 

@@ -4,12 +4,15 @@ What would change a gradient, or add noise that no stated ε knows of, is refuse
 charged. What only looks on works.
 """
 
+import json
+import logging
+import re
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Message, MetricRecord
 from flwr.client import Client
 from flwr.client import mod as legacy_mods
 from flwr.clientapp import ClientApp
@@ -25,6 +28,7 @@ from flwr.server import (
 )
 from flwr.server import strategy as legacy_strategies
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow, SecAggWorkflow
+from flwr.serverapp import GaussianPrivacyEvent, PrivacyAccountant
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import FedAvg
 
@@ -266,3 +270,72 @@ def test_mods_that_only_look_change_nothing_in_the_legacy_api() -> None:
         run_legacy(server, app)
         found.append(published[-1])
     np.testing.assert_array_equal(*found)
+
+
+# --- what Flower's strategies do besides
+
+
+def test_should_stop_ends_the_training_after_a_round_and_epsilon_is_that_of_the_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A stop that looks at results is a function of the data."""
+    caplog.set_level(logging.INFO, logger="flwr")
+    asked: list[int] = []
+
+    def should_stop(server_round: int, result: strategies.Result) -> bool:
+        asked.append(server_round)
+        return "epsilon" in result.train_metrics_clientapp[2] if server_round == 2 else False
+
+    stopped = strategy()
+    result = stopped.start(grid(), w0(), num_rounds=5, should_stop=should_stop)
+    assert asked == [1, 2]
+    assert stopped.ledger.rounds == 2
+    assert np.any(flat(result.arrays))
+    assert "should_stop has ended the training after round 2" in caplog.text
+    planned = strategy()
+    planned.start(grid(), w0(), num_rounds=5)
+    assert stopped.privacy_data()["epsilon"] == planned.privacy_data()["epsilon"]
+
+
+def test_a_training_logs_a_line_for_each_round_and_the_statement_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="flwr")
+    central = MetricRecord({"accuracy": 0.5})
+    strategy(evaluate_every=1).start(grid(), w0(), num_rounds=2, evaluate_fn=lambda *_: central)
+    lines = [record.getMessage() for record in caplog.records]
+    rounds = [line for line in lines if line.startswith("[ROUND ")]
+    assert [line.partition("]")[0] for line in rounds] == ["[ROUND 0/2", "[ROUND 1/2", "[ROUND 2/2"]
+    for line in rounds:
+        assert re.search(r"epsilon \S+ · clients: distance \S+ · evaluate_fn: accuracy 0.5$", line)
+    assert sum("joint differential privacy" in line for line in lines) == 1
+    assert len(lines) <= 12
+
+
+def test_the_ledger_is_readable_as_flowers_accountant() -> None:
+    """Everyone in two rounds at z = 2: one Gaussian of 2/√2, whose ε at δ is known."""
+    for ppsgd in (strategy(release=release(z=2.0), max_epsilon=10.0), legacy_strategy()):
+        accountant: PrivacyAccountant = ppsgd.accountant
+        assert accountant.num_releases == 0
+        assert accountant.get_privacy_spent().epsilon == 0
+        assert accountant.config.population_size == USERS
+    ppsgd = strategy(release=release(z=2.0), max_epsilon=10.0)
+    trained(ppsgd, grid())
+    accountant = ppsgd.accountant
+    spent = accountant.get_privacy_spent()
+    assert spent.epsilon == accountant.get_epsilon(spent.delta) == ppsgd.ledger.epsilon()
+    assert spent.num_releases == 2
+    assert accountant.get_delta(spent.epsilon) == pytest.approx(spent.delta, rel=1e-6)
+    assert accountant.get_epsilon(1e-3) < spent.epsilon
+    event = GaussianPrivacyEvent(2.0, sample_size=USERS, population_size=USERS)
+    assert not accountant.would_exceed(event)
+    assert accountant.would_exceed(event, count=200)
+    json.dumps(accountant.state_dict())
+    with pytest.raises(TypeError, match="charges each release before it publishes it"):
+        accountant.compose(event)
+
+
+def test_the_accountant_of_a_seeded_training_has_no_epsilon() -> None:
+    ppsgd = strategy(insecure_seed=1)
+    trained(ppsgd, grid())
+    assert np.isinf(ppsgd.accountant.get_privacy_spent().epsilon)

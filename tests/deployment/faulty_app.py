@@ -97,9 +97,9 @@ class Dying(Store):
 
 def place_of(config: dict[str, Any]) -> Path:
     """Where this run writes; made with a store that can be told to die."""
-    import flwr_ppsgd.server.curator
+    import flwr_ppsgd.server.account
 
-    vars(flwr_ppsgd.server.curator)["Store"] = Dying
+    vars(flwr_ppsgd.server.account)["Store"] = Dying
     return Path(str(config["checkpoint-dir"]))
 
 

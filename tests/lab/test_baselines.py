@@ -21,7 +21,7 @@ from flwr_ppsgd.lab.rows import Point
 from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.tasks import table
 from flwr_ppsgd.learner import minibatch_rows
-from flwr_ppsgd.models.linear import predict
+from flwr_ppsgd.models.additive_linear import predict
 from flwr_ppsgd.noise import Coins
 from tests.support.own_data import FLAT, USERS, write
 

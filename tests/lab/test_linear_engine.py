@@ -18,7 +18,7 @@ from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.lab.engine import Setting, reported_rounds, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine, bytes_for
 from flwr_ppsgd.lab.population import Fresh, Population, Table
-from flwr_ppsgd.models.linear import Loss
+from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.noise import Coins
 from tests.support.by_hand import by_hand, close
 

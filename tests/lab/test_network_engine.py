@@ -20,8 +20,7 @@ from flwr_ppsgd.lab.network_engine import (
     evaluate_users,
 )
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.additive_head import AdditiveHead
-from flwr_ppsgd.models.split import SplitModel
+from flwr_ppsgd.models.torch_model import AdditiveHead, SplitModel
 from tests.support.by_hand import by_hand, close
 
 USERS, FEATURES, CLASSES = 60, 4, 3

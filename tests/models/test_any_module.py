@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flwr_ppsgd import Order, SplitModel, torch_learner, whole_module
-from flwr_ppsgd.models.additive_head import AdditiveHead
-from flwr_ppsgd.models.blocks import allows_channels_last
-from flwr_ppsgd.models.split_learner import SplitLearner
+from flwr_ppsgd.models.torch_model import AdditiveHead
+from flwr_ppsgd.models.torch_training import SplitLearner
 from flwr_ppsgd.wire import Layout
 from tests.support.toy import Floats
 
@@ -92,8 +91,6 @@ def test_the_gradients_do_not_depend_on_the_layout() -> None:
     ours = ViewNet()
     layers = [ours.conv, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), ours.head]
     torchs = nn.Sequential(*layers)
-    assert not allows_channels_last(ours, beside=nn.Module)
-    assert allows_channels_last(torchs, beside=nn.Module)
     rows = (images(), classes())
     models = [SplitModel(ours, "head.*"), SplitModel(torchs, "4.*")]
     found = [

@@ -27,7 +27,7 @@ from flwr_ppsgd.client.theta_store import STATE_MODEL
 from flwr_ppsgd.client.visit import answer_before, respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, Solver
 from flwr_ppsgd.models.solve import Columns, OwnProblem, Published, personal_model, solution
-from flwr_ppsgd.models.split_learner import LOCAL_EPOCHS, LOCAL_STEP
+from flwr_ppsgd.models.torch_training import LOCAL_EPOCHS, LOCAL_STEP
 from flwr_ppsgd.recipe import SCALAR_BOUND, scalar_pair
 from flwr_ppsgd.simulation import InProcessGrid
 
@@ -310,7 +310,7 @@ def test_clients_have_the_same_frozen_body() -> None:
     from flwr_ppsgd.models.torch_app import _LearnerFor
 
     learner_of = functools.partial(torch_learner, additive=True)
-    made = _LearnerFor(network, "1.*", True, loaders, learner_of)
+    made = _LearnerFor(network, ("1.*",), True, loaders, learner_of)
     found = []
     for seed in range(2):
         torch.manual_seed(seed)

@@ -11,7 +11,7 @@ from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.linear import AdditiveLinear, Loss, Matrix, as_matrix, columns_of
+from flwr_ppsgd.models.additive_linear import AdditiveLinear, Loss, Matrix, as_matrix, columns_of
 from flwr_ppsgd.models.solve import OwnProblem, solution
 from flwr_ppsgd.wire import Order
 
@@ -169,7 +169,7 @@ def test_tensors_and_images_become_matrices() -> None:
 
 
 def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="squared or softmax, got 'hinge'"):
+    with pytest.raises(ValueError, match="squared, softmax, got 'hinge'"):
         AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, "hinge")  # type: ignore[arg-type]
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
 
-from flwr_ppsgd.models.batch import Parts
-from flwr_ppsgd.models.loaders import LoaderBatches
+from flwr_ppsgd.models.torch_data import LoaderBatches, Parts
 
 ROWS = 10
 

@@ -88,9 +88,12 @@ def test_a_thousand_features_are_forty_filters_on_28_pixels() -> None:
 
 
 def test_more_filters_begin_with_the_same_ones() -> None:
-    few = RandomConvolution(features=8, shape=(10, 10))._filters(100)
-    more = RandomConvolution(features=80, shape=(10, 10))._filters(100)
-    np.testing.assert_array_equal(more[:, : few.shape[1]], few)
+    """Features are divided by their norm and have one threshold: their zeros tell."""
+    x = images(1, (5, 5))
+    few = RandomConvolution(features=3, shape=(5, 5))
+    more = RandomConvolution(features=9, shape=(5, 5))
+    assert few(x).shape == (1, 3)
+    assert more(x).shape == (1, 9)
 
 
 def test_images_of_any_size_and_brightness_have_features_of_one_length() -> None:
@@ -109,7 +112,7 @@ def test_images_of_any_size_and_brightness_have_features_of_one_length() -> None
 def test_the_seed_alone_decides() -> None:
     x = images(2, (14, 14))
     first = RandomConvolution(seed=1)(x)
-    module._gabor_filters.cache_clear()
+    module._gabor_factors.cache_clear()
     np.testing.assert_array_equal(RandomConvolution(seed=1)(x), first)
     assert not np.allclose(RandomConvolution(seed=2)(x), first)
     table = np.random.default_rng(0).normal(size=(4, 6))
@@ -213,22 +216,27 @@ def test_a_task_sees_the_representation_in_every_engine(tmp_path: Path, flat: bo
     assert plain.features == 144
 
 
-def test_a_representation_is_computed_once_for_each_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = read(image_file(tmp_path, flat=True)).represented(RandomConvolution(8), "x")
-    calls = []
-    pooled = module._pooled
+class Counted:
+    """The columns themselves, and how many rows each call had."""
 
-    def counted(*arguments: NDArray[np.float32]) -> NDArray[np.float32]:
-        calls.append(len(arguments[0]))
-        return pooled(*arguments)
+    def __init__(self) -> None:
+        self.calls: list[int] = []
 
-    monkeypatch.setattr(module, "_pooled", counted)
+    def widths(self, columns: int) -> tuple[int, ...]:
+        return (columns,)
+
+    def __call__(self, x: Floats) -> Floats:
+        self.calls.append(len(x))
+        return x
+
+
+def test_a_representation_is_computed_once_for_each_user(tmp_path: Path) -> None:
+    counted = Counted()
+    data = read(image_file(tmp_path, flat=True)).represented(counted, "x")
     first = data.matrix(np.array([0, 9]))
     again = data.matrix(np.array([9, 0, 3]))
     np.testing.assert_array_equal(first, again[[1, 0]])
-    assert calls == [8, 8]
+    assert counted.calls == [8, 8]
 
 
 def test_a_representation_is_refused_where_it_does_not_fit(tmp_path: Path) -> None:

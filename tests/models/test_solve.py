@@ -16,7 +16,6 @@ from flwr_ppsgd.models.solve import (
     WIDTHS,
     Columns,
     Kernel,
-    LeftOut,
     Mixture,
     OwnProblem,
     Published,
@@ -136,10 +135,10 @@ def test_personal_models_are_the_recorded_ones(name: str) -> None:
             close(model.weights, recorded_weights.sum(axis=(1, 2)))
             kernels, _ = candidates(problem)
             predictions = problem.predictions(shared)
-            fits = [LeftOut.of(kernel, problem.targets, predictions) for kernel in kernels]
+            fits = [kernel.fit(problem.targets, predictions) for kernel in kernels]
             close([fit.scores for fit in fits], golden[f"user{user}_scores"])
             duals = [
-                kernel.scale * fit.mixed(weights)
+                kernel.scale * fit.coefficients(weights)
                 for kernel, fit, weights in zip(kernels, fits, recorded_weights, strict=True)
             ]
             close(duals, golden[f"user{user}_coefficients"])
@@ -297,7 +296,7 @@ def test_scores_are_those_of_really_leaving_rows_out(task: Task, n: int, width: 
     assert len(kernels) == (5 if n >= 5 else 2)
     for kernel in kernels:
         gram = kernel_matrix(problem, kernel)
-        found = LeftOut.of(kernel, problem.targets, predictions).scores
+        found = kernel.fit(problem.targets, predictions).scores
         intercept = task == "regression" and kernel.name in ("linear", "offset")
         for l_, ridge in enumerate(LAMBDAS / n):
             for b, beta in enumerate(BETAS):
@@ -318,7 +317,7 @@ def test_predictions_are_the_weighted_mean_of_all_candidates(task: Task, n: int)
     later = np.random.default_rng(5).normal(size=(6, 3)) + 2
     x, z = whole_rows(problem), problem.scaling(later)
     kernels, rates = candidates(problem)
-    fits = [LeftOut.of(each, problem.targets, x @ last.shared) for each in kernels]
+    fits = [each.fit(problem.targets, x @ last.shared) for each in kernels]
     weights = mixture_weights(
         np.array([fit.scores for fit in fits]),
         np.array([each.prior for each in kernels]),

@@ -188,7 +188,6 @@ def test_what_is_no_network_is_told_so(arguments: Any, message: str) -> None:
         ({"loss": "sqared"}, "did you mean 'squared'"),
         ({"optimizer": "adam"}, "optimizer must be a class of torch.optim"),
         ({"personal_steps": 0}, "personal_steps must be a whole number"),
-        ({"schedule": 0.9}, "schedule must be a function"),
     ],
 )
 def test_wrong_options_are_seen_when_the_app_is_made(options: Any, message: str) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from flwr_ppsgd import Minibatches, Order, SplitModel, torch_learner
-from flwr_ppsgd.models.split_learner import SplitLearner, TrainedSplitLearner
-from flwr_ppsgd.models.torch_optimizer import PersonalTraining
+from flwr_ppsgd.models.torch_training import PersonalTraining, SplitLearner, TrainedSplitLearner
 from tests.support.toy import Floats
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
@@ -95,17 +94,6 @@ def test_an_optimizer_that_needs_a_closure() -> None:
     w = model().initial_w()
     before = model().evaluate(w, theta, (X, Y))["loss"]
     assert model().evaluate(w, found, (X, Y))["loss"] < before
-
-
-def half_each_visit(visit: int) -> float:
-    return 0.5 ** (visit - 1)
-
-
-def test_a_schedule_is_a_factor_by_visit() -> None:
-    theta = model().initial_theta()
-    for visit, factor in ((1, 1.0), (3, 0.25)):
-        expected = theta - factor * 0.1 * gradient(theta)
-        np.testing.assert_allclose(after(visit=visit, schedule=half_each_visit), expected)
 
 
 def test_global_learning_leaves_theta_alone() -> None:

@@ -64,7 +64,7 @@ def test_a_training_is_shown_with_a_line_for_each_charge(tmp_path: Path) -> None
     before = contents(tmp_path)
     text = describe([tmp_path])
     lines = [line.strip() for line in text.splitlines()]
-    assert f"training {store.training}" in lines
+    assert f"training {store.owner}" in lines
     charges = [line for line in lines if line.startswith("charge ")]
     assert charges == [
         "charge 1: round 1, release 1",

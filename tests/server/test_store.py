@@ -59,12 +59,12 @@ def test_a_training_goes_on_from_what_was_written(place: Path) -> None:
     store.charge(4, QUIET, insecure=True)
     store.close()
     again = Store.read(place)
-    assert again.training == store.training
+    assert again.owner == store.owner
     assert again.charged == 4
     assert again.charges() == {(NOISY, False): 3, (QUIET, True): 1}
     ledger = Ledger(DELTA).record(NOISY, 3).record(QUIET, insecure=True)
     assert again.ledger(DELTA) == ledger
-    assert again.charge_rows()[-1] == (4, 1, True, store.training)
+    assert again.charge_rows()[-1] == (4, 1, True, store.owner)
     assert again.notes("plan") == [{"charges": 9}]
     assert again.setting("delta") == DELTA
     found = again.load()
@@ -427,6 +427,7 @@ def test_a_file_that_is_kept_is_made_once_and_a_flipped_bit_shows(place: Path) -
     store = opened(place)
     assert store.keep("key", lambda: b"first") == b"first"
     assert store.keep("key", lambda: b"second") == b"first"
+    assert (place / "key").stat().st_mode & 0o777 == 0o600
     (place / "key").write_bytes(b"girst")
     with pytest.raises(StoreError, match="key is damaged"):
         store.keep("key", lambda: b"third")

@@ -5,7 +5,7 @@ A name is loaded when it is first used.
 
 from typing import TYPE_CHECKING
 
-from flwr_ppsgd.door import opened
+from flwr_ppsgd.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.data.by_name import load
@@ -47,4 +47,4 @@ _HOMES = {
     "tff_emnist": "flwr_ppsgd.lab.data.emnist",
     "write_npz": "flwr_ppsgd.lab.data.npz",
 }
-__getattr__, __dir__ = opened(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

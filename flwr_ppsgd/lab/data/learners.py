@@ -20,12 +20,12 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.data.per_user import PerUser, Task
 from flwr_ppsgd.lab.data.split import Indices
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.linear import AdditiveLinear, Features, Loss, Matrix, mean_losses
+from flwr_ppsgd.models.additive_linear import AdditiveLinear, Features, Loss, Matrix, mean_losses
 from flwr_ppsgd.models.solve import Mixture
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.models.split import SplitModel
-    from flwr_ppsgd.models.split_learner import SplitLearner
+    from flwr_ppsgd.models.torch_model import SplitModel
+    from flwr_ppsgd.models.torch_training import SplitLearner
 
 
 class LinearBatches:

@@ -11,7 +11,7 @@ from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.data.split import Indices, Split
-from flwr_ppsgd.models.linear import Matrix
+from flwr_ppsgd.models.additive_linear import Matrix
 from flwr_ppsgd.models.representation import NONE, Representation, Shape
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]

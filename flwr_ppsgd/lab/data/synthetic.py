@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.learner import generator, reseed
-from flwr_ppsgd.models.linear import AdditiveLinear, Matrix
+from flwr_ppsgd.models.additive_linear import AdditiveLinear, Matrix
 from flwr_ppsgd.wire import Order
 
 DIFFERING = 5  # the last coordinates, in which users differ

@@ -28,6 +28,7 @@ Loss: TypeAlias = Literal["squared", "softmax"]
 Matrix: TypeAlias = NDArray[np.float64]
 Features: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
 
+LOSSES = ("squared", "softmax")
 KINDS = ("number", "as-is", "sparse")  # of columns
 
 
@@ -70,8 +71,7 @@ class AdditiveLinear:
         task: Task | None = None,
         kinds: Sequence[str] | None = None,
     ) -> None:
-        if loss not in ("squared", "softmax"):
-            raise ValueError(f"loss must be squared or softmax, got {loss!r}: choose one of them")
+        one_of("loss", loss, LOSSES)
         if loss == "softmax" and num_outputs < 2:
             raise ValueError(
                 f"softmax needs at least 2 outputs, got {num_outputs}: use loss='squared' for one"
@@ -81,6 +81,7 @@ class AdditiveLinear:
         self._loss = loss
         self.task: Task = task or ("classification" if num_outputs > 1 else "regression")
         self._columns = columns_of(kinds, num_features, num_outputs, self.task)
+        self._problems: dict[float, OwnProblem] = {}
         self._test: tuple[Matrix, Matrix] | None = None
         if test is not None:
             x, y = test
@@ -104,12 +105,7 @@ class AdditiveLinear:
                 "client's rows, of the same width"
             )
 
-    def gradients(
-        self,
-        w: Vector,
-        theta: Vector,
-        order: Order,
-    ) -> tuple[Vector, Vector]:
+    def gradients(self, w: Vector, theta: Vector, order: Order) -> tuple[Vector, Vector]:
         """g_w = g_θ = Xᵀ(prediction − y), summed or averaged over the minibatch.
 
         They are equal because w and θ enter only as w + θ.
@@ -122,12 +118,7 @@ class AdditiveLinear:
         gradient = dense(x.T @ residual).reshape(-1)
         return gradient, gradient
 
-    def training_measures(
-        self,
-        w: Vector,
-        theta: Vector,
-        order: Order,
-    ) -> dict[str, float]:
+    def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
         """Mean loss on the minibatch."""
         x, y = self._minibatch(order)
         scores = self._scores(x, w + theta)
@@ -181,12 +172,10 @@ class AdditiveLinear:
 
     def _problem(self, unit: float) -> OwnProblem:
         """The user's rows, ready to be solved; made once for each unit."""
-        if self._solving is None or self._solving[0] != unit:
+        if unit not in self._problems:
             x, y = self._all_rows()
-            self._solving = (unit, OwnProblem.of(x, y, self._columns, unit))
-        return self._solving[1]
-
-    _solving: tuple[float, OwnProblem] | None = None
+            self._problems = {unit: OwnProblem.of(x, y, self._columns, unit)}
+        return self._problems[unit]
 
     def _all_rows(self) -> tuple[Features, Matrix]:
         x, y = all_rows(self._batches)
@@ -223,6 +212,11 @@ class LinearModel:
                 found |= {prefix + name: value for name, value in measures.items()}
         return found
 
+    @property
+    def chosen(self) -> dict[str, float]:
+        """What the mixture is made of."""
+        return self.mixture.chosen
+
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""
         return self.mixture.to_arrays()
@@ -238,12 +232,14 @@ def measures_of(scores: Matrix, y: Matrix, task: Task) -> dict[str, float]:
     """
     if task == "regression":
         return {"loss": float(mean_losses(scores, y, "squared"))}
-    shifted = scores + 1 / y.shape[1]  # scores are around 0, targets are 0 and 1
-    right = scores.argmax(axis=1) == y.argmax(axis=1)
-    return {
-        "loss": float(mean_losses(shifted, y, "squared")),
-        "accuracy": float(np.mean(right)),
-    }
+    classes = y.shape[1]
+    shifted = scores + 1 / max(2, classes)  # scores are around 0, targets are 0 and 1
+    if classes == 1:
+        right = (shifted > 0.5) == (y > 0.5)
+    else:
+        right = scores.argmax(axis=1) == y.argmax(axis=1)
+    loss = float(mean_losses(shifted, y, "squared"))
+    return {"loss": loss, "accuracy": float(np.mean(right))}
 
 
 def columns_of(kinds: Sequence[str] | None, features: int, outputs: int, task: Task) -> Columns:
@@ -271,22 +267,6 @@ def dense(values: Features) -> Matrix:
     return np.asarray(values, dtype=np.float64)
 
 
-def log_softmax(scores: Matrix) -> Matrix:
-    """The logarithms of the chances, along the last axis."""
-    shifted = scores - scores.max(axis=-1, keepdims=True)
-    total = np.exp(shifted).sum(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(total))
-
-
-def softmax(scores: NDArray[Any]) -> NDArray[Any]:
-    """The chances, along the last axis, in the precision of the scores."""
-    # for a few rows numpy's methods take longer to call these than they take
-    largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
-    chances: NDArray[Any] = np.exp(scores - largest)
-    chances /= np.add.reduce(chances, axis=-1, keepdims=True)
-    return chances
-
-
 def predict(scores: Matrix, loss: Loss) -> Matrix:
     """What is compared with the targets: predict(scores) − y is ∂ℓ.
 
@@ -296,14 +276,14 @@ def predict(scores: Matrix, loss: Loss) -> Matrix:
     """
     if loss == "squared":
         return scores
-    return softmax(scores)
+    # for a few rows numpy's methods take longer to call these than they take
+    largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
+    chances: Matrix = np.exp(scores - largest)
+    chances /= np.add.reduce(chances, axis=-1, keepdims=True)
+    return chances
 
 
-def mean_losses(
-    scores: Matrix,
-    y: Matrix,
-    loss: Loss,
-) -> Vector:
+def mean_losses(scores: Matrix, y: Matrix, loss: Loss) -> Vector:
     """The mean of ℓ over the first axis (samples).
 
     Args:
@@ -316,5 +296,7 @@ def mean_losses(
         errors *= errors  # in place: for many models this is a large array
         squares = errors.sum(axis=-1)
         return np.asarray(0.5 * squares.mean(axis=0))
-    likelihoods = (y * log_softmax(scores)).sum(axis=-1)
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    total = np.exp(shifted).sum(axis=-1, keepdims=True)
+    likelihoods = (y * (shifted - np.log(total))).sum(axis=-1)
     return np.asarray(-likelihoods.mean(axis=0))

@@ -15,9 +15,9 @@ import pytest
 import tomli_w
 
 from flwr_ppsgd import cli
-from flwr_ppsgd.lab.results.page import write_report
+from flwr_ppsgd.lab.html_report import write_report
 from flwr_ppsgd.lab.rows import CAVEAT
-from tests.lab.results.test_figures import ROWS
+from tests.lab.test_figures import ROWS
 
 CONFIG = {
     "population": 50,
@@ -88,7 +88,11 @@ def run_in(directory: Path) -> Path:
     (directory / "metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
     )
-    privacy = {"rounds_trained": 4, "statement": f"To each of the 50 enrolled users.\n{HOSTILE}"}
+    privacy = {
+        "rounds_trained": 4,
+        "statement": f"To each of the 50 enrolled users.\n{HOSTILE}",
+        "assumed_public": ["columns: chosen by looking"],
+    }
     (directory / "privacy.json").write_text(json.dumps(privacy), encoding="utf-8")
     return directory
 
@@ -117,6 +121,15 @@ def test_a_sweeps_page_says_what_was_run_and_what_is_guaranteed(swept: Path) -> 
     assert cells[:6] == ["90", "1", "0.3", "0.1", "1", "1"]  # ε, z, αQ, step, C, loss
     second = cells.index("18")
     assert cells[second : second + 6] == ["18", "5", "0 (local)", "0.1", "–", "3"]
+
+
+def test_a_page_begins_with_the_result_and_its_picture(swept: Path, tmp_path: Path) -> None:
+    page = Page(write_report(swept))
+    result = "ε = 90: loss personalized 1, global 2, local 3"
+    assert page.text.index(result) < page.text.index("Every method.")
+    assert page.text.index("Every method.") < page.text.index("What is guaranteed")
+    run = Page(write_report(run_in(tmp_path / "run")))
+    assert run.text.index("loss: personal 5") < run.text.index("What is guaranteed")
 
 
 def test_the_page_holds_all_that_it_shows(swept: Path) -> None:
@@ -164,6 +177,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 def test_a_runs_page_holds_its_statement_and_never_rounds_epsilon_down(tmp_path: Path) -> None:
     page = Page(write_report(run_in(tmp_path / "run")))
     assert "To each of the 50 enrolled users." in page.text
+    assert "Provided that this is public: columns: chosen by looking." in page.text
     assert "4.001" in page.text
     assert "outside_the_guarantee" not in page.text
     assert not page.attributes("img")

@@ -8,7 +8,7 @@ from typing import Any
 EXTRAS = {"torch": "torch", "matplotlib": "plots", "ray": "simulation", "pyarrow": "data"}
 
 
-def opened(
+def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a package whose names live in other modules.

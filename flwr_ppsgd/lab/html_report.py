@@ -1,0 +1,299 @@
+"""One self-contained page about a sweep or a run: the result, its picture, the guarantee, rows.
+
+Nothing here trains. The page holds its figures and its rows; it needs no network, no script and no
+font of its own.
+"""
+
+import base64
+import gzip
+import importlib.resources
+import math
+import struct
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jinja2
+import pandas as pd
+
+from flwr_ppsgd.lab.figures import cost_text, draw_figures
+from flwr_ppsgd.lab.measures import measure_of, on_test
+from flwr_ppsgd.lab.outputs import (
+    METRICS,
+    PICTURE,
+    ROWS,
+    USERS_PICTURE,
+    finished_rows,
+    is_run,
+    planned_settings,
+    read_config,
+    read_people,
+    read_run,
+    read_selection,
+    write_page,
+)
+from flwr_ppsgd.lab.rows import CAVEAT, GRID, SweepRow
+from flwr_ppsgd.lab.screen import gain_text, values_by_model
+from flwr_ppsgd.lab.summary import (
+    EPSILON,
+    GLOBAL,
+    LOCAL,
+    PERSONALIZED,
+    TRIVIAL_WORDS,
+    Summary,
+    summarise,
+)
+from flwr_ppsgd.settings import AUTO
+from flwr_ppsgd.statement import OUTSIDE, rounded_up
+
+Context: TypeAlias = dict[str, Any]  # what the template shows, by name
+
+TEMPLATE = "report.html.jinja"
+MOST_EMBEDDED = 8_000_000  # bytes of compressed rows in a page; beyond, it only names the file
+READABLE = 2.65  # pixels of a figure per pixel of a small screen at which its text can be read
+PNG = b"\x89PNG"
+PNG_HEAD = 24  # bytes, of which the last 8 are width and height
+EPSILONS = ("epsilon", EPSILON)
+NAMES = {
+    "epsilon": "ε guaranteed",
+    EPSILON: "ε of a deployment",
+    "noise-multiplier": "noise z",
+    "alpha-q": "αQ",
+    "clip-norm": "clip norm C",
+    "excess_risk": "excess risk",
+    "precision_at_1": "precision@1",
+    "rmse": "RMSE",
+    "insecure-seed": "seed",
+    "trivial": "without features",
+    "delta": "δ",
+}
+FIGURES = {
+    "figure-1": (
+        "Figure 1. The measure against rounds: a panel for each noise multiplier z, a curve for "
+        "each αQ with its best step at each round, ε along the top."
+    ),
+    "figure-2": (
+        "Figure 2. The measure at the end of training against ε: local learning, global learning, "
+        "each αQ between them with its best step, and in grey the best over αQ."
+    ),
+    "methods": (
+        "Every method. The measure at the end of training against ε, each with its best setting; "
+        "without noise, and without features."
+    ),
+    "users": (
+        "Users. What each user gains against local learning, in the order of the gain: above 0 a "
+        "user is better off than alone."
+    ),
+}
+OF_A_RUN = {
+    "users": (
+        "The shared model, models from own rows alone and personal models over all users; what "
+        "each user gains by the personal model over own rows alone, in the order of the gain."
+    ),
+    "learning": "The measure against rounds, ε along the top.",
+}
+PROVIDED = "Provided that this is public: {}."
+BEST_CAPTION = (
+    "The best setting for each noise level at the end of training, beside local and global learning"
+)
+SIMULATED = (
+    "NO GUARANTEE: this is a simulation. Its noise comes from a known seed and is summed in "
+    "floating point; it protects nobody. ε says what a deployment of the same setting would cost."
+)
+WOULD_PROMISE = (
+    "A deployment would promise each user: everybody else together, even pooling their data and "
+    "personal models, learns no more about your data than (ε, {})-joint differential privacy "
+    "allows. ε is for zero-out neighbours: a user contributes nothing instead. For replace-one "
+    "neighbours, the paper's definition, it is larger; ppsgd plan prints by how much. Local "
+    "learning (α = 0) publishes nothing: its ε is 0."
+)
+NOT_AMPLIFIED = "Cohorts have a fixed size: no amplification by sampling is claimed."
+MEASURED = "The measures come from the users' own data. They are outside the guarantee."
+
+
+def write_report(directory: Path) -> Path:
+    """``report.html`` in the directory of a sweep or of a run."""
+    config = read_config(directory)
+    kind = "Run" if is_run(directory) else "Sweep"
+    about = _about_run(directory, config) if kind == "Run" else _about_sweep(directory, config)
+    text = importlib.resources.files("flwr_ppsgd.lab").joinpath(TEMPLATE).read_text("utf-8")
+    template = jinja2.Environment(autoescape=True).from_string(text)
+    page = template.render(
+        title=f"{kind}: {directory.resolve().name}",
+        settings=[(key, _shown(value, key)) for key, value in config.items() if value != ""],
+        version=version("flwr-ppsgd"),
+        **about,
+    )
+    return write_page(directory, page)
+
+
+def _about_sweep(directory: Path, config: Mapping[str, Any]) -> Context:
+    rows = finished_rows(directory)
+    found = summarise(rows)
+    with tempfile.TemporaryDirectory() as drawn:
+        written = draw_figures(found, Path(drawn))
+        pictures = [_picture(path, FIGURES) for path in written if path.suffix == ".png"]
+    delta = _shown(config.get("delta"))
+    guarantee = [SIMULATED, CAVEAT, WOULD_PROMISE.format(delta)]
+    if "cohort-size" in config:
+        guarantee.append(NOT_AMPLIFIED)
+    remarks = [] if not found.every.empty else [found.count()]
+    remarks += [*found.remarks(), *(cost_text(cost) for cost in read_selection(directory))]
+    return {
+        "results": _best_lines(found),
+        "pictures": pictures,
+        "lead": _sweep_lead(directory, config, rows),
+        "guarantee": [*guarantee, MEASURED],
+        "outside": OUTSIDE,
+        "best_title": "Best settings",
+        "best": _table(found.table, BEST_CAPTION),
+        "remarks": remarks,
+        "file": _file(directory / ROWS, f"{len(rows)} rows, one for each setting and round"),
+    }
+
+
+def _best_lines(found: Summary) -> list[str]:
+    """The measure that each way reaches, a line for each ε."""
+    lines = []
+    tested = on_test(found.measure)
+    for row in found.table.to_dict("records"):
+        level = f"ε = {rounded_up(row[EPSILON])}" if row["noise-multiplier"] else "Without noise"
+        parts = [
+            f"{name} {row[name]:.4g}"
+            for name in (AUTO, PERSONALIZED, GLOBAL, LOCAL)
+            if name in row and not math.isnan(row[name])
+        ]
+        lines.append(f"{level}: {_name(tested)} {', '.join(parts)}")
+    return lines or [found.count()]
+
+
+def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[SweepRow]) -> str:
+    last = max(row.round for row in rows)
+    settings = [row for row in rows if row.point.method not in TRIVIAL_WORDS]
+    finished = sum(row.is_last(last) for row in settings)
+    diverged = len({row.point for row in rows if row.diverged})
+    planned = planned_settings(directory)
+    if planned is None:
+        planned = finished
+    lists = [key for key in GRID if isinstance(config.get(key), list)]
+    grid = ", ".join(f"{len(config[key])} of {_name(key)}" for key in lists)
+    text = f"{planned} settings of Personalized-Private-SGD"
+    text += f": {grid}. " if grid else ". "
+    text += f"{_who(config)}, {last} rounds, δ = {_shown(config.get('delta'))}."
+    if finished < planned:
+        text += f" {finished} of them are finished; this page is about those."
+    if diverged:
+        text += f" {diverged} diverged and are left out."
+    return text
+
+
+def _who(config: Mapping[str, Any]) -> str:
+    """Which data, how many users, and how a cohort is drawn."""
+    rate = config.get("rate", 1.0)
+    drawn = "all" if rate == 1 else f"each with chance {_shown(rate)}"
+    if "cohort-size" in config:
+        drawn = f"exactly {config['cohort-size']}"
+    data = Path(str(config.get("data", "unknown"))).name
+    return f"Data: {data}. Users: {_shown(config.get('population'))}, {drawn} in each round"
+
+
+def _about_run(directory: Path, config: Mapping[str, Any]) -> Context:
+    run = read_run(directory)
+    paths = [directory / name for name in (USERS_PICTURE, PICTURE)]
+    columns = ("epsilon", EPSILON, "round")
+    rows = pd.DataFrame([{**row.measures, **_own(row, columns)} for row in run.rows])
+    what = f"{len(rows)} rows, one for each evaluated round"
+    public = [PROVIDED.format(text) for text in run.privacy.get("assumed_public", ())]
+    return {
+        "results": _run_lines(run.last_measures(), read_people(directory) or {}),
+        "pictures": [_picture(path, OF_A_RUN) for path in paths if path.exists()],
+        "lead": f"{run.rounds_trained} rounds of Personalized-Private-SGD. {_who(config)}.",
+        "guarantee": [run.statement[0], *public, *run.statement[1:]],
+        "best_title": "At the end",
+        "best": _table(rows.tail(1), "The last evaluated round"),
+        "remarks": [],
+        "every": _table(rows, "Every evaluated round"),
+        "file": _file(directory / METRICS, what),
+    }
+
+
+def _run_lines(measures: Mapping[str, float], people: Mapping[str, list[Any]]) -> list[str]:
+    """The measure of each model, and how many users gain."""
+    if not measures:
+        return []
+    values = values_by_model(measures)
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    gain = gain_text(people)
+    text = f"{_name(measure_of(measures))}: {parts}"
+    return [f"{text}; {gain}" if gain else text, MEASURED]
+
+
+def _own(row: object, names: Iterable[str]) -> dict[str, float]:
+    return {name: getattr(row, name) for name in names}
+
+
+def _picture(path: Path, captions: Mapping[str, str]) -> dict[str, Any]:
+    """A PNG inside the page. On a small screen it scrolls in its frame and stays readable."""
+    data = path.read_bytes()
+    if not data.startswith(PNG) or len(data) < PNG_HEAD:
+        raise ValueError(
+            f"{path}: not a PNG picture: restore it, or remove it and the page goes without"
+        )
+    width, height = struct.unpack(">II", data[PNG_HEAD - 8 : PNG_HEAD])
+    return {
+        "text": captions[path.stem],
+        "source": _data_url("image/png", data),
+        "width": width,
+        "height": height,
+        "least_width": round(width / READABLE),
+    }
+
+
+def _table(frame: pd.DataFrame, caption: str) -> dict[str, Any] | None:
+    """A column for each of the frame's, ε first; None if it is empty."""
+    if frame.empty:
+        return None
+    keys = sorted(frame.columns, key=lambda key: key not in EPSILONS)
+    rows = [[_shown(row[key], key) for key in keys] for row in frame.to_dict("records")]
+    return {"caption": caption, "columns": [_name(key) for key in keys], "rows": rows}
+
+
+def _file(path: Path, what: str) -> dict[str, Any]:
+    """Rows beside the page, and a copy in it if they are not too many."""
+    packed = gzip.compress(path.read_bytes(), mtime=0)
+    found = {"what": what, "name": path.name, "size": math.ceil(len(packed) / 1000)}
+    if len(packed) > MOST_EMBEDDED:
+        return found
+    return {**found, "source": _data_url("application/gzip", packed)}
+
+
+def _data_url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _name(key: str) -> str:
+    """A key for a reader."""
+    return NAMES.get(key, key.replace("-", " ").replace("_", " "))
+
+
+def _shown(value: Any, key: str = "") -> str:
+    """A value for a reader: four digits, ∞ and – as such, the ends of αQ by name, ε rounded up."""
+    if isinstance(value, list):
+        return ", ".join(_shown(item, key) for item in value)
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _shown_number(value, key) if isinstance(value, float) else str(value)
+
+
+def _shown_number(value: float, key: str) -> str:
+    if math.isnan(value):
+        return "–"
+    if key == "alpha-q" and value in (0, math.inf):
+        return "∞ (global)" if value else "0 (local)"
+    if math.isinf(value):
+        return "∞"
+    return rounded_up(value) if key in EPSILONS else f"{value:.4g}"

@@ -1,0 +1,379 @@
+"""Batches as loaders give them: which part is the target, how inputs reach a network, which rows
+belong to a visit."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from flwr_ppsgd.learner import Rows, minibatch_rows
+
+Loader: TypeAlias = Iterable[Any]
+Part: TypeAlias = str | int
+Call: TypeAlias = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+
+# the usual names of a target in a batch that is a mapping
+TARGETS = ("label", "labels", "target", "targets", "y")
+MOST_BYTES = 2**30  # a loader that holds more is read batch by batch, never as a whole
+
+
+# --- the parts of a batch
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which parts of a batch are the inputs of the network, and which one is the target.
+
+    A part is a name in a mapping, or a position in a tuple.
+
+    Args:
+        inputs: one part or several; None: everything but the target.
+        target: None: the part with a usual name, or the second of two.
+    """
+
+    inputs: Part | Sequence[Part] | None = None
+    target: Part | None = None
+
+    def of(self, batch: Any) -> tuple[Rows, Rows]:
+        """(inputs, target) of one batch as tensors; ValueError if one holds NaN or infinity."""
+        if hasattr(batch, "_asdict"):
+            batch = batch._asdict()
+        if isinstance(batch, Mapping):
+            x, y = self._of_mapping(batch)
+        elif isinstance(batch, list | tuple):
+            x, y = self._of_sequence(batch)
+        else:
+            raise ValueError(
+                f"a batch is a {type(batch).__name__}, not (x, y) or a mapping: let the loader "
+                "return one of those"
+            )
+        return map_parts(x, _finite_tensor), _finite_tensor(y, "target")
+
+    def _of_mapping(self, batch: Mapping[Any, Any]) -> tuple[Rows, Rows]:
+        target = self.target
+        if target is None:
+            known = [name for name in batch if name in TARGETS]
+            if len(known) != 1:
+                raise ValueError(
+                    f"which of a batch's parts {sorted(batch)} is the target is not known (usual "
+                    f'names are {", ".join(TARGETS)}): add target="…", the name of one of them'
+                )
+            target = known[0]
+        names = self._listed()
+        if names is None:
+            names = [name for name in batch if name != target]
+        missing = [name for name in (*names, target) if name not in batch]
+        if missing or not names:
+            raise ValueError(
+                f"a batch has the parts {sorted(batch)}, and inputs={names}, target={target!r} "
+                "were asked for: name parts that it has"
+            )
+        return {str(name): batch[name] for name in names}, batch[target]
+
+    def _of_sequence(self, batch: Sequence[Any]) -> tuple[Rows, Rows]:
+        size = len(batch)
+        places = self._listed()
+        target = self.target
+        if size != 2 and (places is None or target is None):
+            raise ValueError(
+                f"a batch has {size} parts where (x, y) has 2: say which are which, such as "
+                f"inputs={list(range(size - 1))}, target={size - 1}"
+            )
+        if target is None:
+            target = 1
+        if places is None:
+            places = [0 if target == 1 else 1]
+        valid = range(size)
+        wrong = [place for place in (*places, target) if place not in valid]
+        if wrong:
+            raise ValueError(
+                f"a batch has {size} parts, and {wrong} were asked for: inputs and target are "
+                f"positions from 0 to {size - 1}"
+            )
+        chosen = tuple(batch[int(place)] for place in places)
+        x = chosen[0] if len(chosen) == 1 else chosen
+        if isinstance(x, list) and any(isinstance(part, Tensor) for part in x):
+            x = tuple(x)  # torch's loaders turn tuples into lists
+        return x, batch[int(target)]
+
+    def _listed(self) -> list[Part] | None:
+        if self.inputs is None:
+            return None
+        if isinstance(self.inputs, str | int):
+            return [self.inputs]
+        return list(self.inputs)
+
+
+def parts_of(x: Rows) -> dict[Part, Rows]:
+    """The inputs by name, or by position."""
+    if isinstance(x, Mapping):
+        return dict(x)
+    if isinstance(x, tuple):
+        return dict(enumerate(x))
+    return {"x": x}
+
+
+def map_parts(x: Rows, change: Callable[[Rows, Part], Tensor]) -> Rows:
+    """The inputs in the same form, each one changed by (values, name or position)."""
+    changed = {part: change(values, part) for part, values in parts_of(x).items()}
+    if isinstance(x, Mapping):
+        return changed
+    if isinstance(x, tuple):
+        return tuple(changed.values())
+    return changed["x"]
+
+
+def _as_tensor(values: Rows, part: Part) -> Tensor:
+    """ValueError with the name of the part if it cannot be a tensor."""
+    if isinstance(values, Tensor):
+        return values
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"part {part!r} of a batch is no tensor ({error}): leave it out with inputs=[…]"
+        ) from None
+
+
+def _finite_tensor(values: Rows, part: Part) -> Tensor:
+    """ValueError if a float in it is NaN or infinite."""
+    tensor = _as_tensor(values, part)
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise ValueError(
+            f"part {part!r} of a batch holds NaN or infinity: clean this user's data "
+            "(torch.nan_to_num, or leave those rows out)"
+        )
+    return tensor
+
+
+# --- a network's inputs and outputs
+
+
+@dataclass(frozen=True)
+class NetworkInputs:
+    """How tensors reach a network: on its device, floats in its precision, whole numbers as they
+    are; parts of a mapping by keyword, those of a tuple by position.
+
+    Args:
+        network: the name of its class.
+        takes: the names of ``forward``'s parameters.
+        takes_any: whether ``forward`` takes any keyword.
+        device: of the network.
+        dtype: of its first parameter.
+    """
+
+    network: str
+    takes: tuple[str, ...]
+    takes_any: bool
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, module: nn.Module, device: torch.device, dtype: torch.dtype) -> "NetworkInputs":
+        """Those of this module."""
+        parameters = inspect.signature(module.forward).parameters.values()
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        takes = tuple(each.name for each in parameters if each.kind in by_name)
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        return cls(type(module).__name__, takes, takes_any, device, dtype)
+
+    def call(self, x: Rows) -> Call:
+        """(positional, keyword) arguments of the network."""
+        tensors = map_parts(x, self.tensor)
+        if isinstance(x, tuple):
+            return tensors, {}
+        if not isinstance(x, Mapping):
+            return (tensors,), {}
+        unknown = [name for name in tensors if name not in self.takes]
+        if len(tensors) == 1 and unknown:  # one input needs no name
+            return tuple(tensors.values()), {}
+        if unknown and not self.takes_any:
+            raise ValueError(
+                f"a batch has the inputs {list(tensors)} and {self.network}.forward takes "
+                f"{list(self.takes)}: name those that it takes with inputs=[…]"
+            )
+        return (), tensors
+
+    def tensor(self, values: Rows, part: Part = "y") -> Tensor:
+        """One part as a tensor; floats in the network's precision."""
+        tensor = _as_tensor(values, part)
+        if tensor.is_floating_point():
+            return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device)
+
+
+def scores_of(output: Any, network: str) -> Tensor:
+    """The predictions in what a network returns: a tensor, or something with ``logits``."""
+    if isinstance(output, Tensor):
+        return output
+    scores = getattr(output, "logits", None)
+    if scores is None and isinstance(output, Mapping):
+        scores = output.get("logits")
+    if isinstance(scores, Tensor):
+        return scores
+    raise ValueError(
+        f"{network} returned a {type(output).__name__} without logits: return a tensor of "
+        "predictions, or something that has them as logits"
+    )
+
+
+# --- minibatches of a loader
+
+
+class LoaderBatches:
+    """Minibatches of a loader, by visit; visits beyond its end go on from its beginning.
+
+    A ``DataLoader`` over a dataset with numbered rows is not iterated: visit v fetches its own rows
+    alone, which (user, v) decide, and every epoch visits each row once. Of any other iterable the
+    rows are read once if they fit in memory. If they do not, or if nobody knows how many there are,
+    visit v takes its batch number v.
+
+    Args:
+        loader: the batches.
+        parts: which parts of a batch are what.
+        user: decides the order of rows.
+        most_bytes: the most that is held in memory.
+        name: of the loader, for errors.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        parts: Parts,
+        *,
+        user: int = 0,
+        most_bytes: int = MOST_BYTES,
+        name: str = "train",
+    ) -> None:
+        if isinstance(loader, Iterator):
+            raise ValueError(
+                f"the {name} loader is a {type(loader).__name__}, which can be read only once: "
+                "return a DataLoader, or a list of batches"
+            )
+        self._loader = loader
+        self._parts = parts
+        self._user = user
+        self._most_bytes = most_bytes
+        self._held: tuple[Rows, Rows] | None = None
+        self._numbered = _has_numbered_rows(loader)
+        if self._numbered:
+            self.num_examples = len(loader.dataset)  # type: ignore[attr-defined]
+            if not self.num_examples:
+                raise _empty_error(name)
+            self._size = int(loader.batch_size)  # type: ignore[attr-defined]
+            return
+        first = next(self.epoch(), None)
+        if first is None:
+            raise _empty_error(name)
+        rows = count_rows(first)
+        self._size = getattr(loader, "batch_size", None) or rows
+        self._batches = _length(loader)
+        self.num_examples = rows * (self._batches or 1)
+        if self._batches and self._batches * _count_bytes(first) <= most_bytes:
+            self._hold()
+
+    def __call__(self, visit: int) -> tuple[Rows, Rows]:
+        """(inputs, target) of a visit, counted from 1."""
+        if self._numbered or self._held:
+            rows = minibatch_rows(0, self._user, visit, self.num_examples, self._size)
+            return self._at(rows.tolist())
+        skipped = visit - 1
+        if self._batches:
+            skipped %= self._batches
+        endless = itertools.chain.from_iterable(itertools.repeat(self._loader))
+        return self._parts.of(next(itertools.islice(endless, skipped, None)))
+
+    def epoch(self) -> Iterator[tuple[Rows, Rows]]:
+        """All rows, in their order if they are numbered, one batch after the other."""
+        if self._held is not None:
+            yield self._held
+        elif self._numbered:
+            for start in range(0, self.num_examples, self._size):
+                yield self._at(list(range(start, min(start + self._size, self.num_examples))))
+        else:
+            for batch in self._loader:
+                yield self._parts.of(batch)
+
+    def hold(self) -> None:
+        """Read numbered rows once, if they fit in memory: for several epochs in one visit."""
+        if not self._numbered or self._held is not None:
+            return
+        first = next(self.epoch())
+        batches = -(-self.num_examples // self._size)
+        if batches * _count_bytes(first) <= self._most_bytes:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Batches whose rows differ in shape, such as padded texts, stay as the loader has them."""
+        batches = list(self.epoch())
+        shapes = {_row_shapes(rows) for rows in batches}
+        self.num_examples = sum(map(count_rows, batches))
+        if len(shapes) == 1:
+            self._held = join_batches(batches)
+
+    def _at(self, rows: list[int]) -> tuple[Rows, Rows]:
+        if self._held is not None:
+            x, y = self._held
+            chosen = torch.tensor(rows)
+            return map_parts(x, lambda tensor, _: tensor[chosen]), y[chosen]
+        loader: Any = self._loader
+        several = getattr(loader.dataset, "__getitems__", None)
+        samples = several(rows) if several else [loader.dataset[row] for row in rows]
+        return self._parts.of(loader.collate_fn(samples))
+
+
+def join_batches(batches: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
+    """All batches in one."""
+    xs = [parts_of(x) for x, _ in batches]
+    y = torch.cat([y for _, y in batches])
+    x = map_parts(batches[0][0], lambda _, part: torch.cat([each[part] for each in xs]))
+    return x, y
+
+
+def count_rows(rows: tuple[Rows, Rows]) -> int:
+    """The number of samples in a batch."""
+    return len(rows[1])
+
+
+def _has_numbered_rows(loader: Any) -> bool:
+    """Whether a loader draws all rows of a dataset by their numbers, so that any row can be had."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return False
+    sampler: Any = loader.sampler
+    plain = isinstance(sampler, RandomSampler | SequentialSampler)
+    return plain and sampler.data_source is loader.dataset and hasattr(loader.dataset, "__len__")
+
+
+def _length(loader: Loader) -> int | None:
+    """The number of batches, if the loader knows it."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _row_shapes(rows: tuple[Rows, Rows]) -> tuple[torch.Size, ...]:
+    x, y = rows
+    return tuple(tensor.shape[1:] for tensor in (*parts_of(x).values(), y))
+
+
+def _count_bytes(rows: tuple[Rows, Rows]) -> int:
+    x, y = rows
+    tensors = [*parts_of(x).values(), y]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _empty_error(name: str) -> ValueError:
+    if name == "test":
+        return ValueError(
+            "the test loader has no batch: return (train, None) for a user without test rows"
+        )
+    return ValueError(
+        "a loader has no batch: a user needs at least one row; give this node data, or leave it "
+        "out of the enrolled population"
+    )

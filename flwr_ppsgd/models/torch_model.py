@@ -1,0 +1,787 @@
+"""Networks whose parameters are split into shared ones, w, and personal ones, θ."""
+
+import copy
+import difflib
+import fnmatch
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from flwr_ppsgd.algorithm import Reduction, Vector
+from flwr_ppsgd.learner import Batches, Rows
+from flwr_ppsgd.models.additive_linear import Loss
+from flwr_ppsgd.models.representation import RandomConvolution
+from flwr_ppsgd.models.solve import Columns
+from flwr_ppsgd.models.torch_data import LoaderBatches, NetworkInputs, count_rows, scores_of
+from flwr_ppsgd.models.torch_training import (
+    HALF,
+    LossFunction,
+    Objective,
+    OptimizerFactory,
+    PersonalTraining,
+    SplitLearner,
+    TrainedSplitLearner,
+    flat_vector,
+)
+from flwr_ppsgd.recipe import Matrix, Task
+from flwr_ppsgd.wire import Layout
+
+Shapes: TypeAlias = Mapping[str, Sequence[int]]
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+MOST_SUGGESTED = 3
+ROWS_AT_ONCE = 256
+MOST_REMEMBERED = 2**28  # bytes of features of images, in one process
+
+
+class SplitModel:
+    """Any ``nn.Module``: parameters whose names match a pattern are personal, the rest shared.
+
+    The module stays as its owner wrote it: inputs that are whole numbers stay so, several inputs
+    are passed by keyword (a mapping) or by position (a tuple), and what it returns may have its
+    predictions as ``logits``. Parameters with ``requires_grad=False`` are frozen: they are part of
+    neither block and stay as they are in the module. Buffers stay as they are too. BatchNorm that
+    tracks running statistics is refused: those would be neither shared nor personal. Dropout is on
+    in training, at random on each client, and off in evaluation.
+
+    Args:
+        module: the network; it is copied.
+        personal: a pattern for ``fnmatch``, such as ``"head.*"``, or several.
+        loss: "softmax" (cross-entropy, targets are class numbers), "squared" (½ of the squared
+            error, summed over outputs), or any ``nn.Module`` or function (prediction, y) → loss,
+            one for each sample or their mean or sum.
+        additive: whether personal parameters are shared too, and θ is added to them: w is then the
+            whole module, and θ starts at zero.
+        device: where to compute: "auto" (a GPU if there is one), "cpu", "cuda:0", …; None is where
+            the module is.
+        handed_over: whether nobody else uses the module. It is then not copied.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        personal: str | Sequence[str],
+        loss: Loss | LossFunction = "softmax",
+        *,
+        additive: bool = False,
+        device: str | torch.device | None = None,
+        handed_over: bool = False,
+    ) -> None:
+        self._shared, self._personal = split_names(module, personal, additive)
+        self._additive = additive
+        self._patterns = list_patterns(personal)
+        refuse_without_values(module)
+        device = _device_for(module, device)
+        own = module if handed_over else copy.deepcopy(module)
+        # its own values never change: w and θ are passed to each call
+        self._module = own.to(device)
+        self._channels_last = _allows_channels_last(own)
+        if self._channels_last:
+            own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._parameters = dict(own.named_parameters())
+        moving = {self._parameters[name].dtype for name in (*self._shared, *self._personal)}
+        self._dtype = torch.float64 if torch.float64 in moving else torch.float32
+        first = next(own.parameters())
+        network = own.network if isinstance(own, Additive) else own
+        self._inputs = NetworkInputs.of(network, device, first.dtype)
+        self._objective = Objective(loss, device)
+
+    # --- w and θ
+
+    def initial_arrays(self) -> ArrayRecord:
+        """w as the module has it: the ``initial_arrays`` of a strategy.
+
+        Parameters of half precision travel as float32.
+        """
+        arrays = {}
+        for name in self._shared:
+            value = self._parameters[name].detach().cpu()
+            value = value.float() if value.dtype in HALF else value
+            arrays[name] = value.clone(memory_format=torch.contiguous_format)
+        return ArrayRecord(arrays)
+
+    def initial_w(self) -> Vector:
+        """The same as one flat vector."""
+        return flat_vector(self._parameters[name] for name in self._shared)
+
+    def initial_theta(self) -> Vector:
+        """θ as the module has it; zero if it is added to w."""
+        theta = flat_vector(self._parameters[name] for name in self._personal)
+        return 0.0 * theta if self._additive else theta
+
+    @property
+    def additive(self) -> bool:
+        """Whether θ is added to a part of w, so that θ = 0 is a model."""
+        return self._additive
+
+    @property
+    def takes_float32(self) -> bool:
+        """Whether float32 vectors hold all that the network can tell apart."""
+        return self._dtype == torch.float32
+
+    def check_shared(self, shapes: Shapes) -> None:
+        """ValueError unless these are the names and shapes of this model's shared parameters."""
+        here = {name: self._parameters[name].shape for name in self._shared}
+        refuse_other_shared(shapes, here, self._patterns, self._additive)
+
+    def shared_tensors(self, w: Vector) -> dict[str, Tensor]:
+        """The shared parameters by name."""
+        tensors = self._split(w, self._shared, "w")
+        if self._channels_last:
+            for name, tensor in tensors.items():
+                if tensor.ndim == 4:
+                    tensors[name] = tensor.clone(memory_format=torch.channels_last)
+        return tensors
+
+    def personal_tensors(self, thetas: Vector | Matrix) -> dict[str, Tensor]:
+        """The personal parameters by name, of one user or with one row per user."""
+        return self._split(thetas, self._personal, "θ")
+
+    def tensor(self, values: Rows) -> Tensor:
+        """Inputs or targets on the network's device, floats in its precision."""
+        return self._inputs.tensor(values)
+
+    def module_with(
+        self, w: ArrayRecord | Sequence[NDArray[Any]] | Vector, theta: Vector | None = None
+    ) -> nn.Module:
+        """A copy of the module that holds w and θ, in evaluation mode.
+
+        It is for saving, or for prediction on a client.
+
+        Args:
+            w: the shared parameters, as arrays or as one flat vector.
+            theta: the personal ones; None leaves them as they are in the module.
+        """
+        if theta is None:
+            theta = self.initial_theta()
+        shared = self._split(self._flat_shared(w), self._shared, "w")
+        values = self._combine(shared, self.personal_tensors(theta))
+        module = copy.deepcopy(self._module).eval()
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name in values:
+                    parameter.copy_(values[name])
+        return module.to(memory_format=torch.contiguous_format)  # type: ignore[no-any-return, call-overload]
+
+    # --- predictions, losses, gradients
+
+    def predict(
+        self, shared: Tensors, personal: Tensors, x: Rows, *, training: bool = False
+    ) -> Tensor:
+        """The network's predictions with these parameters; ``torch.func`` may be around it."""
+        if self._module.training != training:
+            self._module.train(training)
+        parameters = self._combine(shared, personal)
+        positional, named = self._inputs.call(x)
+        output = torch.func.functional_call(self._module, parameters, positional, named)
+        scores = scores_of(output, self._inputs.network)
+        return scores.contiguous() if self._channels_last else scores
+
+    def loss(
+        self, shared: Tensors, personal: Tensors, rows: tuple[Rows, Rows], reduction: Reduction
+    ) -> Tensor:
+        """The loss over ``rows`` with these parameters, likewise."""
+        x, y = rows
+        prediction = self.predict(shared, personal, x, training=True)
+        return self._objective.total(prediction, self.tensor(y), reduction)
+
+    def settle_loss(self, rows: tuple[Rows, Rows]) -> None:
+        """Find out how the loss reduces, on these rows of one user: before ``torch.func``."""
+
+        def first() -> tuple[Tensor, Tensor]:
+            x, y = rows
+            shared = {name: self._parameters[name] for name in self._shared}
+            personal = self.personal_tensors(self.initial_theta())
+            return self.predict(shared, personal, x, training=True), self.tensor(y)
+
+        with torch.no_grad():
+            self._objective.settle(first)
+
+    def gradients(
+        self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
+    ) -> tuple[Vector, Vector]:
+        """(∇_w, ∇_θ) of the loss over ``rows``; ∇_w in float32 if the network computes so."""
+        shared = self.shared_tensors(w)
+        personal = self.personal_tensors(theta)
+        parameters = [*shared.values(), *personal.values()]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        loss = self.loss(shared, personal, rows, reduction)
+        found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        g_w = flat_vector(found[: len(shared)], single=self.takes_float32)  # w may be large
+        return g_w, flat_vector(found[len(shared) :])
+
+    def evaluate(self, w: Vector, theta: Vector, rows: tuple[Rows, Rows]) -> dict[str, float]:
+        """Mean loss, and accuracy for classes and for yes or no."""
+        return self.evaluate_over(w, theta, [rows])
+
+    def evaluate_over(
+        self, w: Vector, theta: Vector, batches: Iterable[tuple[Rows, Rows]]
+    ) -> dict[str, float]:
+        """The same over many batches, one at a time in memory; nothing without any."""
+        shared = self.shared_tensors(w)
+        personal = self.personal_tensors(theta)
+        sums: dict[str, float] = {}
+        samples = 0
+        for x, y in batches:
+            with torch.no_grad():
+                prediction = self.predict(shared, personal, x)
+            here = count_rows((x, y))
+            samples += here
+            for name, value in self.measures(prediction, self.tensor(y)).items():
+                sums[name] = sums.get(name, 0.0) + here * value
+        return {name: total / samples for name, total in sums.items()}
+
+    def measures(self, prediction: Tensor, y: Tensor) -> dict[str, float]:
+        """Mean loss of these predictions, and accuracy for classes and for yes or no."""
+        with torch.no_grad():
+            measures = {"loss": float(self._objective.total(prediction, y, "mean"))}
+            accuracy = self._objective.accuracy(prediction, y)
+        if accuracy is not None:
+            measures["accuracy"] = accuracy
+        return measures
+
+    def task(self, y: Rows) -> Task:
+        """What the loss is for, with targets like these."""
+        return self._objective.task(self.tensor(y))
+
+    def learner(
+        self,
+        batches: Batches | LoaderBatches,
+        test: tuple[Rows, Rows] | LoaderBatches | None = None,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        personal_steps: int = 1,
+        weight_decay: float = 0.0,
+        task: Task | None = None,
+    ) -> SplitLearner:
+        """This model together with one user's data.
+
+        Args:
+            batches: the training minibatches, by visit.
+            test: what ``evaluate`` measures on; None: nothing.
+            optimizer: of θ, as for ``PersonalTraining``; of local epochs under ``PPSGD.auto``.
+            personal_steps: the number of steps that θ takes in one visit.
+            weight_decay: of θ.
+            task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
+        """
+        training = PersonalTraining(optimizer, personal_steps, weight_decay)
+        kind = SplitLearner if training.is_plain else TrainedSplitLearner
+        return kind(self, batches, test, training, task=task)
+
+    # --- the last layer
+
+    @functools.cached_property
+    def is_head(self) -> bool:
+        """Whether w is nothing but one linear layer, so that the features below it are fixed."""
+        return LinearHead.of(self._module, self._shared) is not None
+
+    @functools.cached_property
+    def head(self) -> "LinearHead | None":
+        """The linear layer that is all of w, or all of θ; None if neither is one."""
+        return LinearHead.of(self._module, self._shared if self.is_head else self._personal)
+
+    def shared_head(self, w: Vector) -> Vector:
+        """The values of ``head`` in w; zeros if it is not shared."""
+        if self.is_head:
+            return w
+        if not self._additive:
+            return 0.0 * self.initial_theta()
+        parts = self._split(w, self._shared, "w")
+        return flat_vector(parts[name] for name in self._personal)
+
+    def features(self, w: ArrayRecord | Vector | None, x: Rows) -> Matrix:
+        """What the last layer sees of these inputs, one row per sample.
+
+        A personal model of ``PPSGD.auto`` predicts from them.
+
+        Args:
+            w: the shared parameters; None: as they are in the module.
+            x: inputs, as the network takes them.
+        """
+        found = self.head_features(None if w is None else self._flat_shared(w), x)
+        if found is None:
+            raise ValueError(
+                f"neither w nor θ is one linear layer at the end of the network, with personal="
+                f"{self._patterns}: use PersonalModel.module for predictions"
+            )
+        return found
+
+    def head_features(self, w: Vector | None, x: Rows) -> Matrix | None:
+        """The same; None if there is no such layer."""
+        head = self.head
+        if head is None:
+            return None
+        shared = self.shared_tensors(self.initial_w() if w is None else w)
+        personal = self.personal_tensors(self.initial_theta())
+        return head.features(self._module, lambda: self.predict(shared, personal, x))
+
+    # --- inside
+
+    def _combine(self, shared: Tensors, personal: Tensors) -> dict[str, Tensor]:
+        """The module's parameters from both blocks, each in its own precision."""
+        values = {**shared, **personal}
+        if self._additive:
+            sums = {name: shared[name] + offset for name, offset in personal.items()}
+            values = {**shared, **sums}
+        return {name: value.to(self._parameters[name].dtype) for name, value in values.items()}
+
+    def _split(self, vectors: Vector | Matrix, names: list[str], block: str) -> dict[str, Tensor]:
+        """Named parameters from one flat vector, or from one row per user."""
+        sizes = [self._parameters[name].numel() for name in names]
+        *users, found = vectors.shape
+        wanted = sum(sizes)
+        if found != wanted:
+            raise ValueError(
+                f"{block} has {found} parameters, but the module's {names} have {wanted}: give "
+                f"the vector of this model; personal={self._patterns} and the network must be the "
+                "same on server and client"
+            )
+        tensor = torch.tensor(vectors, dtype=self._dtype, device=self._inputs.device)
+        parts = torch.split(tensor, sizes, dim=-1)
+        return {
+            name: part.reshape(*users, *self._parameters[name].shape)
+            for name, part in zip(names, parts, strict=True)
+        }
+
+    def _flat_shared(self, w: ArrayRecord | Sequence[NDArray[Any]] | Vector) -> Vector:
+        if isinstance(w, list | tuple):
+            w = ArrayRecord(list(w))
+        if not isinstance(w, ArrayRecord):
+            return w  # type: ignore[return-value]
+        self.check_shared(Layout.of(w).shape_of)
+        if set(w) == set(self._shared):
+            w = ArrayRecord({name: w[name] for name in self._shared})
+        return Layout.of(w).flatten(w)
+
+
+class AdditiveHead(SplitModel):
+    """(w + θ_i)ᵀΦ_W(x): any network as the shared representation Φ_W, under an additive head.
+
+    The network's parameters and the head w are shared (and clipped together), θ_i is a head of the
+    same size.
+
+    Args:
+        network: Φ_W.
+        num_features: the number of outputs of ``network``.
+        num_outputs: K.
+        loss: as for ``SplitModel``.
+        head: the initial w, a num_features × num_outputs tensor; None is zero.
+        device: as for ``SplitModel``.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_features: int,
+        num_outputs: int,
+        loss: Loss | LossFunction = "softmax",
+        head: Tensor | None = None,
+        *,
+        device: str | torch.device | None = None,
+    ) -> None:
+        shape = (num_features, num_outputs)
+        start = torch.zeros(shape) if head is None else head
+        found = tuple(start.shape)
+        if found != shape:
+            raise ValueError(
+                f"head must have shape {shape}, got {found}: give num_features × num_outputs"
+            )
+        super().__init__(Additive(network, start), personal="personal", loss=loss, device=device)
+
+    @property
+    def additive(self) -> bool:
+        """θ is added to the shared head."""
+        return True
+
+    @functools.cached_property
+    def is_head(self) -> bool:
+        """Whether the network is frozen."""
+        return self._shared == ["head"]
+
+    @functools.cached_property
+    def head(self) -> "LinearHead":
+        """The head, on the outputs of the network."""
+        features, outputs = self._parameters["personal"].shape
+        return LinearHead("network", (features, outputs), transposed=False)
+
+    def shared_head(self, w: Vector) -> Vector:
+        """The shared head in w."""
+        return flat_vector([self._split(w, self._shared, "w")["head"]])
+
+
+class Additive(nn.Module):
+    """(head + personal)ᵀΦ(x) with a network Φ: the module of an ``AdditiveHead``.
+
+    Args:
+        network: Φ.
+        head: the shared head at the start.
+    """
+
+    def __init__(self, network: nn.Module, head: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        first = next(network.parameters(), None)
+        dtype = torch.get_default_dtype() if first is None else first.dtype
+        device = None if first is None else first.device
+        self.head = nn.Parameter(head.to(device, dtype))
+        self.personal = nn.Parameter(torch.zeros_like(self.head))
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        output = self.network(*inputs, **named)
+        features = scores_of(output, type(self.network).__name__)
+        return features.flatten(1) @ (self.head + self.personal)
+
+
+# --- which parameters are shared and which are personal
+
+
+def list_patterns(personal: str | Sequence[str]) -> list[str]:
+    """Patterns as a list, a single one too."""
+    return [personal] if isinstance(personal, str) else list(personal)
+
+
+def split_names(
+    module: nn.Module, personal: str | Sequence[str], additive: bool = False
+) -> tuple[list[str], list[str]]:
+    """The names of the (shared, personal) parameters; with ``additive`` all are shared.
+
+    ValueError if a pattern matches nothing, if one of the blocks is empty, or if the module cannot
+    be split.
+    """
+    _refuse_running_statistics(module)
+    patterns = list_patterns(personal)
+    parameters = dict(module.named_parameters())
+    tied = dict(module.named_parameters(remove_duplicate=False))  # by all of their names
+    for pattern in patterns:
+        if not fnmatch.filter(tied, pattern):
+            near = difflib.get_close_matches(pattern, parameters, n=MOST_SUGGESTED, cutoff=0.0)
+            raise ValueError(
+                f"personal={patterns}: {pattern!r} matches no parameter of "
+                f"{type(module).__name__}; the nearest are {near}: use one of those names, or a "
+                "pattern such as 'head.*'"
+            )
+    _refuse_tied_across(tied, patterns)
+    moving = [name for name, value in parameters.items() if value.requires_grad]
+    own = [name for name in moving if _matches(name, patterns)]
+    shared = [name for name in moving if additive or name not in own]
+    for block, found in (("personal", own), ("shared", shared)):
+        if not found:
+            raise ValueError(
+                f"personal={patterns} leaves no {block} parameter among {sorted(moving)}: name "
+                "some of them, not none and not all"
+            )
+    return shared, own
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _refuse_tied_across(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> None:
+    """ValueError if one tensor is personal by one of its names and shared by another."""
+    names: dict[int, list[str]] = {}
+    for name, value in parameters.items():
+        names.setdefault(id(value), []).append(name)
+    for tied in names.values():
+        own = [name for name in tied if _matches(name, patterns)]
+        others = [name for name in tied if name not in own]
+        if own and others:
+            raise ValueError(
+                f"personal={list(patterns)}: {own[0]!r} and {others[0]!r} are one tensor (tied), "
+                "and would be personal and shared at once: match both or none, or untie them"
+            )
+
+
+def _refuse_running_statistics(module: nn.Module) -> None:
+    """ValueError if a normalisation keeps statistics of the data it has seen."""
+    for name, part in module.named_modules():
+        if getattr(part, "track_running_stats", False):
+            raise ValueError(
+                f"{type(part).__name__} {name!r} tracks running statistics, which are neither "
+                "shared nor personal parameters: use GroupNorm or LayerNorm, or "
+                "track_running_stats=False"
+            )
+
+
+def refuse_without_values(module: nn.Module) -> None:
+    """ValueError if a parameter has no values, or no shape."""
+    for name, value in module.named_parameters():
+        if isinstance(value, UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet: call the network once on a batch before it "
+                "is split"
+            )
+        if value.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device and has no values: load the network's "
+                'weights first (module.to_empty(device="cpu"), then load_state_dict)'
+            )
+
+
+def refuse_other_shared(
+    there: Shapes, here: Shapes, patterns: Sequence[str], additive: bool
+) -> None:
+    """ValueError unless a server's w has the shared parameters of this client, in their shapes.
+
+    Numbers for names say nothing: legacy servers send them, and so do those that send w as one
+    vector.
+
+    Args:
+        there: the shapes of the server's arrays, by name.
+        here: those of this client's shared parameters.
+        patterns: of this client's personal parameters, for the error.
+        additive: likewise.
+    """
+    if all(name.isdigit() for name in there):
+        return
+    missing = sorted(set(here) - set(there))
+    unknown = sorted(set(there) - set(here))
+    if missing or unknown:
+        raise ValueError(
+            f"the server's w has {unknown or 'nothing'} that is not shared here, and lacks "
+            f"{missing or 'nothing'} that is: personal={list(patterns)}, additive={additive} on "
+            "this client must be those of shared_arrays(module, personal, additive=…) on the "
+            "server; buffers, frozen parameters and further names of tied ones are no part of w"
+        )
+    for name, shape in there.items():
+        if tuple(shape) != tuple(here[name]):
+            raise ValueError(
+                f"{name!r} has shape {tuple(shape)} in the server's w and {tuple(here[name])} in "
+                "this client's network: make the network with the same sizes on both sides"
+            )
+
+
+def _device_for(module: nn.Module, device: str | torch.device | None) -> torch.device:
+    """Where to compute: as named, a GPU if there is one for "auto", or where the module is."""
+    if device is None:
+        return next(module.parameters()).device
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f'device must be "auto" or a torch device, got {device!r}: such as "cpu" or "cuda:0"'
+        ) from None
+    if found.type == "meta":
+        raise ValueError('device="meta" holds no values: use "auto" or "cpu"')
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f'device={device!r}, but torch sees no GPU here: use device="auto" or "cpu"'
+        )
+    return found
+
+
+def _allows_channels_last(module: nn.Module) -> bool:
+    """Whether no code but torch's own sees the layout of tensors inside a module.
+
+    Channels-last makes small convolutions twice as fast, but a ``view`` in somebody's ``forward``
+    or hook fails on it.
+    """
+    for part in module.modules():
+        known = type(part) is Additive or type(part).__module__.startswith("torch.nn.modules.")
+        if not known or part._forward_hooks or part._forward_pre_hooks:
+            return False
+    return True
+
+
+# --- the linear layer at the end
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """The linear layer at the end of a network: an ``nn.Linear``, or that of an ``AdditiveHead``.
+
+    Args:
+        layer: the name of the layer, or of what computes its features.
+        shape: features × outputs, without a bias.
+        bias: whether there is one; it is then the last row of the matrix.
+        transposed: whether weights are outputs × features, as ``nn.Linear`` has them.
+    """
+
+    layer: str
+    shape: tuple[int, int]
+    bias: bool = False
+    transposed: bool = True
+
+    @classmethod
+    def of(cls, module: nn.Module, names: list[str]) -> "LinearHead | None":
+        """The layer that has exactly these parameters; None if there is none.
+
+        Args:
+            module: the network.
+            names: of the parameters, in their order.
+        """
+        layer, _, name = names[0].rpartition(".")
+        found = module.get_submodule(layer)
+        if name != "weight" or type(found) is not nn.Linear:
+            return None
+        own = [f"{layer}.{each}".lstrip(".") for each, _ in found.named_parameters()]
+        if own != names:
+            return None
+        return cls(layer, (found.in_features, found.out_features), found.bias is not None)
+
+    def matrix(self, vector: Vector) -> Matrix:
+        """The layer's parameters as columns × outputs; a bias is the weight of a column of ones."""
+        features, outputs = self.shape
+        vector = np.asarray(vector, dtype=np.float64)
+        weights = vector[: features * outputs]
+        if not self.transposed:
+            return weights.reshape(features, outputs)
+        matrix: Matrix = weights.reshape(outputs, features).T
+        if not self.bias:
+            return matrix
+        return np.vstack([matrix, vector[features * outputs :]])
+
+    def vector(self, matrix: Matrix) -> Vector:
+        """The other way round."""
+        if not self.transposed:
+            return matrix.reshape(-1)
+        weights = matrix[: self.shape[0]].T.reshape(-1)
+        if not self.bias:
+            return weights
+        return np.concatenate([weights, matrix[-1]])
+
+    def columns(self, task: Task) -> Columns:
+        """What is public about the features: they are used as they are."""
+        features, outputs = self.shape
+        none = np.zeros(features, dtype=np.bool_)
+        return Columns(task, numbers=none, sparse=none, outputs=outputs, ones=self.bias)
+
+    def features(self, module: nn.Module, predict: Callable[[], Tensor]) -> Matrix | None:
+        """What the layer sees, one row per sample.
+
+        None if what the network returns is more than the layer's output, or its sigmoid or
+        softmax, or if the layer is called more than once.
+
+        Args:
+            module: the network.
+            predict: calls it.
+        """
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+
+        def note(part: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+            if self.transposed:
+                inputs.append(given[0])
+                outputs.append(made)
+            else:
+                inputs.append(scores_of(made, type(part).__name__).flatten(1))
+
+        handle = module.get_submodule(self.layer).register_forward_hook(note)
+        try:
+            with torch.no_grad():
+                scores = predict()
+        finally:
+            handle.remove()
+        if len(inputs) != 1 or inputs[0].ndim != 2:
+            return None
+        if outputs and not _is_link_of(outputs[0], scores):
+            return None
+        seen: Matrix = inputs[0].double().cpu().numpy()
+        return seen
+
+
+def _is_link_of(made: Tensor, scores: Tensor) -> bool:
+    """Whether the scores are these numbers, or the chances that they stand for."""
+    if made.numel() != scores.numel():
+        return False
+    links = [made, torch.sigmoid(made), made.softmax(dim=1), made.log_softmax(dim=1)]
+    return any(
+        torch.allclose(link.reshape(scores.shape), scores, rtol=0.0, atol=0.0, equal_nan=True)
+        for link in links
+    )
+
+
+# --- public representations
+
+
+def frozen_outputs(module: nn.Module, x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One row of outputs for each row of x, in evaluation mode.
+
+    Args:
+        module: the network; it learns nothing here.
+        x: rows × …, as the network takes them.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"a representation's factory returned a {type(module).__name__}: return a torch module"
+        )
+    refuse_without_values(module)
+    module.eval()
+    first = next(module.parameters(), torch.zeros(0))
+    rows = torch.as_tensor(np.ascontiguousarray(x), dtype=first.dtype, device=first.device)
+    parts = []
+    with torch.no_grad():
+        for part in torch.split(rows, ROWS_AT_ONCE):
+            scores = scores_of(module(part), type(module).__name__)
+            parts.append(scores.flatten(1).double().cpu())
+    outputs: NDArray[np.float64] = torch.cat(parts).numpy()
+    return outputs
+
+
+class OnImages(nn.Module):
+    """A linear layer ``head``, zero at first, on a public representation of images.
+
+    Args:
+        representation: Φ, whose shape of images is known.
+        outputs: K.
+    """
+
+    def __init__(self, representation: RandomConvolution, outputs: int) -> None:
+        super().__init__()
+        self._representation = representation
+        width = sum(representation.widths(math.prod(representation.shape)))
+        self.head = nn.Linear(width, outputs)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores; ``images`` are n × height × width, or n × channels × height × width."""
+        if images.ndim == 4:
+            images = images.movedim(1, -1)
+        pixels = images.detach().flatten(1).cpu().numpy()
+        features = _FEATURES.of(self._representation, pixels).to(self.head.weight)
+        scores: Tensor = self.head(features)
+        return scores
+
+
+class _RememberedFeatures:
+    """Features of images that were seen before in this process: a client makes its network anew
+    for each message. The least recently used ones go first."""
+
+    def __init__(self) -> None:
+        self._found: dict[bytes, Tensor] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def of(self, representation: RandomConvolution, pixels: NDArray[Any]) -> Tensor:
+        """Φ of these rows of pixels."""
+        digest = hashlib.blake2b(pixels.tobytes(), digest_size=32)
+        digest.update(repr((representation, pixels.shape, pixels.dtype)).encode())
+        key = digest.digest()
+        with self._lock:
+            features = self._found.pop(key, None)
+            if features is None:
+                features = torch.from_numpy(representation(pixels.astype(np.float64)))
+                self._bytes += features.nbytes
+            self._found[key] = features
+            while self._bytes > MOST_REMEMBERED:
+                oldest = next(iter(self._found))
+                self._bytes -= self._found.pop(oldest).nbytes
+        return features
+
+
+_FEATURES = _RememberedFeatures()

@@ -1,0 +1,1 @@
+"""Complete Flower apps, and the script that compares strategies on one of them."""

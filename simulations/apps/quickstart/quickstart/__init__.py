@@ -1,0 +1,1 @@
+"""A small network for many users, each with rows and habits of their own."""
