@@ -250,7 +250,7 @@ def audit(
             f"{strategy.steps} and noise_multiplier={release.noise_multiplier:g}: set alpha_q and "
             "z above 0"
         )
-    if not strategy.enrols_whoever_comes:
+    if strategy.training.enrolled.nodes is not None:
         raise ValueError("the audit brings its own nodes: build the strategy without enrolled")
     rounds = rounds_of_audit(release, size)
     if strategy.affordable_rounds is not None:

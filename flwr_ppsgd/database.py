@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ WRITABLE_BY_OTHERS = 0o022
 LONGEST_POLL = 0.25  # seconds
 PRAGMAS = {"journal_mode": ("TRUNCATE", "truncate"), "synchronous": ("EXTRA", 3)}
 PRAGMAS["fullfsync"] = ("ON", 1)  # macOS needs it to reach the disk; elsewhere it does nothing
-UNWRITTEN = "nothing of this step was kept; free or mend the disk, then start again"
+UNWRITTEN = "nothing of this step was kept; free some space or repair the disk, then start again"
 DAMAGED = "restore the newest backup, or use another directory"
 REMEDIES = {
     sqlite3.SQLITE_BUSY: "another process is using it; wait for it to end",
@@ -211,10 +211,20 @@ class FileLock:
 
     def __init__(self, path: Path, patience: float, busy: str) -> None:
         self._path = path
-        self._file = self._open()
+        self._file = _open_lock(path)
         try:
-            self._wait(patience, busy)
-            self._try_again()
+            deadline = time.monotonic() + patience
+            pause = LONGEST_POLL / 16
+            while not self._take(self._file):
+                if time.monotonic() >= deadline:
+                    raise StoreError(busy)
+                if pause == LONGEST_POLL:
+                    log.info("Waiting up to %g s for another process to leave %s", patience, path)
+                time.sleep(pause)
+                pause = min(2 * pause, 2 * LONGEST_POLL)
+            with closing(os.fdopen(_open_lock(path))) as second:
+                if self._take(second.fileno()):  # some network disks grant every lock
+                    raise self._unlockable("a second lock was granted")
         except BaseException:
             self.close()
             raise
@@ -226,30 +236,6 @@ class FileLock:
         self._file = -1
         if file >= 0:
             os.close(file)
-
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
-
-    def _wait(self, patience: float, busy: str) -> None:
-        deadline = time.monotonic() + patience
-        pause = LONGEST_POLL / 16
-        while not self._take(self._file):
-            if time.monotonic() >= deadline:
-                raise StoreError(busy)
-            if pause == LONGEST_POLL:
-                log.info("Waiting up to %g s for another process to leave %s", patience, self._path)
-            time.sleep(pause)
-            pause = min(2 * pause, 2 * LONGEST_POLL)
-
-    def _try_again(self) -> None:
-        """A second descriptor must be refused: some network disks grant every lock."""
-        second = self._open()
-        try:
-            holds = not self._take(second)
-        finally:
-            os.close(second)
-        if not holds:
-            raise self._unlockable("a second lock was granted")
 
     def _take(self, file: int) -> bool:
         try:
@@ -265,6 +251,10 @@ class FileLock:
             f"{self._path.parent} is on a disk where file locks do not hold ({reason}), so two "
             "processes could write there at once: use a directory on a local disk"
         )
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
 
 
 def private_directory(directory: Path) -> None:
@@ -299,7 +289,9 @@ def reserve(path: Path, size: int) -> None:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, max(1, size))
         else:
-            _write_zeros(descriptor, size)
+            block = bytes(2**20)
+            for start in range(0, size, len(block)):
+                os.pwrite(descriptor, block[: size - start], start)
         os.ftruncate(descriptor, size)
     except OSError:
         path.unlink()
@@ -365,13 +357,7 @@ def _make_private_file(path: Path, *, new: bool = False) -> None:
     sync(path.parent)
 
 
-def _write_zeros(descriptor: int, size: int) -> None:
-    block = bytes(2**20)
-    for start in range(0, size, len(block)):
-        os.pwrite(descriptor, block[: size - start], start)
-
-
-_IN_PROCESS = threading.RLock()  # held by whoever uses a connection, and by a process that forks
+_IN_PROCESS = threading.RLock()  # held by the user of a connection, and by a process that forks
 _HELD: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
 
 

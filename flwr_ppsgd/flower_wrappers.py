@@ -1,6 +1,6 @@
 """Flower's DP strategies, mods and secure aggregation around our code, found among the callers.
 
-A strategy that is wrapped, and a client behind a mod, are not told so by Flower. What is running
+A strategy that is wrapped, and a client behind a mod, do not learn it from Flower. What is running
 above them on the stack tells.
 """
 

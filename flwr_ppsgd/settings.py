@@ -1,7 +1,6 @@
 """Flat settings, as Flower's users write them: ``clip-norm = 10.0``. One line each, no nesting.
 
-Whoever reads settings (a run config, an experiment file, ``--set``) gets the same keys, defaults
-and errors.
+A run config, an experiment file and ``--set`` have the same keys, defaults and errors.
 """
 
 import math
@@ -9,7 +8,7 @@ import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -96,10 +95,13 @@ class Settings:
     def __post_init__(self) -> None:
         """What only the flat keys have. ``training.Training`` checks all else."""
         one_of("method", self.method, METHODS)
-        self._check_method()
         if self.automatic:
-            self._plan_recipe()
+            self._check_automatic()
             return
+        for name in OF_PAPER:
+            if getattr(self, name) is None:
+                key = key_of(name)
+                raise ValueError(f"{key!r} is missing: add it, as in {key} = …")
         _exactly_one(self, "rate", "cohort_size")
         _exactly_one(self, "noise_multiplier", "epsilon")
         require(self.rounds >= 1, "rounds must be at least 1", self.rounds, "plan at least one")
@@ -110,34 +112,26 @@ class Settings:
         self.uncalibrated()
         self.steps()
 
-    def _check_method(self) -> None:
-        if self.method == PAPER:
-            for name in OF_PAPER:
-                if getattr(self, name) is None:
-                    key = key_of(name)
-                    raise ValueError(f"{key!r} is missing: add it, as in {key} = …")
-            return
-        defaults = {field.name: field.default for field in fields(self)}
-        for name in (*OF_PAPER, *CHOICES_OF_PAPER):
-            if getattr(self, name) != defaults[name]:
+    def _check_automatic(self) -> None:
+        """The recipe decides the rest, and the number of rounds unless it is given."""
+        for field in fields(self):
+            decided = field.name in (*OF_PAPER, *CHOICES_OF_PAPER)
+            if decided and getattr(self, field.name) != field.default:
                 raise ValueError(
-                    f"{key_of(name)} is for method = {PAPER!r}, and {AUTO!r} decides it: leave one "
-                    "of the two out"
+                    f"{key_of(field.name)} is for method = {PAPER!r}, and {AUTO!r} decides it: "
+                    "leave one of the two out"
                 )
-
-    @property
-    def automatic(self) -> bool:
-        """Whether the recipe decides what is not given."""
-        return self.method == AUTO
-
-    def _plan_recipe(self) -> None:
-        """The number of rounds, unless it is given."""
         if self.epsilon is None:
             raise ValueError("'epsilon' is missing: auto needs it, as in epsilon = 1.0")
         require(self.epsilon > 0, "epsilon must be positive", self.epsilon, "name what you allow")
         if not self.rounds:
             sigma = 0.0 if math.isinf(self.epsilon) else noise_alone(self.epsilon, self.delta)
             object.__setattr__(self, "rounds", rounds_for(self.population, sigma))
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the recipe decides what is not given."""
+        return self.method == AUTO
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
@@ -173,20 +167,26 @@ class Settings:
 
     def uncalibrated(self) -> Release:
         """The release; if ``epsilon`` is given, still without its noise."""
-        return self._release(self.noise_multiplier or 0.0)
+        clip_norm = 1.0 if self.clip_norm is None else self.clip_norm
+        noise = self.noise_multiplier or 0.0
+        return Release(self.cohort(), clip_norm, noise, self.total_batch, self.aggregation())
 
     def release(self) -> Release:
         """The release. If ``epsilon`` is given, its noise is calibrated for the planned rounds."""
         if self.automatic:
             return self.recipe().release
-        noise = self.noise_multiplier
-        if noise is None:
-            noise = self._calibrated(self.cohort())
-        return self._release(noise)
+        if self.epsilon is None or self.noise_multiplier is not None:
+            return self.uncalibrated()
+        from flwr_ppsgd.ledger import calibrate_noise
 
-    def _release(self, noise: float) -> Release:
-        clip_norm = 1.0 if self.clip_norm is None else self.clip_norm
-        return Release(self.cohort(), clip_norm, noise, self.total_batch, self.aggregation())
+        noise = calibrate_noise(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            cohort=self.cohort(),
+            rounds=self.rounds,
+            aggregation=self.aggregation(),
+        )
+        return replace(self.uncalibrated(), noise_multiplier=noise)
 
     def aggregation(self) -> SecureSum | None:
         """Whether the server sees sums only, and on which terms; None if it is trusted."""
@@ -218,35 +218,11 @@ class Settings:
             aggregation=self.aggregation(),
         )
 
-    def _calibrated(self, cohort: Cohort) -> float:
-        from flwr_ppsgd.ledger import calibrate_noise
-
-        assert self.epsilon is not None
-        return calibrate_noise(
-            epsilon=self.epsilon,
-            delta=self.delta,
-            cohort=cohort,
-            rounds=self.rounds,
-            aggregation=self.aggregation(),
-        )
-
     def steps(self) -> Steps:
         """Both step sizes: the larger one is ``step``, their ratio is ``alpha-q``."""
         if self.step is None or self.alpha_q is None:
             return Steps(shared=1.0, personal=0.0)  # in place of the recipe's
         return Steps.from_ratio(self.step, self.alpha_q)
-
-    def budget(self) -> float | None:
-        """The largest ε that may be spent; None if there is no limit."""
-        if self.max_epsilon is None:
-            return None if self.epsilon == math.inf else self.epsilon
-        return self.max_epsilon
-
-    def enrolled_names(self) -> tuple[str, ...] | None:
-        """The names of the registered nodes; None if they are not listed."""
-        if not self.enrolled:
-            return None
-        return tuple(name.strip() for name in self.enrolled.split(","))
 
     def arguments(self, release: Release | None = None) -> dict[str, Any]:
         """The arguments that the strategies of both APIs have in common.
@@ -254,12 +230,20 @@ class Settings:
         Args:
             release: instead of the one that these settings stand for.
         """
+        if self.automatic and release is None:
+            published = self.recipe().arguments()
+        else:
+            published = {"release": release or self.release(), "steps": self.steps()}
+        limit = self.max_epsilon
+        if limit is None and self.epsilon != math.inf:
+            limit = self.epsilon
+        names = [name.strip() for name in self.enrolled.split(",")] if self.enrolled else None
         return {
-            **self._published(release),
+            **published,
             "delta": self.delta,
-            "max_epsilon": self.budget(),
+            "max_epsilon": limit,
             "evaluate_every": self.evaluate_every,
-            "enrolled": Enrolled(self.enrolled_names(), self.min_online, self.wait_timeout),
+            "enrolled": Enrolled(names, self.min_online, self.wait_timeout),
             "replies": self.replies,
             "average": self.average,
             "checkpoint_dir": self.checkpoint_dir or None,
@@ -268,12 +252,6 @@ class Settings:
             "round_timeout": self.round_timeout,
             "insecure_seed": self.insecure_seed,
         }
-
-    def _published(self, release: Release | None) -> dict[str, Any]:
-        """What is released, and how far w and θ move."""
-        if self.automatic and release is None:
-            return self.recipe().arguments()
-        return {"release": release or self.release(), "steps": self.steps()}
 
 
 def _exactly_one(settings: Settings, first: str, second: str) -> None:
@@ -320,35 +298,27 @@ def to_flat(values: Any) -> dict[str, Any]:
 
 
 def build(kind: type[T], flat: Mapping[str, Any], where: str) -> T:
-    """A dataclass from its flat keys; errors name ``where``."""
-    named = _by_name(kind, flat, where)
+    """A dataclass from its flat keys; errors name ``where``.
+
+    An unknown, doubled or missing key and a value of the wrong type are refused.
+    """
     hints = get_type_hints(kind)
-    try:
-        values = {name: typed(key_of(name), value, hints[name]) for name, value in named.items()}
-        return kind(**values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {in_keys(str(error), kind)}") from None
-
-
-def _by_name(kind: type, flat: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values by the names of their fields; unknown, doubled and missing keys are refused."""
     values: dict[str, Any] = {}
-    for key, value in flat.items():
-        name = field_of(key, kind, where)
-        if name in values:
-            raise ValueError(f"{where}: {key_of(name)!r} is there twice: keep one")
-        values[name] = value
-    for field in fields(kind):
+    for key in flat:
+        check_known(key, keys_of(kind), where)
+        if name_of(key) in values:
+            raise ValueError(f"{where}: {key_of(key)!r} is there twice: keep one")
+        values[name_of(key)] = flat[key]
+    for field in fields(kind):  # type: ignore[arg-type]
         if field.default is MISSING and field.name not in values:
             key = key_of(field.name)
             raise ValueError(f"{where}: {key!r} is missing: add it, as in {key} = …")
-    return values
-
-
-def field_of(key: str, kind: type, where: str) -> str:
-    """The field that a flat key names; ValueError with the nearest key if there is none."""
-    check_known(key, keys_of(kind), where)
-    return name_of(key)
+    try:
+        return kind(
+            **{name: typed(key_of(name), value, hints[name]) for name, value in values.items()}
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {in_keys(str(error), kind)}") from None
 
 
 def check_known(key: str, known: Iterable[str], where: str) -> None:
@@ -400,7 +370,7 @@ def typed(key: str, value: Any, hint: Any) -> Any:
     A whole number may stand for a float, and numpy's numbers for Python's. Nothing else is
     converted.
     """
-    allowed = _alternatives(hint)
+    allowed = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
     if float in allowed and is_whole(value):
         return math.inf if abs(value) > LARGEST_WHOLE else float(value)
     if float in allowed and isinstance(value, float | np.floating):
@@ -413,13 +383,6 @@ def typed(key: str, value: Any, hint: Any) -> Any:
     raise ValueError(f"{key} must be of type {' or '.join(names)}, got {value!r}")
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types that a value may have."""
-    if get_origin(hint) is types.UnionType:
-        return get_args(hint)
-    return (hint,)
-
-
 def listed(text: str) -> list[str]:
     """The names in a text that separates them by commas."""
     names = [name.strip() for name in text.split(",")]
@@ -429,13 +392,13 @@ def listed(text: str) -> list[str]:
 def override(flat: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """``flat`` with ``changes``; a change to one of two alternatives takes the other one out."""
     given = {key_of(key) for key in changes}
-    gone = set(given)
+    replaced = set(given)
     for one, other in ALTERNATIVES:
         if one in given and other not in given:
-            gone.add(other)
+            replaced.add(other)
         if other in given and one not in given:
-            gone.add(one)
-    kept = {key: value for key, value in flat.items() if key_of(key) not in gone}
+            replaced.add(one)
+    kept = {key: value for key, value in flat.items() if key_of(key) not in replaced}
     return {**kept, **changes}
 
 

@@ -1,4 +1,4 @@
-"""A signature on an Order: whoever holds the training's key wrote it, and nobody changed w.
+"""A signature on an Order: the holder of the training's key wrote it, and nobody changed w.
 
 Flower authenticates who pushes a message, not what the message says it is: an enrolled node could
 send an Order in the server's name. A client that pins the key in its node config refuses it.

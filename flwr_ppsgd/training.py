@@ -26,8 +26,8 @@ class Enrolled:
     Args:
         nodes: by node id or, for nodes that outlive a restart, by the name or public key under
             which they are registered. None: the first nodes seen, which is for simulation.
-        min_online: the share of the population to wait for before the first round. Whoever is
-            offline later counts as zero.
+        min_online: the share of the population to wait for before the first round. A node that
+            is offline later counts as zero.
         wait_timeout: seconds to wait for ``min_online``.
     """
 
@@ -63,13 +63,13 @@ class Training:
             there: they travel to the clients and keep their initial values.
         average: keep the average iterate (1/n)·Σ_{t<n} w_t, for which the paper's convergence
             theorems hold. The result's arrays are then the average.
-        metrics: training measures to release along with the gradient; None is none.
+        metrics: training measures to release along with the gradient, if any.
         checkpoint_dir: where charges and w are kept; a training that is found there is continued.
         checkpoint_every: write w in every round that this number divides. Charges are written in
             every round.
         budget_dir: a budget that several trainings of one population share, made before the first
-            of them by ``ppsgd budget``; None is none.
-        round_timeout: seconds after which a round goes on with the replies it has; whoever is later
+            of them by ``ppsgd budget``; None if there is no such budget.
+        round_timeout: seconds after which a round goes on with the replies it has; a later one
             counts as zero.
         insecure_seed: makes cohorts and noise repeatable, for simulation and tests. It voids the
             guarantee, and the ledger and every report say so.
@@ -189,7 +189,7 @@ class Training:
 
     @property
     def insecure(self) -> bool:
-        """Whether the coins come from a known seed, which voids the guarantee."""
+        """Whether randomness comes from a known seed, which voids the guarantee."""
         return self.insecure_seed is not None
 
     def with_rounds(self, wanted: int) -> Self:

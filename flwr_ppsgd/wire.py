@@ -93,7 +93,7 @@ class Order:
         plan: everything that this training releases about a user: for each thing that it asks for,
             its noise multiplier z and how often. The first Order fixes it. Empty: nothing is said.
         sampled: whether a round asks a secret part of the users only.
-        promise: the guarantee in one line, for whoever runs the client.
+        promise: the guarantee in one line, for the owner of the client.
         terms: of a secure sum, in every Order of a training that has one; None: the server adds the
             noise.
         stage: which exchange of a secure sum this is, 1 to 4; 0 if it is none.
@@ -219,7 +219,7 @@ class Order:
                 self.terms.metrics(self.metrics)
             except ValueError as error:
                 raise ValueError(
-                    f"in an Order the terms of a secure sum are none: {error}"
+                    f"in an Order the terms of a secure sum are wrong: {error}"
                 ) from None
 
 

@@ -139,11 +139,11 @@ class Budget(SealedRows):
     Args:
         directory: where ``new_budget`` has made it.
         read_only: write nothing, for reports.
-        mend: open it although charges were lost, to add them by hand.
+        repair: open it although charges were lost, to add them by hand.
     """
 
-    def __init__(self, directory: Path, *, read_only: bool = False, mend: bool = False) -> None:
-        super().__init__(directory / NAME, "budget", read_only=read_only, mend=mend)
+    def __init__(self, directory: Path, *, read_only: bool = False, repair: bool = False) -> None:
+        super().__init__(directory / NAME, "budget", read_only=read_only, repair=repair)
         self.directory = directory
         self.open()
 
@@ -192,7 +192,7 @@ class Budget(SealedRows):
         Args:
             release: what it publishes in a round.
             delta: δ at which it states its ε.
-            insecure: whether its coins come from a known seed.
+            insecure: whether its noise comes from a known seed.
         """
         allowance = self.allowance
         remedy = f"use delta={allowance.delta:g}"
@@ -274,7 +274,7 @@ def new_budget(directory: Path, epsilon: float, delta: float, filter_: Filter = 
     """
     allowance = Allowance.of(epsilon, delta, filter_)
     private_directory(directory)
-    rows = SealedRows(directory / NAME, "budget", read_only=False, mend=False)
+    rows = SealedRows(directory / NAME, "budget", read_only=False, repair=False)
     with _lock(directory), closing(rows):
         rows.open()
         if rows.notes("allowance"):

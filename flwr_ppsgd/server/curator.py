@@ -382,7 +382,7 @@ class Curator:
     # --- Orders
 
     def order(self, round_: int) -> Order:
-        """What every client is told about the training, and asked in a round."""
+        """What every client gets to know about the training, and is asked in a round."""
         training = self.training
         release = training.release
         recipe = training.recipe

@@ -1,4 +1,4 @@
-"""Who the population is: a fixed list of nodes, whoever happens to be online."""
+"""Who the population is: a fixed list of nodes, not those that happen to be online."""
 
 import hashlib
 import logging
@@ -140,7 +140,7 @@ class Enrolment:
     Args:
         population: the number of places.
         enrolled: who has them, and how long to wait for them.
-        tell: is told which nodes need the operator. Flower's log holds no names.
+        tell: called with what the operator should know about nodes. Flower's log holds no names.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Enrolment:
         self._warned = False
         self._tell = tell
         self._doubled: set[Identity] = set()
-        self._strangers: set[Present] = set()  # not enrolled, and told of
+        self._strangers: set[Present] = set()  # not enrolled, and reported
         self._latest: Online = ()
         self._addresses: Mapping[Identity, Identity] = {}
         if enrolled.nodes is not None:
@@ -286,7 +286,7 @@ class Enrolment:
             self.caveats[RESTARTS] = None
 
     def _tell_of_doubled(self, doubled: set[Identity]) -> None:
-        """Of two nodes under one name nobody can tell which one is the user's."""
+        """Of two nodes under one name nobody knows which one is the user's."""
         if doubled and doubled != self._doubled:
             log.warning(
                 "Two nodes are online under one enrolled name: neither takes part, and their place "
@@ -322,7 +322,7 @@ class Enrolment:
 def _own_name(node: Present, listed: set[Identity]) -> Identity:
     """The entry of the list that a node is; if there is none, the name that lasts longest.
 
-    A key says more than a name, and a name that looks like a key is none.
+    A key says more than a name, and a name that looks like a key does not count.
     """
     name = "" if looks_like_a_fingerprint(node.name) else node.name
     for own in (node.fingerprint, name, node.address):

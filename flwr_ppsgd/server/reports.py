@@ -67,16 +67,16 @@ def add_charges(directory: Path, count: int, reason: str) -> None:
     Args:
         directory: where the training, or the budget, is. No training may be running there.
         count: the number of charges.
-        reason: how it is known, for whoever reads it later.
+        reason: how it is known, for later readers.
     """
     whole_number("count", count)
     rule = "reason must be a text"
     require(bool(reason.strip()), rule, reason, "say how it is known that they happened")
     if _has_budget(directory):
-        Budget(directory, mend=True).add_by_hand(count, reason)
+        Budget(directory, repair=True).add_by_hand(count, reason)
         return
     Store.read(directory)
-    store = Store(directory, mend=True)
+    store = Store(directory, repair=True)
     try:
         store.add_by_hand(count, reason)
         for _, place in store.notes("budget"):

@@ -46,7 +46,7 @@ class SumRequest:
         release: who is asked, the bound of one vector, the noise, the divisor, and whether the
             server sees the sum only.
         length: the number of coordinates, without private measures.
-        metrics: private measures that follow them; None is none.
+        metrics: private measures that follow them, if there are any.
     """
 
     what: str

@@ -118,16 +118,16 @@ class SealedRows:
         path: the file; None is in memory, and nothing is on the disk.
         kind: what this is the memory of, "training" or "budget".
         read_only: write nothing, for reports.
-        mend: open it although charges were lost, to add them by hand.
+        repair: open it although charges were lost, to add them by hand.
     """
 
     def __init__(
-        self, path: Path | None, kind: str, *, read_only: bool = False, mend: bool = False
+        self, path: Path | None, kind: str, *, read_only: bool = False, repair: bool = False
     ) -> None:
         self.path = path
         self._kind = kind
         self._read_only = read_only
-        self._mend = mend
+        self._repair = repair
         self._database: Database | None = None
         self._last: Record | None = None  # what this process knows to be on the disk
         self._warned = False
@@ -167,7 +167,7 @@ class SealedRows:
                 self._read(self._database.rows)
             else:
                 with self.transaction() as add:
-                    if self.path is not None and not self._mend:
+                    if self.path is not None and not self._repair:
                         self.refuse_lost_rows()
                     if not self._rows:
                         add(FIRST, {"format": FORMAT, self._kind: secrets.randbits(62)})
@@ -274,7 +274,7 @@ class SealedRows:
     def _damaged(self, place: int) -> StoreError:
         assert self.path is not None
         return StoreError(
-            f"{self.path} is damaged at row {place}: what was released can no longer be told, so "
+            f"{self.path} is damaged at row {place}: what was released is no longer known, so "
             "it is not continued; restore the newest backup and add the charges that it lacks "
             f"(ppsgd ledger {self.path.parent} --add N), or start anew in another directory"
         )
@@ -408,7 +408,7 @@ class SealedRows:
 
     def _keep_record(self, record: Record) -> None:
         """Write the record outside; a training goes on without it, and says so."""
-        known = self.recorded() if self._mend else None
+        known = self.recorded() if self._repair else None
         if known is not None and known.charges > record.charges:
             return
         try:

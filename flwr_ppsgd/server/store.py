@@ -6,11 +6,12 @@ earlier one, the charges do not. What may not be public, such as who replied, is
 so it is for the server's operator alone.
 """
 
+import itertools
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +56,7 @@ class Store(SealedRows):
     Args:
         directory: where it is, or will be; None is in memory.
         read_only: write nothing, for reports; the lock is not taken. The file must exist.
-        mend: open it although charges were lost, to add them by hand.
+        repair: open it although charges were lost, to add them by hand.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class Store(SealedRows):
         directory: Path | None,
         *,
         read_only: bool = False,
-        mend: bool = False,
+        repair: bool = False,
     ) -> None:
         path = None if directory is None else directory / NAME
-        super().__init__(path, "training", read_only=read_only, mend=mend)
+        super().__init__(path, "training", read_only=read_only, repair=repair)
         self.directory = directory
         self._lock: FileLock | None = None
         self._unsaved: Checkpoint | None = None
@@ -99,7 +100,7 @@ class Store(SealedRows):
             self._lock = FileLock(self.directory / LOCK, PATIENCE, busy)
         try:
             super().open()
-            if self._lock is not None and not self._mend:
+            if self._lock is not None and not self._repair:
                 self._remove_old_arrays()
             if self._unsaved is not None:
                 self._save(self._unsaved)
@@ -166,13 +167,13 @@ class Store(SealedRows):
         Args:
             round_: the absolute round; 0 before the first.
             release: what is released.
-            insecure: whether its coins come from a known seed.
+            insecure: whether its noise comes from a known seed.
         """
         with self.transaction() as add:
             self._charge(add, self.owner, round_, release, insecure)
 
     def charges(self) -> Counter[tuple[Release, bool]]:
-        """How often each release was charged, and whether with coins from a known seed.
+        """How often each release was charged, and whether with noise from a known seed.
 
         Of a charge that was added by hand the release is not known: it counts as each that might be
         the most expensive.
@@ -289,7 +290,7 @@ class Store(SealedRows):
             raise OSError(
                 error.errno,
                 f"w of round {checkpoint.round} could not be saved in {self.directory} "
-                f"({error.strerror}): the round is charged; free some space, or mend the disk, "
+                f"({error.strerror}): the round is charged; free some space, or repair the disk, "
                 "before you start again",
             ) from error
         self.note("checkpoint", {"round": checkpoint.round, "file": name, "sha256": sha256})
@@ -313,31 +314,25 @@ class Store(SealedRows):
 
 
 def _parts_of(checkpoint: Checkpoint) -> list[bytes | memoryview]:
-    """A line of JSON that says what follows, then the arrays."""
+    """A line of JSON with names and sizes, then the arrays, then the state."""
     vectors = [np.ascontiguousarray(vector, np.float64) for vector in checkpoint.state.values()]
-    head = {
-        "arrays": {name: len(data) for name, data in checkpoint.arrays.items()},
-        "state": {name: vector.nbytes for name, vector in checkpoint.state.items()},
-    }
-    state = [vector.data.cast("B") for vector in vectors]
-    return [json.dumps(head).encode() + b"\n", *checkpoint.arrays.values(), *state]
+    state: list[memoryview] = [vector.data.cast("B") for vector in vectors]
+    parts: list[bytes | memoryview] = [*checkpoint.arrays.values(), *state]
+    sizes = [len(part) for part in parts]
+    head = {"arrays": list(checkpoint.arrays), "state": list(checkpoint.state), "sizes": sizes}
+    return [json.dumps(head).encode() + b"\n", *parts]
 
 
 def _checkpoint_of(round_: int, content: bytes) -> Checkpoint:
     """What ``_parts_of`` made, from bytes that are known to be whole."""
     start = content.index(b"\n") + 1
     head = json.loads(content[:start])
-    data = memoryview(content)[start:]
-
-    def cut(sizes: Mapping[str, int]) -> Iterator[tuple[str, memoryview]]:
-        nonlocal data
-        for name, size in sizes.items():
-            yield name, data[:size]
-            data = data[size:]
-
-    arrays = {name: bytes(part) for name, part in cut(head["arrays"])}
-    state = {name: np.frombuffer(part) for name, part in cut(head["state"])}
-    return Checkpoint(round_, arrays, state)
+    ends = itertools.accumulate(head["sizes"], initial=start)
+    parts = [content[a:b] for a, b in itertools.pairwise(ends)]
+    count = len(head["arrays"])
+    arrays = dict(zip(head["arrays"], parts[:count], strict=True))
+    state = zip(head["state"], parts[count:], strict=True)
+    return Checkpoint(round_, arrays, {name: np.frombuffer(part) for name, part in state})
 
 
 def _most_expensive(kinds: Iterable[Release]) -> list[Release]:

@@ -248,11 +248,6 @@ class PPSGD(CuratedStrategy, Strategy):
         """How far w and θ move."""
         return self.training.steps
 
-    @property
-    def enrols_whoever_comes(self) -> bool:
-        """Whether the population is the first nodes seen, rather than a list that was given."""
-        return self._curator.enrolment.open
-
     def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
         """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
 

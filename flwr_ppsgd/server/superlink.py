@@ -127,7 +127,7 @@ def _checked(
 
 
 def _is_remote(grid: Grid) -> bool:
-    """Whether this is Flower's grid over HTTP, told by its name: importing it would be dear."""
+    """Whether this is Flower's grid over HTTP, by its name: importing it takes long."""
     return any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__)
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from flwr_ppsgd import Ledger, Release, Steps
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Setting
 from flwr_ppsgd.lab.population import Table
+from flwr_ppsgd.lab.synthetic import Synthetic
 
 Draw: TypeAlias = Callable[[int], tuple[NDArray[Any], NDArray[Any]]]  # a user's minibatch
 

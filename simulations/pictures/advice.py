@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flwr_ppsgd import Ledger, Poisson, Release, Steps
-from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Setting, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.population import Fresh
+from flwr_ppsgd.lab.synthetic import Synthetic
 from flwr_ppsgd.lab.theory import EASED, Minimiser, squared_loss_smoothness, theorem_b_4
 
 ALPHA_QS = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)

@@ -236,7 +236,7 @@ def test_a_restored_backup_is_refused_until_its_charges_are_added(place: Path) -
     for missing in (3, 1):
         with pytest.raises(StoreError, match=rf"charges were lost.*--add {missing}$"):
             Store(place)
-        store = Store(place, mend=True)
+        store = Store(place, repair=True)
         store.add_by_hand(2, "a backup was restored")
         store.close()
     store = Store(place)

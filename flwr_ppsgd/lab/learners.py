@@ -4,7 +4,7 @@ As the ``learner_for`` of a client app, in a module of its own so that Ray can p
 
     @functools.cache
     def table():
-        return read("ratings.csv", Columns(user="reader", target="stars")).with_bias()
+        return load("ratings.csv", DataOptions(user="reader", target="stars")).with_bias()
 
     def learner_for(context):
         user = int(context.node_config["partition-id"])
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.data.per_user import PerUser, Task
-from flwr_ppsgd.lab.data.split import Indices
+from flwr_ppsgd.lab.per_user import Indices, PerUser
+from flwr_ppsgd.lab.schema import Task
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.additive_linear import AdditiveLinear, Features, Loss, Matrix, mean_losses
 from flwr_ppsgd.models.solve import Mixture
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class LinearBatches:
-    """A user's minibatches for a linear model.
+    """A user's minibatches for a linear model, empty for a user without training rows.
 
     They have the same rows in the same order as ``Minibatches`` of that user.
 
@@ -41,43 +41,33 @@ class LinearBatches:
         shift: what is subtracted from targets.
     """
 
-    def __init__(
-        self,
-        data: PerUser,
-        user: int,
-        size: int,
-        *,
-        seed: int,
-        shift: float,
-    ) -> None:
-        rows = data.rows(user, test=False)
+    def __init__(self, data: PerUser, user: int, size: int, *, seed: int, shift: float) -> None:
         self._data = data
         self._shift = shift
-        self._rows = Minibatches(
-            rows,
-            rows,
-            size,
-            seed=seed,
-            user=user,
-        )
-        self.num_examples = len(rows)
+        self._own = data.rows(user, test=False)
+        self._batches: Minibatches | None = None
+        if len(self._own):
+            self._batches = Minibatches(self._own, self._own, size, seed=seed, user=user)
+        self.num_examples = len(self._own)
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        rows, _ = self._rows(visit)
+        rows = self._drawn(visit)
         return self._data.matrix(rows), self._data.targets(rows, self._shift)
+
+    def _drawn(self, visit: int) -> Indices:
+        return self._own if self._batches is None else self._own[self._batches.rows(visit)]
 
 
 class NetworkBatches(LinearBatches):
     """The same with class numbers, or real targets, which the losses of networks need."""
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        rows, _ = self._rows(visit)
+        rows = self._drawn(visit)
         return self._data.matrix(rows), network_targets(self._data, rows)
 
     def everything(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """All training rows."""
-        rows, _ = self._rows.everything()
-        return self._data.matrix(rows), network_targets(self._data, rows)
+        return self._data.matrix(self._own), network_targets(self._data, self._own)
 
 
 class LinearLearner(AdditiveLinear):

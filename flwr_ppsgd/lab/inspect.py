@@ -1,38 +1,28 @@
-"""Look at a file before training: what is used, on which scales, what the trivial answers reach.
+"""Look at a file before training: what is used, on which scales, what trivial answers reach.
 
 Everything here is read from users' rows. It is for the person who holds them: no ε covers it.
 """
 
-import csv
-import io
-import itertools
 import math
-import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.data.features import LOOKED, is_encoded
-from flwr_ppsgd.lab.data.per_user import PerUser
-from flwr_ppsgd.lab.data.scaling import is_flag
+from flwr_ppsgd.lab.features import ID, listed
+from flwr_ppsgd.lab.per_user import PerUser
+from flwr_ppsgd.lab.schema import CATEGORY, NUMBER, Schema
 
+LOOKED = "chosen by looking at data: not covered"
 SUSPICIOUS = 0.98  # share of the target's variance that one feature explains alone
 ROWS_AT_ONCE = 1 << 14
 FEWEST_ROWS = 20  # to suspect anything
-MOST_LISTED = 40  # features
+MOST_LISTED = 40  # columns in the table of scales
 MOST_NAMED = 12
-ID = re.compile(r"(^|[_\W])(id|ID|Id|code)$|[a-z]I[dD]$")
-DIGITS = 2  # of the numbers in a file to review
+MOST_WORDS = 4
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
-TO_REVIEW = (
-    "# Read from users' rows, so that using these numbers is not covered by any epsilon. Replace "
-    "them by numbers that are public, then: --set standardise=THIS-FILE"
-)
 
 
 @dataclass(frozen=True)
@@ -145,16 +135,6 @@ def smoothness(data: PerUser) -> float:
     return float(2 * np.einsum("nd,nd->", x, x) / len(x))
 
 
-def numbers_for_plan(seen: PerUser) -> dict[str, float]:
-    """What ``ppsgd plan`` takes from a file: N and d, and what was seen by looking."""
-    return {
-        "population": len(seen),
-        "dimension": seen.features * seen.outputs,
-        "samples-per-user": float(seen.train_sizes.mean()),
-        "smoothness": smoothness(seen),
-    }
-
-
 def brief(seen: PerUser) -> list[str]:
     """The lines that a run or a sweep begins with."""
     found = trivial(seen)
@@ -169,44 +149,36 @@ def hints(seen: PerUser) -> list[str]:
         lines.append("there is one user: nobody to share a model with, and no crowd to hide in")
     if not seen.test.any():
         lines.append("there are no test rows: nothing can be measured (--test-fraction makes some)")
-    ids = [name for name in seen.feature_names if ID.search(name) and not is_encoded(name)]
+    ids = [name for name in _numbers(seen.schema) if ID.search(name)]
     if ids:
         lines.append(
-            f"taken as numbers, but named like an id: {_named(ids)} (--categorical makes them "
-            "one-hot, --exclude leaves them out)"
+            f"taken as numbers, but named like an id: {listed(ids, MOST_NAMED)} (--categorical "
+            "makes them one-hot, --exclude leaves them out)"
         )
     leaks = suspects(seen)
     if leaks:
         lines.append(
-            f"suspected leak, predicts the target alone: {_named(leaks)} (--exclude leaves it out)"
+            f"suspected leak, predicts the target alone: {listed(leaks, MOST_NAMED)} (--exclude "
+            "leaves it out)"
         )
     return lines
 
 
+def _numbers(schema: Schema | None) -> list[str]:
+    columns = schema.used if schema else ()
+    return [column.name for column in columns if column.kind == NUMBER and column.width == 1]
+
+
 def _used(data: PerUser) -> str:
-    names = data.feature_names or tuple(f"x[{place}]" for place in range(data.x.shape[1]))
-    numbers = [name for name in names if not is_encoded(name)]
-    parts = [_named([repr(name) for name in numbers])] if numbers else []
-    for group, count in _groups(names).items():
-        parts.append(f"{group!r} in {count} columns")
+    """The columns that are used, and in how many features."""
+    parts = []
+    for column in data.schema.used if data.schema else ():
+        count = f" in {column.features:,} columns" if column.features > 1 else ""
+        words = f" ({listed(column.words, MOST_WORDS)})" if column.kind == CATEGORY else ""
+        parts.append(f"{column.name!r}{count}{words}")
     if data.bias:
         parts.append("a constant")
-    return f"features: {', '.join(parts)}"
-
-
-def _groups(names: Iterable[str]) -> dict[str, int]:
-    """The number of columns of each one-hot or hashed column of the source."""
-    found: dict[str, int] = {}
-    for name in names:
-        if is_encoded(name):
-            group = name.replace("#", "=").partition("=")[0]
-            found[group] = found.get(group, 0) + 1
-    return found
-
-
-def _named(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MOST_NAMED])
-    return f"{shown}, … ({len(names):,} in all)" if len(names) > MOST_NAMED else shown
+    return f"features: {listed(parts, MOST_NAMED)}"
 
 
 def report(raw: PerUser, seen: PerUser) -> str:
@@ -216,84 +188,32 @@ def report(raw: PerUser, seen: PerUser) -> str:
         raw: the rows as they are in the source.
         seen: as a model sees them.
     """
-    sizes = raw.train_sizes
-    spread = ", ".join(f"{value:g}" for value in np.quantile(sizes, QUANTILES))
+    spread = ", ".join(f"{value:g}" for value in np.quantile(raw.train_sizes, QUANTILES))
+    bound = smoothness(seen)
     lines = [
-        seen.describe(),
+        seen.describe(1),
         f"training rows per user (least, quarter, half, three quarters, most): {spread}",
         *brief(seen),
         *_scales(raw),
-        _step(seen),
-        f"All of this was {LOOKED}; the numbers of users and of parameters are taken to be public.",
+        f"{seen.features * seen.outputs:,} shared parameters; L = {bound:.3g} for squared loss, as "
+        f"a model sees the rows: steps above {2 / max(bound, 1e-300):.2g} may diverge",
+        f"All of this was {LOOKED} by any epsilon. --write schema.toml writes down what a run "
+        "would take to be public, for you to read and declare.",
     ]
     return "\n".join(lines)
 
 
-def _step(seen: PerUser) -> str:
-    bound = smoothness(seen)
-    return (
-        f"{seen.features * seen.outputs:,} shared parameters; L = {bound:.3g} for squared loss, as "
-        f"a model sees the rows: steps above {2 / bound:.2g} may diverge"
-    )
-
-
 def _scales(raw: PerUser) -> list[str]:
     """Least, mean, deviation and most of each column of numbers."""
-    rows = []
-    for name, values in itertools.islice(_columns(raw), MOST_LISTED):
-        if is_flag(values):
-            rows.append((name, "0 and 1", f"{values.mean():.3g}", "", ""))
-        else:
-            found = (values.min(), values.mean(), values.std(), values.max())
-            least, mean, std, most = (f"{value:.4g}" for value in found)
-            rows.append((name, least, mean, std, most))
-    if not rows:
+    import pandas
+
+    if raw.is_sparse or not raw.feature_names:
         return []
-    lines = [("column", "least", "mean", "deviation", "most"), *rows]
-    widths = [max(len(line[at]) for line in lines) for at in range(5)]
-    text = []
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        text.append("  ".join([line[0].ljust(widths[0]), *cells]).rstrip())
-    more = raw.x.shape[1] - len(rows)
-    if len(rows) == MOST_LISTED and more:
-        text.append(f"… and {more:,} more columns")
-    return text
-
-
-def _columns(data: PerUser) -> Iterable[tuple[str, NDArray[np.float64]]]:
-    """The name and the training values of each column of numbers."""
-    trained = np.flatnonzero(data.trained)
-    names = data.feature_names or tuple(f"x[{place}]" for place in range(data.x.shape[1]))
-    for place, name in enumerate(names):
-        if is_encoded(name) or (data.is_sparse and not data.feature_names):
-            continue
-        column = data.x[:, [place]].toarray()[:, 0] if data.is_sparse else data.x[:, place]
-        yield name, np.asarray(column[trained], dtype=np.float64)
-
-
-def write_review(raw: PerUser, path: Path) -> bool:
-    """A file for ``standardise`` with rounded means and deviations, to be replaced by public ones.
-
-    False if it was not written: no column has a name, or the file is there already.
-
-    Args:
-        raw: the rows as they are in the source.
-        path: the file.
-    """
-    if not raw.feature_names or raw.is_sparse:
-        return False
-    statistics = {name: (values.mean(), values.std()) for name, values in _columns(raw)}
-    text = io.StringIO(newline="")
-    text.write(f"{TO_REVIEW}\n")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("feature", "mean", "std"))
-    for name in raw.feature_names:
-        mean, std = statistics.get(name, (0.0, 1.0))
-        writer.writerow((name, f"{mean:.{DIGITS}g}", f"{std or 1.0:.{DIGITS}g}"))
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text.getvalue())
-    except FileExistsError:
-        return False
-    return True
+    names = [name for name in _numbers(raw.schema) if name in raw.feature_names][:MOST_LISTED]
+    if not names:
+        return []
+    places = [raw.feature_names.index(name) for name in names]
+    frame = pandas.DataFrame(raw.x[raw.trained][:, places], columns=names)
+    table = frame.agg(["min", "mean", "std", "max"]).T
+    table.columns = ["least", "mean", "deviation", "most"]
+    return str(table.to_string(float_format="{:.4g}".format)).splitlines()

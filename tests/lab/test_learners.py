@@ -11,12 +11,12 @@ from scipy import sparse
 
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
 from flwr_ppsgd.lab.cnn import paper_cnn
-from flwr_ppsgd.lab.data.learners import linear_learner, network_learner
-from flwr_ppsgd.lab.data.per_user import PerUser
-from flwr_ppsgd.lab.data.raw import Raw
+from flwr_ppsgd.lab.learners import linear_learner, network_learner
+from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import Layout
+from tests.support.own_data import per_user
 
 USERS, ROWS = 3, 8
 
@@ -34,9 +34,8 @@ def table(task: str = "classification", kind: str = "dense") -> PerUser:
     }
     x = sparse.csr_array(dense) if kind == "sparse" else dense
     user = np.repeat(np.arange(USERS), ROWS)
-    return Raw(
-        "table", user, x, y[task], test=np.tile(np.arange(ROWS) >= ROWS - 2, USERS)
-    ).assemble()
+    test = np.tile(np.arange(ROWS) >= ROWS - 2, USERS)
+    return per_user({"user": user, "x": x, "y": y[task], "test": test})
 
 
 def order(visit: int, **changes: Any) -> Order:
@@ -131,9 +130,8 @@ def test_measures_by_task() -> None:
 
 
 def test_a_user_without_test_rows_measures_nothing() -> None:
-    data = Raw(
-        "t", np.array([0, 0]), np.ones((2, 1)), np.array([0, 1]), test=np.array([0, 0])
-    ).assemble()
+    columns = {"user": np.array([0, 0]), "x": np.ones((2, 1)), "y": np.array([0, 1])}
+    data = per_user({**columns, "test": np.array([0, 0])})
     assert linear_learner(data, 0, batch_size=1, seed=0).evaluate(np.ones(2), np.ones(2)) == {}
 
 
@@ -175,11 +173,7 @@ def test_a_network_learns_from_a_table() -> None:
     source = np.random.default_rng(3)
     images, y = source.integers(0, 256, (12, 784), dtype=np.uint8), np.arange(12) % 10
     test = np.arange(12) % 4 == 3
-    data = (
-        Raw("t", np.repeat([0, 1], 6), images, y, test=test)
-        .assemble("classification", 10)
-        .standardised(0.0, 255.0)
-    )
+    data = per_user({"user": np.repeat([0, 1], 6), "x": images, "y": y, "test": test})
     model = paper_cnn(0, dtype=torch.float64)
     learner = network_learner(model, data, 1, batch_size=2, seed=0)
     arrays = model.initial_arrays()
@@ -194,7 +188,7 @@ def test_a_network_learns_from_a_table() -> None:
 def test_only_renumbers_users() -> None:
     data = table()
     some = data.only([2, 0])
-    assert some.users == (2, 0)
+    assert some.users == ("2", "0")
     np.testing.assert_array_equal(
         some.matrix(some.rows(0, test=True)), data.matrix(data.rows(2, test=True))
     )

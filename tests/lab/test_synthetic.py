@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from flwr_ppsgd.lab.data.synthetic import FreshSamples, Synthetic, SyntheticLearner
+from flwr_ppsgd.lab.synthetic import FreshSamples, Synthetic, SyntheticLearner
 from flwr_ppsgd.learner import Minibatches
 
 USERS, FEATURES = 400, 12

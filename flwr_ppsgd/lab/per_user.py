@@ -3,21 +3,62 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.data.split import Indices, Split
+from flwr_ppsgd.checks import require
+from flwr_ppsgd.lab.schema import Schema, Task
+from flwr_ppsgd.learner import generator
 from flwr_ppsgd.models.additive_linear import Matrix
 from flwr_ppsgd.models.representation import NONE, Representation, Shape
 
-Task: TypeAlias = Literal["classification", "multi-label", "regression"]
+Indices: TypeAlias = NDArray[np.intp]
 Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
 ROWS_AT_ONCE = 1 << 14
 MOST_NAMED = 5  # users that a message names
+
+
+@dataclass(frozen=True)
+class Split:
+    """How each user's test part is chosen if no column marks it.
+
+    Args:
+        fraction: the share of a user's rows, rounded; for users with two or more rows at least one
+            row and never all.
+        seed: decides which rows, unless there is a time column: then they are the last ones.
+    """
+
+    fraction: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rule = "the test fraction must be between 0 and 1"
+        require(0 < self.fraction < 1, rule, self.fraction, "try 0.2")
+
+    def mask(self, offsets: Indices, time: NDArray[Any] | None) -> NDArray[np.bool_]:
+        """The test rows of users whose rows are sorted by user."""
+        bounds = offsets.tolist()
+        test = np.zeros(bounds[-1], dtype=np.bool_)
+        for user, start in enumerate(bounds[:-1]):
+            stop = bounds[user + 1]
+            n = stop - start
+            wanted = max(1, round(self.fraction * n))
+            count = min(wanted, n - 1)
+            if time is None:
+                order = generator("split", self.seed, user).permutation(n)
+            else:
+                order = np.argsort(time[start:stop], kind="stable")
+            test[start + order[n - count :]] = True
+        return test
+
+    def words(self, by_time: bool) -> str:
+        """How the test part was chosen, for people."""
+        which = "last" if by_time else "randomly chosen"
+        return f"test part: the {which} {self.fraction:.0%} of each user's rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +78,6 @@ class OwnScale:
     std: NDArray[np.float64]
     centre: NDArray[np.float64]
     unit: Vector
-
-    def of_rows(
-        self, by_user: NDArray[np.float64], offsets: Indices, axes: int
-    ) -> NDArray[np.float64]:
-        """A row of ``by_user`` for each row of data; without its last axis if ``axes`` is 1."""
-        repeated = np.repeat(by_user, np.diff(offsets), axis=0)
-        return repeated[:, 0] if axes == 1 else repeated
 
     def only(self, users: Sequence[int] | Indices) -> "OwnScale":
         """These users alone."""
@@ -86,6 +120,8 @@ class PerUser:
         by_time: whether each user's rows are in the order of their time.
         kinds: of each feature but a bias, as of ``AdditiveLinear``; empty: all are used as they
             are.
+        schema: what the columns of the source are.
+        looked: what was chosen by looking at everyone's rows; empty if the schema was given.
     """
 
     source: str
@@ -93,7 +129,7 @@ class PerUser:
     y: Table
     test: NDArray[np.bool_]
     offsets: Indices
-    users: tuple[int | str, ...]
+    users: tuple[str, ...]
     task: Task
     outputs: int
     mean: Vector | float = 0.0
@@ -109,6 +145,8 @@ class PerUser:
     validation: NDArray[np.bool_] | None = None
     by_time: bool = False
     kinds: tuple[str, ...] = ()
+    schema: Schema | None = None
+    looked: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """The number of users."""
@@ -184,11 +222,7 @@ class PerUser:
         return one_hot - shift
 
     def part(
-        self,
-        *,
-        test: bool,
-        shift: float = 0.0,
-        dtype: DTypeLike = np.float64,
+        self, *, test: bool, shift: float = 0.0, dtype: DTypeLike = np.float64
     ) -> tuple[Table, NDArray[Any], Indices]:
         """(x, targets, offsets) of everyone's training or test rows, as a model sees them.
 
@@ -283,7 +317,7 @@ class PerUser:
         named = _listed(self.users, short, sizes)
         note = f"left out {named} with fewer than {train_rows} training rows"
         kept = self.only(np.flatnonzero(sizes >= train_rows))
-        return replace(kept, notes=(*self.notes, note))
+        return replace(kept, notes=(*self.notes, note), looked=(*self.looked, "who is left out"))
 
     def only(self, users: Sequence[int] | Indices) -> "PerUser":
         """These users alone, renumbered in this order."""
@@ -374,12 +408,7 @@ class PerUser:
 
     def _scale(self, x: NDArray[Any], out: NDArray[Any]) -> None:
         np.subtract(x, self.mean, out=out, casting="unsafe")
-        np.divide(
-            out,
-            self.std,
-            out=out,
-            casting="unsafe",
-        )
+        np.divide(out, self.std, out=out, casting="unsafe")
 
     @functools.cached_property
     def _represented(self) -> "_Represented":
@@ -449,11 +478,7 @@ _TASK_WORDS: dict[Task, str] = {
 }
 
 
-def _listed(
-    labels: Sequence[int | str],
-    which: Indices,
-    sizes: Indices,
-) -> str:
+def _listed(labels: Sequence[str], which: Indices, sizes: Indices) -> str:
     """The number of users, and the first few of them with their training rows."""
     parts = [f"{labels[user]!r} ({sizes[user]})" for user in which[:MOST_NAMED].tolist()]
     named = ", ".join(parts)
