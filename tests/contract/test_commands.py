@@ -53,6 +53,8 @@ def test_the_experiments_that_ship_are_listed_by_name(tmp_path: Path) -> None:
     names = {line.split()[0] for line in lines}
     assert names >= {"synthetic", "sweep", "figure-1a", "figure-1b", "figure-1c", "figure-1d"}
     assert "figure-2" in names
+    for line in lines:
+        assert re.search(r"(Takes|Estimated:) about \d+ (s|minutes|hours) of CPU", line), line
 
 
 def test_a_plan_costs_what_it_says(tmp_path: Path) -> None:

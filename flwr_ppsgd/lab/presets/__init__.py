@@ -7,10 +7,11 @@ SUFFIX = ".toml"
 
 
 def presets() -> dict[str, str]:
-    """Name → what it is, which is the first line of its file."""
+    """Name → what it is and how long it takes: the first two lines of its file."""
     found = {}
     for file in sorted(PRESETS.iterdir(), key=lambda file: file.name):
         if file.name.endswith(SUFFIX):
-            first, *_ = file.read_text(encoding="utf-8").splitlines()
-            found[file.name.removesuffix(SUFFIX)] = first.removeprefix("# ")
+            what, takes, *_ = file.read_text(encoding="utf-8").splitlines()
+            name = file.name.removesuffix(SUFFIX)
+            found[name] = f"{what.removeprefix('# ')} {takes.removeprefix('# ')}"
     return found
