@@ -49,7 +49,7 @@ def _scaled(values: NDArray[Any], dtype: DTypeLike, scale: float) -> NDArray[Any
 def decode(name: str, array: Array, shape: tuple[int, ...]) -> NDArray[np.floating[Any]]:
     """The numbers in ``array`` in one row, by rows of ``shape``: a view of its bytes if it can be.
 
-    ValueError unless they are real floats of this very shape.
+    ValueError unless they are real floats of this shape.
     """
     header = header_of(name, array)
     if header.shape != shape or header.dtype.kind != "f":
@@ -98,7 +98,7 @@ def bytes_of(record: ArrayRecord) -> dict[str, bytes]:
 
 
 def header_of(name: str, array: Array) -> Header:
-    """What an array really holds; ValueError if nobody can tell."""
+    """What an array really holds; ValueError if its header cannot be read."""
     if array.stype != NUMPY:
         raise ValueError(
             f"array {name!r} is serialised as {array.stype!r} where {NUMPY!r} was expected"

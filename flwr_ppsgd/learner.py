@@ -243,13 +243,7 @@ class Minibatches:
         return minibatch_rows(self._seed, self._user, visit, self.num_examples, self._size)
 
 
-def minibatch_rows(
-    seed: int,
-    user: int,
-    visit: int,
-    length: int,
-    size: int,
-) -> NDArray[np.intp]:
+def minibatch_rows(seed: int, user: int, visit: int, length: int, size: int) -> NDArray[np.intp]:
     """Rows (v−1)·m … v·m−1 of the sequence of shuffled epochs, with m = min(size, length)."""
     size = min(size, length)
     epoch, offset = divmod((visit - 1) * size, length)
@@ -271,11 +265,7 @@ def shuffled(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
 
 
 def shuffled_by(
-    source: np.random.Generator,
-    seed: int,
-    user: int,
-    epoch: int,
-    length: int,
+    source: np.random.Generator, seed: int, user: int, epoch: int, length: int
 ) -> NDArray[np.intp]:
     """``shuffled`` with a generator that can be used again, which saves making one."""
     reseed(source, "epoch", seed, user, epoch)
@@ -320,9 +310,5 @@ def reseed(source: np.random.Generator, *labels: object) -> None:
         "state": int.from_bytes(digest[:16]),
         "inc": int.from_bytes(digest[16:]) | 1,
     }
-    source.bit_generator.state = {
-        "bit_generator": "PCG64",
-        "state": state,
-        "has_uint32": 0,
-        "uinteger": 0,
-    }
+    generator_state = {"bit_generator": "PCG64", "state": state}
+    source.bit_generator.state = {**generator_state, "has_uint32": 0, "uinteger": 0}

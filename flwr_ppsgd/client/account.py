@@ -7,8 +7,8 @@ it holds also if z and w are chosen after looking.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from flwr_ppsgd.client.policy import DELTA, MAX_EPSILON, MAX_OWN_EPSILON, OWN_EPSILON, Policy
@@ -44,17 +44,10 @@ def delta_of(mu: float, epsilon: float) -> float:
 
 def largest_mu(epsilon: float, delta: float) -> float:
     """The largest μ whose Gaussian mechanism is (ε, δ)-differentially private."""
-    low = 0.0
     high = 1.0
     while delta_of(high, epsilon) <= delta and high < LARGEST_EPSILON:
-        low = high
         high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        if delta_of(middle, epsilon) <= delta:
-            low = middle
-        else:
-            high = middle
+    low, _ = _enclosed(high, lambda mu: delta_of(mu, epsilon) <= delta)
     return low
 
 
@@ -62,15 +55,20 @@ def epsilon_of(mu: float, delta: float) -> float:
     """The smallest ε at which a Gaussian mechanism with this μ has δ; infinite if it is huge."""
     if delta_of(mu, LARGEST_EPSILON) > delta:
         return math.inf
+    _, high = _enclosed(LARGEST_EPSILON, lambda epsilon: delta_of(mu, epsilon) > delta)
+    return high
+
+
+def _enclosed(high: float, is_below: Callable[[float], bool]) -> tuple[float, float]:
+    """Both sides of the number between 0 and ``high`` up to which ``is_below`` holds."""
     low = 0.0
-    high = LARGEST_EPSILON
     for _ in range(100):
         middle = (low + high) / 2
-        if delta_of(mu, middle) <= delta:
-            high = middle
-        else:
+        if is_below(middle):
             low = middle
-    return high
+        else:
+            high = middle
+    return low, high
 
 
 # --- one training
@@ -262,9 +260,6 @@ class Account:
     def spent(self) -> float:
         """μ² of everything that has left, if the noise is as stated."""
         return self.trusted + self.secure
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def admit(self, order: Order, agreement: Agreement, policy: Policy) -> None:
         """RefusedError if the rest of this training does not fit within the owner's limits."""

@@ -256,8 +256,7 @@ class Visit:
         for _ in range(steps):  # on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit
             order = Order(0, 0.0, math.inf, "mean", True, visit=theta.stamp.visit + 1)
             gradient, _ = learner.gradients(trained, theta.theta, order)
-            _check_form(learner, "g_w", np.asarray(gradient), w)
-            _check_finite(learner, "g_w", np.asarray(gradient))
+            _check_vector(learner, "g_w", np.asarray(gradient), w)
             pull = proximal * (trained - w)
             trained = trained - size * (gradient + pull)
             theta = theta.stepped(theta.theta, theta.stamp.round)
@@ -509,15 +508,13 @@ def respond(
     else:
         # a mask, or whatever else a kind of array of its own does, is not for a bound to rest on
         g_w, g_theta = map(np.asarray, learner.gradients(w, theta, order))
-    _check_form(learner, "g_w", g_w, w)
-    _check_form(learner, "g_θ", g_theta, theta)
+    _check_vector(learner, "g_w", g_w, w)
+    _check_vector(learner, "g_θ", g_theta, theta)
     with np.errstate(all="ignore"):
         sent, stepped = client_step(theta, g_w, g_theta, factor * order.clip_norm, order.step)
     if order.asks == "gradient" and isinstance(learner, PersonalStepper):
         stepped = learner.personal_step(w, theta, order)
-    _check_form(learner, "a step of θ", stepped, theta)
-    _check_finite(learner, "g_w", sent)  # it is finite if g_w is
-    _check_finite(learner, "a step of θ", stepped)
+    _check_vector(learner, "a step of θ", stepped, theta)
     if not order.publishes:
         return Sent(None), stepped
     measures = training_measures(learner, w, theta, order) if order.metrics else {}
@@ -603,21 +600,15 @@ def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
         model.check_shared(shapes)
 
 
-def _check_form(learner: object, name: str, vector: Vector, at: Vector) -> None:
+def _check_vector(learner: object, name: str, vector: Vector, at: Vector) -> None:
     """ValueError in one line that says what the learner did, unless the vector can be used."""
-    owner = type(learner).__name__
+    did = f"{type(learner).__name__}.gradients returned {name}"
     if vector.shape != at.shape:
         raise ValueError(
-            f"{owner}.gradients returned {name} of shape {vector.shape} where the parameters have "
-            f"{at.shape}: return one flat vector for each block"
+            f"{did} of shape {vector.shape} where the parameters have {at.shape}: return one flat "
+            "vector for each block"
         )
     if vector.dtype not in PRECISIONS:
-        raise ValueError(
-            f"{owner}.gradients returned {name} of dtype {vector.dtype}: return float64 or float32"
-        )
-
-
-def _check_finite(learner: object, name: str, vector: Vector) -> None:
+        raise ValueError(f"{did} of dtype {vector.dtype}: return float64 or float32")
     if not np.isfinite(vector).all():
-        owner = type(learner).__name__
-        raise ValueError(f"{owner}.gradients returned {name} that is not finite: lower the step")
+        raise ValueError(f"{did} that is not finite: lower the step")

@@ -1,7 +1,7 @@
 """Public representations Φ(x), in front of a linear model that is solved.
 
-No user's data go into them, so they cost no privacy: whoever knows the settings has the same Φ. A
-representation is computed on the device, row by row, from the user's own rows.
+No user's data go into them, so they cost no privacy: everyone with the same settings has the same
+Φ. A representation is computed on the device, row by row, from the user's own rows.
 """
 
 import functools
@@ -374,7 +374,7 @@ def _one(name: str, features: int | None, seed: int, shape: Shape) -> Representa
 
 
 def image_shape(shape: Shape, columns: int) -> tuple[int, int, int]:
-    """(height, width, channels) of a row of pixels; a square of one channel if nobody said."""
+    """(height, width, channels) of a row of pixels; a square of one channel by default."""
     if not shape:
         side = math.isqrt(columns)
         shape = (side, side)
@@ -382,7 +382,7 @@ def image_shape(shape: Shape, columns: int) -> tuple[int, int, int]:
         shape = (*shape, 1)
     if len(shape) != 3 or math.prod(shape) != columns:
         raise ValueError(
-            f"{RANDOM_CONVOLUTION} is for images, and a row of {columns} columns is none of shape "
+            f"{RANDOM_CONVOLUTION} is for images, and {columns} columns are not an image of shape "
             f"{shape}: use representation = {NONE!r}, or give images of one shape"
         )
     height, width, channels = shape

@@ -136,7 +136,7 @@ def _as_tensor(values: Rows, part: Part) -> Tensor:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"part {part!r} of a batch is no tensor ({error}): leave it out with inputs=[…]"
+            f"part {part!r} of a batch is not a tensor ({error}): leave it out with inputs=[…]"
         ) from None
 
 
@@ -230,7 +230,7 @@ class LoaderBatches:
 
     A ``DataLoader`` over a dataset with numbered rows is not iterated: visit v fetches its own rows
     alone, which (user, v) decide, and every epoch visits each row once. Of any other iterable the
-    rows are read once if they fit in memory. If they do not, or if nobody knows how many there are,
+    rows are read once if they fit in memory. If they do not, or if their number is not known,
     visit v takes its batch number v.
 
     Args:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,13 +136,16 @@ def test_a_payload_that_cannot_be_read_is_refused() -> None:
     assert seen == ["refused-secure: ValueError"] * 3
 
 
-def test_other_terms_are_refused_in_every_exchange_and_in_a_check() -> None:
+@pytest.mark.parametrize(
+    "change", [{"noise_multiplier": 0.25}, {"honest": 3}, {"colluding": 0}, {"population": 7}]
+)
+def test_other_terms_are_refused_in_every_exchange(change: dict[str, Any]) -> None:
     seen: list[str] = []
 
     def other(message: Message, context: Context) -> None:
         order = order_of(message)
         if order.round == 2 and order.stage:
-            terms = replace(order.terms, noise_multiplier=0.25)  # type: ignore[type-var]
+            terms = replace(order.terms, **change)  # type: ignore[type-var]
             seen.append(app.refused(with_order(message, replace(order, terms=terms)), context))
 
     app = Watching(other)

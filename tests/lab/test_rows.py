@@ -1,4 +1,4 @@
-"""Rows survive their files, and the files keep their format."""
+"""Rows survive their files, and say what they guarantee."""
 
 import json
 import math
@@ -25,14 +25,9 @@ def test_a_row_of_a_sweep_survives_json(row: SweepRow) -> None:
     assert SweepRow.from_json(json.loads(json.dumps(row.to_json(), allow_nan=False))) == row
 
 
-def test_a_row_of_a_sweep_has_its_keys_in_this_order() -> None:
-    """A simulation guarantees nothing: epsilon is infinite, deployed_epsilon has its own name."""
-    assert json.dumps(WHOLE.to_json()) == (
-        '{"seed": 1, "alpha-q": "infinite", "step": 0.1, "noise-multiplier": 2.0, '
-        '"clip-norm": 5.0, "method": "fine-tuned", "round": 6, "loss": 0.5, "accuracy": 0.25, '
-        '"diverged": true, "personal-step": 0.2, "by_user": [0.1, 0.4], "epsilon": "infinite", '
-        '"deployed_epsilon": 2.5, "paper_epsilon": 1.5}'
-    )
+def test_a_simulation_guarantees_nothing_whatever_a_deployment_would_cost() -> None:
+    flat = WHOLE.to_json()
+    assert (flat["epsilon"], flat["deployed_epsilon"]) == ("infinite", 2.5)
 
 
 def test_local_learning_costs_nothing() -> None:
@@ -47,13 +42,9 @@ def test_names_of_measures_never_replace_ours_in_a_row_of_a_run() -> None:
     assert flat["outside_the_guarantee"] == ["loss"]
 
 
-def test_a_row_of_a_run_names_what_is_outside_the_guarantee() -> None:
+def test_a_row_of_a_run_survives_json() -> None:
     row = RunRow(3, math.inf, 1.5, {"loss": 0.5})
-    assert json.dumps(row.to_json()) == (
-        '{"round": 3, "epsilon": "infinite", "deployed_epsilon": 1.5, "loss": 0.5, '
-        '"outside_the_guarantee": ["loss"]}'
-    )
-    assert RunRow.from_json(row.to_json()) == row
+    assert RunRow.from_json(json.loads(json.dumps(row.to_json(), allow_nan=False))) == row
 
 
 @pytest.mark.parametrize("flat", [{}, {"round": 1}, {"round": 1, "epsilon": None}])

@@ -1,7 +1,6 @@
 """``torch_client``: what is seen when the app is made, and what a node's owner is told."""
 
 import contextlib
-import functools
 import logging
 import pickle
 from typing import Any
@@ -9,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context
 from flwr.client import mod as legacy
+from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import (
     LocalDpMod,
     adaptiveclipping_mod,
@@ -42,16 +42,13 @@ def pairs(context: Context) -> Any:
     return [(torch.ones(2, 2), torch.tensor([0, 1]))], None
 
 
+def unpartitioned(context: Context) -> Any:
+    context.node_config = {"partition-id": 0}
+    context.node_config["num-partitions"]
+
+
 def one(context: Context) -> Any:  # noqa: ARG001
     return [(torch.ones(2, 2), torch.tensor([0, 1]))]
-
-
-def node(**config: Any) -> Context:
-    return Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})
-
-
-def learner_of(app: Any, context: Context) -> Any:
-    return app._learner_for(context)
 
 
 def test_a_wrong_pattern_is_seen_when_the_app_is_made() -> None:
@@ -68,27 +65,32 @@ def test_the_check_needs_no_values() -> None:
     assert [device.type for device in MADE] == ["meta"]
 
 
-def test_the_app_goes_to_flowers_workers() -> None:
+def one_round(app: ClientApp, caplog: pytest.LogCaptureFixture) -> str:
+    """What is in the log after a round, or after the attempt at one."""
+    caplog.set_level(logging.DEBUG, logger="flwr")
+    with contextlib.suppress(Exception):
+        ppsgd().start(InProcessGrid(app, 3), shared_arrays(network(), "1.*"), num_rounds=1)
+    return caplog.text
+
+
+def test_the_app_goes_to_flowers_workers(caplog: pytest.LogCaptureFixture) -> None:
     app = torch_client(network, "1.*", pairs, optimizer=torch.optim.Adam, personal_steps=2)
-    learner_for = pickle.loads(pickle.dumps(app._learner_for))  # type: ignore[attr-defined]
-    assert learner_for(node(**{"partition-id": 0})).num_examples == 2
+    assert ALL_ANSWERED in one_round(pickle.loads(pickle.dumps(app)), caplog)
 
 
-def test_a_node_without_a_partition_is_told_how_to_start() -> None:
-    app = torch_client(network, "1.*", pairs)
-    with pytest.raises(
-        ValueError, match=r"'partition-id', and this node has \['ppsgd-user'\].*--n"
-    ):
-        learner_of(app, node(**{"ppsgd-user": "ada"}))
+def test_a_node_without_a_partition_is_told_how_to_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = one_round(torch_client(network, "1.*", unpartitioned), caplog)
+    assert "'num-partitions', and this node has ['partition-id']: start its SuperNode" in found
 
 
-def test_loaders_that_return_one_loader_are_told_so() -> None:
-    app = torch_client(network, "1.*", one)
-    assert learner_of(torch_client(network, "1.*", pairs), node(**{"partition-id": 3}))
-    with pytest.raises(ValueError, match=r"not two loaders: return \(train, test\)"):
-        learner_of(app, node())
+def test_loaders_that_return_one_loader_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    found = one_round(torch_client(network, "1.*", one), caplog)
+    assert "not two loaders: return (train, test)" in found
 
 
+ALL_ANSWERED = "replies=3 zeros=0"
 SIZES = [message_size_mod, arrays_size_mod]
 CLIPPING = [fixedclipping_mod, adaptiveclipping_mod, LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
 LEGACY = [legacy.fixedclipping_mod, legacy.adaptiveclipping_mod, legacy.LocalDpMod(1, 1, 1, 1e-3)]
@@ -101,10 +103,7 @@ def ppsgd() -> PPSGD:
 
 @pytest.mark.parametrize("mod", SIZES)
 def test_flowers_size_mods_work(mod: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="flwr")
-    app = torch_client(network, "1.*", pairs, mods=[mod])
-    ppsgd().start(InProcessGrid(app, 3), shared_arrays(network(), "1.*"), num_rounds=1)
-    assert "replies=3 zeros=0" in caplog.text
+    assert ALL_ANSWERED in one_round(torch_client(network, "1.*", pairs, mods=[mod]), caplog)
 
 
 @pytest.mark.parametrize("mod", [*CLIPPING, *LEGACY])
@@ -121,13 +120,9 @@ def test_where_stock_strategies_are_served_they_are_refused_under_ppsgd(
     mod: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = torch_client(network, "1.*", pairs, mods=[mod], local_step=0.1)
-    pickle.dumps(app._learner_for)  # type: ignore[attr-defined]
-    caplog.set_level(logging.DEBUG, logger="flwr")
-    start = functools.partial(ppsgd().start, InProcessGrid(app, 3), num_rounds=1)
-    with contextlib.suppress(Exception):
-        start(shared_arrays(network(), "1.*"))
-    assert "replies=3 zeros=0" not in caplog.text
-    assert "leave" in caplog.text
+    found = one_round(pickle.loads(pickle.dumps(app)), caplog)
+    assert ALL_ANSWERED not in found
+    assert "leave" in found
 
 
 def test_and_serve_the_stock_strategy_they_are_for() -> None:

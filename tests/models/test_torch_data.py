@@ -177,7 +177,7 @@ def test_other_names_are_given() -> None:
         batches([batch])
     with pytest.raises(ValueError, match=r"inputs=\['picture'\].*name parts that it has"):
         LoaderBatches([batch], Parts("picture", "digit"))
-    with pytest.raises(ValueError, match=r"part 'writer' of a batch is no tensor.*inputs="):
+    with pytest.raises(ValueError, match=r"part 'writer' of a batch is not a tensor.*inputs="):
         LoaderBatches([batch], Parts(target="digit"))
 
 
