@@ -26,6 +26,7 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
+from threadpoolctl import ThreadpoolController
 
 from flwr_ppsgd.checks import count
 
@@ -241,7 +242,8 @@ class InProcessGrid(Grid):
         message.content = _copied(content)
         log.addFilter(self._each_error_once)
         try:
-            reply = self._app(message, context)
+            with _blas().limit(limits=1, user_api="blas"):
+                reply = self._app(message, context)
             if reply.has_content():
                 reply.content = _copied(reply.content)
         except Exception as error:
@@ -252,6 +254,13 @@ class InProcessGrid(Grid):
             log.removeFilter(self._each_error_once)
             message.content = content
         return self._send(reply)
+
+
+@functools.cache
+def _blas() -> ThreadpoolController:
+    """Clients run with one BLAS thread: their products are small, and on a busy machine the
+    threads of small products mostly wait for each other."""
+    return ThreadpoolController()
 
 
 def _error_reply(error: Exception, message: Message) -> Message:

@@ -28,7 +28,6 @@ from matplotlib.figure import Figure
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.simulation import InProcessGrid
-from simulations.benchmarks.clients import fedavg
 from simulations.benchmarks.measuring import seconds
 from simulations.benchmarks.workload import (
     BATCH,
@@ -37,6 +36,7 @@ from simulations.benchmarks.workload import (
     REPLIES,
     USERS,
     constant_learner,
+    fedavg,
     linear_learner,
     linear_table,
     several,

@@ -25,7 +25,7 @@ from flwr_ppsgd.lab.engine import Engine, Report, Setting, train
 from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall, results_of
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.measures import badness, for_choosing, measure_of
-from flwr_ppsgd.lab.population import Population, Table
+from flwr_ppsgd.lab.population import Table
 from flwr_ppsgd.lab.rows import (
     FEDAVG,
     FEDAVG_SOLVED,
@@ -92,7 +92,7 @@ def plan(sweep: Sweep, memory: int, jobs: int) -> Plan:
             f"{memory / MEGABYTE:.0f} MB: raise --memory, or use fewer users or features"
         )
     jobs = min(jobs, len(points), int(memory // single))
-    most = task.most_settings()
+    most = task.most_settings
     while most > 1 and task.bytes(most) > memory / jobs:
         most = most * 7 // 8
     blocks = _blocks(points, most, jobs)
@@ -139,7 +139,7 @@ def run_block(
     Args:
         flat: the settings of the sweep's base.
         points: the block's settings, of one seed and method.
-        on_report: is told each round, and the best measure at the last report.
+        on_report: is called with each round, and the best measure at the last report.
         directory: where the block is saved from time to time, and where one that was killed is
             taken up. None: nowhere.
     """
@@ -147,9 +147,9 @@ def run_block(
     rounds = base.training.rounds
     method = points[0].method
     if method == AUTO:
-        rows = [_recipe_row(base, points[0])]
+        row = _recipe_row(base, points[0])
         on_report(rounds, None)
-        return rows
+        return [row]
     engine = _engine(base, points)
     snapshot = None if directory is None else Snapshot(directory, points)
     rows, first = snapshot.resume(engine) if snapshot else ([], {})
@@ -160,10 +160,22 @@ def run_block(
             snapshot.save_when_due(engine, rows, first)
         on_report(round_, best)
 
-    every = rounds if method in AT_THE_END else base.training.evaluate_every
+    at_the_end = method in AT_THE_END
+    every = rounds if at_the_end else base.training.evaluate_every
     for report in train(engine, rounds, every, after_round, first):
-        rows += _rows_of(base, engine, points, report)
+        by_user = engine.by_user() if report.round == rounds and not at_the_end else {}
+        for place, measures in sorted(report.measures.items()):
+            diverged = place in report.diverged
+            if at_the_end and diverged:
+                rows.append(SweepRow(points[place], report.round, {}, diverged=True))
+            elif not at_the_end:
+                row = _row(points[place], report.round, measures, by_user.get(place))
+                rows.append(replace(row, diverged=diverged))
         best = _best_of(report) or best
+    if method == FINE_TUNED:
+        rows += _tuned(base, engine, points)
+    elif method in SOLVED_BASELINES:
+        rows += _solved(base, engine, points)
     return rows
 
 
@@ -172,18 +184,11 @@ def _engine(base: Experiment, points: Sequence[Point]) -> Engine:
     seed = points[0].seed
     if points[0].method not in (FEDAVG, FEDAVG_SOLVED):
         return base.task.engine(settings, seed)
+    # baselines are refused for other tasks when settings are read
+    population = cast(LinearTask, base.task).population()
     return LocalStepsEngine(
-        _population(base),
-        settings,
-        seed=seed,
-        local_steps=base.local_steps,
-        dtype=base.precision,
+        population, settings, seed=seed, local_steps=base.local_steps, dtype=base.precision
     )
-
-
-def _population(base: Experiment) -> Population:
-    """Everyone's data. Baselines are refused for tasks that have none when settings are read."""
-    return cast(LinearTask, base.task).population()
 
 
 def _recipe_row(base: Experiment, point: Point) -> SweepRow:
@@ -195,81 +200,31 @@ def _recipe_row(base: Experiment, point: Point) -> SweepRow:
     if choosing:
         w = Layout.of(outcome.w).flatten(outcome.w)
         order = delivery_order(experiment.training.task, outcome.beside)
-        (validation,) = results_of(choosing.learner, [w], _users_of(base), order)
+        users = range(base.training.population)
+        (validation,) = results_of(choosing.learner, [w], users, order)
     return _solved_row(point, experiment.training.rounds, outcome.people, validation)
-
-
-def _users_of(base: Experiment) -> range:
-    return range(base.training.population)
-
-
-def _solved_row(
-    point: Point, rounds: int, people: Sequence[UserResult], validation: Sequence[UserResult]
-) -> SweepRow:
-    """What personal models reach on test rows, and on validation rows if there are any."""
-    measures = {**for_choosing(overall(validation)), **overall(people)}
-    main = measure_of(people[0].measures)
-    by_user = np.array([person.measures[main] for person in people])
-    return SweepRow(point, rounds, _finite(measures), by_user=_users(by_user))
-
-
-def _rows_of(
-    base: Experiment, engine: Engine, points: Sequence[Point], report: Report
-) -> list[SweepRow]:
-    """The rows of a report; of methods that are measured at the end, only who diverged before."""
-    method = points[0].method
-    if method not in AT_THE_END:
-        return _measured(base, engine, points, report)
-    rows = [
-        SweepRow(points[place], report.round, {}, diverged=True)
-        for place in sorted(report.diverged)
-    ]
-    if report.round < base.training.rounds or not engine.places:
-        return rows
-    ends = _tuned if method == FINE_TUNED else _solved
-    return rows + ends(base, engine, points)
-
-
-def _measured(
-    base: Experiment, engine: Engine, points: Sequence[Point], report: Report
-) -> list[SweepRow]:
-    """What a report says of each setting; at the end of each user, too."""
-    by_user = engine.by_user() if report.round == base.training.rounds else {}
-    return [
-        SweepRow(
-            points[place],
-            report.round,
-            _finite(measures),
-            diverged=place in report.diverged,
-            by_user=_users(by_user.get(place)),
-        )
-        for place, measures in sorted(report.measures.items())
-    ]
 
 
 def _tuned(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
     """What users reach who fine-tune the final w of global learning on their own."""
-    table = cast(Table, _population(base))
+    if not engine.places:
+        return []
+    table = cast(Table, cast(LinearTask, base.task).population())
     each = [engine.w(place).reshape(table.features, -1) for place in engine.places]
     w = np.stack(each, axis=1).astype(base.precision)  # d × settings × K
     steps = [float(step) for step in base.fine_tune_steps.split(",")]
-    tuned = fine_tune(table, w, steps, base.fine_tune_passes)
-    return [
-        SweepRow(
-            points[place],
-            base.training.rounds,
-            _finite(measures),
-            personal_step=step,
-            by_user=_users(by_user),
-        )
-        for place, (step, by_user, measures) in zip(engine.places, tuned, strict=True)
-    ]
+    rows = []
+    results = fine_tune(table, w, steps, base.fine_tune_passes)
+    for place, (step, by_user, measures) in zip(engine.places, results, strict=True):
+        row = _row(points[place], base.training.rounds, measures, by_user)
+        rows.append(replace(row, personal_step=step))
+    return rows
 
 
 def _solved(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
     """What users reach who make the recipe's personal models around w, as if it had no noise."""
     ws = [engine.w(place) for place in engine.places]
-    users = _users_of(base)
+    users = range(base.training.population)
     on_test = results_of(base.task.learner, ws, users, None)
     apart: list[list[UserResult]] = [[] for _ in ws]
     choosing = for_choosing_on(base.task)
@@ -281,21 +236,30 @@ def _solved(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[S
     ]
 
 
-def _finite(measures: Mapping[str, float]) -> dict[str, float]:
-    """The finite ones, with as many digits as a row has."""
-    finite = {name: value for name, value in measures.items() if math.isfinite(value)}
-    return {name: _rounded(value, DIGITS) for name, value in finite.items()}
+def _solved_row(
+    point: Point, rounds: int, people: Sequence[UserResult], validation: Sequence[UserResult]
+) -> SweepRow:
+    """What personal models reach on test rows, and on validation rows if there are any."""
+    measures = {**for_choosing(overall(validation)), **overall(people)}
+    main = measure_of(people[0].measures)
+    by_user = np.array([person.measures[main] for person in people])
+    return _row(point, rounds, measures, by_user)
 
 
-def _users(values: Vector | None) -> tuple[float, ...] | None:
-    """Each user's measure, with few digits; None if one of them is not finite."""
-    if values is None or not np.isfinite(values).all():
-        return None
-    return tuple(_rounded(value, USER_DIGITS) for value in values.tolist())
-
-
-def _rounded(value: float, digits: int) -> float:
-    return float(f"{value:.{digits}g}")
+def _row(
+    point: Point, round_: int, measures: Mapping[str, float], by_user: Vector | None
+) -> SweepRow:
+    """With the measures that are finite, and few digits; users are left out if one of them has
+    none."""
+    finite = {
+        name: float(f"{value:.{DIGITS}g}")
+        for name, value in measures.items()
+        if math.isfinite(value)
+    }
+    users = None
+    if by_user is not None and np.isfinite(by_user).all():
+        users = tuple(float(f"{value:.{USER_DIGITS}g}") for value in by_user.tolist())
+    return SweepRow(point, round_, finite, by_user=users)
 
 
 def _best_of(report: Report) -> Best | None:

@@ -380,7 +380,6 @@ def sweep(  # noqa: PLR0917 - typer's own way
         _check_budget(overrides, {"delta": BUDGET["delta"]})
     from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
     from flwr_ppsgd.lab.problem import SYNTHETIC
-    from flwr_ppsgd.lab.rows import CAVEAT
     from flwr_ppsgd.lab.screen import SweepBar, progress_bar
     from flwr_ppsgd.lab.summary import summarise
     from flwr_ppsgd.lab.sweep import Sweep
@@ -416,11 +415,9 @@ def sweep(  # noqa: PLR0917 - typer's own way
         raise typer.Exit(INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-    for line in found.edge_lines():
-        show(line)
-    show(f"Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
-    show(CAVEAT)
-    show(found.count())
+    show(found.text())
+    delta = grid.base.training.delta
+    show(f"Every ε is at δ = {delta:g}.   Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
 
 
 def _interrupt(*_: object) -> None:
@@ -453,10 +450,11 @@ def plot(
     formats = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     for kind in formats:
         one_of("--format", kind, PICTURE_FORMATS)
-    read_config(directory)
+    config = read_config(directory)
     table, written = draw_sweep(finished_rows(directory), directory, formats)
     show(table)
-    show(f"Written: {', '.join(str(path) for path in written)}")
+    names = ", ".join(str(path) for path in written)
+    show(f"Every ε is at δ = {config.get('delta')}.   Written: {names}")
 
 
 @app.command("predict")

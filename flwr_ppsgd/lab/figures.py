@@ -219,11 +219,7 @@ def draw_run(directory: Path) -> None:
 
 
 def learning_curves(
-    curves: Mapping[str, Sequence[RunRow]],
-    measure: str,
-    path: Path,
-    title: str,
-    footnote: str,
+    curves: Mapping[str, Sequence[RunRow]], measure: str, path: Path, title: str, footnote: str
 ) -> None:
     """A measure against rounds, with the ε of the most expensive curve on a second axis.
 

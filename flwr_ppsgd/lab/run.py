@@ -94,8 +94,7 @@ def train_in_process(experiment: Experiment, on_round: Watch | None = None) -> O
         return learner_of(int(context.node_config["partition-id"]))
 
     grid = InProcessGrid(client_app(learner_for), experiment.training.population)
-    with threadpool_limits(1, "blas"):
-        return _train(grid, experiment, learner_of, on_round)
+    return _train(grid, experiment, learner_of, on_round)
 
 
 def run_on(grid: Grid, experiment: Experiment) -> Outcome:
@@ -152,7 +151,8 @@ def _evaluated(outcome: Outcome, strategy: PPSGD, learner_of: Callable[[int], Le
     w = Layout.of(outcome.w).flatten(outcome.w)
     users = range(experiment.training.population)
     order = delivery_order(experiment.training.task, beside)
-    (people,) = results_of(learner_of, [w], users, order)
+    with threadpool_limits(1, "blas"):  # users' products are small
+        (people,) = results_of(learner_of, [w], users, order)
     last = _row(strategy.rounds_done, strategy.ledger, overall(people))
     earlier = [row for row in outcome.rows if row.round != last.round]
     return replace(outcome, rows=[*earlier, last], beside=beside, people=people)

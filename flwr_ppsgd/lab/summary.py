@@ -15,15 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from flwr_ppsgd.lab.measures import badness, measure_of, on_test
-from flwr_ppsgd.lab.rows import (
-    BASELINES,
-    CAVEAT,
-    OWN_TRIVIAL,
-    PPSGD,
-    TRIVIAL,
-    Edge,
-    SweepRow,
-)
+from flwr_ppsgd.lab.rows import BASELINES, CAVEAT, OWN_TRIVIAL, PPSGD, TRIVIAL, Edge, SweepRow
 from flwr_ppsgd.settings import AUTO, key_of
 from flwr_ppsgd.statement import rounded_up
 

@@ -10,32 +10,10 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from flwr_ppsgd.algorithm import FixedSize
-from flwr_ppsgd.lab.experiment import (
-    OWN_DATA,
-    Experiment,
-    experiment_keys,
-    shown,
-    source_of,
-)
-from flwr_ppsgd.lab.rows import (
-    FINE_TUNED,
-    GRID,
-    PPSGD,
-    Edge,
-    Point,
-    Selection,
-    SweepRow,
-)
+from flwr_ppsgd.lab.experiment import OWN_DATA, Experiment, experiment_keys, shown, source_of
+from flwr_ppsgd.lab.rows import FINE_TUNED, GRID, PPSGD, Edge, Point, Selection, SweepRow
 from flwr_ppsgd.ledger import Ledger
-from flwr_ppsgd.settings import (
-    AUTO,
-    METHODS,
-    PAPER,
-    check_known,
-    override,
-    read_toml,
-    with_keys,
-)
+from flwr_ppsgd.settings import AUTO, METHODS, PAPER, check_known, override, read_toml, with_keys
 
 DEFAULT_SWEEP = "sweep"
 OWN_DATA_SWEEP = "own-data-sweep"

@@ -61,17 +61,19 @@ class LinearTask:
 
     def learner(self, user: int) -> Learner:
         """One user's model and data."""
-        if self.problem.data == SYNTHETIC:
-            return SyntheticLearner(self.truth(), user, self.problem.batch_size)
+        problem = self.problem
+        if problem.data == SYNTHETIC:
+            truth = _synthetic(self.users, problem.features, problem.data_seed)
+            return SyntheticLearner(truth, user, problem.batch_size)
         from flwr_ppsgd.lab.data.learners import linear_learner
 
         return linear_learner(
-            _measured_on(self.problem, self.on_validation),
+            _rows_of(problem, self.on_validation),
             user,
-            batch_size=self.problem.batch_size,
-            seed=self.problem.data_seed,
-            loss=cast(Loss, self.problem.loss),
-            shift=self.problem.target_shift,
+            batch_size=problem.batch_size,
+            seed=problem.data_seed,
+            loss=cast(Loss, problem.loss),
+            shift=problem.target_shift,
         )
 
     def initial_arrays(self) -> ArrayRecord:
@@ -81,17 +83,15 @@ class LinearTask:
         data = _with_fitting_loss(self.problem)
         return ArrayRecord([np.zeros((data.features, data.outputs))])
 
-    def truth(self) -> Synthetic:
-        """The synthetic problem itself, the same value for the same settings."""
-        return _synthetic(self.users, self.problem.features, self.problem.data_seed)
-
     def population(self) -> "Population":
         """Everyone's data, for engines of linear models."""
-        if self.problem.data != SYNTHETIC:
-            return table(self.problem, self.precision, self.dropped_after)
+        problem = self.problem
+        if problem.data != SYNTHETIC:
+            return table(problem, self.precision, self.dropped_after)
         from flwr_ppsgd.lab.population import Fresh
 
-        return Fresh(self.truth(), self.problem.batch_size)
+        truth = _synthetic(self.users, problem.features, problem.data_seed)
+        return Fresh(truth, problem.batch_size)
 
     def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
         """Everyone's data and models, for the given settings side by side."""
@@ -107,6 +107,7 @@ class LinearTask:
 
         return bytes_for(self.population(), settings, average=self.average, dtype=self.precision)
 
+    @property
     def most_settings(self) -> int:
         """The largest number of settings that should be trained side by side."""
         return max(1, MOST_COLUMNS // self.population().outputs)
@@ -120,6 +121,7 @@ class NetworkTask:
     average: bool = False
     dropped_after: float | None = None
     on_validation: bool = False
+    most_settings = MOST_NETWORKS
 
     def __post_init__(self) -> None:
         if (self.problem.loss, self.problem.target_shift) != ("squared", 0.0):
@@ -128,21 +130,6 @@ class NetworkTask:
                 f"{self.problem.loss!r} and {self.problem.target_shift:g}: leave out loss and "
                 "target-shift"
             )
-
-    def learner(self, user: int) -> Learner:
-        from flwr_ppsgd.lab.data.learners import network_learner
-
-        return network_learner(
-            self.network(),
-            _measured_on(self.problem, self.on_validation),
-            user,
-            batch_size=self.problem.batch_size,
-            seed=self.problem.data_seed,
-        )
-
-    def initial_arrays(self) -> ArrayRecord:
-        """The network's first values, which depend on the seed alone."""
-        return self.network().initial_arrays()
 
     def network(self) -> "AdditiveHead":
         """The paper's CNN; ValueError if the data are no images that it fits."""
@@ -154,27 +141,42 @@ class NetworkTask:
             )
         return _network(self.problem.data_seed, data.outputs)
 
+    def learner(self, user: int) -> Learner:
+        """One user's model and data."""
+        from flwr_ppsgd.lab.data.learners import network_learner
+
+        data = _rows_of(self.problem, self.on_validation)
+        seed = self.problem.data_seed
+        size = self.problem.batch_size
+        return network_learner(self.network(), data, user, batch_size=size, seed=seed)
+
+    def initial_arrays(self) -> ArrayRecord:
+        """The network's first values, which depend on the seed alone."""
+        return self.network().initial_arrays()
+
     def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
-        from flwr_ppsgd.lab.data.learners import NetworkBatches
+        """Everyone's data and models, for the given settings side by side."""
+        from flwr_ppsgd.lab.data.learners import NetworkBatches, network_targets
         from flwr_ppsgd.lab.network_engine import NetworkEngine
 
+        def tests_of(data: "PerUser") -> list[tuple[NDArray[Any], NDArray[Any]]]:
+            parts = [data.rows(user, test=True) for user in range(len(data))]
+            return [(data.matrix(rows), network_targets(data, rows)) for rows in parts]
+
         data = self.problem.per_user()
-        users = range(len(data))
         size = self.problem.batch_size
-        batch_seed = self.problem.data_seed
-        batches = [NetworkBatches(data, user, size, seed=batch_seed, shift=0.0) for user in users]
-        validation: list[Any] = []
-        if data.validation is not None:
-            apart = data.choosing()
-            validation = [_measured_rows(apart, user) for user in users]
+        batches = [
+            NetworkBatches(data, user, size, seed=self.problem.data_seed, shift=0.0)
+            for user in range(len(data))
+        ]
         return NetworkEngine(
             self.network(),
             batches,
             settings,
             seed=seed,
             average=self.average,
-            tests=[_measured_rows(data, user) for user in users],
-            validation=validation,
+            tests=tests_of(data),
+            validation=[] if data.validation is None else tests_of(data.choosing()),
             most_visits=self.problem.visits_in(self.dropped_after),
         )
 
@@ -185,10 +187,6 @@ class NetworkTask:
         w = len(model.initial_w())
         kept = settings * (2 * users * len(model.initial_theta()) + 4 * w)
         return FLOAT_BYTES * (kept + 16 * w * users)
-
-    def most_settings(self) -> int:
-        """Networks share their minibatches and noise; more side by side gain little."""
-        return MOST_NETWORKS
 
 
 Task: TypeAlias = LinearTask | NetworkTask
@@ -221,7 +219,7 @@ def learner_for(context: Context) -> Learner:
     return task.learner(int(context.node_config["partition-id"]))
 
 
-def _measured_on(problem: Problem, on_validation: bool) -> "PerUser":
+def _rows_of(problem: Problem, on_validation: bool) -> "PerUser":
     """Everyone's rows; for choosing, with validation rows as the test part."""
     data = problem.per_user()
     return data.choosing() if on_validation else data
@@ -265,14 +263,6 @@ def table(problem: Problem, precision: str, dropped_after: float | None = None) 
         most_visits=problem.visits_in(dropped_after),
         units=data.units,
     )
-
-
-def _measured_rows(data: "PerUser", user: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(x, y) of one user's test part, for a network."""
-    from flwr_ppsgd.lab.data.learners import network_targets
-
-    rows = data.rows(user, test=True)
-    return data.matrix(rows), network_targets(data, rows)
 
 
 @functools.lru_cache(maxsize=1)

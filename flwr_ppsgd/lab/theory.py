@@ -53,12 +53,7 @@ class Minimiser:
         _not_negative("Minimiser.offset", self.offset, LARGEST)
 
     @classmethod
-    def additive_norms(
-        cls,
-        population: int,
-        distance: float,
-        spread: float = 0.0,
-    ) -> "Minimiser":
+    def additive_norms(cls, population: int, distance: float, spread: float = 0.0) -> "Minimiser":
         """w = αN/(αN+1)·μ and θ_i = θ_i* − w, from two lengths. A spread of 0 is Lemma 4.6.
 
         Args:
@@ -72,12 +67,7 @@ class Minimiser:
         """‖z*‖²_α."""
         return self.weighted(0.0, 1.0, alpha)
 
-    def weighted(
-        self,
-        slope: float,
-        constant: float,
-        alpha: float,
-    ) -> float:
+    def weighted(self, slope: float, constant: float, alpha: float) -> float:
         """(αA + B)·‖z*‖²_α, at α = 0 and α = ∞ its limit.
 
         The four terms are added one by one, so that 0·∞ never arises.
@@ -277,12 +267,7 @@ def theorem_b_4(
         squared_gradient: (1/N) Σ ‖∇_w f_i(z*)‖², which is 0 in the additive model.
     """
     _at_least_one("population", population)
-    require(
-        0 < rate <= 1,
-        "rate must be in (0, 1]",
-        rate,
-        "set rate",
-    )
+    require(0 < rate <= 1, "rate must be in (0, 1]", rate, "set rate")
     _check_numbers(rounds, dimension, smoothness, noise_std)
     expected = rate * population
     sampling = (1 - rate) * squared_gradient
@@ -296,13 +281,7 @@ def theorem_b_4(
 
 
 def noise_scale(
-    *,
-    clip_norm: float,
-    rounds: int,
-    total: float,
-    epsilon: float,
-    delta: float,
-    constant: float,
+    *, clip_norm: float, rounds: int, total: float, epsilon: float, delta: float, constant: float
 ) -> float:
     """σ_ζ = c·C√(n log(1/δ))/(Kε)   (Theorem 4.1 with K = N; 5.1 with K = M; B.4 with K = N).
 
@@ -321,9 +300,7 @@ def noise_scale(
 
 
 def sufficient_constant(
-    epsilon: float,
-    delta: float,
-    relation: "Relation" = "replace-one",
+    epsilon: float, delta: float, relation: "Relation" = "replace-one"
 ) -> float:
     """s·(1 + √(1 + ε/log(1/δ)))/√2, a c for which Theorem 4.1 holds; s = 2 for replace-one.
 
@@ -368,13 +345,7 @@ def threshold_samples(
 
 
 def favours_local(
-    *,
-    population: int,
-    rate: float,
-    batch_size: int,
-    dimension: int,
-    sigma: float,
-    noise_std: float,
+    *, population: int, rate: float, batch_size: int, dimension: int, sigma: float, noise_std: float
 ) -> bool:
     """N·d_w·σ_ζ² ≥ (N−1)σ²/(qm): the variance term of Algorithm 3 does not fall with α.
 
@@ -394,13 +365,7 @@ def favours_local(
 
 
 def threshold_noise_multiplier(
-    *,
-    population: int,
-    rate: float,
-    batch_size: int,
-    dimension: int,
-    sigma: float,
-    clip_norm: float,
+    *, population: int, rate: float, batch_size: int, dimension: int, sigma: float, clip_norm: float
 ) -> float:
     """z* = (σ/C)·√((N−1)·qN/(m·d_w)): from it on ``favours_local`` holds, with σ_ζ = zC/(qN)."""
     users = (population - 1) * rate * population
@@ -417,49 +382,20 @@ def _times(factor: float, value: float) -> float:
     return factor * value if value else 0.0
 
 
-def _not_negative(
-    name: str,
-    value: float,
-    largest: float,
-) -> None:
+def _not_negative(name: str, value: float, largest: float) -> None:
     finite = "" if math.isinf(largest) else " and finite"
-    require(
-        0 <= value <= largest,
-        f"{name} must not be negative{finite}",
-        value,
-        f"set {name}",
-    )
+    require(0 <= value <= largest, f"{name} must not be negative{finite}", value, f"set {name}")
 
 
 def _at_least_one(name: str, value: float) -> None:
-    require(
-        value >= 1,
-        f"{name} must be at least 1",
-        value,
-        f"set {name}",
-    )
+    require(value >= 1, f"{name} must be at least 1", value, f"set {name}")
 
 
-def _check_numbers(
-    rounds: int,
-    dimension: int,
-    smoothness: float,
-    noise_std: float,
-) -> None:
+def _check_numbers(rounds: int, dimension: int, smoothness: float, noise_std: float) -> None:
     """The numbers that all theorems ask for."""
     _at_least_one("rounds", rounds)
     _at_least_one("dimension", dimension)
     positive = "must be positive and finite"
-    require(
-        0 < smoothness < math.inf,
-        f"smoothness {positive}",
-        smoothness,
-        "set smoothness",
-    )
+    require(0 < smoothness < math.inf, f"smoothness {positive}", smoothness, "set smoothness")
     not_negative = "must be 0 or more and finite"
-    require(
-        0 <= noise_std < math.inf,
-        f"noise_std {not_negative}",
-        noise_std,
-        "set noise_std",
-    )
+    require(0 <= noise_std < math.inf, f"noise_std {not_negative}", noise_std, "set noise_std")

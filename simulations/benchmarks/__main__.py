@@ -3,13 +3,11 @@
 import logging
 import sys
 
-from simulations.benchmarks import accounting, clients, secure, server, sweeps
+from simulations.benchmarks import rounds, sweeps, waiting
 
 PARTS = {
-    "accounting": accounting.show_accounting,
-    "server": server.show_server,
-    "clients": clients.show_clients,
-    "secure": secure.show_secure,
+    "waiting": waiting.show_waiting,
+    "rounds": rounds.show_rounds,
     "sweeps": sweeps.show_sweeps,
 }
 

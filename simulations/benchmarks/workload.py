@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.engine import Engine
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.population import Table
-from flwr_ppsgd.learner import Minibatches, generator
+from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES
@@ -26,32 +25,13 @@ from simulations.benchmarks.measuring import Comparison
 from simulations.yardsticks import random_table, take
 
 USERS = 1000
-
-
 FEATURES = 784
-
-
 CLASSES = 10
-
-
 SAMPLES = 100  # per user
-
-
 BATCH = 10
-
-
 REPLIES = 10
-
-
-SMALL = FEATURES * CLASSES
-
-
 LARGE = 10**6
-
-
 CLIP_NORM = 1.0
-
-
 DELTA = 1e-4
 
 
@@ -83,13 +63,6 @@ def train(server: PPSGD, grid: Grid, arrays: ArrayRecord) -> Iterator[int]:
         messages = server.configure_train(round_, arrays, ConfigRecord(), grid)
         arrays, _ = server.aggregate_train(round_, grid.send_and_receive(messages))
         yield round_
-
-
-def gradients(size: int) -> list[Vector]:
-    """Replies of norm about 10·C: all of them are clipped."""
-    source = generator("gradients", size)
-    std = 10 * CLIP_NORM / math.sqrt(size)
-    return [source.normal(0, std, size) for _ in range(REPLIES)]
 
 
 def reply(records: Mapping[str, ArrayRecord | MetricRecord], message: Message) -> Message:
@@ -144,6 +117,11 @@ def stock_rounds(
     for round_ in itertools.count(1):
         stock_round(stock, grid, w)
         yield round_
+
+
+def fedavg(w: ArrayRecord) -> Iterator[int]:
+    """Rounds without end of Flower's FedAvg, whose clients take a step along ``Constant``."""
+    return stock_rounds(lambda w, _: w - 0.1 * np.ones_like(w), REPLIES, w)
 
 
 def stock_round(stock: FedAvg, grid: Grid, arrays: ArrayRecord) -> None:

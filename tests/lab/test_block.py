@@ -19,7 +19,7 @@ from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.learner import Minibatches
 from tests.lab.test_linear_engine import OFFSETS, X, Y, grid_of, table
 from tests.lab.test_sweep import load
-from tests.models.test_split import MODELS, images
+from tests.models.test_torch_model import MODELS, digits
 
 
 def quiet(round_: int, best: object) -> None:
@@ -113,7 +113,7 @@ def local_steps(average: bool) -> Engine:  # noqa: ARG001
 def networks(average: bool) -> Engine:
     torch.manual_seed(0)
     model, users = MODELS["additive head"](), grid_of()[0].release.cohort.population
-    batches = [Minibatches(*images(5), 2, seed=1, user=user) for user in range(users)]
+    batches = [Minibatches(*digits(5), 2, seed=1, user=user) for user in range(users)]
     return NetworkEngine(model, batches, grid_of()[::7], seed=3, average=average)
 
 

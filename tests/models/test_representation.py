@@ -87,15 +87,6 @@ def test_a_thousand_features_are_forty_filters_on_28_pixels() -> None:
     assert phi(images(1, (28, 28))).shape == (1, 1000)
 
 
-def test_more_filters_begin_with_the_same_ones() -> None:
-    """Features are divided by their norm and have one threshold: their zeros tell."""
-    x = images(1, (5, 5))
-    few = RandomConvolution(features=3, shape=(5, 5))
-    more = RandomConvolution(features=9, shape=(5, 5))
-    assert few(x).shape == (1, 3)
-    assert more(x).shape == (1, 9)
-
-
 def test_images_of_any_size_and_brightness_have_features_of_one_length() -> None:
     for shape in [(13, 13), (64, 64), (97, 60, 3), (7, 7)]:
         phi = RandomConvolution(features=50, shape=shape)

@@ -1,12 +1,13 @@
-"""Torch learners under ``PPSGD.auto``: solved heads against the solver, local epochs by torch."""
+"""A network with one user's data: ``PPSGD.auto`` with solved or trained parts, θ's own steps."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,11 +26,12 @@ from flwr_ppsgd import (
 )
 from flwr_ppsgd.client.theta_store import STATE_MODEL
 from flwr_ppsgd.client.visit import answer_before, respond
-from flwr_ppsgd.learner import OWN_THETA, OWN_W, Solver
+from flwr_ppsgd.learner import OWN_THETA, OWN_W, PersonalStepper, Solver
 from flwr_ppsgd.models.solve import Columns, OwnProblem, Published, personal_model, solution
 from flwr_ppsgd.models.torch_training import LOCAL_EPOCHS, LOCAL_STEP
 from flwr_ppsgd.recipe import SCALAR_BOUND, scalar_pair
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.toy import Floats
 
 ROWS, WIDTH, FEATURES, CLASSES, USERS = 24, 6, 5, 3, 4
 ORDER = Order(1, 0.0, 1.0, "mean", True, asks="solution", task="classification", size=1.0, visit=1)
@@ -206,6 +208,51 @@ def test_the_loss_says_what_the_task_is(loss: Any, outputs: int, task: str) -> N
     assert own.task == "regression"
 
 
+@pytest.mark.parametrize(
+    ("loss", "link"),
+    [
+        (nn.BCEWithLogitsLoss(), nn.Identity()),
+        (nn.BCELoss(), nn.Sigmoid()),
+        (nn.BCEWithLogitsLoss(), nn.Flatten(0)),
+    ],
+)
+def test_yes_or_no_is_solved_as_two_classes_are(loss: Any, link: nn.Module) -> None:
+    """One output for yes is half the difference of two outputs, below a sigmoid too."""
+    x, y = rows()
+    yes = (y == 0).long()
+    w = np.linspace(-0.1, 0.1, FEATURES + 1)
+    module = nn.Sequential(Network(outputs=1), link)
+    own = torch_learner(
+        module, "0.head.*", [(x, yes.float())], [(x, yes)], additive=True, loss=loss
+    )
+    found = own.personal_model(w, NO_NOISE, ORDER).measures()
+    problem = OwnProblem.of(seen(module[0], x), yes.numpy(), replace(columns(True), outputs=2))  # type: ignore[arg-type]
+    both = np.stack([-w, w], axis=1)
+    np.testing.assert_allclose(own.solution(w, ORDER), solution(problem, both)[:, 1], rtol=1e-9)
+    mixture = personal_model(problem, Published(both, NO_NOISE))
+    right = mixture.predict(seen(module[0], x)).argmax(axis=1) == yes.numpy()  # type: ignore[arg-type]
+    assert found["accuracy"] == right.mean()
+    assert {"local_accuracy", "shared_accuracy", "loss"} <= set(found)
+
+
+def test_a_head_below_a_log_softmax_is_solved() -> None:
+    module = nn.Sequential(Network(), nn.LogSoftmax(dim=1))
+    own = torch_learner(module, "0.head.*", [rows()], additive=True, loss=nn.NLLLoss())
+    w = SplitModel(Network(), "head.*", additive=True).initial_w()
+    np.testing.assert_array_equal(own.solution(w, ORDER), learner(Network()).solution(w, ORDER))
+
+
+def test_own_rows_alone_are_measured_on_the_network_as_it_was_made() -> None:
+    """A trained body has seen what others have; w has no part in ``local_…``."""
+    module = trained_body()
+    own = learner(module)
+    w = SplitModel(module, "head.*", additive=True).initial_w()
+    frozen = learner(Network()).personal_model(w[-(FEATURES + 1) * CLASSES :], NO_NOISE, ORDER)
+    found = own.personal_model(np.cos(np.arange(w.size)), NO_NOISE, ORDER).measures()
+    assert found["local_accuracy"] == frozen.measures()["local_accuracy"]
+    assert found["local_loss"] == pytest.approx(frozen.measures()["local_loss"], rel=1e-9)
+
+
 def test_numbers_are_predicted_in_their_own_units() -> None:
     x, _ = rows()
     y = 50 + 10 * x[:, 0]
@@ -300,25 +347,22 @@ def test_the_last_w_is_answered_with_nothing() -> None:
         assert records_of(reply) == {}
 
 
+def unseeded() -> nn.Module:
+    body = nn.Linear(WIDTH, FEATURES).requires_grad_(False)
+    return nn.Sequential(body, nn.Linear(FEATURES, CLASSES)).double()
+
+
 def test_clients_have_the_same_frozen_body() -> None:
     """Its values come from a public seed, whatever a client has drawn before."""
-
-    def network() -> nn.Module:
-        body = nn.Linear(WIDTH, FEATURES).requires_grad_(False)
-        return nn.Sequential(body, nn.Linear(FEATURES, CLASSES)).double()
-
-    from flwr_ppsgd.models.torch_app import _LearnerFor
-
-    learner_of = functools.partial(torch_learner, additive=True)
-    made = _LearnerFor(network, ("1.*",), True, loaders, learner_of)
-    found = []
+    trained = []
     for seed in range(2):
         torch.manual_seed(seed)
-        context = Context(1, 1, {"partition-id": 0}, None, {})  # type: ignore[arg-type]
-        own = made(context)
-        found.append(own.model.features(np.zeros((FEATURES + 1) * CLASSES), rows()[0]))
+        grid = InProcessGrid(torch_client(unseeded, "1.*", loaders, additive=True), USERS)
+        strategy = PPSGD.auto(population=USERS, epsilon=float("inf"), delta=1e-2)
+        w = ArrayRecord({"1.weight": Array(np.zeros((3, 5))), "1.bias": Array(np.zeros(3))})
+        trained.append(strategy.start(grid, w).arrays.to_numpy_ndarrays()[0])
         assert torch.initial_seed() == seed
-    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(trained[0], trained[1])
 
 
 def images() -> nn.Module:
@@ -339,5 +383,121 @@ def test_random_convolutions_are_a_network_with_a_solved_head() -> None:
     np.testing.assert_allclose(found.features(w, x), features, atol=1e-6)
     own = torch_learner(module, "head.*", [(x, y)], [(x, y)], additive=True)
     assert own.personal_model(w, NO_NOISE, ORDER).measures()["local_accuracy"] >= 0
+    again = SplitModel(images(), "head.*", additive=True)
+    np.testing.assert_array_equal(again.features(w, x), found.features(w, x))
+    np.testing.assert_array_equal(again.features(w, x.flip(0)), found.features(w, x)[::-1])
     with pytest.raises(ValueError, match="needs the images' shape"):
         RandomConvolution().network(3)
+
+
+# θ's own steps
+
+X = torch.arange(12.0, dtype=torch.float64).reshape(6, 2) / 10
+Y = torch.arange(6) % 3
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def split() -> SplitModel:
+    return SplitModel(small(), "2.*")
+
+
+def order(step: float = 0.1, visit: int = 1) -> Order:
+    return Order(1, step, 1.0, "mean", True, visit=visit)
+
+
+def own_learner(**options: Any) -> Any:
+    """All rows in every minibatch."""
+    return split().learner(Minibatches(X, Y, 6, seed=0, user=0), **options)
+
+
+def after(theta: Floats | None = None, visit: int = 1, step: float = 0.1, **options: Any) -> Floats:
+    own = own_learner(**options)
+    start = own.initial_theta() if theta is None else theta
+    found: Floats = own.personal_step(split().initial_w(), start, order(step, visit))
+    return found
+
+
+def gradient(theta: Floats) -> Floats:
+    return split().gradients(split().initial_w(), theta, (X, Y), "mean")[1]
+
+
+def test_without_options_theta_takes_the_algorithms_own_step() -> None:
+    assert not isinstance(own_learner(), PersonalStepper)
+    assert isinstance(own_learner(personal_steps=2), PersonalStepper)
+
+
+def test_a_class_takes_the_servers_step() -> None:
+    """SGD, one step: θ − s_θ·g_θ."""
+    theta = split().initial_theta()
+    np.testing.assert_allclose(
+        after(optimizer=torch.optim.SGD), theta - 0.1 * gradient(theta), rtol=1e-12
+    )
+
+
+def test_several_steps_with_weight_decay_by_hand() -> None:
+    """θ ← θ − s_θ·(g_θ + λθ), three times."""
+    theta = split().initial_theta()
+    for _ in range(3):
+        theta = theta - 0.1 * (gradient(theta) + 0.5 * theta)
+    np.testing.assert_allclose(after(personal_steps=3, weight_decay=0.5), theta, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        functools.partial(torch.optim.Adam, lr=0.05),
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        functools.partial(torch.optim.RMSprop, lr=0.01),
+    ],
+)
+def test_any_optimizer_moves_theta_as_torch_moves_a_head(factory: Any) -> None:
+    network = small()
+    head = network[2]  # type: ignore[index]
+    optimizer = factory(head.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(X), Y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    expected = torch.cat([value.detach().reshape(-1) for value in head.parameters()])
+    found = after(optimizer=factory, personal_steps=4)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-8)
+
+
+def test_an_optimizer_that_needs_a_closure() -> None:
+    theta = split().initial_theta()
+    found = after(optimizer=functools.partial(torch.optim.LBFGS, max_iter=5))
+    w = split().initial_w()
+    before = split().evaluate(w, theta, (X, Y))["loss"]
+    assert split().evaluate(w, found, (X, Y))["loss"] < before
+
+
+def test_global_learning_leaves_theta_alone() -> None:
+    """s_θ = 0, the limit α = ∞."""
+    theta = split().initial_theta()
+    found = after(step=0.0, optimizer=functools.partial(torch.optim.Adam, lr=1.0))
+    np.testing.assert_array_equal(found, theta)
+
+
+def test_a_factory_that_makes_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"returned a list: return a torch.optim.Optimizer"):
+        after(optimizer=lambda parameters: parameters)
+
+
+def test_theta_that_is_added_moves_as_torch_moves_the_layer() -> None:
+    """w + θ after five steps is the head that torch trains on the same minibatches."""
+    own = torch_learner(small(), "2.*", [(X, Y)], additive=True, personal_steps=5)
+    w = SplitModel(small(), "2.*", additive=True).initial_w()
+    theta = own.personal_step(w, own.initial_theta(), order())  # type: ignore[attr-defined]
+    network = small()
+    head = network[2]  # type: ignore[index]
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(X), Y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    expected = torch.cat([value.detach().reshape(-1) for value in head.parameters()])
+    np.testing.assert_allclose(w[-theta.size :] + theta, expected.numpy(), rtol=1e-10)

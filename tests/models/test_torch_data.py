@@ -156,3 +156,50 @@ def test_a_loader_that_can_be_read_only_once_is_refused() -> None:
 def test_an_empty_test_loader_is_named() -> None:
     with pytest.raises(ValueError, match=r"the test loader has no batch: return \(train, None\)"):
         LoaderBatches([], Parts(), name="test")
+
+
+@pytest.mark.parametrize("name", ["label", "labels", "target", "targets", "y"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_target_is_known_by_its_usual_names_in_any_order(name: str, first: bool) -> None:
+    parts = {name: torch.tensor([7]), "img": torch.ones(1, 2)}
+    if not first:
+        parts = dict(reversed(parts.items()))
+    x, y = batches([parts])(1)
+    assert y.tolist() == [7]
+    assert list(x) == ["img"]
+
+
+def test_other_names_are_given() -> None:
+    batch = {"pixels": torch.ones(2, 1), "digit": torch.tensor([0, 1]), "writer": ["ada"] * 2}
+    x, _ = LoaderBatches([batch], Parts("pixels", "digit"))(1)
+    assert list(x) == ["pixels"]
+    with pytest.raises(ValueError, match=r"parts \['digit', 'pixels', 'writer'\].*target="):
+        batches([batch])
+    with pytest.raises(ValueError, match=r"inputs=\['picture'\].*name parts that it has"):
+        LoaderBatches([batch], Parts("picture", "digit"))
+    with pytest.raises(ValueError, match=r"part 'writer' of a batch is no tensor.*inputs="):
+        LoaderBatches([batch], Parts(target="digit"))
+
+
+def test_rows_that_are_held_are_the_same_and_are_read_once() -> None:
+    """For several epochs in one visit."""
+    data = Counted()
+    loader = DataLoader(data, batch_size=3, shuffle=True)
+    expected = [targets(batches(loader), visit) for visit in (1, 2, 5)]
+    source = batches(loader)
+    source.hold()
+    data.fetched = 0
+    assert [targets(source, visit) for visit in (1, 2, 5)] == expected
+    assert data.fetched == 0
+    large = batches(loader, most_bytes=8)
+    large.hold()
+    assert targets(large, 1) == expected[0]
+    assert data.fetched > 0
+
+
+def test_batches_of_different_widths_stay_apart() -> None:
+    """Texts that are padded to the longest in their batch."""
+    pairs = [(torch.ones(2, width), torch.tensor([width, width])) for width in (3, 5)]
+    source = batches(pairs)
+    assert [targets(source, visit) for visit in (1, 2)] == [[3, 3], [5, 5]]
+    assert source.num_examples == 4

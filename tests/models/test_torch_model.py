@@ -1,0 +1,532 @@
+"""Networks as their owners have them: gradients, the split, inputs, outputs, losses, precision."""
+
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flwr_ppsgd import AdditiveHead, Minibatches, Order, SplitModel, torch_learner, whole_module
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.wire import Layout
+from tests.support.toy import Floats
+
+ORDER = Order(1, 0.1, 1.0, "mean", True, visit=1)
+
+
+def stepped(module: nn.Module, personal: Any, batches: Any, **options: Any) -> Any:
+    """A learner that has given finite gradients once."""
+    learner = torch_learner(module, personal, batches, batches, **options)
+    w = SplitModel(module, personal).initial_w()
+    g_w, g_theta = learner.gradients(w, learner.initial_theta(), ORDER)
+    assert np.isfinite(g_w).all()
+    assert np.isfinite(g_theta).all()
+    assert np.linalg.norm(g_w) > 0
+    assert np.isfinite(learner.evaluate(w, learner.initial_theta())["loss"])
+    return learner
+
+
+def images(rows: int = 6) -> Tensor:
+    return torch.randn(rows, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def classes(rows: int = 6) -> Tensor:
+    return torch.arange(rows) % 3
+
+
+class ViewNet(nn.Module):
+    """Flattens with ``view``, which fails on channels-last tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4 * 3 * 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(functional.relu(self.conv(x)), 2)
+        return self.head(x.view(-1, 36))  # type: ignore[no-any-return]
+
+
+class Tokens(nn.Module):
+    """A text model: whole numbers in, an object with logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        mask = attention_mask[:, :, None]
+        summed = (self.embedding(input_ids) * mask).sum(dim=1)
+        return Output(logits=self.head(summed / mask.sum(dim=1)), hidden=summed)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+def token_batch() -> dict[str, Tensor]:
+    ids = torch.arange(24).reshape(6, 4) % 11
+    return {"labels": classes(), "attention_mask": torch.ones(6, 4), "input_ids": ids}
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 5), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+def on_small_network(personal: str) -> SplitModel:
+    return SplitModel(nn.Sequential(small_network(), nn.Linear(5, 4)).double(), personal)
+
+
+def digits(count: int = 7) -> tuple[Floats, NDArray[np.int64]]:
+    source = np.random.default_rng(0)
+    return source.normal(size=(count, 1, 6, 6)), source.integers(0, 4, count)
+
+
+MODELS: dict[str, Callable[[], SplitModel]] = {
+    "additive head": lambda: AdditiveHead(small_network(), 5, 4, head=torch.randn(5, 4) / 3),
+    "split": lambda: on_small_network("1.*"),
+    "bias": lambda: on_small_network("*.bias"),
+}
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_are_those_of_finite_differences(kind: str, reduction: Any) -> None:
+    """Central differences of the loss in 12 random directions of (w, θ)."""
+    torch.manual_seed(1)
+    model = MODELS[kind]()
+    rows = digits()
+    w = model.initial_w()
+    theta = model.initial_theta() + 0.1
+    g_w, g_theta = model.gradients(w, theta, rows, reduction)
+    scale = 1 if reduction == "mean" else len(rows[0])
+    source = np.random.default_rng(2)
+    h = 1e-5
+    for _ in range(12):
+        d_w = source.normal(size=w.size)
+        d_theta = source.normal(size=theta.size)
+        up = model.evaluate(w + h * d_w, theta + h * d_theta, rows)["loss"]
+        down = model.evaluate(w - h * d_w, theta - h * d_theta, rows)["loss"]
+        expected = g_w @ d_w + g_theta @ d_theta
+        assert scale * (up - down) / (2 * h) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_squared_loss_is_half_the_square() -> None:
+    model = SplitModel(nn.Linear(2, 1, bias=True).double(), personal=["bias"], loss="squared")
+    w = np.array([1.0, 2.0])
+    theta = np.array([0.5])
+    rows = np.array([[1.0, 1.0]]), np.array([[1.5]])
+    assert model.evaluate(w, theta, rows) == {"loss": pytest.approx(2.0)}
+    g_w, g_theta = model.gradients(w, theta, rows, "mean")
+    assert (g_w.tolist(), g_theta.tolist()) == ([2.0, 2.0], [2.0])
+
+
+def test_theta_may_be_added_to_layers_that_are_shared() -> None:
+    """w + θ in the head: shifting either gives the same loss, and g_θ is that part of g_w."""
+    model = SplitModel(regression(3), "2.*", additive=True)
+    assert list(model.initial_arrays()) == list(regression(3).state_dict())
+    assert not model.initial_theta().any()
+    rows = (NUMBERS[0], torch.arange(5) % 3)
+    w = model.initial_w()
+    theta = np.linspace(-1, 1, 12)
+    shifted = w + np.pad(theta, (w.size - 12, 0))
+    one = model.evaluate(shifted, 0 * theta, rows)["loss"]
+    assert model.evaluate(w, theta, rows)["loss"] == pytest.approx(one, rel=1e-12)
+    g_w, g_theta = model.gradients(w, theta, rows, "mean")
+    np.testing.assert_array_equal(g_w[-12:], g_theta)
+    np.testing.assert_allclose(model.gradients(shifted, 0 * theta, rows, "mean")[0], g_w)
+
+
+def test_the_additive_head_predicts_with_w_plus_theta() -> None:
+    model = MODELS["additive head"]()
+    w = model.initial_w()
+    delta = np.random.default_rng(3).normal(size=20)
+    assert next(iter(model.initial_arrays())) == "head"
+    shifted = w + np.pad(delta, (0, w.size - 20))
+    moved = model.evaluate(shifted, np.zeros(20), digits())
+    assert moved["loss"] == pytest.approx(model.evaluate(w, delta, digits())["loss"], rel=1e-12)
+    g_w, g_theta = model.gradients(w, delta, digits(), "mean")
+    np.testing.assert_allclose(g_w[:20], g_theta)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_gradients_of_w_are_float32_if_the_network_is(single: bool) -> None:
+    """The numbers are the same whether w comes as float32 or as float64."""
+    module = nn.Sequential(small_network(), nn.Linear(5, 4))
+    model = SplitModel(module.float() if single else module.double(), "1.*")
+    assert model.takes_float32 == single
+    w = model.initial_w()
+    theta = model.initial_theta()
+    g_w, g_theta = model.gradients(w, theta, digits(), "mean")
+    assert g_w.dtype == (np.float32 if single else np.float64)
+    assert g_theta.dtype == np.float64
+    if single:
+        narrow = cast(Vector, w.astype(np.float32))
+        np.testing.assert_array_equal(model.gradients(narrow, theta, digits(), "mean")[0], g_w)
+
+
+def test_the_gradients_do_not_depend_on_the_layout() -> None:
+    """The same network from torch's own layers is computed channels-last."""
+    torch.manual_seed(0)
+    ours = ViewNet()
+    torchs = nn.Sequential(ours.conv, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), ours.head)
+    models = [SplitModel(ours, "head.*"), SplitModel(torchs, "4.*")]
+    found = []
+    for each in models:
+        w = each.initial_w()
+        found.append(each.gradients(w, each.initial_theta(), (images(), classes()), "mean"))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_the_engine_of_networks_adds_theta_too() -> None:
+    from flwr_ppsgd.lab.network_engine import cohort_gradients
+
+    model = SplitModel(regression(3), "2.*", additive=True)
+    rows = (NUMBERS[0], torch.arange(5) % 3)
+    w = model.initial_w()
+    theta = np.linspace(-1, 1, 12)
+    g_w, g_theta = model.gradients(w, theta, rows, "mean")
+    batch = (model.tensor(rows[0][None]), rows[1][None])
+    both = cohort_gradients(model, w, theta[None], batch, "mean")
+    np.testing.assert_allclose(both[0][0], g_w, atol=1e-12)
+    np.testing.assert_allclose(both[1][0], g_theta, atol=1e-12)
+
+
+# The split
+
+
+def test_a_learner_visits_minibatches() -> None:
+    model = MODELS["additive head"]()
+    batches = Minibatches(*digits(9), 4, seed=0, user=0)
+    learner = model.learner(batches, test=digits(9))
+    order = Order(1, 0.1, 1.0, "mean", True, visit=2)
+    w = model.initial_w()
+    theta = learner.initial_theta()
+    expected = model.gradients(w, theta, batches(2), "mean")[0]
+    np.testing.assert_array_equal(learner.gradients(w, theta, order)[0], expected)
+    assert set(learner.evaluate(w, theta)) == {"loss", "accuracy"}
+    assert learner.num_examples == 9
+
+
+def test_frozen_layers_belong_to_neither_block() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2))
+    module[0].requires_grad_(False)
+    model = SplitModel(module, personal=["2.*"])
+    assert list(model.initial_arrays()) == ["1.weight", "1.bias"]
+    assert model.initial_theta().size == 6
+    held = model.module_with(model.initial_w()).state_dict()
+    np.testing.assert_array_equal(module[0].weight, held["0.weight"])
+
+
+def test_dropout_is_on_in_training_and_off_in_evaluation() -> None:
+    module = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 2))
+    model = SplitModel(module, personal=["2.*"])
+    rows = np.ones((3, 4)), np.array([0, 1, 1])
+    w = model.initial_w()
+    theta = model.initial_theta()
+    first, second = (model.gradients(w, theta, rows, "mean")[0] for _ in range(2))
+    assert not np.array_equal(first, second)
+    assert model.evaluate(w, theta, rows) == model.evaluate(w, theta, rows)
+
+
+def test_running_statistics_are_refused_and_batch_statistics_are_not() -> None:
+    for norm in (nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)):
+        with pytest.raises(ValueError, match=r"'1' tracks running statistics.*GroupNorm"):
+            SplitModel(nn.Sequential(nn.Linear(3, 3), norm, nn.Linear(3, 2)), personal=["2.*"])
+    by_batch = nn.BatchNorm1d(3, track_running_stats=False)
+    module = nn.Sequential(nn.Linear(3, 3), by_batch, nn.Linear(3, 2))
+    stepped(module, "2.*", [(torch.eye(3), torch.tensor([0, 1, 0]))])
+
+
+def test_patterns_for_nothing_or_everything_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    for patterns, block in (([], "personal"), (["*"], "shared")):
+        with pytest.raises(ValueError, match=rf"leaves no {block} parameter among \['0.bias'"):
+            SplitModel(module, personal=patterns)
+    for pattern in ("2.*", ["1.*", "2.*"]):
+        words = r"'2.\*' matches no parameter of Sequential; .*'1.bias'"
+        with pytest.raises(ValueError, match=words):
+            SplitModel(module, personal=pattern)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = MODELS["split"]()
+    with pytest.raises(ValueError, match="w has 3 parameters"):
+        model.gradients(np.zeros(3), model.initial_theta(), digits(), "mean")
+    with pytest.raises(ValueError, match="θ has 2 parameters"):
+        model.gradients(model.initial_w(), np.zeros(2), digits(), "mean")
+    with pytest.raises(ValueError, match=r"must have shape \(5, 4\), got \(4, 5\)"):
+        AdditiveHead(small_network(), 5, 4, head=torch.zeros(4, 5))
+
+
+@pytest.mark.parametrize("additive", [True, False])
+def test_w_and_theta_make_a_whole_module(additive: bool) -> None:
+    """Saved and loaded with strict=True; a list of arrays, as the legacy API has it, too."""
+    model = SplitModel(ViewNet(), "head.*", additive=additive)
+    w = model.initial_w() + 1.0
+    theta = model.initial_theta() - 1.0
+    arrays = Layout.of(model.initial_arrays()).unflatten(w)
+    expected = w.copy()
+    if additive:
+        expected[-theta.size :] += theta
+    for given in (arrays, arrays.to_numpy_ndarrays()):
+        whole = whole_module(ViewNet(), given, "head.*", theta)
+        loaded = ViewNet()
+        loaded.load_state_dict(whole.state_dict(), strict=True)
+        again = SplitModel(loaded, "head.*", additive=additive)
+        np.testing.assert_allclose(again.initial_w(), expected, atol=1e-6)
+        if not additive:
+            np.testing.assert_allclose(again.initial_theta(), theta, rtol=1e-6)
+        assert not whole.training
+    own = ViewNet()
+    alone = SplitModel(whole_module(own, arrays, "head.*"), "head.*", additive=additive)
+    np.testing.assert_allclose(alone.initial_w(), w, rtol=1e-6)
+    if not additive:
+        kept = SplitModel(own, "head.*").initial_theta()
+        np.testing.assert_array_equal(alone.initial_theta(), kept)
+
+
+def test_a_module_keeps_its_values_even_if_it_is_not_copied() -> None:
+    module = nn.Sequential(small_network(), nn.Linear(5, 4).double())
+    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    copied = SplitModel(module, "1.*")
+    own = SplitModel(module, "1.*", handed_over=True)
+    w = copied.initial_w() + 1
+    expected = copied.gradients(w, copied.initial_theta() + 1, digits(), "mean")
+    found = own.gradients(w, own.initial_theta() + 1, digits(), "mean")
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()), before)
+
+
+def test_other_personal_layers_are_named_on_both_sides() -> None:
+    arrays = SplitModel(ViewNet(), "conv.*").initial_arrays()
+    words = r"server's w has \['head.bias', 'head.weight'\] .* lacks \['conv.bias', 'conv.weight'\]"
+    with pytest.raises(ValueError, match=words):
+        whole_module(ViewNet(), arrays, "head.*")
+    learner = torch_learner(ViewNet(), "head.*", [(images(), classes())])
+    with pytest.raises(ValueError, match=r"personal=\['head.\*'\], additive=False on this client"):
+        learner.check_shared(Layout.of(arrays).shape_of)
+    learner.check_shared({"conv.weight": (4, 3, 3, 3), "conv.bias": (4,)})
+    learner.check_shared({"0": (4, 3, 3, 3), "1": (4,)})
+    words = r"'conv.bias' has shape \(5,\) in the server's w and \(4,\) in this client's"
+    with pytest.raises(ValueError, match=words):
+        learner.check_shared({"conv.bias": (5,), "conv.weight": (5, 3, 3, 3)})
+
+
+# Inputs and outputs
+
+
+def test_code_that_calls_view_is_served() -> None:
+    """In a network, in a hook, and in a loss, whose predictions have four axes."""
+    stepped(ViewNet(), ["head.*"], [(images(), classes())])
+    hooked = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 3))
+    hooked[0].register_forward_hook(lambda *given: given[2].view(-1, 144).view(-1, 4, 6, 6))
+    stepped(hooked, "2.*", [(images(), classes())])
+
+    def loss(prediction: Tensor, y: Tensor) -> Tensor:
+        return (prediction.view(6, -1) - y.view(6, -1)).pow(2).mean(dim=1)
+
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+    stepped(network, "1.*", [(images(), torch.zeros(6, 2, 4, 4))], loss=loss)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_whole_numbers_stay_whole_and_several_inputs_go_by_keyword(kind: type) -> None:
+    learner = stepped(Tokens(), "head.*", [kind(token_batch())])
+    w = SplitModel(Tokens(), "head.*").initial_w()
+    assert set(learner.evaluate(w, learner.initial_theta())) == {"loss", "accuracy"}
+
+
+def test_several_inputs_of_a_tuple_go_by_position() -> None:
+    batch = token_batch()
+    triple = (batch["input_ids"], batch["attention_mask"], batch["labels"])
+    stepped(Tokens(), "head.*", [triple], inputs=[0, 1], target=2)
+    nested = ((batch["input_ids"], batch["attention_mask"]), batch["labels"])
+    for pair in (nested, [list(nested[0]), nested[1]]):  # torch's loaders make lists of tuples
+        stepped(Tokens(), "head.*", [pair])
+    inner = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    stepped(Tokens(), "head.*", [(inner, batch["labels"])])
+
+
+def test_an_additive_head_over_a_network_with_several_inputs() -> None:
+    model = AdditiveHead(Tokens(), 3, 3)
+    batch = token_batch()
+    y = batch.pop("labels")
+    g_w, _ = model.gradients(model.initial_w(), model.initial_theta() + 1, (batch, y), "mean")
+    assert np.linalg.norm(g_w) > 0
+
+
+def test_inputs_that_forward_does_not_take_are_named_on_both_sides() -> None:
+    batch = {**token_batch(), "token_type_ids": torch.zeros(6, 4, dtype=torch.long)}
+    learner = torch_learner(Tokens(), "head.*", [batch])
+    w = SplitModel(Tokens(), "head.*").initial_w()
+    with pytest.raises(ValueError, match=r"'token_type_ids'\] and Tokens.forward takes \['input"):
+        learner.gradients(w, learner.initial_theta(), ORDER)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"logits": x}, lambda x: Output(x, x), lambda x: x])
+def test_predictions_are_found_in_what_a_network_returns(wrap: Any) -> None:
+    class Wrapped(ViewNet):
+        def forward(self, x: Tensor) -> Any:
+            return wrap(super().forward(x))
+
+    stepped(Wrapped(), "head.*", [(images(), classes())])
+
+
+def test_an_output_without_predictions_is_refused() -> None:
+    class Pair(ViewNet):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x
+
+    with pytest.raises(ValueError, match="Pair returned a tuple without logits"):
+        stepped(Pair(), "head.*", [(images(), classes())])
+
+
+# Losses
+
+
+def regression(outputs: int = 1) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, outputs)).double()
+
+
+NUMBERS = (torch.arange(10.0).reshape(5, 2), torch.arange(5.0))
+
+
+def gradients_with(loss: Any, reduction: Any = "mean", rows: Any = NUMBERS, k: int = 1) -> Floats:
+    model = SplitModel(regression(k), "2.*", loss)
+    return model.gradients(model.initial_w(), model.initial_theta(), rows, reduction)[0]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_that_reduce_by_themselves_are_recognised(reduction: str) -> None:
+    """Mean-reducing, sum-reducing and per-sample squares give the same gradient; ½ apart from
+    "squared"."""
+    losses: list[Any] = [nn.MSELoss(), nn.MSELoss(reduction="sum"), nn.MSELoss(reduction="none")]
+    losses += [lambda p, y: (p - y).square().mean(), lambda p, y: (p - y).square().sum()]
+    expected = 2 * gradients_with("squared", reduction)
+    for loss in losses:
+        np.testing.assert_allclose(gradients_with(loss, reduction), expected, rtol=1e-12)
+
+
+def test_a_loss_that_is_neither_mean_nor_sum_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'neither the mean .* nor the sum .* reduction="none"'):
+        gradients_with(lambda p, y: (p - y).square().sum().sqrt())
+
+
+def test_one_dimensional_targets_and_predictions_fit_one_output() -> None:
+    """y of shape (5,) against (5, 1) must not become 5 × 5 numbers."""
+    expected = gradients_with("squared")
+    column = (NUMBERS[0], NUMBERS[1][:, None])
+    np.testing.assert_array_equal(gradients_with("squared", rows=column), expected)
+    model = SplitModel(nn.Sequential(regression(), nn.Flatten(0)), "0.2.*", "squared")
+    g_w, _ = model.gradients(model.initial_w(), model.initial_theta(), NUMBERS, "mean")
+    np.testing.assert_allclose(g_w, expected)
+
+
+@pytest.mark.parametrize("chances", [False, True])
+def test_yes_or_no_with_one_output_has_an_accuracy(chances: bool) -> None:
+    module = regression()
+    loss: nn.Module = nn.BCEWithLogitsLoss()
+    if chances:
+        module = nn.Sequential(*module.children(), nn.Sigmoid())
+        loss = nn.BCELoss()
+    model = SplitModel(module, "2.*", loss)
+    x = NUMBERS[0]
+    y = torch.tensor([0, 1, 0, 1, 1])
+    g_w, _ = model.gradients(model.initial_w(), model.initial_theta(), (x, y), "mean")
+    assert np.linalg.norm(g_w) > 0
+    measures = model.evaluate(model.initial_w(), model.initial_theta(), (x, y))
+    with torch.no_grad():
+        yes = regression()(x.double())[:, 0] > 0
+    assert measures["accuracy"] == float((yes == (y == 1)).double().mean())
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "y", "words"),
+    [
+        ("softmax", 1, torch.tensor([0, 1, 0, 1, 1]), r"an output for each class.*BCEWithLogits"),
+        ("softmax", 3, torch.arange(5.0), r"needs class numbers, got targets of torch.float64"),
+        ("softmax", 3, torch.tensor([0, 1, 2, 3, 0]), r"Target 3 is out of bounds.*3 outputs"),
+        ("squared", 3, torch.arange(5.0), r"\(5,\) and predictions of shape \(5, 3\).*softmax"),
+        ("soft-max", 3, torch.arange(5), "did you mean 'softmax'"),
+    ],
+)
+def test_losses_say_what_does_not_fit(loss: str, outputs: int, y: Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        gradients_with(loss, rows=(NUMBERS[0], y), k=outputs)
+
+
+def test_scores_for_every_word_of_a_text() -> None:
+    """samples × places × classes, as language models return them."""
+    network = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+    words = torch.arange(12).reshape(3, 4) % 7
+    stepped(network, "1.*", [(words, words)])
+
+
+# Precision and devices
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_half_and_double_precision(dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    stepped(module, "2.*", [(torch.randn(6, 4), classes())])
+    arrays = SplitModel(module, "2.*").initial_arrays()
+    assert {array.dtype for array in arrays.values()} <= {"float32", "float64"}
+    again = whole_module(module, arrays, "2.*")
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value)
+
+
+def test_a_frozen_half_precision_backbone_under_a_float32_head() -> None:
+    """As with adapters: the backbone is part of neither block."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Linear(4, 5).to(torch.bfloat16).requires_grad_(False)
+            self.adapter = nn.Linear(5, 5)
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.backbone(x).float()
+            return self.head(features + self.adapter(features))  # type: ignore[no-any-return]
+
+    stepped(Adapted(), "head.*", [(torch.randn(6, 4), classes())])
+    shared = list(SplitModel(Adapted(), "head.*").initial_arrays())
+    assert shared == ["adapter.weight", "adapter.bias"]
+
+
+def test_devices_and_parameters_without_values() -> None:
+    module = regression(3)
+    for device in ("auto", "cpu", torch.device("cpu"), None):
+        SplitModel(module, "2.*", device=device)
+    with pytest.raises(ValueError, match="\"auto\" or a torch device, got 'gpu'"):
+        SplitModel(module, "2.*", device="gpu")
+    with pytest.raises(ValueError, match="meta"):
+        SplitModel(module, "2.*", device="meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="sees no GPU"):
+            SplitModel(module, "2.*", device="cuda:0")
+    with torch.device("meta"):
+        module = regression(3)
+    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device.*load_state_dict"):
+        SplitModel(module, "2.*")
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet"):
+        SplitModel(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), "1.*")
