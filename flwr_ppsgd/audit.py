@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy import fft
@@ -411,8 +411,9 @@ class Canaries:
     def __call__(self, message: Message, context: Context) -> Message:
         """The answer of one client, unless it is lost."""
         round_ = self._rounds_done + 1
-        order = message.content.config_records.get(ORDER, {})  # none for clients with parameters
-        stage = int(order.get("stage", 0))  # type: ignore[arg-type]
+        # clients that return parameters get no Order
+        order: Mapping[str, Any] = message.content.config_records.get(ORDER, ConfigRecord())
+        stage = int(order.get("stage", 0))
         user = int(context.node_config["partition-id"])
         has_factor = bool(self.node_config) and user % FACTOR_EVERY == 0
         if has_factor:
