@@ -110,8 +110,8 @@ CLIENTS = [
 ]
 TORCH_CLIENTS = [
     "from flwr_ppsgd import torch_client, torch_learner, shared_arrays",
-    "import simulations.text.client_app",
-    "import simulations.adapters.client_app",
+    "import simulations.apps.text.client_app",
+    "import simulations.apps.adapters.client_app",
 ]
 
 

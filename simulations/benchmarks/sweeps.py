@@ -27,7 +27,7 @@ from simulations.benchmarks.workload import (
     linear_table,
     warmed,
 )
-from simulations.yardsticks import (
+from simulations.benchmarks.yardsticks import (
     STEPS,
     autograd_loop,
     bags_of_words,

@@ -1,18 +1,18 @@
-"""``python -m simulations.adapters``: where differential privacy works for networks.
+"""``python -m simulations.apps.adapters``: where differential privacy works for networks.
 
 512 factors on the features of a frozen, public backbone learn what users have in common, at an ε at
 which training the backbone itself does not.
 """
 
-from simulations.adapters import client_app, server_app
-from simulations.examples import Run, arguments, show
+from simulations.apps.adapters import client_app, server_app
+from simulations.apps.side_by_side import Run, arguments, show
 
 STEP = 40.0  # of the adapter
 STEP_OF_ALL = 2.0  # of the adapter and the backbone together
 
 
 def main(given: list[str] | None = None) -> dict[str, float]:
-    parser = arguments("simulations.adapters", rounds=16, population=120)
+    parser = arguments("simulations.apps.adapters", rounds=16, population=120)
     options = parser.parse_args(given)
     config = {
         "epsilon": options.epsilon,

@@ -1,4 +1,4 @@
-"""``python -m simulations.text``: who shares word weights learns tags better, at the printed ε.
+"""``python -m simulations.apps.text``: shared word weights help everybody to learn tags.
 
 Without ``--data`` the text is synthetic. With ``--data zephyr_tags.npz`` it is the commit messages
 of 191 authors.
@@ -8,15 +8,15 @@ from pathlib import Path
 
 from flwr.app import UserConfig
 
-from simulations.examples import Run, arguments, show
-from simulations.text import client_app, server_app
-from simulations.text.task import USERS, texts
+from simulations.apps.side_by_side import Run, arguments, show
+from simulations.apps.text import client_app, server_app
+from simulations.apps.text.task import USERS, texts
 
 STEP = 20.0  # of the word weights
 
 
 def main(given: list[str] | None = None) -> dict[str, float]:
-    parser = arguments("simulations.text", rounds=16, population=USERS)
+    parser = arguments("simulations.apps.text", rounds=16, population=USERS)
     parser.add_argument("--data", type=Path, help="a file in the form of zephyr_tags.npz")
     options = parser.parse_args(given)
     path = str(options.data.resolve()) if options.data else ""

@@ -6,7 +6,7 @@ import torch
 from flwr.app import Context
 
 from flwr_ppsgd import torch_client
-from simulations.adapters.task import Loader, adapted, load_data, whole
+from simulations.apps.adapters.task import Loader, adapted, load_data, whole
 
 
 def loaders(context: Context) -> tuple[Loader, Loader]:

@@ -1,12 +1,12 @@
-"""The server: it holds the adapter, or the whole network but the head."""
+"""The server: word weights are what it holds."""
 
 from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd import PPSGD, shared_arrays
-from simulations.adapters.task import adapted, whole
-from simulations.examples import everyone
+from simulations.apps.side_by_side import everyone
+from simulations.apps.text.task import TagNet
 
 app = ServerApp()
 
@@ -20,7 +20,6 @@ def main(grid: Grid, context: Context) -> None:
 
 def train(grid: Grid, config: UserConfig) -> tuple[PPSGD, Result]:
     """The strategy, and what it brought."""
-    network = whole() if config["share-all"] else adapted()
     strategy = everyone(config)
-    initial = shared_arrays(network, "head.*")
+    initial = shared_arrays(TagNet(), "head.*")
     return strategy, strategy.start(grid, initial, num_rounds=int(config["rounds"]))

@@ -1,6 +1,6 @@
 """How the cost of a round grows: with the population, the cohort, the parameters and the settings.
 
-    python simulations/growth.py docs/growth.png
+    python simulations/pictures/growth.py docs/growth.png
 
 CPU time on one thread, the shortest of several repetitions. The dashed lines are what this machine
 could do at best: memory copied, or matrices multiplied, as fast as it can.
@@ -14,7 +14,7 @@ os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a file, too
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that this runs as a file, too
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ from simulations.benchmarks.workload import (
     strategy,
     train,
 )
-from simulations.yardsticks import settings, take
+from simulations.benchmarks.yardsticks import settings, take
 
 POPULATIONS = (10**3, 10**4, 10**5, 10**6)
 COHORTS = (1, 3, 10, 30, 100, 300, 1000)

@@ -1,6 +1,6 @@
 """Which αQ was best on real data: the measure at the end of sweeps against αQ, for each ε.
 
-    python simulations/alphas.py OUT.png "TITLE=DIR[,DIR…]" …
+    python simulations/pictures/alphas.py OUT.png "TITLE=DIR[,DIR…]" …
 
 A panel for each title; several sweeps of the same data are taken together.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a file, too
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that this runs as a file, too
 
 import pandas as pd
 from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ import torch
 from flwr.app import Context
 
 from flwr_ppsgd import torch_client
-from simulations.text.task import Loader, TagNet, load_data
+from simulations.apps.text.task import Loader, TagNet, load_data
 
 LEARNING_RATE = 0.05  # of the head
 

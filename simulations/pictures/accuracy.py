@@ -1,6 +1,6 @@
 """Accuracy against ε: the recipe beside the paper's method, its ends and two baselines.
 
-    python simulations/accuracy.py --data mnist_writer.npz --out docs
+    python simulations/pictures/accuracy.py --data mnist_writer.npz --out docs
 
 Three pictures, and the numbers behind each as a .csv beside it: accuracy.png, gains.png (each
 user's gain over learning alone) and trust.png (how far users trust w as ε falls). Everything but
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # so that this runs as a file, too
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that this runs as a file, too
 
 import numpy as np
 from matplotlib import pyplot as plt
