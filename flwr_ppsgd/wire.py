@@ -36,6 +36,7 @@ SINGLE = np.dtype(np.float32)
 VARIANCE = "ppsgd-variance"  # ν, beside w in what auto publishes
 UNIT = "ppsgd-unit"  # u
 SIZE = "ppsgd-size"  # C
+SCHEMA_HASH = "schema-sha256"  # in model.npz: of what was public about the rows
 BESIDE = (VARIANCE, UNIT, SIZE)
 STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"

@@ -22,7 +22,7 @@ from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
 from flwr_ppsgd.client.visit import respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver
 from flwr_ppsgd.models.solve import Mixture
-from flwr_ppsgd.wire import BESIDE, SIZE, UNIT, VARIANCE, Layout, Order, OrderTask
+from flwr_ppsgd.wire import BESIDE, SCHEMA_HASH, SIZE, UNIT, VARIANCE, Layout, Order, OrderTask
 
 STEP = 0.1  # of θ, for somebody who never took part
 VISITS = 100
@@ -190,5 +190,5 @@ def _record(w: Published) -> ArrayRecord:
         return w
     if isinstance(w, np.ndarray):
         return ArrayRecord([w])
-    arrays = {name: each for name, each in w.items() if name not in BESIDE}
+    arrays = {name: each for name, each in w.items() if name not in (*BESIDE, SCHEMA_HASH)}
     return ArrayRecord({name: Array(np.asarray(each)) for name, each in arrays.items()})

@@ -27,6 +27,7 @@ from flwr_ppsgd.lab.problem import SYNTHETIC
 from flwr_ppsgd.lab.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
 from flwr_ppsgd.settings import read_toml
 from flwr_ppsgd.statement import json_number, with_conditions
+from flwr_ppsgd.wire import SCHEMA_HASH
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +44,6 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
 MODEL = "model.npz"
-SCHEMA_HASH = "schema-sha256"  # in it: of what was public about the rows
 USERS = "users.parquet"
 USERS_OUTSIDE = "one row per user, measured on own test rows: outside the guarantee"
 PICTURE = "learning.png"

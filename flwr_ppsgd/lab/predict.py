@@ -18,14 +18,14 @@ from flwr_ppsgd.lab.evaluation import delivery_order
 from flwr_ppsgd.lab.features import as_numbers, as_texts, encode
 from flwr_ppsgd.lab.learners import linear_learner
 from flwr_ppsgd.lab.loading import class_name
-from flwr_ppsgd.lab.outputs import SCHEMA_HASH, read_config, read_model
+from flwr_ppsgd.lab.outputs import read_config, read_model
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.lab.scaling import own_scaled, own_scaled_new
 from flwr_ppsgd.lab.schema import OWN_MEAN, Schema
 from flwr_ppsgd.lab.tables import RawTable, read_file
 from flwr_ppsgd.models.solve import Mixture
-from flwr_ppsgd.wire import Order
+from flwr_ppsgd.wire import SCHEMA_HASH, Order
 
 TOOK_PART = "personal"
 NEW = "new user"

@@ -160,6 +160,7 @@ def test_every_way_gives_the_same_w_to_the_last_bit(way: str, tmp_path: Path) ->
     np.testing.assert_array_equal(by_legacy(users), w)
     model = by_command(users, tmp_path, "cohort")
     np.testing.assert_array_equal(model.pop("w").reshape(-1), w)
+    assert len(model.pop("schema-sha256")) == 32
     assert len(model) == 3
     for name, array in model.items():
         np.testing.assert_array_equal(array, published[name])
