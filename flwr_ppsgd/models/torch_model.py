@@ -22,12 +22,12 @@ from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.models.representation import RandomConvolution
-from flwr_ppsgd.models.solve import Columns
+from flwr_ppsgd.models.solve import PublicColumns
 from flwr_ppsgd.models.torch_data import LoaderBatches, NetworkInputs, count_rows, scores_of
 from flwr_ppsgd.models.torch_training import (
     HALF,
+    BatchLoss,
     LossFunction,
-    Objective,
     OptimizerFactory,
     PersonalTraining,
     SplitLearner,
@@ -65,7 +65,6 @@ class SplitModel:
             whole module, and θ starts at zero.
         device: where to compute: "auto" (a GPU if there is one), "cpu", "cuda:0", …; None is where
             the module is.
-        handed_over: whether nobody else uses the module. It is then not copied.
     """
 
     def __init__(
@@ -76,16 +75,14 @@ class SplitModel:
         *,
         additive: bool = False,
         device: str | torch.device | None = None,
-        handed_over: bool = False,
     ) -> None:
         self._shared, self._personal = split_names(module, personal, additive)
         self._additive = additive
         self._patterns = list_patterns(personal)
         refuse_without_values(module)
         device = _device_for(module, device)
-        own = module if handed_over else copy.deepcopy(module)
-        # its own values never change: w and θ are passed to each call
-        self._module = own.to(device)
+        own = copy.deepcopy(module).to(device)
+        self._module = own  # its values never change: w and θ are passed to each call
         self._channels_last = _allows_channels_last(own)
         if self._channels_last:
             own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -93,9 +90,9 @@ class SplitModel:
         moving = {self._parameters[name].dtype for name in (*self._shared, *self._personal)}
         self._dtype = torch.float64 if torch.float64 in moving else torch.float32
         first = next(own.parameters())
-        network = own.network if isinstance(own, Additive) else own
+        network = own.network if isinstance(own, AdditiveModule) else own
         self._inputs = NetworkInputs.of(network, device, first.dtype)
-        self._objective = Objective(loss, device)
+        self._objective = BatchLoss(loss, device)
 
     # --- w and θ
 
@@ -398,7 +395,8 @@ class AdditiveHead(SplitModel):
             raise ValueError(
                 f"head must have shape {shape}, got {found}: give num_features × num_outputs"
             )
-        super().__init__(Additive(network, start), personal="personal", loss=loss, device=device)
+        module = AdditiveModule(network, start)
+        super().__init__(module, "personal", loss, device=device)
 
     @property
     def additive(self) -> bool:
@@ -421,7 +419,7 @@ class AdditiveHead(SplitModel):
         return flat_vector([self._split(w, self._shared, "w")["head"]])
 
 
-class Additive(nn.Module):
+class AdditiveModule(nn.Module):
     """(head + personal)ᵀΦ(x) with a network Φ: the module of an ``AdditiveHead``.
 
     Args:
@@ -591,8 +589,10 @@ def _allows_channels_last(module: nn.Module) -> bool:
     or hook fails on it.
     """
     for part in module.modules():
-        known = type(part) is Additive or type(part).__module__.startswith("torch.nn.modules.")
-        if not known or part._forward_hooks or part._forward_pre_hooks:
+        is_torchs = type(part).__module__.startswith("torch.nn.modules.")
+        if not is_torchs and type(part) is not AdditiveModule:
+            return False
+        if part._forward_hooks or part._forward_pre_hooks:
             return False
     return True
 
@@ -654,11 +654,11 @@ class LinearHead:
             return weights
         return np.concatenate([weights, matrix[-1]])
 
-    def columns(self, task: Task) -> Columns:
+    def columns(self, task: Task) -> PublicColumns:
         """What is public about the features: they are used as they are."""
         features, outputs = self.shape
         none = np.zeros(features, dtype=np.bool_)
-        return Columns(task, numbers=none, sparse=none, outputs=outputs, ones=self.bias)
+        return PublicColumns(task, numbers=none, sparse=none, outputs=outputs, ones=self.bias)
 
     def features(self, module: nn.Module, predict: Callable[[], Tensor]) -> Matrix | None:
         """What the layer sees, one row per sample.
@@ -743,7 +743,7 @@ class OnImages(nn.Module):
     def __init__(self, representation: RandomConvolution, outputs: int) -> None:
         super().__init__()
         self._representation = representation
-        width = sum(representation.widths(math.prod(representation.shape)))
+        width = representation.width(math.prod(representation.shape))
         self.head = nn.Linear(width, outputs)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

@@ -29,7 +29,6 @@ from flwr_ppsgd.models.additive_linear import Loss, measures_of
 from flwr_ppsgd.models.solve import (
     Mixture,
     OwnProblem,
-    Published,
     personal_model,
     solution,
     spread,
@@ -58,7 +57,7 @@ LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 # --- the loss
 
 
-class Objective:
+class BatchLoss:
     """A loss as the algorithm needs it: the mean or the sum over the samples of a minibatch.
 
     A loss that reduces by itself (a scalar for several samples) is recognised by its value on a
@@ -423,13 +422,12 @@ class SplitLearner:
         if head is None or problem is None:
             return TrainedModel(self, w, self._train_personal(w))
         shared = head.matrix(self.model.shared_head(w))
-        mixture = personal_model(problem, Published(shared, variance, order.unit, order.size))
+        mixture = personal_model(problem, shared, variance)
         alone = mixture.alone
         if not self.model.is_head:  # these features depend on what others have
             own_features = self._problem(None, order.unit)
             assert own_features is not None
-            nothing = Published(np.zeros_like(shared), np.zeros(1), order.unit, order.size)
-            alone = personal_model(own_features, nothing).alone
+            alone = personal_model(own_features, np.zeros_like(shared), np.zeros(1)).alone
         return HeadModel(self, w, mixture, alone)
 
     def test_rows(self, w: Vector | None, outputs: int) -> tuple[Matrix, Matrix] | None:
@@ -543,7 +541,7 @@ class SplitLearner:
     def _own_training(self, epochs: int) -> PersonalTraining:
         """The user's own training under ``PPSGD.auto``; rows that fit in memory are read once."""
         if isinstance(self._batches, LoaderBatches):
-            self._batches.hold()
+            self._batches.keep_in_memory()
         steps = epochs * math.ceil(self.num_examples / count_rows(self._batches(1)))
         optimizer = self._training.optimizer or _adam
         return replace(self._training, optimizer=optimizer, steps=steps)
@@ -632,9 +630,9 @@ class HeadModel:
         return found
 
     @property
-    def chosen(self) -> dict[str, float]:
+    def choices(self) -> dict[str, float]:
         """What the mixture is made of."""
-        return self.mixture.chosen
+        return self.mixture.choices
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""

@@ -301,19 +301,6 @@ def test_w_and_theta_make_a_whole_module(additive: bool) -> None:
         np.testing.assert_array_equal(alone.initial_theta(), kept)
 
 
-def test_a_module_keeps_its_values_even_if_it_is_not_copied() -> None:
-    module = nn.Sequential(small_network(), nn.Linear(5, 4).double())
-    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
-    copied = SplitModel(module, "1.*")
-    own = SplitModel(module, "1.*", handed_over=True)
-    w = copied.initial_w() + 1
-    expected = copied.gradients(w, copied.initial_theta() + 1, digits(), "mean")
-    found = own.gradients(w, own.initial_theta() + 1, digits(), "mean")
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_array_equal(found[1], expected[1])
-    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()), before)
-
-
 def test_other_personal_layers_are_named_on_both_sides() -> None:
     arrays = SplitModel(ViewNet(), "conv.*").initial_arrays()
     words = r"server's w has \['head.bias', 'head.weight'\] .* lacks \['conv.bias', 'conv.weight'\]"

@@ -27,13 +27,13 @@ from flwr_ppsgd import (
 from flwr_ppsgd.client.theta_store import STATE_MODEL
 from flwr_ppsgd.client.visit import answer_before, respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, PersonalStepper, Solver
-from flwr_ppsgd.models.solve import Columns, OwnProblem, Published, personal_model, solution
+from flwr_ppsgd.models.solve import OwnProblem, PublicColumns, personal_model, solution
 from flwr_ppsgd.models.torch_training import LOCAL_EPOCHS, LOCAL_STEP
 from flwr_ppsgd.recipe import SCALAR_BOUND, scalar_pair
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.toy import Floats
 
-ROWS, WIDTH, FEATURES, CLASSES, USERS = 24, 6, 5, 3, 4
+ROWS, WIDTH, FEATURES, CLASSES, USERS = 16, 6, 5, 3, 3
 ORDER = Order(1, 0.0, 1.0, "mean", True, asks="solution", task="classification", size=1.0, visit=1)
 NO_NOISE = np.zeros(1)
 
@@ -76,9 +76,9 @@ def learner(module: nn.Module, **options: Any) -> Any:
     return torch_learner(module, "head.*", [(x, y)], test, additive=True, **options)
 
 
-def columns(bias: bool) -> Columns:
+def columns(bias: bool) -> PublicColumns:
     none = np.zeros(FEATURES, dtype=np.bool_)
-    return Columns("classification", none, none, CLASSES, ones=bias)
+    return PublicColumns("classification", none, none, CLASSES, ones=bias)
 
 
 def seen(module: Network, x: Tensor) -> Any:
@@ -107,7 +107,7 @@ def test_a_head_on_a_frozen_body_is_solved_on_its_features(bias: bool) -> None:
     weight = found[: FEATURES * CLASSES].reshape(CLASSES, FEATURES)
     np.testing.assert_allclose(weight.T, expected[:FEATURES], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found[FEATURES * CLASSES :], expected[FEATURES:].ravel(), rtol=1e-9)
-    mixture = personal_model(problem, Published(matrix(module), NO_NOISE))
+    mixture = personal_model(problem, matrix(module), NO_NOISE)
     other, classes = rows(100)
     right = mixture.predict(seen(module, other)).argmax(axis=1) == classes.numpy()
     measures = own.personal_model(w, NO_NOISE, ORDER).measures()
@@ -229,7 +229,7 @@ def test_yes_or_no_is_solved_as_two_classes_are(loss: Any, link: nn.Module) -> N
     problem = OwnProblem.of(seen(module[0], x), yes.numpy(), replace(columns(True), outputs=2))  # type: ignore[arg-type]
     both = np.stack([-w, w], axis=1)
     np.testing.assert_allclose(own.solution(w, ORDER), solution(problem, both)[:, 1], rtol=1e-9)
-    mixture = personal_model(problem, Published(both, NO_NOISE))
+    mixture = personal_model(problem, both, NO_NOISE)
     right = mixture.predict(seen(module[0], x)).argmax(axis=1) == yes.numpy()  # type: ignore[arg-type]
     assert found["accuracy"] == right.mean()
     assert {"local_accuracy", "shared_accuracy", "loss"} <= set(found)
@@ -309,7 +309,7 @@ def test_auto_trains_a_network_and_leaves_every_device_its_model(
     app = Noting(torch_client(network, personal, loaders, additive=True))
     grid = InProcessGrid(app, USERS)  # type: ignore[arg-type]  # it is called as an app is
     strategy = PPSGD.auto(
-        population=USERS, epsilon=8.0, delta=1e-2, evaluate_every=1, body=rounds == 4
+        population=USERS, epsilon=8.0, delta=1e-2, evaluate_every=rounds, body=rounds == 4
     )
     result = strategy.start(grid, shared_arrays(network(), personal, additive=True))
     assert len(result.train_metrics_clientapp) == rounds

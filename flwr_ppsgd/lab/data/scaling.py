@@ -68,7 +68,7 @@ def with_kinds(data: PerUser) -> PerUser:
     are "as-is"; the rest are numbers.
     """
     if data.representation is not None:
-        return replace(data, kinds=("as-is",) * sum(data.widths))
+        return replace(data, kinds=("as-is",) * data.width)
     kinds = np.full(data.x.shape[1], "as-is", dtype=object)
     kinds[_rare(data)] = "sparse"
     standardised = np.any(data.std != 1.0) or np.any(data.mean != 0.0)
