@@ -631,9 +631,10 @@ def _drop_unusable(rows: Matrix, targets: Matrix) -> tuple[Matrix, Matrix]:
     """Without rows that hold NaN, infinity or a number beyond 1e100."""
     usable = (np.abs(rows) <= LARGEST).all(axis=1)
     has_target = np.abs(targets) <= LARGEST
-    if has_target.ndim == 2:
-        has_target = has_target.all(axis=1)
-    usable &= has_target
+    if targets.ndim == 2:
+        usable &= has_target.all(axis=1)
+    else:
+        usable &= has_target
     if usable.all():
         return rows, targets
     log.warning(
