@@ -7,7 +7,7 @@ export NO_MKDOCS_2_WARNING := 1
 export FLWR_DISABLE_UPDATE_CHECK := 1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: help demo swap text adapters deployment test test-all test-adopters test-deployment fuzz check format bench bench-neighbours docs docs-serve lock sbom dist clean
+.PHONY: help demo compare text adapters deployment test test-all test-adopters test-flower test-deployment fuzz check format bench bench-neighbours docs docs-serve lock sbom dist clean
 
 help:                            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /' | sort | awk '{printf "make %-16s", $$1; $$1 = ""; print}'
@@ -15,14 +15,14 @@ help:                            ## show this list
 demo: $(BIN)/.installed          ## personal models of 500 synthetic people at an epsilon of at most 4: one picture, half a minute
 	$(BIN)/python simulations/demo.py
 
-swap: $(BIN)/.installed          ## one ClientApp under FedAvg, Flower's DP wrapper and PPSGD.auto at one ε, one picture
-	$(BIN)/python -m simulations.swap
+compare: $(BIN)/.installed       ## accuracy against ε of the quickstart app under four strategies, one picture
+	$(BIN)/python simulations/apps/compare.py simulations/apps/quickstart
 
 text: $(BIN)/.installed          ## tags of short texts: word weights are shared, heads are personal
-	$(BIN)/python -m simulations.text
+	$(BIN)/python -m simulations.apps.text
 
 adapters: $(BIN)/.installed      ## a small adapter on a frozen public backbone is shared
-	$(BIN)/python -m simulations.adapters
+	$(BIN)/python -m simulations.apps.adapters
 
 deployment: $(BIN)/.installed    ## SuperLink and SuperNodes on this machine, killed and restarted in the middle
 	$(BIN)/python -m simulations.deployment
@@ -39,6 +39,9 @@ test-all: check                  ## test, and what needs real federations: about
 test-adopters: $(BIN)/.installed ## the real Hugging Face, PEFT, Lightning and scikit-learn, nothing downloaded but them
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[adopters]"
 	$(PYTEST) -n 0 tests/test_adopters.py
+
+test-flower: .venv-flower/.installed   ## what Flower sees of this, with the newest Flower that installs
+	.venv-flower/bin/python -m pytest -n 0 --durations=5 tests/contract tests/simulation tests/test_quickstart.py
 
 test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes: half an hour
 	$(PYTEST) -n 0 -m "deployment or not deployment" tests/deployment tests/client/test_shelf.py
@@ -95,10 +98,17 @@ $(BIN)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	touch $@
 
+# Without constraints.txt: whatever is newest. FLOWER=1.41.0 takes that version instead.
+.venv-flower/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-flower
+	.venv-flower/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 "flwr[simulation]$(if $(FLOWER),==$(FLOWER),)" -e ".[all,dev]"
+	.venv-flower/bin/pip list | grep -i '^flwr '
+	touch $@
+
 .venv-%/.installed: $(NEIGHBOURS)/%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 clean:                           ## remove the environment and everything that was built
-	rm -rf .venv .venv-pfl .venv-fedjax build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-flower .venv-pfl .venv-fedjax build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy import fft
@@ -338,6 +338,7 @@ class Canaries:
         self._parameters = strategy.training.replies != "gradient"
         self._app = client_app(lambda _: _Canary(OVER_NORM * self._release.clip_norm * self._role))
         self._role = np.zeros(size)
+        self._rounds_done = 0
         self._replies: dict[int, RecordDict] = {}  # along directions, by their number
         self.directions = self._draw_directions()
         self._asked: dict[int, list[int]] = {}  # who sent shares of a secure sum, by round
@@ -383,6 +384,7 @@ class Canaries:
             if round_:
                 self.released[round_ - 1] = scale * (last - w)
             last = w
+            self._rounds_done = round_
 
         strategy.start(grid, w0, num_rounds=rounds, on_round=look)
         if self._release.aggregation is not None:
@@ -408,9 +410,10 @@ class Canaries:
 
     def __call__(self, message: Message, context: Context) -> Message:
         """The answer of one client, unless it is lost."""
-        order = message.content[ORDER]
-        round_ = int(order["round"])  # type: ignore[arg-type]
-        stage = int(order.get("stage", 0))  # type: ignore[arg-type]
+        round_ = self._rounds_done + 1
+        # clients that return parameters get no Order
+        order: Mapping[str, Any] = message.content.config_records.get(ORDER, ConfigRecord())
+        stage = int(order.get("stage", 0))
         user = int(context.node_config["partition-id"])
         has_factor = bool(self.node_config) and user % FACTOR_EVERY == 0
         if has_factor:

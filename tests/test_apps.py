@@ -1,6 +1,5 @@
 """The recipes of docs/flower-apps.md on apps in the shape of Flower's quickstarts, as printed."""
 
-import logging
 import math
 import re
 import sys
@@ -25,7 +24,6 @@ from flwr_ppsgd import (
     shared_arrays,
     whole_module,
 )
-from flwr_ppsgd.client.theta_store import STATE_MODEL
 from flwr_ppsgd.lab import flwr_run
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support import toy
@@ -37,14 +35,12 @@ from tests.support.recipes import (
     PAGE,
     README,
     apply_page,
-    change,
     imported,
     python_block,
     write_app,
 )
 
 NODES = 100  # as in the recipe
-COMPONENTS = "ServerAppComponents(strategy=private, config=private.server_config())"
 
 
 @pytest.fixture(autouse=True)
@@ -175,27 +171,6 @@ def test_the_page_s_random_convolutions_under_auto(tmp_path: Path) -> None:
     assert rounds == 2
     measures = result.evaluate_metrics_clientapp[rounds]
     assert {"accuracy", "shared_accuracy", "local_accuracy"} <= set(measures)
-
-
-@pytest.mark.parametrize("kind", ["message", "legacy"])
-def test_the_stock_network_under_auto(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The page's client under the page's other server, in both APIs."""
-    caplog.set_level(logging.INFO, logger="flwr")
-    app = write_app(kind, tmp_path / "app")
-    apply_page(kind, app)
-    options = "population=4, epsilon=8.0, delta=1e-3, body=True, evaluate_every=1"
-    if kind == "message":
-        change(app, "server_app", "strategy = PPSGD(", f"strategy = PPSGD.auto({options})")
-        change(app, "server_app", "num_rounds=num_rounds,", "")
-    else:
-        made = f"private = PPSGDStrategy.auto(initial_parameters=parameters, {options})"
-        change(app, "server_app", "return ServerAppComponents(", f"{made}; return {COMPONENTS}")
-    grid = run(app, 4)
-    assert "user-level joint differential privacy" in caplog.text
-    for node in grid.get_node_ids():
-        assert STATE_MODEL in grid.context(node).state
 
 
 def test_the_pages_curves_are_epsilon_by_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def name_of(path: Path) -> str:
 
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
-    """Modules of this package that a file names in an import, anywhere in it, as ``lab.data``."""
+    """Modules of this package that a file names in an import, anywhere in it, as ``lab.run``."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -110,8 +110,8 @@ CLIENTS = [
 ]
 TORCH_CLIENTS = [
     "from flwr_ppsgd import torch_client, torch_learner, shared_arrays",
-    "import simulations.text.client_app",
-    "import simulations.adapters.client_app",
+    "import simulations.apps.text.client_app",
+    "import simulations.apps.adapters.client_app",
 ]
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-import simulations.adapters.__main__ as adapters
-import simulations.text.__main__ as text
+import simulations.apps.adapters.__main__ as adapters
+import simulations.apps.text.__main__ as text
 from flwr_ppsgd import shared_arrays
-from simulations.adapters.task import FEATURES, adapted, whole
-from simulations.text.task import LONGEST, TagNet, read, synthetic
+from simulations.apps.adapters.task import FEATURES, adapted, whole
+from simulations.apps.text.task import LONGEST, TagNet, read, synthetic
 from tests.support.own_data import needs_real_data
 from tests.support.paths import SHARED
 

@@ -4,10 +4,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd import Poisson, Release, Steps
-from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Setting, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.population import Fresh
+from flwr_ppsgd.lab.synthetic import Synthetic
 from tests.support.paths import GOLDEN
 
 Arrays = dict[str, NDArray[np.float64]]

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "flower-apps.md": ("test_apps.py", "test_adopters.py"),
     "deployment.md": ("test_deployment_page.py",),
     "own-data.md": ("test_own_data_page.py",),
+    "simulate.md": ("simulation/test_page.py",),
 }
 EXECUTED = ("python", "sh", "bash", "diff")
 SHOWN = ("", "text", "bibtex", "toml")  # commands for a terminal, output, settings

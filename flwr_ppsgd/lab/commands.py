@@ -4,19 +4,22 @@ Nothing heavy is imported before a command needs it: help and lists answer at on
 """
 
 import enum
+import functools
+import inspect
 import logging
 import re
 import shlex
 import signal
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flwr_ppsgd.cli import INTERRUPTED, given, show
+from flwr_ppsgd.lab.data_options import DataOptions, typed_options
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.experiment import Experiment
@@ -30,9 +33,9 @@ SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
     "clip-norm total-batch average sparse replies batch-size",
     "Privacy": "epsilon delta noise-multiplier max-epsilon budget-dir insecure-seed secure-honest "
     "secure-colluding secure-failure secure-neighbours",
-    "Data": "data data-checksum users min-train user-column target-column test-column time-column "
-    "feature-columns exclude-columns categorical-columns text-columns separator encoding impute "
-    "test-fraction task data-seed features",
+    "Data": "data data-checksum schema schema-checksum users min-train user-column target-column "
+    "test-column time-column feature-columns exclude-columns categorical-columns text-columns "
+    "encoding impute test-fraction task data-seed features",
     "Model": "model loss bias scale standardise target-shift representation "
     "representation-features representation-seed",
     "Measuring": "evaluate-every evaluations select-on validation-fraction baselines "
@@ -67,64 +70,38 @@ Data = Annotated[
         help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist.",
     ),
 ]
-User = Annotated[
-    str | None,
-    typer.Option("--user", metavar="COLUMN", help="Names the user of a row; default: user."),
-]
-Target = Annotated[
-    str | None,
-    typer.Option("--target", metavar="COLUMN", help="What to predict; default: y."),
-]
-Features = Annotated[
-    str | None,
-    typer.Option("--features", metavar="A,B,…", help="Default: all other columns of numbers."),
-]
-Test = Annotated[
-    str | None,
-    typer.Option("--test", metavar="COLUMN", help="1 marks test rows; default: test."),
-]
-Time = Annotated[
-    str | None,
-    typer.Option("--time", metavar="COLUMN", help="Each user's last rows are for testing."),
-]
-Fraction = Annotated[
-    float | None,
-    typer.Option("--test-fraction", help="Share of each user's rows for testing; default: 0.2."),
-]
-Task = Annotated[
-    str | None,
-    typer.Option(
-        "--task", help="classification, regression or multi-label; default: it is detected."
-    ),
-]
 
-Exclude = Annotated[
-    str | None, typer.Option("--exclude", metavar="A,B,…", help="Columns that are not used.")
-]
-Categorical = Annotated[
-    str | None,
-    typer.Option(
-        "--categorical", metavar="A,B,…", help="Columns of categories: one-hot, hashed where many."
-    ),
-]
-Text = Annotated[
-    str | None,
-    typer.Option("--text", metavar="A,B,…", help="Columns of text: shares of hashed words."),
-]
-Sep = Annotated[
-    str | None, typer.Option("--sep", metavar="CHARACTER", help="Separates values; default: ,")
-]
-Encoding = Annotated[
-    str | None, typer.Option("--encoding", metavar="NAME", help="Of a .csv; default: utf-8.")
-]
-Impute = Annotated[
-    str | None,
-    typer.Option(
-        "--impute",
-        metavar="RULE",
-        help="For gaps: drop (the row), zero or own-mean; default: refuse.",
-    ),
-]
+
+def takes_data_options(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of ``DataOptions``; it gets what was typed as one value,
+    ``about``.
+
+    Args:
+        only: the options that it has, if not all.
+    """
+    options = [option for option in typed_options() if not only or option.name in only]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def parsed(**typed: Any) -> None:
+            values = {option.name: typed.pop(option.name) for option in options}
+            command(**typed, about=DataOptions(**values))
+
+        parameters = dict(inspect.signature(command).parameters)
+        del parameters["about"]
+        for option in options:
+            metavar, text = (option.metadata[key] for key in ("metavar", "help"))
+            flag = f"--{option.name.replace('_', '-')}"
+            hint = Annotated[option.type, typer.Option(flag, metavar=metavar, help=text)]  # type: ignore[name-defined]
+            parameters[option.name] = inspect.Parameter(
+                option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint
+            )
+        parsed.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+        signature = inspect.Signature(list(parameters.values()))
+        parsed.__signature__ = signature  # type: ignore[attr-defined]
+        return parsed
+
+    return decorate
 
 
 @app.command()
@@ -137,46 +114,42 @@ def experiments() -> None:
 
 
 @app.command()
-def look(  # noqa: PLR0917 - typer's own way
+@takes_data_options()
+def look(
     data: Annotated[
         str,
         typer.Argument(
             metavar="FILE",
-            help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist.",
+            help="Users' rows: .csv, .parquet, .npz, TFF's .sqlite, flwrlabs/femnist.",
         ),
     ],
-    out: Annotated[
+    write: Annotated[
         Path | None,
-        typer.Option(help="Means and deviations to review; default: FILE's name-standardise.csv."),
+        typer.Option(
+            metavar="FILE", help="Write down what a run takes to be public, to read and correct."
+        ),
     ] = None,
-    user: User = None,
-    target: Target = None,
-    features: Features = None,
-    test: Test = None,
-    time: Time = None,
-    test_fraction: Fraction = None,
-    task: Task = None,
-    exclude: Exclude = None,
-    categorical: Categorical = None,
-    text: Text = None,
-    sep: Sep = None,
-    encoding: Encoding = None,
-    impute: Impute = None,
+    settings: Set = None,
+    *,
+    about: DataOptions,
 ) -> None:
     """Before anything else: users, rows, features, scales, gaps, the task, trivial answers."""
-    about_data = _about_data(locals())
-    from flwr_ppsgd.lab.data import look as looking
-    from flwr_ppsgd.lab.problem import Problem
+    from flwr_ppsgd.lab import inspect as looking
+    from flwr_ppsgd.lab.problem import AUTO, Problem
+    from flwr_ppsgd.lab.schema import OWN_MEAN, write_schema
 
-    problem = Problem.of(about_data).found()
-    raw = problem.per_user()
-    show(looking.report(raw, problem.as_by_default().per_user()))
-    out = out or Path(f"{Path(data).stem}-standardise.csv")
-    if looking.write_review(raw, out):
-        show(f"Written, to review: {out} (public numbers in it: --set standardise={out})")
+    kept = {"impute": OWN_MEAN, "representation": AUTO}
+    flat = {"data": data, **({} if about.schema else kept), **about.to_flat()}
+    problem = Problem.of(flat | _overrides(settings or [])).found()
+    seen = problem.as_by_default()
+    show(looking.report(problem.per_user(), seen.per_user()))
+    if write is not None:
+        write_schema(seen.written_schema(), write, Path(data).name)
+        show(f"Written: {write}. Read it, correct it, then: --schema {write}")
 
 
 @app.command(epilog=SETTINGS_HELP)
+@takes_data_options()
 def run(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
         Path | None,
@@ -209,24 +182,12 @@ def run(  # noqa: PLR0917 - typer's own way
         bool,
         typer.Option("--verbose", help="Show what was found in the data, and the statement."),
     ] = False,
-    user: User = None,
-    target: Target = None,
-    features: Features = None,
-    test: Test = None,
-    time: Time = None,
-    test_fraction: Fraction = None,
-    task: Task = None,
-    exclude: Exclude = None,
-    categorical: Categorical = None,
-    text: Text = None,
-    sep: Sep = None,
-    encoding: Encoding = None,
-    impute: Impute = None,
+    *,
+    about: DataOptions,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
-    about_data = _about_data(locals())
     budget = given({"epsilon": epsilon, "delta": delta, "rounds": rounds})
-    overrides = about_data | _overrides(settings or []) | budget
+    overrides = given({"data": data}) | about.to_flat() | _overrides(settings or []) | budget
     if data is not None and experiment is None:
         _check_budget(overrides, BUDGET)
     from flwr_ppsgd.lab import screen
@@ -273,29 +234,6 @@ def _check_budget(overrides: Mapping[str, Any], examples: Mapping[str, str]) -> 
         )
 
 
-ABOUT_DATA = {  # a command's options about data, and the settings that they stand for
-    "data": "data",
-    "user": "user-column",
-    "target": "target-column",
-    "features": "feature-columns",
-    "test": "test-column",
-    "time": "time-column",
-    "test_fraction": "test-fraction",
-    "task": "task",
-    "exclude": "exclude-columns",
-    "categorical": "categorical-columns",
-    "text": "text-columns",
-    "sep": "separator",
-    "encoding": "encoding",
-    "impute": "impute",
-}
-
-
-def _about_data(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a command's options about data stand for."""
-    return given({key: typed[option] for option, key in ABOUT_DATA.items()})
-
-
 def _describe(experiment: "Experiment") -> None:
     text = experiment.describe()
     if text:
@@ -325,6 +263,7 @@ def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
 
 
 @app.command()
+@takes_data_options()
 def sweep(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
         Path | None,
@@ -359,23 +298,12 @@ def sweep(  # noqa: PLR0917 - typer's own way
             "--extend", help="Widen the grid where a best setting is at its end, up to three times."
         ),
     ] = False,
-    user: User = None,
-    target: Target = None,
-    features: Features = None,
-    test: Test = None,
-    time: Time = None,
-    test_fraction: Fraction = None,
-    task: Task = None,
-    exclude: Exclude = None,
-    categorical: Categorical = None,
-    text: Text = None,
-    sep: Sep = None,
-    encoding: Encoding = None,
-    impute: Impute = None,
+    *,
+    about: DataOptions,
 ) -> None:
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
-    about_data = _about_data(locals())
-    overrides = about_data | _overrides(settings or []) | given({"delta": delta})
+    typed = given({"data": data, "delta": delta})
+    overrides = about.to_flat() | _overrides(settings or []) | typed
     if data is not None and experiment is None:
         _check_budget(overrides, {"delta": BUDGET["delta"]})
     from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
@@ -458,11 +386,13 @@ def plot(
 
 
 @app.command("predict")
+@takes_data_options("schema", "user")
 def predict_rows(
     directory: Annotated[Path, typer.Argument(help="The directory of a run.")],
     data: Annotated[Path, typer.Option("--data", metavar="FILE", help="New rows.")],
-    user: User = None,
     out: Annotated[Path, typer.Option(help="Where predictions go.")] = Path("predictions.csv"),
+    *,
+    about: DataOptions,
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
     from flwr_ppsgd.lab.outputs import write_predictions
@@ -470,7 +400,7 @@ def predict_rows(
 
     if out.exists():
         raise ValueError(f"{out} is there already: choose another file with --out")
-    found = predict(directory, data, user)
+    found = predict(directory, data, about.user, about.schema)
     write_predictions(out, found)
     counts: dict[str, int] = {}
     for one in found:

@@ -25,6 +25,7 @@ from flwr_ppsgd.settings import (
     check_known,
     check_run_config,
     in_keys,
+    key_of,
     keys_of,
     listed,
     name_of,
@@ -39,7 +40,7 @@ from flwr_ppsgd.training import Training
 from flwr_ppsgd.wire import spans_of
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.lab.data.per_user import PerUser
+    from flwr_ppsgd.lab.per_user import PerUser
 
 DEFAULT = "synthetic"
 OWN_DATA = "own-data"
@@ -51,10 +52,15 @@ DROWNED_WORDS = ", so that users will mostly keep to their own: more users or a 
 PRECISIONS = ("float64", "float32")
 PARTS = ("training", "problem")  # the fields of an experiment that hold settings of their own
 NEEDS = {"passes": (), "cohort-mean": ("population",), "evaluations": ("rounds",)}
-ROUNDS_ARE_PUBLIC = "the total number of samples, {:,}: the number of rounds follows from it"
-CHOSEN_BY_LOOKING = (
-    "columns, categories, scales and task: no epsilon pays for choosing them by looking at the data"
+ROUNDS_ARE_PUBLIC = (
+    "provided that the total number of samples, {:,}, is public: the number of rounds follows "
+    "from it"
 )
+CHOSEN_BY_LOOKING = (
+    "provided that {} are public: they were chosen by looking at everybody's rows, and no epsilon "
+    "covers that; ppsgd look --write and --schema declare them"
+)
+DECLARED = "provided that {} (sha256 {}) is public knowledge, as its author declares"
 EXHAUSTED = (
     "Users who have used up their samples drop out of the draw, as in the paper's experiments: "
     "simulation only, since who is left depends on how many samples users have, and no epsilon "
@@ -141,19 +147,27 @@ class Experiment:
         """The baselines, as a list."""
         return listed(self.baselines)
 
-    def assumed_public(self) -> list[str]:
-        """What the settings give away about the data without a charge."""
+    def conditions(self) -> list[str]:
+        """What must be public for the promise to hold, each as "provided that …"."""
         if self.problem.data == SYNTHETIC:
             return []
-        if self.passes is None:
-            return [CHOSEN_BY_LOOKING]
-        samples = int(self.problem.per_user().train_sizes.sum())
-        return [CHOSEN_BY_LOOKING, ROUNDS_ARE_PUBLIC.format(samples)]
+        data = self.problem.per_user()
+        if self.problem.schema:
+            assert data.schema is not None
+            found = [DECLARED.format(Path(self.problem.schema).name, data.schema.sha256)]
+        else:
+            looked = [*data.looked]
+            if data.representation is not None:
+                looked.append("the representation")
+            found = [CHOSEN_BY_LOOKING.format(", ".join(looked))]
+        if self.passes is not None:
+            found.append(ROUNDS_ARE_PUBLIC.format(int(data.train_sizes.sum())))
+        return found
 
     def trivial(self) -> dict[str, dict[str, float]]:
         """The measures of answers that use no features, by method: everyone's mean or most
         frequent class, and each user's own. Empty if there are none."""
-        from flwr_ppsgd.lab.data.look import trivial
+        from flwr_ppsgd.lab.inspect import trivial
 
         if self.problem.data == SYNTHETIC:
             return {}
@@ -173,9 +187,8 @@ class Experiment:
         if self.problem.data != SYNTHETIC:
             lines += _described(self.problem)
         if self.passes is not None:
-            public = "; ".join(self.assumed_public()[1:])
             rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
-            lines.append(f"{rounds}; taken to be public: {public}")
+            lines.append(f"{rounds}, {self.conditions()[-1]}")
         if self.drop_exhausted:
             lines.append(EXHAUSTED)
         if self.training.automatic:
@@ -341,6 +354,11 @@ def _with_known(flat: dict[str, Any]) -> dict[str, Any]:
         known["standardise"] = found.standardise
     if found.representation == FOUND:
         known["representation"] = found.found_representation()
+    if found.schema:
+        for name in ("schema", "schema_checksum", "representation", "representation_seed"):
+            known[key_of(name)] = getattr(found, name)
+        if found.representation_features is not None:
+            known["representation-features"] = found.representation_features
     return {**flat, **known}
 
 
@@ -448,8 +466,10 @@ def _put(flat: dict[str, Any], key: str, other: str, value: float) -> dict[str, 
 
 def _described(problem: Problem) -> list[str]:
     """The users of own data and their rows."""
-    from flwr_ppsgd.lab.data.look import brief
+    from flwr_ppsgd.lab.inspect import brief
 
     data: PerUser = problem.per_user()
+    if problem.schema:
+        return [f"{data.source}: {len(data):,} users, as {problem.schema} describes them"]
     minibatch = 1 if problem.scale == DEVICE else problem.batch_size
     return [data.describe(minibatch), *brief(data)]

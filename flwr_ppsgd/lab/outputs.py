@@ -23,9 +23,10 @@ import tomli_w
 from numpy.typing import NDArray
 
 from flwr_ppsgd import disk
+from flwr_ppsgd.lab.problem import SYNTHETIC
 from flwr_ppsgd.lab.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
 from flwr_ppsgd.settings import read_toml
-from flwr_ppsgd.statement import json_number
+from flwr_ppsgd.statement import json_number, with_conditions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,6 +43,7 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 PRIVACY = "privacy.json"
 MODEL = "model.npz"
+SCHEMA_HASH = "schema-sha256"  # in it: of what was public about the rows
 USERS = "users.parquet"
 USERS_OUTSIDE = "one row per user, measured on own test rows: outside the guarantee"
 PICTURE = "learning.png"
@@ -116,10 +118,13 @@ def _write_run(outcome: "Outcome", directory: Path) -> None:
     disk.write_text(directory / CONFIG, tomli_w.dumps(config))
     rows = [json.dumps(row.to_json()) + "\n" for row in outcome.rows]
     disk.write_text(directory / METRICS, "".join(rows))
-    data = {**outcome.strategy.privacy_data(), "assumed_public": experiment.assumed_public()}
+    data = with_conditions(outcome.strategy.privacy_data(), experiment.conditions())
     privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     disk.write_text(directory / PRIVACY, privacy + "\n")
     arrays = {**_by_name(outcome.w), **outcome.beside}
+    if experiment.problem.data != SYNTHETIC:
+        digest = bytes.fromhex(experiment.problem.written_schema().sha256)
+        arrays[SCHEMA_HASH] = np.frombuffer(digest, dtype=np.uint8)
     with disk.replacing(directory / MODEL) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     if outcome.people:

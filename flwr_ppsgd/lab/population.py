@@ -15,10 +15,10 @@ from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.data.learners import user_measures
-from flwr_ppsgd.lab.data.per_user import Task
-from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Indices
+from flwr_ppsgd.lab.learners import user_measures
+from flwr_ppsgd.lab.schema import Task
+from flwr_ppsgd.lab.synthetic import Synthetic
 from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.additive_linear import Loss, mean_losses
 

@@ -5,7 +5,7 @@ and from what was published. Somebody new gets one from rows of the new file who
 Either way nothing is released.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.data.columns import Columns
-from flwr_ppsgd.lab.data.features import features_like
-from flwr_ppsgd.lab.data.frames import frame_of, lookup, origin_of, plain
-from flwr_ppsgd.lab.data.learners import linear_learner
-from flwr_ppsgd.lab.data.per_user import PerUser
-from flwr_ppsgd.lab.data.raw import REFUSE, Origin, canonical, is_missing
-from flwr_ppsgd.lab.data.scaling import own_scaled_new, scaled_alike
 from flwr_ppsgd.lab.evaluation import delivery_order
-from flwr_ppsgd.lab.outputs import read_config, read_model
+from flwr_ppsgd.lab.features import as_numbers, as_texts, encode
+from flwr_ppsgd.lab.learners import linear_learner
+from flwr_ppsgd.lab.loading import class_name
+from flwr_ppsgd.lab.outputs import SCHEMA_HASH, read_config, read_model
+from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC, Problem
+from flwr_ppsgd.lab.scaling import own_scaled, own_scaled_new
+from flwr_ppsgd.lab.schema import OWN_MEAN, Schema
+from flwr_ppsgd.lab.tables import RawTable, read_file
 from flwr_ppsgd.models.solve import Mixture
 from flwr_ppsgd.wire import Order
 
@@ -54,45 +54,52 @@ class _New:
     """The new rows.
 
     Args:
+        table: the columns of the file.
         users: of each row.
-        x: as the file has them, in the order of the model's features.
-        targets: where they are known, else None.
-        origin: the file.
+        x: as the file has them, in the order of the model's features; gaps are NaN.
+        y: amounts or class numbers where they are known, else NaN.
     """
 
+    table: RawTable
     users: list[str]
     x: NDArray[np.float64]
-    targets: list[Any]
-    origin: Origin
+    y: NDArray[np.float64]
 
 
-def predict(directory: Path, data: Path, user: str | None = None) -> list[Prediction]:
+def predict(
+    directory: Path, data: Path, user: str | None = None, schema: str | None = None
+) -> list[Prediction]:
     """A prediction for each row of ``data``, in its order.
 
     Args:
         directory: of a run with a linear model on data of one's own.
         data: a .csv or .parquet file with the columns of the run's features.
         user: the column that names users; the run's own if None.
+        schema: the file that the run was given, if any; it is checked against the model.
     """
     problem = _problem_of(directory)
-    trained = problem.per_user()
-    columns = problem.columns() or Columns()
-    if user is not None:
-        columns = replace(columns, user=user)
     published = read_model(directory)
+    found = problem.written_schema() if schema is None else Schema.read(Path(schema))
+    digest = published.get(SCHEMA_HASH)
+    if digest is None or digest.tobytes().hex() != found.sha256:
+        raise ValueError(
+            f"{schema or problem.schema or problem.data}: not the schema that the model in "
+            f"{directory} was trained with (sha256 {found.sha256[:12]}…): give that one"
+        )
+    trained = problem.per_user()
     w = np.asarray(published["w"], dtype=np.float64).reshape(-1)
-    new = _read(data, trained, columns)
+    new = _read(data, trained, replace(found, user=user or found.user))
     task = "regression" if trained.task == "regression" else "classification"
     order = delivery_order(task, published)
     models = _Models(problem, trained, w, order, new)
-    numbers = {canonical(name): number for number, name in enumerate(trained.users)}
-    found: list[Prediction] = []
+    numbers = {name: number for number, name in enumerate(trained.users)}
+    predictions: list[Prediction] = []
     for name, rows in _by_user(new.users):
         if name in numbers:
-            found += models.of_known(numbers[name], rows)
+            predictions += models.of_known(numbers[name], rows)
         else:
-            found += models.of_new(rows)
-    return sorted(found, key=lambda one: one.row)
+            predictions += models.of_new(rows)
+    return sorted(predictions, key=lambda one: one.row)
 
 
 def _problem_of(directory: Path) -> Problem:
@@ -106,41 +113,37 @@ def _problem_of(directory: Path) -> Problem:
     return problem
 
 
-def _read(path: Path, trained: PerUser, columns: Columns) -> _New:
-    if path.suffix.lower() not in (".csv", ".parquet") or not path.is_file():
+def _read(path: Path, trained: PerUser, schema: Schema) -> _New:
+    if path.suffix.lower() == ".npz" or not schema.feature_names():
         raise ValueError(
-            f"{path}: new rows must be a .csv or .parquet file that exists: convert it"
+            f"{path}: new rows need columns with names, as those of {trained.source}: train on a "
+            ".csv or .parquet file, and give one here"
         )
-    if not trained.feature_names:
-        raise ValueError(
-            f"{trained.source}: its features have no names, so that columns of {path} cannot be "
-            "told: train on a .csv or .parquet file"
-        )
-    frame, _ = frame_of(path, columns)
-    origin = origin_of(path)
-    users = plain(lookup(frame, columns.user, path)).tolist()
-    for row, one in enumerate(users):
-        if is_missing(one):
-            raise origin.refuse(
-                f"column {columns.user!r} is empty", "every row needs its user", row
-            )
-    x = features_like(frame, trained.feature_names, columns, origin).toarray()
-    _fill(x, trained, columns, origin)
-    targets: list[Any] = [None] * frame.num_rows
-    if columns.target in frame.column_names:
-        targets = plain(frame.column(columns.target)).tolist()
-    return _New([canonical(one) for one in users], x, targets, origin)
+    table = read_file(path, None, schema.encoding)
+    for column in schema.used:
+        table.column(column.name)
+    words, codes = as_texts(table.column(schema.user))
+    if (codes < 0).any():
+        row = int(np.argmax(codes < 0))
+        raise table.refuse(f"column {schema.user!r} is empty", "every row needs its user", row)
+    x = encode(table, schema)
+    x = x.toarray() if hasattr(x, "toarray") else np.asarray(x, dtype=np.float64)
+    users = [words[code] for code in codes.tolist()]
+    return _New(table, users, x, _known_targets(table, schema))
 
 
-def _fill(x: NDArray[np.float64], trained: PerUser, columns: Columns, origin: Origin) -> None:
-    """Gaps become 0 if the training's rule fills them; else they are refused."""
-    bad = np.argwhere(~np.isfinite(x))
-    if len(bad) and columns.impute == REFUSE:
-        row, column = bad[0].tolist()
-        raise origin.refuse(
-            f"{trained.column_name(column)} is not a finite number", "fill it in", row
-        )
-    x[~np.isfinite(x)] = 0.0
+def _known_targets(table: RawTable, schema: Schema) -> NDArray[np.float64]:
+    """Amounts, or class numbers; NaN where the target is not known."""
+    (name, *others) = schema.target
+    if name not in table.columns or others or schema.task == "multi-label":
+        return np.full(table.rows, np.nan)
+    values = table.columns[name]
+    if schema.task == "regression":
+        return as_numbers(values, table.decimal)
+    words, codes = as_texts(values)
+    places = {class_name(one): place for place, one in enumerate(schema.classes)}
+    numbers = [float(places.get(class_name(word), np.nan)) for word in words]
+    return np.array([*numbers, np.nan])[codes]
 
 
 def _by_user(users: Sequence[str]) -> Iterator[tuple[str, NDArray[np.intp]]]:
@@ -169,29 +172,73 @@ class _Models:
     order: Order | None
     new: _New
 
+    @property
+    def first_row(self) -> int:
+        """Below the header of a .csv rows are counted as lines, if each is one."""
+        return 2 if self.new.table.lines else 0
+
     def of_known(self, number: int, rows: NDArray[np.intp]) -> list[Prediction]:
         """By the model of a user who took part."""
         model = self._personal(self.trained, number)
-        seen = own_scaled_new(self.trained.only([number]), self.new.x[rows])
+        x = self._filled(rows, self._own_means(number))
+        seen = own_scaled_new(self.trained.only([number]), x)
         return self._predicted(seen, model, rows, TOOK_PART)
 
     def of_new(self, rows: NDArray[np.intp]) -> list[Prediction]:
         """By a model made from the rows whose target is known; w alone if there are none."""
-        known = [row for row in rows.tolist() if not is_missing(self.new.targets[row])]
-        if not known:
+        known = rows[np.isfinite(self.new.y[rows])]
+        means = np.zeros(self.new.x.shape[1])
+        if len(known) and self.trained.schema and self.trained.schema.missing == OWN_MEAN:
+            there = np.isfinite(self.new.x[known])
+            sums = np.where(there, self.new.x[known], 0.0).sum(axis=0)
+            means = sums / np.maximum(there.sum(axis=0), 1)
+        if not len(known):
             self._refuse_amounts(int(rows[0]))
-            own = _newcomer(self.trained, self.new, rows, labelled=False)
-            model = self._personal(own, 0).shared_alone
-            assert model is not None
-            seen = own_scaled_new(own, self.new.x[rows])
-            return self._predicted(seen, model, rows, SHARED)
-        own = _newcomer(self.trained, self.new, np.array(known, dtype=np.intp), labelled=True)
-        seen = own_scaled_new(own, self.new.x[rows])
-        return self._predicted(seen, self._personal(own, 0), rows, NEW)
+        own = self._newcomer(known if len(known) else rows, means)
+        seen = own_scaled_new(own, self._filled(rows, means))
+        model = self._personal(own, 0)
+        if len(known):
+            return self._predicted(seen, model, rows, NEW)
+        assert model.shared_alone is not None
+        return self._predicted(seen, model.shared_alone, rows, SHARED)
+
+    def _filled(self, rows: NDArray[np.intp], means: Vector) -> NDArray[np.float64]:
+        """New rows, with these numbers in their gaps."""
+        x = self.new.x[rows]
+        return np.where(np.isfinite(x), x, means)
+
+    def _own_means(self, number: int) -> Vector:
+        """The means of a user's training rows, in the units of the source; 0 if the rule is so."""
+        schema = self.trained.schema
+        if schema is None or schema.missing != OWN_MEAN:
+            return np.zeros(self.new.x.shape[1])
+        raw = replace(self.problem, scale="none").per_user()
+        rows = raw.rows(number, test=False)
+        own = raw.x[rows]
+        return np.asarray(own.sum(axis=0)).reshape(-1) / max(len(rows), 1)
+
+    def _newcomer(self, rows: NDArray[np.intp], means: Vector) -> PerUser:
+        """A new user's rows as the only user's, scaled by themselves as everyone's were."""
+        y: NDArray[Any] = np.nan_to_num(self.new.y[rows])
+        if self.trained.task == "classification":
+            y = y.astype(np.int64)
+        if self.trained.task == "multi-label":
+            y = 0 * self.trained.y[np.zeros(len(rows), dtype=np.intp)]
+        raw = replace(
+            self.trained,
+            x=self._filled(rows, means),
+            y=y,
+            test=np.zeros(len(rows), dtype=np.bool_),
+            validation=None,
+            offsets=np.array([0, len(rows)]),
+            users=(self.new.users[int(rows[0])],),
+            own=None,
+        )
+        return raw if self.trained.own is None else own_scaled(raw)
 
     def _refuse_amounts(self, row: int) -> None:
         if self.trained.task == "regression":
-            raise self.new.origin.refuse(
+            raise self.new.table.refuse(
                 f"user {self.new.users[row]!r} is new and has no row with a target, and targets "
                 "are learnt around each user's own mean: first",
                 "add rows of that user with a known target",
@@ -220,8 +267,7 @@ class _Models:
         found = []
         for row, score in zip(rows.tolist(), scores, strict=True):
             value = self._value(seen, score)
-            number = row + self.new.origin.first_row
-            found.append(Prediction(number, self.new.users[row], value, kind))
+            found.append(Prediction(self.first_row + row, self.new.users[row], value, kind))
         return found
 
     def _value(self, seen: PerUser, score: Vector) -> float | str:
@@ -232,47 +278,3 @@ class _Models:
             return float(amount[0])
         number = int(score.argmax())
         return seen.target_names[number] if seen.target_names else str(number)
-
-
-def _newcomer(trained: PerUser, new: _New, rows: NDArray[np.intp], labelled: bool) -> PerUser:
-    """A new user's rows as the only user's, scaled by themselves as everyone's were."""
-    x = new.x[rows]
-    y = 0 * trained.y[np.zeros(len(rows), dtype=np.intp)]  # of the right kind; w alone needs none
-    if labelled:
-        y = _targets(trained, new, rows)
-    raw = replace(
-        trained,
-        x=x,
-        y=y,
-        test=np.zeros(len(rows), dtype=np.bool_),
-        validation=None,
-        offsets=np.array([0, len(rows)]),
-        users=(new.users[int(rows[0])],),
-        own=None,
-    )
-    if trained.own is None:
-        return raw
-    return scaled_alike(raw, trained.own)
-
-
-def _targets(trained: PerUser, new: _New, rows: NDArray[np.intp]) -> NDArray[Any]:
-    """Known targets: amounts, or class numbers by their names."""
-    values = [new.targets[row] for row in rows.tolist()]
-    if trained.task == "regression":
-        return np.asarray(values, dtype=np.float64)
-    if trained.task == "multi-label":
-        raise new.origin.refuse(
-            "new users cannot have several labels here", "leave rows of new users out", int(rows[0])
-        )
-    names = _names_of(trained)
-    numbers = []
-    for row, value in zip(rows.tolist(), values, strict=True):
-        if canonical(value) not in names:
-            raise new.origin.refuse(f"{value!r} is none of the classes", "correct it", row)
-        numbers.append(names[canonical(value)])
-    return np.array(numbers)
-
-
-def _names_of(trained: PerUser) -> Mapping[str, int]:
-    names = trained.target_names or tuple(str(number) for number in range(trained.outputs))
-    return {canonical(name): number for number, name in enumerate(names)}

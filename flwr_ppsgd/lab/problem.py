@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.settings import key_of, listed, name_of, part_of, to_flat, typed, with_keys
+from flwr_ppsgd.settings import key_of, name_of, part_of, to_flat, typed, with_keys
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.lab.data.columns import Columns
-    from flwr_ppsgd.lab.data.per_user import PerUser
-    from flwr_ppsgd.lab.data.split import Split
+    from flwr_ppsgd.lab.data_options import DataOptions
+    from flwr_ppsgd.lab.per_user import PerUser
+    from flwr_ppsgd.lab.schema import Schema
 
 SYNTHETIC = "synthetic"
 LINEAR = "linear"
@@ -25,7 +25,7 @@ WORDS = {
     "task": ("", "classification", "multi-label", "regression"),
     "model": (LINEAR, CNN),
     "loss": ("squared", "softmax"),
-    "scale": ("none", "own", "auto", "device"),
+    "scale": ("none", "own", "device"),
     "select_on": ("validation", "test"),
 }
 AUTO = "auto"
@@ -33,6 +33,23 @@ DEVICE = "device"  # the scale of the recipe: each device scales its own rows
 NO_REPRESENTATION = "none"
 LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
 CHECKSUM_LETTERS = 16
+# what a schema says in their place
+BY_SCHEMA = (
+    "users",
+    "min_train",
+    "user_column",
+    "target_column",
+    "test_column",
+    "time_column",
+    "feature_columns",
+    "exclude_columns",
+    "categorical_columns",
+    "text_columns",
+    "encoding",
+    "impute",
+    "test_fraction",
+    "standardise",
+)
 # what the rows do not depend on: a file is read once, whatever is said about these
 NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_shift")
 
@@ -46,6 +63,9 @@ class Problem:
             files; a SQLite file of TensorFlow Federated.
         data_checksum: of that file, filled in when it is read. Other contents under the same name
             are refused.
+        schema: a file that ``ppsgd look --write`` has written and its author has read: then nothing
+            is looked for in the rows, and it takes the place of all that follows about them.
+        schema_checksum: of that file, as of the data.
         users: the largest number of users; the first ones are taken.
         min_train: leave out users with fewer training rows.
         user_column: in own files, the column that names the user.
@@ -56,9 +76,9 @@ class Problem:
         exclude_columns: columns that are not used, separated by commas.
         categorical_columns: columns of categories, made one-hot, or hashed if there are many.
         text_columns: columns of text, made shares of hashed words.
-        separator: what separates the values of a .csv.
-        encoding: of a .csv.
-        impute: for features that are missing: refuse, drop (the row), zero, or own-mean.
+        encoding: of a .csv; UTF-8 by default.
+        impute: for features that are missing: drop (the row), zero, or own-mean; they are refused
+            by default.
         test_fraction: each user's test part; the last rows if there is a time column.
         select_on: "validation" sets a part of each user's training rows apart, on which settings
             are compared; test rows are then measured once, at the end. "test" compares on test
@@ -66,10 +86,9 @@ class Problem:
         validation_fraction: the share of a user's training rows that is set apart.
         task: classification, regression or multi-label; detected if it is not given.
         standardise: a file of *public* means and standard deviations.
-        scale: without such a file: "own" (each user's own mean and deviation, on the device),
-            "auto" (the same, for columns far from a scale of 1) or "none"; "device" is what
-            method = "auto" does: raw rows, which the personal model scales, and images of unit
-            length.
+        scale: without such a file: "own" (each user's own mean and deviation, on the device) or
+            "none"; "device" is what method = "auto" does: raw rows, which the personal model
+            scales, and images of unit length.
         bias: add a column of ones.
         data_seed: of the synthetic problem, of the test part, of minibatches and of a network's
             first values.
@@ -88,6 +107,8 @@ class Problem:
 
     data: str = SYNTHETIC
     data_checksum: str = ""
+    schema: str = ""
+    schema_checksum: str = ""
     users: int | None = None
     min_train: int = 1
     user_column: str = ""
@@ -98,7 +119,6 @@ class Problem:
     exclude_columns: str = ""
     categorical_columns: str = ""
     text_columns: str = ""
-    separator: str = ""
     encoding: str = ""
     impute: str = ""
     test_fraction: float | None = None
@@ -129,6 +149,10 @@ class Problem:
             value = getattr(self, name)
             rule = f"{key_of(name)} must be at least {least}"
             require(value is None or value >= least, rule, value, "raise it")
+        changed = [name for name in BY_SCHEMA if getattr(self, name) != _DEFAULTS[name]]
+        if self.schema and (changed or self.task):
+            key = key_of(changed[0] if changed else "task")
+            raise ValueError(f"{key} is for data without a schema, which decides it: leave it out")
         self._check_representation()
 
     def _check_representation(self) -> None:
@@ -182,40 +206,67 @@ class Problem:
         standardise = self.standardise
         if standardise:
             standardise = str(Path(standardise).resolve())
-        return replace(self, data=data, data_checksum=checksum, standardise=standardise)
+        found = replace(self, data=data, data_checksum=checksum, standardise=standardise)
+        return found._with_found_schema() if self.schema else found
+
+    def _with_found_schema(self) -> "Problem":
+        """With the absolute path of the schema, its checksum, and the representation it names."""
+        from flwr_ppsgd.lab.schema import Schema
+
+        schema = Schema.read(Path(self.schema).resolve())
+        if self.schema_checksum not in ("", schema.sha256):
+            raise ValueError(
+                f"{self.schema}: the schema has changed since it was used here: put the old one "
+                "back, or begin anew"
+            )
+        return replace(
+            self,
+            schema=str(Path(self.schema).resolve()),
+            schema_checksum=schema.sha256,
+            representation=schema.representation,
+            representation_features=schema.representation_features,
+            representation_seed=schema.representation_seed,
+        )
 
     def as_by_default(self) -> "Problem":
         """As ``ppsgd run --data`` shows the rows to a model if nothing else is said."""
         raw = replace(self, scale=DEVICE)
         return replace(raw, bias=raw.per_user().task != "regression")
 
-    def columns(self) -> "Columns | None":
-        """The columns that are named; None if none is."""
-        from flwr_ppsgd.lab.data.columns import Columns
+    def options(self) -> "DataOptions":
+        """What is said about the columns of the file."""
+        from flwr_ppsgd.lab.data_options import DataOptions
 
-        named: dict[str, Any] = {
-            "user": self.user_column,
-            "target": self.target_column,
-            "test": self.test_column,
-            "time": self.time_column,
-            "features": tuple(listed(self.feature_columns)),
-            "exclude": tuple(listed(self.exclude_columns)),
-            "categorical": tuple(listed(self.categorical_columns)),
-            "text": tuple(listed(self.text_columns)),
-            "sep": self.separator.replace("\\t", "\t"),
-            "encoding": self.encoding,
-            "impute": self.impute,
-        }
-        given = {key: value for key, value in named.items() if value}
-        return Columns(**given) if given else None
+        if self.schema:
+            return DataOptions(schema=self.schema)
+        return DataOptions(
+            user=self.user_column,
+            target=self.target_column,
+            task=self.task,
+            features=self.feature_columns,
+            exclude=self.exclude_columns,
+            categorical=self.categorical_columns,
+            text=self.text_columns,
+            test=self.test_column,
+            time=self.time_column,
+            test_fraction=self.test_fraction,
+            impute=self.impute,
+            encoding=self.encoding,
+            split_seed=self.data_seed,
+        )
 
-    def split(self) -> "Split | None":
-        """How each user's test part is chosen; None if the reader decides."""
-        from flwr_ppsgd.lab.data.split import Split
-
-        if self.test_fraction is None:
-            return None
-        return Split(self.test_fraction, self.data_seed)
+    def written_schema(self) -> "Schema":
+        """The schema, given or found, with the representation that these settings lead to."""
+        schema = self.per_user().schema
+        assert schema is not None
+        if self.schema:
+            return schema
+        return replace(
+            schema,
+            representation=self.found_representation(),
+            representation_features=self.representation_features,
+            representation_seed=self.representation_seed,
+        ).with_hash()
 
     def found_representation(self) -> str:
         """What the data lead to if it is "auto"."""
@@ -251,20 +302,11 @@ def _seen(problem: Problem, bias: bool) -> "PerUser":
 
 @functools.lru_cache(maxsize=2)
 def _read(problem: Problem) -> "PerUser":
-    from flwr_ppsgd.lab.data.by_name import load
-    from flwr_ppsgd.lab.data.files import public_statistics
-    from flwr_ppsgd.lab.data.scaling import own_scaled, with_kinds
-    from flwr_ppsgd.lab.data.split import Split
+    from flwr_ppsgd.lab.loading import load, public_statistics
+    from flwr_ppsgd.lab.per_user import Split
+    from flwr_ppsgd.lab.scaling import own_scaled, with_kinds
 
-    task: Any = problem.task or None
-    data = load(
-        problem.data,
-        problem.columns(),
-        split=problem.split(),
-        task=task,
-        min_train=problem.min_train,
-        users=problem.users,
-    )
+    data = load(problem.data, problem.options(), min_train=problem.min_train, users=problem.users)
     if problem.standardise:
         mean, std = public_statistics(problem.standardise, data)
         data = data.standardised(mean, std)
@@ -273,9 +315,7 @@ def _read(problem: Problem) -> "PerUser":
     data = _represented(data, problem)
     if problem.scale == DEVICE:
         return with_kinds(data)
-    if problem.scale != "none":
-        data = own_scaled(data, problem.scale)
-    return data
+    return own_scaled(data) if problem.scale == "own" else data
 
 
 def _represented(data: "PerUser", problem: Problem) -> "PerUser":
@@ -283,13 +323,12 @@ def _represented(data: "PerUser", problem: Problem) -> "PerUser":
     from flwr_ppsgd.models.representation import (
         RANDOM_CONVOLUTION,
         UnitLength,
-        looks_like_images,
         representation_of,
     )
 
     names = problem.representation
     chosen = names == AUTO
-    images = problem.model == LINEAR and looks_like_images(data.x, data.shape)
+    images = problem.model == LINEAR and data.schema is not None and bool(data.schema.picture)
     if chosen:
         names = RANDOM_CONVOLUTION if images else NO_REPRESENTATION
     if images and names == NO_REPRESENTATION and problem.scale == DEVICE:
@@ -306,7 +345,7 @@ def _represented(data: "PerUser", problem: Problem) -> "PerUser":
 
 def place_of(data: str) -> str:
     """Absolute if it is a file: workers run in another directory."""
-    from flwr_ppsgd.lab.data.public import is_hub_name
+    from flwr_ppsgd.lab.public import is_hub_name
 
     if is_hub_name(data):
         return data

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flwr_ppsgd.cli import console, show
 from flwr_ppsgd.lab.block import Best, Plan, best_among
-from flwr_ppsgd.lab.data.look import hints
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
+from flwr_ppsgd.lab.inspect import hints
 from flwr_ppsgd.lab.measures import badness, measure_of
 from flwr_ppsgd.lab.outputs import PICTURE, USERS_PICTURE, SavedRun, read_people
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
@@ -37,6 +37,7 @@ BAR_WIDTH = 20
 MOST_HINTS = 4  # about the data; the rest is shown by ppsgd look
 NO_GUARANTEE = "NO GUARANTEE"
 MEASURE_LABELS = {"rmse": "RMSE", "precision_at_1": "precision@1", "excess_risk": "excess risk"}
+DECISIONS = ("left out", "taken as categories")  # notes on columns, which options change
 ADVICE = {  # if something simpler is as good as the personal models
     "without features": "this does not beat an answer without features: look at scales, ids and "
     "gaps with ppsgd look, or allow a larger ε",
@@ -71,10 +72,14 @@ def data_lines(experiment: Experiment) -> list[Line]:
         users = experiment.training.population
         return [("data", f"synthetic · {users:,} users · {problem.features:,} features")]
     data = problem.per_user()
+    if problem.schema:  # nothing that a user's rows would change
+        about = f"{len(data):,} users · {data.features:,} features · {data.task}"
+        schema = Path(problem.schema).name
+        return [("data", f"{Path(problem.data).name} · {about} · as in {schema}")]
     rows = f"{data.train_sizes.sum():,} training + {data.test_sizes.sum():,} test rows"
     about = f"{len(data):,} users · {rows} · {data.features:,} features · {data.task}"
-    left_out = [note for note in data.notes if note.startswith("left out")]
-    found = [*left_out, *hints(data)]
+    decided = [note for note in data.notes if note.startswith(DECISIONS)]
+    found = [*decided, *hints(data)]
     more = found[:MOST_HINTS]
     if len(found) > MOST_HINTS:
         more.append(f"{len(found) - MOST_HINTS} more: ppsgd look {shlex.quote(problem.data)}")
@@ -85,10 +90,6 @@ def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Li
     """After training: the promise, the rounds and the result."""
     privacy = saved.privacy
     lines = [("privacy", _promise_text(privacy))]
-    if privacy["assumed_public"]:
-        lines.append(
-            ("", f"provided that these are public: {shortened(privacy['assumed_public'])}")
-        )
     for key in ("conditional_on", "caveats"):
         if privacy.get(key):
             lines.append(("", shortened(privacy[key])))

@@ -13,14 +13,14 @@ import numpy as np
 from flwr.app import ArrayRecord, Context
 from numpy.typing import NDArray
 
-from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.lab.problem import CNN, SYNTHETIC, Problem
+from flwr_ppsgd.lab.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.models.additive_linear import Loss
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.lab.data.per_user import PerUser
     from flwr_ppsgd.lab.engine import Engine, Setting
+    from flwr_ppsgd.lab.per_user import PerUser
     from flwr_ppsgd.lab.population import Population, Table
     from flwr_ppsgd.models.torch_model import AdditiveHead
 
@@ -65,7 +65,7 @@ class LinearTask:
         if problem.data == SYNTHETIC:
             truth = _synthetic(self.users, problem.features, problem.data_seed)
             return SyntheticLearner(truth, user, problem.batch_size)
-        from flwr_ppsgd.lab.data.learners import linear_learner
+        from flwr_ppsgd.lab.learners import linear_learner
 
         return linear_learner(
             _rows_of(problem, self.on_validation),
@@ -143,7 +143,7 @@ class NetworkTask:
 
     def learner(self, user: int) -> Learner:
         """One user's model and data."""
-        from flwr_ppsgd.lab.data.learners import network_learner
+        from flwr_ppsgd.lab.learners import network_learner
 
         data = _rows_of(self.problem, self.on_validation)
         seed = self.problem.data_seed
@@ -156,7 +156,7 @@ class NetworkTask:
 
     def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
         """Everyone's data and models, for the given settings side by side."""
-        from flwr_ppsgd.lab.data.learners import NetworkBatches, network_targets
+        from flwr_ppsgd.lab.learners import NetworkBatches, network_targets
         from flwr_ppsgd.lab.network_engine import NetworkEngine
 
         def tests_of(data: "PerUser") -> list[tuple[NDArray[Any], NDArray[Any]]]:
@@ -227,7 +227,7 @@ def _rows_of(problem: Problem, on_validation: bool) -> "PerUser":
 
 def _with_fitting_loss(problem: Problem) -> "PerUser":
     """The users; ValueError if the loss does not go with their targets."""
-    from flwr_ppsgd.lab.data.learners import check_loss
+    from flwr_ppsgd.lab.learners import check_loss
 
     data = problem.per_user()
     check_loss(data, cast(Loss, problem.loss), problem.target_shift)

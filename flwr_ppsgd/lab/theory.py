@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _BETWEEN = np.geomspace(1e-3, 1e3, 121)
 ALPHA_Q_GRID = (0.0, *(float(f"{alpha_q:.3g}") for alpha_q in _BETWEEN), math.inf)
 LARGEST = 1e300
-EASED = 30.0  # of L, for advice on α: measured on synthetic problems (simulations/advice.py)
+EASED = (
+    30.0  # of L, for advice on α: measured on synthetic problems (simulations/pictures/advice.py)
+)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,12 @@ def _training_text(directory: Path, store: Store) -> str:
         lines.append(f"planned: {_epsilons(_stated(store, ledger))}")
     for _, place in store.notes("budget"):
         lines.append(f"under the budget in {place}, whose epsilon is the guarantee")
-    lines += [_check_of_w(store), _check_of_record(store)]
+    try:
+        found = store.load()
+        whole = f"w of round {found.round} is whole" if found else "no w is saved"
+    except StoreError as error:
+        whole = str(error)
+    lines += [f"check: {whole}", _check_of_record(store)]
     return "\n  ".join(lines)
 
 
@@ -186,14 +191,6 @@ def _releases(rows: SealedRows) -> list[str]:
 def _caveats(rows: SealedRows) -> list[str]:
     added = [f"added by hand: {times} charges ({reason})" for times, reason in rows.notes("added")]
     return [*added, *(f"caveat: {caveat}" for caveat in rows.caveats)]
-
-
-def _check_of_w(store: Store) -> str:
-    try:
-        found = store.load()
-    except StoreError as error:
-        return f"check: {error}"
-    return "check: no w is saved" if found is None else f"check: w of round {found.round} is whole"
 
 
 def _check_of_record(rows: SealedRows) -> str:
@@ -257,18 +254,28 @@ def status_of(directory: Path) -> dict[str, Any]:
     spent = headline_of(ledger)
     stated = headline_of(_stated(store, ledger))
     known = store.recorded()
-    replies, last = _replies(store)
+    replies: dict[str, Any] = {"rounds": 0, "used": 0, "zeros": Counter()}
+    last: dict[str, dict[str, Any]] = {}  # the newest round, error and problem
+    for at, fact in store.facts():
+        if "used" in fact:
+            replies["rounds"] += 1
+            replies["used"] += fact["used"]
+            replies["zeros"].update(fact["zeros"])
+            last["round"] = {"time": at, **fact}
+        for what in fact.keys() & {"error", "problem"}:
+            last[what] = {"time": at, "text": fact[what]}
     saved = [entry["round"] for entry in store.notes("checkpoint")[-1:]]
     used = 0
     for path in directory.iterdir():
         with suppress(FileNotFoundError):  # old ones may vanish meanwhile
             used += path.stat().st_size
-    done = max([0, *saved, *([last["round"]] if last else [])])
+    if "round" in last:
+        saved.append(last["round"]["round"])
     return {
         "directory": str(directory),
         "training": store.owner,
         "running": _is_locked(directory / LOCK),
-        "rounds": {"done": done, "planned": store.planned[1]},
+        "rounds": {"done": max(saved, default=0), "planned": store.planned[1]},
         "charges": {
             "made": store.charged,
             "missing": max(0, known.charges - store.charged) if known else 0,
@@ -281,10 +288,10 @@ def status_of(directory: Path) -> dict[str, Any]:
             "why_void": stated.why_void(),
             "budget_dir": "".join(place for _, place in store.notes("budget")),
         },
-        "replies": replies,
-        "last_round": last,
-        "last_error": _last(store, "error"),
-        "last_problem": _last(store, "problem"),
+        "replies": {**replies, "zeros": dict(replies["zeros"])},
+        "last_round": last.get("round"),
+        "last_error": last.get("error"),
+        "last_problem": last.get("problem"),
         "disk": {
             "used_bytes": used,
             "free_bytes": shutil.disk_usage(directory).free,
@@ -309,7 +316,13 @@ def status_text(status: Mapping[str, Any]) -> str:
         lines.append(f"under the budget in {place}, whose epsilon is the guarantee")
     if status["lost"]:
         lines.append(f"MISSING: {status['lost']}")
-    lines += _replies_text(status["replies"], status["last_round"])
+    last = status["last_round"]
+    if last is None:
+        lines.append("replies: none are noted")
+    else:
+        _, _, counts = facts_in_words({"round": 0, **status["replies"]}).partition(" ")
+        lines.append(f"replies in {status['replies']['rounds']} rounds: {counts}")
+        lines.append(f"last round: {facts_in_words(last)} ({_at(last['time'])})")
     for what in ("error", "problem"):
         found = status[f"last_{what}"]
         text = "none" if found is None else f"{found['text']} ({_at(found['time'])})"
@@ -317,37 +330,6 @@ def status_text(status: Mapping[str, Any]) -> str:
     disk = status["disk"]
     lines.append(f"disk: {_size(disk['used_bytes'])} used, {_size(disk['free_bytes'])} free")
     return "\n  ".join(lines)
-
-
-def _replies(store: Store) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What came back in all rounds together, and in the last one."""
-    rounds = 0
-    used = 0
-    zeros: Counter[str] = Counter()
-    last = None
-    for at, fact in store.facts():
-        if "used" in fact:
-            rounds += 1
-            used += fact["used"]
-            zeros.update(fact["zeros"])
-            last = {"time": at, **fact}
-    return {"rounds": rounds, "used": used, "zeros": dict(zeros)}, last
-
-
-def _replies_text(replies: Mapping[str, Any], last: Mapping[str, Any] | None) -> list[str]:
-    if last is None:
-        return ["replies: none are noted"]
-    _, _, counts = facts_in_words({"round": 0, **replies}).partition(" ")
-    return [
-        f"replies in {replies['rounds']} rounds: {counts}",
-        f"last round: {facts_in_words(last)} ({_at(last['time'])})",
-    ]
-
-
-def _last(store: Store, what: str) -> dict[str, Any] | None:
-    """The newest error or problem, with its time."""
-    found = [{"time": at, "text": fact[what]} for at, fact in store.facts() if what in fact]
-    return found[-1] if found else None
 
 
 def _is_locked(path: Path) -> bool | None:

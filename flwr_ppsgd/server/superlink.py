@@ -86,20 +86,19 @@ def refusals_of(
         timeout: in seconds.
         size: of w, in bytes.
     """
-    replies = list(_checked(grid, messages, min(timeout, CHECK_SECONDS), size))
-    refused = [last_line(str(reply.error.reason)) for reply in replies if _refuses(reply)]
+    timeout = min(timeout, CHECK_SECONDS)
+    remote = _is_remote(grid)
+    replies = list(
+        ask(grid, messages, timeout, size) if remote else _polled(grid, messages, timeout)
+    )
+    refused = []
+    for error in (reply.error for reply in replies if reply.has_error()):
+        if error.code == NOT_RUN or any(word in str(error.reason) for word in REFUSALS):
+            refused.append(last_line(str(error.reason)))
     if len(refused) < len(replies):
         return []
     silent = len(messages) - len(replies)
     return refused + [f"no answer within {CHECK_SECONDS:g} s"] * silent
-
-
-def _refuses(reply: Message) -> bool:
-    """Whether a client of ours refused, or Flower could not run the client."""
-    if not reply.has_error():
-        return False
-    reason = str(reply.error.reason)
-    return reply.error.code == NOT_RUN or any(word in reason for word in REFUSALS)
 
 
 def last_line(reason: str) -> str:
@@ -108,13 +107,8 @@ def last_line(reason: str) -> str:
     return lines[-1].removesuffix("'>") if len(lines) > 1 else reason
 
 
-def _checked(
-    grid: Grid, messages: Sequence[Message], timeout: float, size: int
-) -> Iterator[Message]:
-    """Replies as they come."""
-    if _is_remote(grid):
-        yield from _fetched(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
-        return
+def _polled(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[Message]:
+    """Replies of a grid in this process or on this machine, as they come."""
     deadline = time.monotonic() + timeout
     waiting = set(grid.push_messages(messages))
     while waiting:

@@ -40,7 +40,7 @@ from simulations.benchmarks.workload import (
     strategy,
     train,
 )
-from simulations.yardsticks import take
+from simulations.benchmarks.yardsticks import take
 
 THETA = 400_000
 HUGE = 10**7

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from flwr_ppsgd import Poisson, Release, Steps
-from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.engine import Setting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.network_engine import NetworkEngine
 from flwr_ppsgd.lab.population import Fresh
+from flwr_ppsgd.lab.synthetic import Synthetic
 from flwr_ppsgd.learner import Minibatches, generator
 from flwr_ppsgd.models.torch_model import AdditiveHead
 from simulations.benchmarks.measuring import Comparison, show_against_loop
@@ -27,7 +27,7 @@ from simulations.benchmarks.workload import (
     linear_table,
     warmed,
 )
-from simulations.yardsticks import (
+from simulations.benchmarks.yardsticks import (
     STEPS,
     autograd_loop,
     bags_of_words,

@@ -35,7 +35,7 @@ from simulations.benchmarks.workload import (
     USERS,
     constant_learner,
 )
-from simulations.yardsticks import random_table
+from simulations.benchmarks.yardsticks import random_table
 
 ROOT = Path(__file__).parents[2]
 WRITERS = ROOT.parent / "shared" / "data" / "mnist_writer.npz"

@@ -22,7 +22,7 @@ from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES
 from simulations.benchmarks.measuring import Comparison
-from simulations.yardsticks import random_table, take
+from simulations.benchmarks.yardsticks import random_table, take
 
 USERS = 1000
 FEATURES = 784

@@ -214,8 +214,8 @@ def synthetic() -> list[dict[str, Any]]:
 
 
 def from_file(path: Path) -> list[dict[str, Any]]:
-    """The first users of a file that ``flwr_ppsgd.lab.data.load`` reads."""
-    from flwr_ppsgd.lab.data import load
+    """The first users of a file that ``flwr_ppsgd.lab.loading.load`` reads."""
+    from flwr_ppsgd.lab.loading import load
 
     table = load(path, min_train=20)
     users = []

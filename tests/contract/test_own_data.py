@@ -1,6 +1,7 @@
 """From a raw file of users' rows to predictions by everyone's own model, through the commands."""
 
 import csv
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.contract import files
-from tests.contract.command import Ended, ppsgd
+from tests.contract.command import ppsgd
 from tests.contract.files import BUDGET, Row, check_done, check_refused, measured, privacy_of
 
 DOCUMENTED = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz"}
@@ -34,7 +35,7 @@ def as_csv(path: Path, table: list[Row]) -> tuple[str, ...]:
 
 def as_semicolons(path: Path, table: list[Row]) -> tuple[str, ...]:
     written = files.write_csv(path.with_suffix(".csv"), table, sep=";", decimal=",")
-    return ("--data", str(written), "--sep", ";")
+    return ("--data", str(written))
 
 
 def as_raw(path: Path, table: list[Row]) -> tuple[str, ...]:
@@ -100,27 +101,25 @@ def predictions(directory: Path) -> list[dict[str, str]]:
 
 
 def test_a_user_is_called_as_in_the_file(tmp_path: Path) -> None:
-    """007 is not 7, NA is a name and no gap; 1.0 is 1, whichever program wrote the file.
+    """Users are text: 007, 7 and 7.0 are three, and NA is a name and no gap.
 
     Each of them has a level of its own, so a mixed-up user is predicted far off.
     """
-    levels = {"007": 100, "7": 200, "NA": 300, "1": 400, "Zoë, Ltd.": 500, "nan": 600}
+    levels = {"007": 100, "7": 200, "NA": 300, "7.0": 400, "Zoë, Ltd.": 500, "nan": 600, "1": 700}
     draw = np.random.default_rng(0)
     table = []
     for user, level in levels.items():
         for row in range(10):
             a = round(draw.normal(), 4)
-            name = "1.0" if user == "1" and row % 2 else user
-            table.append({"user": name, "a": a, "y": round(level + 2 * a, 4), "test": row % 5 // 4})
+            table.append({"user": user, "a": a, "y": round(level + 2 * a, 4), "test": row % 5 // 4})
     files.write_csv(tmp_path / "named.csv", table)
     ended = check_done(ppsgd("run", "--data", "named.csv", *BUDGET, where=tmp_path))
-    assert "6 users" in ended.out
-    asked = ["7", "NA", "1.0", "007", "1", "nan", "Zoë, Ltd.", "7"]
+    assert "7 users" in ended.out
+    asked = ["7", "NA", "7.0", "007", "1", "nan", "Zoë, Ltd.", "7"]
     files.write_csv(tmp_path / "new.csv", [{"user": user, "a": 0.5} for user in asked])
     check_done(ppsgd("predict", "runs/named", "--data", "new.csv", where=tmp_path))
     for user, answer in zip(asked, predictions(tmp_path), strict=True):
-        level = levels[user.removesuffix(".0")]
-        assert float(answer["prediction"]) == pytest.approx(level + 1, abs=40), user
+        assert float(answer["prediction"]) == pytest.approx(levels[user] + 1, abs=40), user
 
 
 WORDS = ("no", "yes")
@@ -246,7 +245,6 @@ MISTAKES = [  # what is typed, what the line names
     ((*RUN, *BUDGET, "--user", "usr"), ("people.csv", "'usr'", "'user'")),
     ((*RUN, *BUDGET, "--target", "z"), ("people.csv", "'z'")),
     ((*RUN, *BUDGET, "--exclude", "c"), ("people.csv", "'c'")),
-    ((*RUN, *BUDGET, "--sep", "|"), ("people.csv", "|")),
     ((*RUN, *BUDGET, "--task", "guess"), ("guess", "classification")),
     (("run", "--data", "empty.csv", *BUDGET), ("empty.csv",)),
     (("run", "--data", "header.csv", *BUDGET), ("header.csv",)),
@@ -257,7 +255,7 @@ MISTAKES = [  # what is typed, what the line names
     ((*RUN, "--set", "epsilon=2"), ("delta",)),
     ((*RUN, "--set", "delta=1e-3"), ("epsilon",)),
     ((*RUN, *BUDGET, "--set", "epsilom=2"), ("epsilom", "epsilon")),
-    ((*RUN, *BUDGET, "--set", "delta=2"), ("delta", "2")),
+    ((*RUN, *BUDGET, "--delta", "2"), ("delta", "2")),
     ((*RUN, *BUDGET, "--color"), ("--color",)),
     (("run", "wrong.toml", "--out", "out"), ("wrong.toml", "clip-nrom", "clip-norm")),
     (("run", "missing.toml", "--out", "out"), ("missing.toml",)),
@@ -293,14 +291,10 @@ def listing(directory: Path) -> list[str]:
     return sorted(str(path) for path in directory.rglob("*"))
 
 
-def test_another_separator_is_found_or_asked_for(tmp_path: Path) -> None:
-    """A file with semicolons is never read as one column."""
-    files.write_csv(tmp_path / "people.csv", TABLE, sep=";")
-    ended: Ended = ppsgd("look", "people.csv", where=tmp_path)
-    if ended.status == 0:
-        assert "12 users" in ended.out
-    else:
-        check_refused(ended, "people.csv", "--sep ';'")
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_separator_is_found_in_the_head_of_the_file(separator: str, tmp_path: Path) -> None:
+    files.write_csv(tmp_path / "people.csv", TABLE, sep=separator)
+    assert "12 users" in check_done(ppsgd("look", "people.csv", where=tmp_path)).out
 
 
 def test_predictions_are_for_their_users_and_never_overwritten(tmp_path: Path) -> None:
@@ -313,3 +307,85 @@ def test_predictions_are_for_their_users_and_never_overwritten(tmp_path: Path) -
     before = path.read_bytes()
     check_refused(ppsgd(*asked, where=tmp_path), "predictions.csv", "--out")
     assert path.read_bytes() == before
+
+
+def two_worlds(tmp_path: Path) -> tuple[Path, Path]:
+    """The same people in two directories, but for one row of u03: another city, another answer."""
+    table = [{**row, "city": ("Bonn", "Rome")[place % 2]} for place, row in enumerate(classes())]
+    other = [dict(row) for row in table]
+    changed = next(row for row in other if row["user"] == "u3")
+    changed |= {"city": "Oslo", "y": "perhaps", "a": "many"}
+    found = []
+    for name, rows in (("one", table), ("other", other)):
+        (tmp_path / name).mkdir()
+        files.write_csv(tmp_path / name / "people.csv", rows)
+        found.append(tmp_path / name)
+    return found[0], found[1]
+
+
+def seen_of(directory: Path, *options: str) -> tuple[list[str], list[str], dict[str, Any]]:
+    """What a run shows up to the end of training, its conditions, and the shapes of its arrays."""
+    run = ("run", "--data", "people.csv", *options, *BUDGET, "--out", "out")
+    ended = check_done(ppsgd(*run, where=directory))
+    lines = ended.out.splitlines()
+    last = next(place for place, line in enumerate(lines) if line.startswith("training"))
+    assert not ended.err
+    shapes = {name: array.shape for name, array in model_of(directory / "out").items()}
+    return lines[: last + 1], privacy_of(directory / "out")["conditional_on"], shapes
+
+
+def test_with_a_schema_one_users_row_changes_neither_form_nor_words(tmp_path: Path) -> None:
+    one, other = two_worlds(tmp_path)
+    schema = tmp_path / "schema.toml"
+    check_done(ppsgd("look", "people.csv", "--write", schema, where=one))
+    assert schema.stat().st_mode & 0o077 == 0
+    worlds = [seen_of(here, "--schema", str(schema)) for here in (one, other)]
+    assert worlds[0] == worlds[1]
+    (condition,) = worlds[0][1]
+    digest = hashlib.sha256(schema.read_bytes()).hexdigest()
+    assert condition == (
+        f"provided that schema.toml (sha256 {digest}) is public knowledge, as its author declares"
+    )
+    assert condition in " ".join(" ".join(worlds[0][0]).split())
+    kept = model_of(one / "out")["schema-sha256"].tobytes().hex()
+    assert kept == digest
+
+
+def test_without_a_schema_what_was_looked_for_is_a_condition(tmp_path: Path) -> None:
+    """The same row changes the form of w then, which no ε covers."""
+    one, other = two_worlds(tmp_path)
+    shown, conditions, shapes = seen_of(one)
+    assert shapes != seen_of(other)[2]
+    (condition,) = conditions
+    for named in ("the columns and their kinds", "the words of 'city'", "the task", "the classes"):
+        assert named in condition
+        assert named in " ".join(shown)
+
+
+def test_a_schema_predicts_and_sweeps_and_decides_alone(tmp_path: Path) -> None:
+    files.write_csv(tmp_path / "people.csv", TABLE)
+    check_done(ppsgd("look", "people.csv", "--write", "schema.toml", where=tmp_path))
+    given = ("--data", "people.csv", "--schema", "schema.toml")
+    check_done(ppsgd("run", *given, *BUDGET, "--out", "out", where=tmp_path))
+    asked = ("predict", "out", *given)
+    check_done(ppsgd(*asked, where=tmp_path))
+    assert len(predictions(tmp_path)) == len(TABLE)
+    check_refused(ppsgd("run", *given, *BUDGET, "--user", "user", where=tmp_path), "user-column")
+    text = (tmp_path / "schema.toml").read_text(encoding="utf-8")
+    (tmp_path / "schema.toml").write_text(text + "# changed\n", encoding="utf-8")
+    check_refused(ppsgd(*asked, "--out", "p.csv", where=tmp_path), "schema")
+    grid = ("--set", "method=auto", "--set", "epsilon=[4.0]", "--set", "insecure-seed=1")
+    swept = ("sweep", *given, "--delta", "1e-3", *grid, "--out", "swept")
+    check_done(ppsgd(*swept, where=tmp_path))
+
+
+def test_a_user_without_a_readable_row_stays_enrolled(tmp_path: Path) -> None:
+    table = classes()
+    files.write_csv(tmp_path / "people.csv", table)
+    check_done(ppsgd("look", "people.csv", "--write", "schema.toml", where=tmp_path))
+    gone = [{**row, "y": "perhaps"} if row["user"] == "u3" else row for row in table]
+    files.write_csv(tmp_path / "people.csv", gone)
+    run = ("run", "--data", "people.csv", "--schema", "schema.toml", *BUDGET, "--out", "out")
+    ended = check_done(ppsgd(*run, where=tmp_path))
+    assert "20 users" in ended.out
+    assert "u3" not in ended.out

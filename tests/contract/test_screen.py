@@ -90,7 +90,7 @@ def conditions(privacy: dict[str, Any]) -> list[str]:
     """What the promise depends on and what it does not cover, each in short: up to a colon."""
     found = [
         *privacy["caveats"],
-        *privacy["assumed_public"],
+        *privacy["conditional_on"],
         *privacy["outside_the_guarantee"],
     ]
     return [text.partition(":")[0] for text in found]

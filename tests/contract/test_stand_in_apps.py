@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ KINDS = ("message", "legacy")
 NODES = 100  # as in the recipe
 STATEMENT = "user-level joint differential privacy"
 BACK_TO_FEDAVG = {
-    "message": ("strategy = PPSGD(", "strategy = FedAvg(fraction_evaluate=fraction_evaluate)"),
+    "message": ("strategy = PPSGD.auto(", "strategy = FedAvg(fraction_evaluate=fraction_evaluate)"),
     "legacy": (
         "return ServerAppComponents(strategy=private",
         "return ServerAppComponents(strategy=strategy, config=config)",
@@ -47,6 +48,17 @@ def run(app: Path, nodes: int) -> None:
     server.app(InProcessGrid(client.app, nodes, config), context)
 
 
+def last_measures(kind: str, caplog: pytest.LogCaptureFixture) -> dict[str, float]:
+    """The accuracies that the log shows at the end: in the last round's line, or in History."""
+    if kind == "legacy":
+        found = re.findall(r"'(\w*accuracy)': \[.*?\(\d+, ([0-9.]+)\)\]", caplog.text)
+    else:
+        *_, line = [text for text in caplog.messages if text.startswith("[ROUND")]
+        of_clients = line.partition("evaluate_fn")[0]
+        found = re.findall(r"(\w*accuracy) ([0-9.]+)", of_clients)
+    return {name: float(value) for name, value in found}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_apps_run_as_they_are(kind: str, tmp_path: Path) -> None:
     run(write_app(kind, tmp_path / "app"), 3)
@@ -61,8 +73,8 @@ def test_with_the_pages_lines_they_train_and_state_their_guarantee(
     app = write_app(kind, tmp_path / "app")
     apply_page(kind, app)
     run(app, NODES)
-    assert STATEMENT in caplog.text
-    assert "joint differential privacy" in caplog.text
+    assert caplog.text.count(STATEMENT) == 1
+    assert set(last_measures(kind, caplog)) == {"accuracy", "local_accuracy", "shared_accuracy"}
     if kind == "message":
         net = imported(app, "task").Net()
         net.load_state_dict(torch.load(app / "final_model.pt"), strict=True)
@@ -95,3 +107,33 @@ def test_the_pages_lines_fit_flowers_own_quickstart(
     apply_page(kind, app)
     run(app, NODES)
     assert STATEMENT in caplog.text
+    reached = last_measures(kind, caplog)
+    assert reached["accuracy"] >= max(0.9, reached["local_accuracy"], reached["shared_accuracy"])
+
+
+MISTAKES = {
+    "wrong loss": (
+        'app = torch_client(Net, "fc3.*", loaders, additive=True, loss=torch.nn.BCELoss())'
+    ),
+    "three loaders": (
+        'app = torch_client(Net, "fc3.*", lambda c: (*loaders(c), None), additive=True)'
+    ),
+    "failing mod": (
+        'app = torch_client(Net, "fc3.*", loaders, additive=True, '
+        'mods=[lambda message, *_: message.content["config"]["lr"] / 0])'
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_all_clients_ends_after_the_first_release_and_is_shown_once(
+    mistake: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server is told a code; here both share a process, and its log has the client's line."""
+    app = write_app("message", tmp_path / "app")
+    apply_page("message", app)
+    change(app, "client_app", "app = torch_client(", MISTAKES[mistake])
+    with pytest.raises(RuntimeError, match=r"learner-failed: \w+Error\)\. That release is charged"):
+        run(app, NODES)
+    shown = [record for record in caplog.records if "the server is told" in record.getMessage()]
+    assert len(shown) == 1

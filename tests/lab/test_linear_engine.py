@@ -14,10 +14,10 @@ from scipy import sparse
 
 from flwr_ppsgd import AdditiveLinear, FixedSize, Minibatches, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import Cohort, clip
-from flwr_ppsgd.lab.data.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.lab.engine import Setting, reported_rounds, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine, bytes_for
 from flwr_ppsgd.lab.population import Fresh, Population, Table
+from flwr_ppsgd.lab.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.noise import Coins
 from tests.support.by_hand import by_hand, close

@@ -46,10 +46,10 @@ def test_rounds_from_passes_draw_every_sample_so_often(tmp_path: Path) -> None:
     are 26.7 rounds."""
     experiment = read(write(tmp_path), rounds=None, passes=5)
     assert experiment.training.rounds == round(5 * 72 / 13.5) == 27
-    public = "the total number of samples, 72: the number of rounds follows from it"
-    assert f"taken to be public: {public}" in experiment.describe()
-    assert public in experiment.assumed_public()
-    assert public not in read(experiment.problem.data).assumed_public()
+    public = "provided that the total number of samples, 72, is public"
+    assert public in experiment.describe()
+    assert experiment.conditions()[-1].startswith(public)
+    assert len(read(experiment.problem.data).conditions()) == 1
 
 
 def test_what_stands_for_something_else_is_kept_beside_it(tmp_path: Path) -> None:

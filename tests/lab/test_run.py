@@ -12,12 +12,12 @@ import tomli_w
 from flwr.serverapp.strategy import Result
 
 from flwr_ppsgd import Ledger
-from flwr_ppsgd.lab.data.synthetic import Synthetic
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.outputs import check_free, free_directory, save
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
 from flwr_ppsgd.lab.sweep import Sweep
+from flwr_ppsgd.lab.synthetic import Synthetic
 from tests.support.own_data import write
 
 SMALL: dict[str, Any] = {"population": 4, "features": 6, "rounds": 3, "evaluate-every": 1}

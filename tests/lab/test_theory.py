@@ -22,7 +22,7 @@ from flwr_ppsgd.lab.theory import (
     threshold_noise_multiplier,
     threshold_samples,
 )
-from simulations.bound import ABOVE, ALPHA_QS, BELOW, PROBLEM, curves
+from simulations.pictures.bound import ABOVE, ALPHA_QS, BELOW, PROBLEM, curves
 
 ALPHAS = (0.0, 1e-3, 0.1, 0.5, 1.0, 7.0, 1e4, math.inf)
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from flwr_ppsgd.lab.data.files import read
+from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.problem import Problem
 from flwr_ppsgd.lab.tasks import task_of
 from flwr_ppsgd.models import representation as module
@@ -191,10 +191,10 @@ def test_a_task_sees_the_representation_in_every_engine(tmp_path: Path, flat: bo
     )
     data = problem.per_user()
     phi = RandomConvolution(40, 0, data.shape)
-    assert data.shape == (() if flat else (12, 12))
+    assert data.shape == (12, 12)
     assert data.features == 41
     assert "random-convolution" in data.describe()
-    raw = read(path)
+    raw = load(path)
     rows = raw.rows(1, test=False)
     expected = np.hstack([phi(raw.matrix(rows)), np.ones((6, 1))])
     np.testing.assert_allclose(data.matrix(rows), expected, atol=1e-6)
@@ -223,7 +223,7 @@ class Counted:
 
 def test_a_representation_is_computed_once_for_each_user(tmp_path: Path) -> None:
     counted = Counted()
-    data = read(image_file(tmp_path, flat=True)).represented(counted, "x")
+    data = load(image_file(tmp_path, flat=True)).represented(counted, "x")
     first = data.matrix(np.array([0, 9]))
     again = data.matrix(np.array([9, 0, 3]))
     np.testing.assert_array_equal(first, again[[1, 0]])

@@ -6,6 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flwr_ppsgd.lab.data_options import DataOptions
+from flwr_ppsgd.lab.loading import find_schema, group_by_user
+from flwr_ppsgd.lab.per_user import PerUser
+from flwr_ppsgd.lab.tables import RawTable
 from tests.support.paths import SHARED
 
 needs_real_data = pytest.mark.skipif(
@@ -50,3 +54,10 @@ def write(directory: Path, task: str = "classification", **changes: Any) -> Path
     path = directory / f"{task}.npz"
     np.savez(path, **{**arrays(task), **changes})
     return path
+
+
+def per_user(columns: dict[str, Any], source: str = "table", **options: Any) -> PerUser:
+    """Everyone's rows from arrays, as if a file held them."""
+    table = RawTable(source, columns)
+    schema, looked, _ = find_schema(table, DataOptions(**options))
+    return group_by_user(table, schema, impute="", looked=looked)

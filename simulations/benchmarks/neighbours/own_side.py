@@ -33,7 +33,7 @@ from simulations.benchmarks.workload import (
     train,
     warmed,
 )
-from simulations.yardsticks import from_table, plain_loop, settings, take
+from simulations.benchmarks.yardsticks import from_table, plain_loop, settings, take
 
 PLANNED = 20_000
 GRID_STEPS = (1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01)

@@ -1,0 +1,360 @@
+"""Columns as features: what kind each one is, and the numbers that a model sees.
+
+``columns_of`` looks at everybody's rows to find the kinds, so that what it finds is a condition of
+any promise; ``encode`` applies kinds that are known and looks at nothing. Hashes are public.
+"""
+
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from flwr_ppsgd.lab.data_options import DataOptions, names_in
+from flwr_ppsgd.lab.schema import (
+    BUCKETS,
+    CATEGORY,
+    FLAG,
+    HASHED,
+    LEFT_OUT,
+    MOST_DENSE,
+    NUMBER,
+    PICTURE,
+    SPARSE,
+    TEXT,
+    Column,
+    Schema,
+)
+from flwr_ppsgd.lab.tables import GAPS, RawTable, Values, as_number
+from flwr_ppsgd.models.representation import looks_like_images
+from flwr_ppsgd.wire import spans_of
+
+MOST_WORDS = 64  # of a column that is taken as categories without being asked
+MOST_ONE_HOT = 1000  # words of a category that was asked for; beyond, they are hashed
+FEWEST_NUMBERED = 10  # rows, to take 1, 2, 3, … as row ids
+DATES_LOOKED_AT = 100
+MOST_LISTED = 8
+WORD = re.compile(r"\w+")
+ID = re.compile(r"(^|[_\W])(id|ID|Id|index|code)$|[a-z]I[dD]$|Unnamed: \d+|__index_level_\d+__")
+DATE = re.compile(
+    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?"  # 2024-01-31, with a time or without
+    r"|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}( .*)?"  # 31.1.2024
+    r"|\d\d?:\d\d(:\d\d)?"  # 12:30
+)
+TRUTH = {"true": 1.0, "false": 0.0}
+EPOCHS = tuple((9e8 * unit, 2.3e9 * unit) for unit in (1, 1e3, 1e6, 1e9))  # 1998 to 2042
+USE = "--features uses it"
+REASONS = {  # why a column is left out, and the option that changes it
+    "date": "dates (--time tests on each user's last rows)",
+    "timestamp": f"timestamps (--time tests on each user's last rows, {USE})",
+    "row id": f"row ids ({USE})",
+    "words": "many words (--categorical or --set text-columns= uses them)",
+    "nested": "nested (write one column for each number)",
+    "empty": "empty",
+    "constant": "the same in every row",
+    "picture": f"beside pictures ({USE} instead)",
+    "excluded": "",
+    "not named": "",
+}
+
+
+# --- values
+
+
+def as_texts(values: Values) -> tuple[list[str], NDArray[np.intp]]:
+    """The different values as text, and for each row which one it has; −1 is a gap.
+
+    Text stays as it is written, without spaces around it; whole numbers have no decimals.
+    """
+    import pandas
+
+    codes, found = pandas.factorize(values)
+    words = [_label(value) for value in found.tolist()]
+    places = np.asarray(codes, dtype=np.intp)
+    empty = [place for place, word in enumerate(words) if not word]
+    return words, np.where(np.isin(places, empty), -1, places)
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    return str(value).strip()
+
+
+def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
+    """float64, with NaN for gaps and for what is no number; true and false are 1 and 0."""
+    if getattr(values.dtype, "kind", "O") in "biuf" and isinstance(values.dtype, np.dtype):
+        return np.array(values, dtype=np.float64)
+    words, codes = as_texts(values)
+    found = [_number(word, decimal) for word in words]
+    return np.array([*found, np.nan])[codes]
+
+
+def _number(word: str, decimal: str) -> float:
+    if word in GAPS:
+        return np.nan
+    truth = TRUTH.get(word.lower())
+    number = as_number(word.replace(decimal, ".")) if truth is None else truth
+    return np.nan if number is None else number
+
+
+def is_text(values: Values) -> bool:
+    """Whether a column holds words, and not numbers or dates."""
+    return np.ndim(values) == 1 and str(values.dtype.kind) in "OUST"
+
+
+# --- looking for kinds
+
+
+def columns_of(
+    table: RawTable, options: DataOptions, special: set[str]
+) -> tuple[tuple[Column, ...], list[str]]:
+    """The kind of each column that is not special, found by looking; and notes, one for each kind
+    of decision."""
+    asked = dict.fromkeys(names_in(options.categorical), CATEGORY)
+    asked |= dict.fromkeys(names_in(options.text), TEXT)
+    features = names_in(options.features)
+    exclude = names_in(options.exclude)
+    for name in (*asked, *features, *exclude):
+        table.column(name)
+    pictures = [name for name in table.shapes if name in table.columns and name not in special]
+    found: list[Column] = []
+    left_out: dict[str, list[str]] = {}
+    for name, values in table.columns.items():
+        if name in special or (table.only_x and name != "x"):
+            continue
+        reason = ""
+        if name in exclude:
+            reason = "excluded"
+        elif features and name not in features and name not in asked:
+            reason = "not named"
+        elif pictures and not features and name not in (*pictures, *asked):
+            reason = "picture"
+        elif name in asked:
+            found.append(_asked_column(name, values, asked[name]))
+            continue
+        elif not features:
+            reason = _reason_against(name, values)
+        if reason:
+            left_out.setdefault(reason, []).append(name)
+            found.append(Column(name, LEFT_OUT))
+        else:
+            found.append(_found_column(table, name, values))
+    return tuple(found), _notes(found, left_out)
+
+
+def _asked_column(name: str, values: Values, kind: str) -> Column:
+    if kind == TEXT:
+        return Column(name, TEXT)
+    words = sorted({word for word in as_texts(values)[0] if word})
+    if len(words) > MOST_ONE_HOT or not words:
+        return Column(name, HASHED)
+    return Column(name, CATEGORY, tuple(words))
+
+
+def _reason_against(name: str, values: Values) -> str:
+    """Why a column is not used unless it is asked for; empty if it is."""
+    if np.ndim(values) == 2:
+        return ""
+    if values.dtype.kind in "Mm":
+        return "date"
+    if is_text(values) and _is_nested(values):
+        return "nested"
+    if is_text(values) and not _is_truth(values):
+        return _reason_against_words(values)
+    numbers = as_numbers(values)
+    return _reason_against_numbers(name, numbers[np.isfinite(numbers)], len(numbers))
+
+
+def _reason_against_numbers(name: str, there: NDArray[np.float64], rows: int) -> str:
+    if not len(there):
+        return "empty"
+    reason = ""
+    if (there == np.rint(there)).all():
+        if any(low <= there.min() and there.max() <= high for low, high in EPOCHS):
+            reason = "timestamp"
+        elif _are_days(there):
+            reason = "date"
+        elif _are_row_ids(name, there):
+            reason = "row id"
+    constant = len(there) == rows and there.min() == there.max()
+    return "constant" if constant else reason
+
+
+def _is_nested(values: Values) -> bool:
+    first = next((value for value in values if value is not None), None)
+    return isinstance(first, list | dict | np.ndarray | bytes)
+
+
+def _is_truth(values: Values) -> bool:
+    words = {word.lower() for word in as_texts(values)[0] if word}
+    return bool(words) and words <= set(TRUTH)
+
+
+def _reason_against_words(values: Values) -> str:
+    words, codes = as_texts(values)
+    there = [word for word in words if word]
+    if not there:
+        return "empty"
+    looked_at = there[:DATES_LOOKED_AT]
+    if sum(DATE.fullmatch(word) is not None for word in looked_at) > 0.9 * len(looked_at):
+        return "date"
+    if len(there) == 1 and (codes >= 0).all():
+        return "constant"
+    few = len(there) <= MOST_WORDS and 2 * len(there) <= len(codes)
+    return "" if few else "words"
+
+
+def _are_days(numbers: NDArray[np.float64]) -> bool:
+    """Whether whole numbers are dates as in 20240131."""
+    if numbers.min() < 19000101 or numbers.max() > 21001231:
+        return False
+    month = numbers // 100 % 100
+    day = numbers % 100
+    return bool(((month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)).all())
+
+
+def _are_row_ids(name: str, numbers: NDArray[np.float64]) -> bool:
+    """Whether whole numbers count the rows, or are all different and named like an id."""
+    if len(numbers) < 2:
+        return False
+    if len(numbers) >= FEWEST_NUMBERED and (np.diff(numbers) == 1).all():
+        return True
+    unnamed = re.fullmatch(r"column \d+", name) is not None and (np.diff(numbers) == 1).all()
+    return unnamed or (ID.search(name) is not None and len(np.unique(numbers)) == len(numbers))
+
+
+def _found_column(table: RawTable, name: str, values: Values) -> Column:
+    """The kind of a column that is used, if nothing was said about it."""
+    if np.ndim(values) == 2:
+        return _found_array(table, name, values)
+    if is_text(values) and not _is_truth(values):
+        return _asked_column(name, values, CATEGORY)
+    return Column(name, FLAG if is_flag(as_numbers(values)) else NUMBER)
+
+
+def _found_array(table: RawTable, name: str, values: Values) -> Column:
+    width = int(values.shape[1])
+    if sparse.issparse(values):
+        return Column(name, SPARSE, width=width)
+    shape = table.shapes.get(name, ())
+    if values.dtype.kind in "biuf" and looks_like_images(values, shape):
+        side = round(width**0.5)
+        return Column(name, PICTURE, width=width, shape=shape or (side, side))
+    flags = [place for place in range(width) if is_flag(values[:, place])]
+    if values.dtype == np.uint8:
+        flags = list(range(width))  # bytes: a model sees x/255
+    return Column(name, NUMBER, width=width, flags=spans_of(flags))
+
+
+def is_flag(values: NDArray[Any]) -> bool:
+    """Whether all values that are there are 0 and 1."""
+    there = values[np.isfinite(values)] if values.dtype.kind == "f" else values
+    return bool(((there == 0) | (there == 1)).all())
+
+
+def _notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
+    notes = []
+    words = [column for column in found if column.kind == CATEGORY]
+    if words:
+        named = listed([f"{column.name!r} ({len(column.words)} words)" for column in words])
+        notes.append(f"taken as categories: {named} (--exclude leaves them out)")
+    for kind in (HASHED, TEXT):
+        names = [repr(column.name) for column in found if column.kind == kind]
+        if names:
+            notes.append(f"{kind}, in {BUCKETS:,} columns each: {listed(names)}")
+    for reason, names in left_out.items():
+        if REASONS[reason]:
+            notes.append(f"left out, {REASONS[reason]}: {listed([repr(name) for name in names])}")
+    return notes
+
+
+def listed(names: Sequence[str], most: int = MOST_LISTED) -> str:
+    """The first names, and how many there are if those are not all."""
+    shown = ", ".join(names[:most])
+    return f"{shown}, … ({len(names):,} in all)" if len(names) > most else shown
+
+
+# --- features of known kinds
+
+
+def encode(table: RawTable, schema: Schema) -> Values:
+    """rows × features, dense or CSR; gaps and what is no number are NaN."""
+    used = schema.used
+    if len(used) == 1 and np.ndim(table.columns[used[0].name]) == 2:
+        return _array(table, used[0])
+    blocks = []
+    for column in used:
+        values = table.columns[column.name]
+        if np.ndim(values) == 2:
+            blocks.append(_array(table, column))
+        elif column.kind == TEXT:
+            blocks.append(_shares_of_words(values))
+        elif column.kind in (CATEGORY, HASHED):
+            blocks.append(_one_hot(values, column))
+        else:
+            numbers = as_numbers(values, table.decimal)
+            numbers[np.isinf(numbers)] = np.nan
+            if column.kind == FLAG:
+                numbers = np.clip(numbers, 0.0, 1.0)
+            blocks.append(numbers[:, None])
+    encoded = sum(column.features for column in used if column.kind in (CATEGORY, HASHED, TEXT))
+    if encoded > MOST_DENSE or any(column.kind == SPARSE for column in used):
+        return sparse.csr_array(sparse.hstack([sparse.csr_array(block) for block in blocks]))
+    return np.hstack([b.toarray() if sparse.issparse(b) else b for b in blocks])
+
+
+def _array(table: RawTable, column: Column) -> Values:
+    values = table.columns[column.name]
+    if values.shape[1] != column.width:
+        raise table.refuse(
+            f"{column.name!r} has {values.shape[1]} columns and the schema says {column.width}",
+            "give a file of that form, or another schema",
+        )
+    if not sparse.issparse(values) and values.dtype.kind not in "biuf":
+        raise table.refuse(f"x has type {values.dtype}", "features must be real numbers")
+    return values
+
+
+def _one_hot(values: Values, column: Column) -> sparse.csr_array:
+    """One column for each word, or for each bucket of a hash; a gap or another word has none."""
+    words, codes = as_texts(values)
+    if column.kind == HASHED:
+        places = [bucket_of(word) if word else -1 for word in words]
+    else:
+        order = {word: place for place, word in enumerate(column.words)}
+        places = [order.get(word, -1) for word in words]
+    return _indicators(np.array([*places, -1])[codes], column.features)
+
+
+def _indicators(places: NDArray[np.intp], width: int) -> sparse.csr_array:
+    """A one in each row at its place; −1 is nowhere."""
+    rows = np.flatnonzero(places >= 0)
+    entries = (np.ones(len(rows)), (rows, places[rows]))
+    return sparse.csr_array(entries, shape=(len(places), width))
+
+
+def bucket_of(word: str) -> int:
+    """The public hash of a word."""
+    return zlib.crc32(word.encode()) % BUCKETS
+
+
+def _shares_of_words(values: Values, bucket: Callable[[str], int] = bucket_of) -> sparse.csr_array:
+    """The share of each word's bucket among the words of a row."""
+    texts, codes = as_texts(values)
+    ends = [0]
+    places: list[int] = []
+    shares: list[float] = []
+    for text in (*texts, ""):  # the last one is for gaps, −1
+        words = WORD.findall(text.lower())
+        places += [bucket(word) for word in words]
+        shares += [1 / len(words) for _ in words]
+        ends.append(len(places))
+    table = sparse.csr_array((shares, places, ends), shape=(len(texts) + 1, BUCKETS))
+    table.sum_duplicates()
+    return table[codes]

@@ -1,0 +1,222 @@
+"""Look at a file before training: what is used, on which scales, what trivial answers reach.
+
+Everything here is read from users' rows. It is for the person who holds them: no ε covers it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from flwr_ppsgd.lab.features import ID, listed
+from flwr_ppsgd.lab.per_user import PerUser
+from flwr_ppsgd.lab.schema import CATEGORY, NUMBER, Schema
+
+LOOKED = "chosen by looking at data: not covered"
+SUSPICIOUS = 0.98  # share of the target's variance that one feature explains alone
+ROWS_AT_ONCE = 1 << 14
+FEWEST_ROWS = 20  # to suspect anything
+MOST_LISTED = 40  # columns in the table of scales
+MOST_NAMED = 12
+MOST_WORDS = 4
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Trivial:
+    """What can be had without features: the better of two is what a model has to beat.
+
+    Args:
+        measure: "rmse", "accuracy" or "precision_at_1".
+        pooled: of everyone's mean target, or most frequent class or label.
+        own: of the user's own.
+    """
+
+    measure: str
+    pooled: float
+    own: float
+
+    def words(self) -> str:
+        """Both, in a line."""
+        what = "mean" if self.measure == "rmse" else "most frequent answer"
+        return (
+            f"without features: {self.measure} {self.pooled:.4g} with everyone's {what}, "
+            f"{self.own:.4g} with each user's own"
+        )
+
+
+def trivial(data: PerUser) -> Trivial | None:
+    """Trivial predictions of the training rows, measured on all test rows; None if there is none.
+
+    RMSE is pooled over test rows.
+    """
+    if not data.test.any():
+        return None
+    pooled = _answer(data, np.flatnonzero(data.trained))
+    of_pooled = []
+    of_own = []
+    for user in np.flatnonzero(data.test_sizes).tolist():
+        rows = data.rows(user, test=True)
+        of_pooled.append(_faults(data, rows, pooled))
+        of_own.append(_faults(data, rows, _answer(data, data.rows(user, test=False))))
+    means = [float(np.concatenate(found).mean()) for found in (of_pooled, of_own)]
+    if data.task == "regression":
+        return Trivial("rmse", math.sqrt(means[0]), math.sqrt(means[1]))
+    measure = "accuracy" if data.task == "classification" else "precision_at_1"
+    return Trivial(measure, 1 - means[0], 1 - means[1])
+
+
+def _answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
+    """The mean target, or the most frequent class or label, of these rows."""
+    if data.task == "regression":
+        return data.amounts(rows).mean(axis=0)
+    if data.task == "classification":
+        return np.bincount(data.y[rows], minlength=data.outputs).argmax()
+    return np.asarray(data.y[rows].sum(axis=0)).reshape(-1).argmax()
+
+
+def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.float64]:
+    """The squared error of each row, or whether the answer is wrong."""
+    if data.task == "regression":
+        return np.asarray(((data.amounts(rows) - answer) ** 2).mean(axis=1))
+    if data.task == "classification":
+        return np.asarray(data.y[rows] != answer, dtype=np.float64)
+    right = np.asarray(data.y[rows][:, [answer]].toarray()).reshape(-1)
+    return 1.0 - right
+
+
+def suspects(data: PerUser) -> list[str]:
+    """Features that predict the target alone, as a leak would."""
+    trained = np.flatnonzero(data.trained)
+    if len(trained) < FEWEST_ROWS or data.task == "multi-label":
+        return []
+    shares = _explained(data, trained)
+    found = np.flatnonzero(shares > SUSPICIOUS)
+    return [data.column_name(column) for column in found.tolist()]
+
+
+def _explained(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.float64]:
+    """The share of variance that each feature has in common with the target.
+
+    R² of a straight line for amounts; for classes the share of the feature's variance that lies
+    between them. A column that is constant but for round-off has 0.
+    """
+    amounts = data.task == "regression"
+    y = data.amounts(rows) if amounts else data.targets(rows)
+    if amounts:
+        y = y - y.mean(axis=0)
+    sums = np.zeros(data.x.shape[1])
+    squares = np.zeros(data.x.shape[1])
+    products = np.zeros((data.x.shape[1], y.shape[1]))
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        x = data.x[rows[start : start + ROWS_AT_ONCE]].astype(np.float64)
+        sums += np.asarray(x.sum(axis=0)).reshape(-1)
+        squares += np.asarray((x * x).sum(axis=0)).reshape(-1)
+        products += np.asarray(x.T @ y[start : start + ROWS_AT_ONCE])
+    means = sums / len(rows)
+    total = squares - len(rows) * means**2
+    if amounts:
+        common = (products**2 / np.maximum((y**2).sum(axis=0), 1e-300)).max(axis=1)
+    else:
+        counts = np.maximum(y.sum(axis=0), 1)
+        common = (counts * (products / counts - means[:, None]) ** 2).sum(axis=1)
+    varies = total > 1e-9 * len(rows) * (means**2 + 1e-300)
+    return np.where(varies, common / np.where(varies, total, 1.0), 0.0)
+
+
+def smoothness(data: PerUser) -> float:
+    """L = 2·E‖x‖² of a linear model with squared loss on the training rows, w and θ together."""
+    x, _, _ = data.part(test=False)
+    if sparse.issparse(x):
+        return float(2 * x.power(2).sum() / x.shape[0])
+    return float(2 * np.einsum("nd,nd->", x, x) / len(x))
+
+
+def brief(seen: PerUser) -> list[str]:
+    """The lines that a run or a sweep begins with."""
+    found = trivial(seen)
+    words = [] if found is None else [found.words()]
+    return [_used(seen), *words, *hints(seen)]
+
+
+def hints(seen: PerUser) -> list[str]:
+    """What is probably not meant."""
+    lines = []
+    if len(seen) == 1:
+        lines.append("there is one user: nobody to share a model with, and no crowd to hide in")
+    if not seen.test.any():
+        lines.append("there are no test rows: nothing can be measured (--test-fraction makes some)")
+    ids = [name for name in _numbers(seen.schema) if ID.search(name)]
+    if ids:
+        lines.append(
+            f"taken as numbers, but named like an id: {listed(ids, MOST_NAMED)} (--categorical "
+            "makes them one-hot, --exclude leaves them out)"
+        )
+    leaks = suspects(seen)
+    if leaks:
+        lines.append(
+            f"suspected leak, predicts the target alone: {listed(leaks, MOST_NAMED)} (--exclude "
+            "leaves it out)"
+        )
+    return lines
+
+
+def _numbers(schema: Schema | None) -> list[str]:
+    columns = schema.used if schema else ()
+    return [column.name for column in columns if column.kind == NUMBER and column.width == 1]
+
+
+def _used(data: PerUser) -> str:
+    """The columns that are used, and in how many features."""
+    parts = []
+    for column in data.schema.used if data.schema else ():
+        count = f" in {column.features:,} columns" if column.features > 1 else ""
+        words = f" ({listed(column.words, MOST_WORDS)})" if column.kind == CATEGORY else ""
+        parts.append(f"{column.name!r}{count}{words}")
+    if data.bias:
+        parts.append("a constant")
+    return f"features: {listed(parts, MOST_NAMED)}"
+
+
+def report(raw: PerUser, seen: PerUser) -> str:
+    """Everything there is to know before training, in lines.
+
+    Args:
+        raw: the rows as they are in the source.
+        seen: as a model sees them.
+    """
+    spread = ", ".join(f"{value:g}" for value in np.quantile(raw.train_sizes, QUANTILES))
+    size = f"{seen.features * seen.outputs:,} shared parameters"
+    if seen.representation is None:  # else all rows would be computed for it
+        bound = smoothness(seen)
+        size += f"; L = {bound:.3g} for squared loss, as a model sees the rows: steps above "
+        size += f"{2 / max(bound, 1e-300):.2g} may diverge"
+    lines = [
+        seen.describe(1),
+        f"training rows per user (least, quarter, half, three quarters, most): {spread}",
+        *brief(seen),
+        *_scales(raw),
+        size,
+        f"All of this was {LOOKED} by any epsilon. --write schema.toml writes down what a run "
+        "would take to be public, for you to read and declare.",
+    ]
+    return "\n".join(lines)
+
+
+def _scales(raw: PerUser) -> list[str]:
+    """Least, mean, deviation and most of each column of numbers."""
+    import pandas
+
+    if raw.is_sparse or not raw.feature_names:
+        return []
+    names = [name for name in _numbers(raw.schema) if name in raw.feature_names][:MOST_LISTED]
+    if not names:
+        return []
+    places = [raw.feature_names.index(name) for name in names]
+    frame = pandas.DataFrame(raw.x[raw.trained][:, places], columns=names)
+    table = frame.agg(["min", "mean", "std", "max"]).T
+    table.columns = ["least", "mean", "deviation", "most"]
+    return str(table.to_string(float_format="{:.4g}".format)).splitlines()

@@ -1,0 +1,488 @@
+"""Everyone's rows in one value."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+from scipy import sparse
+
+from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.checks import require
+from flwr_ppsgd.lab.schema import Schema, Task
+from flwr_ppsgd.learner import generator
+from flwr_ppsgd.models.additive_linear import Matrix
+from flwr_ppsgd.models.representation import NONE, Representation, Shape
+
+Indices: TypeAlias = NDArray[np.intp]
+Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
+ROWS_AT_ONCE = 1 << 14
+MOST_NAMED = 5  # users that a message names
+
+
+@dataclass(frozen=True)
+class Split:
+    """How each user's test part is chosen if no column marks it.
+
+    Args:
+        fraction: the share of a user's rows, rounded; for users with two or more rows at least one
+            row and never all.
+        seed: decides which rows, unless there is a time column: then they are the last ones.
+    """
+
+    fraction: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rule = "the test fraction must be between 0 and 1"
+        require(0 < self.fraction < 1, rule, self.fraction, "try 0.2")
+
+    def mask(self, offsets: Indices, time: NDArray[Any] | None) -> NDArray[np.bool_]:
+        """The test rows of users whose rows are sorted by user."""
+        bounds = offsets.tolist()
+        test = np.zeros(bounds[-1], dtype=np.bool_)
+        for user, start in enumerate(bounds[:-1]):
+            stop = bounds[user + 1]
+            n = stop - start
+            wanted = max(1, round(self.fraction * n))
+            count = min(wanted, n - 1)
+            if time is None:
+                order = generator("split", self.seed, user).permutation(n)
+            else:
+                order = np.argsort(time[start:stop], kind="stable")
+            test[start + order[n - count :]] = True
+        return test
+
+    def words(self, by_time: bool) -> str:
+        """How the test part was chosen, for people."""
+        which = "last" if by_time else "randomly chosen"
+        return f"test part: the {which} {self.fraction:.0%} of each user's rows"
+
+
+@dataclass(frozen=True, eq=False)
+class OwnScale:
+    """What each user has done to the own rows, on the device.
+
+    Args:
+        columns: the columns of x that were scaled.
+        mean: users × columns, of the user's training rows.
+        std: the same.
+        centre: users × K, subtracted from the user's targets.
+        unit: for each user, what the difference was divided by; measures are in the source's units.
+    """
+
+    columns: Indices
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+    centre: NDArray[np.float64]
+    unit: Vector
+
+    def only(self, users: Sequence[int] | Indices) -> "OwnScale":
+        """These users alone."""
+        which = np.asarray(users, dtype=np.intp)
+        return replace(
+            self,
+            mean=self.mean[which],
+            std=self.std[which],
+            centre=self.centre[which],
+            unit=self.unit[which],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PerUser:
+    """Rows of many users, sorted by user: user i has the rows offsets[i] … offsets[i+1]−1.
+
+    Args:
+        source: where the rows come from, for messages.
+        x: rows × d as they are stored (bytes stay bytes), dense or CSR. A model sees
+            (x − mean) / std, and a last column of ones if ``bias`` is set.
+        y: class numbers 0 … K−1; real numbers, one or more per row; or, for multi-label tasks,
+            rows × K of zeros and ones in CSR.
+        test: which rows belong to the test part of their user.
+        offsets: the first row of each user, and the number of rows at the end.
+        users: each user's label in the source.
+        task: what y stands for.
+        outputs: K.
+        mean: subtracted from x.
+        std: x is divided by it.
+        bias: whether a model sees a last feature that is always 1.
+        feature_names: a name for each column of x, or none.
+        target_names: a name for each output, or none.
+        notes: what a reader decided or left out, in sentences: print them.
+        own: what users have done to their rows; x and y are as after it.
+        shape: of one row, such as (28, 28) for images; () if it is not known.
+        representation: Φ: a model sees Φ((x − mean) / std). None: rows as they are.
+        representation_names: what it is called in settings.
+        validation: which rows are for choosing settings: neither training rows nor test rows.
+        by_time: whether each user's rows are in the order of their time.
+        kinds: of each feature but a bias, as of ``AdditiveLinear``; empty: all are used as they
+            are.
+        schema: what the columns of the source are.
+        looked: what was chosen by looking at everyone's rows; empty if the schema was given.
+    """
+
+    source: str
+    x: Table
+    y: Table
+    test: NDArray[np.bool_]
+    offsets: Indices
+    users: tuple[str, ...]
+    task: Task
+    outputs: int
+    mean: Vector | float = 0.0
+    std: Vector | float = 1.0
+    bias: bool = False
+    feature_names: tuple[str, ...] = ()
+    target_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    own: OwnScale | None = None
+    shape: Shape = ()
+    representation: Representation | None = None
+    representation_names: str = NONE
+    validation: NDArray[np.bool_] | None = None
+    by_time: bool = False
+    kinds: tuple[str, ...] = ()
+    schema: Schema | None = None
+    looked: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        """The number of users."""
+        return len(self.users)
+
+    @property
+    def features(self) -> int:
+        """The number of features that a model sees: d, and one more with a bias column."""
+        return self.width + self.bias
+
+    @functools.cached_property
+    def width(self) -> int:
+        """The number of columns, or of features of the representation."""
+        columns = int(self.x.shape[1])
+        if self.representation is None:
+            return columns
+        return self.representation.width(columns)
+
+    @property
+    def all_kinds(self) -> tuple[str, ...]:
+        """The kind of each feature; a bias is used as it is."""
+        return (*(self.kinds or ("as-is",) * self.width), *("as-is",) * self.bias)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether x is in CSR."""
+        return bool(sparse.issparse(self.x))
+
+    @property
+    def train_sizes(self) -> Indices:
+        """n_i, the number of training rows of each user."""
+        return np.diff(self._offsets_of(False))
+
+    @property
+    def test_sizes(self) -> Indices:
+        """The number of test rows of each user."""
+        return np.diff(self._offsets_of(True))
+
+    def rows(self, user: int, *, test: bool) -> Indices:
+        """The rows of one user's training or test part, in the order of the source."""
+        if not 0 <= user < len(self):
+            raise ValueError(
+                f"{self.source}: there is no user number {user}: they go from 0 to {len(self) - 1}"
+            )
+        start = int(self.offsets[user])
+        stop = int(self.offsets[user + 1])
+        return start + np.flatnonzero(self._part(test)[start:stop])
+
+    def matrix(self, rows: Indices) -> Matrix:
+        """What a model sees of these rows: dense, float64."""
+        seen = self.seen(rows)
+        dense: Matrix = seen.toarray() if self.is_sparse else seen
+        return dense
+
+    def seen(self, rows: Indices) -> Table:
+        """The same; CSR stays CSR."""
+        return self._seen(rows, np.float64)
+
+    def targets(self, rows: Indices, shift: float = 0.0) -> Matrix:
+        """rows × K minus ``shift``: one-hot rows, multi-hot rows, or real numbers.
+
+        Args:
+            rows: which rows.
+            shift: 0.1 in the paper's linear experiments.
+        """
+        taken = self.y[rows]
+        if self.task == "regression":
+            real = np.asarray(taken, dtype=np.float64)
+            return real.reshape(len(rows), self.outputs) - shift
+        if self.task == "multi-label":
+            return np.asarray(taken.toarray(), dtype=np.float64) - shift
+        one_hot: Matrix = np.eye(self.outputs)[taken]
+        return one_hot - shift
+
+    def part(
+        self, *, test: bool, shift: float = 0.0, dtype: DTypeLike = np.float64
+    ) -> tuple[Table, NDArray[Any], Indices]:
+        """(x, targets, offsets) of everyone's training or test rows, as a model sees them.
+
+        CSR stays CSR.
+        """
+        rows = np.flatnonzero(self._part(test))
+        x = self._seen(rows, dtype)
+        y = self.targets(rows, shift).astype(dtype)
+        return x, y, self._offsets_of(test)
+
+    def with_validation(self, split: Split) -> "PerUser":
+        """With a part of each user's training rows set apart, for choosing settings.
+
+        Users with one training row keep it. With a time column it is the last training rows.
+        """
+        apart = np.zeros(len(self.test), dtype=np.bool_)
+        trained = np.flatnonzero(self._part(False))
+        offsets = self._offsets_of(False)
+        time = np.arange(len(trained)) if self.by_time else None
+        apart[trained] = split.mask(offsets, time)
+        words = split.words(self.by_time).replace("test part", "validation part")
+        note = words.replace("rows", "training rows, for choosing settings")
+        return replace(self, validation=apart, notes=(*self.notes, note))
+
+    def choosing(self) -> "PerUser":
+        """The same with the validation part in the place of the test part: what is measured there
+        may be used for choosing."""
+        if self.validation is None:
+            return self
+        return replace(self, test=self.validation, validation=self.test)
+
+    def with_bias(self) -> "PerUser":
+        """With a last feature that is 1 for every row."""
+        return replace(self, bias=True)
+
+    def represented(
+        self, representation: Representation, names: str, *, looked: bool = False
+    ) -> "PerUser":
+        """A model sees Φ of each row, computed once for each user.
+
+        Args:
+            representation: Φ, which is public.
+            names: what it is called in settings.
+            looked: whether it was chosen by looking at the rows.
+        """
+        if self.is_sparse:
+            raise ValueError(
+                f"{self.source}: x is sparse and a representation would fill it: use "
+                "representation = 'none'"
+            )
+        changed = replace(self, representation=representation, representation_names=names)
+        note = f"a model sees {changed.width:,} features of each row: {names}"
+        if looked:
+            note += ", since rows look like images (representation = 'none' for the pixels)"
+        return replace(changed, notes=(*self.notes, note))
+
+    def standardised(self, mean: ArrayLike, std: ArrayLike) -> "PerUser":
+        """A model sees (x − mean) / std.
+
+        The statistics must be public: none is ever computed from users' rows, since no privacy
+        would be charged for it.
+
+        Args:
+            mean: one number, or one per feature, in the source's units.
+            std: the same, above 0.
+        """
+        mean = self._statistic("mean", mean)
+        std = self._statistic("std", std)
+        wrong = np.flatnonzero(~(np.atleast_1d(std) > 0))
+        if wrong.size:
+            column = self.column_name(int(wrong[0]))
+            raise ValueError(
+                f"{self.source}: public std of {column} must be above 0: leave that column out, or "
+                "use 1"
+            )
+        if self.is_sparse and mean.any():
+            raise ValueError(
+                f"{self.source}: x is sparse and a mean would fill it: give mean 0, and std alone"
+            )
+        return replace(self, mean=mean, std=std)
+
+    def with_at_least(self, train_rows: int) -> "PerUser":
+        """Without the users who have fewer training rows; a note names them."""
+        sizes = self.train_sizes
+        short = np.flatnonzero(sizes < train_rows)
+        if not len(short):
+            return self
+        if len(short) == len(self):
+            raise ValueError(
+                f"{self.source}: no user has {train_rows} training rows: the most is {sizes.max()}"
+            )
+        named = _listed(self.users, short, sizes)
+        note = f"left out {named} with fewer than {train_rows} training rows"
+        kept = self.only(np.flatnonzero(sizes >= train_rows))
+        return replace(kept, notes=(*self.notes, note), looked=(*self.looked, "who is left out"))
+
+    def only(self, users: Sequence[int] | Indices) -> "PerUser":
+        """These users alone, renumbered in this order."""
+        spans = [np.arange(self.offsets[user], self.offsets[user + 1]) for user in users]
+        rows = np.concatenate(spans)
+        sizes = [len(span) for span in spans]
+        return replace(
+            self,
+            x=self.x[rows],
+            y=self.y[rows],
+            test=self.test[rows],
+            validation=None if self.validation is None else self.validation[rows],
+            offsets=np.cumsum([0, *sizes]),
+            users=tuple(self.users[int(user)] for user in users),
+            own=None if self.own is None else self.own.only(users),
+        )
+
+    def describe(self, batch_size: int = 10) -> str:
+        """What was found, in lines to print.
+
+        Args:
+            batch_size: users with fewer training rows are named.
+        """
+        sizes = self.train_sizes
+        tested = self.test_sizes
+        lines = [self._summary(), *self.notes]
+        short = np.flatnonzero(sizes < batch_size)
+        if short.size:
+            named = _listed(self.users, short, sizes)
+            lines.append(f"fewer than {batch_size} training rows, so smaller minibatches: {named}")
+        unmeasured = np.flatnonzero(tested == 0)
+        if unmeasured.size:
+            named = _listed(self.users, unmeasured, sizes)
+            lines.append(f"no test rows, so trained but not measured: {named}")
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        sizes = self.train_sizes
+        tested = self.test_sizes.sum()
+        apart = ""
+        if self.validation is not None:
+            apart = f"{int(self.validation.sum()):,} validation rows, "
+        kind = " (sparse)" if self.is_sparse else ""
+        task = _TASK_WORDS[self.task].format(self.outputs)
+        return (
+            f"{self.source}: {len(self):,} users, {sizes.sum():,} training rows ({sizes.min()} to "
+            f"{sizes.max()} each), {apart}{tested:,} test rows, {self.features:,} features{kind}, "
+            f"{task}"
+        )
+
+    def _statistic(self, name: str, values: ArrayLike) -> NDArray[np.float64]:
+        """Public statistics as an array: finite, one number or one per feature."""
+        found = np.asarray(values, dtype=np.float64)
+        width = self.x.shape[1]
+        if found.shape not in ((), (width,)) or not np.isfinite(found).all():
+            raise ValueError(
+                f"{self.source}: public {name} must be finite, one number or {width}, got "
+                f"{found.shape}: give one for each feature column"
+            )
+        return found
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """Which rows are training rows."""
+        return ~self.test if self.validation is None else ~(self.test | self.validation)
+
+    def _part(self, test: bool) -> NDArray[np.bool_]:
+        return self.test if test else self.trained
+
+    def _offsets_of(self, test: bool) -> Indices:
+        counted = np.cumsum(self._part(test))
+        before = np.concatenate([[0], counted])
+        return before[self.offsets].astype(np.intp)
+
+    def _seen(self, rows: Indices, dtype: DTypeLike) -> Table:
+        if self.is_sparse:
+            return self._scaled_sparse(self.x[rows]).astype(dtype)
+        dense = np.empty((len(rows), self.features), dtype=dtype)
+        inner = dense[:, : self.features - self.bias]
+        if self.representation is None:
+            for start in range(0, len(rows), ROWS_AT_ONCE):  # no second copy of everything
+                some = slice(start, start + ROWS_AT_ONCE)
+                self._scale(self.x[rows[some]], out=inner[some])
+        else:
+            inner[:] = self._represented.of(rows)
+        dense[:, self.features - self.bias :] = 1.0
+        return dense
+
+    def _scale(self, x: NDArray[Any], out: NDArray[Any]) -> None:
+        np.subtract(x, self.mean, out=out, casting="unsafe")
+        np.divide(out, self.std, out=out, casting="unsafe")
+
+    @functools.cached_property
+    def _represented(self) -> "_Represented":
+        return _Represented(self)
+
+    def _scaled_sparse(self, x: Table) -> Table:
+        if np.any(self.std != 1.0):
+            x = sparse.csr_array(x * (1 / np.asarray(self.std)))
+        if self.bias:
+            ones = np.ones((x.shape[0], 1))
+            x = sparse.csr_array(sparse.hstack([x, ones]))
+        return x
+
+    def amounts(self, rows: Indices) -> Matrix:
+        """Targets of regression in the units of the source: rows × K."""
+        found = self.targets(rows)
+        if self.own is None:
+            return found
+        user = np.searchsorted(self.offsets, rows, side="right") - 1
+        back: Matrix = found * self.own.unit[user][:, None] + self.own.centre[user]
+        return back
+
+    @property
+    def units(self) -> Vector:
+        """What one unit of each user's targets is in the source's units."""
+        return np.ones(len(self)) if self.own is None else self.own.unit
+
+    def column_name(self, index: int) -> str:
+        """A column of x, for messages."""
+        if not self.feature_names:
+            return f"feature {index}"
+        return f"column {self.feature_names[index]!r}"
+
+
+class _Represented:
+    """Φ of users' rows, computed when a user is first seen and kept in memory.
+
+    A user's rows are always computed together, so that every engine sees the same numbers.
+    """
+
+    def __init__(self, data: PerUser) -> None:
+        self._data = data
+        self._known = np.zeros(len(data), dtype=bool)
+        self._values = np.empty((len(data.test), data.width), dtype=np.float32)
+
+    def of(self, rows: Indices) -> NDArray[np.float32]:
+        """One row of features for each of these rows."""
+        users = np.unique(np.searchsorted(self._data.offsets, rows, side="right") - 1)
+        for user in users[~self._known[users]].tolist():
+            self._compute(user)
+        return self._values[rows]
+
+    def _compute(self, user: int) -> None:
+        data = self._data
+        assert data.representation is not None
+        span = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
+        scaled = np.empty(data.x[span].shape)
+        data._scale(data.x[span], out=scaled)
+        self._values[span] = data.representation(scaled)
+        self._known[user] = True
+
+
+_TASK_WORDS: dict[Task, str] = {
+    "classification": "classification in {} classes",
+    "multi-label": "multi-label with {} labels",
+    "regression": "regression with {} output(s)",
+}
+
+
+def _listed(labels: Sequence[str], which: Indices, sizes: Indices) -> str:
+    """The number of users, and the first few of them with their training rows."""
+    parts = [f"{labels[user]!r} ({sizes[user]})" for user in which[:MOST_NAMED].tolist()]
+    named = ", ".join(parts)
+    if len(which) > MOST_NAMED:
+        named += ", …"
+    word = "users" if len(which) > 1 else "user"
+    return f"{len(which):,} {word}: {named}"

@@ -1,0 +1,343 @@
+"""What is public about a file of users' rows: the form of a model, and how rows are read.
+
+``ppsgd look FILE --write schema.toml`` writes one down; its author reads it, corrects it and
+declares it to be public. With it nothing is looked for in the rows: a category or a class that it
+does not list changes nothing but what that user's own rows say.
+"""
+
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias
+
+from flwr_ppsgd.checks import nearest, one_of
+from flwr_ppsgd.disk import PRIVATE_FILE
+from flwr_ppsgd.wire import places_in
+
+Task: TypeAlias = Literal["classification", "multi-label", "regression"]
+TASKS = ("classification", "multi-label", "regression")
+NUMBER = "number"
+FLAG = "flag"
+CATEGORY = "category"
+HASHED = "hashed"
+TEXT = "text"
+SPARSE = "sparse"
+PICTURE = "picture"
+LEFT_OUT = "left out"
+KINDS = {
+    NUMBER: "scaled on each device by the user's own mean and deviation",
+    FLAG: "0 and 1, used as it is",
+    CATEGORY: "one feature for each of its words; another word is zeros",
+    HASHED: "a category with a public hash in place of its words",
+    TEXT: "the share of each word among the words of a row, hashed",
+    SPARSE: "columns that most users lack",
+    PICTURE: "pixels",
+    LEFT_OUT: "not used",
+}
+PLAIN = (NUMBER, FLAG, HASHED, TEXT, LEFT_OUT)  # kinds that need no more words
+WIDE = (NUMBER, SPARSE, PICTURE)  # kinds that an array of several columns can have
+BUCKETS = 4096  # features of a hashed column
+MOST_DENSE = 64  # words of a category; with more its columns are sparse
+OWN_MEAN = "own-mean"
+ZERO = "zero"
+MISSING = {OWN_MEAN: "the mean of the user's own training rows, else 0", ZERO: "0"}
+OWN = "own"
+SCALING = (OWN, "none")
+ALL = "all"
+WRITTEN = """\
+# What is public about {name}. It was written by looking at users' rows: read it, take out what
+# only few users' rows show (a rare word, a class), and declare the rest to be public.
+# Then: ppsgd run --data {name} --schema FILE
+"""
+OF_COLUMNS = """
+[columns]  # in order: "number", "flag" (0 and 1), "text", "hashed", "left out", or a list of words
+"""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a file, or an array of several.
+
+    Args:
+        name: in the file.
+        kind: one of ``KINDS``.
+        words: of a category, in order.
+        width: the number of columns of an array; of a picture, of its pixels.
+        flags: of an array of numbers, the places of columns of 0 and 1, as in 3-5,9.
+        shape: of a picture, such as (28, 28).
+    """
+
+    name: str
+    kind: str
+    words: tuple[str, ...] = ()
+    width: int = 1
+    flags: str = ""
+    shape: tuple[int, ...] = ()
+
+    @property
+    def features(self) -> int:
+        """The number of features that a model gets from it."""
+        counts = {CATEGORY: len(self.words), HASHED: BUCKETS, TEXT: BUCKETS, LEFT_OUT: 0}
+        return counts.get(self.kind, self.width)
+
+    def feature_names(self) -> list[str]:
+        """A name for each feature; none for an array."""
+        if self.kind == CATEGORY:
+            return [f"{self.name}={word}" for word in self.words]
+        if self.kind in (HASHED, TEXT):
+            return [f"{self.name}#{bucket}" for bucket in range(BUCKETS)]
+        return [self.name] if self.kind in (NUMBER, FLAG) else []
+
+    def model_kinds(self) -> list[str]:
+        """The kind of each feature, as of ``AdditiveLinear``."""
+        if self.kind == NUMBER:
+            found = ["number"] * self.width
+            for place in places_in(self.flags):
+                found[place] = "as-is"
+            return found
+        rare = self.kind in (HASHED, TEXT, SPARSE) or len(self.words) > MOST_DENSE
+        return ["sparse" if rare else "as-is"] * self.features
+
+    def to_toml(self) -> str:
+        """Its value: a kind, a list of words, or a table."""
+        if self.kind == CATEGORY:
+            return _toml(list(self.words))
+        if self.kind in PLAIN and self.width == 1:
+            return _toml(self.kind)
+        given = {"kind": self.kind, "width": self.width}
+        more = {"flags": self.flags, "shape": list(self.shape)}
+        parts = {**given, **{key: value for key, value in more.items() if value}}
+        return "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in parts.items()) + "}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """The form of a model and how rows are read.
+
+    Args:
+        user: the column that names a row's user.
+        enrolled: who takes part; None: all ids in the file.
+        target: the columns to predict.
+        task: what they stand for.
+        classes: of classification, or the labels, in order; of an array of amounts, their names.
+        columns: all others, in order.
+        missing: what stands for a feature that is missing, one of ``MISSING``.
+        test: the column that marks test rows; "" for a share of each user's rows.
+        time: the column that orders a user's rows: the last ones are test rows.
+        test_fraction: each user's test part, unless a column marks it.
+        split_seed: decides which rows, unless there is a time column.
+        representation: what a linear model sees of a row, as of ``Problem``.
+        representation_features: the number of features of a random one; None: its own default.
+        representation_seed: of a random one.
+        scaling: "own": each user's own mean and deviation, on the device; or "none".
+        dtype: of the features.
+        separator: of a .csv, between values.
+        decimal: of a .csv, "." or ",".
+        encoding: of a .csv.
+        sha256: of the file that it was read from, or of the text that ``to_toml`` gives.
+    """
+
+    user: str
+    enrolled: tuple[str, ...] | None = None
+    target: tuple[str, ...]
+    task: Task
+    classes: tuple[str, ...] = ()
+    columns: tuple[Column, ...]
+    missing: str = OWN_MEAN
+    test: str = ""
+    time: str = ""
+    test_fraction: float = 0.2
+    split_seed: int = 0
+    representation: str = "none"
+    representation_features: int | None = None
+    representation_seed: int = 0
+    scaling: str = OWN
+    dtype: str = "float64"
+    separator: str = ""
+    decimal: str = ""
+    encoding: str = ""
+    sha256: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        one_of("task", self.task, TASKS)
+        one_of("missing", self.missing, MISSING)
+        one_of("scaling", self.scaling, SCALING)
+        one_of("dtype", self.dtype, ("float64", "uint8"))
+        if self.task != "regression" and len(self.classes) < 2:
+            raise ValueError(f"classes must be at least 2, got {len(self.classes)}: list them")
+        if len(set(self.classes)) < len(self.classes):
+            raise ValueError("classes has a name twice: list each once")
+        if not 0 < self.test_fraction < 1:
+            raise ValueError(f"test-fraction must be between 0 and 1, got {self.test_fraction}")
+        if not any(column.features for column in self.columns):
+            raise ValueError("columns must have one at least that is not left out: add one")
+
+    @property
+    def outputs(self) -> int:
+        """K."""
+        return len(self.classes) or len(self.target)
+
+    @property
+    def used(self) -> tuple[Column, ...]:
+        """The columns that are not left out."""
+        return tuple(column for column in self.columns if column.features)
+
+    @property
+    def picture(self) -> Column | None:
+        """The column of pictures, if there is one."""
+        return next((column for column in self.columns if column.kind == PICTURE), None)
+
+    def feature_names(self) -> tuple[str, ...]:
+        """A name for each feature; none if one is an array."""
+        names = [name for column in self.used for name in column.feature_names()]
+        return tuple(names) if len(names) == sum(column.features for column in self.used) else ()
+
+    def model_kinds(self) -> tuple[str, ...]:
+        """The kind of each feature, as of ``AdditiveLinear``."""
+        kinds = [kind for column in self.used for kind in column.model_kinds()]
+        if self.scaling != OWN:
+            kinds = ["as-is" if kind == "number" else kind for kind in kinds]
+        return tuple(kinds)
+
+    def special(self) -> set[str]:
+        """Columns that are never features."""
+        return {self.user, *self.target, self.test, self.time} - {""}
+
+    def to_toml(self, name: str = "the data") -> str:
+        """The text of a schema file about a file of this name."""
+        lines = []
+        for key, value in self._given():
+            hint = _HINTS.get(key, "")
+            lines.append(f"{key} = {_toml(value)}{hint}")
+        columns = [f"{_toml(column.name)} = {column.to_toml()}" for column in self.columns]
+        return WRITTEN.format(name=name) + "\n".join(lines) + OF_COLUMNS + "\n".join(columns) + "\n"
+
+    def _given(self) -> Iterator[tuple[str, Any]]:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name == "enrolled":
+                value = ALL if value is None else list(value)
+            elif one.name in ("target", "classes"):
+                value = list(value)
+            if one.name not in ("columns", "sha256") and value not in (None, "", []):
+                yield one.name.replace("_", "-"), value
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From a file; ValueError in one line that names it."""
+        try:
+            content = path.read_bytes()
+            found = tomllib.loads(content.decode())
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror}): check the name") from None
+        except ValueError as error:  # not TOML, or not UTF-8
+            raise ValueError(f"{path}: not a schema ({error}): correct it") from None
+        try:
+            return cls(**_checked(found), sha256=hashlib.sha256(content).hexdigest())
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def with_hash(self) -> Self:
+        """The same with the hash of its text."""
+        digest = hashlib.sha256(self.to_toml().encode()).hexdigest()
+        return replace(self, sha256=digest)
+
+
+_HINTS = {
+    "enrolled": '  # "all" ids in the file, or a list of them',
+    "classes": "  # in order; a row with another one is dropped",
+    "missing": '  # "own-mean" (of the user\'s training rows, else 0) or "zero"',
+    "scaling": '  # "own": each user\'s own mean and deviation; or "none"',
+}
+_LISTS = ("target", "classes", "enrolled")
+_TYPES: dict[str, Any] = {
+    "test-fraction": (int, float),
+    "split-seed": int,
+    "representation-features": int,
+    "representation-seed": int,
+    "columns": dict,
+}
+
+
+def _checked(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a schema; ValueError names a key that is unknown, missing or of a wrong
+    type."""
+    known = [one.name.replace("_", "-") for one in fields(Schema) if one.name != "sha256"]
+    for key in found:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}: did you mean {nearest(key, known)!r}?")
+    for key in ("user", "target", "task", "columns"):
+        if key not in found:
+            raise ValueError(f"{key!r} is missing: add it, or write the schema anew")
+    values: dict[str, Any] = {}
+    for key, value in found.items():
+        name = key.replace("-", "_")
+        if key == "enrolled" and value == ALL:
+            continue
+        if key == "target" and isinstance(value, str):
+            values[name] = (value,)
+        elif key in _LISTS:
+            values[name] = _texts(key, value)
+        elif isinstance(value, bool) or not isinstance(value, _TYPES.get(key, str)):
+            raise ValueError(f"{key} has a value of a wrong type, got {value!r}: correct it")
+        else:
+            values[name] = value
+    values["columns"] = tuple(_column(name, value) for name, value in found["columns"].items())
+    return values
+
+
+def _texts(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f'{key} must be a list of texts, as in ["a", "b"], got {value!r}')
+    return tuple(value)
+
+
+def _column(name: str, value: Any) -> Column:
+    """A column from its value in a schema file."""
+    where = f"column {name!r}"
+    if isinstance(value, list):
+        words = _texts(where, value)
+        if not words or len(set(words)) < len(words):
+            raise ValueError(f'{where} must list each word once: correct it, or say "left out"')
+        return Column(name, CATEGORY, words)
+    if isinstance(value, str):
+        one_of(where, value, PLAIN)
+        return Column(name, value)
+    if not isinstance(value, dict) or value.get("kind") not in WIDE:
+        kinds = ", ".join(KINDS)
+        raise ValueError(f"{where} must be a kind ({kinds}) or a list of words, got {value!r}")
+    more = dict(value)
+    more["shape"] = tuple(more.get("shape", ()))
+    try:
+        made = Column(name, **more)
+        made.model_kinds()
+        return made
+    except (TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"{where}: {error}: correct it") from None
+
+
+def write_schema(schema: Schema, path: Path, name: str) -> None:
+    """A new file that only its owner may read; ValueError if there is one.
+
+    Args:
+        schema: what to write.
+        path: the file.
+        name: of the data.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+    except FileExistsError:
+        raise ValueError(f"{path} is there already: choose another name, or remove it") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}): choose another") from None
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(schema.to_toml(name))
+
+
+def _toml(value: Any) -> str:
+    """A text, a number, or a list of them: JSON has the same form."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

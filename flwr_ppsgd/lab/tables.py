@@ -1,0 +1,561 @@
+"""Files of users' rows as columns: .csv by pandas' C engine, .parquet by Arrow, .npz by numpy.
+
+Users and categories are text, as they are written: 007 is not 7, and NA may be a name. Separator
+and decimal comma are found in the head of a .csv.
+"""
+
+import codecs
+import csv
+import io
+import itertools
+import math
+import re
+import warnings
+import zipfile
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from flwr_ppsgd.checks import nearest, printable
+
+Values: TypeAlias = Any  # a pandas.Series, an array, or a scipy.sparse.csr_array: none has types
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+
+GAPS = ["", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "#N/A", "?", "-", "."]
+SEPARATORS = (",", ";", "\t", "|")
+HEAD_BYTES = 1 << 16
+HEAD_ROWS = 1000
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
+DECIMAL_POINT = re.compile(r"-?\d+\.\d+")
+MOST_SHOWN = 12  # names that an error lists
+MOST_LETTERS = 200  # of another library's error
+TEXT_FILES = (".csv", ".tsv", ".txt")
+ENDINGS = (*TEXT_FILES, ".parquet", ".npz")
+ASKED = {"user": " (--user names the column)", "y": " (--target names the column)"}
+UNREADABLE = (  # what numpy raises for a damaged file
+    OSError,
+    ValueError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    AttributeError,
+    TypeError,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RawTable:
+    """The columns of a file.
+
+    Args:
+        source: the file, for messages.
+        columns: by name, one value per row; an array may have several columns.
+        shapes: of pictures and of arrays with more than two axes, by column.
+        only_x: whether features are in the column x alone; others may be anything.
+        feature_names: of the columns of an array x, if the file names them.
+        classes: the names of classes or labels, if the source knows all of them.
+        notes: what was changed.
+        lines: of a .csv, how it is written: messages then count lines.
+    """
+
+    source: str
+    columns: Mapping[str, Values]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    only_x: bool = False
+    feature_names: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    lines: "CsvHead | None" = None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        for values in self.columns.values():
+            return int(np.shape(values)[0]) if np.ndim(values) or sparse.issparse(values) else 0
+        return 0
+
+    @property
+    def decimal(self) -> str:
+        """What stands before the decimals of a number in text."""
+        return self.lines.decimal if self.lines else "."
+
+    def column(self, name: str, what: str = "") -> Values:
+        """The column of this name; ValueError with the nearest name if there is none."""
+        if name in self.columns:
+            return self.columns[name]
+        what = what or ("array" if self.source.endswith(".npz") else "column")
+        raise ValueError(f"{self.source}: {missing_name(name, self.columns, what)}")
+
+    def refuse(self, what: str, remedy: str, row: int | None = None) -> ValueError:
+        """An error in one line: the file, what is wrong, in which row, what to do."""
+        where = ""
+        if row is not None:
+            where = f" in row {row}" if self.lines is None else f" in line {self.lines.line(row)}"
+        return ValueError(f"{self.source}: {what}{where}: {remedy}")
+
+
+def missing_name(name: str, there: Iterable[Any], what: str) -> str:
+    """A line that names what there is, and the nearest of it."""
+    names = [str(other) for other in there]
+    shown = ", ".join(names[:MOST_SHOWN])
+    if len(names) > MOST_SHOWN:
+        shown += ", …"
+    close = nearest(name, names) if names else "nothing"
+    option = ASKED.get(name, "")
+    return f"there is no {what} {name!r} among {shown}: did you mean {close!r}?{option}"
+
+
+def read_file(
+    path: Path,
+    text: Collection[str] | None = (),
+    encoding: str = "",
+    separator: str = "",
+    decimal: str = "",
+) -> RawTable:
+    """The columns of a .csv, .parquet or .npz file.
+
+    Args:
+        path: the file.
+        text: columns of a .csv that are text, whatever is in them; None: all of them.
+        encoding: of a .csv; by default UTF-8, or what a byte order mark says.
+        separator: between the values of a .csv; found in its head by default.
+        decimal: "." or ","; the same.
+    """
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
+        raise ValueError(
+            f"{path}: data must be a file that ends in {', '.join(ENDINGS)}: convert it to one"
+        )
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file: check the name")
+    if ending == ".npz":
+        return read_npz(path)
+    if ending == ".parquet":
+        return read_parquet([path], str(path))
+    return read_csv(path, text, encoding, separator, decimal)
+
+
+# --- .csv
+
+
+@dataclass(frozen=True)
+class CsvHead:
+    """How a .csv is written.
+
+    Args:
+        path: the file.
+        encoding: of its text.
+        separator: between values.
+        decimal: "." or ",".
+        names: of its columns.
+        above: the number of records above the first row.
+    """
+
+    path: Path
+    encoding: str
+    separator: str
+    decimal: str
+    names: tuple[str, ...]
+    above: int
+
+    def records(self) -> Iterator[tuple[int, list[str]]]:
+        """The line and the values of each row that is not empty."""
+        with self.path.open(encoding=self.encoding, newline="", errors="replace") as file:
+            reader = csv.reader(file, delimiter=self.separator)
+            for record in itertools.islice(reader, self.above, None):
+                if record:
+                    yield reader.line_num, record
+
+    def line(self, row: int) -> int:
+        """The line in which a row ends."""
+        found = itertools.islice(self.records(), row, None)
+        return next((line for line, _ in found), row + self.above + 1)
+
+    def refuse_ragged(self) -> None:
+        """ValueError that names the first line that is too short or too long, if there is one."""
+        wrong = [
+            (line, len(record)) for line, record in self.records() if len(record) != len(self.names)
+        ]
+        if wrong:
+            line, count = wrong[0]
+            more = f" (and {len(wrong) - 1:,} more lines are wrong)" if len(wrong) > 1 else ""
+            raise ValueError(
+                f"{self.path}: line {line} has {count} values and there are {len(self.names)} "
+                f"columns{more}: correct it, and quote values that contain {self.separator!r}"
+            )
+
+
+def read_csv(
+    path: Path,
+    text: Collection[str] | None,
+    encoding: str = "",
+    separator: str = "",
+    decimal: str = "",
+) -> RawTable:
+    """The columns of a .csv; arguments as of ``read_file``."""
+    pandas = need_module("pandas", f"{path}: a {path.suffix} file")
+    head, rows, notes = _head_of(path, encoding, separator, decimal)
+    numbers = []
+    for place, name in enumerate(head.names if text is not None else ()):
+        if name not in (text or ()) and all(_is_number(row, place, head.decimal) for row in rows):
+            numbers.append(name)
+    try:
+        frame = _parsed(pandas, head, numbers)
+        words = [name for name in numbers if frame[name].dtype.kind not in "iufb"]
+        if words:  # not in the head, but further down
+            frame = _parsed(pandas, head, [name for name in numbers if name not in words])
+    except UnicodeDecodeError:
+        raise _wrongly_encoded(path, head.encoding) from None
+    except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
+        head.refuse_ragged()
+        reason = printable(error, MOST_LETTERS)
+        raise ValueError(f"{path}: cannot be read as csv ({reason}): export it again") from None
+    last = frame[head.names[-1]]
+    if last.isna().any() or (last.dtype.kind not in "iufb" and (last == "").any()):
+        head.refuse_ragged()
+    return RawTable(str(path), dict(frame.items()), notes=tuple(notes), lines=head)
+
+
+def _parsed(pandas: Any, head: CsvHead, numbers: Collection[str]) -> Any:
+    """The data frame, in which all other columns than ``numbers`` are text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pandas.errors.ParserWarning)
+        return pandas.read_csv(
+            head.path,
+            sep=head.separator,
+            decimal=head.decimal,
+            encoding=head.encoding,
+            header=None,
+            names=list(head.names),
+            skiprows=head.above,
+            index_col=False,
+            dtype={name: str for name in head.names if name not in numbers},
+            na_values=dict.fromkeys(numbers, GAPS),
+            keep_default_na=False,
+            skipinitialspace=True,
+            engine="c",
+            low_memory=False,
+        )
+
+
+def _head_of(
+    path: Path, encoding: str, separator: str, decimal: str
+) -> tuple[CsvHead, list[list[str]], list[str]]:
+    """How a .csv is written, its first rows, and notes."""
+    with path.open("rb") as file:
+        start = file.read(HEAD_BYTES)
+    if not encoding:
+        encoding = "utf-16" if start.startswith(UTF_16) else "utf-8-sig"
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(start)
+    except LookupError:
+        raise ValueError(f"{path}: there is no encoding {encoding!r}: try latin-1") from None
+    except UnicodeDecodeError:
+        raise _wrongly_encoded(path, encoding) from None
+    if not text.strip():
+        raise ValueError(f"{path}: cannot be read as csv, since it is empty: export it again")
+    if len(start) == HEAD_BYTES:
+        text = text[: text.rfind("\n") + 1] or text
+    above = _lines_above(text)
+    text = "".join(text.splitlines(keepends=True)[above:])
+    separator = separator or max(SEPARATORS, key=lambda one: _agreement(text, one))
+    header, *rows = _records(text, separator)
+    names, notes = distinct_names([name.strip() for name in header])
+    if not decimal:
+        decimal = "," if separator != "," and _has_decimal_comma(rows) else "."
+    if decimal == ",":
+        notes.append("numbers have a decimal comma")
+    return CsvHead(path, encoding, separator, decimal, tuple(names), above + 1), rows, notes
+
+
+def _lines_above(text: str) -> int:
+    """The number of lines above the header: empty, or comments that begin with #."""
+    lines = text.splitlines()
+    above = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), lines)
+    return len(list(above))
+
+
+def _records(text: str, separator: str) -> list[list[str]]:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    found = (record for record in reader if record)
+    return list(itertools.islice(found, HEAD_ROWS + 1))
+
+
+def _agreement(text: str, separator: str) -> tuple[bool, int]:
+    """Whether most rows have as many values as the header, and how many those are."""
+    header, *rows = _records(text, separator)
+    same = sum(len(row) == len(header) for row in rows)
+    return 2 * same >= len(rows) and len(header) > 1, len(header)
+
+
+def _has_decimal_comma(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether more values look like 1,5 than like 1.5: a user may be called 1.0."""
+    cells = [cell.strip() for row in rows for cell in row]
+    commas = sum(DECIMAL_COMMA.fullmatch(cell) is not None for cell in cells)
+    return commas > sum(DECIMAL_POINT.fullmatch(cell) is not None for cell in cells)
+
+
+def _is_number(row: Sequence[str], place: int, decimal: str) -> bool:
+    """Whether a value in the head is a number or a gap."""
+    value = row[place].strip() if place < len(row) else ""
+    return value in GAPS or as_number(value.replace(decimal, ".")) is not None
+
+
+def as_number(text: str) -> float | None:
+    """The number that a text stands for; None if it is not one."""
+    if "_" in text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def distinct_names(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Each name once, and notes: a column without a name is called by its place, a second one of a
+    name by both."""
+    found: list[str] = []
+    notes = []
+    for place, name in enumerate(names, 1):
+        own = name or f"column {place}"
+        if own in found:
+            own = f"{name} ({place})"
+            notes.append(f"column {place} is the second one called {name!r}: named {own!r} here")
+        found.append(own)
+    return found, notes
+
+
+def _wrongly_encoded(path: Path, encoding: str) -> ValueError:
+    name = "utf-8" if encoding == "utf-8-sig" else encoding
+    return ValueError(
+        f"{path}: the text is not {name}: name its encoding, as in --set encoding=latin-1"
+    )
+
+
+# --- .parquet
+
+
+def read_parquet(files: Sequence[Path], source: str) -> RawTable:
+    """The columns of .parquet files, one below the other; pictures as grey bytes."""
+    need_module("pandas", f"{source}: a .parquet file")
+    arrow = need_module("pyarrow", f"{source}: a .parquet file")
+    parquet = need_module("pyarrow.parquet", f"{source}: a .parquet file")
+    try:
+        tables = [parquet.read_table(file) for file in files]
+        table = arrow.concat_tables(tables, promote_options="default")
+    except Exception as error:  # Arrow has errors of several kinds
+        reason = printable(error, MOST_LETTERS)
+        raise ValueError(f"{source}: cannot be read as parquet ({reason}): export it") from None
+    return table_of(table, source)
+
+
+def table_of(table: Any, source: str) -> RawTable:
+    """The columns of an Arrow table."""
+    names, notes = distinct_names(table.column_names)
+    frame = table.rename_columns(names).to_pandas(ignore_metadata=True)
+    columns: dict[str, Values] = dict(frame.items())
+    shapes = {}
+    for name, values in columns.items():
+        if values.dtype == object and len(values):
+            pixels = _pixels_of(values.tolist(), f"{source}: column {name!r}")
+            if pixels is not None:
+                shapes[name] = pixels.shape[1:]
+                columns[name] = pixels.reshape(len(pixels), -1)
+    return RawTable(source, columns, shapes=shapes, notes=tuple(notes))
+
+
+def _pixels_of(values: Sequence[Any], where: str) -> NDArray[np.uint8] | None:
+    """Pictures that are stored as bytes, or in a field "bytes"; None if they are not."""
+    contents: list[Any] = [
+        value.get("bytes") if isinstance(value, dict) else value for value in values
+    ]
+    if not all(isinstance(content, bytes) for content in contents):
+        return None
+    pictures = (
+        grey_picture(io.BytesIO(content), f"{where}, row {row}")
+        for row, content in enumerate(contents)
+    )
+    return stacked(pictures, where)
+
+
+def grey_picture(file: Any, where: str) -> NDArray[np.uint8]:
+    """The grey bytes of a picture."""
+    image = need_module("PIL.Image", where)
+    try:
+        with image.open(file) as picture:
+            return np.asarray(picture.convert("L"), dtype=np.uint8)
+    except OSError as error:
+        reason = printable(error, MOST_LETTERS)
+        raise ValueError(f"{where}: cannot be read as a picture ({reason}): remove it") from None
+
+
+def stacked(pictures: Iterable[NDArray[np.uint8]], where: str) -> NDArray[np.uint8]:
+    """Pictures of one size in one array."""
+    found: list[NDArray[np.uint8]] = []
+    for place, picture in enumerate(pictures):
+        if found and picture.shape != found[0].shape:
+            raise ValueError(
+                f"{where}: picture {place} has {picture.shape} pixels and the first one "
+                f"{found[0].shape}: bring all of them to one size"
+            )
+        found.append(picture)
+    return np.stack(found)
+
+
+def need_module(name: str, for_what: str) -> Any:
+    """An optional package; ValueError with the pip command if it is not installed."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        extra = "data" if package == "flwr_datasets" else "lab"
+        raise ValueError(
+            f"{for_what} needs the package {package!r}, which is not installed: pip install "
+            f"'flwr-ppsgd[{extra}]'"
+        ) from None
+
+
+# --- .npz
+
+
+def read_npz(path: Path) -> RawTable:
+    """The arrays of an .npz: ``user``, ``y`` and ``test``; x dense, or CSR in ``indptr``,
+    ``indices`` and ``counts`` or ``data``; several labels per row in ``tag_indptr`` and
+    ``tag_indices``."""
+    arrays = arrays_of(path)
+    columns: dict[str, Values] = {}
+    shapes = {}
+    for name, array in arrays.items():
+        if name not in _SPARSE_PARTS:
+            columns[name] = array
+    if "x" in columns and columns["x"].ndim > 2:
+        shapes["x"] = columns["x"].shape[1:]
+        columns["x"] = columns["x"].reshape(len(columns["x"]), math.prod(shapes["x"]))
+    elif "indptr" in arrays:
+        columns["x"] = _sparse_x(arrays, path)
+    if "y" not in columns and "tag_indptr" in arrays:
+        labels = len(arrays.get("tag_names", ())) or None
+        columns["y"] = _csr(path, arrays, ("tag_indptr", "tag_indices"), None, labels)
+    vocabulary = tuple(str(word) for word in arrays.get("vocab", ()))
+    labels_named = tuple(str(name) for name in arrays.get("tag_names", ()))
+    return RawTable(str(path), columns, shapes, True, vocabulary, labels_named)
+
+
+_SPARSE_PARTS = (
+    "indptr",
+    "indices",
+    "counts",
+    "data",
+    "shape",
+    "length",
+    "vocab",
+    "tag_indptr",
+    "tag_indices",
+    "tag_names",
+)
+
+
+class PickledError(ValueError):
+    """An array of Python objects: reading it would run code that came with the file."""
+
+
+def arrays_of(path: Path) -> Arrays:
+    """All arrays of an .npz file, by name."""
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            return {name: _array_of(file, name, path) for name in file.files}
+    except PickledError:
+        raise
+    except UNREADABLE as error:
+        raise ValueError(
+            f"{path}: cannot be read as npz ({error}): save it again with numpy.savez"
+        ) from None
+
+
+def _array_of(file: Any, name: str, path: Path) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = file[name]
+    except ValueError as error:
+        if "pickle" not in str(error):
+            raise
+        raise PickledError(
+            f"{path}: array {name!r} holds Python objects, which are never read (reading them "
+            "would run code from the file): save it as numbers or text, as in "
+            f"numpy.array({name}, dtype=str)"
+        ) from None
+    return array
+
+
+def mean_of_one_hots(
+    counts: sparse.csr_array, lengths: NDArray[Any] | None = None
+) -> sparse.csr_array:
+    """Counts divided by the document's length: the paper's features of a bag of words.
+
+    Args:
+        counts: documents × vocabulary.
+        lengths: the number of words of each document, including words that are not in the
+            vocabulary. If they are unknown, the sum of the counts is taken.
+    """
+    if lengths is None:
+        lengths = counts.sum(axis=1)
+    totals = np.asarray(lengths, dtype=np.float64)
+    words = np.diff(counts.indptr)
+    shares = counts.data / np.repeat(totals, words)
+    return sparse.csr_array((shares, counts.indices, counts.indptr), shape=counts.shape)
+
+
+def _sparse_x(arrays: Arrays, path: Path) -> sparse.csr_array:
+    width = None
+    if "shape" in arrays:
+        width = int(arrays["shape"][1])
+    elif "vocab" in arrays:
+        width = len(arrays["vocab"])
+    keys = ("indptr", "indices")
+    if "counts" not in arrays:
+        return _csr(path, arrays, keys, "data", width)
+    return mean_of_one_hots(_csr(path, arrays, keys, "counts", width), arrays.get("length"))
+
+
+def _csr(
+    path: Path, arrays: Arrays, keys: tuple[str, str], data: str | None, width: int | None
+) -> sparse.csr_array:
+    """A CSR table from its arrays, checked.
+
+    Args:
+        path: the file, for messages.
+        arrays: all arrays of the file.
+        keys: the names of indptr and indices.
+        data: the name of the values; None if all of them are 1.
+        width: the number of columns; None if the largest index decides.
+    """
+    for name in (*keys, *([data] if data else [])):
+        if name not in arrays:
+            raise ValueError(f"{path}: {missing_name(name, arrays, 'array')}")
+    starts, places = (arrays[key].astype(np.int64) for key in keys)
+    values = arrays[data].astype(np.float64) if data else np.ones(len(places))
+    rises = len(starts) and starts[0] == 0 and (np.diff(starts) >= 0).all()
+    if not rises or starts[-1] != len(places) or len(values) != len(places):
+        raise ValueError(
+            f"{path}: {keys[0]!r} must rise from 0 to the length of {keys[1]!r}, {len(places)}, "
+            f"and {data or keys[1]!r} must be as long: save the arrays of one CSR matrix"
+        )
+    columns = width or int(places.max(initial=-1)) + 1
+    bad = np.flatnonzero((places < 0) | (places >= columns))
+    if bad.size:
+        row = int(np.searchsorted(starts, bad[0], side="right")) - 1
+        raise ValueError(
+            f"{path}: {keys[1]!r} has column {places[bad[0]]} in row {row} and there are {columns} "
+            "columns: correct it"
+        )
+    table = sparse.csr_array((values, places, starts), shape=(len(starts) - 1, columns))
+    table.sum_duplicates()
+    return table

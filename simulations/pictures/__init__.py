@@ -1,0 +1,1 @@
+"""The scripts behind the pictures of docs/."""

@@ -1,0 +1,86 @@
+"""Looking first: trivial answers, leaks, scales."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_ppsgd.lab.data_options import DataOptions
+from flwr_ppsgd.lab.inspect import brief, report, smoothness, suspects, trivial
+from flwr_ppsgd.lab.loading import load
+from flwr_ppsgd.lab.per_user import PerUser
+from flwr_ppsgd.lab.scaling import own_scaled
+from tests.support.own_data import per_user
+
+
+def rows(**changes: Any) -> PerUser:
+    """Two users; the second one's targets are 10 higher. The last row of each is for testing."""
+    values: dict[str, Any] = {
+        "user": np.repeat([0, 1], 4),
+        "x": np.arange(8.0)[:, None],
+        "y": np.array([1.0, 2, 3, 4, 11, 12, 13, 14]),
+        "test": np.tile([False, False, False, True], 2),
+    }
+    return per_user({**values, **changes})
+
+
+def test_trivial_rmse_is_pooled_over_test_rows() -> None:
+    """Everyone's mean is 7 and misses by 3 and 7; the own means, 2 and 12, miss by 2 and 2."""
+    found = trivial(rows())
+    assert found is not None
+    assert found.pooled == pytest.approx(np.sqrt((3**2 + 7**2) / 2))
+    assert found.own == pytest.approx(2)
+    scaled = trivial(own_scaled(rows()))  # in the units of the source
+    assert scaled is not None
+    assert (scaled.pooled, scaled.own) == pytest.approx((found.pooled, found.own))
+
+
+def test_trivial_accuracy_by_hand() -> None:
+    """Everyone's most frequent class is 0, right for one test row of two; the own ones are right
+    for both."""
+    found = trivial(rows(y=np.array([0, 0, 0, 0, 1, 1, 0, 1])))
+    assert found is not None
+    assert (found.measure, found.pooled, found.own) == ("accuracy", 0.5, 1.0)
+
+
+def test_without_test_rows_there_is_no_trivial_answer() -> None:
+    data = rows(test=np.zeros(8, dtype=bool))
+    assert trivial(data) is None
+    assert "there are no test rows: nothing can be measured" in "\n".join(brief(data))
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_a_feature_that_is_the_target_is_suspected(task: str) -> None:
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 3, 200) if task == "classification" else draw.normal(size=200)
+    noise = draw.normal(size=200)
+    x = np.stack([noise, 5 * y + 0.01 * noise, np.ones(200)], axis=1)
+    data = rows(user=np.repeat([0, 1], 100), x=x, y=y, test=np.arange(200) % 10 == 0)
+    assert suspects(data) == ["feature 1"]
+    assert "suspected leak" in "\n".join(brief(data))
+
+
+def test_smoothness_is_twice_the_mean_square() -> None:
+    data = rows()
+    trained = np.array([0, 1, 2, 4, 5, 6])
+    assert smoothness(data) == pytest.approx(2 * np.mean(trained**2))
+    assert smoothness(data.with_bias()) == pytest.approx(2 * np.mean(trained**2) + 2)
+
+
+def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) -> None:
+    path = tmp_path / "films.csv"
+    lines = [f"{row % 4},{row // 2},{1990 + row % 30},{row % 2},{row / 10}" for row in range(80)]
+    path.write_text("user,filmId,year,seen,y\n" + "\n".join(lines))
+    data = load(path, DataOptions(categorical="seen"))
+    text = report(data, own_scaled(data).with_bias())
+    for part in (
+        "features: 'filmId', 'year', 'seen' in 2 columns (0, 1), a constant",
+        "named like an id: filmId (--categorical",
+        "suspected leak, predicts the target alone: column 'filmId'",
+        "steps above",
+        "chosen by looking at data: not covered",
+        "--write schema.toml",
+    ):
+        assert part in text
+    assert any(line.split()[:2] == ["year", "1990"] for line in text.splitlines())

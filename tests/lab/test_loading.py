@@ -1,0 +1,553 @@
+"""Own files as people have them: what is read, found, split, noted and refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from flwr_ppsgd.lab.data_options import DataOptions
+from flwr_ppsgd.lab.features import MOST_ONE_HOT, bucket_of
+from flwr_ppsgd.lab.loading import load, public_statistics
+from flwr_ppsgd.lab.per_user import PerUser, Split
+from flwr_ppsgd.lab.schema import BUCKETS
+from tests.support.own_data import needs_real_data
+from tests.support.paths import SHARED
+
+
+def npz(folder: Path, **changes: Any) -> Path:
+    """Three users with 4 rows each, out of order; the last row of each is the test part; two
+    classes."""
+    whole: dict[str, Any] = {
+        "user": np.tile([2, 0, 1], 4),
+        "x": np.arange(24.0).reshape(12, 2),
+        "y": np.arange(12) % 2,
+        "test": np.arange(12) >= 9,
+    }
+    arrays = {key: value for key, value in {**whole, **changes}.items() if value is not None}
+    np.savez(folder / "data.npz", **arrays)
+    return folder / "data.npz"
+
+
+def csv(folder: Path, content: str | bytes) -> Path:
+    path = folder / "data.csv"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def read_csv(folder: Path, content: str | bytes, **options: Any) -> PerUser:
+    return load(csv(folder, content), DataOptions(**options))
+
+
+def refused(path: Path, *parts: str, **options: Any) -> None:
+    """One line that begins with the file's name and has these parts."""
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        load(path, DataOptions(**options))
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+RATINGS = """reader,day,pages,genre,stars
+ann,3,100,a,4.5
+bob,1,200,b,2.0
+ann,1,300,a,3.5
+bob,2,400,b,1.5
+ann,2,500,a,5.0
+bob,3,600,b,2.5
+"""
+NAMED: dict[str, Any] = {"user": "reader", "target": "stars"}
+
+
+def test_rows_are_sorted_by_user_and_stay_together(tmp_path: Path) -> None:
+    data = load(npz(tmp_path))
+    assert data.users == ("0", "1", "2")
+    np.testing.assert_array_equal(data.offsets, [0, 4, 8, 12])
+    np.testing.assert_array_equal(data.x[data.rows(1, test=False)], [[4, 5], [10, 11], [16, 17]])
+    np.testing.assert_array_equal(data.x[data.rows(2, test=True)], [[18, 19]])
+    np.testing.assert_array_equal(data.y[data.rows(0, test=False)], [1, 0, 1])
+
+
+@pytest.mark.parametrize("kind", ["csv", "dates", "parquet"])
+def test_names_of_its_own_times_and_categories(tmp_path: Path, kind: str) -> None:
+    """The last third of each user by day is the test part; few words are categories."""
+    text = RATINGS
+    if kind == "dates":
+        for day, date in ((3, "2024-03-01"), (1, "2023-12-31"), (2, "2024-01-05")):
+            text = text.replace(f",{day},", f",{date},")
+    path = csv(tmp_path, text)
+    if kind == "parquet":
+        frame = pd.read_csv(path)
+        path = tmp_path / "data.parquet"
+        frame.to_parquet(path)
+    data = load(path, DataOptions(**NAMED, time="day", test_fraction=1 / 3))
+    assert data.users == ("ann", "bob")
+    assert data.task == "regression"
+    assert data.feature_names == ("pages", "genre=a", "genre=b")
+    np.testing.assert_array_equal(data.matrix(data.rows(0, test=True)), [[100, 1, 0]])
+    np.testing.assert_array_equal(data.matrix(data.rows(1, test=True)), [[600, 0, 1]])
+    np.testing.assert_array_equal(data.targets(data.rows(0, test=False)), [[3.5], [5.0]])
+    assert "taken as categories: 'genre' (2 words) (--exclude leaves them out)" in data.notes
+    assert "test part: the last 33% of each user's rows" in data.notes
+
+
+def test_users_are_text(tmp_path: Path) -> None:
+    text = "user,a,y\n007,1,.5\n7,1,.5\nNA,2,.5\n7.0,1,.25\n nan,3,.5\n"
+    data = read_csv(tmp_path, text)
+    assert data.users == ("007", "7", "7.0", "NA", "nan")
+    assert "users are text: '007' and '7' and '7.0' are not the same" in data.notes
+
+
+@pytest.mark.parametrize("dtype", ["int64", "Int64", "float64", "category", "string"])
+def test_users_of_a_parquet_file_are_called_as_people_write_them(
+    tmp_path: Path, dtype: str
+) -> None:
+    frame = pd.DataFrame({"user": [7, 7, 10, 10], "a": [0.5, 1, 2, 3], "y": [0.5, 1, 0, 1]})
+    words = frame["user"].astype(str) if dtype in ("category", "string") else frame["user"]
+    frame.assign(user=words.astype(dtype)).to_parquet(path := tmp_path / "users.parquet")
+    assert load(path).users == ("7", "10")
+
+
+def test_a_test_column_and_named_features(tmp_path: Path) -> None:
+    text = "user,test,a,b,y\n7,0,1,2,0\n7,1,3,4,1\n9,train,5,6,1\n"
+    data = read_csv(tmp_path, text, features="b")
+    np.testing.assert_array_equal(data.x, [[2], [4], [6]])
+    np.testing.assert_array_equal(data.test, [False, True, False])
+    assert "no test rows, so trained but not measured: 1 user: '9' (1)" in data.describe()
+
+
+def test_several_target_columns_are_labels_or_outputs(tmp_path: Path) -> None:
+    text = "user,a,s,t\n1,1,0,1\n1,2,1,1\n2,3,0,0\n2,5,1,0\n"
+    labels = read_csv(tmp_path, text, target="s,t")
+    assert (labels.task, labels.outputs, labels.target_names) == ("multi-label", 2, ("s", "t"))
+    np.testing.assert_array_equal(labels.y.toarray(), [[0, 1], [1, 1], [0, 0], [1, 0]])
+    real = read_csv(tmp_path, text.replace("1,2,1,1", "1,2,1.5,1"), target="s,t")
+    assert (real.task, real.outputs) == ("regression", 2)
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "expected"), [(1, 0.2, 0), (2, 0.2, 1), (10, 0.25, 2), (3, 0.9, 2)]
+)
+def test_a_split_never_takes_all(n: int, fraction: float, expected: int) -> None:
+    test = Split(fraction, seed=1).mask(np.array([0, n, 2 * n]), None)
+    assert [test[:n].sum(), test[n:].sum()] == [expected, expected]
+
+
+def test_a_random_split_is_decided_by_its_seed() -> None:
+    offsets = np.array([0, 50, 100])
+    first, again, other = (Split(0.3, seed).mask(offsets, None) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    assert (first[:50] != first[50:]).any()
+
+
+@pytest.mark.parametrize(
+    ("y", "task", "classes"),
+    [
+        ([0, 1, 2], "classification", ("0", "1", "2")),
+        ([0, 2, 5], "classification", ("0", "1", "2", "3", "4", "5")),
+        (range(62), "classification", tuple(map(str, range(62)))),
+        ([3, 1, 5], "classification", ("1", "3", "5")),
+        (["walk", "run", "sit"], "classification", ("run", "sit", "walk")),
+        ([True, False], "classification", ("False", "True")),
+        (range(101), "regression", ()),
+        ([*range(0, 60, 2)], "regression", ()),
+        ([1.0, 2.0], "regression", ()),
+        ([[0, 1], [1, 1]], "multi-label", ("0", "1")),
+        ([[0.5, 1], [1, 1]], "regression", ("0", "1")),
+    ],
+)
+def test_the_task_is_detected(tmp_path: Path, y: Any, task: str, classes: Any) -> None:
+    targets = np.array(y)
+    rows = len(targets)
+    path = npz(tmp_path, user=np.zeros(rows), x=np.eye(rows), y=targets, test=None)
+    data = load(path)
+    assert (data.task, data.target_names) == (task, classes)
+    assert any(note.startswith("detected from 'y'") for note in data.notes)
+
+
+def test_the_task_can_be_given(tmp_path: Path) -> None:
+    path = npz(tmp_path, y=np.arange(12) % 2 * 1.0)
+    assert "whole numbers: they may be classes" in load(path).describe()
+    given = load(path, DataOptions(task="classification"))
+    assert (given.task, given.outputs) == ("classification", 2)
+    assert "detected" not in given.describe()
+
+
+def sparse_arrays(**changes: Any) -> dict[str, Any]:
+    """Two users with two documents of five words; row 1 is {0: 2, 3: 1, 4: 1}."""
+    whole = {
+        "user": [0, 0, 1, 1],
+        "indptr": [0, 1, 4, 4, 5],
+        "indices": [1, 0, 3, 4, 2],
+        "counts": np.array([3, 2, 1, 1, 4], dtype=np.uint8),
+        "vocab": list("abcde"),
+        "test": [0, 1, 0, 1],
+        "tag_indptr": [0, 1, 3, 3, 4],
+        "tag_indices": [0, 0, 2, 1],
+        "tag_names": list("xyz"),
+    }
+    return {key: value for key, value in {**whole, **changes}.items() if value is not None}
+
+
+def test_bags_of_words_are_means_of_one_hots(tmp_path: Path) -> None:
+    np.savez(path := tmp_path / "bags.npz", **sparse_arrays())
+    data = load(path)
+    assert data.is_sparse
+    assert (data.task, data.outputs, data.features) == ("multi-label", 3, 5)
+    np.testing.assert_allclose(data.matrix(np.array([1, 2])), [[0.5, 0, 0, 0.25, 0.25], [0.0] * 5])
+    np.testing.assert_array_equal(data.targets(np.array([1, 2])), [[1, 0, 1], [0, 0, 0]])
+    np.savez(path, **sparse_arrays(length=[6, 8, 5, 4]))  # with words out of the vocabulary
+    expected = [[0, 0.5, 0, 0, 0], [0.25, 0, 0, 0.125, 0.125]]
+    np.testing.assert_allclose(load(path).matrix(np.array([0, 1])), expected)
+
+
+def test_plain_csr_with_classes(tmp_path: Path) -> None:
+    values = {"data": np.array([1.5, -2, 1, 1, 4]), "y": [0, 1, 1, 0]}
+    arrays = sparse_arrays(counts=None, tag_indptr=None, tag_names=None, **values)
+    np.savez(path := tmp_path / "csr.npz", **arrays)
+    data = load(path)
+    assert data.task == "classification"
+    np.testing.assert_array_equal(data.matrix(np.array([1])), [[-2, 0, 0, 1, 1]])
+
+
+def test_users_with_too_few_rows_are_named(tmp_path: Path) -> None:
+    user = np.array([0] * 8 + [1] * 3 + [2])
+    path = npz(tmp_path, user=user, test=np.arange(12) == 0)
+    assert "2 users: '1' (3), '2' (1)" in load(path).describe(5)
+    data = load(path, min_train=2)
+    assert data.users == ("0", "1")
+    assert "left out 1 user: '2' (1) with fewer than 2 training rows" in data.describe()
+    assert "who is left out" in data.looked
+    assert load(path, users=1).users == ("0",)
+    with pytest.raises(ValueError, match="no user has 100 training rows: the most is 7"):
+        load(path, min_train=100)
+
+
+def test_an_asked_for_split_passes_over_the_test_column(tmp_path: Path) -> None:
+    data = load(npz(tmp_path), DataOptions(test_fraction=0.5))
+    assert "column 'test' left out" in data.describe()
+    np.testing.assert_array_equal(data.test_sizes, [2, 2, 2])
+
+
+BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no x": ({"x": None}, ("no array 'x' among user, y, test", "did you mean")),
+    "no user": ({"user": None}, ("no array 'user' among", "--user")),
+    "user with gaps": (
+        {"user": np.array([0.0] * 5 + [np.nan] + [1.0] * 6)},
+        ("'user' is empty in row 5",),
+    ),
+    "blank user": ({"user": np.array(["a"] * 11 + [" "])}, ("'user' is empty in row 11",)),
+    "NaN feature": (
+        {"x": np.where(np.arange(24) == 13, np.nan, 1.0).reshape(12, 2)},
+        ("feature 1", "in row 6"),
+    ),
+    "infinite target": (
+        {"y": np.where(np.arange(12) == 3, np.inf, 0.5)},
+        ("'y' is not a finite number in row 3",),
+    ),
+    "lengths": ({"y": np.arange(11) % 2}, ("'y' has shape (11,) and 'user' has 12 rows",)),
+    "test-only user": (
+        {"test": np.tile([False, True, False], 4)},
+        ("user '0' has test rows only", "in row 1"),
+    ),
+    "test values": ({"test": np.arange(12)}, ("'test' is neither 0 nor 1 in row 2",)),
+    "empty": ({"user": [], "x": np.empty((0, 2)), "y": [], "test": []}, ("there are no rows",)),
+    "one number": ({"user": 3}, ("'user' must have one value per row, got shape ()",)),
+    "one class": ({"y": np.full(12, "a")}, ("'y' has one class, 'a'", "--target")),
+    "words": ({"x": np.full((12, 2), "a")}, ("features must be real numbers",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_npz_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    changes, parts = BAD[case]
+    refused(npz(tmp_path, **changes), *parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"indptr": [0, 1, 4, 4, 6]}, "'indptr' must rise from 0 to the length of 'indices', 5"),
+        ({"indices": [1, 0, 3, 9, 2]}, "'indices' has column 9 in row 1 and there are 5 columns"),
+        ({"counts": None}, "no array 'data'"),
+        ({"tag_indices": None}, "no array 'tag_indices'"),
+        ({"user": [0, 0, 1]}, "has shape (4,) and 'user' has 3 rows"),
+    ],
+)
+def test_bad_csr_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
+    np.savez(path := tmp_path / "bags.npz", **sparse_arrays(**changes))
+    refused(path, part)
+
+
+BAD_CSV: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
+    "no user": ("person,a,y\n1,2,3\n", {}, "no column 'user' among person, a, y: did you mean"),
+    "no target": ("user,a,z\n1,2,3\n", {}, "no column 'y'"),
+    "a gap in user": ("user,a,y\n1,2,0\n,3,1\n", {}, "'user' is empty in line 3"),
+    "a gap in y": ("user,a,y\n1,2,0.5\n1,3,\n", {}, "'y' is not a finite number in line 3"),
+    "a gap in a class": ("user,a,y\n1,2,\n1,3,b\n1,3,c\n", {}, "'y' is empty in line 2"),
+    "test rows only": (
+        "user,a,y,test\n1,2,0,1\n2,3,1,0\n",
+        {},
+        "user '1' has test rows only, the first in line 2",
+    ),
+    "a gap": (
+        "user,a,y\n1,2,0\n\n1,nan,1\n",
+        {},
+        "column 'a' is not a finite number in line 4: add --impute with one of drop, own-mean, "
+        "zero, or --exclude a",
+    ),
+    "infinity": ("user,a,y\n1,2,0\n1,inf,1\n", {}, "column 'a' is not a finite number in line 3"),
+    "a short line": ("user,a,y\n1,2,0\n1,2\n1,3\n", {}, "line 3 has 2 values and there are 3"),
+    "a long line": ("user,a,y\n1,2,0\n1,2,3,4\n", {}, "line 3 has 4 values and there are 3"),
+    "all lines long": ("user,a,y\n1,2,0,9\n1,2,3,4\n", {}, "(and 1 more lines are wrong)"),
+    "latin-1": ("user,a,y\n1,2,Müller\n".encode("latin-1"), {}, "--set encoding=latin-1"),
+    "no such encoding": ("user,a,y\n1,2,0\n", {"encoding": "klingon"}, "no encoding 'klingon'"),
+    "empty": ("", {}, "it is empty"),
+    "blank": ("\n\n", {}, "it is empty"),
+    "a header alone": ("user,a,y\n", {}, "there are no rows"),
+    "words alone": (
+        "user,a,y\n1,p,0\n1,q,1\n",
+        {},
+        "left out, many words (--categorical or --set text-columns= uses them): 'a'",
+    ),
+    "a misspelt column": ("user,age,y\n1,2,0\n", {"exclude": "agee"}, "did you mean 'age'?"),
+    "another time": (
+        "user,a,d,y\n1,2,2024-01-31,0\n1,3,31.02.2024,1\n",
+        {"time": "d"},
+        "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31",
+    ),
+    "words as amounts": (
+        "user,a,y\n1,2,x\n1,3,y\n",
+        {"task": "regression"},
+        "column 'y' is not a number ('x') in line 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CSV)
+def test_a_bad_csv_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    content, options, part = BAD_CSV[case]
+    refused(csv(tmp_path, content), part, **options)
+
+
+def test_bad_options_are_refused(tmp_path: Path) -> None:
+    path = csv(tmp_path, RATINGS)
+    refused(path, "'genre' is not a time ('a') in line 2", **NAMED, time="genre")
+    refused(path, "no column 'page'", "'pages'", **NAMED, time="page")
+    refused(path, "no column 'held'", **NAMED, test="held")
+    with pytest.raises(ValueError, match="both given"):
+        DataOptions(test="a", test_fraction=0.2)
+    with pytest.raises(ValueError, match="not both"):
+        DataOptions(test="a", time="b")
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Split(float("nan"))
+    with pytest.raises(ValueError, match="impute must be one of"):
+        load(path, DataOptions(**NAMED, impute="guess"))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    refused(tmp_path / "absent.npz", "no such file")
+    (tmp_path / "data.xlsx").touch()
+    refused(tmp_path / "data.xlsx", ".csv", ".parquet", ".npz")
+    whole = npz(tmp_path).read_bytes()
+    for content in (b"", b"no zip", whole[: len(whole) // 2]):
+        (tmp_path / "broken.npz").write_bytes(content)
+        refused(tmp_path / "broken.npz", "cannot be read as npz")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    refused(tmp_path / "broken.parquet", "cannot be read as parquet")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    refused(csv(tmp_path, RATINGS), "'pandas'", "pip install 'flwr-ppsgd[lab]'")
+
+
+SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
+    "an index": (
+        ",user,a,y\n0,1,2,0\n1,1,7,1\n2,2,5,1\n",
+        {},
+        "left out, row ids (--features uses it): 'column 1'",
+        ("a",),
+    ),
+    "an id": (
+        "user,a,order_id,y\n1,2,17,0\n1,7,12,1\n2,5,99,1\n",
+        {},
+        "left out, row ids (--features uses it): 'order_id'",
+        ("a",),
+    ),
+    "an id that is wanted": (
+        "user,a,order_id,y\n1,2,17,0\n1,7,12,1\n2,5,99,1\n",
+        {"features": "order_id"},
+        "",
+        ("order_id",),
+    ),
+    "a constant": (
+        "user,a,c,y\n1,2,3,0\n1,7,3,1\n",
+        {},
+        "left out, the same in every row: 'c'",
+        ("a",),
+    ),
+    "a name twice": (
+        "user,a,a,y\n1,2,3,0\n1,7,4,1\n",
+        {},
+        "column 3 is the second one called 'a': named 'a (3)'",
+        ("a", "a (3)"),
+    ),
+    "a date": (
+        "user,a,d,e,y\n1,2,2024-01-31,20240131,0\n1,7,2024-02-01,20240201,1\n",
+        {},
+        "left out, dates (--time tests on each user's last rows): 'd', 'e'",
+        ("a",),
+    ),
+    "a timestamp": (
+        "user,a,t,y\n1,2,1700000000,0\n1,7,1600000000,1\n",
+        {},
+        "left out, timestamps (--time",
+        ("a",),
+    ),
+    "an empty column": ("user,a,e,y\n1,2,,0\n1,7,,1\n", {}, "left out, empty: 'e'", ("a",)),
+    "excluded": ("user,a,b,y\n1,2,9,0\n1,7,8,1\n", {"exclude": "b"}, "", ("a",)),
+    "true and false": ("user,a,b,y\n1,True,9,0\n1,false,8,1\n", {}, "", ("a", "b")),
+    "semicolons and decimal commas": (
+        "user;a;y\n1.0;2,5;0\n7;7,25;1\n",
+        {},
+        "numbers have a decimal comma",
+        ("a",),
+    ),
+    "tabs": ("user\ta\ty\n1\t2\t0\n1\t7\t1\n", {}, "", ("a",)),
+    "a byte order mark": ("\ufeffuser,a,y\n1,2,0\n1,7,1\n", {}, "", ("a",)),
+    "newlines in quotes": ('user,a,t,y\n1,2,"p\nq",0\n1,7,r,1\n1,3,r,1\n1,4,r,0\n', {}, "'t'", ()),
+    "comments and empty lines": ("# from\n\nuser,a,y\n1,2,0\n\n1,7,1\n\n", {}, "", ("a",)),
+    "spaces": ("user, a, y\n1, 2, 0\n1, 7, 1\n", {}, "", ("a",)),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_odd_is_said_and_does_not_stop(tmp_path: Path, case: str) -> None:
+    content, options, note, names = SAID[case]
+    data = read_csv(tmp_path, content, **options)
+    assert note in data.describe()
+    assert data.feature_names == (names or ("a", "t=p\nq", "t=r"))
+
+
+def test_utf_16_is_found_by_its_mark(tmp_path: Path) -> None:
+    assert read_csv(tmp_path, "user,a,y\n1,2,0\n1,7,1\n".encode("utf-16")).x.tolist() == [[2], [7]]
+
+
+def test_a_file_goes_on_otherwise_than_it_starts(tmp_path: Path) -> None:
+    """What numbers are is taken from the head: a later fraction or word must not be lost."""
+    text = "user,a,b,y\n" + 20_000 * "1,2,3,0\n" + "1,2.5,word,7\n"
+    data = read_csv(tmp_path, text)
+    assert data.feature_names == ("a", "b=3", "b=word")
+    assert data.x[:, 0].max() == 2.5
+    assert data.y.max() == 7
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("zero", [[2], [0], [5], [4]]), ("own-mean", [[2], [3], [5], [4]]), ("drop", [[2], [5], [4]])],
+)
+def test_gaps_are_filled_by_a_named_rule(tmp_path: Path, rule: str, expected: Any) -> None:
+    """User 1 trains on 2 and 4, so the own mean is 3. The test row does not count."""
+    text = "user,a,y,test\n1,2,0,0\n1,,1,0\n1,4,0,0\n2,5,1,0\n1,100,1,1\n"
+    data = read_csv(tmp_path, text, impute=rule)
+    trained = data.x[~data.test]
+    np.testing.assert_array_equal(np.sort(trained, axis=0), np.sort(expected, axis=0))
+
+
+def test_categories_are_text_and_a_gap_is_none_of_them(tmp_path: Path) -> None:
+    text = "user,g,a,y\n1,007,1,0\n1,7,2,1\n2,,3,1\n2, NA,5,0\n"
+    data = read_csv(tmp_path, text, categorical="g")
+    assert data.feature_names == ("g=007", "g=7", "g=NA", "a")
+    expected = [[1, 0, 0, 1], [0, 1, 0, 2], [0, 0, 0, 3], [0, 0, 1, 5]]
+    np.testing.assert_array_equal(data.x, expected)
+    assert "the words of 'g'" in data.looked
+
+
+def test_many_categories_are_hashed_and_the_table_is_sparse(tmp_path: Path) -> None:
+    count = MOST_ONE_HOT + 1
+    rows = "".join(f"{row % 3},f{row},{row % 9},0.5\n" for row in range(count))
+    data = read_csv(tmp_path, "user,film,a,y\n" + rows, categorical="film")
+    assert data.is_sparse
+    assert data.x.shape == (count, BUCKETS + 1)
+    np.testing.assert_array_equal(data.x[:, :-1].sum(axis=1), np.ones(count))
+    assert data.x[0, bucket_of("f0")] == 1
+
+
+def test_words_of_a_text_have_shares(tmp_path: Path) -> None:
+    content = 'user,t,y\n1,"cars, Cars and vans",0\n1,vans,1\n2,,0\n'
+    rows = read_csv(tmp_path, content, text="t").x.toarray()
+    assert rows[0, bucket_of("cars")] == 0.5
+    assert rows[0, bucket_of("vans")] == 0.25
+    assert rows[1, bucket_of("vans")] == 1.0
+    assert not rows[2].any()
+
+
+def test_words_are_classes_however_many(tmp_path: Path) -> None:
+    rows = "".join(f"{row % 5},{row / 2},c{row % 80:02}\n" for row in range(400))
+    data = read_csv(tmp_path, "user,a,y\n" + rows)
+    assert (data.task, data.outputs, data.target_names[79]) == ("classification", 80, "c79")
+
+
+def test_nested_parquet_columns_are_left_out_by_name(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [[1, 2], [3]], "y": [0, 1]})
+    frame.to_parquet(path := tmp_path / "nested.parquet")
+    data = load(path)
+    assert data.feature_names == ("a",)
+    assert "left out, nested (write one column for each number): 'v'" in data.describe()
+
+
+class Bomb:
+    """Leaves a mark if it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.mark,))
+
+
+def test_pickled_arrays_are_refused_and_never_executed(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    users = np.array([Bomb(mark), Bomb(mark)], dtype=object)
+    refused(npz(tmp_path, user=users), "array 'user' holds Python objects, which are never read")
+    assert not mark.exists()
+
+
+def test_public_statistics_by_name_and_by_place(tmp_path: Path) -> None:
+    data = read_csv(tmp_path, RATINGS, **NAMED, exclude="genre")
+    (path := tmp_path / "public.csv").write_text(
+        "feature,mean,std\npages,300,100\nday,2,1\n", encoding="utf-8"
+    )
+    mean, std = public_statistics(path, data)
+    np.testing.assert_array_equal([mean, std], [[2, 300], [1, 100]])
+    seen = data.standardised(mean, std)
+    np.testing.assert_array_equal(seen.matrix(np.array([0])), [[1, -2]])
+    np.savez(path := tmp_path / "public.npz", mean=mean, std=std)
+    np.testing.assert_array_equal(public_statistics(path, data), [mean, std])
+    (path := tmp_path / "short.csv").write_text("feature,mean,std\npages,300,100\n")
+    with pytest.raises(ValueError, match="no feature 'day'"):
+        public_statistics(path, data)
+
+
+@needs_real_data
+def test_the_writers_of_mnist_load() -> None:
+    data = load(SHARED / "mnist_writer.npz")
+    assert data.x.dtype == np.uint8
+    sizes = (len(data), data.outputs, data.train_sizes.sum(), data.test_sizes.sum())
+    assert sizes == (580, 10, 58_916, 5_800)
+    assert data.shape == (28, 28)
+    assert data.matrix(data.rows(3, test=False)).max() == 1.0
+
+
+@needs_real_data
+def test_the_tags_of_zephyr_are_sparse_means() -> None:
+    data = load(SHARED / "zephyr_tags.npz")
+    assert (len(data), data.features, data.outputs, data.task) == (191, 5000, 80, "multi-label")
+    assert sparse.issparse(data.x)
+    totals = data.matrix(data.rows(5, test=True)).sum(axis=1)
+    assert ((np.abs(totals - 1) < 1e-12) | (totals == 0)).all()
