@@ -16,6 +16,7 @@ from flwr_ppsgd.models.solve import (
     Mixture,
     OwnProblem,
     PublicColumns,
+    dense,
     personal_model,
     solution,
     spread,
@@ -110,8 +111,8 @@ class AdditiveLinear:
         They are equal because w and θ enter only as w + θ.
         """
         x, y = self._minibatch(order)
-        prediction = predict(self._scores(x, w + theta), self._loss)
-        residual = prediction - y
+        scores = self._scores(x, w + theta)
+        residual = predict(scores, self._loss) - y
         if order.reduction == "mean" and len(y):
             residual /= len(y)
         gradient = dense(x.T @ residual).reshape(-1)
@@ -207,8 +208,9 @@ class LinearModel:
         """Of the personal model, of own rows alone (``local_…``), of w alone (``shared_…``)."""
         if not self.mixture.has_location:
             return {}
-        found = dict(self.learner.measure(self.mixture))
-        for prefix, other in ((LOCAL, self.mixture.alone), (SHARED, self.mixture.shared_alone)):
+        found = self.learner.measure(self.mixture)
+        others = {LOCAL: self.mixture.alone, SHARED: self.mixture.shared_alone}
+        for prefix, other in others.items():
             if other is not None:
                 measures = self.learner.measure(other)
                 found |= {prefix + name: value for name, value in measures.items()}
@@ -262,15 +264,6 @@ def columns_of(
     )
 
 
-def dense(values: Features) -> Matrix:
-    """An array of what may be sparse."""
-    if type(values) is np.ndarray and values.dtype == DOUBLE:
-        return values
-    if hasattr(values, "toarray"):
-        values = values.toarray()
-    return np.asarray(values, dtype=np.float64)
-
-
 def predict(scores: Matrix, loss: Loss) -> Matrix:
     """What is compared with the targets: predict(scores) − y is ∂ℓ.
 
@@ -302,5 +295,6 @@ def mean_losses(scores: Matrix, y: Matrix, loss: Loss) -> Vector:
         return np.asarray(0.5 * squares.mean(axis=0))
     shifted = scores - scores.max(axis=-1, keepdims=True)
     total = np.exp(shifted).sum(axis=-1, keepdims=True)
-    likelihoods = (y * (shifted - np.log(total))).sum(axis=-1)
+    logs = shifted - np.log(total)
+    likelihoods = (y * logs).sum(axis=-1)
     return np.asarray(-likelihoods.mean(axis=0))

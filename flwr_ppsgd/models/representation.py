@@ -88,7 +88,8 @@ class RandomConvolution:
     shape: Shape = ()
 
     def __post_init__(self) -> None:
-        _check_count(self.features)
+        rule = "the number of features must be at least 1"
+        require(self.features >= 1, rule, self.features, "raise it")
 
     def width(self, columns: int) -> int:
         """Filters × cells."""
@@ -172,8 +173,8 @@ def _gabor_factors(seed: int, channels: int, count: int) -> tuple[Singles, Singl
     constant = np.ones_like(u)
     across = np.stack([window * np.cos(u), -window * np.sin(u), constant], axis=1)
     down = np.stack([window * np.cos(v), window * np.sin(v), 0 * constant], axis=1)
-    mean = np.einsum("fka,fkd->f", across, down) / FILTER**2
-    down[:, 2] = -mean[:, None]
+    total = np.einsum("fka,fkd->f", across, down)
+    down[:, 2] = -total[:, None] / FILTER**2
     filters = np.einsum("fka,fkd->fad", across, down)
     norms = np.linalg.norm(filters, axis=(1, 2))
     down /= norms[:, None, None]
@@ -269,7 +270,8 @@ class RandomFourier:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_count(self.features)
+        rule = "the number of features must be at least 1"
+        require(self.features >= 1, rule, self.features, "raise it")
 
     def width(self, columns: int) -> int:
         """The columns, and the features beside them."""
@@ -392,7 +394,8 @@ def looks_like_images(x: Any, shape: Shape = ()) -> bool:
     if columns < LEAST_PIXELS or side * side != columns or hasattr(x, "toarray"):
         return False
     some = np.asarray(x[:ROWS_LOOKED_AT], dtype=np.float64)
-    if not (np.isfinite(some).all() and some.min() >= 0 and some.max() <= 255):
+    is_brightness = (some >= 0) & (some <= 255)
+    if not is_brightness.all():
         return False
     images = some.reshape(-1, side, side)
     far_away = np.roll(images, (side // 2, side // 3), axis=(1, 2))
@@ -400,7 +403,3 @@ def looks_like_images(x: Any, shape: Shape = ()) -> bool:
     across = np.abs(np.diff(images, axis=2)).mean()
     down = np.abs(np.diff(images, axis=1)).mean()
     return bool(max(across, down) < SMOOTH * any_two)
-
-
-def _check_count(features: int) -> None:
-    require(features >= 1, "the number of features must be at least 1", features, "raise it")

@@ -128,7 +128,8 @@ class Scaling:
         """By the training rows; in regression the centre is their mean."""
         numbers = np.flatnonzero(columns.numbers)
         centred, mean = _subtract_mean(training[:, numbers])
-        deviation = np.sqrt((centred**2).sum(axis=0) / max(1, len(training)))
+        squares = (centred**2).sum(axis=0)
+        deviation = np.sqrt(squares / max(1, len(training)))
         deviation[deviation <= CONSTANT * np.abs(mean)] = 0.0
         width = len(columns.numbers)
         scaling = cls(width, numbers, mean, deviation, np.zeros(columns.width))
@@ -139,7 +140,7 @@ class Scaling:
 
     def __call__(self, raw: Rows) -> Matrix:
         """Rows of X. A value that is missing counts as the own mean, or 0 in classification."""
-        rows = _dense(raw)
+        rows = dense(raw)
         rule = f"rows must have {self.width} columns"
         remedy = "give the columns of training, in their order"
         require(rows.shape[1] == self.width, rule, rows.shape[1], remedy)
@@ -149,7 +150,8 @@ class Scaling:
             varies = self.deviation > 0
             divisor = np.where(varies, self.deviation, 1.0)
             units = (rows[:, self.numbers] - self.mean) / divisor
-            scaled[:, self.numbers] = np.where(varies, np.clip(units, -CUT, CUT), 0.0)
+            units = np.clip(units, -CUT, CUT)
+            scaled[:, self.numbers] = np.where(varies, units, 0.0)
         scaled -= self.centre
         scaled[~(np.abs(scaled) <= LARGEST)] = 0.0
         return scaled
@@ -188,7 +190,7 @@ class OwnProblem:
 
         Rows that hold NaN or infinity are left out, with a line in the log.
         """
-        training, values = _drop_unusable(_dense(rows), np.asarray(targets, dtype=np.float64))
+        training, values = _drop_unusable(dense(rows), np.asarray(targets, dtype=np.float64))
         scaling = Scaling.of(training, columns)
         scaled = scaling(training)
         support = np.flatnonzero(scaled.any(axis=0))
@@ -200,7 +202,8 @@ class OwnProblem:
         require(values.size == len(training), "a row has one target", values.shape, remedy)
         centred, mean = _subtract_mean(values.reshape(-1))
         squares = float(centred @ centred) + UNIT_DEGREES * unit**2
-        own_unit = math.sqrt(squares / (max(len(centred), 1) - 1 + UNIT_DEGREES))
+        degrees = max(len(centred), 1) - 1 + UNIT_DEGREES
+        own_unit = math.sqrt(squares / degrees)
         scores = centred[:, None] / own_unit
         return cls(columns, scaling, support, own, scores, has, float(mean), own_unit)
 
@@ -313,7 +316,7 @@ class Kernel:
             predictions: Xw.
         """
         n, outputs = targets.shape
-        both = np.hstack([targets, predictions])
+        both = np.hstack([targets, predictions])  # every model is linear in both
         coordinates = self.basis.T @ both
         basis_squares = self.basis**2
         duals = np.zeros((len(LAMBDAS), n, 2 * outputs))
@@ -325,11 +328,13 @@ class Kernel:
             if self.intercept:
                 free -= 1 / n
             errors = residuals / free[:, None]
+            of_targets, of_shared = np.hsplit(errors, 2)
             for which, beta in enumerate(BETAS):
-                left_out = errors[:, :outputs] - beta * errors[:, outputs:]
+                left_out = of_targets - beta * of_shared
                 scores[place, which] = (left_out**2).sum() / n
             duals[place] = residuals / ridge
-        return KernelFits(duals[:, :, :outputs], duals[:, :, outputs:], scores)
+        of_targets, of_shared = np.split(duals, 2, axis=2)
+        return KernelFits(of_targets, of_shared, scores)
 
 
 def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
@@ -346,7 +351,8 @@ def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
     # regression: the own mean alone; classification: the kernel 11'
     rank = 0 if regression else 1
     ones = np.ones((n, rank))
-    offset = Kernel("offset", OFFSET / n, ones, np.full(rank, float(n)), intercept=regression)
+    length = np.full(rank, float(n))
+    offset = Kernel("offset", OFFSET / n, ones, length, intercept=regression)
     kernels = [linear, offset]
     no_rates = np.zeros(0)
     if problem.columns.sparse.any() or not LEAST_RBF_ROWS <= n <= MOST_RBF_ROWS:
@@ -611,7 +617,7 @@ def _eigenpairs(matrix: Matrix) -> tuple[Vector, Matrix]:
     return np.maximum(values, 0.0), vectors
 
 
-def _dense(rows: Rows) -> Matrix:
+def dense(rows: Rows) -> Matrix:
     """A float64 array of what may be sparse."""
     if hasattr(rows, "toarray"):
         rows = rows.toarray()

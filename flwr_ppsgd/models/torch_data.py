@@ -270,7 +270,8 @@ class LoaderBatches:
         first = next(self.epoch(), None)
         if first is None:
             raise _empty_error(name)
-        rows = count_rows(first)
+        _, y = first
+        rows = len(y)
         self._size = getattr(loader, "batch_size", None) or rows
         self._batches = _length(loader)
         self.num_examples = rows * (self._batches or 1)
@@ -294,7 +295,8 @@ class LoaderBatches:
             yield self._held
         elif self._numbered:
             for start in range(0, self.num_examples, self._size):
-                yield self._at(list(range(start, min(start + self._size, self.num_examples))))
+                end = min(start + self._size, self.num_examples)
+                yield self._at(list(range(start, end)))
         else:
             for batch in self._loader:
                 yield self._parts.of(batch)
@@ -311,8 +313,8 @@ class LoaderBatches:
     def _read_all(self) -> None:
         """Batches whose rows differ in shape, such as padded texts, stay as the loader has them."""
         batches = list(self.epoch())
-        shapes = {_row_shapes(rows) for rows in batches}
-        self.num_examples = sum(map(count_rows, batches))
+        shapes = {tuple(each.shape[1:] for each in _tensors(rows)) for rows in batches}
+        self.num_examples = sum(len(y) for _, y in batches)
         if len(shapes) == 1:
             self._held = join_batches(batches)
 
@@ -330,14 +332,13 @@ class LoaderBatches:
 def join_batches(batches: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
     """All batches in one."""
     xs = [parts_of(x) for x, _ in batches]
+
+    def join(_: Rows, part: Part) -> Tensor:
+        return torch.cat([x[part] for x in xs])
+
+    first, _ = batches[0]
     y = torch.cat([y for _, y in batches])
-    x = map_parts(batches[0][0], lambda _, part: torch.cat([each[part] for each in xs]))
-    return x, y
-
-
-def count_rows(rows: tuple[Rows, Rows]) -> int:
-    """The number of samples in a batch."""
-    return len(rows[1])
+    return map_parts(first, join), y
 
 
 def _has_numbered_rows(loader: Any) -> bool:
@@ -357,15 +358,14 @@ def _length(loader: Loader) -> int | None:
         return None
 
 
-def _row_shapes(rows: tuple[Rows, Rows]) -> tuple[torch.Size, ...]:
+def _tensors(rows: tuple[Rows, Rows]) -> list[Tensor]:
+    """All tensors of a batch."""
     x, y = rows
-    return tuple(tensor.shape[1:] for tensor in (*parts_of(x).values(), y))
+    return [*parts_of(x).values(), y]
 
 
 def _count_bytes(rows: tuple[Rows, Rows]) -> int:
-    x, y = rows
-    tensors = [*parts_of(x).values(), y]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in _tensors(rows))
 
 
 def _empty_error(name: str) -> ValueError:

@@ -23,7 +23,7 @@ from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.models.representation import RandomConvolution
 from flwr_ppsgd.models.solve import PublicColumns
-from flwr_ppsgd.models.torch_data import LoaderBatches, NetworkInputs, count_rows, scores_of
+from flwr_ppsgd.models.torch_data import LoaderBatches, NetworkInputs, scores_of
 from flwr_ppsgd.models.torch_training import (
     HALF,
     BatchLoss,
@@ -87,8 +87,9 @@ class SplitModel:
         if self._channels_last:
             own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parameters = dict(own.named_parameters())
-        moving = {self._parameters[name].dtype for name in (*self._shared, *self._personal)}
-        self._dtype = torch.float64 if torch.float64 in moving else torch.float32
+        names = [*self._shared, *self._personal]
+        precisions = {self._parameters[name].dtype for name in names}
+        self._dtype = torch.float64 if torch.float64 in precisions else torch.float32
         first = next(own.parameters())
         network = own.network if isinstance(own, AdditiveModule) else own
         self._inputs = NetworkInputs.of(network, device, first.dtype)
@@ -104,7 +105,8 @@ class SplitModel:
         arrays = {}
         for name in self._shared:
             value = self._parameters[name].detach().cpu()
-            value = value.float() if value.dtype in HALF else value
+            if value.dtype in HALF:
+                value = value.float()
             arrays[name] = value.clone(memory_format=torch.contiguous_format)
         return ArrayRecord(arrays)
 
@@ -194,16 +196,13 @@ class SplitModel:
         return self._objective.total(prediction, self.tensor(y), reduction)
 
     def settle_loss(self, rows: tuple[Rows, Rows]) -> None:
-        """Find out how the loss reduces, on these rows of one user: before ``torch.func``."""
-
-        def first() -> tuple[Tensor, Tensor]:
-            x, y = rows
-            shared = {name: self._parameters[name] for name in self._shared}
-            personal = self.personal_tensors(self.initial_theta())
-            return self.predict(shared, personal, x, training=True), self.tensor(y)
-
+        """Find out how the loss reduces, on rows of one user: ``torch.func`` hides the values."""
+        if self._objective.settled:
+            return
+        shared = self.shared_tensors(self.initial_w())
+        personal = self.personal_tensors(self.initial_theta())
         with torch.no_grad():
-            self._objective.settle(first)
+            self.loss(shared, personal, rows, "mean")
 
     def gradients(
         self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
@@ -234,10 +233,9 @@ class SplitModel:
         for x, y in batches:
             with torch.no_grad():
                 prediction = self.predict(shared, personal, x)
-            here = count_rows((x, y))
-            samples += here
+            samples += len(y)
             for name, value in self.measures(prediction, self.tensor(y)).items():
-                sums[name] = sums.get(name, 0.0) + here * value
+                sums[name] = sums.get(name, 0.0) + len(y) * value
         return {name: total / samples for name, total in sums.items()}
 
     def measures(self, prediction: Tensor, y: Tensor) -> dict[str, float]:
@@ -330,8 +328,8 @@ class SplitModel:
         """The module's parameters from both blocks, each in its own precision."""
         values = {**shared, **personal}
         if self._additive:
-            sums = {name: shared[name] + offset for name, offset in personal.items()}
-            values = {**shared, **sums}
+            for name, offset in personal.items():
+                values[name] = shared[name] + offset
         return {name: value.to(self._parameters[name].dtype) for name, value in values.items()}
 
     def _split(self, vectors: Vector | Matrix, names: list[str], block: str) -> dict[str, Tensor]:
@@ -628,7 +626,7 @@ class LinearHead:
         found = module.get_submodule(layer)
         if name != "weight" or type(found) is not nn.Linear:
             return None
-        own = [f"{layer}.{each}".lstrip(".") for each, _ in found.named_parameters()]
+        own = [each for each, _ in found.named_parameters(prefix=layer)]
         if own != names:
             return None
         return cls(layer, (found.in_features, found.out_features), found.bias is not None)
@@ -699,10 +697,11 @@ def _is_link_of(made: Tensor, scores: Tensor) -> bool:
     if made.numel() != scores.numel():
         return False
     links = [made, torch.sigmoid(made), made.softmax(dim=1), made.log_softmax(dim=1)]
-    return any(
-        torch.allclose(link.reshape(scores.shape), scores, rtol=0.0, atol=0.0, equal_nan=True)
-        for link in links
-    )
+    for link in links:
+        shaped = link.reshape(scores.shape)
+        if torch.allclose(shaped, scores, rtol=0.0, atol=0.0, equal_nan=True):
+            return True
+    return False
 
 
 # --- public representations
