@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.wire import Order
 
-_OF_THREAD = threading.local()  # a generator that is seeded for each use
+_OF_THREAD = threading.local()  # a generator that is seeded anew for each use
 Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load torch
 
 
@@ -40,7 +40,7 @@ class DescribedModel(Protocol):
     """A personal model that says what it is made of."""
 
     @property
-    def chosen(self) -> Mapping[str, float]:
+    def choices(self) -> Mapping[str, float]:
         """Numbers with names, such as how much the user trusts w."""
         ...
 
@@ -141,8 +141,8 @@ class TrainingMeasurer(Protocol):
 
 
 @runtime_checkable
-class Originated(Protocol):
-    """A learner of ``PPSGD.auto`` whose w = 0 is no model."""
+class OriginProvider(Protocol):
+    """A learner of ``PPSGD.auto`` for which w = 0 is not a model."""
 
     def origin(self, w: Vector) -> Vector:
         """The w at which the length of a first solution is asked."""
@@ -157,8 +157,8 @@ class SinglePrecision(Protocol):
 
 
 @runtime_checkable
-class Tested(Protocol):
-    """A learner that says on how many rows it evaluates: the weight of its measures."""
+class TestedRowCounter(Protocol):
+    """A learner that knows on how many rows it evaluates: the weight of its measures."""
 
     num_tested: int
 
@@ -247,27 +247,20 @@ def minibatch_rows(seed: int, user: int, visit: int, length: int, size: int) -> 
     """Rows (v−1)·m … v·m−1 of the sequence of shuffled epochs, with m = min(size, length)."""
     size = min(size, length)
     epoch, offset = divmod((visit - 1) * size, length)
-    here = shuffled(seed, user, epoch, length)[offset : offset + size]
+    here = epoch_order(seed, user, epoch, length)[offset : offset + size]
     missing = size - len(here)
     if not missing:
         return here
-    following = shuffled(seed, user, epoch + 1, length)
+    following = epoch_order(seed, user, epoch + 1, length)
     return np.concatenate([here, following[:missing]])
 
 
 @functools.lru_cache(maxsize=4096)
-def shuffled(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
+def epoch_order(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
     """The order of a user's rows in one epoch."""
-    source = getattr(_OF_THREAD, "source", None)
+    source: np.random.Generator | None = getattr(_OF_THREAD, "source", None)
     if source is None:
         source = _OF_THREAD.source = generator("any")
-    return shuffled_by(source, seed, user, epoch, length)
-
-
-def shuffled_by(
-    source: np.random.Generator, seed: int, user: int, epoch: int, length: int
-) -> NDArray[np.intp]:
-    """``shuffled`` with a generator that can be used again, which saves making one."""
     reseed(source, "epoch", seed, user, epoch)
     return source.permutation(length)
 

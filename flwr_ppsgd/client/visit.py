@@ -33,13 +33,13 @@ from flwr_ppsgd.client.theta_store import (
 )
 from flwr_ppsgd.learner import (
     Learner,
-    Originated,
+    OriginProvider,
     OwnModel,
     PersonalStepper,
     SharedChecker,
     SinglePrecision,
     Solver,
-    Tested,
+    TestedRowCounter,
     TrainingMeasurer,
 )
 from flwr_ppsgd.recipe import scalar_pair
@@ -528,7 +528,7 @@ def answer_before(learner: Solver, w: Vector, order: Order, factor: float = 1.0)
     if order.asks == "unit":
         value = learner.spread()
     elif order.asks == "size":
-        origin = learner.origin(w) if isinstance(learner, Originated) else np.zeros_like(w)
+        origin = learner.origin(w) if isinstance(learner, OriginProvider) else np.zeros_like(w)
         value = length(learner.solution(origin, order))
     else:
         value = math.sqrt(own_columns(learner, order).sum())
@@ -586,7 +586,9 @@ def training_measures(learner: Learner, w: Vector, theta: Vector, order: Order) 
 
 def num_tested(learner: Learner) -> int:
     """The weight of a user's measures: the number of rows they are measured on, if it is known."""
-    return int(learner.num_tested if isinstance(learner, Tested) else learner.num_examples)
+    if isinstance(learner, TestedRowCounter):
+        return int(learner.num_tested)
+    return int(learner.num_examples)
 
 
 def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -131,7 +131,7 @@ def results_of(
                 model = personal_model(learner, w, order)
             measures = model.measures()
             if measures:
-                chosen = model.chosen if isinstance(model, DescribedModel) else {}
+                chosen = model.choices if isinstance(model, DescribedModel) else {}
                 people.append(UserResult(user, rows, measures, chosen))
             else:
                 without += 1

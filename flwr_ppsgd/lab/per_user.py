@@ -155,20 +155,20 @@ class PerUser:
     @property
     def features(self) -> int:
         """The number of features that a model sees: d, and one more with a bias column."""
-        return sum(self.widths) + self.bias
+        return self.width + self.bias
 
     @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        """The number of features of each representation."""
+    def width(self) -> int:
+        """The number of columns, or of features of the representation."""
         columns = int(self.x.shape[1])
         if self.representation is None:
-            return (columns,)
-        return self.representation.widths(columns)
+            return columns
+        return self.representation.width(columns)
 
     @property
     def all_kinds(self) -> tuple[str, ...]:
         """The kind of each feature; a bias is used as it is."""
-        return (*(self.kinds or ("as-is",) * sum(self.widths)), *("as-is",) * self.bias)
+        return (*(self.kinds or ("as-is",) * self.width), *("as-is",) * self.bias)
 
     @property
     def is_sparse(self) -> bool:
@@ -274,7 +274,7 @@ class PerUser:
                 "representation = 'none'"
             )
         changed = replace(self, representation=representation, representation_names=names)
-        note = f"a model sees {sum(changed.widths):,} features of each row: {names}"
+        note = f"a model sees {changed.width:,} features of each row: {names}"
         if looked:
             note += ", since rows look like images (representation = 'none' for the pixels)"
         return replace(changed, notes=(*self.notes, note))
@@ -452,7 +452,7 @@ class _Represented:
     def __init__(self, data: PerUser) -> None:
         self._data = data
         self._known = np.zeros(len(data), dtype=bool)
-        self._values = np.empty((len(data.test), sum(data.widths)), dtype=np.float32)
+        self._values = np.empty((len(data.test), data.width), dtype=np.float32)
 
     def of(self, rows: Indices) -> NDArray[np.float32]:
         """One row of features for each of these rows."""

@@ -99,8 +99,7 @@ class Problem:
         target_shift: what is subtracted from targets: .1 in the paper, a public centre for amounts.
         representation: what a linear model sees of a row: "none" (its columns),
             "random-convolution" for images, "random-fourier" for tables, "module:factory" (a frozen
-            torch network), several of them separated by commas, or "auto": random convolutions if
-            the rows are images, else "none".
+            torch network), or "auto": random convolutions if the rows are images, else "none".
         representation_features: the number of features of those that are random; their own default
             if it is not given.
         representation_seed: of those that are random. Public.

@@ -44,7 +44,7 @@ def with_kinds(data: PerUser) -> PerUser:
     Pixels, representations and what public numbers have scaled are used as they are.
     """
     if data.representation is not None or data.schema is None:
-        return replace(data, kinds=("as-is",) * sum(data.widths))
+        return replace(data, kinds=("as-is",) * data.width)
     kinds = data.schema.model_kinds()
     if _is_standardised(data):
         kinds = tuple("as-is" if kind == "number" else kind for kind in kinds)
