@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.noise import Coins
 from flwr_ppsgd.secure.crypto import SHARE_SIZE, KeyPair, Words, add_mask, join, subtract_mask
-from flwr_ppsgd.secure.graph import Design, design, draw, survivors_needed
+from flwr_ppsgd.secure.graph import Design, design, draw_graph, survivors_needed
 from flwr_ppsgd.secure.protocol import (
     KEY,
     SEED,
@@ -28,7 +28,7 @@ from flwr_ppsgd.secure.protocol import (
     pair_key,
     seed_hash,
     share_hash,
-    unpacked,
+    unpack_parts,
 )
 from flwr_ppsgd.secure.terms import Session
 
@@ -111,7 +111,7 @@ class Coordinator(Generic[Node]):
         self._public = list(self._keys.values())
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._count = len(self._nodes)
-        self._graph = draw(self._design(), self._count, self.coins)
+        self._graph = draw_graph(self._design(), self._count, self.coins)
         return {node: self._roster(place) for node, place in self._places.items()}
 
     def _design(self) -> Design:
@@ -178,7 +178,7 @@ class Coordinator(Generic[Node]):
         holder = self._places.get(node)
         if holder not in self._survivors or holder in self._answered:
             return False
-        revealed = _parse(lambda: unpacked(data, SHARE_SIZE, self._count))
+        revealed = _parse(lambda: unpack_parts(data, SHARE_SIZE, self._count))
         if revealed is None:
             return False
         self._answered.add(holder)

@@ -105,7 +105,7 @@ def secure_message_in(content: Mapping[str, Any], stage: int, size: int) -> Sent
     return payload if isinstance(payload, bytes) else b""
 
 
-def finite(measures: object) -> dict[str, float]:
+def finite_measures(measures: object) -> dict[str, float]:
     """Those of a client's measures that are finite numbers."""
     if not isinstance(measures, Mapping):
         return {}
@@ -124,7 +124,7 @@ def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     median, so that no client can make itself the mean. Names that are ours, or that no terminal
     should see, are left out.
     """
-    numbers = [finite(own) for own in measures]
+    numbers = [finite_measures(own) for own in measures]
     weights = [max(0.0, own.pop(NUM_EXAMPLES, 1.0)) for own in numbers]
     largest = LARGEST_WEIGHT * statistics.median(weights) if weights else 0.0
     sums: dict[str, float] = {}

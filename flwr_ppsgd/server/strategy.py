@@ -27,7 +27,7 @@ from flwr_ppsgd.flower_wrappers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
-from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import present_in
@@ -36,7 +36,7 @@ from flwr_ppsgd.server.replies import (
     answer_layout,
     answered_node,
     content_of,
-    finite,
+    finite_measures,
     mean_of,
     measures_in,
     refuse_other_model,
@@ -76,7 +76,7 @@ class CuratedStrategy:
     """What the strategies of both APIs have in common: how they are made, and what they promise."""
 
     _curator: Curator
-    _account: Account
+    _account: ServerAccount
     _layout: Layout  # names and shapes of w
 
     @classmethod
@@ -270,7 +270,7 @@ class PPSGD(CuratedStrategy, Strategy):
         if not self._curator.averages:
             return arrays
         layout = self._layout_of(arrays)
-        mean = self._curator.averaged(layout.flatten(arrays))
+        mean = self._curator.mean_of_rounds(layout.flatten(arrays))
         return layout.unflatten(mean, like=arrays)
 
     def summary(self) -> None:
@@ -393,9 +393,9 @@ class PPSGD(CuratedStrategy, Strategy):
             return
         nodes = self._curator.everybody(lambda: present_in(grid))[:ENOUGH_ASKED]
         order = self._curator.order(self.rounds_done)
-        content = self._signed(order, arrays, MessageType.QUERY, grid)
+        content = self._signed_content(order, arrays, MessageType.QUERY, grid)
         messages = _messages(dict.fromkeys(nodes, content), MessageType.QUERY)
-        refusals = refusals_of(grid, messages, timeout, _size(arrays))
+        refusals = refusals_of(grid, messages, timeout, _bytes_in(arrays))
         self._curator.refuse_if_nobody_obeys(len(messages), refusals)
 
     def _ask_before(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
@@ -417,7 +417,7 @@ class PPSGD(CuratedStrategy, Strategy):
             result.arrays, metrics = self._publish(opened)
         else:
             messages = self.configure_train(round_, result.arrays, config, grid)
-            replies = ask(grid, messages, timeout, _size(result.arrays))
+            replies = ask(grid, messages, timeout, _bytes_in(result.arrays))
             result.arrays, metrics = self.aggregate_train(round_, replies)
         result.train_metrics_clientapp[round_] = metrics
         self._curator.refuse_to_go_on()
@@ -441,11 +441,11 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> OpenSum:
         """Ask for a sum: one exchange if it is plain, four if it is secure, each with a timeout."""
         run = grid.run.run_id if self.training.secure else 0
-        nbytes = _size(self._arrays)
-        opened = self._curator.open(request, lambda: present_in(grid), nbytes, run)
+        nbytes = _bytes_in(self._arrays)
+        opened = self._curator.open_sum(request, lambda: present_in(grid), nbytes, run)
         for exchange in self._curator.exchanges(opened):
             messages = self._exchange_messages(request, exchange, config, grid)
-            self._take(opened, exchange.stage, ask(grid, messages, timeout, nbytes))
+            self._take_replies(opened, exchange.stage, ask(grid, messages, timeout, nbytes))
         return opened
 
     def _deliver(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
@@ -458,7 +458,7 @@ class PPSGD(CuratedStrategy, Strategy):
         everybody = self._curator.everybody(lambda: present_in(grid))
         nodes = [node for node in everybody if node not in self._delivered]
         order = self._curator.evaluation_order(self.rounds_done, last=True, measured=False)
-        content = self._signed(order, arrays, MessageType.EVALUATE, grid)
+        content = self._signed_content(order, arrays, MessageType.EVALUATE, grid)
         messages = _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
         for _ in ask(grid, messages, timeout, size=0):
             pass
@@ -477,7 +477,7 @@ class PPSGD(CuratedStrategy, Strategy):
             )
         self._note_sent(arrays)
         request = self._curator.request(server_round, len(self._w))
-        opened = self._curator.open(request, lambda: present_in(grid), _size(arrays))
+        opened = self._curator.open_sum(request, lambda: present_in(grid), _bytes_in(arrays))
         (exchange,) = self._curator.exchanges(opened)
         return self._exchange_messages(request, exchange, config, grid)
 
@@ -485,8 +485,8 @@ class PPSGD(CuratedStrategy, Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord]:
         """One noisy step; each reply is a vector or zero."""
-        opened = self._curator.opened(server_round)
-        self._take(opened, 0, replies)
+        opened = self._curator.open_sum_of(server_round)
+        self._take_replies(opened, 0, replies)
         return self._publish(opened)
 
     def configure_evaluate(
@@ -503,7 +503,7 @@ class PPSGD(CuratedStrategy, Strategy):
         else:
             last = server_round == self._account.last_round
             order = self._curator.evaluation_order(server_round, last=last)
-            content = self._signed(order, arrays, MessageType.EVALUATE, grid, config=config)
+            content = self._signed_content(order, arrays, MessageType.EVALUATE, grid, config=config)
         return _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
 
     def aggregate_evaluate(
@@ -545,7 +545,7 @@ class PPSGD(CuratedStrategy, Strategy):
         self._latest = arrays
         return arrays, MetricRecord({**released})
 
-    def _signed(
+    def _signed_content(
         self,
         order: Order,
         arrays: ArrayRecord | None,
@@ -585,7 +585,7 @@ class PPSGD(CuratedStrategy, Strategy):
             order = self._curator.sum_order(request, exchange.stage)
             arrays = self._arrays if exchange.stage in (0, MASKED_STAGE) else None
             for payload in set(exchange.payloads.values()):
-                contents[payload] = self._signed(
+                contents[payload] = self._signed_content(
                     order, arrays, MessageType.TRAIN, grid, config=config, payload=payload
                 )
         by_node = {node: contents[payload] for node, payload in exchange.payloads.items()}
@@ -594,20 +594,20 @@ class PPSGD(CuratedStrategy, Strategy):
         self._asked = [message.metadata for message in messages]
         return messages
 
-    def _take(self, opened: OpenSum, stage: int, replies: Iterable[Message]) -> None:
+    def _take_replies(self, opened: OpenSum, stage: int, replies: Iterable[Message]) -> None:
         """Hand each reply to the sum, as what was sent or as a failure."""
         asked = {each.message_id: each.dst_node_id for each in self._asked if each.message_id}
         # InProcessGrid forgets each reply once it is read
         for reply in getattr(replies, "once", replies.__iter__)():
             node = answered_node(reply, asked)
             try:
-                sent = self._sent(reply, opened.request, stage)
+                sent = self._read_reply(reply, opened.request, stage)
             except Exception as error:  # a reply is never a reason to stop a round
                 opened.count_as_zero(node, error)
             else:
                 opened.take(node, sent)
 
-    def _sent(self, reply: Message, request: SumRequest, stage: int) -> Sent:
+    def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
         training = self.training
         if training.replies == "parameters":
@@ -623,7 +623,7 @@ class PPSGD(CuratedStrategy, Strategy):
             named = with_named_arrays(content, self._arrays)
             return cast(Vector, self._w - vector_in(named, ARRAYS, self._layout))
         gradient = vector_in(content, GRADIENT, self._layout)
-        return request.vector_of(gradient, finite(content.get(METRICS)))
+        return request.vector_of(gradient, finite_measures(content.get(METRICS)))
 
 
 def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
@@ -647,6 +647,6 @@ def _messages(contents: Mapping[Identity, RecordDict], kind: str) -> list[Messag
     return [Message(content, cast(int, node), kind) for node, content in contents.items()]
 
 
-def _size(arrays: ArrayRecord) -> int:
+def _bytes_in(arrays: ArrayRecord) -> int:
     """The number of bytes of the serialised arrays."""
     return sum(len(array.data) for array in arrays.values())

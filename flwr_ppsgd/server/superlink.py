@@ -63,7 +63,7 @@ def ask(
     """
     if not _is_remote(grid):
         return grid.send_and_receive(messages, timeout=timeout)
-    return _fetched(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
+    return _fetch_replies(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
 
 
 def refusals_of(
@@ -89,7 +89,7 @@ def refusals_of(
     timeout = min(timeout, CHECK_SECONDS)
     remote = _is_remote(grid)
     replies = list(
-        ask(grid, messages, timeout, size) if remote else _polled(grid, messages, timeout)
+        ask(grid, messages, timeout, size) if remote else _poll_replies(grid, messages, timeout)
     )
     refused = []
     for error in (reply.error for reply in replies if reply.has_error()):
@@ -107,7 +107,7 @@ def last_line(reason: str) -> str:
     return lines[-1].removesuffix("'>") if len(lines) > 1 else reason
 
 
-def _polled(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[Message]:
+def _poll_replies(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[Message]:
     """Replies of a grid in this process or on this machine, as they come."""
     deadline = time.monotonic() + timeout
     waiting = set(grid.push_messages(messages))
@@ -125,7 +125,7 @@ def _is_remote(grid: Grid) -> bool:
     return any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__)
 
 
-def _fetched(
+def _fetch_replies(
     grid: Any, messages: Sequence[Message], timeout: float, most: int
 ) -> Iterator[Message]:
     """Replies as they come, each forgotten here once it is handed out.
@@ -136,12 +136,12 @@ def _fetched(
     unheard = {message_id for message_id in grid.push_messages(messages) if message_id}
     late: list[tuple[Any, Any]] = []  # announced, and not uploaded when they were last tried
     while unheard or late:
-        announced = _announced(grid, unheard)
+        announced = _new_announcements(grid, unheard)
         queue = [*announced, *late]
         late = []
         for proto, tree in queue:
             try:
-                yield _read(grid, proto, tree, most, deadline)
+                yield _fetch_reply(grid, proto, tree, most, deadline)
             except NotUploadedError:
                 late.append((proto, tree))
         left = deadline - time.monotonic()
@@ -151,7 +151,7 @@ def _fetched(
             time.sleep(min(POLL_SECONDS, left))
 
 
-def _announced(grid: Any, unheard: set[str]) -> list[tuple[Any, Any]]:
+def _new_announcements(grid: Any, unheard: set[str]) -> list[tuple[Any, Any]]:
     """The replies that are new to the SuperLink; what they answer is taken out of ``unheard``."""
     from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
@@ -179,22 +179,22 @@ def _client_of(grid: Any) -> Any:
     return client
 
 
-def _read(grid: Any, proto: Any, tree: Any, most: int, deadline: float) -> Message:
+def _fetch_reply(grid: Any, proto: Any, tree: Any, most: int, deadline: float) -> Message:
     """One reply, or an error if it cannot be read; NotUploadedError if it is not there."""
     client = _client_of(grid)
     try:
         contents = _contents(grid, client, tree, most, deadline)
-        reply = _inflated(proto, contents, most)
+        reply = _inflate_reply(proto, contents, most)
     except NotUploadedError:
         raise
     except Exception as error:  # whatever a client sent, it is never a reason to stop a round
-        reply = _error_reply(grid, proto.metadata, f"{type(error).__name__}: {error}")
+        reply = _reply_unread(grid, proto.metadata, f"{type(error).__name__}: {error}")
     with contextlib.suppress(Exception):  # what is not confirmed is forgotten with the run
         _confirm(grid, client, proto.metadata.message_id)
     return reply
 
 
-def _inflated(proto: Any, contents: dict[str, bytes], most: int) -> Message:
+def _inflate_reply(proto: Any, contents: dict[str, bytes], most: int) -> Message:
     """One reply; HostileReplyError if its objects or its size are not what a reply may be."""
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
@@ -218,7 +218,7 @@ def _contents(grid: Any, client: Any, tree: Any, most: int, deadline: float) -> 
     from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, pull_objects
 
     run_id = grid.run.run_id
-    pull = bounded(make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id), most)
+    pull = pull_at_most(make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id), most)
 
     def pull_now(object_id: str) -> bytes:
         if time.monotonic() >= deadline:
@@ -232,7 +232,7 @@ def _contents(grid: Any, client: Any, tree: Any, most: int, deadline: float) -> 
     return pull_objects(ids, pull_now)
 
 
-def bounded(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
+def pull_at_most(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
     """The same function, which raises once it has given more than ``most`` bytes."""
     total = 0
 
@@ -292,7 +292,7 @@ def _confirm(grid: Any, client: Any, message_id: str) -> None:
     client.ConfirmMessageReceived(request)
 
 
-def _error_reply(grid: Any, metadata: Any, reason: str) -> Message:
+def _reply_unread(grid: Any, metadata: Any, reason: str) -> Message:
     """An error in the name of the node whose reply cannot be read."""
     from flwr.app.message import make_message
 
