@@ -112,17 +112,17 @@ class Coordinator(Generic[Node]):
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._count = len(self._nodes)
         self._graph = draw_graph(self._design(), self._count, self.coins)
-        return {node: self._roster(place) for node, place in self._places.items()}
+        rosters = {}
+        for node, place in self._places.items():
+            others = {other: self._public[other] for other in self._graph[place]}
+            rosters[node] = Roster(place, self._count, others).to_bytes()
+        return rosters
 
     def _design(self) -> Design:
         try:
             return design(self._rules, self._count)
         except ValueError as error:
             raise NoSumError(str(error)) from None
-
-    def _roster(self, place: int) -> bytes:
-        others = {other: self._public[other] for other in self._graph[place]}
-        return Roster(place, self._count, others).to_bytes()
 
     # --- exchange 2
 
@@ -142,12 +142,13 @@ class Coordinator(Generic[Node]):
         """Exchange 3, down: U₂, and for each of its members the shares that it holds."""
         self._enter(Stage.MASKED, len(self._shares), "sent shares")
         self._members = frozenset(self._shares)
-        return {self._nodes[place]: self._partners(place) for place in sorted(self._members)}
-
-    def _partners(self, place: int) -> bytes:
-        present = self._graph[place] & self._members
-        sealed = {other: self._shares[other].portions[place].sealed for other in present}
-        return Partners(self._members, sealed).to_bytes(self._count)
+        partners = {}
+        for place in sorted(self._members):
+            present = self._graph[place] & self._members
+            sealed = {other: self._shares[other].portions[place].sealed for other in present}
+            message = Partners(self._members, sealed).to_bytes(self._count)
+            partners[self._nodes[place]] = message
+        return partners
 
     # --- exchange 3
 
@@ -201,7 +202,10 @@ class Coordinator(Generic[Node]):
         members = members_hash(self._members, self._count)
         total = self._total.copy()
         for place in sorted(self._survivors):
-            subtract_mask(total, own_key(self._seed(place), self.session, place, members))
+            seed = self._secret(place)
+            if seed_hash(seed, self.session, place) != self._shares[place].seed_hash:
+                raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
+            subtract_mask(total, own_key(seed, self.session, place, members))
         for place in sorted(self._members - self._survivors):
             self._take_off_pair_masks(total, place, members)
         return total.view(np.int64)
@@ -211,7 +215,9 @@ class Coordinator(Generic[Node]):
         neighbours = sorted(self._graph[gone] & self._survivors)
         if not neighbours:
             return
-        pair = self._mask_key(gone)
+        pair = KeyPair(self._secret(gone))
+        if pair.public != self._public[gone].mask:
+            raise NoSumError(f"client {self._nodes[gone]} gave shares of something else")
         for other in neighbours:
             secret = pair.secret_with(self._public[other].mask)
             key = pair_key(secret, self.session, (gone, other), members)
@@ -219,18 +225,6 @@ class Coordinator(Generic[Node]):
                 subtract_mask(total, key)
             else:
                 add_mask(total, key)
-
-    def _seed(self, place: int) -> bytes:
-        seed = self._secret(place)
-        if seed_hash(seed, self.session, place) != self._shares[place].seed_hash:
-            raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
-        return seed
-
-    def _mask_key(self, place: int) -> KeyPair:
-        pair = KeyPair(self._secret(place))
-        if pair.public != self._public[place].mask:
-            raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
-        return pair
 
     def _secret(self, owner: int) -> bytes:
         """A secret from the shares that fit; NoSumError if there are too few."""

@@ -14,6 +14,7 @@ this round.
 import secrets
 import struct
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self, TypeAlias
 
@@ -267,7 +268,10 @@ class KeysSent:
     def share(self, roster: Roster) -> tuple["SharesSent", Shares]:
         """Exchange 2: give every neighbour a share of a fresh seed and of the mask key."""
         found = check_roster(roster, self.session)
-        self._check_keys(roster)
+        # two participants with one key would be one person, or a mirror of this one
+        pairs = [self.public, *roster.neighbours.values()]
+        halves = [half for pair in pairs for half in pair]
+        _check_request(len(set(halves)) == len(halves), "a public key comes twice")
         channels = {
             other: _secret_with(self.channel, keys.channel)
             for other, keys in roster.neighbours.items()
@@ -276,27 +280,17 @@ class KeysSent:
         threshold = found.threshold(len(channels))
         of_seed = split(seed, threshold, channels.keys())
         of_key = split(self.mask.private, threshold, channels.keys())
-        portions = {
-            holder: self._portion(roster.place, holder, secret, of_seed[holder], of_key[holder])
-            for holder, secret in channels.items()
-        }
-        shares = Shares(seed_hash(seed, self.session, roster.place), portions)
+        owner = roster.place
+        portions = {}
+        for holder, secret in channels.items():
+            key = _channel_key(secret, self.session, owner, holder)
+            portions[holder] = SealedShares(
+                encrypt(key, of_seed[holder] + of_key[holder]),
+                share_hash(of_seed[holder], self.session, SEED, owner, holder),
+                share_hash(of_key[holder], self.session, KEY, owner, holder),
+            )
+        shares = Shares(seed_hash(seed, self.session, owner), portions)
         return SharesSent(self.session, self.mask, seed, roster, channels), shares
-
-    def _check_keys(self, roster: Roster) -> None:
-        """Two participants with one key would be one person, or a mirror of this one."""
-        pairs = [self.public, *roster.neighbours.values()]
-        halves = [half for pair in pairs for half in pair]
-        _check_request(len(set(halves)) == len(halves), "a public key comes twice")
-
-    def _portion(
-        self, owner: int, holder: int, secret: bytes, of_seed: bytes, of_key: bytes
-    ) -> SealedShares:
-        return SealedShares(
-            encrypt(_channel_key(secret, self.session, owner, holder), of_seed + of_key),
-            share_hash(of_seed, self.session, SEED, owner, holder),
-            share_hash(of_key, self.session, KEY, owner, holder),
-        )
 
     def to_flat(self) -> Flat:
         return {"channel": self.channel.private, "mask": self.mask.private}
@@ -360,18 +354,13 @@ class SharesSent:
                 add_mask(total, key)
             else:
                 subtract_mask(total, key)
-        opened = {other: self._open_shares(other, partners.sealed[other]) for other in present}
-        held = {other: shares for other, shares in opened.items() if shares}
+        held = {}
+        for other in present:
+            channel = _channel_key(self.channels[other], self.session, other, place)
+            with suppress(ValueError):  # shares that cannot be read cost their owner one holder
+                held[other] = decrypt(channel, partners.sealed[other])
         participants = self.roster.participants
         return VectorSent(self.session, place, participants, partners.members, held), total
-
-    def _open_shares(self, other: int, sealed: bytes) -> bytes:
-        """The two shares of a neighbour; empty if they cannot be read, which costs one holder."""
-        key = _channel_key(self.channels[other], self.session, other, self.roster.place)
-        try:
-            return decrypt(key, sealed)
-        except ValueError:
-            return b""
 
     def to_flat(self) -> Flat:
         return {

@@ -177,12 +177,13 @@ class Enrolment:
 
         The first call waits for ``min_online`` of the population and fixes who belongs to it.
         """
-        if not self._begun:
+        if self._begun:
+            changed = self._look(look)
+        else:
             self._await(look)
             self._begun = True
-            if self.open:
-                self._give_places()
-        elif self._look(look) and self.open:
+            changed = True
+        if changed and self.open:
             self._give_places()
         return self._addresses
 
@@ -267,8 +268,12 @@ class Enrolment:
                 if node.real:
                     strangers.add(node)
                 continue
-            if node.real:  # it can restart, or belong to a user who has others
-                self._note_caveats(node, own)
+            # a real node can restart, or belong to a user who has others
+            if node.real and self.open and OPEN not in self.caveats:
+                self.caveats[OPEN] = None
+                log.warning("User-level privacy is not claimed: %s", OPEN)
+            if node.real and own == node.address:
+                self.caveats[RESTARTS] = None
             if own in online:
                 doubled.add(own)
             online[own] = node.address
@@ -277,13 +282,6 @@ class Enrolment:
         self._tell_of_doubled(doubled)
         self._tell_of_strangers(strangers)
         return online
-
-    def _note_caveats(self, node: OnlineNode, own: Identity) -> None:
-        if self.open and OPEN not in self.caveats:
-            self.caveats[OPEN] = None
-            log.warning("User-level privacy is not claimed: %s", OPEN)
-        if own == node.address:
-            self.caveats[RESTARTS] = None
 
     def _tell_of_doubled(self, doubled: set[Identity]) -> None:
         """Of two nodes under one name nobody knows which one is the user's."""

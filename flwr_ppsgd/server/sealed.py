@@ -171,23 +171,20 @@ class SealedRows:
                         self.refuse_lost_rows()
                     if not self._rows:
                         add(FIRST, {"format": FORMAT, self._kind: secrets.randbits(62)})
-            self._require_format()
+            if not self._rows:
+                raise StoreError(f"{self.path} has no rows: no {self._kind} has begun there")
+            found = self.notes(FIRST)[0]["format"]
+            if found != FORMAT:
+                raise StoreError(
+                    f"{self.path} has format {found}, this version reads {FORMAT}: continue with "
+                    "the version of flwr-ppsgd that wrote it"
+                )
             checked = self.path is not None and not self._read_only
             if checked and self.charge_count and self.outside_record() is None:
                 self.note_caveat(NO_RECORD)
         except BaseException:
             self.close()
             raise
-
-    def _require_format(self) -> None:
-        if not self._rows:
-            raise StoreError(f"{self.path} has no rows: no {self._kind} has begun there")
-        found = self.notes(FIRST)[0]["format"]
-        if found != FORMAT:
-            raise StoreError(
-                f"{self.path} has format {found}, this version reads {FORMAT}: continue with the "
-                "version of flwr-ppsgd that wrote it"
-            )
 
     def backup(self, target: Path) -> None:
         """Copy the file consistently, also while a training runs."""

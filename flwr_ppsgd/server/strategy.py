@@ -236,7 +236,7 @@ class PPSGD(CuratedStrategy, Strategy):
         self._w: Vector = np.zeros(0)  # the same as one vector
         self._asked: list[Metadata] = []
         self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
-        self._latest = self._resumed()
+        self._latest: ArrayRecord | None = None  # w of the last round
 
     @property
     def release(self) -> Release:
@@ -320,7 +320,7 @@ class PPSGD(CuratedStrategy, Strategy):
         # once it is closed, another strategy may go on in checkpoint_dir
         with closing(self), self._account.noting_errors():
             first, last = self._plan(num_rounds)
-            result = Result(arrays=self._beginning(initial_arrays))
+            result = Result(arrays=self._first_arrays(initial_arrays))
             if last > first:
                 self._curator.say_whether_it_can_learn(self._layout_of(result.arrays).size)
                 self._check_clients(grid, result.arrays, timeout)
@@ -364,7 +364,7 @@ class PPSGD(CuratedStrategy, Strategy):
     def _plan(self, num_rounds: int | None) -> tuple[int, int]:
         """The round to go on from, and the last one that the budget pays for."""
         if self._curator.reopen():
-            self._latest = self._resumed()
+            self._latest = None
         rounds = self._account.plan(num_rounds, FLOWER_ROUNDS)
         first = self.rounds_done
         if num_rounds and num_rounds <= first:
@@ -375,13 +375,11 @@ class PPSGD(CuratedStrategy, Strategy):
         self.summary()
         return first, max(first, rounds)
 
-    def _resumed(self) -> ArrayRecord | None:
-        """The w that was found in ``checkpoint_dir``; None if there is none."""
-        found = self._account.checkpoint
-        return None if found is None else record_from(found.arrays)
-
-    def _beginning(self, initial: ArrayRecord) -> ArrayRecord:
+    def _first_arrays(self, initial: ArrayRecord) -> ArrayRecord:
         """The w to go on from: that of the last round, if there was one and it has this form."""
+        found = self._account.checkpoint
+        if self._latest is None and found is not None:
+            self._latest = record_from(found.arrays)
         if self._latest is None:
             return initial
         refuse_other_model(self._layout_of(self._latest), self._layout_of(initial))
@@ -430,9 +428,12 @@ class PPSGD(CuratedStrategy, Strategy):
         }
         parts = [f"epsilon {rounded_up(self._account.epsilon_so_far())}"]
         for where, measures in measured.items():
-            if measures:
-                shown = [f"{name} {_shown(value)}" for name, value in measures.items()]
-                parts.append(f"{where}: {', '.join(shown)}")
+            words = []
+            for name, value in (measures or {}).items():
+                text = f"{value:.4g}" if isinstance(value, float) else str(value)
+                words.append(f"{name} {text}")
+            if words:
+                parts.append(f"{where}: {', '.join(words)}")
         if round_ or len(parts) > 1:
             log.info("[ROUND %d/%d] %s", round_, last, " · ".join(parts))
 
@@ -636,10 +637,6 @@ def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
             "ConfigRecord({...})"
         )
     return config
-
-
-def _shown(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _messages(contents: Mapping[Identity, RecordDict], kind: str) -> list[Message]:

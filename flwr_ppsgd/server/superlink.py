@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -87,10 +87,10 @@ def refusals_of(
         size: of w, in bytes.
     """
     timeout = min(timeout, CHECK_SECONDS)
-    remote = _is_remote(grid)
-    replies = list(
-        ask(grid, messages, timeout, size) if remote else _poll_replies(grid, messages, timeout)
-    )
+    if _is_remote(grid):
+        replies = list(ask(grid, messages, timeout, size))
+    else:
+        replies = list(_poll_replies(grid, messages, timeout))
     refused = []
     for error in (reply.error for reply in replies if reply.has_error()):
         if error.code == NOT_RUN or any(word in str(error.reason) for word in REFUSALS):
@@ -181,6 +181,8 @@ def _client_of(grid: Any) -> Any:
 
 def _fetch_reply(grid: Any, proto: Any, tree: Any, most: int, deadline: float) -> Message:
     """One reply, or an error if it cannot be read; NotUploadedError if it is not there."""
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+
     client = _client_of(grid)
     try:
         contents = _contents(grid, client, tree, most, deadline)
@@ -189,8 +191,13 @@ def _fetch_reply(grid: Any, proto: Any, tree: Any, most: int, deadline: float) -
         raise
     except Exception as error:  # whatever a client sent, it is never a reason to stop a round
         reply = _reply_unread(grid, proto.metadata, f"{type(error).__name__}: {error}")
+    confirmation = ConfirmMessageReceivedRequest(
+        node=grid.node,
+        run_id=grid.run.run_id,
+        message_object_id=proto.metadata.message_id,
+    )
     with contextlib.suppress(Exception):  # what is not confirmed is forgotten with the run
-        _confirm(grid, client, proto.metadata.message_id)
+        client.ConfirmMessageReceived(confirmation)
     return reply
 
 
@@ -217,34 +224,24 @@ def _contents(grid: Any, client: Any, tree: Any, most: int, deadline: float) -> 
     from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
     from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, pull_objects
 
-    run_id = grid.run.run_id
-    pull = pull_at_most(make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id), most)
+    pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, grid.run.run_id)
+    total = 0
 
-    def pull_now(object_id: str) -> bytes:
+    def pull_in_bounds(object_id: str) -> bytes:
+        nonlocal total
         if time.monotonic() >= deadline:
             raise NotUploadedError("the round is over")
         try:
-            return pull(object_id)
+            content = pull(object_id)
         except ObjectUnavailableError as error:  # Flower would wait for it, for hours
             raise NotUploadedError(str(error)) from None
-
-    ids = list(dict.fromkeys(object_ids(tree)))
-    return pull_objects(ids, pull_now)
-
-
-def pull_at_most(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
-    """The same function, which raises once it has given more than ``most`` bytes."""
-    total = 0
-
-    def pull_within(object_id: str) -> bytes:
-        nonlocal total
-        content = pull(object_id)
         total += len(content)
         if total > most:
             raise HostileReplyError(f"more than {most} bytes")
         return content
 
-    return pull_within
+    ids = list(dict.fromkeys(object_ids(tree)))
+    return pull_objects(ids, pull_in_bounds)
 
 
 def object_ids(tree: Any) -> Iterator[str]:
@@ -278,18 +275,6 @@ def check_inflated_size(contents: Mapping[str, bytes], most: int) -> None:
         total += sum(sizes[chunk] for chunk in chunks)
         if total > most:
             raise HostileReplyError(f"arrays that would inflate to more than {most} bytes")
-
-
-def _confirm(grid: Any, client: Any, message_id: str) -> None:
-    """Tell the SuperLink that the reply can be forgotten."""
-    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-
-    request = ConfirmMessageReceivedRequest(
-        node=grid.node,
-        run_id=grid.run.run_id,
-        message_object_id=message_id,
-    )
-    client.ConfirmMessageReceived(request)
 
 
 def _reply_unread(grid: Any, metadata: Any, reason: str) -> Message:
