@@ -142,23 +142,6 @@ def test_threads_charge_one_after_the_other(place: Path) -> None:
     assert Store.read(place).charge_count == 20
 
 
-def test_a_forked_child_never_writes(place: Path) -> None:
-    store = opened(place)
-    child = os.fork()
-    if not child:  # pragma: no cover - measured in the parent only
-        try:
-            store.charge(1, NOISY)
-        except StoreError:
-            store.close()
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    store.charge(1, NOISY)
-    assert Store.read(place).charge_count == 1
-    with pytest.raises(StoreError, match="in use"):
-        Store(place)
-
-
 # --- what is lost, and shows
 
 
@@ -224,25 +207,6 @@ def test_what_was_lost_is_refused_in_one_line(place: Path, loss: str) -> None:
         with pytest.raises((StoreError, OSError), match=reason) as refused:
             Store(place)
         assert "\n" not in str(refused.value)
-
-
-def test_a_restored_backup_is_refused_until_its_charges_are_added(place: Path) -> None:
-    train(place, 2)
-    backup = place.with_name("backup")
-    shutil.copytree(place, backup)
-    train(place, 3, first=3)
-    shutil.rmtree(place)
-    shutil.copytree(backup, place)
-    for missing in (3, 1):
-        with pytest.raises(StoreError, match=rf"charges were lost.*--add {missing}$"):
-            Store(place)
-        store = Store(place, repair=True)
-        store.add_by_hand(2, "a backup was restored")
-        store.close()
-    store = Store(place)
-    assert store.charge_count == 6
-    assert store.ledger(DELTA).rounds == 6
-    assert store.added == 4
 
 
 def test_two_copies_that_both_went_on_are_noticed(place: Path) -> None:
