@@ -288,7 +288,6 @@ def encode(table: RawTable, schema: Schema) -> Values:
     used = schema.used
     if len(used) == 1 and np.ndim(table.columns[used[0].name]) == 2:
         return _array(table, used[0])
-    decimal = table.lines.decimal if table.lines else "."
     blocks = []
     for column in used:
         values = table.columns[column.name]
@@ -299,7 +298,7 @@ def encode(table: RawTable, schema: Schema) -> Values:
         elif column.kind in (CATEGORY, HASHED):
             blocks.append(_one_hot(values, column))
         else:
-            numbers = as_numbers(values, decimal)
+            numbers = as_numbers(values, table.decimal)
             numbers[np.isinf(numbers)] = np.nan
             if column.kind == FLAG:
                 numbers = np.clip(numbers, 0.0, 1.0)

@@ -189,14 +189,17 @@ def report(raw: PerUser, seen: PerUser) -> str:
         seen: as a model sees them.
     """
     spread = ", ".join(f"{value:g}" for value in np.quantile(raw.train_sizes, QUANTILES))
-    bound = smoothness(seen)
+    size = f"{seen.features * seen.outputs:,} shared parameters"
+    if seen.representation is None:  # else all rows would be computed for it
+        bound = smoothness(seen)
+        size += f"; L = {bound:.3g} for squared loss, as a model sees the rows: steps above "
+        size += f"{2 / max(bound, 1e-300):.2g} may diverge"
     lines = [
         seen.describe(1),
         f"training rows per user (least, quarter, half, three quarters, most): {spread}",
         *brief(seen),
         *_scales(raw),
-        f"{seen.features * seen.outputs:,} shared parameters; L = {bound:.3g} for squared loss, as "
-        f"a model sees the rows: steps above {2 / max(bound, 1e-300):.2g} may diverge",
+        size,
         f"All of this was {LOOKED} by any epsilon. --write schema.toml writes down what a run "
         "would take to be public, for you to read and declare.",
     ]

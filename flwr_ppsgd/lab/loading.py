@@ -236,7 +236,7 @@ def _stacked(table: RawTable, targets: Sequence[str]) -> Values:
     first = table.columns[targets[0]]
     if np.ndim(first) == 2:
         return first if sparse.issparse(first) else np.asarray(first, dtype=np.float64)
-    parts = [as_numbers(table.columns[name]) for name in targets]
+    parts = [as_numbers(table.columns[name], table.decimal) for name in targets]
     return np.stack(parts, axis=1)
 
 
@@ -436,7 +436,9 @@ def _times(table: RawTable, schema: Schema, strict: bool) -> NDArray[np.float64]
     if not schema.time:
         return np.zeros(table.rows)
     values = table.columns[schema.time]
-    found = as_numbers(values) if values.dtype.kind != "M" else np.full(len(values), np.nan)
+    found = np.full(len(values), np.nan)
+    if values.dtype.kind != "M":
+        found = as_numbers(values, table.decimal)
     if values.dtype.kind == "M" or is_text(values):
         dates = pandas.to_datetime(
             pandas.Series(values), utc=True, errors="coerce", format="ISO8601"

@@ -215,7 +215,7 @@ class PerUser:
         taken = self.y[rows]
         if self.task == "regression":
             real = np.asarray(taken, dtype=np.float64)
-            return real.reshape(len(rows), -1) - shift
+            return real.reshape(len(rows), self.outputs) - shift
         if self.task == "multi-label":
             return np.asarray(taken.toarray(), dtype=np.float64) - shift
         one_hot: Matrix = np.eye(self.outputs)[taken]

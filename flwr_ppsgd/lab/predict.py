@@ -139,7 +139,7 @@ def _known_targets(table: RawTable, schema: Schema) -> NDArray[np.float64]:
         return np.full(table.rows, np.nan)
     values = table.columns[name]
     if schema.task == "regression":
-        return as_numbers(values, table.lines.decimal if table.lines else ".")
+        return as_numbers(values, table.decimal)
     words, codes = as_texts(values)
     places = {class_name(one): place for place, one in enumerate(schema.classes)}
     numbers = [float(places.get(class_name(word), np.nan)) for word in words]

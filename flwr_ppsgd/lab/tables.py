@@ -81,6 +81,11 @@ class RawTable:
             return int(np.shape(values)[0]) if np.ndim(values) or sparse.issparse(values) else 0
         return 0
 
+    @property
+    def decimal(self) -> str:
+        """What stands before the decimals of a number in text."""
+        return self.lines.decimal if self.lines else "."
+
     def column(self, name: str, what: str = "") -> Values:
         """The column of this name; ValueError with the nearest name if there is none."""
         if name in self.columns:

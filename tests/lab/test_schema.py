@@ -50,6 +50,28 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         write_schema(found.schema, tmp_path / "schema.toml", "data.csv")
 
 
+def test_amounts_with_decimal_commas_are_read_alike(tmp_path: Path) -> None:
+    """Bob's amounts cannot be read: he stays, without a row."""
+    rows = "user;a;when;y\n" + "".join(
+        f"{user};{place},5;{9 - place},5;{place},25\n"
+        for user in ("ann", "bob")
+        for place in range(5)
+    )
+    (tmp_path / "data.csv").write_text(rows)
+    found = load(tmp_path / "data.csv", DataOptions(time="when"))
+    assert found.schema is not None
+    write_schema(found.schema, tmp_path / "schema.toml", "data.csv")
+    given = DataOptions(schema=str(tmp_path / "schema.toml"))
+    for name in ("x", "y", "test"):
+        np.testing.assert_array_equal(
+            getattr(load(tmp_path / "data.csv", given), name), getattr(found, name)
+        )
+    (tmp_path / "data.csv").write_text(rows.replace("bob;", "bob;x").replace(",25\nbob", "?\nbob"))
+    after = load(tmp_path / "data.csv", given)
+    assert after.users == ("ann", "bob")
+    assert after.targets(after.rows(1, test=False)).shape[1] == 1
+
+
 def test_odd_names_and_words_survive(tmp_path: Path) -> None:
     words = ['say "hi"', "a\\b", "line\nbreak", "Zoë", "# no comment"]
     rows = [
