@@ -40,7 +40,7 @@ class NoSumError(RuntimeError):
     """A sum cannot be unmasked. Its text says who and how many: for the server's private file."""
 
 
-class Stage(IntEnum):
+class SecureStage(IntEnum):
     """The exchange whose replies the coordinator waits for."""
 
     KEYS = 1
@@ -65,7 +65,7 @@ class Coordinator(Generic[Node]):
 
     def __post_init__(self) -> None:
         self._rules = self.session.terms.rules
-        self._stage = Stage.KEYS
+        self._stage = SecureStage.KEYS
         self._probe = KeyPair.new()
         self._keys: dict[Node, PublicKeys] = {}
         self._known: set[bytes] = set()
@@ -85,7 +85,7 @@ class Coordinator(Generic[Node]):
 
     def take_keys(self, node: Node, data: bytes) -> bool:
         """Whether these are usable keys, and the node's first."""
-        self._require(Stage.KEYS)
+        self._require(SecureStage.KEYS)
         keys = _parse(lambda: PublicKeys.from_bytes(data))
         if keys is None or node in self._keys:
             return False
@@ -106,7 +106,7 @@ class Coordinator(Generic[Node]):
 
     def rosters(self) -> dict[Node, bytes]:
         """Exchange 2, down: each participant's neighbours. The graph is drawn here."""
-        self._enter(Stage.SHARES, len(self._keys), "sent keys")
+        self._enter(SecureStage.SHARES, len(self._keys), "sent keys")
         self._nodes = list(self._keys)
         self._public = list(self._keys.values())
         self._places = {node: place for place, node in enumerate(self._nodes)}
@@ -128,7 +128,7 @@ class Coordinator(Generic[Node]):
 
     def take_shares(self, node: Node, data: bytes) -> bool:
         """Whether these are shares for exactly the node's neighbours."""
-        self._require(Stage.SHARES)
+        self._require(SecureStage.SHARES)
         place = self._places.get(node)
         if place is None or place in self._shares:
             return False
@@ -140,7 +140,7 @@ class Coordinator(Generic[Node]):
 
     def partners(self) -> dict[Node, bytes]:
         """Exchange 3, down: U₂, and for each of its members the shares that it holds."""
-        self._enter(Stage.MASKED, len(self._shares), "sent shares")
+        self._enter(SecureStage.MASKED, len(self._shares), "sent shares")
         self._members = frozenset(self._shares)
         partners = {}
         for place in sorted(self._members):
@@ -154,7 +154,7 @@ class Coordinator(Generic[Node]):
 
     def take_masked(self, node: Node, vector: NDArray[np.uint64]) -> bool:
         """Whether this is the node's first vector of the right form; it is added."""
-        self._require(Stage.MASKED)
+        self._require(SecureStage.MASKED)
         place = self._places.get(node)
         if place not in self._members or place in self._survivors:
             return False
@@ -167,7 +167,7 @@ class Coordinator(Generic[Node]):
     def survivors(self) -> dict[Node, bytes]:
         """Exchange 4, down: U₃. Charge the release before this is sent."""
         needed = survivors_needed(self._rules, self._count)
-        self._enter(Stage.REVEALED, len(self._survivors), "sent a masked vector", needed)
+        self._enter(SecureStage.REVEALED, len(self._survivors), "sent a masked vector", needed)
         named = bitmap(self._survivors, self._count)
         return {self._nodes[place]: named for place in sorted(self._survivors)}
 
@@ -175,7 +175,7 @@ class Coordinator(Generic[Node]):
 
     def take_revealed(self, node: Node, data: bytes) -> bool:
         """Whether the answer can be read. Each share in it that is wrong is left out."""
-        self._require(Stage.REVEALED)
+        self._require(SecureStage.REVEALED)
         holder = self._places.get(node)
         if holder not in self._survivors or holder in self._answered:
             return False
@@ -198,7 +198,7 @@ class Coordinator(Generic[Node]):
 
     def total(self) -> NDArray[np.int64]:
         """Σ_{u ∈ U₃} x_u, exactly if it is below 2⁶³; NoSumError if a mask cannot be taken off."""
-        self._require(Stage.REVEALED)
+        self._require(SecureStage.REVEALED)
         members = members_hash(self._members, self._count)
         total = self._total.copy()
         for place in sorted(self._survivors):
@@ -237,15 +237,15 @@ class Coordinator(Generic[Node]):
 
     # --- stages
 
-    def _enter(self, stage: Stage, count: int, did: str, needed: int = 0) -> None:
+    def _enter(self, stage: SecureStage, count: int, did: str, needed: int = 0) -> None:
         """Go on to the next exchange; NoSumError if too few are left for it."""
-        self._require(Stage(stage - 1))
+        self._require(SecureStage(stage - 1))
         needed = max(needed, self._rules.least)
         if count < needed:
             raise NoSumError(f"{count} clients {did}, {needed} are needed")
         self._stage = stage
 
-    def _require(self, stage: Stage) -> None:
+    def _require(self, stage: SecureStage) -> None:
         if self._stage != stage:
             raise RuntimeError(f"the sum is at {self._stage.name}, not at {stage.name}")
 

@@ -16,13 +16,13 @@ from flwr_ppsgd.algorithm import Vector, server_step
 from flwr_ppsgd.checks import printable
 from flwr_ppsgd.noise import coins_for
 from flwr_ppsgd.recipe import DROWNED, Recipe, published_variance, server_gain, shares_of_columns
+from flwr_ppsgd.secure.coordinator import SecureStage
 from flwr_ppsgd.secure.terms import SecureTerms, Session
 from flwr_ppsgd.server.account import LONGEST_ERROR, ServerAccount
 from flwr_ppsgd.server.enrolment import Enrolment, Online
 from flwr_ppsgd.server.rounds import (
-    UNMASKING_STAGE,
-    Exchange,
     OpenSum,
+    Payloads,
     SecureOpenSum,
     SumRequest,
     facts_in_words,
@@ -146,12 +146,12 @@ class Curator:
             )
         return self._sum
 
-    def exchanges(self, opened: OpenSum) -> Iterator[Exchange]:
+    def exchanges(self, opened: OpenSum) -> Iterator[tuple[int, Payloads]]:
         """What to send for a sum, one exchange after the other, charged before it is unmasked."""
-        for exchange in opened.exchanges():
-            if exchange.stage == UNMASKING_STAGE:
+        for stage, payloads in opened.exchanges():
+            if stage == SecureStage.REVEALED:
                 self._charge(opened)
-            yield exchange
+            yield stage, payloads
 
     def _charge(self, opened: OpenSum) -> None:
         """Once for each sum, before anything of it can be seen."""

@@ -217,12 +217,12 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         nbytes = sum(map(len, parameters.tensors))
         with self._account.noting_errors():
             opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
-        (exchange,) = self._curator.exchanges(opened)
+        ((_, payloads),) = self._curator.exchanges(opened)
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
         if self.training.replies == "gradient":
             order = self._curator.sum_order(request)
             config = self._signed_config(order, parameters, "train", client_manager)
-        return _NeverFalse(_for_each(exchange.payloads, FitIns(parameters, config), client_manager))
+        return _NeverFalse(_for_each(payloads, FitIns(parameters, config), client_manager))
 
     def aggregate_fit(
         self,

@@ -10,7 +10,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from flwr_ppsgd.arrays import vector_record
-from flwr_ppsgd.server.rounds import MASKED_STAGE, Sent, UnusableError
+from flwr_ppsgd.secure.coordinator import SecureStage
+from flwr_ppsgd.server.rounds import Sent, UnusableError
 from flwr_ppsgd.server.superlink import last_line
 from flwr_ppsgd.wire import (
     ANSWER,
@@ -97,7 +98,7 @@ def refuse_other_model(so_far: Layout, initial: Layout) -> None:
 
 def secure_message_in(content: Mapping[str, Any], stage: int, size: int) -> Sent:
     """A client's part of one exchange of a secure sum."""
-    if stage == MASKED_STAGE:
+    if stage == SecureStage.MASKED:
         masked = content.get(MASKED)
         return words_of(masked if isinstance(masked, ArrayRecord) else None, size)
     record = content.get(SECURE)

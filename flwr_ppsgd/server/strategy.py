@@ -27,6 +27,7 @@ from flwr_ppsgd.flower_wrappers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
+from flwr_ppsgd.secure.coordinator import SecureStage
 from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
@@ -44,7 +45,14 @@ from flwr_ppsgd.server.replies import (
     vector_in,
     with_named_arrays,
 )
-from flwr_ppsgd.server.rounds import ENOUGH_ASKED, MASKED_STAGE, Exchange, OpenSum, Sent, SumRequest
+from flwr_ppsgd.server.rounds import (
+    ENOUGH_ASKED,
+    PLAIN_STAGE,
+    OpenSum,
+    Payloads,
+    Sent,
+    SumRequest,
+)
 from flwr_ppsgd.server.superlink import ask, refusals_of
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.signature import digest, signed
@@ -444,9 +452,9 @@ class PPSGD(CuratedStrategy, Strategy):
         run = grid.run.run_id if self.training.secure else 0
         nbytes = _bytes_in(self._arrays)
         opened = self._curator.open_sum(request, lambda: present_in(grid), nbytes, run)
-        for exchange in self._curator.exchanges(opened):
-            messages = self._exchange_messages(request, exchange, config, grid)
-            self._take_replies(opened, exchange.stage, ask(grid, messages, timeout, nbytes))
+        for stage, payloads in self._curator.exchanges(opened):
+            messages = self._exchange_messages(request, stage, payloads, config, grid)
+            self._take_replies(opened, stage, ask(grid, messages, timeout, nbytes))
         return opened
 
     def _deliver(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
@@ -479,15 +487,15 @@ class PPSGD(CuratedStrategy, Strategy):
         self._note_sent(arrays)
         request = self._curator.request(server_round, len(self._w))
         opened = self._curator.open_sum(request, lambda: present_in(grid), _bytes_in(arrays))
-        (exchange,) = self._curator.exchanges(opened)
-        return self._exchange_messages(request, exchange, config, grid)
+        ((stage, payloads),) = self._curator.exchanges(opened)
+        return self._exchange_messages(request, stage, payloads, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord]:
         """One noisy step; each reply is a vector or zero."""
         opened = self._curator.open_sum_of(server_round)
-        self._take_replies(opened, 0, replies)
+        self._take_replies(opened, PLAIN_STAGE, replies)
         return self._publish(opened)
 
     def configure_evaluate(
@@ -574,7 +582,12 @@ class PPSGD(CuratedStrategy, Strategy):
         return content
 
     def _exchange_messages(
-        self, request: SumRequest, exchange: Exchange, config: ConfigRecord, grid: Grid
+        self,
+        request: SumRequest,
+        stage: int,
+        payloads: Payloads,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> list[Message]:
         """One message to each node of an exchange; those who get the same share its content."""
         config = _checked_config(config)
@@ -583,13 +596,13 @@ class PPSGD(CuratedStrategy, Strategy):
             content = self._parameter_clients.content("fit", self._arrays, config, request.round)
             contents[b""] = content
         else:
-            order = self._curator.sum_order(request, exchange.stage)
-            arrays = self._arrays if exchange.stage in (0, MASKED_STAGE) else None
-            for payload in set(exchange.payloads.values()):
+            order = self._curator.sum_order(request, stage)
+            arrays = self._arrays if stage in (PLAIN_STAGE, SecureStage.MASKED) else None
+            for payload in set(payloads.values()):
                 contents[payload] = self._signed_content(
                     order, arrays, MessageType.TRAIN, grid, config=config, payload=payload
                 )
-        by_node = {node: contents[payload] for node, payload in exchange.payloads.items()}
+        by_node = {node: contents[payload] for node, payload in payloads.items()}
         messages = _messages(by_node, MessageType.TRAIN)
         # a grid fills in the message ids when it sends them
         self._asked = [message.metadata for message in messages]
