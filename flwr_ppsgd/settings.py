@@ -386,7 +386,7 @@ def typed_value(key: str, value: Any, hint: Any) -> Any:
     raise ValueError(f"{key} must be of type {' or '.join(names)}, got {value!r}")
 
 
-def names_in(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """The names in a text that separates them by commas."""
     names = [name.strip() for name in text.split(",")]
     return [name for name in names if name]

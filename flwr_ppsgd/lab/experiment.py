@@ -28,10 +28,10 @@ from flwr_ppsgd.settings import (
     key_of,
     keys_of,
     name_of,
-    names_in,
     override,
     part_of,
     read_toml,
+    split_names,
     to_flat,
     typed_value,
     with_keys,
@@ -145,7 +145,7 @@ class Experiment:
 
     def methods(self) -> list[str]:
         """The baselines, as a list."""
-        return names_in(self.baselines)
+        return split_names(self.baselines)
 
     def conditions(self) -> list[str]:
         """What must be public for the promise to hold, each as "provided that …"."""

@@ -376,17 +376,14 @@ class ServerAccount:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        head = self._headline()
-        return head.epsilon, head.in_one_line()
+        return _short_promise(*self._basis_of_promise())
 
-    def _headline(self) -> Headline:
-        return _headline_of_plan(
-            self.stated_ledger(),
-            self.training.population,
-            "node" if "node" in self._store.caveats.values() else "user",
-            self.training.release.aggregation,
-            None if self._budget is None else self._budget.allowance,
-        )
+    def _basis_of_promise(self) -> tuple[Ledger, int, str, SecureSum | None, Allowance | None]:
+        """What the headline follows from."""
+        unit = "node" if "node" in self._store.caveats.values() else "user"
+        allowance = None if self._budget is None else self._budget.allowance
+        secure = self.training.release.aggregation
+        return self.stated_ledger(), self.training.population, unit, secure, allowance
 
     def promise(self, size: int = 0, simulation: str = "", terms: tuple[str, ...] = ()) -> Promise:
         """Everything that is stated about this training.
@@ -398,7 +395,7 @@ class ServerAccount:
         """
         check_accountant()
         stated = self.stated_ledger()
-        head = replace(self._headline(), simulation=simulation)
+        head = replace(_headline_of_plan(*self._basis_of_promise()), simulation=simulation)
         # δ is the total: what finite precision takes is paid from it
         cut = cut_probability(size, stated.rounds, self.training.release.noise_shares)
         if self._budget is None:
@@ -522,7 +519,6 @@ def headline_of(ledger: Ledger) -> Headline:
     )
 
 
-@functools.lru_cache(maxsize=64)
 def _headline_of_plan(
     stated: Ledger,
     population: int,
@@ -530,7 +526,6 @@ def _headline_of_plan(
     secure: SecureSum | None,
     allowance: Allowance | None,
 ) -> Headline:
-    """The same in every round of a plan, so it is worked out once."""
     head = replace(headline_of(stated), population=population, unit=unit, secure=secure)
     if allowance is not None:  # its trainings together have no bound against all others
         exchanged = allowance.epsilon_replace_one()
@@ -541,6 +536,19 @@ def _headline_of_plan(
     pooled = stated.pooled_epsilon()
     exchanged = stated.pooled_epsilon("replace-one")
     return replace(head, pooled=pooled, pooled_replace_one=exchanged)
+
+
+@functools.lru_cache(maxsize=64)
+def _short_promise(
+    stated: Ledger,
+    population: int,
+    unit: str,
+    secure: SecureSum | None,
+    allowance: Allowance | None,
+) -> tuple[float, str]:
+    """ε and one line for clients: the same in every round of a plan."""
+    head = _headline_of_plan(stated, population, unit, secure, allowance)
+    return head.epsilon, head.in_one_line()
 
 
 @functools.lru_cache(maxsize=64)

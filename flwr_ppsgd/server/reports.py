@@ -302,8 +302,8 @@ def status_of(directory: Path) -> dict[str, Any]:
 def status_text(status: Mapping[str, Any]) -> str:
     """The same for people."""
     epsilon = status["epsilon"]
-    spent = _epsilon_text(epsilon["spent"])
-    planned = _epsilon_text(epsilon["planned"])
+    spent = _epsilon_in_words(epsilon["spent"])
+    planned = _epsilon_in_words(epsilon["planned"])
     lines = [
         f"{status['directory']} (for the server's operator alone)",
         f"training {status['training']}: {STATES[status['running']]}",
@@ -350,7 +350,7 @@ def _is_locked(path: Path) -> bool | None:
     return any("FLOCK" in lock and lock[-3].rpartition(":")[2] == number for lock in locks)
 
 
-def _epsilon_text(epsilon: float | str) -> str:
+def _epsilon_in_words(epsilon: float | str) -> str:
     """ε as JSON has it, where infinity is a word."""
     return rounded_up(float(epsilon) if isinstance(epsilon, float) else math.inf)
 
