@@ -141,8 +141,8 @@ class Curator:
         """The sum that was opened last; ValueError if it is not that of this round."""
         if self._sum is None or self._sum.closed or self._sum.request.round != round_:
             raise ValueError(
-                f"round {round_} was aggregated without being configured before: no cohort was "
-                "drawn for it and nothing was released; configure and aggregate each round in turn"
+                f"round {round_} was aggregated without being configured, so nothing was released: "
+                "configure and aggregate each round in turn"
             )
         return self._sum
 
@@ -265,8 +265,8 @@ class Curator:
         self._useless = 0
         raise NobodyUsableError(
             f"in {rounds} each client that was asked gave an error, a malformed reply or none "
-            f"({self._what_was_said(opened)}). What was released is charged. More rounds would "
-            "only cost epsilon: look at a client's log, correct it, and start again"
+            f"({self._what_was_said(opened)}). What was released is charged: look at a client's "
+            "log, correct it, and start again"
         )
 
     def refuse_if_nobody_obeys(self, asked: int, refusals: Sequence[str]) -> None:
