@@ -24,7 +24,7 @@ from flwr_ppsgd.audit import (
 )
 from flwr_ppsgd.cli import app
 from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.rounds import OpenSum, SumRequest
 
 SIZE = 4000
@@ -134,24 +134,24 @@ def nothing_on_empty_rounds(patch: pytest.MonkeyPatch) -> None:
 
 
 def uncharged_rounds(patch: pytest.MonkeyPatch) -> None:
-    charge = Account.charge
+    charge = ServerAccount.charge
 
     def wrong(self: Any, request: SumRequest) -> None:
         if request.round % 3:
             charge(self, request)
 
-    patch.setattr(Account, "charge", wrong)
+    patch.setattr(ServerAccount, "charge", wrong)
 
 
 def charged_for_more_noise(patch: pytest.MonkeyPatch) -> None:
-    charge = Account.charge
+    charge = ServerAccount.charge
 
     def wrong(self: Any, request: SumRequest) -> None:
         release = request.release
         louder = replace(release, noise_multiplier=10 * release.noise_multiplier)
         charge(self, replace(request, release=louder))
 
-    patch.setattr(Account, "charge", wrong)
+    patch.setattr(ServerAccount, "charge", wrong)
 
 
 def shaped_noise(shape: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:

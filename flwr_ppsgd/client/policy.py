@@ -9,7 +9,7 @@ from typing import Any, Self
 from flwr_ppsgd.checks import nearest, require
 from flwr_ppsgd.client.refusal import Code, RefusedError
 from flwr_ppsgd.recipe import SCALAR_BOUND
-from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.secure.terms import SecureTerms
 from flwr_ppsgd.signature import public_key, verify
 from flwr_ppsgd.wire import Order
 
@@ -178,7 +178,7 @@ class Policy:
             if is_set:
                 raise _refused(f"evaluation on this user's data is not answered, because of {key}")
 
-    def _check_terms(self, terms: Terms) -> None:
+    def _check_terms(self, terms: SecureTerms) -> None:
         limits = (
             ("noise multiplier", terms.noise_multiplier, MIN_NOISE, self.min_noise_multiplier),
             ("honest + colluding", terms.rules.least, MIN_CLIENTS, self.min_clients),

@@ -24,7 +24,7 @@ from flwr_ppsgd.secure.protocol import (
     State,
     VectorSent,
     members_of,
-    packed,
+    pack_parts,
 )
 from flwr_ppsgd.secure.terms import Session
 from flwr_ppsgd.wire import DATA, Order, payload_hash
@@ -55,7 +55,7 @@ def answer(context: Context, order: Order, payload: bytes) -> tuple[bytes, Confi
         )
     with _refusing():
         revealed = masked.reveal(members_of(payload, masked.participants))
-    return packed(revealed), None
+    return pack_parts(revealed), None
 
 
 class MaskedAnswer:

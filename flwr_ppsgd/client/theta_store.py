@@ -361,7 +361,7 @@ class DiskStore:
 
     def _parts(self, kind: str, row: SavedArrays) -> dict[str, memoryview]:
         """What is in the file of a row, by name; StoreError if it is not what was written."""
-        content = memoryview(database.read_file(self._path(row.serial, kind), row.sha256))
+        content = memoryview(database.read_verified(self._path(row.serial, kind), row.sha256))
         parts = {}
         start = 0
         for name, size in row.about["sizes"].items():

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from flwr_ppsgd import disk
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.engine import Engine, Report, Setting, train
 from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall, results_of

@@ -22,7 +22,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from flwr_ppsgd import disk
+from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.problem import SYNTHETIC
 from flwr_ppsgd.lab.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
 from flwr_ppsgd.settings import read_toml

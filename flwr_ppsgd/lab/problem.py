@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.settings import key_of, name_of, part_of, to_flat, typed, with_keys
+from flwr_ppsgd.settings import key_of, name_of, part_of, to_flat, typed_value, with_keys
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.data_options import DataOptions
@@ -174,7 +174,7 @@ class Problem:
         values = {}
         for key, value in part_of(with_keys(flat), cls).items():
             name = name_of(key)
-            values[name] = typed(key, value, hints[name])
+            values[name] = typed_value(key, value, hints[name])
         return cls(**values)
 
     def to_flat(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from flwr_ppsgd.lab.evaluation import (
 from flwr_ppsgd.lab.experiment import EXHAUSTED, Experiment
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import Promise
@@ -199,7 +199,7 @@ class Simulated:
     """
 
     def __init__(self, settings: Settings, terms: tuple[str, ...] = ()) -> None:
-        self._account = Account(Training.of(**{**settings.arguments(), **NO_SERVER}))
+        self._account = ServerAccount(Training.of(**{**settings.arguments(), **NO_SERVER}))
         self._terms = terms
         self.setting = Setting(self.release, self._account.training.steps)
         self.rounds = self._account.plan(settings.rounds, 0)  # as many as the budget allows

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from flwr_ppsgd.checks import nearest, one_of
-from flwr_ppsgd.disk import PRIVATE_FILE
+from flwr_ppsgd.lab.disk import PRIVATE_FILE
 from flwr_ppsgd.wire import places_in
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]

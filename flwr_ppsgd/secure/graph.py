@@ -77,7 +77,7 @@ def design(rules: SecureSum, participants: int) -> Design:
         colluders = _most_colluders(rules, participants, neighbours)
         distinct = _fewest_distinct(participants, neighbours)
         found = Design(neighbours, distinct, colluders, False)
-        if _lost(rules, participants, found) <= LOST_ROUND:
+        if _chance_of_no_sum(rules, participants, found) <= LOST_ROUND:
             return found
     if participants <= MOST_COMPLETE:
         return complete
@@ -88,7 +88,7 @@ def design(rules: SecureSum, participants: int) -> Design:
     )
 
 
-def draw(design: Design, participants: int, coins: Coins) -> list[frozenset[int]]:
+def draw_graph(design: Design, participants: int, coins: Coins) -> list[frozenset[int]]:
     """The neighbours of each participant; never the participant itself.
 
     Args:
@@ -176,7 +176,7 @@ def _most_colluders(rules: SecureSum, participants: int, neighbours: int) -> int
     return rules.colluding
 
 
-def _lost(rules: SecureSum, participants: int, found: Design) -> float:
+def _chance_of_no_sum(rules: SecureSum, participants: int, found: Design) -> float:
     """At most the chance that too few of somebody's share-holders stay, if h + t stay in all."""
     dropouts = participants - rules.least
     among = _among_neighbours(participants, dropouts, found.neighbours)

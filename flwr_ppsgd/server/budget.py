@@ -258,7 +258,7 @@ class Budget(SealedRows):
         raise PrivacyBudgetExhausted(
             f"round {round_} does not fit into the budget epsilon={allowance.epsilon:g} at "
             f"delta={allowance.delta:g} in {self.directory}: {spent:.2%} is spent by "
-            f"{self.charged} releases of all trainings, and one more costs {cost:.2%}. Run "
+            f"{self.charge_count} releases of all trainings, and one more costs {cost:.2%}. Run "
             f"fewer rounds, or raise noise_multiplier (now {release.noise_multiplier:g})."
         )
 

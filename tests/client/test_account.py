@@ -9,7 +9,7 @@ from flwr_ppsgd import Order, Poisson, Release, SecureSum
 from flwr_ppsgd.client.account import Account, Agreement, delta_of, epsilon_of, largest_mu
 from flwr_ppsgd.client.policy import Policy
 from flwr_ppsgd.client.refusal import RefusedError
-from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.secure.terms import SecureTerms
 
 
 @pytest.mark.parametrize("epsilon", [1e-3, 0.1, 1.0, 4.0, 30.0, 300.0])
@@ -42,7 +42,7 @@ def in_graphs(failure: float, times: int) -> Order:
     """A secure sum of 300 clients, whose neighbours are drawn at random."""
     rules = SecureSum(honest=200, colluding=5, failure=failure)
     summed = Release(Poisson(300, 1.0), 1.0, 20.0, aggregation=rules)
-    terms = Terms.of(summed, None)
+    terms = SecureTerms.of(summed, None)
     plan = {"gradient": (20.0, times)}
     return Order(1, 0.1, 1.0, "mean", True, terms=terms, stage=3, plan=plan, training=3)
 

@@ -15,7 +15,7 @@ from flwr_ppsgd.client.app import PPSGDClient
 from flwr_ppsgd.client.policy import Policy
 from flwr_ppsgd.client.refusal import ClientError, RefusedError
 from flwr_ppsgd.client.report import client_report
-from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.secure.terms import SecureTerms
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import DATA, MASKED, ORDER, SECURE
 from tests.support.toy import release, strategy, toy_learner, w0
@@ -23,7 +23,7 @@ from tests.support.toy import release, strategy, toy_learner, w0
 RULES = SecureSum(honest=4, colluding=1)
 CLIENTS = 6
 APP = client_app(toy_learner)
-TERMS = Terms.of(Release(Poisson(6, 1.0), 1.0, 1.0, aggregation=RULES), None)
+TERMS = SecureTerms.of(Release(Poisson(6, 1.0), 1.0, 1.0, aggregation=RULES), None)
 ORDER_1 = Order(
     3,
     0.5,
