@@ -1,7 +1,7 @@
 """Columns as features: what kind each one is, and the numbers that a model sees.
 
-``columns_of`` looks at everybody's rows to find the kinds, so that what it finds is a condition of
-any promise; ``encode`` applies kinds that are known and looks at nothing. Hashes are public.
+``find_columns`` looks at everybody's rows to find the kinds, so that what it finds is a condition
+of any promise; ``encode`` applies kinds that are known and looks at nothing. Hashes are public.
 """
 
 import re
@@ -46,10 +46,10 @@ DATE = re.compile(
 )
 TRUTH = {"true": 1.0, "false": 0.0}
 EPOCHS = tuple((9e8 * unit, 2.3e9 * unit) for unit in (1, 1e3, 1e6, 1e9))  # 1998 to 2042
-USE = "--features uses it"
+USE = "--set feature-columns= uses it"
 REASONS = {  # why a column is left out, and the option that changes it
-    "date": "dates (--time tests on each user's last rows)",
-    "timestamp": f"timestamps (--time tests on each user's last rows, {USE})",
+    "date": "dates (--set time-column= tests on each user's last rows)",
+    "timestamp": f"timestamps (--set time-column= tests on each user's last rows, {USE})",
     "row id": f"row ids ({USE})",
     "words": "many words (--categorical or --set text-columns= uses them)",
     "nested": "nested (write one column for each number)",
@@ -111,7 +111,7 @@ def is_text(values: Values) -> bool:
 # --- looking for kinds
 
 
-def columns_of(
+def find_columns(
     table: RawTable, options: DataOptions, special: set[str]
 ) -> tuple[tuple[Column, ...], list[str]]:
     """The kind of each column that is not special, found by looking; and notes, one for each kind
@@ -145,7 +145,7 @@ def columns_of(
             found.append(Column(name, LEFT_OUT))
         else:
             found.append(_found_column(table, name, values))
-    return tuple(found), _notes(found, left_out)
+    return tuple(found), _column_notes(found, left_out)
 
 
 def _asked_column(name: str, values: Values, kind: str) -> Column:
@@ -258,23 +258,25 @@ def is_flag(values: NDArray[Any]) -> bool:
     return bool(((there == 0) | (there == 1)).all())
 
 
-def _notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
+def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
     notes = []
     words = [column for column in found if column.kind == CATEGORY]
     if words:
-        named = listed([f"{column.name!r} ({len(column.words)} words)" for column in words])
+        named = list_names([f"{column.name!r} ({len(column.words)} words)" for column in words])
         notes.append(f"taken as categories: {named} (--exclude leaves them out)")
     for kind in (HASHED, TEXT):
         names = [repr(column.name) for column in found if column.kind == kind]
         if names:
-            notes.append(f"{kind}, in {BUCKETS:,} columns each: {listed(names)}")
+            notes.append(f"{kind}, in {BUCKETS:,} columns each: {list_names(names)}")
     for reason, names in left_out.items():
         if REASONS[reason]:
-            notes.append(f"left out, {REASONS[reason]}: {listed([repr(name) for name in names])}")
+            notes.append(
+                f"left out, {REASONS[reason]}: {list_names([repr(name) for name in names])}"
+            )
     return notes
 
 
-def listed(names: Sequence[str], most: int = MOST_LISTED) -> str:
+def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
     """The first names, and how many there are if those are not all."""
     shown = ", ".join(names[:most])
     return f"{shown}, … ({len(names):,} in all)" if len(names) > most else shown

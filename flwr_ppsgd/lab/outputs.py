@@ -304,7 +304,7 @@ def read_rows(directory: Path) -> list[SweepRow]:
     if not path.exists():
         return []
     lines = disk.whole_lines(path.read_bytes())
-    return [_parsed(line, number, path) for number, line in enumerate(lines, 1)]
+    return [_read_row(line, number, path) for number, line in enumerate(lines, 1)]
 
 
 def finished_rows(directory: Path) -> list[SweepRow]:
@@ -321,7 +321,7 @@ def finished_rows(directory: Path) -> list[SweepRow]:
     return rows
 
 
-def _parsed(line: bytes, number: int, path: Path) -> SweepRow:
+def _read_row(line: bytes, number: int, path: Path) -> SweepRow:
     try:
         return SweepRow.from_json(json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -365,18 +365,18 @@ class SweepStore:
             disk.write_text(path, json.dumps(plan) + "\n")
             return proposed
         kept = json.loads(path.read_text(encoding="utf-8"))
-        kept = self._grown(kept, proposed)
+        kept = self._add_blocks(kept, proposed)
         size = kept["bytes"]
         if size > proposed.limit:
             raise ValueError(
                 f"{self._out} was begun with blocks of {size / 1e6:.0f} MB and the limit is now "
                 f"{proposed.limit / 1e6:.0f} MB: raise --memory, or begin anew with another --out"
             )
-        blocks = tuple(_block(keys) for keys in kept["blocks"])
+        blocks = tuple(tuple(Point.of(key) for key in keys) for keys in kept["blocks"])
         jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // size))
         return replace(proposed, blocks=blocks, jobs=jobs, bytes=size)
 
-    def _grown(self, kept: dict[str, Any], proposed: "Plan") -> dict[str, Any]:
+    def _add_blocks(self, kept: dict[str, Any], proposed: "Plan") -> dict[str, Any]:
         """The plan that is there, with blocks for settings that were added to the grid."""
         there = {Point.of(key) for keys in kept["blocks"] for key in keys}
         added = []
@@ -405,10 +405,6 @@ class SweepStore:
                 text += json.dumps(row.to_json(), allow_nan=False) + "\n"
         disk.append(self._out / ROWS, text.encode())
         self._note(new)
-
-
-def _block(keys: Iterable[Mapping[str, Any]]) -> tuple[Point, ...]:
-    return tuple(Point.of(key) for key in keys)
 
 
 def planned_settings(directory: Path) -> int | None:

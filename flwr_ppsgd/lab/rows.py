@@ -158,7 +158,7 @@ SWEEP_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
-class Edge:
+class GridEdge:
     """The best setting lies at the end of a list of the grid.
 
     Args:

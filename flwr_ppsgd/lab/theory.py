@@ -87,8 +87,8 @@ class Minimiser:
             if math.isfinite(alpha):
                 share = alpha / at
         shared_slope = slope * self.shared * share
-        shared_constant = _times(inverse, constant * self.shared)
-        personal_slope = _times(alpha, slope * self.personal)
+        shared_constant = _product(inverse, constant * self.shared)
+        personal_slope = _product(alpha, slope * self.personal)
         personal_constant = constant * self.personal
         return shared_slope + shared_constant + personal_slope + personal_constant
 
@@ -143,12 +143,12 @@ class Theorem:
     def smoothness_at(self, alpha: float) -> float:
         """L_α."""
         slope, constant = self.smoothness
-        return max(_times(alpha, slope), constant)
+        return max(_product(alpha, slope), constant)
 
     def variance_at(self, alpha: float) -> float:
         """σ²_tot."""
         slope, constant = self.variance
-        return _times(alpha, slope) + constant
+        return _product(alpha, slope) + constant
 
     def steps(self, alpha: float, minimiser: Minimiser) -> Steps:
         """s_w = αη and s_θ = η/D for η = min(1/(4L_α), ‖z*‖_α/(√n σ_tot))."""
@@ -193,7 +193,7 @@ class Theorem:
         bounds = [self.bound(alpha_q / self.denominator, minimiser) for alpha_q in sorted(alpha_qs)]
         return min(bounds, key=lambda bound: bound.total)
 
-    def eased(self, factor: float) -> "Theorem":
+    def for_smoothness_over(self, factor: float) -> "Theorem":
         """The same theorem for L/factor: steps up to ``factor`` times longer, a smaller bias.
 
         The bias 4L_α‖z*‖²_α/n does not depend on the noise and is smallest at αD = 1 (without
@@ -379,7 +379,7 @@ def squared_loss_smoothness(radius: float) -> float:
     return 2 * radius**2
 
 
-def _times(factor: float, value: float) -> float:
+def _product(factor: float, value: float) -> float:
     """factor·value, where ∞·0 is 0."""
     return factor * value if value else 0.0
 

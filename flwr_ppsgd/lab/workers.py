@@ -24,7 +24,7 @@ from flwr_ppsgd.lab.block import Best, Plan, Snapshot, clear_snapshots, plan, ru
 from flwr_ppsgd.lab.engine import reported_rounds
 from flwr_ppsgd.lab.outputs import open_sweep, write_selection
 from flwr_ppsgd.lab.rows import Point, SweepRow
-from flwr_ppsgd.lab.sweep import Epsilons, Sweep, with_epsilon
+from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep, with_epsilon
 from flwr_ppsgd.settings import AUTO
 
 Block: TypeAlias = Sequence[Point]
@@ -75,7 +75,7 @@ def run_sweep(
         missing = store.missing(chosen.blocks)
         clear_snapshots(out, missing)
         watch.begin(chosen, missing)
-        epsilons = Epsilons(sweep.base)
+        epsilons = EpsilonCache(sweep.base)
         store.append(with_epsilon(sweep.trivial_rows(), epsilons))
         pricing = _pricing(sweep, missing, epsilons)
         flat = sweep.base.to_flat()
@@ -89,7 +89,7 @@ def run_sweep(
     return sum(len(block) for block in missing)
 
 
-def _pricing(sweep: Sweep, blocks: Sequence[Block], epsilons: Epsilons) -> Pricing:
+def _pricing(sweep: Sweep, blocks: Sequence[Block], epsilons: EpsilonCache) -> Pricing:
     """ε of every row to come, one at each call, while blocks are under way."""
     noises: dict[float | None, Point] = {}
     for point in itertools.chain.from_iterable(blocks):

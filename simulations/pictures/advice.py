@@ -99,7 +99,7 @@ class Case:
         distance = float(np.linalg.norm(mean))
         spread = math.sqrt(squares / self.users)
         minimiser = Minimiser.additive_norms(self.users, distance, spread)
-        advised = theorem.eased(EASED).best(minimiser).alpha * theorem.denominator
+        advised = theorem.for_smoothness_over(EASED).best(minimiser).alpha * theorem.denominator
         strict = theorem.best(minimiser).alpha * theorem.denominator
         return advised, strict
 

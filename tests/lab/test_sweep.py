@@ -21,7 +21,7 @@ from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.outputs import open_sweep, read_rows
 from flwr_ppsgd.lab.rows import Point, SweepRow
 from flwr_ppsgd.lab.run import run_as_cohort
-from flwr_ppsgd.lab.sweep import Epsilons, Sweep
+from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep
 from flwr_ppsgd.lab.tasks import LinearTask
 from flwr_ppsgd.lab.workers import run_sweep
 
@@ -211,7 +211,7 @@ def test_epsilon_is_priced_once_for_all_settings_of_a_noise_level(
 
     monkeypatch.setattr(Ledger, "epsilon", counted)
     monkeypatch.setattr(Ledger, "quick_epsilon", lambda _: 2.0)
-    epsilons = Epsilons(small.base)
+    epsilons = EpsilonCache(small.base)
     for point in small.points():
         epsilons(point, 3)
     assert len(asked) == 2
@@ -221,7 +221,7 @@ def test_epsilon_is_priced_once_for_all_settings_of_a_noise_level(
 def test_epsilon_at_tiny_noise_is_finite_and_silent(tmp_path: Path) -> None:
     """PLD overflows at (z = .1, q = .017, 300 rounds); RDP is a bound, too."""
     sweep = load(tmp_path, noise_multiplier=0.1, rate=10 / 580, rounds=300)
-    assert 0 < Epsilons(sweep.base)(sweep.points()[-1], 300) < math.inf
+    assert 0 < EpsilonCache(sweep.base)(sweep.points()[-1], 300) < math.inf
 
 
 @pytest.mark.usefixtures("quick")

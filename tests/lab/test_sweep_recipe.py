@@ -22,7 +22,7 @@ from flwr_ppsgd.lab.outputs import read_rows
 from flwr_ppsgd.lab.rows import Point, SweepRow
 from flwr_ppsgd.lab.run import run_as_cohort
 from flwr_ppsgd.lab.summary import summarise
-from flwr_ppsgd.lab.sweep import Epsilons, Sweep, recipe_of
+from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep, recipe_of
 from flwr_ppsgd.lab.tasks import for_choosing_on
 from flwr_ppsgd.lab.workers import run_sweep
 from tests.lab.test_sweep import GIGABYTE, Silent, in_this_process
@@ -98,7 +98,7 @@ def test_rows_of_the_recipe_are_those_of_runs(tmp_path: Path, flat: dict[str, An
         measures = dict(outcome.rows[-1].measures)
         assert row.measures == pytest.approx(measures, rel=1e-8)
         assert {"accuracy", "local_accuracy", "shared_accuracy"} <= row.measures.keys()
-        spent = Epsilons(sweep.base)(point, row.round)
+        spent = EpsilonCache(sweep.base)(point, row.round)
         assert spent == pytest.approx(outcome.rows[-1].deployed_epsilon)
         assert row.by_user is not None
         assert len(row.by_user) == len(outcome.people)
@@ -121,7 +121,7 @@ def test_a_sweep_of_the_recipe_needs_epsilon(tmp_path: Path) -> None:
 def test_beside_the_papers_noise_the_recipe_gets_the_same_epsilon(tmp_path: Path) -> None:
     flat = {key: value for key, value in MIXED.items() if key != "epsilon"}
     sweep = sweep_of(write(tmp_path), flat, noise_multiplier=[0.0, 2.0])
-    price = Epsilons(sweep.base)
+    price = EpsilonCache(sweep.base)
     spent = {point.noise_multiplier: price(point, 6) for point in of(sweep, "ppsgd")}
     targets = sorted({point.target_epsilon for point in of(sweep, "auto")}, key=str)
     assert targets == [spent[2.0], math.inf]
@@ -236,7 +236,7 @@ def test_solved_baselines_solve_on_the_final_w(
     (people,) = results_of(task.learner, [published], range(9), None)
     assert row.measures == pytest.approx(overall(people), rel=1e-8)
     assert isinstance(row, SweepRow)
-    assert Epsilons(sweep.base)(point, 6) == Epsilons(sweep.base)(like, 6)
+    assert EpsilonCache(sweep.base)(point, 6) == EpsilonCache(sweep.base)(like, 6)
 
 
 def test_validation_rows_and_not_test_rows_choose_among_solved(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_what_is_asked_before_is_part_of_the_epsilon_of_a_row(tmp_path: Path) ->
     sweep = sweep_of(many(tmp_path), flat)
     (point,) = sweep.points()
     planned = recipe_of(sweep.base, point).training.recipe()
-    price = Epsilons(sweep.base)
+    price = EpsilonCache(sweep.base)
     nothing = Ledger(1e-4)
     without = nothing.record(planned.release).epsilon()
     both = nothing.record(planned.before["unit"]).record(planned.release)
