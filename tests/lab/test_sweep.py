@@ -100,11 +100,6 @@ def test_the_grid_is_the_product_with_alpha_zero_once(small: Sweep) -> None:
     )
 
 
-def test_a_point_survives_json(small: Sweep) -> None:
-    for point in small.points():
-        assert Point.of(json.loads(json.dumps(point.key(), allow_nan=False))) == point
-
-
 BAD_GRIDS = [
     ({"stepp": [1.0]}, "unknown key 'stepp': did you mean 'step'"),
     ({"step": []}, "'step' is an empty list"),
@@ -232,7 +227,7 @@ def test_a_finished_sweep_has_nothing_left_to_do(small: Sweep, tmp_path: Path) -
     assert (tmp_path / "out" / store.ROWS).read_bytes() == before
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.usefixtures("quick")
 def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(
     small: Sweep, tmp_path: Path, seed: int
@@ -280,16 +275,6 @@ def test_a_damaged_row_is_named(small: Sweep, tmp_path: Path) -> None:
     path.write_bytes(b"{}\n" + path.read_bytes())
     with pytest.raises(ValueError, match=r"rows\.jsonl: line 1 is not a row of a sweep"):
         run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
-
-
-def test_processes_give_the_rows_of_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = load(tmp_path, insecure_seed=1)
-    run_sweep(small, tmp_path / "processes", Silent(), memory=GIGABYTE, jobs=2)
-    monkeypatch.setattr(workers, "in_processes", in_this_process)
-    run_sweep(small, tmp_path / "here", Silent(), memory=GIGABYTE, jobs=2)
-    assert sorted_bytes(tmp_path / "processes") == sorted_bytes(tmp_path / "here")
 
 
 def test_a_worker_that_dies_is_one_clear_line(

@@ -1,7 +1,6 @@
 """Sweeps that hold the recipe, and baselines that are solved: grids, rows, ε, tables."""
 
 import csv
-import json
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -128,11 +127,6 @@ def test_beside_the_papers_noise_the_recipe_gets_the_same_epsilon(tmp_path: Path
     for point in of(sweep, "auto"):
         rounds = recipe_of(sweep.base, point).training.rounds
         assert price(point, rounds) <= (point.target_epsilon or 0)
-
-
-def test_a_point_of_the_recipe_survives_json(tmp_path: Path) -> None:
-    for point in sweep_of(write(tmp_path), {**ALONE, "epsilon": [2.0, math.inf]}).points():
-        assert Point.of(json.loads(json.dumps(point.key(), allow_nan=False))) == point
 
 
 @pytest.mark.parametrize(
