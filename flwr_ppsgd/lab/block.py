@@ -57,7 +57,7 @@ OnReport: TypeAlias = Callable[[int, Best | None], None]  # the round, and the b
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """Which settings run side by side.
 
     Args:
@@ -81,7 +81,7 @@ class Plan:
         )
 
 
-def plan(sweep: Sweep, memory: int, jobs: int) -> Plan:
+def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
     """As few blocks as memory allows and ``jobs`` workers need; each holds settings of one seed."""
     points = sweep.points()
     task = sweep.base.task
@@ -97,7 +97,7 @@ def plan(sweep: Sweep, memory: int, jobs: int) -> Plan:
         most = most * 7 // 8
     blocks = _blocks(points, most, jobs)
     largest = max(len(block) for block in blocks)
-    return Plan(blocks, jobs, task.bytes(largest), memory)
+    return BlockPlan(blocks, jobs, task.bytes(largest), memory)
 
 
 def _blocks(points: Sequence[Point], most: int, jobs: int) -> tuple[tuple[Point, ...], ...]:

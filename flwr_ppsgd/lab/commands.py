@@ -398,11 +398,11 @@ def predict_rows(
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
     from flwr_ppsgd.lab.outputs import write_predictions
-    from flwr_ppsgd.lab.predict import predict
+    from flwr_ppsgd.lab.predict import predict_file
 
     if out.exists():
         raise ValueError(f"{out} is there already: choose another file with --out")
-    found = predict(directory, data, about.user, about.schema)
+    found = predict_file(directory, data, about.user, about.schema)
     write_predictions(out, found)
     counts: dict[str, int] = {}
     for one in found:

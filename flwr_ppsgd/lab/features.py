@@ -1,7 +1,8 @@
 """Columns as features: what kind each one is, and the numbers that a model sees.
 
 ``find_columns`` looks at everybody's rows to find the kinds, so that what it finds is a condition
-of any promise; ``encode`` applies kinds that are known and looks at nothing. Hashes are public.
+of any promise; ``encode_columns`` applies kinds that are known and looks at nothing. Hashes are
+public.
 """
 
 import re
@@ -91,11 +92,11 @@ def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
     if getattr(values.dtype, "kind", "O") in "biuf" and isinstance(values.dtype, np.dtype):
         return np.array(values, dtype=np.float64)
     words, codes = as_texts(values)
-    found = [_number(word, decimal) for word in words]
+    found = [_number_of_word(word, decimal) for word in words]
     return np.array([*found, np.nan])[codes]
 
 
-def _number(word: str, decimal: str) -> float:
+def _number_of_word(word: str, decimal: str) -> float:
     if word in GAPS:
         return np.nan
     truth = TRUTH.get(word.lower())
@@ -285,9 +286,9 @@ def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
 # --- features of known kinds
 
 
-def encode(table: RawTable, schema: Schema) -> Values:
+def encode_columns(table: RawTable, schema: Schema) -> Values:
     """rows × features, dense or CSR; gaps and what is no number are NaN."""
-    used = schema.used
+    used = schema.used_columns
     if len(used) == 1 and np.ndim(table.columns[used[0].name]) == 2:
         return _array(table, used[0])
     blocks = []

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
 from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, measure_of, on_test
 from flwr_ppsgd.lab.outputs import (
+    BEST,
     PICTURE,
     USERS_PICTURE,
     read_config,
     read_people,
     read_run,
     read_selection,
-    write_best,
     write_table,
 )
 from flwr_ppsgd.lab.rows import (
@@ -52,8 +52,8 @@ from flwr_ppsgd.lab.summary import (
     LOCAL_SOLVED,
     PERSONALIZED,
     ZERO_OUT,
-    Spread,
     Summary,
+    UserSpread,
     at_level,
     best,
     best_curves,
@@ -329,7 +329,9 @@ def draw_sweep(
     """
     found = summarise(rows)
     written = draw_figures(found, directory, formats)
-    written.append(write_best(directory, found.table))
+    best_settings = directory / BEST
+    write_table(best_settings, found.table)
+    written.append(best_settings)
     costs = [cost_text(cost) for cost in read_selection(directory)]
     return "\n".join([found.text(), *costs]), written
 
@@ -615,7 +617,7 @@ def figure_users(found: Summary) -> DrawnFigure | None:
     return DrawnFigure("users", figure, pd.concat(numbers))
 
 
-def _user_panel(panel: Axes, own: Spread) -> None:
+def _user_panel(panel: Axes, own: UserSpread) -> None:
     users = np.linspace(0, 100, len(own.users[LOCAL]))
     for name, width in ((PERSONALIZED, 3), (GLOBAL, 1.2)):
         look = WAYS[name][1]
@@ -636,6 +638,6 @@ def _finish(figure: Figure, named: Axes, title: str, found: Summary) -> None:
     figure.legend(handles, labels, loc="outside right center", fontsize=9)
     figure.suptitle(title, fontsize=11)
     letters = int(LETTERS_PER_INCH * figure.get_figwidth())
-    lines = [CAVEAT, f"{found.count()} {found.chosen_on()}"]
+    lines = [CAVEAT, f"{found.count_text()} {found.chosen_on()}"]
     text = "\n".join(textwrap.fill(line, letters) for line in lines)
     figure.supxlabel(text, fontsize=8, color="0.3")

@@ -138,7 +138,7 @@ def _sweep_context(directory: Path, config: Mapping[str, Any]) -> Context:
     guarantee = [SIMULATED, CAVEAT, WOULD_PROMISE.format(delta)]
     if "cohort-size" in config:
         guarantee.append(NOT_AMPLIFIED)
-    remarks = [] if not found.every.empty else [found.count()]
+    remarks = [] if not found.every.empty else [found.count_text()]
     remarks += [*found.remarks(), *(cost_text(cost) for cost in read_selection(directory))]
     return {
         "results": _best_lines(found),
@@ -165,7 +165,7 @@ def _best_lines(found: Summary) -> list[str]:
             if name in row and not math.isnan(row[name])
         ]
         lines.append(f"{level}: {_name(tested)} {', '.join(parts)}")
-    return lines or [found.count()]
+    return lines or [found.count_text()]
 
 
 def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[SweepRow]) -> str:

@@ -26,7 +26,7 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class Trivial:
+class TrivialAnswers:
     """What can be had without features: the better of two is what a model has to beat.
 
     Args:
@@ -48,7 +48,7 @@ class Trivial:
         )
 
 
-def trivial(data: PerUser) -> Trivial | None:
+def trivial(data: PerUser) -> TrivialAnswers | None:
     """Trivial predictions of the training rows, measured on all test rows; None if there is none.
 
     RMSE is pooled over test rows.
@@ -64,9 +64,9 @@ def trivial(data: PerUser) -> Trivial | None:
         of_own.append(_faults(data, rows, _answer(data, data.rows(user, test=False))))
     means = [float(np.concatenate(found).mean()) for found in (of_pooled, of_own)]
     if data.task == "regression":
-        return Trivial("rmse", math.sqrt(means[0]), math.sqrt(means[1]))
+        return TrivialAnswers("rmse", math.sqrt(means[0]), math.sqrt(means[1]))
     measure = "accuracy" if data.task == "classification" else "precision_at_1"
-    return Trivial(measure, 1 - means[0], 1 - means[1])
+    return TrivialAnswers(measure, 1 - means[0], 1 - means[1])
 
 
 def _answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
@@ -167,14 +167,14 @@ def hints(seen: PerUser) -> list[str]:
 
 
 def _number_columns(schema: Schema | None) -> list[str]:
-    columns = schema.used if schema else ()
+    columns = schema.used_columns if schema else ()
     return [column.name for column in columns if column.kind == NUMBER and column.width == 1]
 
 
 def _describe_columns(data: PerUser) -> str:
     """The columns that are used, and in how many features."""
     parts = []
-    for column in data.schema.used if data.schema else ():
+    for column in data.schema.used_columns if data.schema else ():
         count = f" in {column.features:,} columns" if column.features > 1 else ""
         words = f" ({list_names(column.words, MOST_WORDS)})" if column.kind == CATEGORY else ""
         parts.append(f"{column.name!r}{count}{words}")

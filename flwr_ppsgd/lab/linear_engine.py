@@ -18,7 +18,7 @@ from scipy.linalg import get_blas_funcs
 
 from flwr_ppsgd.algorithm import Vector, clip_scales
 from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
-from flwr_ppsgd.lab.population import Batch, Features, Floats, Fresh, Population
+from flwr_ppsgd.lab.population import Batch, Features, Floats, FreshPopulation, Population
 from flwr_ppsgd.models.additive_linear import predict
 
 SAMPLES_AT_ONCE = 2048  # in one product
@@ -210,14 +210,14 @@ class LinearEngine(Engine):
 
     def measured_parts(self) -> dict[str, Vector]:
         """The parts on which users measure, with the number of rows of each measured user."""
-        if isinstance(self.population, Fresh):
+        if isinstance(self.population, FreshPopulation):
             return {}
         parts = self.population.parts.items()
         return {name: part.sizes[part.measured_users].astype(np.float64) for name, part in parts}
 
     def measure_users(self, part: str) -> dict[str, Floats]:
         """Each measure of every setting, measured users × settings."""
-        assert not isinstance(self.population, Fresh)
+        assert not isinstance(self.population, FreshPopulation)
         w = self._shared_w()
         place = 1 + list(self.population.parts).index(part)
         found: dict[str, list[Vector]] = {}
@@ -234,7 +234,7 @@ class LinearEngine(Engine):
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained; of fresh samples, the excess risk
         (1/N)·Σ_i ‖w + θ_i − θ_i*‖²_Σ."""
-        if not isinstance(self.population, Fresh):
+        if not isinstance(self.population, FreshPopulation):
             return super().measures(final=final)
         w = self._shared_w()
         squares = np.zeros_like(w, np.float64)

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.lab.data_options import DataOptions, names_in
-from flwr_ppsgd.lab.features import as_numbers, as_texts, encode, find_columns, is_text, list_names
+from flwr_ppsgd.lab.features import (
+    as_numbers,
+    as_texts,
+    encode_columns,
+    find_columns,
+    is_text,
+    list_names,
+)
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
 from flwr_ppsgd.lab.schema import CATEGORY, MISSING, OWN_MEAN, ZERO, Schema, Task
 from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_table_file
@@ -292,7 +299,7 @@ def group_by_user(
     check_columns(table, schema)
     if impute and impute not in IMPUTE:
         raise ValueError(f"impute must be one of {', '.join(IMPUTE)}, got {impute!r}")
-    x = encode(table, schema)
+    x = encode_columns(table, schema)
     labels, user = _users(table, schema, strict)
     y, readable = _targets(table, schema)
     if strict and not readable.all():
@@ -311,7 +318,7 @@ def group_by_user(
         labels = tuple(labels[place] for place in present.tolist())
         notes += _same_numbers(labels)
     time = _row_times(table, schema, strict)
-    order = rows[np.lexsort((time[rows], user[rows]))] if schema.time else _sort_by_user(user, rows)
+    order = rows[np.lexsort((time[rows], user[rows]))]  # stable: without a time, as in the file
     offsets = np.searchsorted(user[order], np.arange(len(labels) + 1)).astype(np.intp)
     test = _test_rows(table, schema, order, offsets, strict)
     if strict:
@@ -455,10 +462,6 @@ def _row_times(table: RawTable, schema: Schema, strict: bool) -> NDArray[np.floa
     return np.where(bad, -np.inf, found)
 
 
-def _sort_by_user(user: Indices, rows: Indices) -> Indices:
-    return rows[np.argsort(user[rows], kind="stable")]
-
-
 def _split(schema: Schema) -> Split:
     return Split(schema.test_fraction, schema.split_seed)
 
@@ -561,7 +564,7 @@ def _first_place(found: NDArray[np.bool_]) -> int:
 
 
 def public_statistics(path: str | Path, data: PerUser) -> tuple[Any, Any]:
-    """(mean, std) for ``data.standardised``.
+    """(mean, std) for ``PerUser.standardise``.
 
     Args:
         path: an .npz with the arrays ``mean`` and ``std``, or a .csv with the columns ``feature``,

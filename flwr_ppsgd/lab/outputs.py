@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from flwr.app import ArrayRecord
 
-    from flwr_ppsgd.lab.block import Plan
+    from flwr_ppsgd.lab.block import BlockPlan
     from flwr_ppsgd.lab.evaluation import UserResult
     from flwr_ppsgd.lab.predict import Prediction
     from flwr_ppsgd.lab.run import Outcome
@@ -50,7 +50,7 @@ PICTURE = "learning.png"
 USERS_PICTURE = "users.png"
 PLAN = "plan.json"
 ROWS = "rows.jsonl"
-BEST = "best.csv"
+BEST = "best.csv"  # a row for each noise level
 SELECTION = "selection.json"
 PAGE = "report.html"
 LOCK = ".lock"
@@ -353,7 +353,7 @@ class SweepStore:
             if row.is_last(self._rounds):
                 self._finished.add(row.point)
 
-    def plan(self, proposed: "Plan") -> "Plan":
+    def plan(self, proposed: "BlockPlan") -> "BlockPlan":
         """The plan this directory was begun with, or ``proposed`` from now on.
 
         Which settings stand side by side decides the last digits of their rows.
@@ -376,7 +376,7 @@ class SweepStore:
         jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // size))
         return replace(proposed, blocks=blocks, jobs=jobs, bytes=size)
 
-    def _add_blocks(self, kept: dict[str, Any], proposed: "Plan") -> dict[str, Any]:
+    def _add_blocks(self, kept: dict[str, Any], proposed: "BlockPlan") -> dict[str, Any]:
         """The plan that is there, with blocks for settings that were added to the grid."""
         there = {Point.of(key) for keys in kept["blocks"] for key in keys}
         added = []
@@ -437,13 +437,6 @@ def read_selection(directory: Path) -> list[Selection]:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def write_best(directory: Path, table: "pd.DataFrame") -> Path:
-    """``best.csv``: a row for each noise level."""
-    path = directory / BEST
-    write_table(path, table)
-    return path
 
 
 def write_table(path: Path, table: "pd.DataFrame") -> None:

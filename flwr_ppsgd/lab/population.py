@@ -210,7 +210,7 @@ class MeasuredRows:
                 yield from zip(group.tolist(), np.split(together, ends[:-1]), strict=True)
 
 
-class Fresh:
+class FreshPopulation:
     """The synthetic problem: every minibatch is new, and the excess risk has a closed form.
 
     There is no end to a user's rows: own coordinates are the features themselves.
@@ -248,7 +248,7 @@ class Fresh:
         return np.eye(self.features)
 
 
-Population: TypeAlias = Table | Fresh
+Population: TypeAlias = Table | FreshPopulation
 
 
 def _inverse_root(gram: Floats) -> Floats:

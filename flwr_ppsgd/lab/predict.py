@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.evaluation import delivery_order
-from flwr_ppsgd.lab.features import as_numbers, as_texts, encode
+from flwr_ppsgd.lab.features import as_numbers, as_texts, encode_columns
 from flwr_ppsgd.lab.learners import linear_learner
 from flwr_ppsgd.lab.loading import class_name
 from flwr_ppsgd.lab.outputs import SCHEMA_HASH, read_config, read_model
@@ -66,7 +66,7 @@ class _NewRows:
     y: NDArray[np.float64]
 
 
-def predict(
+def predict_file(
     directory: Path, data: Path, user: str | None = None, schema: str | None = None
 ) -> list[Prediction]:
     """A prediction for each row of ``data``, in its order.
@@ -120,13 +120,13 @@ def _read_new_rows(path: Path, trained: PerUser, schema: Schema) -> _NewRows:
             ".csv or .parquet file, and give one here"
         )
     table = read_table_file(path, None, schema.encoding)
-    for column in schema.used:
+    for column in schema.used_columns:
         table.column(column.name)
     words, codes = as_texts(table.column(schema.user))
     if (codes < 0).any():
         row = int(np.argmax(codes < 0))
         raise table.refuse(f"column {schema.user!r} is empty", "every row needs its user", row)
-    x = encode(table, schema)
+    x = encode_columns(table, schema)
     x = x.toarray() if hasattr(x, "toarray") else np.asarray(x, dtype=np.float64)
     users = [words[code] for code in codes.tolist()]
     return _NewRows(table, users, x, _known_targets(table, schema))

@@ -126,7 +126,7 @@ def _hub(name: str, options: DataOptions) -> RawTable:
     partitioners = importlib.import_module("flwr_datasets.partitioner")
     natural = partitioners.NaturalIdPartitioner(options.user or WRITER)
     try:
-        with warnings.catch_warnings(), _quiet("huggingface_hub"):
+        with warnings.catch_warnings(), _without_warnings("huggingface_hub"):
             warnings.simplefilter("ignore")  # "not tested" for any data set but the best known ones
             federated = package.FederatedDataset(
                 dataset=name, partitioners={"train": natural}, shuffle=False
@@ -139,7 +139,7 @@ def _hub(name: str, options: DataOptions) -> RawTable:
 
 
 @contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def _without_warnings(name: str) -> Iterator[None]:
     """Without a logger's warnings, such as one for each attempt to reach the hub."""
     logger = logging.getLogger(name)
     level = logger.level

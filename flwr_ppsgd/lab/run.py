@@ -38,7 +38,7 @@ SEED_BITS = 31
 NO_SERVER = {"enrolled": None, "checkpoint_dir": None, "budget_dir": None, "evaluate_every": 0}
 SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 
-Watch: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
+OnRound: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
 
 
 class RunAccount(Protocol):
@@ -75,13 +75,13 @@ class Outcome:
     people: list[UserResult] = field(default_factory=list)
 
 
-def run(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+def run(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """Train in this process, through messages: secret noise, and sums on the grid."""
     _check_alone(experiment)
     return train_in_process(experiment, on_round)
 
 
-def train_in_process(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+def train_in_process(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """``run``, also if rows are set apart for choosing among settings."""
     task = experiment.task
 
@@ -106,7 +106,7 @@ def _train_on(
     grid: Grid,
     experiment: Experiment,
     learner_of: Callable[[int], Learner],
-    on_round: Watch | None = None,
+    on_round: OnRound | None = None,
 ) -> Outcome:
     """Ctrl-C ends the run early; ε is then still that of the planned rounds."""
     if experiment.drop_exhausted:
@@ -229,7 +229,7 @@ class SimulatedAccount:
         return self._account.promise(simulation=SIMULATION, terms=self._terms)
 
 
-def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """A simulation that guarantees nothing: the paper's method on a cohort engine, with the same w
     and θ many times faster; the recipe as in ``run``, with a seed."""
     if experiment.training.automatic:

@@ -182,7 +182,7 @@ class Schema:
         return len(self.classes) or len(self.target)
 
     @property
-    def used(self) -> tuple[Column, ...]:
+    def used_columns(self) -> tuple[Column, ...]:
         """The columns that are not left out."""
         return tuple(column for column in self.columns if column.features)
 
@@ -193,12 +193,13 @@ class Schema:
 
     def feature_names(self) -> tuple[str, ...]:
         """A name for each feature; none if one is an array."""
-        names = [name for column in self.used for name in column.feature_names()]
-        return tuple(names) if len(names) == sum(column.features for column in self.used) else ()
+        names = [name for column in self.used_columns for name in column.feature_names()]
+        features = sum(column.features for column in self.used_columns)
+        return tuple(names) if len(names) == features else ()
 
     def model_kinds(self) -> tuple[str, ...]:
         """The kind of each feature, as of ``AdditiveLinear``."""
-        kinds = [kind for column in self.used for kind in column.model_kinds()]
+        kinds = [kind for column in self.used_columns for kind in column.model_kinds()]
         if self.scaling != OWN:
             kinds = ["as-is" if kind == "number" else kind for kind in kinds]
         return tuple(kinds)

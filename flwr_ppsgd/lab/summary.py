@@ -192,7 +192,7 @@ def _reported_value(chosen: pd.DataFrame) -> float:
 
 
 @dataclass(frozen=True)
-class Spread:
+class UserSpread:
     """Each user's measure at one noise level, mean over seeds.
 
     Args:
@@ -228,7 +228,7 @@ class Spread:
         )
 
 
-def spreads(frame: pd.DataFrame, every: pd.DataFrame, measure: str) -> list[Spread]:
+def spreads(frame: pd.DataFrame, every: pd.DataFrame, measure: str) -> list[UserSpread]:
     """For each noise level at which users were told apart and all three ways were run."""
     measured = frame[frame["by_user"].notna()]
     ends = ending(every)
@@ -241,7 +241,7 @@ def spreads(frame: pd.DataFrame, every: pd.DataFrame, measure: str) -> list[Spre
             if len({len(own) for own in lists}) == 1:
                 users[name] = np.mean(lists, axis=0)
         if len(users) == len(ways):
-            found.append(Spread(float(ways[PERSONALIZED]["epsilon"].iloc[0]), measure, users))
+            found.append(UserSpread(float(ways[PERSONALIZED]["epsilon"].iloc[0]), measure, users))
     return found
 
 
@@ -272,7 +272,7 @@ class Summary:
     measure: str
     every: pd.DataFrame
     table: pd.DataFrame
-    spread: list[Spread]
+    spread: list[UserSpread]
     kind: str
     settings: int
     diverged: int
@@ -288,7 +288,7 @@ class Summary:
 
     def text(self) -> str:
         """The table, and what there is to say about ε, about users and about the grid."""
-        lines = [self.count()]
+        lines = [self.count_text()]
         if not self.every.empty:
             lines.append(table_text(self.table, self.measure))
         lines += self.remarks()
@@ -296,7 +296,7 @@ class Summary:
             lines.append(f"Epsilon here is {PAPERS}: rows.jsonl has the honest one beside it.")
         return "\n".join([*lines, *(own.text() for own in self.spread)])
 
-    def count(self) -> str:
+    def count_text(self) -> str:
         """How many settings there are, and how many of them diverged."""
         words = f"{self.settings:,} settings, {self.diverged:,} of them diverged"
         if not self.every.empty:

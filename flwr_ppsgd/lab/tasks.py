@@ -88,10 +88,10 @@ class LinearTask:
         problem = self.problem
         if problem.data != SYNTHETIC:
             return table(problem, self.precision, self.dropped_after)
-        from flwr_ppsgd.lab.population import Fresh
+        from flwr_ppsgd.lab.population import FreshPopulation
 
         truth = _synthetic(self.users, problem.features, problem.data_seed)
-        return Fresh(truth, problem.batch_size)
+        return FreshPopulation(truth, problem.batch_size)
 
     def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
         """Everyone's data and models, for the given settings side by side."""

@@ -67,9 +67,9 @@ class Minimiser:
 
     def squared_norm(self, alpha: float) -> float:
         """‖z*‖²_α."""
-        return self.weighted(0.0, 1.0, alpha)
+        return self.weighted_norm(0.0, 1.0, alpha)
 
-    def weighted(self, slope: float, constant: float, alpha: float) -> float:
+    def weighted_norm(self, slope: float, constant: float, alpha: float) -> float:
         """(αA + B)·‖z*‖²_α, at α = 0 and α = ∞ its limit.
 
         The four terms are added one by one, so that 0·∞ never arises.
@@ -94,7 +94,7 @@ class Minimiser:
 
 
 @dataclass(frozen=True)
-class Bound:
+class RiskBound:
     """What a theorem says at one α.
 
     At α = 0 and α = ∞, L_α, σ²_tot and ‖z*‖_α may be infinite or 0. ``bias`` and ``deviation`` are
@@ -171,13 +171,13 @@ class Theorem:
             return Steps(longest, personal=0.0)
         return Steps(min(longest, math.sqrt(minimiser.shared / noise)), personal=0.0)
 
-    def bound(self, alpha: float, minimiser: Minimiser) -> Bound:
+    def bound(self, alpha: float, minimiser: Minimiser) -> RiskBound:
         """4L_α‖z*‖²_α/n + 3σ_tot‖z*‖_α/√n, and the steps for which it holds."""
         _not_negative("alpha", alpha, math.inf)
-        steep = minimiser.weighted(self.smoothness[0], 0.0, alpha)
-        flat = minimiser.weighted(0.0, self.smoothness[1], alpha)
-        spread = minimiser.weighted(*self.variance, alpha)
-        return Bound(
+        steep = minimiser.weighted_norm(self.smoothness[0], 0.0, alpha)
+        flat = minimiser.weighted_norm(0.0, self.smoothness[1], alpha)
+        spread = minimiser.weighted_norm(*self.variance, alpha)
+        return RiskBound(
             alpha=alpha,
             smoothness=self.smoothness_at(alpha),
             variance=self.variance_at(alpha),
@@ -187,7 +187,7 @@ class Theorem:
             steps=self.steps(alpha, minimiser),
         )
 
-    def best(self, minimiser: Minimiser, alpha_qs: Sequence[float] = ALPHA_Q_GRID) -> Bound:
+    def best(self, minimiser: Minimiser, alpha_qs: Sequence[float] = ALPHA_Q_GRID) -> RiskBound:
         """The smallest bound over a grid of αD; among equal ones the most local, which releases
         least."""
         bounds = [self.bound(alpha_q / self.denominator, minimiser) for alpha_q in sorted(alpha_qs)]

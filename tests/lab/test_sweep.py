@@ -16,7 +16,7 @@ import tomli_w
 from flwr_ppsgd import Ledger
 from flwr_ppsgd.lab import outputs as store
 from flwr_ppsgd.lab import workers
-from flwr_ppsgd.lab.block import Best, Plan, best_among, plan, run_block
+from flwr_ppsgd.lab.block import Best, BlockPlan, best_among, plan_blocks, run_block
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.outputs import open_sweep, read_rows
 from flwr_ppsgd.lab.rows import Point, SweepRow
@@ -45,10 +45,10 @@ class Silent:
     """Watches and says nothing."""
 
     def __init__(self) -> None:
-        self.plan: Plan | None = None
+        self.plan: BlockPlan | None = None
         self.missing: Sequence[Sequence[Point]] = ()
 
-    def begin(self, chosen: Plan, missing: Sequence[Sequence[Point]]) -> None:
+    def begin(self, chosen: BlockPlan, missing: Sequence[Sequence[Point]]) -> None:
         self.plan, self.missing = chosen, missing
 
     def show(self, block: int, round_: int, best: Best | None) -> None: ...
@@ -71,7 +71,7 @@ def in_this_process(
     flat: dict[str, Any],
     blocks: Sequence[Sequence[Point]],
     jobs: int,  # noqa: ARG001
-    watch: workers.Watch,
+    watch: workers.SweepWatch,
     pricing: workers.Pricing,
     *,
     directory: Path,
@@ -144,7 +144,7 @@ def test_a_sweep_without_a_seed_is_refused(tmp_path: Path) -> None:
 def test_blocks_hold_every_setting_once_and_fit_in_memory(
     small: Sweep, memory: int, jobs: int
 ) -> None:
-    chosen = plan(small, memory, jobs)
+    chosen = plan_blocks(small, memory, jobs)
     assert sorted(point for block in chosen.blocks for point in block) == small.points()
     assert all(len({point.seed for point in block}) == 1 for block in chosen.blocks)
     assert chosen.jobs <= jobs
@@ -153,12 +153,14 @@ def test_blocks_hold_every_setting_once_and_fit_in_memory(
 
 
 def test_more_memory_means_fewer_blocks(small: Sweep) -> None:
-    assert len(plan(small, 60_000, 1).blocks) > len(plan(small, GIGABYTE, 1).blocks) == 2
+    assert (
+        len(plan_blocks(small, 60_000, 1).blocks) > len(plan_blocks(small, GIGABYTE, 1).blocks) == 2
+    )
 
 
 def test_a_setting_that_can_never_fit_is_refused(small: Sweep) -> None:
     with pytest.raises(ValueError, match=r"a single setting needs .* raise --memory"):
-        plan(small, 1000, 1)
+        plan_blocks(small, 1000, 1)
 
 
 @pytest.mark.usefixtures("quick")

@@ -12,7 +12,7 @@ from flwr_ppsgd import Ledger
 from flwr_ppsgd.client.visit import num_tested
 from flwr_ppsgd.lab import block as blocks
 from flwr_ppsgd.lab import workers
-from flwr_ppsgd.lab.block import plan, run_block
+from flwr_ppsgd.lab.block import plan_blocks, run_block
 from flwr_ppsgd.lab.evaluation import overall, results_of
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.figures import draw_sweep
@@ -68,7 +68,7 @@ def test_the_recipe_has_a_grid_of_epsilon_and_seed_alone(tmp_path: Path) -> None
     }
     assert len(of(sweep, "ppsgd")) == 2 * (1 + 2 * 2)
     assert sweep.base.training.method == "paper"
-    chosen = plan(sweep, GIGABYTE, 1)
+    chosen = plan_blocks(sweep, GIGABYTE, 1)
     assert all(len(block) == 1 for block in chosen.blocks if block[0].method == "auto")
     assert sorted(point for block in chosen.blocks for point in block) == sweep.points()
 
