@@ -88,7 +88,7 @@ class Engine(ABC):
         who measures there."""
 
     @abstractmethod
-    def measured(self, part: str) -> dict[str, NDArray[Any]]:
+    def measure_users(self, part: str) -> dict[str, NDArray[Any]]:
         """Each measure of all settings: users who measure there × settings."""
 
     @abstractmethod
@@ -105,9 +105,9 @@ class Engine(ABC):
         found: dict[str, Vector] = {}
         with np.errstate(all="ignore"):
             if "validation" in parts:
-                found = for_choosing(summary(self.measured("validation"), parts["validation"]))
+                found = for_choosing(summary(self.measure_users("validation"), parts["validation"]))
             if TEST in parts and (final or not found):
-                found |= summary(self.measured(TEST), parts[TEST])
+                found |= summary(self.measure_users(TEST), parts[TEST])
         return {
             place: {name: float(values[place]) for name, values in found.items()}
             for place in self.places
@@ -118,7 +118,7 @@ class Engine(ABC):
         if TEST not in self.measured_parts():
             return {}
         with np.errstate(all="ignore"):
-            found = self.measured(TEST)
+            found = self.measure_users(TEST)
         if not found:
             return {}
         main = found[measure_of(found)]

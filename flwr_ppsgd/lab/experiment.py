@@ -185,7 +185,7 @@ class Experiment:
         """What the data are, and what was worked out from them, in lines to print."""
         lines = []
         if self.problem.data != SYNTHETIC:
-            lines += _described(self.problem)
+            lines += _describe_data(self.problem)
         if self.passes is not None:
             rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
             lines.append(f"{rounds}, {self.conditions()[-1]}")
@@ -220,7 +220,7 @@ class Experiment:
         default = _default_for(with_keys(changes))
         source = source_of(path, default)
         flat = override(read_toml(source), changes)
-        return cls.read(flat, where=shown(source, path))
+        return cls.read(flat, where=source_name(source, path))
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> "Experiment":
@@ -232,7 +232,7 @@ class Experiment:
                 )
         for key in flat:
             check_known(key, experiment_keys(), where)
-        return _built(_resolved(flat, where), where)
+        return _built(_resolve(flat, where), where)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> "Experiment":
@@ -258,7 +258,7 @@ def source_of(path: Path | None, default: str) -> Path | Traversable:
     return PRESETS / f"{name}{SUFFIX}"
 
 
-def shown(source: Path | Traversable, path: Path | None) -> str:
+def source_name(source: Path | Traversable, path: Path | None) -> str:
     """How errors name a source."""
     return source.name if path is None else str(path)
 
@@ -325,7 +325,7 @@ def recipe_columns(problem: Problem) -> dict[str, str]:
     return {"task": task, "sparse": spans_of(places)}
 
 
-def _resolved(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _resolve(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``flat`` with all that follows from the data: place, checksum, population, rounds, rate."""
     found = with_keys(flat)
     try:
@@ -464,7 +464,7 @@ def _put(flat: dict[str, Any], key: str, other: str, value: float) -> dict[str, 
     return {**flat, other: value}
 
 
-def _described(problem: Problem) -> list[str]:
+def _describe_data(problem: Problem) -> list[str]:
     """The users of own data and their rows."""
     from flwr_ppsgd.lab.inspect import brief
 

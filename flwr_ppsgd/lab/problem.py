@@ -181,7 +181,7 @@ class Problem:
         """The keys that are given."""
         return to_flat(self)
 
-    def given(self) -> list[str]:
+    def changed_keys(self) -> list[str]:
         """The keys that differ from their defaults."""
         changed = [field for field in fields(self) if getattr(self, field.name) != field.default]
         return [key_of(field.name) for field in changed]
@@ -277,7 +277,7 @@ class Problem:
     def per_user(self) -> "PerUser":
         """The users, as a model sees them. Read again, the same value comes from memory."""
         fresh = {name: _DEFAULTS[name] for name in NOT_READ}
-        return _seen(replace(self, data=place_of(self.data), **fresh), self.bias)
+        return _users_with_bias(replace(self, data=place_of(self.data), **fresh), self.bias)
 
     def visits_in(self, passes: float | None) -> NDArray[np.intp] | None:
         """How often each user draws a whole minibatch in ``passes`` over the own samples.
@@ -295,13 +295,13 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Probl
 
 
 @functools.lru_cache(maxsize=4)
-def _seen(problem: Problem, bias: bool) -> "PerUser":
-    data = _read(problem)
+def _users_with_bias(problem: Problem, bias: bool) -> "PerUser":
+    data = _read_users(problem)
     return data.with_bias() if bias else data
 
 
 @functools.lru_cache(maxsize=2)
-def _read(problem: Problem) -> "PerUser":
+def _read_users(problem: Problem) -> "PerUser":
     from flwr_ppsgd.lab.loading import load, public_statistics
     from flwr_ppsgd.lab.per_user import Split
     from flwr_ppsgd.lab.scaling import own_scaled, with_kinds
@@ -309,16 +309,16 @@ def _read(problem: Problem) -> "PerUser":
     data = load(problem.data, problem.options(), min_train=problem.min_train, users=problem.users)
     if problem.standardise:
         mean, std = public_statistics(problem.standardise, data)
-        data = data.standardised(mean, std)
+        data = data.standardise(mean, std)
     if problem.select_on == "validation":
         data = data.with_validation(Split(problem.validation_fraction, problem.data_seed + 1))
-    data = _represented(data, problem)
+    data = _represent(data, problem)
     if problem.scale == DEVICE:
         return with_kinds(data)
     return own_scaled(data) if problem.scale == "own" else data
 
 
-def _represented(data: "PerUser", problem: Problem) -> "PerUser":
+def _represent(data: "PerUser", problem: Problem) -> "PerUser":
     """As a linear model sees the rows."""
     from flwr_ppsgd.models.representation import (
         RANDOM_CONVOLUTION,
@@ -332,15 +332,15 @@ def _represented(data: "PerUser", problem: Problem) -> "PerUser":
     if chosen:
         names = RANDOM_CONVOLUTION if images else NO_REPRESENTATION
     if images and names == NO_REPRESENTATION and problem.scale == DEVICE:
-        return data.represented(UnitLength(), names)
+        return data.with_representation(UnitLength(), names)
     found = representation_of(
         names, problem.representation_features, problem.representation_seed, data.shape
     )
     if found is None:
         return data
     if RANDOM_CONVOLUTION in names and not np.any(data.std != 1.0):
-        data = data.standardised(0.0, 255.0)  # pixels: no user scales them column by column
-    return data.represented(found, names, looked=chosen)
+        data = data.standardise(0.0, 255.0)  # pixels: no user scales them column by column
+    return data.with_representation(found, names, looked=chosen)
 
 
 def place_of(data: str) -> str:

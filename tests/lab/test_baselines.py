@@ -118,7 +118,7 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
     assert [step for step, _, _ in found] == [0.1, 0.1]
     for at, (_, by_user, measures) in enumerate(found):
         accuracies = []
-        for user in test.measured.tolist():
+        for user in test.measured_users.tolist():
             theta = np.zeros(w[:, at].shape)
             count = int(own.sizes[user])
             for visit in range(1, round(2 * count / 3) + 1):
@@ -126,12 +126,12 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
                 x = own.x[rows]
                 residual = x @ (w[:, at] + theta) - own.y[rows]
                 theta -= 0.1 * x.T @ residual / len(rows)
-            y = test.y[test.own(user)]
-            scores = test.x[test.own(user)] @ (w[:, at] + theta)
+            y = test.y[test.rows_of(user)]
+            scores = test.x[test.rows_of(user)] @ (w[:, at] + theta)
             accuracies.append(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
         np.testing.assert_allclose(by_user, accuracies)
         assert measures["accuracy"] == pytest.approx(
-            np.average(accuracies, weights=test.sizes[test.measured])
+            np.average(accuracies, weights=test.sizes[test.measured_users])
         )
 
 

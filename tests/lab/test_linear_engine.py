@@ -16,7 +16,7 @@ from flwr_ppsgd import AdditiveLinear, FixedSize, Minibatches, Poisson, Release,
 from flwr_ppsgd.algorithm import Cohort, clip
 from flwr_ppsgd.lab.engine import Setting, reported_rounds, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine, bytes_for
-from flwr_ppsgd.lab.population import Fresh, Population, Table
+from flwr_ppsgd.lab.population import FreshPopulation, Population, Table
 from flwr_ppsgd.lab.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.noise import Coins
@@ -121,7 +121,7 @@ def test_fresh_samples_are_those_of_the_learners() -> None:
         Setting(Release(Poisson(users, 1.0), 5.0, 1.0), Steps.from_ratio(0.3, a))
         for a in (0.3, 3.0)
     ]
-    engine = several(LinearEngine(Fresh(problem, 10), settings, seed=SEED), 3)
+    engine = several(LinearEngine(FreshPopulation(problem, 10), settings, seed=SEED), 3)
     everyone = [SyntheticLearner(problem, user, 10) for user in range(users)]
     *_, (w, thetas) = by_hand(everyone, settings[1], np.zeros(8), seed=SEED, rounds=3)
     close(engine.w(1), w)
@@ -204,7 +204,7 @@ def wide_table(sizes: Sequence[int], features: int) -> Table:
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize(
-    "population", [wide_table([20] * 40, 500), Fresh(Synthetic.draw(200, 100, 1), 10)]
+    "population", [wide_table([20] * 40, 500), FreshPopulation(Synthetic.draw(200, 100, 1), 10)]
 )
 def test_memory_is_foreseen(population: Population, dtype: DTypeLike) -> None:
     """What is planned is enough, and not wastefully much. NumPy's allocations are traced."""

@@ -216,7 +216,7 @@ class Counted:
 
 def test_a_representation_is_computed_once_for_each_user(tmp_path: Path) -> None:
     counted = Counted()
-    data = load(image_file(tmp_path, flat=True)).represented(counted, "x")
+    data = load(image_file(tmp_path, flat=True)).with_representation(counted, "x")
     first = data.matrix(np.array([0, 9]))
     again = data.matrix(np.array([9, 0, 3]))
     np.testing.assert_array_equal(first, again[[1, 0]])
