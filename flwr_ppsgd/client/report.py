@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from flwr_ppsgd.client.account import FOR_NOISE, Account, epsilon_of
+from flwr_ppsgd.client.account import FOR_NOISE, DeviceAccount, epsilon_of
 from flwr_ppsgd.client.refusal import DiskError, RefusedError
 from flwr_ppsgd.client.theta_store import ACCOUNT, DiskStore, users_in
 from flwr_ppsgd.wire import GRADIENT, MASKED
@@ -27,15 +27,15 @@ def _about_user(state_dir: Path, user: str) -> str:
     try:
         store = DiskStore(state_dir, user, read_only=True)
         store.check_facts()
-        parts = [_about_run(store.of_run(run)) for run in store.runs()]
-        parts.append(_about_account(user, Account(**(store.fact(ACCOUNT) or {}))))
+        parts = [_run_report(store.of_run(run)) for run in store.runs()]
+        parts.append(_about_account(user, DeviceAccount(**(store.fact(ACCOUNT) or {}))))
         store.close()
     except (RefusedError, DiskError) as error:
         parts = [f"User {user!r}\n  {_plain(str(error))}"]
     return "\n\n".join(parts)
 
 
-def _about_run(store: DiskStore) -> str:
+def _run_report(store: DiskStore) -> str:
     lines = [f"Run {store.run!r}, user {store.user!r}"]
     stamps = store.stamps()
     if stamps:
@@ -51,7 +51,7 @@ def _about_run(store: DiskStore) -> str:
     lines += [f"  no whole one of training {training:016x} is left" for training in lost]
     lines += _what_left(store.notes(store.run))
     try:
-        promise = store.shared().promise or "nothing: the server stated no guarantee"
+        promise = store.last_shared().promise or "nothing: the server stated no guarantee"
     except ValueError as error:
         promise = f"unknown: {error}"
     lines.append(f"  promised: {_plain(promise)}")
@@ -91,7 +91,7 @@ def _what_left(notes: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _about_account(user: str, account: Account) -> str:
+def _about_account(user: str, account: DeviceAccount) -> str:
     """What a device can know, with its numbers."""
     lines = [f"Own account of user {user!r}, over all servers and trainings"]
     if account.promised:
@@ -100,11 +100,11 @@ def _about_account(user: str, account: Account) -> str:
             f"{len(account.promised)} trainings"
         )
     spent = "spent" if account.limit else "spent so far"
-    if account.spent and not account.delta:
+    if account.mu_squared and not account.delta:
         lines.append("  set ppsgd-delta in the node config to have ε of these answers here")
     elif account.trusted:
         lines.append(
-            f"  {spent}: ε {_epsilon(account.spent, account)} at δ {account.delta:g}, if each "
+            f"  {spent}: ε {_epsilon(account.mu_squared, account)} at δ {account.delta:g}, if each "
             "server adds the noise that it stated; this device has enforced its bound and its count"
         )
     if account.secure and account.delta:
@@ -126,11 +126,11 @@ def _about_account(user: str, account: Account) -> str:
         )
     for key, part in account.by_key.items():
         server = _plain(key) or "servers without a key"
-        lines.append(f"  of it for {server}: {part / account.spent:.0%}")
+        lines.append(f"  of it for {server}: {part / account.mu_squared:.0%}")
     return "\n".join(lines)
 
 
-def _epsilon(spent: float, account: Account) -> str:
+def _epsilon(spent: float, account: DeviceAccount) -> str:
     """Rounded up."""
     epsilon = epsilon_of(math.sqrt(spent), FOR_NOISE * account.delta)
     return f"{math.ceil(1000 * epsilon) / 1000:g}" if math.isfinite(epsilon) else "infinite"

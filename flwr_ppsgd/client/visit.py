@@ -15,17 +15,23 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
 from flwr_ppsgd.arrays import bytes_of, decode_vector, vector_record
-from flwr_ppsgd.checks import altered, count, require
+from flwr_ppsgd.checks import count, fast_replace, require
 from flwr_ppsgd.client import secure
-from flwr_ppsgd.client.account import Account, Agreement
+from flwr_ppsgd.client.account import Agreement, DeviceAccount
 from flwr_ppsgd.client.policy import Policy, delivers
-from flwr_ppsgd.client.refusal import ClientError, Code, DiskError, RefusedError, coded
+from flwr_ppsgd.client.refusal import (
+    ClientError,
+    DiskError,
+    RefusalCode,
+    RefusedError,
+    error_for_server,
+)
 from flwr_ppsgd.client.theta import Theta, back_of
 from flwr_ppsgd.client.theta_store import (
     ACCOUNT,
     STATE_SEEN,
     DiskStore,
-    Shared,
+    SharedCopy,
     Store,
     run_of,
     store_of,
@@ -68,7 +74,7 @@ CHECK = "query"
 PRECISIONS = (np.dtype(np.float32), np.dtype(np.float64))  # of what may enter a sum
 
 
-class Sent(NamedTuple):
+class VisitAnswer(NamedTuple):
     """What a visit sends to the server, as numbers.
 
     Args:
@@ -135,15 +141,15 @@ class Visit:
         plain = self.kind == TRAIN and order.publishes and not order.stage
         if plain and (order.terms is not None or known.terms):
             raise RefusedError(
-                Code.REFUSED_SECURE,
+                RefusalCode.REFUSED_SECURE,
                 "an Order without a secure sum in a training that has one: the server would see "
                 "this client's vector; nothing is sent",
             )
-        agreement = known.joined(order, policy)
+        agreement = known.with_order(order, policy)
         self._account().admit(order, agreement, policy)
         self._factor = agreement.factor
         if order.stage == 1:
-            agreement.answered(order)  # else there is no point in going on
+            agreement.with_answer(order)  # else there is no point in going on
 
     @property
     def _store(self) -> Store:
@@ -154,8 +160,8 @@ class Visit:
     def _agreement(self, order: Order) -> Agreement:
         return Agreement.from_json(self._store.fact(run_of(order.training)) or {})
 
-    def _account(self) -> Account:
-        return Account(**(self._store.fact(ACCOUNT) or {}))
+    def _account(self) -> DeviceAccount:
+        return DeviceAccount(**(self._store.fact(ACCOUNT) or {}))
 
     def _arrays(self) -> dict[str, bytes]:
         """w as it came, serialised, by name."""
@@ -182,7 +188,7 @@ class Visit:
         try:
             learner = self.settings.learner_for(self.context)
             as_sent = isinstance(learner, SinglePrecision) and learner.takes_float32
-            layout, w = self._shared(as_sent)
+            layout, w = self._read_shared(as_sent)
             check_shared(learner, layout.shape_of)
             sent = self._respond(learner, w, order)
         except (RefusedError, DiskError):
@@ -204,7 +210,7 @@ class Visit:
             reply[METRICS] = MetricRecord({**sent.measures})
         return reply
 
-    def _respond(self, learner: Learner, w: Vector, order: Order) -> Sent:
+    def _respond(self, learner: Learner, w: Vector, order: Order) -> VisitAnswer:
         """What is sent; θ after it is kept when the visit is written."""
         if order.asks in BEFORE_ROUNDS:
             sent, _ = respond(learner, w, w, order, self._factor)
@@ -212,9 +218,9 @@ class Visit:
         # θ is made when the last w of the recipe comes
         initial = learner.initial_theta() if order.asks == "gradient" else np.zeros(0)
         before = self._theta_before(initial, stepping=True)
-        order = altered(order, visit=before.stamp.visit + 1)
+        order = fast_replace(order, visit=before.stamp.visit + 1)
         sent, theta = respond(learner, w, before.theta, order, self._factor)
-        self._theta = before.stepped(theta, order.round, order.average)
+        self._theta = before.after_step(theta, order.round, order.average)
         return sent
 
     def _answer_exchange(self, order: Order) -> dict[str, Any]:
@@ -227,10 +233,10 @@ class Visit:
         if order.stage != 3:
             data, self._exchange = secure.answer(self.context, order, payload)
             return {SECURE: ConfigRecord({DATA: data})}
-        layout, w = self._shared()
+        layout, w = self._read_shared()
         check_maker(self.settings.learner_for, layout)
         masked = secure.MaskedAnswer(self.context, order, payload)
-        sent = Sent(None)
+        sent = VisitAnswer(None)
         try:
             learner = self.settings.learner_for(self.context)
             check_shared(learner, layout.shape_of)
@@ -250,7 +256,7 @@ class Visit:
         learner = self.settings.learner_for(self.context)
         size, steps = local_steps(self.settings, self.context.run_config)
         proximal = float(self._records.get(CONFIG, {}).get("proximal-mu", 0.0))
-        layout, w = self._shared()
+        layout, w = self._read_shared()
         theta = self._theta_before(learner.initial_theta(), stepping=False)
         trained = w
         for _ in range(steps):  # on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit
@@ -259,7 +265,7 @@ class Visit:
             _check_vector(learner, "g_w", np.asarray(gradient), w)
             pull = proximal * (trained - w)
             trained = trained - size * (gradient + pull)
-            theta = theta.stepped(theta.theta, theta.stamp.round)
+            theta = theta.after_step(theta.theta, theta.stamp.round)
         self._theta = theta
         metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
         return {ARRAYS: layout.unflatten(trained), METRICS: metrics}
@@ -270,7 +276,7 @@ class Visit:
         Whether a personal model can be made may depend on the user's data, and the server chooses
         w: everybody's reply to a delivery is the same.
         """
-        _, w = self._shared()
+        _, w = self._read_shared()
         if not self._only_delivers:
             learner = self.settings.learner_for(self.context)
             measures = self._measures(learner, w)
@@ -310,7 +316,7 @@ class Visit:
 
         Whether a learner can be made is not told: it may depend on the data.
         """
-        layout, _ = self._shared()
+        layout, _ = self._read_shared()
         check_maker(self.settings.learner_for, layout)
         if self.order is None or not self.order.task:
             return {}
@@ -322,22 +328,22 @@ class Visit:
         try:
             solver_of(learner, self.order)
         except ValueError as error:
-            raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
         return {}
 
-    def _shared(self, as_sent: bool = False) -> tuple[Layout, Vector]:
+    def _read_shared(self, as_sent: bool = False) -> tuple[Layout, Vector]:
         """w that came with the message, and its form; ``as_sent`` as of ``Layout.flatten``."""
         record = self._records.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise RefusedError(
-                Code.REFUSED_MESSAGE,
+                RefusalCode.REFUSED_MESSAGE,
                 f"no ArrayRecord {ARRAYS!r} in a message that holds {sorted(self._records)}: let "
                 f"the strategy use arrayrecord_key={ARRAYS!r}",
             )
         try:
             return Layout.read(record, as_sent)
         except ValueError as error:
-            raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
 
     def _theta_before(self, initial: Vector, *, stepping: bool) -> Theta:
         run = self.context.run_id
@@ -362,7 +368,7 @@ class Visit:
             if isinstance(store, DiskStore):
                 if self._theta is not None:
                     promise = order.promise if order else ""
-                    store.put_shared(Shared(self._arrays(), self._theta.stamp.round, promise))
+                    store.put_shared(SharedCopy(self._arrays(), self._theta.stamp.round, promise))
                 store.note(self._note(reply))
         if order is not None and order.stage:
             self.context.state.pop(secure.STATE, None)
@@ -386,12 +392,12 @@ class Visit:
             return
         if not self._publishes and order.stage != 4:
             return
-        agreement = self._agreement(order).joined(order, policy)
+        agreement = self._agreement(order).with_order(order, policy)
         if order.stage == 4:
-            agreement = agreement.once(order, stage=4)
+            agreement = agreement.with_exchange(order, stage=4)
         else:
-            agreement = agreement.answered(order)
-            account = self._account().charged(order, agreement, policy, self._size)
+            agreement = agreement.with_answer(order)
+            account = self._account().with_charge(order, agreement, policy, self._size)
             store.put_fact(ACCOUNT, asdict(account))
         store.put_fact(run_of(order.training), asdict(agreement))
 
@@ -401,11 +407,11 @@ class Visit:
         Under a limit a learner that fails is counted as if it had answered: otherwise how often it
         fails, which may depend on its data, would decide when the limit is reached.
         """
-        failure = coded(error)
+        failure = error_for_server(error)
         try:
             if isinstance(self._store, DiskStore):
                 with self._store.writing():
-                    if self._policy.limits_own and failure.code == Code.LEARNER_FAILED:
+                    if self._policy.limits_own and failure.code == RefusalCode.LEARNER_FAILED:
                         self._write_costs()
                     self._store.note(self._note({}, failure.code))
         except Exception as problem:
@@ -425,7 +431,7 @@ class Visit:
             "run": self.context.run_id,
             "kind": self.kind,
             "round": order.round if order else None,
-            "bytes": {name: _size(record) for name, record in reply.items()},
+            "bytes": {name: _num_bytes(record) for name, record in reply.items()},
             "norm": None if gradient is None else _norm(gradient),
             "clip_norm": order.clip_norm if order else None,
             "code": code,
@@ -440,7 +446,7 @@ def check_maker(learner_for: Callable[[Context], Learner], layout: Layout) -> No
     try:
         check_shared(learner_for, layout.shape_of)
     except ValueError as error:
-        raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
+        raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
 
 
 def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tuple[float, int]:
@@ -461,10 +467,10 @@ def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tupl
         require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
         return float(size or 0), count("local-steps", steps or 0)
     except ValueError as error:
-        raise RefusedError(Code.REFUSED_POLICY, str(error)) from None
+        raise RefusedError(RefusalCode.REFUSED_POLICY, str(error)) from None
 
 
-def _size(record: Any) -> int:
+def _num_bytes(record: Any) -> int:
     """The number of bytes of a record."""
     if isinstance(record, ArrayRecord):
         return sum(len(array.data) for array in record.values())
@@ -481,7 +487,7 @@ def _read_order(flat: Mapping[str, Any] | None) -> Order | None:
     try:
         return None if flat is None else Order.from_flat(flat)
     except ValueError as error:
-        raise RefusedError(Code.REFUSED_ORDER, str(error)) from None
+        raise RefusedError(RefusalCode.REFUSED_ORDER, str(error)) from None
 
 
 # --- what is sent, and what is kept
@@ -489,7 +495,7 @@ def _read_order(flat: Mapping[str, Any] | None) -> Order | None:
 
 def respond(
     learner: Learner, w: Vector, theta: Vector, order: Order, factor: float = 1.0
-) -> tuple[Sent, Vector]:
+) -> tuple[VisitAnswer, Vector]:
     """What one visit sends, and the θ after it.
 
     Args:
@@ -500,7 +506,7 @@ def respond(
         factor: f; everything that leaves is bounded by f times the Order's clip norm.
     """
     if order.asks in BEFORE_ROUNDS:
-        return Sent(answer_before(solver_of(learner, order), w, order, factor)), theta
+        return VisitAnswer(answer_before(solver_of(learner, order), w, order, factor)), theta
     if order.asks == "solution":
         found = np.asarray(solver_of(learner, order).solution(w, order))
         g_w = found * (-1 / order.size)
@@ -516,9 +522,9 @@ def respond(
         stepped = learner.personal_step(w, theta, order)
     _check_vector(learner, "a step of θ", stepped, theta)
     if not order.publishes:
-        return Sent(None), stepped
+        return VisitAnswer(None), stepped
     measures = training_measures(learner, w, theta, order) if order.metrics else {}
-    return Sent(sent, measures), stepped
+    return VisitAnswer(sent, measures), stepped
 
 
 def answer_before(learner: Solver, w: Vector, order: Order, factor: float = 1.0) -> Vector:
