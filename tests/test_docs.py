@@ -76,6 +76,12 @@ def test_contributing_names_files_that_exist() -> None:
         assert (PACKAGE / file).exists() or (ROOT / file).exists(), file
 
 
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda path: path.stem)
+def test_scripts_and_folders_that_a_page_names_exist(page: Path) -> None:
+    for path in re.findall(r"\bsimulations/[\w./-]*\w", page.read_text("utf-8")):
+        assert (ROOT / path).exists(), path
+
+
 def test_the_strategies_beside_flower_s_wrapper_are_made() -> None:
     names: dict[str, Any] = {}
     exec(python_block("From Flower's DP wrapper to PPSGD"), names)

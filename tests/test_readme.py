@@ -95,7 +95,7 @@ def test_the_start_page_trains_states_its_guarantee_and_personalizes() -> None:
     namespace, printed = pasted(ROOT / "docs" / "start.md")
     measured = namespace["measured"]
     assert measured["loss"] < min(measured["local_loss"], measured["shared_loss"])
-    assert printed.count("To each of the 100 enrolled users") == 2  # auto, and the app
+    assert printed.count("To each of the 100 enrolled users") == 1
 
 
 WHOLE = ("README.md", "start.md", *ELSEWHERE)  # pages that are tested above, or elsewhere

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 FEATURES = 12
 CLASSES = 4
-ROWS = 30  # of a user, to learn from
+ROWS = 20  # of a user, to learn from
 TEST_ROWS = 40
-OWN = 0.7  # how far a user's truth is from everybody's
+OWN = 0.4  # how far a user's truth is from everybody's
 BATCH = 10
 
 Loader = DataLoader[tuple[Tensor, ...]]
