@@ -13,7 +13,7 @@ round:
   other.
 
 Who colludes and who drops out is taken to be independent of the graph, which the server draws anew
-for each round with secret random bits. A server that lies about survivors can read single vectors in
+for each round in secret. A server that lies about survivors can read single vectors in
 a random graph; in the complete graph it cannot.
 """
 
