@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from flwr_ppsgd.client.policy import DELTA, MAX_EPSILON, MAX_OWN_EPSILON, OWN_EPSILON, Policy
-from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
+from flwr_ppsgd.client.refusal import RefusalCode, RefusedError, limit_refusal
 from flwr_ppsgd.wire import Order, Plan
 
 FOR_NOISE = 0.9  # of δ; the rest is for what may go wrong in secure sums
@@ -323,28 +323,24 @@ class DeviceAccount:
         limit = policy.max_own_epsilon
         noise_delta = FOR_NOISE * policy.delta
         if self.unpriced:
-            raise RefusedError(
-                RefusalCode.REFUSED_POLICY,
+            raise limit_refusal(
                 f"{self.unpriced} answers were outside every ε before {MAX_OWN_EPSILON} was set: "
                 "it cannot be kept any more; remove it, or begin a new store",
             )
         if self.delta and self.delta != policy.delta:
-            raise RefusedError(
-                RefusalCode.REFUSED_POLICY,
+            raise limit_refusal(
                 f"{DELTA} is {policy.delta:g} and the account was begun with {self.delta:g}: set "
                 "that one",
             )
         if not spent <= largest_mu(limit, noise_delta) ** 2:
-            raise RefusedError(
-                RefusalCode.REFUSED_POLICY,
+            raise limit_refusal(
                 "by this device's own account ε would be "
                 f"{epsilon_of(math.sqrt(spent), noise_delta):.4g} where {MAX_OWN_EPSILON} is "
                 f"{limit:g}: nothing is sent",
             )
         tails = (1 + math.exp(min(limit, LARGEST_EXPONENT))) * self.shares * CUT_TAIL
         if not self.failure + tails <= policy.delta - noise_delta:
-            raise RefusedError(
-                RefusalCode.REFUSED_POLICY,
+            raise limit_refusal(
                 f"secure sums would take {self.failure + tails:.2g} from δ, more than a tenth of "
                 f"{DELTA} = {policy.delta:g}: nothing is sent",
             )

@@ -20,7 +20,7 @@ from flwr_ppsgd.arrays import record_from
 from flwr_ppsgd.client.theta import RUN
 from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
 from flwr_ppsgd.client.visit import respond
-from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver
+from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver, offers
 from flwr_ppsgd.models.solve import Mixture
 from flwr_ppsgd.wire import BESIDE, SIZE, UNIT, VARIANCE, Layout, Order, OrderTask
 
@@ -143,7 +143,7 @@ def personalize(
     """
     record = _record(w)
     flat = _flat(record)
-    if not isinstance(w, ArrayRecord | np.ndarray) and VARIANCE in w and isinstance(data, Solver):
+    if not isinstance(w, ArrayRecord | np.ndarray) and VARIANCE in w and offers(data, Solver):
         order = Order(
             0,
             0.0,

@@ -43,6 +43,11 @@ class RefusedError(ValueError):
         self.code = code
 
 
+def limit_refusal(reason: str) -> RefusedError:
+    """The refusal of what the owner's limits do not allow."""
+    return RefusedError(RefusalCode.REFUSED_POLICY, reason)
+
+
 class DiskError(OSError):
     """The device's store could not be read or written."""
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from flwr_ppsgd.checks import printable
 from flwr_ppsgd.client.account import FOR_NOISE, DeviceAccount, epsilon_of
 from flwr_ppsgd.client.refusal import DiskError, RefusedError
 from flwr_ppsgd.client.theta_store import ACCOUNT, DiskStore, users_in
@@ -31,7 +32,7 @@ def _about_user(state_dir: Path, user: str) -> str:
         parts.append(_about_account(user, DeviceAccount(**(store.fact(ACCOUNT) or {}))))
         store.close()
     except (RefusedError, DiskError) as error:
-        parts = [f"User {user!r}\n  {_plain(str(error))}"]
+        parts = [f"User {user!r}\n  {printable(error, LONGEST_SHOWN)}"]
     return "\n\n".join(parts)
 
 
@@ -54,7 +55,7 @@ def _run_report(store: DiskStore) -> str:
         promise = store.last_shared().promise or "nothing: the server stated no guarantee"
     except ValueError as error:
         promise = f"unknown: {error}"
-    lines.append(f"  promised: {_plain(promise)}")
+    lines.append(f"  promised: {printable(promise, LONGEST_SHOWN)}")
     return "\n".join(lines)
 
 
@@ -62,7 +63,9 @@ def _what_left(notes: list[dict[str, Any]]) -> list[str]:
     sizes: Counter[str] = Counter()
     for note in notes:
         sizes.update(note["bytes"])
-    named = ", ".join(f"{size:,} bytes of {_plain(name)}" for name, size in sizes.items())
+    named = ", ".join(
+        f"{size:,} bytes of {printable(name, LONGEST_SHOWN)}" for name, size in sizes.items()
+    )
     replies = [note for note in notes if note["kind"] != "query"]
     runs = {note["run"] for note in notes}
     lines = [f"  has left: {named or 'nothing'}; {len(replies)} replies in {len(runs)} Flower runs"]
@@ -84,7 +87,7 @@ def _what_left(notes: list[dict[str, Any]]) -> list[str]:
     evaluated = [note for note in notes if note["kind"] == "evaluate" and not note["code"]]
     if evaluated:
         lines.append(f"  evaluations answered: {len(evaluated)}, outside the guarantee")
-    codes = Counter(_plain(note["code"]) for note in notes if note["code"])
+    codes = Counter(printable(note["code"], LONGEST_SHOWN) for note in notes if note["code"])
     if codes:
         counted = ", ".join(f"{code} ({count})" for code, count in sorted(codes.items()))
         lines.append(f"  refused or failed, and the server was told only so: {counted}")
@@ -125,7 +128,7 @@ def _about_account(user: str, account: DeviceAccount) -> str:
             "a store restored from a backup forgets"
         )
     for key, part in account.by_key.items():
-        server = _plain(key) or "servers without a key"
+        server = printable(key, LONGEST_SHOWN) or "servers without a key"
         lines.append(f"  of it for {server}: {part / account.mu_squared:.0%}")
     return "\n".join(lines)
 
@@ -134,9 +137,3 @@ def _epsilon(spent: float, account: DeviceAccount) -> str:
     """Rounded up."""
     epsilon = epsilon_of(math.sqrt(spent), FOR_NOISE * account.delta)
     return f"{math.ceil(1000 * epsilon) / 1000:g}" if math.isfinite(epsilon) else "infinite"
-
-
-def _plain(text: str) -> str:
-    """A text without control characters, which could rewrite what a terminal shows."""
-    shown = "".join(letter if letter.isprintable() else "�" for letter in text)
-    return shown[:LONGEST_SHOWN]

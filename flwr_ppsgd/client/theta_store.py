@@ -320,15 +320,12 @@ class DiskStore:
 
     def put_shared(self, shared: SharedCopy) -> None:
         """Keep the w that came last, and what was promised."""
-        before = {row.serial for row in self._array_rows(SHARED)}
-        self._put(SHARED, {"round": shared.round, "promise": shared.promise}, shared.arrays)
-        self._drop(before)
+        about = {"round": shared.round, "promise": shared.promise}
+        self._put_only(SHARED, about, shared.arrays)
 
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w; it holds the user's own rows."""
-        before = {row.serial for row in self._array_rows(MODEL)}
-        self._put(MODEL, {}, bytes_of(_record(arrays)))
-        self._drop(before)
+        self._put_only(MODEL, {}, bytes_of(_record(arrays)))
 
     def put_fact(self, name: str, value: Any) -> None:
         """Keep a value that JSON can hold."""
@@ -384,6 +381,12 @@ class DiskStore:
         row = [last + 1, kind, self.run, json.dumps({**about, "sizes": sizes}), sha256]
         sealed = database.seal(b"", self.user, row)
         self._db.rows("INSERT INTO array VALUES (?, ?, ?, ?, ?, ?)", (*row, sealed))
+
+    def _put_only(self, kind: str, about: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+        """In place of what was there of this kind."""
+        before = {row.serial for row in self._array_rows(kind)}
+        self._put(kind, about, parts)
+        self._drop(before)
 
     def _drop(self, serials: set[int]) -> None:
         for serial in serials:

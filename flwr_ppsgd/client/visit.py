@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
 from flwr_ppsgd.arrays import bytes_of, decode_vector, vector_record
-from flwr_ppsgd.checks import count, fast_replace, require
+from flwr_ppsgd.checks import count, fast_replace, is_number, require
 from flwr_ppsgd.client import secure
 from flwr_ppsgd.client.account import Agreement, DeviceAccount
 from flwr_ppsgd.client.policy import Policy, delivers
@@ -25,6 +25,7 @@ from flwr_ppsgd.client.refusal import (
     RefusalCode,
     RefusedError,
     error_for_server,
+    limit_refusal,
 )
 from flwr_ppsgd.client.theta import Theta, back_of
 from flwr_ppsgd.client.theta_store import (
@@ -47,6 +48,7 @@ from flwr_ppsgd.learner import (
     Solver,
     Tested,
     TrainingMeasurer,
+    offers,
 )
 from flwr_ppsgd.recipe import scalar_pair
 from flwr_ppsgd.wire import (
@@ -127,7 +129,11 @@ class Visit:
     def admit(self) -> None:
         """Read the Order, and refuse what the owner does not allow: no data are read before."""
         self._policy = policy = Policy.of(self.context.node_config)
-        self.order = order = _read_order(self._records.get(ORDER))
+        flat = self._records.get(ORDER)
+        try:
+            self.order = order = None if flat is None else Order.from_flat(flat)
+        except ValueError as error:
+            raise RefusedError(RefusalCode.REFUSED_ORDER, str(error)) from None
         policy.admit(
             order,
             self.kind,
@@ -187,7 +193,7 @@ class Visit:
         self._publishes = order.publishes
         try:
             learner = self.settings.learner_for(self.context)
-            as_sent = isinstance(learner, SinglePrecision) and learner.takes_float32
+            as_sent = offers(learner, SinglePrecision) and learner.takes_float32
             layout, w = self._read_shared(as_sent)
             check_shared(learner, layout.shape_of)
             sent = self._respond(learner, w, order)
@@ -302,7 +308,7 @@ class Visit:
         """
         order = self.order
         if order is not None and order.task:
-            model = personal_model(learner, w, order)
+            model = model_around(learner, w, order)
             if order.last:
                 self._model = model.arrays()
             return {} if self._only_delivers else model.measures()
@@ -454,20 +460,19 @@ def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tupl
 
     Whether stock strategies are answered at all, no run config decides: see ``Policy``.
     """
-    size = settings.local_step
+    size: Any = settings.local_step
     if size is None:
         size = run_config.get("local-step")
-    steps = settings.local_steps
+    steps: Any = settings.local_steps
     if steps is None:
         steps = run_config.get("local-steps", 1)
-    number = isinstance(size, int | float) and not isinstance(size, bool)
     rule = "local-step must be a positive number"
     remedy = "set it in the run config, or pass local_step to client_app"
     try:
-        require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
-        return float(size or 0), count("local-steps", steps or 0)
+        require(is_number(size) and 0 < size < math.inf, rule, size, remedy)
+        return float(size), count("local-steps", steps)
     except ValueError as error:
-        raise RefusedError(RefusalCode.REFUSED_POLICY, str(error)) from None
+        raise limit_refusal(str(error)) from None
 
 
 def _num_bytes(record: Any) -> int:
@@ -481,13 +486,6 @@ def _norm(record: ArrayRecord) -> float:
     with np.errstate(all="ignore"):
         parts = [np.square(decode_vector(each), dtype=np.float64) for each in record.values()]
     return math.sqrt(sum(float(part.sum()) for part in parts))
-
-
-def _read_order(flat: Mapping[str, Any] | None) -> Order | None:
-    try:
-        return None if flat is None else Order.from_flat(flat)
-    except ValueError as error:
-        raise RefusedError(RefusalCode.REFUSED_ORDER, str(error)) from None
 
 
 # --- what is sent, and what is kept
@@ -518,7 +516,7 @@ def respond(
     _check_vector(learner, "g_θ", g_theta, theta)
     with np.errstate(all="ignore"):
         sent, stepped = client_step(theta, g_w, g_theta, factor * order.clip_norm, order.step)
-    if order.asks == "gradient" and isinstance(learner, PersonalStepper):
+    if order.asks == "gradient" and offers(learner, PersonalStepper):
         stepped = learner.personal_step(w, theta, order)
     _check_vector(learner, "a step of θ", stepped, theta)
     if not order.publishes:
@@ -534,7 +532,7 @@ def answer_before(learner: Solver, w: Vector, order: Order, factor: float = 1.0)
     if order.asks == "unit":
         value = learner.spread()
     elif order.asks == "size":
-        origin = learner.origin(w) if isinstance(learner, Originated) else np.zeros_like(w)
+        origin = learner.origin(w) if offers(learner, Originated) else np.zeros_like(w)
         value = length(learner.solution(origin, order))
     else:
         value = math.sqrt(own_columns(learner, order).sum())
@@ -554,7 +552,7 @@ def own_columns(learner: Solver, order: Order) -> Vector:
 
 def solver_of(learner: object, order: Order) -> Solver:
     """The learner, which can answer ``auto``; ValueError in one line if it cannot."""
-    if not isinstance(learner, Solver):
+    if not offers(learner, Solver):
         raise ValueError(
             f"PPSGD.auto asks for solutions and {type(learner).__name__} has no solution(w, "
             "order): use AdditiveLinear or torch_client, or PPSGD(release, steps, …) for gradients"
@@ -567,7 +565,7 @@ def solver_of(learner: object, order: Order) -> Solver:
     return learner
 
 
-def personal_model(learner: Learner, w: Vector, order: Order) -> OwnModel:
+def model_around(learner: Learner, w: Vector, order: Order) -> OwnModel:
     """The user's own model around the published w: what is kept under ``auto``."""
     variance = np.array(order.variance) if order.variance else np.zeros(1)
     return solver_of(learner, order).personal_model(w, variance, order)
@@ -576,7 +574,7 @@ def personal_model(learner: Learner, w: Vector, order: Order) -> OwnModel:
 def training_measures(learner: Learner, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
     """The training measures that the server releases privately; only those it names leave."""
     name = type(learner).__name__
-    if not isinstance(learner, TrainingMeasurer):
+    if not offers(learner, TrainingMeasurer):
         raise ValueError(
             f"the server asks for {', '.join(order.metrics)} and {name} has no "
             "training_measures(w, theta, order): add it, or leave out metrics"
@@ -592,7 +590,7 @@ def training_measures(learner: Learner, w: Vector, theta: Vector, order: Order) 
 
 def num_tested(learner: Learner) -> int:
     """The weight of a user's measures: the number of rows they are measured on, if it is known."""
-    return int(learner.num_tested if isinstance(learner, Tested) else learner.num_examples)
+    return int(learner.num_tested if offers(learner, Tested) else learner.num_examples)
 
 
 def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -602,7 +600,7 @@ def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
         model: the learner; one without ``check_shared`` takes what comes.
         shapes: of the server's arrays, by name.
     """
-    if isinstance(model, SharedChecker):
+    if offers(model, SharedChecker):
         model.check_shared(shapes)
 
 
