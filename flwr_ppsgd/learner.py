@@ -3,8 +3,8 @@
 import functools
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.random.bit_generator import ISeedSequence
@@ -13,7 +13,8 @@ from numpy.typing import DTypeLike, NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.wire import Order
 
-_OF_THREAD = threading.local()  # a generator that is seeded anew for each use
+_OF_THREAD = threading.local()  # a generator that is seeded for each use
+Ability = TypeVar("Ability")
 Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load torch
 
 
@@ -111,6 +112,20 @@ class Learner(Protocol):
 
 
 # --- what a learner may offer besides
+
+
+def offers(learner: object, ability: Callable[..., Ability]) -> TypeGuard[Ability]:
+    """Whether a learner has every member of a protocol declared here.
+
+    The same as ``isinstance``, which lists the protocol's members again in every call.
+    """
+    return all(getattr(learner, name, None) is not None for name in _members(ability))
+
+
+@functools.cache
+def _members(protocol: Callable[..., Any]) -> tuple[str, ...]:
+    declared = {**vars(protocol), **protocol.__annotations__}
+    return tuple(name for name in declared if not name.startswith("_"))
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.arrays import DOUBLE, Header, decode, decode_vector, encode, header_of, numbers
+from flwr_ppsgd.arrays import DOUBLE, ArrayHeader, decode, decode_vector, encode, header_of, numbers
 from flwr_ppsgd.checks import LARGEST_COUNT
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import SecureTerms
@@ -438,7 +438,7 @@ def _one_vector(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(headers: tuple[tuple[str, Header], ...], hold: Hold | None) -> Layout:
+def _layout(headers: tuple[tuple[str, ArrayHeader], ...], hold: Hold | None) -> Layout:
     held = frozenset(
         name for name, header in headers if hold is not None and hold(name, header.dtype)
     )

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.client.visit import num_tested, personal_model
+from flwr_ppsgd.client.visit import model_around, num_tested
 from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combine, measure_of, worst_tenth
 from flwr_ppsgd.learner import LOCAL, DescribedModel, Learner, OwnModel, Solver
 from flwr_ppsgd.models.additive_linear import AdditiveLinear
@@ -128,7 +128,7 @@ def results_of(
             if order is None:
                 model: OwnModel = cast(AdditiveLinear, learner).stepped_model(w)
             else:
-                model = personal_model(learner, w, order)
+                model = model_around(learner, w, order)
             measures = model.measures()
             if measures:
                 chosen = model.choices if isinstance(model, DescribedModel) else {}

@@ -196,7 +196,7 @@ class RunRow:
     Args:
         round: the number of rounds trained so far.
         epsilon: what they have cost; infinite if nothing is guaranteed.
-        deployed_epsilon: what the same rounds would have cost with secret coins.
+        deployed_epsilon: what the same rounds would have cost with secret noise.
         measures: on the users' own data, outside the guarantee.
     """
 

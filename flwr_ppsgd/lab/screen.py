@@ -23,7 +23,7 @@ from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
 from flwr_ppsgd.lab.rows import INFINITE, Point
 from flwr_ppsgd.lab.run import OnRound
 from flwr_ppsgd.learner import LOCAL, SHARED
-from flwr_ppsgd.statement import WEAK, rounded_up, shortened
+from flwr_ppsgd.statement import WEAK, rounded_up, up_to_colons
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result
@@ -92,8 +92,8 @@ def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Li
     lines = [("privacy", _promise_text(privacy))]
     for key in ("conditional_on", "caveats"):
         if privacy.get(key):
-            lines.append(("", shortened(privacy[key])))
-    lines.append(("outside", shortened(privacy["outside_the_guarantee"])))
+            lines.append(("", up_to_colons(privacy[key])))
+    lines.append(("outside", up_to_colons(privacy["outside_the_guarantee"])))
     lines.append(("training", _rounds_text(experiment, saved)))
     return lines + _result_lines(experiment, saved.last_measures(), read_people(out) or {})
 

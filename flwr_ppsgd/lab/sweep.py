@@ -20,7 +20,7 @@ OWN_DATA_SWEEP = "own-data-sweep"
 MOST_SETTINGS = 100_000
 SEEDS = [1, 2, 3]  # of a sweep of the recipe, if nothing else is said
 CLIP_NORM = 1.0  # of the recipe, whose unit is the released size
-Priced: TypeAlias = tuple[bool, float, float | None, int]  # recipe or not, z, its ε, round
+PricedRelease: TypeAlias = tuple[bool, float, float | None, int]  # recipe or not, z, its ε, round
 FINE_TUNE_STEPS = "0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0"
 
 
@@ -308,8 +308,8 @@ class EpsilonCache:
         self._base = base
         self._training = base.training
         self._fixed = isinstance(self._training.cohort(), FixedSize)
-        self._honest: dict[Priced, float] = {}
-        self._papers: dict[Priced, float] = {}
+        self._honest: dict[PricedRelease, float] = {}
+        self._papers: dict[PricedRelease, float] = {}
 
     def __call__(self, point: Point, round_: int) -> float:
         """Under zero-out neighbours; 0 if nothing was released."""
@@ -326,7 +326,7 @@ class EpsilonCache:
 
     def _price_once(
         self,
-        known: dict[Priced, float],
+        known: dict[PricedRelease, float],
         price: Callable[[Ledger], float],
         point: Point,
         round_: int,

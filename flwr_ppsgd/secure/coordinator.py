@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from flwr_ppsgd.secure.crypto import SHARE_SIZE, KeyPair, Words, add_mask, join, subtract_mask
 from flwr_ppsgd.secure.graph import Design, design, draw_graph, survivors_needed
 from flwr_ppsgd.secure.protocol import (
@@ -56,12 +56,12 @@ class Coordinator(Generic[Node]):
     Args:
         session: the sum, and its terms.
         size: the number of coordinates.
-        coins: for the graph; secret ones.
+        stream: for the graph; a secret one.
     """
 
     session: Session
     size: int
-    coins: Coins = field(default_factory=Coins.secret)
+    stream: RandomStream = field(default_factory=RandomStream.secret)
 
     def __post_init__(self) -> None:
         self._rules = self.session.terms.rules
@@ -111,7 +111,7 @@ class Coordinator(Generic[Node]):
         self._public = list(self._keys.values())
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._count = len(self._nodes)
-        self._graph = draw_graph(self._design(), self._count, self.coins)
+        self._graph = draw_graph(self._design(), self._count, self.stream)
         rosters = {}
         for node, place in self._places.items():
             others = {other: self._public[other] for other in self._graph[place]}

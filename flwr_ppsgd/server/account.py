@@ -17,10 +17,10 @@ from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from flwr_ppsgd.algorithm import Release, SecureSum, Vector
 from flwr_ppsgd.checks import is_whole, printable, require
-from flwr_ppsgd.epsilon import Bound, Relation, check_accountant
+from flwr_ppsgd.epsilon import EpsilonBound, Relation, check_accountant
 from flwr_ppsgd.ledger import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.noise import cut_probability
-from flwr_ppsgd.recipe import Values, values_of
+from flwr_ppsgd.recipe import RecipeValues, values_of
 from flwr_ppsgd.server.budget import Allowance, Budget
 from flwr_ppsgd.server.rounds import SumRequest
 from flwr_ppsgd.server.store import Checkpoint, Store
@@ -180,11 +180,11 @@ class ServerAccount:
         return [name for name in recipe.before if name not in known] if recipe else []
 
     @property
-    def values(self) -> Values:
+    def values(self) -> RecipeValues:
         """u, C and k, as far as they were released."""
         recipe = self.training.recipe
         sums = {name: np.array(numbers) for name, numbers in self._store.notes("sum")}
-        return values_of(recipe, sums) if recipe else Values()
+        return values_of(recipe, sums) if recipe else RecipeValues()
 
     def _releases_before(self) -> list[tuple[Release, int]]:
         """What is still to be released before the first round, each once."""
@@ -404,7 +404,7 @@ class ServerAccount:
             head = replace(head, cost=bound.epsilon, replace_one=exchanged)
             by_rdp = stated.epsilon(method="rdp")
         else:
-            bound = Bound(head.cost, "the budget's filter")
+            bound = EpsilonBound(head.cost, "the budget's filter")
             by_rdp = head.cost
         return Promise(
             headline=head,

@@ -14,7 +14,7 @@ import numpy as np
 
 from flwr_ppsgd.algorithm import Vector, server_step
 from flwr_ppsgd.checks import printable
-from flwr_ppsgd.noise import coins_for
+from flwr_ppsgd.noise import random_stream
 from flwr_ppsgd.recipe import DROWNED, Recipe, published_variance, server_gain, shares_of_columns
 from flwr_ppsgd.secure.coordinator import SecureStage
 from flwr_ppsgd.secure.terms import SecureTerms, Session
@@ -118,7 +118,7 @@ class Curator:
         online = self._online(look)
         seed = self.training.insecure_seed
         cohort = request.release.cohort
-        uniforms = coins_for(seed, "cohort", request.round).uniforms(cohort.population)
+        uniforms = random_stream(seed, "cohort", request.round).uniforms(cohort.population)
         drawn = self.enrolment.nodes(cohort.members(uniforms).tolist())
         asked = [online[node] for node in drawn if node in online]
         offline = len(drawn) - len(asked)
@@ -131,8 +131,8 @@ class Curator:
                 part=request.what,
                 terms=SecureTerms.of(request.release, request.metrics),
             )
-            coins = coins_for(seed, "neighbours", request.round)
-            self._sum = SecureOpenSum(request, asked, offline, session, coins)
+            stream = random_stream(seed, "neighbours", request.round)
+            self._sum = SecureOpenSum(request, asked, offline, session, stream)
         else:
             self._sum = OpenSum(request, asked, offline)
         return self._sum
@@ -164,7 +164,7 @@ class Curator:
         self._charge(opened)
         request = opened.request
         name = "noise" if request.round else request.what
-        noisy = opened.close(coins_for(self.training.insecure_seed, name, request.round))
+        noisy = opened.close(random_stream(self.training.insecure_seed, name, request.round))
         if opened.why_lost:
             self.account.note_problem(f"round {request.round} has no sum: {opened.why_lost}")
             log.warning(

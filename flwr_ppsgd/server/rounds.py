@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Vector
 from flwr_ppsgd.checks import printable
-from flwr_ppsgd.noise import Coins, GridSum
+from flwr_ppsgd.noise import GridSum, RandomStream
 from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError, SecureStage
 from flwr_ppsgd.secure.terms import Session
 from flwr_ppsgd.training import Identity
@@ -128,10 +128,10 @@ class OpenSum:
         self._sum.add(sent)
         return True
 
-    def close(self, coins: Coins) -> Vector | None:
+    def close(self, stream: RandomStream) -> Vector | None:
         """The noisy sum; None if a secure sum has none."""
         self.closed = True
-        return self._sum.noisy(coins)
+        return self._sum.noisy(stream)
 
     def count_as_zero(self, node: Identity | None, error: BaseException) -> None:
         """Count a reply that cannot be used."""
@@ -203,7 +203,7 @@ class SecureOpenSum(OpenSum):
         nodes: who is asked.
         offline: how many were drawn and were not there to be asked.
         session: what names this sum to the clients, and its terms.
-        coins: draw everybody's neighbours.
+        stream: draws everybody's neighbours.
     """
 
     def __init__(
@@ -212,10 +212,10 @@ class SecureOpenSum(OpenSum):
         nodes: Iterable[Identity],
         offline: int,
         session: Session,
-        coins: Coins,
+        stream: RandomStream,
     ) -> None:
         super().__init__(request, nodes, offline)
-        self._masked = Coordinator[Identity](session, request.size, coins)
+        self._masked = Coordinator[Identity](session, request.size, stream)
         self._stage = SecureStage.KEYS
         self._total: Vector | None = None
 
@@ -249,7 +249,7 @@ class SecureOpenSum(OpenSum):
             raise UnusableError("malformed", f"malformed reply to exchange {self._stage}")
         return self._stage == SecureStage.MASKED
 
-    def close(self, coins: Coins) -> Vector | None:  # noqa: ARG002 - the noise is in it
+    def close(self, stream: RandomStream) -> Vector | None:  # noqa: ARG002 - the noise is in it
         """The sum; None if there is none."""
         self.closed = True
         return self._total

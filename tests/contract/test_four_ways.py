@@ -127,7 +127,8 @@ def by_command(directory: Path, engine: str, data: Path, settings: dict[str, Any
     ended = ppsgd("run", experiment, "--data", data, "--engine", engine, "--out", out)
     assert ended.status == 0, ended.err
     with np.load(out / "model.npz") as model:
-        arrays = [model[name].reshape(-1) for name in model.files]
+        names = [name for name in model.files if name != "schema-sha256"]
+        arrays = [model[name].reshape(-1) for name in names]
     return np.concatenate(arrays)
 
 

@@ -22,7 +22,7 @@ from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.tasks import table
 from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.additive_linear import predict
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from tests.support.own_data import FLAT, USERS, write
 
 COHORT = Poisson(USERS, 0.5)
@@ -60,9 +60,9 @@ def local_steps_by_hand(own: Table, setting: Setting, seed: int, rounds: int, co
     step = setting.steps.shared
     release = setting.release
     for round_ in range(1, rounds + 1):
-        normals = Coins.insecure(seed, "noise", round_).normals(w.size)
+        normals = RandomStream.insecure(seed, "noise", round_).normals(w.size)
         total = release.noise_std * normals.reshape(w.shape)
-        uniforms = Coins.insecure(seed, "cohort", round_).uniforms(USERS)
+        uniforms = RandomStream.insecure(seed, "cohort", round_).uniforms(USERS)
         for user in COHORT.members(uniforms).tolist():
             moved = w.copy()
             for _ in range(count):

@@ -19,7 +19,7 @@ from flwr_ppsgd.lab.linear_engine import LinearEngine, bytes_for
 from flwr_ppsgd.lab.population import FreshPopulation, Population, Table
 from flwr_ppsgd.lab.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.models.additive_linear import Loss
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from tests.support.by_hand import by_hand, close
 
 SIZES = np.array([3, 25, 10, 11, 4, 17, 30, 10, 1, 12, 20, 9])  # m_i is 1, 3, 4, 9 or 10
@@ -173,7 +173,9 @@ def test_an_empty_cohort_still_releases_noise() -> None:
     release = Release(Poisson(USERS, 1e-12), 2.0, 0.5)
     engine = LinearEngine(table(), [Setting(release, Steps(0.1, 0.1))], seed=SEED)
     several(engine, 2)
-    normals = sum(Coins.insecure(SEED, "noise", t).normals(FEATURES * CLASSES) for t in (1, 2))
+    normals = sum(
+        RandomStream.insecure(SEED, "noise", t).normals(FEATURES * CLASSES) for t in (1, 2)
+    )
     close(engine.w(0), -0.1 * 0.5 * 2.0 / release.denominator * np.asarray(normals))
 
 
