@@ -39,7 +39,7 @@ LARGEST_FAILURE = 1e-6
 
 @dataclass(frozen=True)
 class Poisson:
-    """Every enrolled user takes part with probability ``rate``, by a coin of their own.
+    """Every enrolled user takes part with probability ``rate``, independently.
 
     This is the sampling of Algorithms 1–3.
 
@@ -55,16 +55,16 @@ class Poisson:
     cap: int | None = None
 
     def __post_init__(self) -> None:
-        _plain(self, population=count("population", self.population))
+        _store_fields(self, population=count("population", self.population))
         remedy = "it is the chance to be drawn in a round"
         require(0 < self.rate <= 1, "rate must be in (0, 1]", self.rate, remedy)
-        _plain(self, rate=float(self.rate))
+        _store_fields(self, rate=float(self.rate))
         if self.cap is not None:
-            _plain(self, cap=count("cap", self.cap))
+            _store_fields(self, cap=count("cap", self.cap))
 
     @property
     def amplifies(self) -> bool:
-        """Whether secret sampling lowers ε: it does if independent coins can come up tails."""
+        """Whether secret sampling lowers ε: it does if some may be left out by chance."""
         return self.rate < 1
 
     def members(self, uniforms: Vector) -> NDArray[np.intp]:
@@ -96,8 +96,8 @@ class FixedSize:
     size: int
 
     def __post_init__(self) -> None:
-        _plain(self, population=count("population", self.population))
-        _plain(self, size=count("size", self.size))
+        _store_fields(self, population=count("population", self.population))
+        _store_fields(self, size=count("size", self.size))
         rule = f"size must be at most population={self.population}"
         require(self.size <= self.population, rule, self.size, "draw fewer or enrol more users")
 
@@ -145,18 +145,18 @@ class SecureSum:
     neighbours: int = 0
 
     def __post_init__(self) -> None:
-        _plain(self, honest=count("honest", self.honest))
+        _store_fields(self, honest=count("honest", self.honest))
         rule = "honest must be at least 2"
         require(self.honest > 1, rule, self.honest, "a sum of one vector hides nothing")
         for name, most in (("colluding", MOST_CLIENTS), ("neighbours", MOST_COMPLETE - 1)):
             value = getattr(self, name)
             rule = f"{name} must be a whole number from 0 to {most}"
             require(is_whole(value) and 0 <= value <= most, rule, value, f"set {name}")
-            _plain(self, **{name: int(value)})
+            _store_fields(self, **{name: int(value)})
         rule = "failure must be in (0, 1e-6]"
         remedy = "it is paid from δ in every round; 2**-40 is the default"
         require(0 < self.failure <= LARGEST_FAILURE, rule, self.failure, remedy)
-        _plain(self, failure=float(self.failure))
+        _store_fields(self, failure=float(self.failure))
 
     @property
     def least(self) -> int:
@@ -196,7 +196,7 @@ class Release:
         self._check_clip_norm()
         self._check_noise()
         if self.total_batch is not None:
-            _plain(self, total_batch=count("total_batch", self.total_batch))
+            _store_fields(self, total_batch=count("total_batch", self.total_batch))
         self._check_grid()
         if self.aggregation is not None:
             self._check_share(self.aggregation)
@@ -204,13 +204,13 @@ class Release:
     def _check_clip_norm(self) -> None:
         rule = "clip_norm must be positive and finite (1e-100 to 1e100)"
         require(1e-100 <= self.clip_norm <= 1e100, rule, self.clip_norm, "set the clip norm C")
-        _plain(self, clip_norm=float(self.clip_norm))
+        _store_fields(self, clip_norm=float(self.clip_norm))
 
     def _check_noise(self) -> None:
         z = self.noise_multiplier
         rule = f"noise_multiplier must be finite and at least {LEAST_NOISE:g}, or 0"
         require(z == 0 or LEAST_NOISE <= z < math.inf, rule, z, "0 adds no noise: ε is infinite")
-        _plain(self, noise_multiplier=float(z))
+        _store_fields(self, noise_multiplier=float(z))
 
     def _check_grid(self) -> None:
         rule = (
@@ -611,7 +611,7 @@ class PrivateMetrics:
         return measures
 
 
-def _plain(value: object, **fields: object) -> None:
+def _store_fields(value: object, **fields: object) -> None:
     """Replace a frozen value's numbers by Python's own: numpy's are no JSON."""
     for name, plain in fields.items():
         object.__setattr__(value, name, plain)

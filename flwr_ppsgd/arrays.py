@@ -18,7 +18,7 @@ DOUBLE = np.dtype(np.float64)
 LONGEST_HEADER = 4096  # bytes; numpy writes 128 for any array of parameters
 
 
-class Header(NamedTuple):
+class ArrayHeader(NamedTuple):
     """The head of a serialised numpy array; the numbers begin at byte ``end``."""
 
     dtype: np.dtype[Any]
@@ -31,13 +31,13 @@ def encode(
     values: NDArray[Any], shape: tuple[int, ...], dtype: DTypeLike, scale: float = 1.0
 ) -> Array:
     """``values`` in this shape and dtype, multiplied by ``scale`` in double precision."""
-    scaled = _scaled(values, dtype, scale)
+    scaled = _scale_to(values, dtype, scale)
     header = _written_header(scaled.dtype, shape)
     data = b"".join([header, scaled.data])
     return Array(str(scaled.dtype), shape, NUMPY, data)
 
 
-def _scaled(values: NDArray[Any], dtype: DTypeLike, scale: float) -> NDArray[Any]:
+def _scale_to(values: NDArray[Any], dtype: DTypeLike, scale: float) -> NDArray[Any]:
     with np.errstate(all="ignore"):  # a number too large for float32 becomes infinity
         if scale == 1.0:
             return np.ascontiguousarray(values, dtype)
@@ -63,7 +63,7 @@ def decode_vector(array: Array, name: str = "vector") -> NDArray[Any]:
     return numbers(name, array, header_of(name, array))
 
 
-def numbers(name: str, array: Array, header: Header) -> NDArray[Any]:
+def numbers(name: str, array: Array, header: ArrayHeader) -> NDArray[Any]:
     """All numbers by rows; ValueError unless there are as many as the header says."""
     size = len(array.data) - header.end
     if size != math.prod(header.shape) * header.dtype.itemsize:
@@ -97,7 +97,7 @@ def bytes_of(record: ArrayRecord) -> dict[str, bytes]:
     return {name: array.data for name, array in record.items()}
 
 
-def header_of(name: str, array: Array) -> Header:
+def header_of(name: str, array: Array) -> ArrayHeader:
     """What an array really holds; ValueError if its header cannot be read."""
     if array.stype != NUMPY:
         raise ValueError(
@@ -122,14 +122,14 @@ def _header_length(data: bytes) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _parse_header(head: bytes) -> Header:
+def _parse_header(head: bytes) -> ArrayHeader:
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     else:
         shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
-    return Header(dtype, tuple(map(int, shape)), fortran, stream.tell())
+    return ArrayHeader(dtype, tuple(map(int, shape)), fortran, stream.tell())
 
 
 @functools.lru_cache(maxsize=256)

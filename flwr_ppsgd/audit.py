@@ -168,7 +168,7 @@ class Audit:
         for name, found in self.estimates.items():
             judged = found.inverse() if name in (NOISE, OWN_NOISE) else found
             if not judged.conforms:
-                lines.append(f"{name} is {_shown(found)}")
+                lines.append(f"{name} is {_in_words(found)}")
         if self.quietest < UNLIKELY:
             lines.append(
                 "a coordinate has so little noise, or a stretch of one round, that by chance it "
@@ -212,7 +212,7 @@ class Audit:
                 "with a larger population, or a smaller noise multiplier. The code is the same"
             )
         for name, found in self.estimates.items():
-            lines.append(f"{name[0].upper()}{name[1:]}: {_shown(found)}")
+            lines.append(f"{name[0].upper()}{name[1:]}: {_in_words(found)}")
         lines.append(
             f"A deployment of {self.planned_rounds} rounds would cost epsilon = "
             f"{rounded_up(self.epsilon_charged)} as charged, "
@@ -227,7 +227,7 @@ class Audit:
         return "\n".join(lines)
 
 
-def _shown(found: Estimate) -> str:
+def _in_words(found: Estimate) -> str:
     return f"{found.value:.4g} ± {found.error:.2g}, expected {found.expected:.4g}"
 
 
@@ -378,7 +378,7 @@ class Canaries:
         scale = self._release.denominator / strategy.steps.shared
         last = np.zeros(self._size)
 
-        def look(round_: int, result: Result) -> None:
+        def keep_release(round_: int, result: Result) -> None:
             nonlocal last
             w = layout.flatten(result.arrays)
             if round_:
@@ -386,25 +386,25 @@ class Canaries:
             last = w
             self._rounds_done = round_
 
-        strategy.start(grid, w0, num_rounds=rounds, on_round=look)
+        strategy.start(grid, w0, num_rounds=rounds, on_round=keep_release)
         if self._release.aggregation is not None:
-            summed = self.replied
+            summed = self.has_replies
             self.counts = self.counts[summed]
             self.own = self.own[summed]
             self.released = self.released[summed]
 
     @property
-    def replied(self) -> NDArray[np.bool_]:
+    def has_replies(self) -> NDArray[np.bool_]:
         """In which rounds anybody replied."""
         return np.asarray(self.counts.any(axis=1) | self.own.any(axis=1))
 
-    def sent(self) -> Floats:
+    def sum_of_vectors(self) -> Floats:
         """The sum of canaries with the full bound, each of length 1; rounds × coordinates."""
         total: Floats = self.counts[:, :DIRECTIONS] @ self.directions[:DIRECTIONS]
         total += self.own
         return total
 
-    def sent_with_factor(self) -> Floats:
+    def sum_with_factor(self) -> Floats:
         """The sum of canaries with an ε of their own."""
         return np.outer(self.counts[:, DIRECTIONS], self.directions[DIRECTIONS])
 
@@ -481,9 +481,9 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
     if release.aggregation is not None:
         more = math.sqrt(kept_in_audit(release) / release.noise_shares)
 
-    gain, weight, noise = _without(seen.sent(), seen.released, limit)
-    own_gain, own_weight, noise = _without(seen.sent_with_factor(), noise, limit)
-    replied = seen.replied
+    gain, weight, noise = _without(seen.sum_of_vectors(), seen.released, limit)
+    own_gain, own_weight, noise = _without(seen.sum_with_factor(), noise, limit)
+    replied = seen.has_replies
     std = float(np.sqrt(np.mean(noise[replied] ** 2)))
     std_error = 1 / math.sqrt(2 * noise[replied].size)  # relative
     gain_error = std / limit / math.sqrt(weight) if weight else math.inf
@@ -517,8 +517,8 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
         charged=charged,
         planned_rounds=planned,
         epsilon_charged=nothing.record(last_charged, planned).epsilon(),
-        epsilon_measured=nothing.record(_with_noise(release, z / more), planned).epsilon(),
-        one_round=_one_round(nothing, last_charged, last_charged.noise_multiplier),
+        epsilon_measured=nothing.record(_with_measured_noise(release, z / more), planned).epsilon(),
+        one_round=_one_round_epsilon(nothing, last_charged, last_charged.noise_multiplier),
         one_round_at_least=_one_round_at_least(
             nothing, last_charged, _sensitivity(seen.own, noise + gain * limit * seen.own, limit)
         ),
@@ -536,7 +536,7 @@ def _without(sent: Floats, released: Floats, limit: float) -> tuple[float, float
     return gain, weight, np.subtract(released, sent, out=sent)
 
 
-def _one_round(nothing: Ledger, release: Release, z: float) -> float:
+def _one_round_epsilon(nothing: Ledger, release: Release, z: float) -> float:
     """ε of one round in which everyone is known to take part, at a noise multiplier z."""
     everyone = Poisson(release.cohort.population, 1.0)
     return nothing.record(replace(release, cohort=everyone, noise_multiplier=z)).epsilon()
@@ -546,7 +546,7 @@ def _one_round_at_least(nothing: Ledger, release: Release, sensitivity: float) -
     """ε of one round if one user moves the release by μ standard deviations of its noise."""
     if not sensitivity > SMALLEST_SENSITIVITY:
         return 0.0  # a good bound for a very small one
-    return _one_round(nothing, release, 1 / sensitivity)
+    return _one_round_epsilon(nothing, release, 1 / sensitivity)
 
 
 def _sensitivity(mine: NDArray[np.bool_], released: Floats, limit: float) -> float:
@@ -566,7 +566,7 @@ def _sensitivity(mine: NDArray[np.bool_], released: Floats, limit: float) -> flo
     return float(norm.ppf(p) - norm.ppf(q))
 
 
-def _with_noise(release: Release, z: float) -> Release:
+def _with_measured_noise(release: Release, z: float) -> Release:
     """The release with the noise that was measured, as far as it can be priced."""
     if not z > 0:
         return release
@@ -685,5 +685,5 @@ def draw(found: Audit, path: Path) -> None:
     right.set(xlabel=f"standard errors from the expected value (grey: up to {LIMIT:g})")
     right.set(xlim=(-reach, reach))
     right.invert_yaxis()
-    figure.suptitle(f"Audit: {found.verdict}. Noise multiplier {_shown(found.noise_multiplier)}")
+    figure.suptitle(f"Audit: {found.verdict}. Noise multiplier {_in_words(found.noise_multiplier)}")
     figure.savefig(path, dpi=130)

@@ -86,7 +86,7 @@ class Database:
         self._process = os.getpid()
         self._connection: sqlite3.Connection | None = None
         with _IN_PROCESS, self._one_line():
-            self._own()
+            self._own_connection()
 
     def close(self) -> None:
         """Harmless if that was done before; the next use opens it again."""
@@ -102,7 +102,7 @@ class Database:
         One at a time in a process, and none while the process forks.
         """
         with _IN_PROCESS, self._one_line():
-            connection = self._own()
+            connection = self._own_connection()
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -119,7 +119,7 @@ class Database:
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         """All rows of a query, as tuples."""
         with _IN_PROCESS, self._one_line():
-            return self._own().execute(query, values).fetchall()
+            return self._own_connection().execute(query, values).fetchall()
 
     def backup(self, target: Path) -> None:
         """Copy everything that is committed to a new file, while others may go on writing."""
@@ -127,13 +127,13 @@ class Database:
         with _IN_PROCESS, self._one_line():
             copy = sqlite3.connect(target)
             try:
-                self._own().backup(copy)
+                self._own_connection().backup(copy)
             finally:
                 copy.close()
         sync(target)
         sync(target.parent)
 
-    def _own(self) -> sqlite3.Connection:
+    def _own_connection(self) -> sqlite3.Connection:
         """The connection, for the process that opened it."""
         if self._process != os.getpid():
             raise StoreError(f"{self.path} was opened before a fork: the child must open its own")
@@ -332,7 +332,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], room: Path | Non
     return digest.hexdigest()
 
 
-def read_file(path: Path, sha256: str) -> bytes:
+def read_verified(path: Path, sha256: str) -> bytes:
     """The content of a file; StoreError unless it is what ``write_file`` wrote."""
     try:
         content = path.read_bytes()

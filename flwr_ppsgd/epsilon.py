@@ -50,11 +50,11 @@ PAPER_ORDERS = np.array([1 + x / 10 for x in range(1, 100)] + list(range(12, 64)
 
 
 @dataclass(frozen=True, order=True)
-class Priced:
+class PricedRelease:
     """A release as an accountant sees it, and how often it was made.
 
     Args:
-        rate: q, the chance to be drawn by a secret coin; 1 if sampling amplifies nothing.
+        rate: q, the chance to be drawn, in secret; 1 if sampling amplifies nothing.
         noise_multiplier: z.
         times: the number of rounds.
     """
@@ -73,7 +73,7 @@ class Priced:
     def reach(self) -> float:
         """About the largest privacy loss of one round that counts."""
         plain = 0.5 / self.noise_multiplier**2 + 8 / self.noise_multiplier
-        return _sampled(plain, self.rate)
+        return _loss_with_sampling(plain, self.rate)
 
     @property
     def spread(self) -> float:
@@ -87,11 +87,11 @@ class Priced:
         return min(seldom, math.sqrt(self.rate) * plain)
 
 
-Releases: TypeAlias = tuple[Priced, ...]
+Releases: TypeAlias = tuple[PricedRelease, ...]
 
 
 @dataclass(frozen=True)
-class Bound:
+class EpsilonBound:
     """An upper bound on ε, and the name of the method that gave it."""
 
     epsilon: float
@@ -103,7 +103,7 @@ def sensitivity(relation: Relation) -> float:
     return 1.0 if relation == "zero-out" else 2.0
 
 
-def tightest(releases: Releases, delta: float, relation: Relation) -> Bound:
+def tightest(releases: Releases, delta: float, relation: Relation) -> EpsilonBound:
     """The smallest bound that holds in floating point, at any δ.
 
     Without sampling the closed form is exact. With sampling PLD is tight, but the FFT inside it has
@@ -112,23 +112,23 @@ def tightest(releases: Releases, delta: float, relation: Relation) -> Bound:
     smallest of all bounds is taken.
     """
     if all(priced.rate == 1 for priced in releases):
-        return Bound(without_sampling(releases, delta, relation), "exact")
+        return EpsilonBound(without_sampling(releases, delta, relation), "exact")
     bounds = []
     lost = pld_round_off(releases)
     if delta >= PLD_MARGIN * lost:
         epsilon, is_tight = by_pld(releases, delta - lost, relation)
         if is_tight:
-            return Bound(epsilon, "PLD")
-        bounds.append(Bound(epsilon, "PLD"))
+            return EpsilonBound(epsilon, "PLD")
+        bounds.append(EpsilonBound(epsilon, "PLD"))
     plain = without_sampling(releases, delta, relation)
-    bounds.append(Bound(plain, "the closed form without amplification by sampling"))
+    bounds.append(EpsilonBound(plain, "the closed form without amplification by sampling"))
     if relation == "zero-out":
-        bounds.append(Bound(by_rdp(releases, delta, relation), "RDP"))
+        bounds.append(EpsilonBound(by_rdp(releases, delta, relation), "RDP"))
     else:
         twice = as_two_zero_outs(
             lambda log_delta: by_rdp(releases, math.exp(log_delta), "zero-out"), delta
         )
-        bounds.append(Bound(twice, "twice the RDP bound for zero-out"))
+        bounds.append(EpsilonBound(twice, "twice the RDP bound for zero-out"))
     return min(bounds, key=lambda bound: bound.epsilon)
 
 
@@ -194,7 +194,7 @@ def by_pld(releases: Releases, delta: float, relation: Relation) -> tuple[float,
     The grid follows from a rough ε; once more if that was too large. An ε on a fine grid is about
     .1 % above the limit of ever finer ones at most; on any grid it is an upper bound.
     """
-    merged = _merged(releases)
+    merged = _merge_unsampled(releases)
     epsilon = rough_epsilon(merged, delta, relation)
     while True:
         rough = epsilon
@@ -220,18 +220,18 @@ def rough_epsilon(releases: Releases, delta: float, relation: Relation) -> float
         share = delta / (priced.times * priced.rate)
         if share < 1:
             drawn = gaussian(priced.noise_multiplier, share)
-            found = max(found, _sampled(drawn, priced.rate))
+            found = max(found, _loss_with_sampling(drawn, priced.rate))
     return min(found, without_sampling(releases, delta, relation))
 
 
-def _sampled(loss: float, rate: float) -> float:
+def _loss_with_sampling(loss: float, rate: float) -> float:
     """log(1 + q·(e^loss − 1)): a loss, where one is drawn with probability q."""
     if loss > LARGEST_EXPONENT:
         return loss + math.log(rate)
     return math.log1p(rate * math.expm1(loss))
 
 
-def _merged(releases: Releases) -> Releases:
+def _merge_unsampled(releases: Releases) -> Releases:
     """The same with one Gaussian in place of all rounds without sampling."""
     sampled = tuple(priced for priced in releases if priced.rate < 1)
     precision = sum(
@@ -239,7 +239,7 @@ def _merged(releases: Releases) -> Releases:
     )
     if precision == 0:
         return sampled
-    return (*sampled, Priced(1.0, 1 / math.sqrt(precision), 1))
+    return (*sampled, PricedRelease(1.0, 1 / math.sqrt(precision), 1))
 
 
 def _interval(releases: Releases, epsilon: float, delta: float) -> tuple[float, bool]:
@@ -270,9 +270,9 @@ def _by_pld_at(interval: float, releases: Releases, delta: float, relation: Rela
     tail = TAIL * delta / len(releases)
     parts = []
     for priced in releases:
-        one = _one_round(priced.rate, priced.noise_multiplier, relation, interval, beyond)
+        one = _one_round_losses(priced.rate, priced.noise_multiplier, relation, interval, beyond)
         at_once = max(4000, math.floor(20 * (priced.reach / priced.spread) ** 2))
-        parts.append(_repeated(one, priced.times, at_once, tail))
+        parts.append(_compose_times(one, priced.times, at_once, tail))
     total = functools.reduce(lambda done, part: done.compose(part, tail), parts)
     if total.get_delta_for_epsilon(LARGEST_EXPONENT) > delta:  # there, e^-ε loses its digits
         return _least(lambda epsilon: total.get_delta_for_epsilon(epsilon) > delta)
@@ -280,7 +280,7 @@ def _by_pld_at(interval: float, releases: Releases, delta: float, relation: Rela
 
 
 @functools.lru_cache(maxsize=16)
-def _one_round(
+def _one_round_losses(
     rate: float, z: float, relation: Relation, interval: float, beyond: float
 ) -> pld.PrivacyLossDistribution:
     """The losses of one round; the outermost, of this probability, count as infinite."""
@@ -296,7 +296,7 @@ def _one_round(
     return one.compute_mixture(one, 0.5)
 
 
-def _repeated(
+def _compose_times(
     one: pld.PrivacyLossDistribution, times: int, at_once: int, tail: float
 ) -> pld.PrivacyLossDistribution:
     """A round composed with itself, in steps if there are too many; then a few more than asked for.
@@ -309,8 +309,8 @@ def _repeated(
     if times <= at_once:
         return one.self_compose(times, tail)
     steps = math.ceil(times / at_once)
-    step = _repeated(one, math.ceil(times / steps), at_once, tail / steps)
-    return _repeated(step, steps, at_once, tail)
+    step = _compose_times(one, math.ceil(times / steps), at_once, tail / steps)
+    return _compose_times(step, steps, at_once, tail)
 
 
 def as_two_zero_outs(cost: Callable[[float], float], delta: float) -> float:
@@ -363,7 +363,7 @@ def _one_round_rdp(rate: float, z: float) -> Vector:
     The expensive part of ε: it is kept, so that ε in every round is cheap.
     """
     accountant = rdp.RdpAccountant(list(ORDERS), NeighboringRelation.REPLACE_SPECIAL)
-    with _quiet():
+    with _without_absl_warnings():
         accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(z)))
     return np.array(accountant.rdp)
 
@@ -399,7 +399,7 @@ def best_of_several(releases: Releases, delta: float, trials: float) -> float:
     costs = []
     for shape in (0.0, 1.0, math.inf):
         accountant = rdp.RdpAccountant(list(ORDERS), NeighboringRelation.REPLACE_SPECIAL)
-        with _quiet():
+        with _without_absl_warnings():
             accountant.compose(RepeatAndSelectDpEvent(one, trials, shape))
             costs.append(float(accountant.get_epsilon(delta)))
     return min(costs)
@@ -436,7 +436,7 @@ def _log_moment(rate: float, z: float, order: float) -> float:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_absl_warnings() -> Iterator[None]:
     """Keep dp-accounting's warnings about orders that it leaves out: the bound still holds.
 
     Without a handler on the root logger, absl would install one that prints everything, DEBUG and
@@ -461,8 +461,8 @@ def check_accountant() -> None:
     RuntimeError if an accountant is not what this package was tested with: a wrong ε must never be
     printed.
     """
-    gaussian_round = (Priced(1.0, 1.0, 1),)
-    sampled = (Priced(0.01, 1.0, 1000),)
+    gaussian_round = (PricedRelease(1.0, 1.0, 1),)
+    sampled = (PricedRelease(0.01, 1.0, 1000),)
     answers = {
         "PLD, zero-out": (by_pld(sampled, 1e-4, "zero-out")[0], 1.5124, 1.530),
         "PLD, replace-one": (by_pld(sampled, 1e-4, "replace-one")[0], 2.4315, 2.457),

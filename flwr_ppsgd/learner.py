@@ -3,8 +3,8 @@
 import functools
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.random.bit_generator import ISeedSequence
@@ -14,6 +14,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.wire import Order
 
 _OF_THREAD = threading.local()  # a generator that is seeded for each use
+Ability = TypeVar("Ability")
 Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load torch
 
 
@@ -40,7 +41,7 @@ class DescribedModel(Protocol):
     """A personal model that says what it is made of."""
 
     @property
-    def chosen(self) -> Mapping[str, float]:
+    def choices(self) -> Mapping[str, float]:
         """Numbers with names, such as how much the user trusts w."""
         ...
 
@@ -113,6 +114,20 @@ class Learner(Protocol):
 # --- what a learner may offer besides
 
 
+def offers(learner: object, ability: Callable[..., Ability]) -> TypeGuard[Ability]:
+    """Whether a learner has every member of a protocol declared here.
+
+    The same as ``isinstance``, which lists the protocol's members again in every call.
+    """
+    return all(getattr(learner, name, None) is not None for name in _members(ability))
+
+
+@functools.cache
+def _members(protocol: Callable[..., Any]) -> tuple[str, ...]:
+    declared = {**vars(protocol), **protocol.__annotations__}
+    return tuple(name for name in declared if not name.startswith("_"))
+
+
 @runtime_checkable
 class SharedChecker(Protocol):
     """A learner, or what makes one, that knows its shared parameters."""
@@ -141,8 +156,8 @@ class TrainingMeasurer(Protocol):
 
 
 @runtime_checkable
-class Originated(Protocol):
-    """A learner of ``PPSGD.auto`` whose w = 0 is no model."""
+class OriginProvider(Protocol):
+    """A learner of ``PPSGD.auto`` for which w = 0 is not a model."""
 
     def origin(self, w: Vector) -> Vector:
         """The w at which the length of a first solution is asked."""
@@ -157,8 +172,8 @@ class SinglePrecision(Protocol):
 
 
 @runtime_checkable
-class Tested(Protocol):
-    """A learner that says on how many rows it evaluates: the weight of its measures."""
+class TestedRowCounter(Protocol):
+    """A learner that knows on how many rows it evaluates: the weight of its measures."""
 
     num_tested: int
 
@@ -247,27 +262,20 @@ def minibatch_rows(seed: int, user: int, visit: int, length: int, size: int) -> 
     """Rows (v−1)·m … v·m−1 of the sequence of shuffled epochs, with m = min(size, length)."""
     size = min(size, length)
     epoch, offset = divmod((visit - 1) * size, length)
-    here = shuffled(seed, user, epoch, length)[offset : offset + size]
+    here = epoch_order(seed, user, epoch, length)[offset : offset + size]
     missing = size - len(here)
     if not missing:
         return here
-    following = shuffled(seed, user, epoch + 1, length)
+    following = epoch_order(seed, user, epoch + 1, length)
     return np.concatenate([here, following[:missing]])
 
 
 @functools.lru_cache(maxsize=4096)
-def shuffled(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
+def epoch_order(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
     """The order of a user's rows in one epoch."""
-    source = getattr(_OF_THREAD, "source", None)
+    source: np.random.Generator | None = getattr(_OF_THREAD, "source", None)
     if source is None:
         source = _OF_THREAD.source = generator("any")
-    return shuffled_by(source, seed, user, epoch, length)
-
-
-def shuffled_by(
-    source: np.random.Generator, seed: int, user: int, epoch: int, length: int
-) -> NDArray[np.intp]:
-    """``shuffled`` with a generator that can be used again, which saves making one."""
     reseed(source, "epoch", seed, user, epoch)
     return source.permutation(length)
 

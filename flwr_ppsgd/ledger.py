@@ -19,9 +19,9 @@ from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum
 from flwr_ppsgd.checks import is_whole, one_of, require
 from flwr_ppsgd.epsilon import (
     LARGEST_EXPONENT,
-    Bound,
+    EpsilonBound,
     Method,
-    Priced,
+    PricedRelease,
     Relation,
     Releases,
     best_of_several,
@@ -45,8 +45,8 @@ class Ledger:
     Args:
         delta: δ at which ε is stated.
         releases: each release with the number of rounds it was made in a row.
-        insecure_rounds: the number of rounds whose coins came from a known seed. Any such round
-            voids the guarantee, for ever.
+        insecure_rounds: the number of rounds whose random bits came from a known seed. Any such
+            round voids the guarantee, for ever.
     """
 
     delta: float
@@ -89,7 +89,7 @@ class Ledger:
         return any(release.noise_multiplier == 0 for release, _ in self.releases)
 
     @property
-    def amplified(self) -> bool:
+    def gains_from_sampling(self) -> bool:
         """Whether any release gains from sampling."""
         return any(release.amplifies for release, _ in self.releases)
 
@@ -107,22 +107,22 @@ class Ledger:
         """
         return self.bound(relation, method).epsilon
 
-    def bound(self, relation: Relation = "zero-out", method: Method = "pld") -> Bound:
+    def bound(self, relation: Relation = "zero-out", method: Method = "pld") -> EpsilonBound:
         """ε as of ``epsilon``, with the name of the bound that gave it."""
         one_of("relation", relation, get_args(Relation))
         one_of("method", method, get_args(Method))
         if not self.releases:
-            return Bound(0.0, "exact")
+            return EpsilonBound(0.0, "exact")
         if self._noiseless:
-            return Bound(math.inf, "exact")
+            return EpsilonBound(math.inf, "exact")
         left = self.delta - self.failure
         if left <= 0:
-            return Bound(math.inf, "random neighbours need more than the whole delta")
+            return EpsilonBound(math.inf, "random neighbours need more than the whole delta")
         if self._cap_bites():
-            return self._capped(relation, method, left)
-        return self._plain(relation, method, left)
+            return self._bound_with_caps(relation, method, left)
+        return self._bound_without_caps(relation, method, left)
 
-    def bound_with_cut(self, cut: float, relation: Relation = "zero-out") -> Bound:
+    def bound_with_cut(self, cut: float, relation: Relation = "zero-out") -> EpsilonBound:
         """ε at δ less what the sampler's cut tails take, (1 + e^ε)·cut; infinite if that is all.
 
         Args:
@@ -137,7 +137,7 @@ class Ledger:
             bound = replace(self, delta=self.delta - reserved).bound(relation)
             if _times_one_plus_exp(cut, bound.epsilon) <= reserved:
                 return bound
-        return Bound(math.inf, "finite precision needs more than the whole delta")
+        return EpsilonBound(math.inf, "finite precision needs more than the whole delta")
 
     def pooled_epsilon(self, relation: Relation = "zero-out") -> float:
         """ε against all other users pooling with the server.
@@ -148,7 +148,7 @@ class Ledger:
         if self._noiseless:
             return math.inf
         left = tuple(
-            Priced(
+            PricedRelease(
                 release.cohort.rate if release.amplifies else 1.0,
                 release.noise_multiplier / math.sqrt(release.noise_shares),
                 times,
@@ -165,30 +165,30 @@ class Ledger:
         """
         return sum(times * release.failure for release, times in self.releases)
 
-    def _plain(self, relation: Relation, method: Method, delta: float) -> Bound:
+    def _bound_without_caps(self, relation: Relation, method: Method, delta: float) -> EpsilonBound:
         """ε at a δ, if no cap can bite."""
-        releases = _priced(self.releases)
+        releases = _price_list(self.releases)
         if method == "rdp":
-            return Bound(accounting.by_rdp(releases, delta, relation), "RDP")
+            return EpsilonBound(accounting.by_rdp(releases, delta, relation), "RDP")
         return accounting.tightest(releases, delta, relation)
 
     def _rough_epsilon(self, relation: Relation) -> float:
         """Where to look for ε: no bound, and it costs next to nothing."""
-        return rough_epsilon(_priced(self.releases), self.delta, relation)
+        return rough_epsilon(_price_list(self.releases), self.delta, relation)
 
-    def _capped(self, relation: Relation, method: Method, delta: float) -> Bound:
+    def _bound_with_caps(self, relation: Relation, method: Method, delta: float) -> EpsilonBound:
         """The ε of a smaller δ', such that δ' and what the caps take are at most δ.
 
         Infinite if nothing is left. Half of δ is tried first. What is left over is then given
         back, which lowers ε and with it what the caps take.
         """
-        nothing_left = Bound(math.inf, "the cap needs more than the whole delta")
+        nothing_left = EpsilonBound(math.inf, "the cap needs more than the whole delta")
         if self._taken_by_caps(0.0) > delta / 2:
             return nothing_left
         bound = nothing_left
         spare = delta / 2
         for _ in range(3):
-            bound = self._plain(relation, method, spare)
+            bound = self._bound_without_caps(relation, method, spare)
             taken = self._taken_by_caps(bound.epsilon)
             if not taken <= delta - spare:
                 return nothing_left
@@ -210,25 +210,25 @@ class Ledger:
 
     def _cap_bites(self) -> float:
         """Σ_t P[Bin(N, q) > B]: how many rounds are expected to lose users."""
-        return sum(times * _cap_bites(release) for release, times in self.releases)
+        return sum(times * _cap_probability(release) for release, times in self.releases)
 
     def quick_epsilon(self) -> float:
         """An upper bound on ``epsilon()`` in well under a millisecond, for use in every round.
 
         RDP if users are sampled, exact if they are not.
         """
-        return self.epsilon(method="rdp" if self.amplified else "pld")
+        return self.epsilon(method="rdp" if self.gains_from_sampling else "pld")
 
     def selection_epsilon(self, trials: float) -> float:
         """ε of publishing only the best of a random number of trainings like this one.
 
-        The number is drawn by a secret coin, with mean ``trials``; each training's own private
+        The number is drawn in secret, with mean ``trials``; each training's own private
         measure decides. Zero-out neighbours, by RDP.
         """
         require(trials >= 1, "trials must be at least 1", trials, "1 is a single training")
         if self._noiseless:
             return math.inf
-        return best_of_several(_priced(self.releases), self.delta, trials)
+        return best_of_several(_price_list(self.releases), self.delta, trials)
 
     def paper_epsilon(self) -> float:
         """The number that the paper's figures would print. **Not a guarantee** for ``FixedSize``.
@@ -240,7 +240,7 @@ class Ledger:
         if self._noiseless:
             return math.inf
         as_poisson = tuple(
-            Priced(release.cohort.rate, release.noise_multiplier, times)
+            PricedRelease(release.cohort.rate, release.noise_multiplier, times)
             for release, times in self.releases
         )
         return accounting.by_paper(as_poisson, self.delta)
@@ -292,13 +292,13 @@ def _times_one_plus_exp(probability: float, epsilon: float) -> float:
     return probability * (1 + math.exp(epsilon))
 
 
-def _priced(releases: tuple[tuple[Release, int], ...]) -> Releases:
+def _price_list(releases: tuple[tuple[Release, int], ...]) -> Releases:
     """What an accountant needs to know: releases of equal price are counted together."""
     counts: dict[tuple[float, float], int] = defaultdict(int)
     for release, times in releases:
         rate = release.cohort.rate if release.amplifies else 1.0
         counts[rate, release.noise_multiplier] += times
-    return tuple(sorted(Priced(rate, z, times) for (rate, z), times in counts.items()))
+    return tuple(sorted(PricedRelease(rate, z, times) for (rate, z), times in counts.items()))
 
 
 def release_to_dict(release: Release) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def calibrate_noise(
     rule = f"delta must be above what random neighbours take of it in {rounds} rounds"
     remedy = f"raise it above {example.failure:.2g}, or lower SecureSum.failure"
     require(example.failure < delta, rule, delta, remedy)
-    if method == "pld" and not example.amplified and not example._cap_bites():
+    if method == "pld" and not example.gains_from_sampling and not example._cap_bites():
         exact = _exact_noise(epsilon, delta - example.failure, rounds, others, relation)
         for slack in (0.0, 1e-9, NOISE_TOLERANCE):  # the last digits
             if cost(exact * (1 + slack)) <= epsilon:
@@ -508,8 +508,8 @@ def _most_rounds(cost: Callable[[int], float], most: float, at_most: int, guess:
     return low
 
 
-def _cap_bites(release: Release) -> float:
-    """P[Bin(N, q) > B]; 0 if no secret coins are claimed, which a cap would take something from."""
+def _cap_probability(release: Release) -> float:
+    """P[Bin(N, q) > B]; 0 if no secret sampling is claimed, which a cap would weaken."""
     cohort = release.cohort
     if isinstance(cohort, FixedSize) or cohort.cap is None or release.aggregation is not None:
         return 0.0

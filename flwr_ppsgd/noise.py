@@ -39,11 +39,11 @@ ROUNDING = 2.0**-53  # of each term of a norm, which the margin covers besides
 # of vectors that can be summed; the sum is in float64
 PRECISIONS = (np.dtype(np.float64), np.dtype(np.float32))
 AT_ONCE = 1 << 14  # coordinates: their memory stays in the cache, and is not new for each block
-ZEROS = memoryview(bytes(8 * AT_ONCE))  # what the cipher turns into coins
+ZEROS = memoryview(bytes(8 * AT_ONCE))  # what the cipher turns into random bits
 CUT_TAIL = 2.0**-145  # the probability that a normal lies beyond the sampler's cut
 
 
-class Coins:
+class RandomStream:
     """A stream of random bits from ChaCha20 under one key. Make a new one for each round."""
 
     def __init__(self, key: bytes) -> None:
@@ -51,13 +51,13 @@ class Coins:
         self._stream = cipher.encryptor()
 
     @classmethod
-    def secret(cls) -> "Coins":
+    def secret(cls) -> "RandomStream":
         """Keyed by the operating system; the key is never stored."""
         return cls(secrets.token_bytes(32))
 
     @classmethod
-    def insecure(cls, seed: int, *labels: object) -> "Coins":
-        """The same coins for the same seed: for simulation and tests, it voids the guarantee."""
+    def insecure(cls, seed: int, *labels: object) -> "RandomStream":
+        """The same bits for the same seed: for simulation and tests, it voids the guarantee."""
         text = repr(("insecure", seed, *labels))
         return cls(hashlib.sha256(text.encode()).digest())
 
@@ -80,7 +80,7 @@ class Coins:
         uniforms = np.empty(count)
         for start in range(0, count, AT_ONCE):
             block = uniforms[start : start + AT_ONCE]
-            words = block.view(np.uint64)  # the coins lie where the uniforms will
+            words = block.view(np.uint64)  # the random bits lie where the uniforms will
             self.fill(words)
             words >>= 11
             np.multiply(words.view(np.int64), 2.0**-53, out=block)
@@ -91,11 +91,11 @@ class Coins:
         return _normals(self, count)
 
 
-def coins_for(seed: int | None, purpose: str, round_: int) -> Coins:
-    """The coins of one purpose in one round: secret ones, or repeatable ones if there is a seed."""
+def random_stream(seed: int | None, purpose: str, round_: int) -> RandomStream:
+    """The random bits of one purpose in one round: secret, or repeatable if there is a seed."""
     if seed is None:
-        return Coins.secret()
-    return Coins.insecure(seed, purpose, round_)
+        return RandomStream.secret()
+    return RandomStream.insecure(seed, purpose, round_)
 
 
 def _edges() -> Vector:
@@ -125,7 +125,7 @@ SPACING = EDGES[:-1] * 2.0**-55  # of the places in a layer, which are −2⁵�
 INSIDE = np.floor(EDGES[1:] / EDGES[:-1] * 2.0**55).astype(np.int64)
 
 
-def _normals(coins: Coins, count: int) -> Vector:
+def _normals(stream: RandomStream, count: int) -> Vector:
     """Marsaglia and Tsang's ziggurat (2000): 8 bits choose the layer, 56 others the place in it.
 
     Separate bits for layer and place: Doornik (2005). Ninety-nine of a hundred fall where a layer
@@ -137,18 +137,18 @@ def _normals(coins: Coins, count: int) -> Vector:
     layers = [np.empty(0, np.int64)]
     for start in range(0, count, AT_ONCE):
         block = normals[start : start + AT_ONCE]
-        coins.fill(block.view(np.uint64))
+        stream.fill(block.view(np.uint64))
         beyond, own_layers = _place_block(block)
         places.append(start + beyond)
         layers.append(own_layers)
     beyond = np.concatenate(places)
     if len(beyond):
-        normals[beyond] = _decide(coins, np.concatenate(layers), normals[beyond])
+        normals[beyond] = _decide(stream, np.concatenate(layers), normals[beyond])
     return normals
 
 
 def _place_block(block: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Turn the coins that lie in a block's memory into normals.
+    """Turn the random bits that lie in a block's memory into normals.
 
     Returns which of them fell beyond the inner edge of their layer, and the layers of those.
     """
@@ -162,37 +162,37 @@ def _place_block(block: Vector) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     return beyond, layer[beyond]
 
 
-def _decide(coins: Coins, layer: NDArray[np.int64], drawn: Vector) -> Vector:
+def _decide(stream: RandomStream, layer: NDArray[np.int64], drawn: Vector) -> Vector:
     """Decide on what fell beyond the inner edge of its layer.
 
     It stays if a height in its layer is below the curve, else it is drawn again; in the lowest
     layer it becomes the tail.
     """
-    height = HEIGHTS.take(layer) + coins.uniforms(len(layer)) * THICKNESS.take(layer)
+    height = HEIGHTS.take(layer) + stream.uniforms(len(layer)) * THICKNESS.take(layer)
     curve = np.exp(drawn * drawn * -0.5)
     lowest = layer == 0
     (in_tail,) = lowest.nonzero()
     (again,) = ((height >= curve) & ~lowest).nonzero()
     if len(in_tail):
-        drawn[in_tail] = np.copysign(_tail(coins, len(in_tail)), drawn[in_tail])
+        drawn[in_tail] = np.copysign(_tail(stream, len(in_tail)), drawn[in_tail])
     if len(again):
-        drawn[again] = _normals(coins, len(again))
+        drawn[again] = _normals(stream, len(again))
     return drawn
 
 
-def _tail(coins: Coins, count: int) -> Vector:
+def _tail(stream: RandomStream, count: int) -> Vector:
     """Beyond TAIL: exponentials e/TAIL above it, each kept with probability exp(−(e/TAIL)²/2).
 
     Marsaglia 1964.
     """
-    halves = coins.words(4 * count).reshape(2, 2, count)  # two exponentials × high and low × count
+    halves = stream.words(4 * count).reshape(2, 2, count)  # two exponentials × high and low × count
     along, across = exponentials(halves.swapaxes(0, 1))
     excess: Vector = along / TAIL
     accepted = 2 * across > excess**2
     accepted &= excess <= LARGEST_NORMAL - TAIL
     found = TAIL + excess[accepted]
     missing = count - len(found)
-    return np.concatenate([found, _tail(coins, missing)]) if missing else found
+    return np.concatenate([found, _tail(stream, missing)]) if missing else found
 
 
 def exponentials(halves: NDArray[np.uint64]) -> Vector:
@@ -259,7 +259,7 @@ class GridSum:
         to_grid = scale / self._grid
         return to_grid if to_grid < math.inf else 0.0
 
-    def noisy(self, coins: Coins) -> Vector:
+    def noisy(self, stream: RandomStream) -> Vector:
         """g·k with k = Σ + rint(z·C·n/g) a vector of whole numbers.
 
         This is what the world gets to see, before the division by D.
@@ -267,7 +267,7 @@ class GridSum:
         grid = self._release.grid
         if self._release.noise_multiplier == 0:
             return grid * self._multiples
-        noise = coins.normals(len(self._multiples))
+        noise = stream.normals(len(self._multiples))
         to_grid = self._release.noise_std / grid
         for start in range(0, len(noise), AT_ONCE):
             block = noise[start : start + AT_ONCE]
@@ -277,12 +277,12 @@ class GridSum:
             block *= grid
         return noise
 
-    def with_share(self, coins: Coins) -> NDArray[np.int64]:
+    def with_share(self, stream: RandomStream) -> NDArray[np.int64]:
         """k = Σ + rint(z·C·n/(√h·g)): a client's own multiples with its share of the noise."""
         words = self._multiples.astype(np.int64)
         if self._release.noise_multiplier == 0:
             return words
-        noise = coins.normals(len(words))
+        noise = stream.normals(len(words))
         noise *= self._release.share_std / self._release.grid
         words += np.rint(noise, out=noise).astype(np.int64)
         return words
@@ -293,7 +293,7 @@ def secure_input(
     size: int,
     release: Release,
     metrics: PrivateMetrics | None,
-    coins: Coins,
+    stream: RandomStream,
 ) -> NDArray[np.int64]:
     """x_u: one client's bounded vector plus its share of the noise, in whole multiples of the grid.
 
@@ -306,13 +306,13 @@ def secure_input(
         size: the number of coordinates of w.
         release: C, z, h and the grid.
         metrics: private measures that follow after the ``size`` coordinates.
-        coins: secret ones, of this client and this round.
+        stream: a secret one, of this client and this round.
     """
     own = GridSum(size, release, metrics)
     if vector is not None:
         with contextlib.suppress(FloatingPointError):
             own.add(vector)
-    return own.with_share(coins)
+    return own.with_share(stream)
 
 
 def cut_probability(size: int, rounds: int, shares: int = 1) -> float:

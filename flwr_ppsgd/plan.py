@@ -14,7 +14,7 @@ from flwr_ppsgd.checks import count, require
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import DROWNED, Recipe, recipe
 from flwr_ppsgd.secure.graph import design, survivors_needed
-from flwr_ppsgd.settings import name_of, part_of, typed
+from flwr_ppsgd.settings import name_of, part_of, typed_value
 from flwr_ppsgd.statement import json_number, rounded_up
 
 REQUIRED = {"population": "500", "epsilon": "2", "delta": "1e-5"}  # with an example each
@@ -73,7 +73,7 @@ class Question:
         hints = get_type_hints(cls)
         values = {}
         for key, value in part_of(flat, cls).items():
-            values[name_of(key)] = typed(key, value, hints[name_of(key)])
+            values[name_of(key)] = typed_value(key, value, hints[name_of(key)])
         return cls(**values)
 
     def recipe(self) -> Recipe:

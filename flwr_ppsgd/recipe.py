@@ -245,7 +245,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Values:
+class RecipeValues:
     """What follows from the releases before the first round; 1 is the prior of each.
 
     Args:
@@ -261,7 +261,7 @@ class Values:
     columns: Vector | None = field(default=None, compare=False)
 
 
-def values_of(recipe: Recipe, sums: Mapping[str, Vector]) -> Values:
+def values_of(recipe: Recipe, sums: Mapping[str, Vector]) -> RecipeValues:
     """u, C and k from the noisy sums that were released."""
     found: dict[str, float] = {}
     for name in ("unit", "size", "count"):
@@ -269,10 +269,10 @@ def values_of(recipe: Recipe, sums: Mapping[str, Vector]) -> Values:
             release = recipe.before[name]
             z = release.usual_noise_std / release.clip_norm
             found[name] = scalar_value(sums[name], release.cohort.population, z)
-    return Values(**found, columns=sums.get("columns"))
+    return RecipeValues(**found, columns=sums.get("columns"))
 
 
-def shares_of_columns(recipe: Recipe, values: Values, columns: int) -> ColumnShares | None:
+def shares_of_columns(recipe: Recipe, values: RecipeValues, columns: int) -> ColumnShares | None:
     """How many users have each column of w; None if none is sparse."""
     if not recipe.sparse:
         return None

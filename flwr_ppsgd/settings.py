@@ -109,7 +109,7 @@ class Settings:
             rule = "epsilon must be positive and finite"
             fits = 0 < self.epsilon < math.inf
             require(fits, rule, self.epsilon, "name the ε that you can afford")
-        self.uncalibrated()
+        self.release_without_noise()
         self.steps()
 
     def _check_automatic(self) -> None:
@@ -165,7 +165,7 @@ class Settings:
             return FixedSize(self.population, self.cohort_size)
         return Poisson(self.population, 1.0 if self.rate is None else self.rate, self.cap)
 
-    def uncalibrated(self) -> Release:
+    def release_without_noise(self) -> Release:
         """The release; if ``epsilon`` is given, still without its noise."""
         clip_norm = 1.0 if self.clip_norm is None else self.clip_norm
         noise = self.noise_multiplier or 0.0
@@ -176,7 +176,7 @@ class Settings:
         if self.automatic:
             return self.recipe().release
         if self.epsilon is None or self.noise_multiplier is not None:
-            return self.uncalibrated()
+            return self.release_without_noise()
         from flwr_ppsgd.ledger import calibrate_noise
 
         noise = calibrate_noise(
@@ -186,7 +186,7 @@ class Settings:
             rounds=self.rounds,
             aggregation=self.aggregation(),
         )
-        return replace(self.uncalibrated(), noise_multiplier=noise)
+        return replace(self.release_without_noise(), noise_multiplier=noise)
 
     def aggregation(self) -> SecureSum | None:
         """Whether the server sees sums only, and on which terms; None if it is trusted."""
@@ -315,7 +315,10 @@ def build(kind: type[T], flat: Mapping[str, Any], where: str) -> T:
             raise ValueError(f"{where}: {key!r} is missing: add it, as in {key} = …")
     try:
         return kind(
-            **{name: typed(key_of(name), value, hints[name]) for name, value in values.items()}
+            **{
+                name: typed_value(key_of(name), value, hints[name])
+                for name, value in values.items()
+            }
         )
     except ValueError as error:
         raise ValueError(f"{where}: {in_keys(str(error), kind)}") from None
@@ -364,7 +367,7 @@ def in_keys(message: str, kind: type) -> str:
     return message
 
 
-def typed(key: str, value: Any, hint: Any) -> Any:
+def typed_value(key: str, value: Any, hint: Any) -> Any:
     """``value`` as the field's type; ValueError if it has another one.
 
     A whole number may stand for a float, and numpy's numbers for Python's. Nothing else is
@@ -383,7 +386,7 @@ def typed(key: str, value: Any, hint: Any) -> Any:
     raise ValueError(f"{key} must be of type {' or '.join(names)}, got {value!r}")
 
 
-def listed(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """The names in a text that separates them by commas."""
     names = [name.strip() for name in text.split(",")]
     return [name for name in names if name]

@@ -15,7 +15,7 @@ from typing import Any, Self
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from flwr_ppsgd.checks import altered
+from flwr_ppsgd.checks import fast_replace
 from flwr_ppsgd.wire import Order
 
 KEY = "training.key"  # its name in checkpoint_dir
@@ -76,7 +76,7 @@ def signed(
         kind: the type of the message that brings it: "train", "evaluate" or "query".
         run: the id of Flower's run.
     """
-    flat = altered(order, server_key=key.public, signature="").to_flat()
+    flat = fast_replace(order, server_key=key.public, signature="").to_flat()
     return {**flat, "signature": key.sign(_statement(flat, w_digest, kind, run))}
 
 

@@ -49,7 +49,7 @@ log = logging.getLogger("flwr.ppsgd")
 FIRST_NODE_ID = 1_000_000  # far from the ids that Flower reserves
 
 
-class Replies(Sequence[Message]):
+class LazyReplies(Sequence[Message]):
     """A list of replies. A client runs when its reply is read for the first time.
 
     Args:
@@ -179,9 +179,9 @@ class InProcessGrid(Grid):
         messages: Iterable[Message],
         *,
         timeout: float | None = None,  # noqa: ARG002
-    ) -> Replies:
+    ) -> LazyReplies:
         """Replies that are made as they are read; nothing here can time out."""
-        return Replies(self._send_all(messages), self._answer)
+        return LazyReplies(self._send_all(messages), self._answer)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send messages and return their ids; the clients run in ``pull_messages``."""
@@ -239,17 +239,17 @@ class InProcessGrid(Grid):
         context = self.context(message.metadata.dst_node_id)
         state_before = dict(context.state)
         content = message.content
-        message.content = _copied(content)
+        message.content = _copy_content(content)
         log.addFilter(self._each_error_once)
         try:
             with _blas().limit(limits=1, user_api="blas"):
                 reply = self._app(message, context)
             if reply.has_content():
-                reply.content = _copied(reply.content)
+                reply.content = _copy_content(reply.content)
         except Exception as error:
             log.debug("A client raised an exception", exc_info=True)
             context.state = RecordDict(state_before)
-            reply = _error_reply(error, message)
+            reply = _reply_with_error(error, message)
         finally:
             log.removeFilter(self._each_error_once)
             message.content = content
@@ -263,17 +263,17 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _error_reply(error: Exception, message: Message) -> Message:
+def _reply_with_error(error: Exception, message: Message) -> Message:
     reason = f"{type(error).__name__}: {error}"
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
-def _copied(content: RecordDict) -> RecordDict:
+def _copy_content(content: RecordDict) -> RecordDict:
     """New records over the same immutable bytes."""
-    return RecordDict({name: _copied_record(record) for name, record in content.items()})
+    return RecordDict({name: _copy_record(record) for name, record in content.items()})
 
 
-def _copied_record(
+def _copy_record(
     record: ArrayRecord | ConfigRecord | MetricRecord,
 ) -> ArrayRecord | ConfigRecord | MetricRecord:
     if not isinstance(record, ArrayRecord):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, PrivateMetrics, Release, SecureSum
-from flwr_ppsgd.recipe import Recipe, Values
+from flwr_ppsgd.recipe import Recipe, RecipeValues
 
 if TYPE_CHECKING:
     from flwr_ppsgd.ledger import Ledger
@@ -55,10 +55,10 @@ class Headline:
     """The part of a promise that clients get with every Order.
 
     Args:
-        cost: ε that the stated rounds cost with secret coins, under zero-out neighbours.
+        cost: ε that the stated rounds cost with secret noise, under zero-out neighbours.
         delta: δ.
         rounds: the number of releases for which ε is stated.
-        insecure_rounds: how many of them drew their coins from a known seed.
+        insecure_rounds: how many of them drew their random bits from a known seed.
         population: the number of enrolled users.
         unit: who is protected: "user", or "node" if a user may come back as another node.
         simulation: why this is a simulation, which guarantees nothing; empty if it is none.
@@ -100,8 +100,8 @@ class Headline:
             return ""
         if self.insecure_rounds:
             return (
-                f"{self.insecure_rounds} of {self.rounds} rounds drew their coins from a known "
-                "seed (insecure_seed)."
+                f"{self.insecure_rounds} of {self.rounds} rounds drew their random bits from a "
+                "known seed (insecure_seed)."
             )
         if math.isinf(self.cost):
             return (
@@ -166,7 +166,7 @@ def why_delta_is_void(delta: float, population: int) -> str:
 class Promise:
     """Everything that is stated about one training.
 
-    The numbers are what the stated rounds cost with secret coins. If nothing is guaranteed, none of
+    The numbers are what the stated rounds cost with secret noise. If nothing is guaranteed, none of
     them is called ε: the data hold the word "infinite", and ``deployed_epsilon`` is what the same
     rounds would cost in a deployment.
 
@@ -212,7 +212,7 @@ class Promise:
     terms: tuple[str, ...] = ()
     ledger: Mapping[str, Any] = field(default_factory=dict)
     recipe: Recipe | None = None
-    values: Values = field(default_factory=Values)
+    values: RecipeValues = field(default_factory=RecipeValues)
 
     # --- in words
 
@@ -228,17 +228,17 @@ class Promise:
         """At most four lines for a screen: the numbers, caveats, and what is not covered."""
         head = self.headline
         if head.void:
-            lines = [f"NO GUARANTEE: {head.why_void()}{self._deployed()}"]
+            lines = [f"NO GUARANTEE: {head.why_void()}{self._cost_if_deployed()}"]
         elif not head.rounds:
             lines = [NOTHING_PUBLISHED]
         else:
             weak = " (weak)" if head.epsilon > WEAK else ""
             lines = [f"{head.numbers()}{weak} · {head.guarantee}"]
         if self.caveats:
-            lines.append(shortened(self.caveats))
+            lines.append(up_to_colons(self.caveats))
         if self.evaluated:
-            lines.append(shortened([EVALUATED]))
-        lines.append("Outside: " + shortened(self.outside()))
+            lines.append(up_to_colons([EVALUATED]))
+        lines.append("Outside: " + up_to_colons(self.outside()))
         return "\n".join(lines)
 
     def outside(self) -> tuple[str, ...]:
@@ -253,7 +253,7 @@ class Promise:
     def _promise(self) -> str:
         head = self.headline
         if head.void:
-            return f"NO GUARANTEE: {head.why_void()}{self._deployed()}"
+            return f"NO GUARANTEE: {head.why_void()}{self._cost_if_deployed()}"
         if not self.publishes and not head.rounds:
             return (
                 "Nothing was published about anybody (local learning, alpha = 0): epsilon is 0 for "
@@ -294,8 +294,8 @@ class Promise:
             f"right about you change by a factor of more than {math.exp(WEAK):,.0f}."
         )
 
-    def _deployed(self) -> str:
-        """What the same rounds would cost with secret coins, if that is a number."""
+    def _cost_if_deployed(self) -> str:
+        """What the same rounds would cost with secret noise, if that is a number."""
         head = self.headline
         seeded = head.simulation or head.insecure_rounds
         if not seeded or math.isinf(head.cost):
@@ -383,9 +383,9 @@ class Promise:
             "unit": "one start of a node" if per_node else "one node, taken to be one user",
             "delta": head.delta,
             "epsilon": json_number(head.epsilon),
-            "epsilon_replace_one": self._stated(head.replace_one),
+            "epsilon_replace_one": self._epsilon_for_json(head.replace_one),
             **self._pooled_as_data(),
-            "epsilon_rdp": self._stated(self.rdp),
+            "epsilon_rdp": self._epsilon_for_json(self.rdp),
             "epsilon_bound": self.method,
             "deployed_epsilon": json_number(head.cost),
             "deployed_epsilon_replace_one": json_number(head.replace_one),
@@ -420,8 +420,10 @@ class Promise:
         if head.secure is None:
             return {}
         return {
-            "epsilon_all_others_pooling": self._stated(head.pooled),
-            "epsilon_all_others_pooling_replace_one": self._stated(head.pooled_replace_one),
+            "epsilon_all_others_pooling": self._epsilon_for_json(head.pooled),
+            "epsilon_all_others_pooling_replace_one": self._epsilon_for_json(
+                head.pooled_replace_one
+            ),
         }
 
     def _releases_as_data(self) -> list[dict[str, Any]]:
@@ -439,7 +441,7 @@ class Promise:
             )
         return found
 
-    def _stated(self, cost: float) -> float | str:
+    def _epsilon_for_json(self, cost: float) -> float | str:
         """A further ε for JSON, infinite if nothing is guaranteed."""
         return json_number(math.inf if self.headline.void else cost)
 
@@ -460,7 +462,7 @@ def with_conditions(data: Mapping[str, Any], conditions: Sequence[str]) -> dict[
         **data,
         "conditional_on": list(conditions),
         "statement": "\n".join([first, *lines, *rest]),
-        "short": "\n".join([first_short, shortened(conditions), *rest_short]),
+        "short": "\n".join([first_short, up_to_colons(conditions), *rest_short]),
     }
 
 
@@ -538,12 +540,12 @@ def _sampling(cohort: Cohort) -> str:
     if not cohort.amplifies:
         return f"Sampling: none, all {cohort.population} users take part in every round."
     return (
-        f"Sampling: each of {cohort.population} enrolled users by an independent secret coin with "
+        f"Sampling: each of {cohort.population} enrolled users independently and in secret with "
         f"probability {cohort.rate:g}; who took part must stay secret."
     )
 
 
-def shortened(texts: Sequence[str]) -> str:
+def up_to_colons(texts: Sequence[str]) -> str:
     """Texts on one line, each up to its colon."""
     return " · ".join(text.partition(":")[0] for text in texts)
 

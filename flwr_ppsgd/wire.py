@@ -18,10 +18,10 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.arrays import DOUBLE, Header, decode, decode_vector, encode, header_of, numbers
+from flwr_ppsgd.arrays import DOUBLE, ArrayHeader, decode, decode_vector, encode, header_of, numbers
 from flwr_ppsgd.checks import LARGEST_COUNT
 from flwr_ppsgd.secure.terms import TYPES as TERMS
-from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.secure.terms import SecureTerms
 
 ARRAYS = "arrays"  # w, under the name that Flower's stock strategies use
 CONFIG = "config"
@@ -129,7 +129,7 @@ class Order:
     plan: Plan = field(default_factory=dict)
     sampled: bool = False
     promise: str = ""
-    terms: Terms | None = None
+    terms: SecureTerms | None = None
     stage: int = 0
     payload: str = ""
     server_key: str = ""
@@ -159,8 +159,8 @@ class Order:
         protocol = flat.get("protocol")
         if type(protocol) is not int or protocol != PROTOCOL:
             raise ValueError(
-                f"an Order of protocol {_shown(protocol)}, this client speaks {PROTOCOL}: install "
-                "the same flwr-ppsgd on the server and on the clients"
+                f"an Order of protocol {_short_repr(protocol)}, this client speaks {PROTOCOL}: "
+                "install the same flwr-ppsgd on the server and on the clients"
             )
         secure = PREFIX + "honest" in flat
         types = _SECURE_TYPES if secure else _TYPES
@@ -174,13 +174,13 @@ class Order:
             _check(type(flat[name]) is kind, f"{name} must be of type {kind.__name__}", flat[name])
         values = {name: flat[name] for name in _PLAIN}
         values["metrics"] = tuple(flat["metrics"].split(",")) if flat["metrics"] else ()
-        values["starts"] = _numbers(flat["starts"])
+        values["starts"] = _parse_starts(flat["starts"])
         values["sparse"] = places_in(flat["sparse"])
-        values["plan"] = _plan(flat["plan"])
-        values["variance"] = _variance(flat["variance"])
+        values["plan"] = _parse_plan(flat["plan"])
+        values["variance"] = _parse_variance(flat["variance"])
         if secure:
             values |= {name: flat[name] for name in _OF_STAGE}
-            values["terms"] = Terms.from_flat({name: flat[PREFIX + name] for name in TERMS})
+            values["terms"] = SecureTerms.from_flat({name: flat[PREFIX + name] for name in TERMS})
         order = cls(**values)
         order._check_values()
         return order
@@ -250,10 +250,10 @@ MAY_BE_EMPTY = (
 
 def _check(holds: bool, rule: str, value: object) -> None:
     if not holds:
-        raise ValueError(f"in an Order {rule}, got {_shown(value)}: it is not obeyed")
+        raise ValueError(f"in an Order {rule}, got {_short_repr(value)}: it is not obeyed")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_starts(text: str) -> tuple[int, ...]:
     """Whole numbers in a text with commas, written as ``str`` writes them."""
     words = text.split(",") if text else []
     _check(len(words) <= MOST_STARTS, f"starts must be at most {MOST_STARTS} rounds", len(words))
@@ -296,7 +296,7 @@ def places_in(text: str) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _plan(text: str) -> dict[str, tuple[float, int]]:
+def _parse_plan(text: str) -> dict[str, tuple[float, int]]:
     """What ``to_flat`` wrote, as in "unit=4.5:1,solution=2.0:8"."""
     plan: dict[str, tuple[float, int]] = {}
     for each in text.split(",") if text else ():
@@ -313,7 +313,7 @@ def _plan(text: str) -> dict[str, tuple[float, int]]:
     return plan
 
 
-def _variance(data: bytes) -> tuple[float, ...]:
+def _parse_variance(data: bytes) -> tuple[float, ...]:
     _check(len(data) % 8 == 0, "variance must be numbers of 8 bytes", len(data))
     numbers = np.frombuffer(data, "<f8")
     fits = bool((numbers >= 0).all() and np.isfinite(numbers).all())
@@ -321,7 +321,7 @@ def _variance(data: bytes) -> tuple[float, ...]:
     return tuple(numbers.tolist())
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     """A value that a server chose, for one line of a log: no control characters, not too long."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "…"
@@ -352,7 +352,7 @@ class Layout:
         """The layout of ``record`` and its arrays as one vector; ``as_sent`` as of ``flatten``."""
         headers = tuple((name, header_of(name, array)) for name, array in record.items())
         parts = [numbers(name, record[name], head) for name, head in headers]
-        return _layout(headers, None), _joined(parts, as_sent)
+        return _layout(headers, None), _one_vector(parts, as_sent)
 
     @functools.cached_property
     def shape_of(self) -> Mapping[str, tuple[int, ...]]:
@@ -402,7 +402,7 @@ class Layout:
         if names != self._keys:
             raise ValueError(f"keys {sorted(arrays)} where {sorted(self.names)} were expected")
         pairs = zip(self.names, self.shapes, strict=True)
-        return _joined([decode(name, arrays[name], shape) for name, shape in pairs], as_sent)
+        return _one_vector([decode(name, arrays[name], shape) for name, shape in pairs], as_sent)
 
     def unflatten(
         self, vector: Vector, like: ArrayRecord | None = None, *, scale: float = 1.0
@@ -425,7 +425,7 @@ class Layout:
         return ArrayRecord(arrays)
 
 
-def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
+def _one_vector(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
     """Arrays of floats as one vector, in float64 unless they stay as they were sent."""
     single = as_sent and all(part.dtype == SINGLE for part in parts)
     dtype = SINGLE if single else DOUBLE
@@ -438,7 +438,7 @@ def _joined(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(headers: tuple[tuple[str, Header], ...], hold: Hold | None) -> Layout:
+def _layout(headers: tuple[tuple[str, ArrayHeader], ...], hold: Hold | None) -> Layout:
     held = frozenset(
         name for name, header in headers if hold is not None and hold(name, header.dtype)
     )

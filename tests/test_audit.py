@@ -23,8 +23,8 @@ from flwr_ppsgd.audit import (
     rounds_of_audit,
 )
 from flwr_ppsgd.cli import app
-from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.noise import GridSum, RandomStream
+from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.rounds import OpenSum, SumRequest
 
 SIZE = 4000
@@ -82,7 +82,7 @@ def test_a_device_that_forgets_its_factor_is_convicted(
     assert any(OWN_NOISE in line for line in found.findings), found.in_words()
 
 
-def test_secret_coins_conform_too() -> None:
+def test_secret_bits_conform_too() -> None:
     assert audited(seed=None).verdict in ("conforms", "inconclusive")
 
 
@@ -95,8 +95,8 @@ def test_too_few_users_for_the_noise_are_inconclusive() -> None:
 
 def scaled_noise(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        normals = Coins.normals
-        patch.setattr(Coins, "normals", lambda self, count: normals(self, count) * factor)
+        normals = RandomStream.normals
+        patch.setattr(RandomStream, "normals", lambda self, count: normals(self, count) * factor)
 
     return apply
 
@@ -108,56 +108,56 @@ def missing_clip(patch: pytest.MonkeyPatch) -> None:
 def divided_by_the_number_received(patch: pytest.MonkeyPatch) -> None:
     close = OpenSum.close
 
-    def wrong(self: Any, coins: Coins) -> Any:
-        return close(self, coins) * self.request.release.denominator / max(1, self._used)
+    def wrong(self: Any, stream: RandomStream) -> Any:
+        return close(self, stream) * self.request.release.denominator / max(1, self._used)
 
     patch.setattr(OpenSum, "close", wrong)
 
 
 def reused_noise(patch: pytest.MonkeyPatch) -> None:
-    same = "flwr_ppsgd.server.curator.coins_for"
-    patch.setattr(same, lambda _, purpose, __: Coins.insecure(0, purpose))
+    same = "flwr_ppsgd.server.curator.random_stream"
+    patch.setattr(same, lambda _, purpose, __: RandomStream.insecure(0, purpose))
 
 
 def one_scalar_for_all(patch: pytest.MonkeyPatch) -> None:
-    normals = Coins.normals
-    patch.setattr(Coins, "normals", lambda self, count: np.full(count, normals(self, 1)[0]))
+    normals = RandomStream.normals
+    patch.setattr(RandomStream, "normals", lambda self, count: np.full(count, normals(self, 1)[0]))
 
 
 def nothing_on_empty_rounds(patch: pytest.MonkeyPatch) -> None:
     noisy = GridSum.noisy
 
-    def wrong(self: Any, coins: Coins) -> Any:
-        return noisy(self, coins) if np.any(self._multiples) else np.zeros(len(self._multiples))
+    def wrong(self: Any, stream: RandomStream) -> Any:
+        return noisy(self, stream) if np.any(self._multiples) else np.zeros(len(self._multiples))
 
     patch.setattr(GridSum, "noisy", wrong)
 
 
 def uncharged_rounds(patch: pytest.MonkeyPatch) -> None:
-    charge = Account.charge
+    charge = ServerAccount.charge
 
     def wrong(self: Any, request: SumRequest) -> None:
         if request.round % 3:
             charge(self, request)
 
-    patch.setattr(Account, "charge", wrong)
+    patch.setattr(ServerAccount, "charge", wrong)
 
 
 def charged_for_more_noise(patch: pytest.MonkeyPatch) -> None:
-    charge = Account.charge
+    charge = ServerAccount.charge
 
     def wrong(self: Any, request: SumRequest) -> None:
         release = request.release
         louder = replace(release, noise_multiplier=10 * release.noise_multiplier)
         charge(self, replace(request, release=louder))
 
-    patch.setattr(Account, "charge", wrong)
+    patch.setattr(ServerAccount, "charge", wrong)
 
 
 def shaped_noise(shape: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        normals = Coins.normals
-        patch.setattr(Coins, "normals", lambda self, count: shape(normals(self, count)))
+        normals = RandomStream.normals
+        patch.setattr(RandomStream, "normals", lambda self, count: shape(normals(self, count)))
 
     return apply
 
@@ -168,8 +168,8 @@ def one_silent_coordinate(n: Any) -> Any:
 
 
 def reused_every_second_round(patch: pytest.MonkeyPatch) -> None:
-    same = "flwr_ppsgd.server.curator.coins_for"
-    patch.setattr(same, lambda _, purpose, round_: Coins.insecure(round_ % 2, purpose))
+    same = "flwr_ppsgd.server.curator.random_stream"
+    patch.setattr(same, lambda _, purpose, round_: RandomStream.insecure(round_ % 2, purpose))
 
 
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
@@ -211,10 +211,10 @@ LONG = 100_000  # more than three blocks of the generator
 
 def overlapping_rounds(patch: pytest.MonkeyPatch) -> None:
     """Each round begins with the end of the one before."""
-    normals = Coins.normals
+    normals = RandomStream.normals
     ends: list[Any] = []
 
-    def wrong(self: Coins, count: int) -> Any:
+    def wrong(self: RandomStream, count: int) -> Any:
         made = normals(self, count)
         if count == LONG:
             if ends:
@@ -222,7 +222,7 @@ def overlapping_rounds(patch: pytest.MonkeyPatch) -> None:
             ends.append(made[-30_000:].copy())
         return made
 
-    patch.setattr(Coins, "normals", wrong)
+    patch.setattr(RandomStream, "normals", wrong)
 
 
 def long_noise(shape: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:

@@ -184,7 +184,7 @@ ROWS = [
     "reader,age,hours,score,when",
     *(f"r{u},{u % 3},{h},{u + 2 * h + 0.5},{h}" for u in range(4) for h in range(6)),
 ]
-DATA = ("--data", "rows.csv", "--user", "reader", "--target", "score", "--features", "age,hours")
+DATA = ("--data", "rows.csv", "--user", "reader", "--target", "score", "--exclude", "when")
 SMALL_STEPS = ("--set", "rate=1.0", "--set", "step=.01", "--set", "evaluate-every=2")
 QUICK = ("--rounds", "2", "--epsilon", "2", "--delta", "1e-3", *SMALL_STEPS)
 

@@ -16,7 +16,7 @@ from flwr_ppsgd.database import (
     FileLock,
     StoreError,
     private_directory,
-    read_file,
+    read_verified,
     reserve,
     seal,
     write_file,
@@ -241,14 +241,14 @@ def test_a_seal_depends_on_everything_before() -> None:
 def test_a_file_is_replaced_in_one_move_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "w"
     first = write_file(path, [b"ab", memoryview(b"c")])
-    assert read_file(path, first) == b"abc"
+    assert read_verified(path, first) == b"abc"
     second = write_file(path, [b"d"])
     with pytest.raises(StoreError, match="w is damaged: its SHA-256"):
-        read_file(path, first)
-    assert read_file(path, second) == b"d"
+        read_verified(path, first)
+    assert read_verified(path, second) == b"d"
     path.unlink()
     with pytest.raises(StoreError, match="w cannot be read"):
-        read_file(path, second)
+        read_verified(path, second)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     sha256 = write_file(path, [b"old"])
     with pytest.raises(TypeError):
         write_file(path, [b"new", 3])  # type: ignore[list-item]
-    assert read_file(path, sha256) == b"old"
+    assert read_verified(path, sha256) == b"old"
     assert os.listdir(tmp_path) == ["w"]
 
 

@@ -68,7 +68,7 @@ def test_a_changed_store_never_shows_fewer_charges(data: st.DataObject) -> None:
             store = Store.read(Path(directory))
         except ValueError:
             return
-        assert store.charged == CHARGES
+        assert store.charge_count == CHARGES
         store.close()
 
 

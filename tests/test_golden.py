@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.engine import Setting, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine
-from flwr_ppsgd.lab.population import Fresh
+from flwr_ppsgd.lab.population import FreshPopulation
 from flwr_ppsgd.lab.synthetic import Synthetic
 from tests.support.paths import GOLDEN
 
@@ -34,7 +34,7 @@ def test_curves_at_the_size_of_the_paper() -> None:
     optima[:, -5:] += problem["delta_last5"]
     keys = [name.removesuffix("_risk") for name in recorded if name.endswith("_risk")]
     engine = LinearEngine(
-        Fresh(Synthetic(optima, seed=1), 10), [_at_full_size(key) for key in keys], seed=1
+        FreshPopulation(Synthetic(optima, seed=1), 10), [_at_full_size(key) for key in keys], seed=1
     )
     reports = list(train(engine, rounds=100, every=10))[1:]
     for place, key in enumerate(keys):

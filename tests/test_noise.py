@@ -1,4 +1,4 @@
-"""The coins and the grid: distribution, exactness, secrecy."""
+"""The stream and the grid: distribution, exactness, secrecy."""
 
 import decimal
 import math
@@ -20,8 +20,8 @@ from flwr_ppsgd.noise import (
     AT_ONCE,
     EDGES,
     TAIL,
-    Coins,
     GridSum,
+    RandomStream,
     cut_probability,
     exponentials,
 )
@@ -33,7 +33,7 @@ RELEASE = Release(Poisson(100, 0.5), clip_norm=3.0, noise_multiplier=2.0)
 def test_normals_have_the_moments_of_a_normal(seed: int) -> None:
     """Mean, variance, skewness and kurtosis, each within 5 standard errors of its own estimate."""
     d = 200_001
-    n = Coins.insecure(seed).normals(d)
+    n = RandomStream.insecure(seed).normals(d)
     assert n.shape == (d,)
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(np.mean(n**power) - mean) < 5 * math.sqrt(variance / d)
@@ -55,15 +55,15 @@ def test_every_word_is_overwritten_by_the_keystream(count: int) -> None:
     expected = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(8 * count))
     for before in (0, 2**64 - 1):
         words = np.full(count, before, np.uint64)
-        Coins(key).fill(words)
+        RandomStream(key).fill(words)
         np.testing.assert_array_equal(words, np.frombuffer(expected, "<u8"))
-    coins = Coins(key)
-    parts = [coins.words(part) for part in (count // 2, count - count // 2)]
+    stream = RandomStream(key)
+    parts = [stream.words(part) for part in (count // 2, count - count // 2)]
     np.testing.assert_array_equal(np.concatenate(parts), np.frombuffer(expected, "<u8"))
 
 
 def test_normals_are_independent_within_a_pair_and_between_blocks() -> None:
-    n = Coins.insecure(1).normals(4 * BLOCK).reshape(4, BLOCK)
+    n = RandomStream.insecure(1).normals(4 * BLOCK).reshape(4, BLOCK)
     halves = n.reshape(8, BLOCK // 2)
     for a in range(8):
         for b in range(a):
@@ -75,7 +75,7 @@ def test_normals_are_independent_within_a_pair_and_between_blocks() -> None:
 
 def test_the_tail_has_the_mass_it_should() -> None:
     d = 2_000_000
-    n = np.abs(Coins.insecure(2).normals(d))
+    n = np.abs(RandomStream.insecure(2).normals(d))
     for at in (3.0, 4.0, 4.5):
         expected = d * math.erfc(at / math.sqrt(2))
         assert abs(np.sum(n > at) - expected) < 5 * math.sqrt(expected)
@@ -85,8 +85,8 @@ class OutOfWordsError(Exception):
     pass
 
 
-class Scripted(Coins):
-    """Coins whose words are given."""
+class Scripted(RandomStream):
+    """RandomStream whose words are given."""
 
     def __init__(self, *words: int) -> None:
         self._words = list(words)
@@ -100,7 +100,7 @@ class Scripted(Coins):
 
 
 def word(layer: int, place: int) -> int:
-    """The coins that put a normal at this place of −2⁵⁵ … 2⁵⁵ − 1 in a layer."""
+    """The stream that put a normal at this place of −2⁵⁵ … 2⁵⁵ − 1 in a layer."""
     return (place % 2**56) << 8 | layer
 
 
@@ -139,7 +139,7 @@ def test_inside_a_layer_the_place_is_the_normal(layer: int, sign: int) -> None:
         assert Scripted(word(layer, sign * place)).normals(1)[0] == pytest.approx(
             expected, rel=1e-15
         )
-    with pytest.raises(OutOfWordsError):  # a little beyond, more coins are asked for
+    with pytest.raises(OutOfWordsError):  # a little beyond, more stream are asked for
         Scripted(word(layer, sign * (inner + 1000))).normals(1)
 
 
@@ -186,28 +186,29 @@ def test_every_layer_has_the_mass_it_should() -> None:
     found = np.zeros(len(expected))
     draws = 4_000_000
     for seed in range(2):
-        bins = np.searchsorted(edges, Coins.insecure(seed, "mass").normals(draws // 2))
+        bins = np.searchsorted(edges, RandomStream.insecure(seed, "mass").normals(draws // 2))
         found += np.bincount(bins, minlength=len(expected))
     freedom = len(expected) - 1
     chi_squared = np.sum((found - draws * expected) ** 2 / (draws * expected))
     assert abs(chi_squared - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def test_secret_coins_differ_and_insecure_coins_repeat() -> None:
-    assert not np.array_equal(Coins.secret().words(4), Coins.secret().words(4))
+def test_secret_bits_differ_and_insecure_bits_repeat() -> None:
+    assert not np.array_equal(RandomStream.secret().words(4), RandomStream.secret().words(4))
     np.testing.assert_array_equal(
-        Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "noise", 1).words(4)
+        RandomStream.insecure(7, "noise", 1).words(4), RandomStream.insecure(7, "noise", 1).words(4)
     )
     assert not np.array_equal(
-        Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "noise", 2).words(4)
+        RandomStream.insecure(7, "noise", 1).words(4), RandomStream.insecure(7, "noise", 2).words(4)
     )
     assert not np.array_equal(
-        Coins.insecure(7, "noise", 1).words(4), Coins.insecure(7, "cohort", 1).words(4)
+        RandomStream.insecure(7, "noise", 1).words(4),
+        RandomStream.insecure(7, "cohort", 1).words(4),
     )
 
 
 def test_uniforms_lie_in_the_unit_interval_and_are_even() -> None:
-    u = Coins.insecure(3).uniforms(100_000)
+    u = RandomStream.insecure(3).uniforms(100_000)
     assert u.min() >= 0
     assert u.max() < 1
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 100_000)
@@ -270,7 +271,7 @@ def test_what_cannot_be_added_leaves_the_sum_as_it_was(
     total.add(np.array([0.25, 0.5, -0.25]))
     with pytest.raises(error, match="a vector"):
         total.add(vector)
-    np.testing.assert_array_equal(total.noisy(Coins.secret()), [0.25, 0.5, -0.25])
+    np.testing.assert_array_equal(total.noisy(RandomStream.secret()), [0.25, 0.5, -0.25])
 
 
 def test_float32_is_clipped_and_summed_as_the_same_numbers_in_float64() -> None:
@@ -280,7 +281,7 @@ def test_float32_is_clipped_and_summed_as_the_same_numbers_in_float64() -> None:
     totals = GridSum(len(single), release), GridSum(len(single), release)
     totals[0].add(cast(Vector, single))
     totals[1].add(single.astype(np.float64))
-    summed, expected = (total.noisy(Coins.secret()) for total in totals)
+    summed, expected = (total.noisy(RandomStream.secret()) for total in totals)
     assert np.linalg.norm(summed) <= 1.0
     np.testing.assert_allclose(summed, expected, rtol=0, atol=2 * release.grid)
 
@@ -292,7 +293,9 @@ def test_noise_is_rounded_before_it_meets_the_sum() -> None:
     bare, shifted = GridSum(size, RELEASE), GridSum(size, RELEASE)
     whole = np.random.default_rng(0).integers(-(2**46), 2**46, size).astype(np.float64)
     shifted._multiples += whole
-    noise, moved = (total.noisy(Coins.insecure(1)) / RELEASE.grid for total in (bare, shifted))
+    noise, moved = (
+        total.noisy(RandomStream.insecure(1)) / RELEASE.grid for total in (bare, shifted)
+    )
     np.testing.assert_array_equal(moved - whole, noise)
 
 
@@ -300,9 +303,9 @@ def test_noise_is_rounded_before_it_meets_the_sum() -> None:
 def test_even_and_odd_multiples_are_as_likely(z: float) -> None:
     """A grid too fine for the noise would hold a few floats in each step, more in the even ones."""
     release, draws = Release(Poisson(2, 0.5), clip_norm=1.0, noise_multiplier=z), 1_000_000
-    multiples = np.rint(GridSum(draws, release).noisy(Coins.insecure(4)) / release.grid).astype(
-        np.int64
-    )
+    multiples = np.rint(
+        GridSum(draws, release).noisy(RandomStream.insecure(4)) / release.grid
+    ).astype(np.int64)
     assert abs(np.mean(multiples % 2) - 0.5) < 5 * 0.5 / math.sqrt(draws)
     assert np.std(multiples) <= 2**26 * 1.01
 
@@ -310,7 +313,7 @@ def test_even_and_odd_multiples_are_as_likely(z: float) -> None:
 def test_zero_is_no_more_likely_than_its_neighbours() -> None:
     """Noise is rounded to the nearest multiple: truncation would double what falls on 0."""
     release, draws = Release(Poisson(2, 0.5), clip_norm=1.0, noise_multiplier=1e-6), 3_000_000
-    noise = GridSum(draws, release).noisy(Coins.insecure(5))
+    noise = GridSum(draws, release).noisy(RandomStream.insecure(5))
     expected = draws * release.grid / release.noise_std / math.sqrt(2 * math.pi)
     assert expected > 200
     assert abs(np.count_nonzero(noise == 0) - expected) < 5 * math.sqrt(expected)
@@ -318,26 +321,26 @@ def test_zero_is_no_more_likely_than_its_neighbours() -> None:
 
 def test_no_number_comes_twice_and_the_tail_comes_anywhere() -> None:
     draws = 40 * BLOCK
-    n = Coins.insecure(6).normals(draws)
+    n = RandomStream.insecure(6).normals(draws)
     assert len(np.unique(n)) == draws
     far = np.flatnonzero(np.abs(n) > TAIL)
     assert len(far) > 250
     assert abs(np.corrcoef(far, np.abs(n[far]))[0, 1]) < 5 / math.sqrt(len(far))
 
 
-def test_secret_coins_have_256_bits_of_the_operating_system(
+def test_secret_bits_have_256_bits_of_the_operating_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = bytes(range(32))
     monkeypatch.setattr("secrets.token_bytes", lambda count: key[:count])
-    np.testing.assert_array_equal(Coins.secret().words(8), Coins(key).words(8))
+    np.testing.assert_array_equal(RandomStream.secret().words(8), RandomStream(key).words(8))
 
 
 def test_what_is_released_is_a_whole_multiple_of_the_grid() -> None:
     total = GridSum(1000, RELEASE)
     for i in range(5):
         total.add(np.random.default_rng(i).normal(size=1000))
-    released = total.noisy(Coins.insecure(0))
+    released = total.noisy(RandomStream.insecure(0))
     grid = Fraction(RELEASE.grid)
     assert grid == Fraction(3, 2**25)
     nearest = [round(Fraction(value) / grid) for value in released]
@@ -349,7 +352,7 @@ def test_truncation_moves_toward_zero_by_less_than_one_step_of_the_grid() -> Non
     total = GridSum(500, RELEASE)
     total.add(g)
     kept = (
-        total.noisy(Coins.insecure(0))
+        total.noisy(RandomStream.insecure(0))
         if RELEASE.noise_multiplier == 0
         else total._multiples * RELEASE.grid
     )
@@ -361,7 +364,7 @@ def test_truncation_moves_toward_zero_by_less_than_one_step_of_the_grid() -> Non
 def test_noise_on_the_sum_has_the_std_of_algorithm_1(seed: int) -> None:
     """The last line: std z·C on the sum. 1 % too much or too little fails."""
     d = 500_000
-    noise = GridSum(d, RELEASE).noisy(Coins.insecure(seed)) / RELEASE.noise_std
+    noise = GridSum(d, RELEASE).noisy(RandomStream.insecure(seed)) / RELEASE.noise_std
     assert abs(noise.mean()) < 5 / math.sqrt(d)
     assert abs(noise.var() - 1) < 5 * math.sqrt(2 / d)
     assert abs(np.mean(noise**4) - 3) < 5 * math.sqrt(96 / d)

@@ -19,7 +19,7 @@ from flwr_ppsgd.settings import (
     key_of,
     override,
     read_toml,
-    typed,
+    typed_value,
 )
 from tests.support.paths import ROOT
 
@@ -338,14 +338,14 @@ def test_the_run_configs_of_flowers_quickstarts_are_accepted(path: Path) -> None
     ],
 )
 def test_numbers_of_numpy_are_numbers(value: object, hint: object, wanted: float) -> None:
-    found = typed("key", value, hint)
+    found = typed_value("key", value, hint)
     assert (found, type(found)) == (wanted, type(wanted))
 
 
 @pytest.mark.parametrize("value", [np.float64(3.0), np.bool_(True)])
 def test_other_values_of_numpy_are_no_whole_numbers(value: object) -> None:
     with pytest.raises(ValueError, match="key must be of type int, got"):
-        typed("key", value, int)
+        typed_value("key", value, int)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_fewer_rounds_than_the_recipe_takes_have_less_noise_each(wanted: int) ->
         ppsgd._account.plan(rounds, 0)
     fewer, all_ = (ppsgd.release.noise_multiplier for ppsgd in made)
     assert fewer == pytest.approx(all_ * math.sqrt(wanted / 4), rel=1e-9)
-    assert made[0]._account.stated().epsilon() == pytest.approx(2.0, abs=0.01)
+    assert made[0]._account.stated_ledger().epsilon() == pytest.approx(2.0, abs=0.01)
     assert made[1]._account.last_round == 4
 
 

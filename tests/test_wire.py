@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd import Order
 from flwr_ppsgd.arrays import decode_vector, vector_record
-from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.secure.terms import SecureTerms
 from flwr_ppsgd.wire import MASKED, MAY_BE_EMPTY, PROTOCOL, Layout, words_of
 
 DTYPES: list[np.dtype[np.floating[Any]]] = [np.dtype("<f4"), np.dtype("<f8"), np.dtype(">f8")]
@@ -217,7 +217,7 @@ def test_an_order_with_a_field_too_many_is_refused() -> None:
         Order.from_flat({**ORDER.to_flat(), "visit": 3})
 
 
-TERMS = Terms(100, 3.0, 1.5, 70, 5, 2.0**-40, 0, 0.1, "2.5")
+TERMS = SecureTerms(100, 3.0, 1.5, 70, 5, 2.0**-40, 0, 0.1, "2.5")
 SECURE = replace(
     ORDER,
     metrics=("loss",),

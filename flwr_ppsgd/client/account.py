@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from flwr_ppsgd.client.policy import DELTA, MAX_EPSILON, MAX_OWN_EPSILON, OWN_EPSILON, Policy
-from flwr_ppsgd.client.refusal import Code, RefusedError
+from flwr_ppsgd.client.refusal import RefusalCode, RefusedError, limit_refusal
 from flwr_ppsgd.wire import Order, Plan
 
 FOR_NOISE = 0.9  # of δ; the rest is for what may go wrong in secure sums
@@ -47,7 +47,7 @@ def largest_mu(epsilon: float, delta: float) -> float:
     high = 1.0
     while delta_of(high, epsilon) <= delta and high < LARGEST_EPSILON:
         high *= 2
-    low, _ = _enclosed(high, lambda mu: delta_of(mu, epsilon) <= delta)
+    low, _ = _bisect(high, lambda mu: delta_of(mu, epsilon) <= delta)
     return low
 
 
@@ -55,11 +55,11 @@ def epsilon_of(mu: float, delta: float) -> float:
     """The smallest ε at which a Gaussian mechanism with this μ has δ; infinite if it is huge."""
     if delta_of(mu, LARGEST_EPSILON) > delta:
         return math.inf
-    _, high = _enclosed(LARGEST_EPSILON, lambda epsilon: delta_of(mu, epsilon) > delta)
+    _, high = _bisect(LARGEST_EPSILON, lambda epsilon: delta_of(mu, epsilon) > delta)
     return high
 
 
-def _enclosed(high: float, is_below: Callable[[float], bool]) -> tuple[float, float]:
+def _bisect(high: float, is_below: Callable[[float], bool]) -> tuple[float, float]:
     """Both sides of the number between 0 and ``high`` up to which ``is_below`` holds."""
     low = 0.0
     for _ in range(100):
@@ -101,11 +101,11 @@ class Agreement:
             values[name] = {part: tuple(pair) for part, pair in data.get(name, {}).items()}
         return cls(**values)
 
-    def joined(self, order: Order, policy: Policy) -> Self:
+    def with_order(self, order: Order, policy: Policy) -> Self:
         """With the Order's plan, terms and f; RefusedError if they were others before."""
         fixed = order.terms is not None or policy.needs_plan
         if fixed and not order.plan and order.publishes:
-            raise _refused(
+            raise _plan_refusal(
                 order,
                 "an Order without a plan: what the training will cost this user is not known; the "
                 "server's operator has to install the same flwr-ppsgd",
@@ -116,7 +116,7 @@ class Agreement:
             plan = self.plan
         factor = factor_of(order, policy, plan)
         if self.answers and factor != self.factor:
-            raise _refused(
+            raise _plan_refusal(
                 order,
                 f"f = {factor:.3g} in a training that was answered with {self.factor:.3g}: it is "
                 f"fixed before the first answer; set {OWN_EPSILON} and {DELTA} as they were",
@@ -129,7 +129,7 @@ class Agreement:
         now = order.terms.to_flat()
         for name, value in self.terms.get(order.asks, now).items():
             if now[name] != value:
-                raise _refused(
+                raise _plan_refusal(
                     order,
                     f"{name} of the secure sum was {value} in this training and is {now[name]} "
                     "now: it is fixed; nothing is sent",
@@ -137,14 +137,14 @@ class Agreement:
         z = order.terms.noise_multiplier
         planned, _ = self.plan.get(order.asks, (z, 0))
         if planned != z:
-            raise _refused(
+            raise _plan_refusal(
                 order,
                 f"a secure sum with noise multiplier {z:g} where the plan has {planned:g}: nothing "
                 "is sent",
             )
         return replace(self, terms={**self.terms, order.asks: now})
 
-    def answered(self, order: Order) -> Self:
+    def with_answer(self, order: Order) -> Self:
         """After one more vector; RefusedError if a secure sum asks twice, or beyond the plan."""
         number = self.answers.get(order.asks, 0) + 1
         counted = replace(self, answers={**self.answers, order.asks: number})
@@ -153,20 +153,20 @@ class Agreement:
         _, times = self.plan.get(order.asks, (0.0, 0))
         restarts = max(0, len(order.starts) - 1)
         if number > times + restarts:
-            raise _refused(
+            raise _plan_refusal(
                 order,
                 f"{number - 1} answers were given and {times} are planned, with {restarts} "
                 "restarts of the server: no more are given",
             )
-        return counted.once(order, stage=3)
+        return counted.with_exchange(order, stage=3)
 
-    def once(self, order: Order, stage: int) -> Self:
+    def with_exchange(self, order: Order, stage: int) -> Self:
         """After this exchange of a secure sum; RefusedError unless it comes after the last one."""
         name = f"{order.asks} {stage}"
         here = (len(order.starts), order.round)
         start, round_ = self.last.get(name, (-1, 0))
         if here <= (start, round_):
-            raise _refused(
+            raise _plan_refusal(
                 order,
                 f"exchange {stage} of round {order.round} in the server's start {here[0]}, after "
                 f"round {round_} in start {start}: a round is answered once",
@@ -195,17 +195,17 @@ def factor_of(order: Order, policy: Policy, plan: Plan) -> float:
     if math.isinf(policy.epsilon) or not order.publishes:
         return 1.0
     if order.sampled:
-        raise _refused(order, f"a training that samples users has no f: remove {OWN_EPSILON}")
+        raise _plan_refusal(order, f"a training that samples users has no f: remove {OWN_EPSILON}")
     if order.metrics and order.terms is None:
-        raise _refused(order, f"private measures that the server bounds: remove {OWN_EPSILON}")
+        raise _plan_refusal(order, f"private measures that the server bounds: remove {OWN_EPSILON}")
     if any(z == 0 for z, _ in plan.values()):
-        raise _refused(order, f"a training without noise has no ε: remove {OWN_EPSILON}")
+        raise _plan_refusal(order, f"a training without noise has no ε: remove {OWN_EPSILON}")
     mu_squared = sum(times / z**2 for z, times in plan.values())
     delta = policy.delta
     if order.terms is not None:
         delta -= order.terms.release.failure * sum(times for _, times in plan.values())
     if delta <= 0:
-        raise _refused(order, f"{DELTA} is less than secure sums take from it: raise it")
+        raise _plan_refusal(order, f"{DELTA} is less than secure sums take from it: raise it")
     return min(1.0, largest_mu(policy.epsilon, delta) / math.sqrt(mu_squared) * (1 - ROUNDING))
 
 
@@ -213,15 +213,15 @@ def _refuse_growth(order: Order, before: Plan) -> None:
     for part, (z, times) in order.plan.items():
         planned, most = before.get(part, (math.inf, 0))
         if z < planned or times > most:
-            raise _refused(
+            raise _plan_refusal(
                 order,
                 f"the plan has {times} times {part} with noise multiplier {z:g}, and the first "
                 f"Order of this training had {most} with {planned:g}: it is fixed; nothing is sent",
             )
 
 
-def _refused(order: Order, reason: str) -> RefusedError:
-    code = Code.REFUSED_POLICY if order.terms is None else Code.REFUSED_SECURE
+def _plan_refusal(order: Order, reason: str) -> RefusedError:
+    code = RefusalCode.REFUSED_POLICY if order.terms is None else RefusalCode.REFUSED_SECURE
     return RefusedError(code, reason)
 
 
@@ -229,7 +229,7 @@ def _refused(order: Order, reason: str) -> RefusedError:
 
 
 @dataclass(frozen=True)
-class Account:
+class DeviceAccount:
     """What has left about one user, over all servers and trainings.
 
     Args:
@@ -257,7 +257,7 @@ class Account:
     by_key: dict[str, float] = field(default_factory=dict)
 
     @property
-    def spent(self) -> float:
+    def mu_squared(self) -> float:
         """μ² of everything that has left, if the noise is as stated."""
         return self.trusted + self.secure
 
@@ -265,15 +265,15 @@ class Account:
         """RefusedError if the rest of this training does not fit within the owner's limits."""
         total = sum(self.with_promise(order).promised.values())
         if not total <= policy.max_epsilon:
-            raise _refused(
+            raise _plan_refusal(
                 order,
                 f"an Order with epsilon {order.epsilon:g}, which makes {total:g} over all "
                 f"trainings, where {MAX_EPSILON} is {policy.max_epsilon:g}",
             )
         if policy.limits_own and order.publishes:
-            self._check_own(policy, self.spent + agreement.rest(order))
+            self._check_own(policy, self.mu_squared + agreement.rest(order))
 
-    def charged(self, order: Order, agreement: Agreement, policy: Policy, size: int) -> Self:
+    def with_charge(self, order: Order, agreement: Agreement, policy: Policy, size: int) -> Self:
         """After one more vector; RefusedError if it would pass the owner's limit.
 
         Args:
@@ -293,7 +293,7 @@ class Account:
             by_key = {**self.by_key, key: self.by_key.get(key, 0.0) + cost}
             after = replace(after, by_key=by_key)._with_cost(order, cost, size)
         if policy.limits_own:
-            after._check_own(policy, after.spent)
+            after._check_own(policy, after.mu_squared)
         return after
 
     def _with_cost(self, order: Order, cost: float, size: int) -> Self:
@@ -323,28 +323,24 @@ class Account:
         limit = policy.max_own_epsilon
         noise_delta = FOR_NOISE * policy.delta
         if self.unpriced:
-            raise RefusedError(
-                Code.REFUSED_POLICY,
+            raise limit_refusal(
                 f"{self.unpriced} answers were outside every ε before {MAX_OWN_EPSILON} was set: "
                 "it cannot be kept any more; remove it, or begin a new store",
             )
         if self.delta and self.delta != policy.delta:
-            raise RefusedError(
-                Code.REFUSED_POLICY,
+            raise limit_refusal(
                 f"{DELTA} is {policy.delta:g} and the account was begun with {self.delta:g}: set "
                 "that one",
             )
         if not spent <= largest_mu(limit, noise_delta) ** 2:
-            raise RefusedError(
-                Code.REFUSED_POLICY,
+            raise limit_refusal(
                 "by this device's own account ε would be "
                 f"{epsilon_of(math.sqrt(spent), noise_delta):.4g} where {MAX_OWN_EPSILON} is "
                 f"{limit:g}: nothing is sent",
             )
         tails = (1 + math.exp(min(limit, LARGEST_EXPONENT))) * self.shares * CUT_TAIL
         if not self.failure + tails <= policy.delta - noise_delta:
-            raise RefusedError(
-                Code.REFUSED_POLICY,
+            raise limit_refusal(
                 f"secure sums would take {self.failure + tails:.2g} from δ, more than a tenth of "
                 f"{DELTA} = {policy.delta:g}: nothing is sent",
             )

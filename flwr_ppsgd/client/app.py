@@ -16,7 +16,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import NDArrays, Scalar
 
 from flwr_ppsgd.client.mods import guarded_mod, refuse_clipping_mods
-from flwr_ppsgd.client.refusal import Code, RefusedError
+from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
 from flwr_ppsgd.client.visit import EVALUATE, TRAIN, ClientSettings, Visit
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, SERVER_ROUND
@@ -46,10 +46,10 @@ def client_app(
             reply for trained parameters are refused, or kept for stock strategies.
     """
     guarded = [guarded_mod(mod, local_step is not None) for mod in mods or []]
-    return _App(ClientSettings(learner_for, local_step, local_steps), guarded)
+    return _GuardedClientApp(ClientSettings(learner_for, local_step, local_steps), guarded)
 
 
-class _App(ClientApp):
+class _GuardedClientApp(ClientApp):
     """A ClientApp that keeps to its owner's limits, and whose errors tell the server a code only.
 
     It also says what is wrong if it cannot be sent to Flower's workers.
@@ -185,5 +185,5 @@ class PPSGDClient(NumPyClient):
         refuse_clipping_mods()
         if visit.order.stage:
             raise RefusedError(
-                Code.REFUSED_SECURE, "a secure sum in the legacy API: nothing is sent"
+                RefusalCode.REFUSED_SECURE, "a secure sum in the legacy API: nothing is sent"
             )

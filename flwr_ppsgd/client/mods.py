@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from flwr_ppsgd.client.refusal import Code, RefusedError
+from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
 from flwr_ppsgd.flower_wrappers import MODS, flower_caller
 from flwr_ppsgd.wire import ORDER
 
@@ -24,7 +24,7 @@ def refuse_clipping_mods() -> None:
     """RefusedError if a gradient would go through a mod that takes it for trained parameters."""
     name = flower_caller(MODS)
     if name is not None:
-        raise RefusedError(Code.REFUSED_MESSAGE, _refusal(name))
+        raise RefusedError(RefusalCode.REFUSED_MESSAGE, _refusal(name))
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _StockOnly:
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         if ORDER in message.content:
-            raise RefusedError(Code.REFUSED_MESSAGE, self.refusal)
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, self.refusal)
         return self.mod(message, context, call_next)
 
 

@@ -20,7 +20,7 @@ from flwr_ppsgd.arrays import record_from
 from flwr_ppsgd.client.theta import RUN
 from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
 from flwr_ppsgd.client.visit import respond
-from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver
+from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver, offers
 from flwr_ppsgd.models.solve import Mixture
 from flwr_ppsgd.wire import BESIDE, SCHEMA_HASH, SIZE, UNIT, VARIANCE, Layout, Order, OrderTask
 
@@ -30,7 +30,7 @@ MOST_NAMED = 10  # users in an error
 Published: TypeAlias = ArrayRecord | Mapping[str, NDArray[Any]] | Vector
 
 
-class Modular(Protocol):
+class ModuleMaker(Protocol):
     """A model that can put w and θ into a torch module: ``SplitModel`` is one."""
 
     def module_with(self, w: ArrayRecord | Vector, theta: Vector | None = None) -> Any:
@@ -72,15 +72,15 @@ class PersonalModel:
         """
         store = _store(Path(state_dir), str(user), run)
         theta = store.newest()
-        shared = record_from(store.shared().arrays) if w is None else _record(w)
+        shared = record_from(store.last_shared().arrays) if w is None else _record(w)
         arrays = store.model()
         store.close()
         if arrays is None:
             return cls(shared, theta.theta)
-        return cls._solved(shared, arrays)
+        return cls._from_solution(shared, arrays)
 
     @classmethod
-    def _solved(cls, shared: ArrayRecord, arrays: Mapping[str, NDArray[Any]]) -> Self:
+    def _from_solution(cls, shared: ArrayRecord, arrays: Mapping[str, NDArray[Any]]) -> Self:
         """The model of ``PPSGD.auto`` in a learner's arrays; a network's w is among them."""
         if OWN_W in arrays:
             shared = Layout.of(shared).unflatten(arrays[OWN_W])
@@ -118,7 +118,7 @@ class PersonalModel:
         added = Layout.of(self.shared).unflatten(w + self.theta)
         return {name: array.numpy() for name, array in added.items()}
 
-    def module(self, model: Modular) -> Any:
+    def module(self, model: ModuleMaker) -> Any:
         """A copy of the model's torch module that holds w and θ, ready to predict."""
         return model.module_with(self.shared, self.theta).eval()
 
@@ -143,7 +143,7 @@ def personalize(
     """
     record = _record(w)
     flat = _flat(record)
-    if not isinstance(w, ArrayRecord | np.ndarray) and VARIANCE in w and isinstance(data, Solver):
+    if not isinstance(w, ArrayRecord | np.ndarray) and VARIANCE in w and offers(data, Solver):
         order = Order(
             0,
             0.0,
@@ -156,7 +156,7 @@ def personalize(
             size=float(np.asarray(w[SIZE])),
         )
         own = data.personal_model(flat, np.asarray(w[VARIANCE]).reshape(-1), order)
-        return PersonalModel._solved(record, own.arrays())
+        return PersonalModel._from_solution(record, own.arrays())
     now = data.initial_theta() if theta is None else theta
     for number in range(1, visits + 1):
         order = Order(0, step, math.inf, "mean", False, visit=number)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from flwr_ppsgd.checks import nearest, require
-from flwr_ppsgd.client.refusal import Code, RefusedError
+from flwr_ppsgd.checks import is_number, nearest, require
+from flwr_ppsgd.client.refusal import RefusalCode, RefusedError, limit_refusal
 from flwr_ppsgd.recipe import SCALAR_BOUND
-from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.secure.terms import SecureTerms
 from flwr_ppsgd.signature import public_key, verify
 from flwr_ppsgd.wire import Order
 
@@ -83,7 +83,7 @@ class Policy:
             policy = cls(**given)
             policy._check_together(node_config)
         except ValueError as error:
-            raise RefusedError(Code.NODE_CONFIG, f"node config: {error}") from None
+            raise RefusedError(RefusalCode.NODE_CONFIG, f"node config: {error}") from None
         return policy
 
     def _check_together(self, node: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class Policy:
             # the check before round one carries no exchange, only the terms
             secure = order.stage > 0 if kind == "train" else order.terms is not None
             if kind != "evaluate" and not secure:
-                raise _refused(f"{SECURE} is true: only secure sums are answered, this is none")
+                raise limit_refusal(f"a plain sum where {SECURE} is true: nothing is sent")
         self._check_limits(order)
 
     def _check_signature(
@@ -166,7 +166,7 @@ class Policy:
     ) -> None:
         if order is None or not verify(order, arrays, self.server_key, kind=kind, run=run):
             raise RefusedError(
-                Code.REFUSED_SIGNATURE,
+                RefusalCode.REFUSED_SIGNATURE,
                 f"a message that is not signed with the key that {SERVER_KEY} pins, for this type "
                 "of message and this run: nothing is done; if the training has a new key, ask its "
                 "operator and pin that one",
@@ -176,18 +176,20 @@ class Policy:
         keys = {SECURE: self.secure, MAX_OWN_EPSILON: self.limits_own, EVALUATE: not self.evaluate}
         for key, is_set in keys.items():
             if is_set:
-                raise _refused(f"evaluation on this user's data is not answered, because of {key}")
+                raise limit_refusal(
+                    f"evaluation on this user's data is not answered, because of {key}"
+                )
 
-    def _check_terms(self, terms: Terms) -> None:
+    def _check_terms(self, terms: SecureTerms) -> None:
         limits = (
             ("noise multiplier", terms.noise_multiplier, MIN_NOISE, self.min_noise_multiplier),
             ("honest + colluding", terms.rules.least, MIN_CLIENTS, self.min_clients),
         )
         for name, value, key, least in limits:
             if not value >= least:
-                raise _refused(f"a secure sum with {name} {value:g} where {key} is {least:g}")
+                raise limit_refusal(f"a secure sum with {name} {value:g} where {key} is {least:g}")
         if self.complete and not terms.rules.is_complete(terms.population):
-            raise _refused(
+            raise limit_refusal(
                 f"a secure sum of {terms.population} clients that are not all neighbours of each "
                 f"other, where {COMPLETE} is true"
             )
@@ -201,21 +203,21 @@ class Policy:
         )
         for name, value, key, limit in limits:
             if not value <= limit:
-                raise _refused(f"an Order with {name} {value:g} where {key} is {limit:g}")
+                raise limit_refusal(f"an Order with {name} {value:g} where {key} is {limit:g}")
 
     def _check_stock(self, kind: str, serves_stock: bool) -> None:
         if self.secure:
-            raise _refused(f"{SECURE} is true: a message without an Order is not answered")
+            raise limit_refusal(f"{SECURE} is true: a message without an Order is not answered")
         if kind == "query":
             return
         if self.needs_plan:
-            raise _refused(
+            raise limit_refusal(
                 f"a message without an Order has no ε, and {MAX_OWN_EPSILON} or {OWN_EPSILON} is "
                 "set: nothing is sent"
             )
         allowed = serves_stock if self.stock is None else self.stock
         if not allowed:
-            raise _refused(
+            raise limit_refusal(
                 "a message without an Order: this client serves PPSGD only; for a stock strategy "
                 f"pass local_step to client_app or PPSGDClient, or set {STOCK} = true in the node "
                 "config and local-step in the run config"
@@ -246,37 +248,29 @@ def owner_of(node: Mapping[str, Any]) -> tuple[Path, str] | None:
     user = str(node.get(USER, node.get("partition-id", "")))
     if not user:
         raise RefusedError(
-            Code.NODE_CONFIG,
+            RefusalCode.NODE_CONFIG,
             f"node config: {STATE_DIR} is set and nothing says whose θ it is: add {USER}, or "
             "partition-id",
         )
     return Path(root), user
 
 
-def _refused(reason: str) -> RefusedError:
-    return RefusedError(Code.REFUSED_POLICY, reason)
-
-
 def _read(key: str, value: Any) -> Any:
     """The value of a key, checked: a public key, a switch, or a number of at least 0."""
     if key == SERVER_KEY:
-        return _public_key(str(value))
+        text = str(value)
+        try:
+            public_key(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{key} must be a public key ed25519:BASE64, got {text[:16]!r}… ({error}): ask the "
+                "training's operator for it"
+            ) from None
+        return text
     if key in (EVALUATE, STOCK, SECURE, COMPLETE):
         rule = f"{key} must be true or false"
         require(isinstance(value, bool), rule, value, "write it without quotes")
         return bool(value)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
     rule = f"{key} must be a number of at least 0"
-    require(number and value >= 0, rule, value, "set it, or remove it for no limit")
+    require(is_number(value) and value >= 0, rule, value, "set it, or remove it for no limit")
     return float(value)
-
-
-def _public_key(text: str) -> str:
-    try:
-        public_key(text)
-    except ValueError as error:
-        raise ValueError(
-            f"{SERVER_KEY} must be a public key ed25519:BASE64, got {text[:16]!r}… ({error}): ask "
-            "the training's operator for it"
-        ) from None
-    return text

@@ -12,7 +12,7 @@ from enum import StrEnum
 log = logging.getLogger("flwr.ppsgd")
 
 
-class Code(StrEnum):
+class RefusalCode(StrEnum):
     """Why a client did not answer: all that a server gets to know."""
 
     REFUSED_ORDER = "refused-order"
@@ -38,22 +38,27 @@ class RefusedError(ValueError):
         reason: the rule, the value and what to change, for whoever runs this client.
     """
 
-    def __init__(self, code: Code, reason: str) -> None:
+    def __init__(self, code: RefusalCode, reason: str) -> None:
         super().__init__(reason)
         self.code = code
+
+
+def limit_refusal(reason: str) -> RefusedError:
+    """The refusal of what the owner's limits do not allow."""
+    return RefusedError(RefusalCode.REFUSED_POLICY, reason)
 
 
 class DiskError(OSError):
     """The device's store could not be read or written."""
 
-    code = Code.DISK
+    code = RefusalCode.DISK
 
 
 class ClientError(Exception):
     """All that the server gets to know about an error: ``CODE: ClassName``.
 
     Args:
-        code: the value of a ``Code``.
+        code: the value of a ``RefusalCode``.
         kind: the name of a class that Python itself defines.
     """
 
@@ -66,13 +71,13 @@ class ClientError(Exception):
         return f"{self.code}: {self.kind}"
 
 
-def coded(error: Exception) -> ClientError:
+def error_for_server(error: Exception) -> ClientError:
     """The error for the server; the full text goes into this machine's log."""
-    code = Code.LEARNER_FAILED
-    if isinstance(error, RefusedError | DiskError) and isinstance(error.code, Code):
+    code = RefusalCode.LEARNER_FAILED
+    if isinstance(error, RefusedError | DiskError) and isinstance(error.code, RefusalCode):
         code = error.code
     told = ClientError(code.value, _class_of(error))
-    if code == Code.LEARNER_FAILED and not _explains_itself(error):
+    if code == RefusalCode.LEARNER_FAILED and not _explains_itself(error):
         log.error("The client failed; the server is told %r", str(told), exc_info=error)
     else:
         log.error("%s; the server is told %r", error, str(told))

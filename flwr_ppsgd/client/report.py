@@ -5,7 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from flwr_ppsgd.client.account import FOR_NOISE, Account, epsilon_of
+from flwr_ppsgd.checks import printable
+from flwr_ppsgd.client.account import FOR_NOISE, DeviceAccount, epsilon_of
 from flwr_ppsgd.client.refusal import DiskError, RefusedError
 from flwr_ppsgd.client.theta_store import ACCOUNT, DiskStore, users_in
 from flwr_ppsgd.wire import GRADIENT, MASKED
@@ -27,15 +28,15 @@ def _about_user(state_dir: Path, user: str) -> str:
     try:
         store = DiskStore(state_dir, user, read_only=True)
         store.check_facts()
-        parts = [_about_run(store.of_run(run)) for run in store.runs()]
-        parts.append(_about_account(user, Account(**(store.fact(ACCOUNT) or {}))))
+        parts = [_run_report(store.of_run(run)) for run in store.runs()]
+        parts.append(_about_account(user, DeviceAccount(**(store.fact(ACCOUNT) or {}))))
         store.close()
     except (RefusedError, DiskError) as error:
-        parts = [f"User {user!r}\n  {_plain(str(error))}"]
+        parts = [f"User {user!r}\n  {printable(error, LONGEST_SHOWN)}"]
     return "\n\n".join(parts)
 
 
-def _about_run(store: DiskStore) -> str:
+def _run_report(store: DiskStore) -> str:
     lines = [f"Run {store.run!r}, user {store.user!r}"]
     stamps = store.stamps()
     if stamps:
@@ -51,10 +52,10 @@ def _about_run(store: DiskStore) -> str:
     lines += [f"  no whole one of training {training:016x} is left" for training in lost]
     lines += _what_left(store.notes(store.run))
     try:
-        promise = store.shared().promise or "nothing: the server stated no guarantee"
+        promise = store.last_shared().promise or "nothing: the server stated no guarantee"
     except ValueError as error:
         promise = f"unknown: {error}"
-    lines.append(f"  promised: {_plain(promise)}")
+    lines.append(f"  promised: {printable(promise, LONGEST_SHOWN)}")
     return "\n".join(lines)
 
 
@@ -62,7 +63,9 @@ def _what_left(notes: list[dict[str, Any]]) -> list[str]:
     sizes: Counter[str] = Counter()
     for note in notes:
         sizes.update(note["bytes"])
-    named = ", ".join(f"{size:,} bytes of {_plain(name)}" for name, size in sizes.items())
+    named = ", ".join(
+        f"{size:,} bytes of {printable(name, LONGEST_SHOWN)}" for name, size in sizes.items()
+    )
     replies = [note for note in notes if note["kind"] != "query"]
     runs = {note["run"] for note in notes}
     lines = [f"  has left: {named or 'nothing'}; {len(replies)} replies in {len(runs)} Flower runs"]
@@ -84,14 +87,14 @@ def _what_left(notes: list[dict[str, Any]]) -> list[str]:
     evaluated = [note for note in notes if note["kind"] == "evaluate" and not note["code"]]
     if evaluated:
         lines.append(f"  evaluations answered: {len(evaluated)}, outside the guarantee")
-    codes = Counter(_plain(note["code"]) for note in notes if note["code"])
+    codes = Counter(printable(note["code"], LONGEST_SHOWN) for note in notes if note["code"])
     if codes:
         counted = ", ".join(f"{code} ({count})" for code, count in sorted(codes.items()))
         lines.append(f"  refused or failed, and the server was told only so: {counted}")
     return lines
 
 
-def _about_account(user: str, account: Account) -> str:
+def _about_account(user: str, account: DeviceAccount) -> str:
     """What a device can know, with its numbers."""
     lines = [f"Own account of user {user!r}, over all servers and trainings"]
     if account.promised:
@@ -100,11 +103,11 @@ def _about_account(user: str, account: Account) -> str:
             f"{len(account.promised)} trainings"
         )
     spent = "spent" if account.limit else "spent so far"
-    if account.spent and not account.delta:
+    if account.mu_squared and not account.delta:
         lines.append("  set ppsgd-delta in the node config to have ε of these answers here")
     elif account.trusted:
         lines.append(
-            f"  {spent}: ε {_epsilon(account.spent, account)} at δ {account.delta:g}, if each "
+            f"  {spent}: ε {_epsilon(account.mu_squared, account)} at δ {account.delta:g}, if each "
             "server adds the noise that it stated; this device has enforced its bound and its count"
         )
     if account.secure and account.delta:
@@ -125,18 +128,12 @@ def _about_account(user: str, account: Account) -> str:
             "a store restored from a backup forgets"
         )
     for key, part in account.by_key.items():
-        server = _plain(key) or "servers without a key"
-        lines.append(f"  of it for {server}: {part / account.spent:.0%}")
+        server = printable(key, LONGEST_SHOWN) or "servers without a key"
+        lines.append(f"  of it for {server}: {part / account.mu_squared:.0%}")
     return "\n".join(lines)
 
 
-def _epsilon(spent: float, account: Account) -> str:
+def _epsilon(spent: float, account: DeviceAccount) -> str:
     """Rounded up."""
     epsilon = epsilon_of(math.sqrt(spent), FOR_NOISE * account.delta)
     return f"{math.ceil(1000 * epsilon) / 1000:g}" if math.isfinite(epsilon) else "infinite"
-
-
-def _plain(text: str) -> str:
-    """A text without control characters, which could rewrite what a terminal shows."""
-    shown = "".join(letter if letter.isprintable() else "�" for letter in text)
-    return shown[:LONGEST_SHOWN]

@@ -13,8 +13,8 @@ import numpy as np
 from flwr.app import ConfigRecord, Context
 
 from flwr_ppsgd.algorithm import Vector, clip
-from flwr_ppsgd.client.refusal import Code, RefusedError
-from flwr_ppsgd.noise import Coins, secure_input
+from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
+from flwr_ppsgd.noise import RandomStream, secure_input
 from flwr_ppsgd.secure.crypto import Words
 from flwr_ppsgd.secure.protocol import (
     KeysSent,
@@ -24,7 +24,7 @@ from flwr_ppsgd.secure.protocol import (
     State,
     VectorSent,
     members_of,
-    packed,
+    pack_parts,
 )
 from flwr_ppsgd.secure.terms import Session
 from flwr_ppsgd.wire import DATA, Order, payload_hash
@@ -40,22 +40,22 @@ def answer(context: Context, order: Order, payload: bytes) -> tuple[bytes, Confi
     """The answer to exchange 1, 2 or 4, and what to keep for the next one: nothing after 4."""
     if order.stage == 1:
         keys_sent = KeysSent.new(_session(context, order))
-        return keys_sent.public.to_bytes(), _record(keys_sent, order)
+        return keys_sent.public.to_bytes(), _state_record(keys_sent, order)
     if order.stage == 2:
-        before = _kept(context, order, KeysSent)
+        before = _kept_state(context, order, KeysSent)
         with _refusing():
             shares_sent, shares = before.share(Roster.from_bytes(payload))
-        return shares.to_bytes(), _record(shares_sent, order)
-    masked = _kept(context, order, VectorSent)
+        return shares.to_bytes(), _state_record(shares_sent, order)
+    masked = _kept_state(context, order, VectorSent)
     charges = int(context.state[STATE][CHARGES])  # type: ignore[arg-type]
     if order.charges <= charges:
-        raise _refused(
+        raise _secure_refusal(
             f"survivors are named and the server has charged {order.charges} releases, as many as "
             "before: a round is charged before anything can be unmasked; nothing is sent"
         )
     with _refusing():
         revealed = masked.reveal(members_of(payload, masked.participants))
-    return packed(revealed), None
+    return pack_parts(revealed), None
 
 
 class MaskedAnswer:
@@ -71,7 +71,7 @@ class MaskedAnswer:
 
     def __init__(self, context: Context, order: Order, payload: bytes) -> None:
         self._order = order
-        self._before = _kept(context, order, SharesSent)
+        self._before = _kept_state(context, order, SharesSent)
         with _refusing():
             self._partners = Partners.from_bytes(payload, self._before.roster.participants)
             self._before.check(self._partners)
@@ -98,10 +98,10 @@ class MaskedAnswer:
                 clip(encoded, bound * math.sqrt(metrics.share)),
             )
         with np.errstate(all="ignore"):
-            x = secure_input(vector, size, terms.release, metrics, Coins.secret())
+            x = secure_input(vector, size, terms.release, metrics, RandomStream.secret())
         with _refusing():
             after, words = self._before.mask_vector(self._partners, x)
-        return words, _record(after, self._order)
+        return words, _state_record(after, self._order)
 
 
 def payload_of(record: Any, order: Order) -> bytes:
@@ -110,7 +110,7 @@ def payload_of(record: Any, order: Order) -> bytes:
     if isinstance(record, ConfigRecord) and isinstance(record.get(DATA), bytes):
         payload = bytes(record[DATA])  # type: ignore[arg-type]
     if payload_hash(payload) != order.payload:
-        raise _refused("a message of a secure sum that is not the one that its Order names")
+        raise _secure_refusal("a message of a secure sum that is not the one that its Order names")
     return payload
 
 
@@ -127,7 +127,7 @@ def _session(context: Context, order: Order) -> Session:
     )
 
 
-def _record(state: State, order: Order) -> ConfigRecord:
+def _state_record(state: State, order: Order) -> ConfigRecord:
     """What the node keeps of a round: nothing of the step before is left."""
     values: dict[str, Any] = {
         SESSION: state.session.label,
@@ -138,13 +138,13 @@ def _record(state: State, order: Order) -> ConfigRecord:
     return ConfigRecord(values)
 
 
-def _kept(context: Context, order: Order, kind: type[Kind]) -> Kind:
+def _kept_state(context: Context, order: Order, kind: type[Kind]) -> Kind:
     """What the node keeps of this round; RefusedError if it is at another point of it."""
     record = context.state.get(STATE)
     session = _session(context, order)
     at = (record.get(KIND), record.get(SESSION)) if isinstance(record, ConfigRecord) else None
     if at != (kind.__name__, session.label):
-        raise _refused(
+        raise _secure_refusal(
             f"exchange {order.stage} of round {order.round}, for which nothing is kept here: it "
             "was answered before, or this node was started anew; nothing is sent"
         )
@@ -159,8 +159,8 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise _refused(str(error)) from None
+        raise _secure_refusal(str(error)) from None
 
 
-def _refused(reason: str) -> RefusedError:
-    return RefusedError(Code.REFUSED_SECURE, reason)
+def _secure_refusal(reason: str) -> RefusedError:
+    return RefusedError(RefusalCode.REFUSED_SECURE, reason)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.checks import altered
-from flwr_ppsgd.client.refusal import Code, RefusedError
+from flwr_ppsgd.checks import fast_replace
+from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
 from flwr_ppsgd.wire import Order
 
 log = logging.getLogger("flwr.ppsgd")
@@ -24,7 +24,7 @@ TRAININGS = 4  # of which θ is kept under one name
 
 
 @dataclass(frozen=True)
-class Stamp:
+class ThetaStamp:
     """When a θ was last stepped.
 
     Args:
@@ -56,7 +56,7 @@ class Stamp:
         return self.round < min(later, default=math.inf)
 
 
-STAMP = tuple(each.name for each in fields(Stamp))
+STAMP = tuple(each.name for each in fields(ThetaStamp))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Theta:
     """
 
     theta: Vector
-    stamp: Stamp
+    stamp: ThetaStamp
     stood: Vector | None = None
     seen: int = 0
 
@@ -81,15 +81,15 @@ class Theta:
         stood = self.stood
         if stamp.training != order.training:
             stood = None
-            stamp = Stamp(visit=stamp.visit, since=stamp.visit, training=order.training)
-        stamp = altered(stamp, run=run, start=len(order.starts), charges=order.charges)
-        return altered(self, stamp=stamp, stood=stood)
+            stamp = ThetaStamp(visit=stamp.visit, since=stamp.visit, training=order.training)
+        stamp = fast_replace(stamp, run=run, start=len(order.starts), charges=order.charges)
+        return fast_replace(self, stamp=stamp, stood=stood)
 
-    def stepped(self, theta: Vector, round_: int, average: bool = False) -> Self:
+    def after_step(self, theta: Vector, round_: int, average: bool = False) -> Self:
         """After one more visit."""
         stood = self._stood_until(round_) if average else self.stood
-        stamp = altered(self.stamp, round=round_, visit=self.stamp.visit + 1)
-        return altered(self, theta=theta, stamp=stamp, stood=stood)
+        stamp = fast_replace(self.stamp, round=round_, visit=self.stamp.visit + 1)
+        return fast_replace(self, theta=theta, stamp=stamp, stood=stood)
 
     def average(self, round_: int) -> Vector:
         """(1/n)·Σ_{t<n} θ_t after n = ``round_`` rounds.
@@ -109,9 +109,9 @@ class Theta:
         return standing if self.stood is None else self.stood + standing
 
 
-def candidates(
-    stamps: Sequence[Stamp], order: Order, *, stepping: bool, named: bool
-) -> list[Stamp]:
+def theta_candidates(
+    stamps: Sequence[ThetaStamp], order: Order, *, stepping: bool, named: bool
+) -> list[ThetaStamp]:
     """The kept θ that count for an Order, best first; empty if θ is to begin anew.
 
     Args:
@@ -141,7 +141,9 @@ def candidates(
     return [stamp for stamp in others if stamp.training == others[0].training]
 
 
-def still_needed(new: Stamp, kept: Sequence[Stamp], back: int, least: int) -> list[Stamp]:
+def still_needed(
+    new: ThetaStamp, kept: Sequence[ThetaStamp], back: int, least: int
+) -> list[ThetaStamp]:
     """The kept θ that stay beside a new one, of the last few trainings.
 
     Of its own training those that the server may go back to: all of the last ``back`` rounds, and
@@ -170,23 +172,23 @@ def back_of(order: Order | None) -> int:
     return max(LEAST_BACK, order.back)
 
 
-def _refuse_if_replaced(newest: Stamp, order: Order) -> None:
+def _refuse_if_replaced(newest: ThetaStamp, order: Order) -> None:
     """Refuse an Order that was overtaken: its round is over, or its server started again."""
     start = len(order.starts)
     if (start, order.round) < (newest.start, newest.round):
         raise RefusedError(
-            Code.TOO_LATE,
+            RefusalCode.TOO_LATE,
             f"round {order.round} of the server's start {start} is asked for after round "
             f"{newest.round} of start {newest.start}: it comes too late and θ stays as it is; give "
             f"another training another {RUN}",
         )
 
 
-def _refuse_fewer_charges(newest: Stamp, order: Order) -> None:
+def _refuse_fewer_charges(newest: ThetaStamp, order: Order) -> None:
     """Refuse a server that has forgotten what it released: its ε would be too small."""
     if order.charges < newest.charges:
         raise RefusedError(
-            Code.REFUSED_CHARGES,
+            RefusalCode.REFUSED_CHARGES,
             f"the server has charged {order.charges} rounds of a training that had charged "
             f"{newest.charges} before: its store went back in time, so its epsilon is too small; "
             "nothing is sent; ask its operator to add the missing charges with ppsgd ledger",

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from flwr_ppsgd import database
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import bytes_of, decode_vector, record_from, vector_record
-from flwr_ppsgd.checks import altered
+from flwr_ppsgd.checks import fast_replace
 from flwr_ppsgd.client.policy import USER, owner_of
-from flwr_ppsgd.client.refusal import Code, DiskError, RefusedError
-from flwr_ppsgd.client.theta import RUN, STAMP, Stamp, Theta, candidates, still_needed
+from flwr_ppsgd.client.refusal import DiskError, RefusalCode, RefusedError
+from flwr_ppsgd.client.theta import RUN, STAMP, Theta, ThetaStamp, still_needed, theta_candidates
 from flwr_ppsgd.database import Database, StoreError
 from flwr_ppsgd.wire import Order
 
@@ -55,7 +55,7 @@ LONGEST_FOLDER = 240  # bytes; file systems take 255
 Part: TypeAlias = bytes | memoryview
 
 
-class Shared(NamedTuple):
+class SharedCopy(NamedTuple):
     """w as serialised arrays, in which round it came, and what the server promised then."""
 
     arrays: dict[str, bytes]
@@ -82,15 +82,15 @@ class StateStore:
         """Nothing to lock, and nothing that can fail."""
         yield
 
-    def stamps(self) -> list[Stamp]:
+    def stamps(self) -> list[ThetaStamp]:
         """Of every θ that is kept, newest first."""
         stamps = []
         for place, record in enumerate(self._records()):
             numbers = decode_vector(record["stamp"]).tolist()
-            stamps.append(Stamp(**dict(zip(STAMP[:-1], numbers, strict=True)), serial=-place))
+            stamps.append(ThetaStamp(**dict(zip(STAMP[:-1], numbers, strict=True)), serial=-place))
         return stamps
 
-    def load(self, stamp: Stamp) -> Theta:
+    def load(self, stamp: ThetaStamp) -> Theta:
         """The θ of a stamp."""
         record = self._records()[-stamp.serial]
         stood = decode_vector(record["stood"]) if "stood" in record else None
@@ -180,7 +180,7 @@ class DiskStore:
                 self.put_fact(OWNER, self.user)
         elif found and json.loads(found[0][0]) != self.user:
             raise RefusedError(
-                Code.THETA_FOREIGN,
+                RefusalCode.THETA_FOREIGN,
                 f"{self.directory} holds the θ of user {json.loads(found[0][0])!r}, not that of "
                 f"{self.user!r}: nothing was read from it; put the right file back",
             )
@@ -191,7 +191,7 @@ class DiskStore:
 
     def of_run(self, run: str) -> Self:
         """The same store, for θ under this name."""
-        return altered(self, run=run, place=f"run {run!r} in {self.root}")
+        return fast_replace(self, run=run, place=f"run {run!r} in {self.root}")
 
     # --- reading
 
@@ -200,13 +200,16 @@ class DiskStore:
         rows = self._db.rows("SELECT run FROM sent GROUP BY run ORDER BY MIN(id)")
         return [run for (run,) in rows]
 
-    def stamps(self) -> list[Stamp]:
+    def stamps(self) -> list[ThetaStamp]:
         """Of every θ that is kept under this name, newest first."""
-        return [Stamp(**{**row.about["stamp"], "serial": row.serial}) for row in self._saved(THETA)]
+        return [
+            ThetaStamp(**{**row.about["stamp"], "serial": row.serial})
+            for row in self._array_rows(THETA)
+        ]
 
-    def load(self, stamp: Stamp) -> Theta | None:
+    def load(self, stamp: ThetaStamp) -> Theta | None:
         """The θ of a stamp; None if its file is damaged or missing, saying so."""
-        (row,) = [row for row in self._saved(THETA) if row.serial == stamp.serial]
+        (row,) = [row for row in self._array_rows(THETA) if row.serial == stamp.serial]
         try:
             parts = self._parts(THETA, row)
         except StoreError as error:
@@ -220,21 +223,21 @@ class DiskStore:
         stamps = self.stamps()
         return _first_whole(self, [each for each in stamps if each.training == stamps[0].training])
 
-    def shared(self) -> Shared:
+    def last_shared(self) -> SharedCopy:
         """The last w that came."""
         try:
-            (row,) = self._saved(SHARED)
+            (row,) = self._array_rows(SHARED)
             parts = self._parts(SHARED, row)
         except ValueError as error:
             raise ValueError(
                 f"no whole w in {self.directory} ({error}): give the published one"
             ) from None
         arrays = {name: bytes(part) for name, part in parts.items()}
-        return Shared(arrays, row.about["round"], row.about["promise"])
+        return SharedCopy(arrays, row.about["round"], row.about["promise"])
 
     def model(self) -> dict[str, NDArray[Any]] | None:
         """The personal model; None if the last w has not come yet."""
-        rows = self._saved(MODEL)
+        rows = self._array_rows(MODEL)
         if not rows:
             return None
         parts = self._parts(MODEL, rows[0])
@@ -249,7 +252,7 @@ class DiskStore:
             return None
         value, sealed = rows[0]
         if database.seal(b"", self.user, (name, value)) != sealed:
-            raise self._damaged(f"{name!r} is not what was written")
+            raise self._damage_error(f"{name!r} is not what was written")
         return json.loads(value)
 
     def check_facts(self) -> None:
@@ -272,7 +275,7 @@ class DiskStore:
         for place, (number, name, line, sealed) in enumerate(rows, 1):
             before = database.seal(before, self.user, (place, name, line))
             if before != sealed or number != place:
-                raise self._damaged(f"reply {place} is not what was written")
+                raise self._damage_error(f"reply {place} is not what was written")
             if run in (None, name):
                 found.append(json.loads(line))
         return found
@@ -303,7 +306,7 @@ class DiskStore:
         newest = max((each.serial for each in kept if each.training == training), default=0)
         if newest != theta.seen:
             raise RefusedError(
-                Code.THETA_BUSY,
+                RefusalCode.THETA_BUSY,
                 f"θ of user {self.user!r} was stepped by another task while this one was at work: "
                 "this step is dropped; start one SuperNode for each user",
             )
@@ -315,17 +318,14 @@ class DiskStore:
         needed = {each.serial for each in still_needed(theta.stamp, kept, back, LEAST_SAVES)}
         self._drop({each.serial for each in kept} - needed)
 
-    def put_shared(self, shared: Shared) -> None:
+    def put_shared(self, shared: SharedCopy) -> None:
         """Keep the w that came last, and what was promised."""
-        before = {row.serial for row in self._saved(SHARED)}
-        self._put(SHARED, {"round": shared.round, "promise": shared.promise}, shared.arrays)
-        self._drop(before)
+        about = {"round": shared.round, "promise": shared.promise}
+        self._put_only(SHARED, about, shared.arrays)
 
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w; it holds the user's own rows."""
-        before = {row.serial for row in self._saved(MODEL)}
-        self._put(MODEL, {}, bytes_of(_record(arrays)))
-        self._drop(before)
+        self._put_only(MODEL, {}, bytes_of(_record(arrays)))
 
     def put_fact(self, name: str, value: Any) -> None:
         """Keep a value that JSON can hold."""
@@ -343,7 +343,7 @@ class DiskStore:
 
     # --- rows and files
 
-    def _saved(self, kind: str) -> list[SavedArrays]:
+    def _array_rows(self, kind: str) -> list[SavedArrays]:
         """The rows about arrays of a kind, newest first."""
         query = (
             "SELECT serial, kind, run, about, sha256, seal FROM array WHERE kind = ? AND run = ? "
@@ -355,13 +355,13 @@ class DiskStore:
         for *row, sealed in rows:
             serial, _, _, about, sha256 = row
             if database.seal(b"", self.user, row) != sealed:
-                raise self._damaged(f"the row about array {serial} is not what was written")
+                raise self._damage_error(f"the row about array {serial} is not what was written")
             found.append(SavedArrays(serial, json.loads(about), sha256))
         return found
 
     def _parts(self, kind: str, row: SavedArrays) -> dict[str, memoryview]:
         """What is in the file of a row, by name; StoreError if it is not what was written."""
-        content = memoryview(database.read_file(self._path(row.serial, kind), row.sha256))
+        content = memoryview(database.read_verified(self._path(row.serial, kind), row.sha256))
         parts = {}
         start = 0
         for name, size in row.about["sizes"].items():
@@ -381,6 +381,12 @@ class DiskStore:
         row = [last + 1, kind, self.run, json.dumps({**about, "sizes": sizes}), sha256]
         sealed = database.seal(b"", self.user, row)
         self._db.rows("INSERT INTO array VALUES (?, ?, ?, ?, ?, ?)", (*row, sealed))
+
+    def _put_only(self, kind: str, about: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+        """In place of what was there of this kind."""
+        before = {row.serial for row in self._array_rows(kind)}
+        self._put(kind, about, parts)
+        self._drop(before)
 
     def _drop(self, serials: set[int]) -> None:
         for serial in serials:
@@ -403,7 +409,7 @@ class DiskStore:
         except RefusedError:
             raise
         except StoreError as error:
-            raise self._damaged(str(error)) from None
+            raise self._damage_error(str(error)) from None
         except OSError as error:
             raise DiskError(
                 f"the store of user {self.user!r} could not be read from {self.directory} "
@@ -411,9 +417,9 @@ class DiskStore:
                 "readable"
             ) from error
 
-    def _damaged(self, found: str) -> RefusedError:
+    def _damage_error(self, found: str) -> RefusedError:
         return RefusedError(
-            Code.THETA_DAMAGED,
+            RefusalCode.THETA_DAMAGED,
             f"the store of user {self.user!r} in {self.directory} is damaged ({found}): nothing is "
             "sent; restore it from a backup",
         )
@@ -441,7 +447,7 @@ def store_of(context: Context, training: int) -> Store:
     if before > now:
         store.close()
         raise RefusedError(
-            Code.THETA_DAMAGED,
+            RefusalCode.THETA_DAMAGED,
             f"the store in {store.directory} has gone back in time: {now} replies are noted in it "
             f"and there were {before}. What it has forgotten would be spent twice; put the newer "
             "one back, or start the SuperNode anew to go on with this one",
@@ -464,26 +470,26 @@ def theta_for(
     stamps = store.stamps()  # before θ is read: what another task saves from now on must show
     if order is not None:
         training = order.training
-        found = candidates(stamps, order, stepping=stepping, named=store.named)
+        found = theta_candidates(stamps, order, stepping=stepping, named=store.named)
     else:
         training = stamps[0].training if stamps else 0
         found = [stamp for stamp in stamps if stamp.training == training]
-    theta = Theta(initial, Stamp(run_id, training=training))
+    theta = Theta(initial, ThetaStamp(run_id, training=training))
     if found:
         theta = _first_whole(store, found)
     if theta.theta.shape != initial.shape:
         raise RefusedError(
-            Code.THETA_FOREIGN,
+            RefusalCode.THETA_FOREIGN,
             f"the θ of {store.place} has {theta.theta.size} numbers and this learner's has "
             f"{initial.size}: it belongs to another model; go on with that one there, or name "
             f"another {RUN} to begin anew",
         )
     own = [stamp.serial for stamp in stamps if stamp.training == training]
-    theta = altered(theta, seen=max(own, default=0) if store.on_disk else 0)
+    theta = fast_replace(theta, seen=max(own, default=0) if store.on_disk else 0)
     return theta if order is None else theta.in_training(order, run_id)
 
 
-def _first_whole(store: Store, stamps: Sequence[Stamp]) -> Theta:
+def _first_whole(store: Store, stamps: Sequence[ThetaStamp]) -> Theta:
     """The first θ whose file is as it was written; RefusedError if there is none.
 
     Neither another training's θ nor a new one takes the place of damaged ones.
@@ -493,7 +499,7 @@ def _first_whole(store: Store, stamps: Sequence[Stamp]) -> Theta:
         if theta is not None:
             return theta
     raise RefusedError(
-        Code.THETA_DAMAGED,
+        RefusalCode.THETA_DAMAGED,
         f"saves of θ of {store.place} are damaged and no whole one of training "
         f"{stamps[0].training:016x} is left: it is not begun anew unasked; restore the store from "
         f"a backup, or name another {RUN} to begin anew",
@@ -518,7 +524,7 @@ def file_of(root: Path, user: str) -> Path:
         quoted = ""
     if not 0 < len(quoted) <= LONGEST_FOLDER:
         raise RefusedError(
-            Code.NODE_CONFIG,
+            RefusalCode.NODE_CONFIG,
             f"{user[:LONGEST_FOLDER]!r} cannot name a folder, because it holds half a character "
             f"or takes more than {LONGEST_FOLDER} bytes: choose another {USER}",
         )

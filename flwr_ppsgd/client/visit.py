@@ -15,17 +15,24 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
 from flwr_ppsgd.arrays import bytes_of, decode_vector, vector_record
-from flwr_ppsgd.checks import altered, count, require
+from flwr_ppsgd.checks import count, fast_replace, is_number, require
 from flwr_ppsgd.client import secure
-from flwr_ppsgd.client.account import Account, Agreement
+from flwr_ppsgd.client.account import Agreement, DeviceAccount
 from flwr_ppsgd.client.policy import Policy, delivers
-from flwr_ppsgd.client.refusal import ClientError, Code, DiskError, RefusedError, coded
+from flwr_ppsgd.client.refusal import (
+    ClientError,
+    DiskError,
+    RefusalCode,
+    RefusedError,
+    error_for_server,
+    limit_refusal,
+)
 from flwr_ppsgd.client.theta import Theta, back_of
 from flwr_ppsgd.client.theta_store import (
     ACCOUNT,
     STATE_SEEN,
     DiskStore,
-    Shared,
+    SharedCopy,
     Store,
     run_of,
     store_of,
@@ -33,14 +40,15 @@ from flwr_ppsgd.client.theta_store import (
 )
 from flwr_ppsgd.learner import (
     Learner,
-    Originated,
+    OriginProvider,
     OwnModel,
     PersonalStepper,
     SharedChecker,
     SinglePrecision,
     Solver,
-    Tested,
+    TestedRowCounter,
     TrainingMeasurer,
+    offers,
 )
 from flwr_ppsgd.recipe import scalar_pair
 from flwr_ppsgd.wire import (
@@ -68,7 +76,7 @@ CHECK = "query"
 PRECISIONS = (np.dtype(np.float32), np.dtype(np.float64))  # of what may enter a sum
 
 
-class Sent(NamedTuple):
+class VisitAnswer(NamedTuple):
     """What a visit sends to the server, as numbers.
 
     Args:
@@ -121,7 +129,11 @@ class Visit:
     def admit(self) -> None:
         """Read the Order, and refuse what the owner does not allow: no data are read before."""
         self._policy = policy = Policy.of(self.context.node_config)
-        self.order = order = _read_order(self._records.get(ORDER))
+        flat = self._records.get(ORDER)
+        try:
+            self.order = order = None if flat is None else Order.from_flat(flat)
+        except ValueError as error:
+            raise RefusedError(RefusalCode.REFUSED_ORDER, str(error)) from None
         policy.admit(
             order,
             self.kind,
@@ -135,15 +147,15 @@ class Visit:
         plain = self.kind == TRAIN and order.publishes and not order.stage
         if plain and (order.terms is not None or known.terms):
             raise RefusedError(
-                Code.REFUSED_SECURE,
+                RefusalCode.REFUSED_SECURE,
                 "an Order without a secure sum in a training that has one: the server would see "
                 "this client's vector; nothing is sent",
             )
-        agreement = known.joined(order, policy)
+        agreement = known.with_order(order, policy)
         self._account().admit(order, agreement, policy)
         self._factor = agreement.factor
         if order.stage == 1:
-            agreement.answered(order)  # else there is no point in going on
+            agreement.with_answer(order)  # else there is no point in going on
 
     @property
     def _store(self) -> Store:
@@ -154,8 +166,8 @@ class Visit:
     def _agreement(self, order: Order) -> Agreement:
         return Agreement.from_json(self._store.fact(run_of(order.training)) or {})
 
-    def _account(self) -> Account:
-        return Account(**(self._store.fact(ACCOUNT) or {}))
+    def _account(self) -> DeviceAccount:
+        return DeviceAccount(**(self._store.fact(ACCOUNT) or {}))
 
     def _arrays(self) -> dict[str, bytes]:
         """w as it came, serialised, by name."""
@@ -181,8 +193,8 @@ class Visit:
         self._publishes = order.publishes
         try:
             learner = self.settings.learner_for(self.context)
-            as_sent = isinstance(learner, SinglePrecision) and learner.takes_float32
-            layout, w = self._shared(as_sent)
+            as_sent = offers(learner, SinglePrecision) and learner.takes_float32
+            layout, w = self._read_shared(as_sent)
             check_shared(learner, layout.shape_of)
             sent = self._respond(learner, w, order)
         except (RefusedError, DiskError):
@@ -204,7 +216,7 @@ class Visit:
             reply[METRICS] = MetricRecord({**sent.measures})
         return reply
 
-    def _respond(self, learner: Learner, w: Vector, order: Order) -> Sent:
+    def _respond(self, learner: Learner, w: Vector, order: Order) -> VisitAnswer:
         """What is sent; θ after it is kept when the visit is written."""
         if order.asks in BEFORE_ROUNDS:
             sent, _ = respond(learner, w, w, order, self._factor)
@@ -212,9 +224,9 @@ class Visit:
         # θ is made when the last w of the recipe comes
         initial = learner.initial_theta() if order.asks == "gradient" else np.zeros(0)
         before = self._theta_before(initial, stepping=True)
-        order = altered(order, visit=before.stamp.visit + 1)
+        order = fast_replace(order, visit=before.stamp.visit + 1)
         sent, theta = respond(learner, w, before.theta, order, self._factor)
-        self._theta = before.stepped(theta, order.round, order.average)
+        self._theta = before.after_step(theta, order.round, order.average)
         return sent
 
     def _answer_exchange(self, order: Order) -> dict[str, Any]:
@@ -227,10 +239,10 @@ class Visit:
         if order.stage != 3:
             data, self._exchange = secure.answer(self.context, order, payload)
             return {SECURE: ConfigRecord({DATA: data})}
-        layout, w = self._shared()
+        layout, w = self._read_shared()
         check_maker(self.settings.learner_for, layout)
         masked = secure.MaskedAnswer(self.context, order, payload)
-        sent = Sent(None)
+        sent = VisitAnswer(None)
         try:
             learner = self.settings.learner_for(self.context)
             check_shared(learner, layout.shape_of)
@@ -250,7 +262,7 @@ class Visit:
         learner = self.settings.learner_for(self.context)
         size, steps = local_steps(self.settings, self.context.run_config)
         proximal = float(self._records.get(CONFIG, {}).get("proximal-mu", 0.0))
-        layout, w = self._shared()
+        layout, w = self._read_shared()
         theta = self._theta_before(learner.initial_theta(), stepping=False)
         trained = w
         for _ in range(steps):  # on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit
@@ -259,7 +271,7 @@ class Visit:
             _check_vector(learner, "g_w", np.asarray(gradient), w)
             pull = proximal * (trained - w)
             trained = trained - size * (gradient + pull)
-            theta = theta.stepped(theta.theta, theta.stamp.round)
+            theta = theta.after_step(theta.theta, theta.stamp.round)
         self._theta = theta
         metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
         return {ARRAYS: layout.unflatten(trained), METRICS: metrics}
@@ -270,7 +282,7 @@ class Visit:
         Whether a personal model can be made may depend on the user's data, and the server chooses
         w: everybody's reply to a delivery is the same.
         """
-        _, w = self._shared()
+        _, w = self._read_shared()
         if not self._only_delivers:
             learner = self.settings.learner_for(self.context)
             measures = self._measures(learner, w)
@@ -296,7 +308,7 @@ class Visit:
         """
         order = self.order
         if order is not None and order.task:
-            model = personal_model(learner, w, order)
+            model = model_around(learner, w, order)
             if order.last:
                 self._model = model.arrays()
             return {} if self._only_delivers else model.measures()
@@ -310,7 +322,7 @@ class Visit:
 
         Whether a learner can be made is not told: it may depend on the data.
         """
-        layout, _ = self._shared()
+        layout, _ = self._read_shared()
         check_maker(self.settings.learner_for, layout)
         if self.order is None or not self.order.task:
             return {}
@@ -322,22 +334,22 @@ class Visit:
         try:
             solver_of(learner, self.order)
         except ValueError as error:
-            raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
         return {}
 
-    def _shared(self, as_sent: bool = False) -> tuple[Layout, Vector]:
+    def _read_shared(self, as_sent: bool = False) -> tuple[Layout, Vector]:
         """w that came with the message, and its form; ``as_sent`` as of ``Layout.flatten``."""
         record = self._records.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise RefusedError(
-                Code.REFUSED_MESSAGE,
+                RefusalCode.REFUSED_MESSAGE,
                 f"no ArrayRecord {ARRAYS!r} in a message that holds {sorted(self._records)}: let "
                 f"the strategy use arrayrecord_key={ARRAYS!r}",
             )
         try:
             return Layout.read(record, as_sent)
         except ValueError as error:
-            raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
 
     def _theta_before(self, initial: Vector, *, stepping: bool) -> Theta:
         run = self.context.run_id
@@ -362,7 +374,7 @@ class Visit:
             if isinstance(store, DiskStore):
                 if self._theta is not None:
                     promise = order.promise if order else ""
-                    store.put_shared(Shared(self._arrays(), self._theta.stamp.round, promise))
+                    store.put_shared(SharedCopy(self._arrays(), self._theta.stamp.round, promise))
                 store.note(self._note(reply))
         if order is not None and order.stage:
             self.context.state.pop(secure.STATE, None)
@@ -386,12 +398,12 @@ class Visit:
             return
         if not self._publishes and order.stage != 4:
             return
-        agreement = self._agreement(order).joined(order, policy)
+        agreement = self._agreement(order).with_order(order, policy)
         if order.stage == 4:
-            agreement = agreement.once(order, stage=4)
+            agreement = agreement.with_exchange(order, stage=4)
         else:
-            agreement = agreement.answered(order)
-            account = self._account().charged(order, agreement, policy, self._size)
+            agreement = agreement.with_answer(order)
+            account = self._account().with_charge(order, agreement, policy, self._size)
             store.put_fact(ACCOUNT, asdict(account))
         store.put_fact(run_of(order.training), asdict(agreement))
 
@@ -401,11 +413,11 @@ class Visit:
         Under a limit a learner that fails is counted as if it had answered: otherwise how often it
         fails, which may depend on its data, would decide when the limit is reached.
         """
-        failure = coded(error)
+        failure = error_for_server(error)
         try:
             if isinstance(self._store, DiskStore):
                 with self._store.writing():
-                    if self._policy.limits_own and failure.code == Code.LEARNER_FAILED:
+                    if self._policy.limits_own and failure.code == RefusalCode.LEARNER_FAILED:
                         self._write_costs()
                     self._store.note(self._note({}, failure.code))
         except Exception as problem:
@@ -425,7 +437,7 @@ class Visit:
             "run": self.context.run_id,
             "kind": self.kind,
             "round": order.round if order else None,
-            "bytes": {name: _size(record) for name, record in reply.items()},
+            "bytes": {name: _num_bytes(record) for name, record in reply.items()},
             "norm": None if gradient is None else _norm(gradient),
             "clip_norm": order.clip_norm if order else None,
             "code": code,
@@ -440,7 +452,7 @@ def check_maker(learner_for: Callable[[Context], Learner], layout: Layout) -> No
     try:
         check_shared(learner_for, layout.shape_of)
     except ValueError as error:
-        raise RefusedError(Code.REFUSED_MESSAGE, str(error)) from None
+        raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
 
 
 def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tuple[float, int]:
@@ -448,23 +460,22 @@ def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tupl
 
     Whether stock strategies are answered at all, no run config decides: see ``Policy``.
     """
-    size = settings.local_step
+    size: Any = settings.local_step
     if size is None:
         size = run_config.get("local-step")
-    steps = settings.local_steps
+    steps: Any = settings.local_steps
     if steps is None:
         steps = run_config.get("local-steps", 1)
-    number = isinstance(size, int | float) and not isinstance(size, bool)
     rule = "local-step must be a positive number"
     remedy = "set it in the run config, or pass local_step to client_app"
     try:
-        require(number and 0 < float(size or 0) < math.inf, rule, size, remedy)
-        return float(size or 0), count("local-steps", steps or 0)
+        require(is_number(size) and 0 < size < math.inf, rule, size, remedy)
+        return float(size), count("local-steps", steps)
     except ValueError as error:
-        raise RefusedError(Code.REFUSED_POLICY, str(error)) from None
+        raise limit_refusal(str(error)) from None
 
 
-def _size(record: Any) -> int:
+def _num_bytes(record: Any) -> int:
     """The number of bytes of a record."""
     if isinstance(record, ArrayRecord):
         return sum(len(array.data) for array in record.values())
@@ -477,19 +488,12 @@ def _norm(record: ArrayRecord) -> float:
     return math.sqrt(sum(float(part.sum()) for part in parts))
 
 
-def _read_order(flat: Mapping[str, Any] | None) -> Order | None:
-    try:
-        return None if flat is None else Order.from_flat(flat)
-    except ValueError as error:
-        raise RefusedError(Code.REFUSED_ORDER, str(error)) from None
-
-
 # --- what is sent, and what is kept
 
 
 def respond(
     learner: Learner, w: Vector, theta: Vector, order: Order, factor: float = 1.0
-) -> tuple[Sent, Vector]:
+) -> tuple[VisitAnswer, Vector]:
     """What one visit sends, and the θ after it.
 
     Args:
@@ -500,7 +504,7 @@ def respond(
         factor: f; everything that leaves is bounded by f times the Order's clip norm.
     """
     if order.asks in BEFORE_ROUNDS:
-        return Sent(answer_before(solver_of(learner, order), w, order, factor)), theta
+        return VisitAnswer(answer_before(solver_of(learner, order), w, order, factor)), theta
     if order.asks == "solution":
         found = np.asarray(solver_of(learner, order).solution(w, order))
         g_w = found * (-1 / order.size)
@@ -512,13 +516,13 @@ def respond(
     _check_vector(learner, "g_θ", g_theta, theta)
     with np.errstate(all="ignore"):
         sent, stepped = client_step(theta, g_w, g_theta, factor * order.clip_norm, order.step)
-    if order.asks == "gradient" and isinstance(learner, PersonalStepper):
+    if order.asks == "gradient" and offers(learner, PersonalStepper):
         stepped = learner.personal_step(w, theta, order)
     _check_vector(learner, "a step of θ", stepped, theta)
     if not order.publishes:
-        return Sent(None), stepped
+        return VisitAnswer(None), stepped
     measures = training_measures(learner, w, theta, order) if order.metrics else {}
-    return Sent(sent, measures), stepped
+    return VisitAnswer(sent, measures), stepped
 
 
 def answer_before(learner: Solver, w: Vector, order: Order, factor: float = 1.0) -> Vector:
@@ -528,7 +532,7 @@ def answer_before(learner: Solver, w: Vector, order: Order, factor: float = 1.0)
     if order.asks == "unit":
         value = learner.spread()
     elif order.asks == "size":
-        origin = learner.origin(w) if isinstance(learner, Originated) else np.zeros_like(w)
+        origin = learner.origin(w) if offers(learner, OriginProvider) else np.zeros_like(w)
         value = length(learner.solution(origin, order))
     else:
         value = math.sqrt(own_columns(learner, order).sum())
@@ -548,7 +552,7 @@ def own_columns(learner: Solver, order: Order) -> Vector:
 
 def solver_of(learner: object, order: Order) -> Solver:
     """The learner, which can answer ``auto``; ValueError in one line if it cannot."""
-    if not isinstance(learner, Solver):
+    if not offers(learner, Solver):
         raise ValueError(
             f"PPSGD.auto asks for solutions and {type(learner).__name__} has no solution(w, "
             "order): use AdditiveLinear or torch_client, or PPSGD(release, steps, …) for gradients"
@@ -561,7 +565,7 @@ def solver_of(learner: object, order: Order) -> Solver:
     return learner
 
 
-def personal_model(learner: Learner, w: Vector, order: Order) -> OwnModel:
+def model_around(learner: Learner, w: Vector, order: Order) -> OwnModel:
     """The user's own model around the published w: what is kept under ``auto``."""
     variance = np.array(order.variance) if order.variance else np.zeros(1)
     return solver_of(learner, order).personal_model(w, variance, order)
@@ -570,7 +574,7 @@ def personal_model(learner: Learner, w: Vector, order: Order) -> OwnModel:
 def training_measures(learner: Learner, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
     """The training measures that the server releases privately; only those it names leave."""
     name = type(learner).__name__
-    if not isinstance(learner, TrainingMeasurer):
+    if not offers(learner, TrainingMeasurer):
         raise ValueError(
             f"the server asks for {', '.join(order.metrics)} and {name} has no "
             "training_measures(w, theta, order): add it, or leave out metrics"
@@ -586,7 +590,9 @@ def training_measures(learner: Learner, w: Vector, theta: Vector, order: Order) 
 
 def num_tested(learner: Learner) -> int:
     """The weight of a user's measures: the number of rows they are measured on, if it is known."""
-    return int(learner.num_tested if isinstance(learner, Tested) else learner.num_examples)
+    if offers(learner, TestedRowCounter):
+        return int(learner.num_tested)
+    return int(learner.num_examples)
 
 
 def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -596,7 +602,7 @@ def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
         model: the learner; one without ``check_shared`` takes what comes.
         shapes: of the server's arrays, by name.
     """
-    if isinstance(model, SharedChecker):
+    if offers(model, SharedChecker):
         model.check_shared(shapes)
 
 

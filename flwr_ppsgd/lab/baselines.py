@@ -78,7 +78,7 @@ class LocalStepsEngine(LinearEngine):
         return {"v": self._v, "noise": self._noise}
 
 
-class Tuned(NamedTuple):
+class FineTuned(NamedTuple):
     """The result of fine-tuning one w.
 
     Args:
@@ -92,7 +92,7 @@ class Tuned(NamedTuple):
     measures: dict[str, float]
 
 
-def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) -> list[Tuned]:
+def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) -> list[FineTuned]:
     """For each w, the θ_i that each user trains alone on top of it, with the best of ``steps``.
 
     The best step is chosen on validation rows if there are any. Free of charge: it uses the
@@ -106,13 +106,15 @@ def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) ->
     """
     columns = int(table.widths.sum()) * len(steps) * table.outputs
     at_once = max(1, NUMBERS_AT_ONCE // columns)
-    found: list[Tuned] = []
+    found: list[FineTuned] = []
     for start in range(0, w.shape[1], at_once):
-        found += _tuned(table, w[:, start : start + at_once], steps, passes)
+        found += _fine_tune_settings(table, w[:, start : start + at_once], steps, passes)
     return found
 
 
-def _tuned(table: Table, w: Matrix, steps: Sequence[float], passes: float) -> list[Tuned]:
+def _fine_tune_settings(
+    table: Table, w: Matrix, steps: Sequence[float], passes: float
+) -> list[FineTuned]:
     """``fine_tune`` of some w: every w with every step is a setting of local learning."""
     silent = Release(Poisson(len(table), 1.0), clip_norm=1.0, noise_multiplier=0.0)
     count = len(steps)
@@ -131,5 +133,5 @@ def _tuned(table: Table, w: Matrix, steps: Sequence[float], passes: float) -> li
         places = range(first, first + count)
         errors = [badness(chosen_by, measures[place][chosen_by]) for place in places]
         best = first + int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
-        found.append(Tuned(steps[best - first], by_user[best], measures[best]))
+        found.append(FineTuned(steps[best - first], by_user[best], measures[best]))
     return found

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from flwr_ppsgd import disk
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.engine import Engine, Report, Setting, train
 from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall, results_of
@@ -57,7 +57,7 @@ OnReport: TypeAlias = Callable[[int, Best | None], None]  # the round, and the b
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """Which settings run side by side.
 
     Args:
@@ -81,7 +81,7 @@ class Plan:
         )
 
 
-def plan(sweep: Sweep, memory: int, jobs: int) -> Plan:
+def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
     """As few blocks as memory allows and ``jobs`` workers need; each holds settings of one seed."""
     points = sweep.points()
     task = sweep.base.task
@@ -97,7 +97,7 @@ def plan(sweep: Sweep, memory: int, jobs: int) -> Plan:
         most = most * 7 // 8
     blocks = _blocks(points, most, jobs)
     largest = max(len(block) for block in blocks)
-    return Plan(blocks, jobs, task.bytes(largest), memory)
+    return BlockPlan(blocks, jobs, task.bytes(largest), memory)
 
 
 def _blocks(points: Sequence[Point], most: int, jobs: int) -> tuple[tuple[Point, ...], ...]:
@@ -169,13 +169,13 @@ def run_block(
             if at_the_end and diverged:
                 rows.append(SweepRow(points[place], report.round, {}, diverged=True))
             elif not at_the_end:
-                row = _row(points[place], report.round, measures, by_user.get(place))
+                row = _rounded_row(points[place], report.round, measures, by_user.get(place))
                 rows.append(replace(row, diverged=diverged))
         best = _best_of(report) or best
     if method == FINE_TUNED:
-        rows += _tuned(base, engine, points)
+        rows += _fine_tuned_rows(base, engine, points)
     elif method in SOLVED_BASELINES:
-        rows += _solved(base, engine, points)
+        rows += _solved_rows(base, engine, points)
     return rows
 
 
@@ -205,7 +205,7 @@ def _recipe_row(base: Experiment, point: Point) -> SweepRow:
     return _solved_row(point, experiment.training.rounds, outcome.people, validation)
 
 
-def _tuned(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
+def _fine_tuned_rows(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
     """What users reach who fine-tune the final w of global learning on their own."""
     if not engine.places:
         return []
@@ -216,12 +216,12 @@ def _tuned(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[Sw
     rows = []
     results = fine_tune(table, w, steps, base.fine_tune_passes)
     for place, (step, by_user, measures) in zip(engine.places, results, strict=True):
-        row = _row(points[place], base.training.rounds, measures, by_user)
+        row = _rounded_row(points[place], base.training.rounds, measures, by_user)
         rows.append(replace(row, personal_step=step))
     return rows
 
 
-def _solved(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
+def _solved_rows(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
     """What users reach who make the recipe's personal models around w, as if it had no noise."""
     ws = [engine.w(place) for place in engine.places]
     users = range(base.training.population)
@@ -243,10 +243,10 @@ def _solved_row(
     measures = {**for_choosing(overall(validation)), **overall(people)}
     main = measure_of(people[0].measures)
     by_user = np.array([person.measures[main] for person in people])
-    return _row(point, rounds, measures, by_user)
+    return _rounded_row(point, rounds, measures, by_user)
 
 
-def _row(
+def _rounded_row(
     point: Point, round_: int, measures: Mapping[str, float], by_user: Vector | None
 ) -> SweepRow:
     """With the measures that are finite, and few digits; users are left out if one of them has

@@ -50,7 +50,7 @@ SETTINGS_HELP = "\n\n".join(
 app = typer.Typer()
 
 
-class Engine(enum.StrEnum):
+class EngineName(enum.StrEnum):
     """Where clients run."""
 
     process = "process"
@@ -83,7 +83,7 @@ def takes_data_options(*only: str) -> Callable[[Callable[..., None]], Callable[.
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def parsed(**typed: Any) -> None:
+        def with_data_options(**typed: Any) -> None:
             values = {option.name: typed.pop(option.name) for option in options}
             command(**typed, about=DataOptions(**values))
 
@@ -96,10 +96,12 @@ def takes_data_options(*only: str) -> Callable[[Callable[..., None]], Callable[.
             parameters[option.name] = inspect.Parameter(
                 option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint
             )
-        parsed.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+        with_data_options.__annotations__ = {
+            name: each.annotation for name, each in parameters.items()
+        }
         signature = inspect.Signature(list(parameters.values()))
-        parsed.__signature__ = signature  # type: ignore[attr-defined]
-        return parsed
+        with_data_options.__signature__ = signature  # type: ignore[attr-defined]
+        return with_data_options
 
     return decorate
 
@@ -142,7 +144,7 @@ def look(
     flat = {"data": data, **({} if about.schema else kept), **about.to_flat()}
     problem = Problem.of(flat | _overrides(settings or [])).found()
     seen = problem.as_by_default()
-    show(looking.report(problem.per_user(), seen.per_user()))
+    show(looking.data_report(problem.per_user(), seen.per_user()))
     if write is not None:
         write_schema(seen.written_schema(), write, Path(data).name)
         show(f"Written: {write}. Read it, correct it, then: --schema {write}")
@@ -169,12 +171,12 @@ def run(  # noqa: PLR0917 - typer's own way
     rounds: Annotated[int | None, typer.Option(help="The number of rounds.")] = None,
     settings: Set = None,
     engine: Annotated[
-        Engine,
+        EngineName,
         typer.Option(
             help="process: secret noise, with the guarantee. cohort: faster, a simulation without "
             "any guarantee. flower: `flwr run`."
         ),
-    ] = Engine.process,
+    ] = EngineName.process,
     out: Annotated[
         Path | None, typer.Option(help="Output directory; default: a new one under runs/.")
     ] = None,
@@ -203,7 +205,7 @@ def run(  # noqa: PLR0917 - typer's own way
     screen.show_lines(screen.data_lines(chosen))
     if verbose:
         _describe(chosen)
-    stopped = _train(chosen, out, engine)
+    stopped = _train_and_save(chosen, out, engine)
     saved = read_run(out)
     screen.show_lines(screen.outcome_lines(chosen, out, saved))
     if verbose:
@@ -240,12 +242,12 @@ def _describe(experiment: "Experiment") -> None:
         show(text)
 
 
-def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
+def _train_and_save(experiment: "Experiment", out: Path, engine: EngineName) -> bool:
     """Write the output directory; whether the user has stopped the run."""
     from flwr_ppsgd.lab import screen
     from flwr_ppsgd.lab.figures import draw_run
 
-    if engine is Engine.flower:
+    if engine is EngineName.flower:
         from flwr_ppsgd.lab import flwr_run
 
         flwr_run.run(experiment, out)
@@ -254,7 +256,7 @@ def _train(experiment: "Experiment", out: Path, engine: Engine) -> bool:
     from flwr_ppsgd.lab import run as running
     from flwr_ppsgd.lab.outputs import save
 
-    train = running.run_as_cohort if engine is Engine.cohort else running.run
+    train = running.run_as_cohort if engine is EngineName.cohort else running.run
     with screen.progress_bar(transient=True) as progress:
         hook = screen.progress_hook(progress, "training", experiment.training.rounds)
         outcome = train(experiment, hook)
@@ -314,17 +316,17 @@ def sweep(  # noqa: PLR0917 - typer's own way
     from flwr_ppsgd.lab.workers import run_sweep
 
     grid = Sweep.load(experiment, overrides)
-    limit = _bytes(memory)
+    limit = _memory_limit(memory)
     if out is None:
         source = experiment or Path(data or "sweep")
         out = RUNS / source.stem
     if extend and (out / CONFIG).exists():
-        grid = grid.united(read_config(out))
+        grid = grid.with_values_of(read_config(out))
     _describe(grid.base)
     if grid.base.problem.data != SYNTHETIC and not grid.base.trivial():
         raise ValueError(
             f"{grid.base.problem.data}: there are no test rows, so settings cannot be compared: "
-            "mark some, or add --test-fraction 0.2"
+            "mark some, or add --set test-fraction=0.2"
         )
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -335,7 +337,7 @@ def sweep(  # noqa: PLR0917 - typer's own way
             for _extension in range(MOST_EXTENSIONS if extend else 0):
                 if not found.edges:
                     break
-                grid = grid.extended(found.edges)
+                grid = grid.with_values_beyond(found.edges)
                 run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=True)
                 found = summarise(read_rows(out))
     except KeyboardInterrupt:
@@ -352,7 +354,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _bytes(size: str | None) -> int | None:
+def _memory_limit(size: str | None) -> int | None:
     """``8GB``, ``500MB`` or a number of bytes."""
     if size is None:
         return None
@@ -396,11 +398,11 @@ def predict_rows(
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
     from flwr_ppsgd.lab.outputs import write_predictions
-    from flwr_ppsgd.lab.predict import predict
+    from flwr_ppsgd.lab.predict import predict_file
 
     if out.exists():
         raise ValueError(f"{out} is there already: choose another file with --out")
-    found = predict(directory, data, about.user, about.schema)
+    found = predict_file(directory, data, about.user, about.schema)
     write_predictions(out, found)
     counts: dict[str, int] = {}
     for one in found:
@@ -458,21 +460,21 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--set {setting}: write it as KEY=VALUE")
-        values[key.strip()] = _value(value)
+        values[key.strip()] = _toml_value(value)
     return values
 
 
-def _value(text: str) -> Any:
+def _toml_value(text: str) -> Any:
     """A TOML value. ``.2`` is a number to a person, though not to TOML."""
     text = re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return _plain(text)
-    return parsed["value"] if list(parsed) == ["value"] else _plain(text)
+        return _number_or_text(text)
+    return parsed["value"] if list(parsed) == ["value"] else _number_or_text(text)
 
 
-def _plain(text: str) -> float | str:
+def _number_or_text(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:

@@ -29,15 +29,13 @@ class DataOptions:
     user: str | None = _option("user-column", "COLUMN", "Names the user; default: user.")
     target: str | None = _option("target-column", "COLUMN", "What to predict; default: y.")
     task: str | None = _option("task", "TASK", "classification, regression or multi-label.")
-    features: str | None = _option("feature-columns", "A,B,…", "Default: all that are found.")
+    features: str | None = _option("feature-columns")
     exclude: str | None = _option("exclude-columns", "A,B,…", "Columns that are not used.")
     categorical: str | None = _option("categorical-columns", "A,B,…", "Columns of categories.")
     text: str | None = _option("text-columns")
     test: str | None = _option("test-column")
-    time: str | None = _option("time-column", "COLUMN", "Each user's last rows are for testing.")
-    test_fraction: float | None = _option(
-        "test-fraction", "SHARE", "Of each user's rows, for testing; default: 0.2."
-    )
+    time: str | None = _option("time-column")
+    test_fraction: float | None = _option("test-fraction")
     impute: str | None = _option("impute", "RULE", "For gaps: drop (the row), zero or own-mean.")
     encoding: str | None = _option("encoding")
     split_seed: int = 0

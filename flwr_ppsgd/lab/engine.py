@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, measure_of, summary
-from flwr_ppsgd.noise import coins_for
+from flwr_ppsgd.noise import random_stream
 
 DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
 SMALLEST_ERROR = 1e-300  # stands in for a first value of 0
@@ -88,7 +88,7 @@ class Engine(ABC):
         who measures there."""
 
     @abstractmethod
-    def measured(self, part: str) -> dict[str, NDArray[Any]]:
+    def measure_users(self, part: str) -> dict[str, NDArray[Any]]:
         """Each measure of all settings: users who measure there × settings."""
 
     @abstractmethod
@@ -105,9 +105,9 @@ class Engine(ABC):
         found: dict[str, Vector] = {}
         with np.errstate(all="ignore"):
             if "validation" in parts:
-                found = for_choosing(summary(self.measured("validation"), parts["validation"]))
+                found = for_choosing(summary(self.measure_users("validation"), parts["validation"]))
             if TEST in parts and (final or not found):
-                found |= summary(self.measured(TEST), parts[TEST])
+                found |= summary(self.measure_users(TEST), parts[TEST])
         return {
             place: {name: float(values[place]) for name, values in found.items()}
             for place in self.places
@@ -118,7 +118,7 @@ class Engine(ABC):
         if TEST not in self.measured_parts():
             return {}
         with np.errstate(all="ignore"):
-            found = self.measured(TEST)
+            found = self.measure_users(TEST)
         if not found:
             return {}
         main = found[measure_of(found)]
@@ -148,7 +148,7 @@ class Engine(ABC):
         how many samples users have: for simulation only, as in the paper's experiments.
         """
         self.round += 1
-        uniforms = coins_for(self._seed, "cohort", self.round).uniforms(len(self.visits))
+        uniforms = random_stream(self._seed, "cohort", self.round).uniforms(len(self.visits))
         if self._most_visits is None:
             users = self.cohort.members(uniforms)
         else:
@@ -160,7 +160,7 @@ class Engine(ABC):
 
     def normals(self, size: int) -> Vector:
         """The standard normals of this round, the same for all settings."""
-        return coins_for(self._seed, "noise", self.round).normals(size)
+        return random_stream(self._seed, "noise", self.round).normals(size)
 
 
 @dataclass(frozen=True)

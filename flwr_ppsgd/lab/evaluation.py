@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.client.visit import num_tested, personal_model
-from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combined, measure_of, worst_tenth
+from flwr_ppsgd.client.visit import model_around, num_tested
+from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combine, measure_of, worst_tenth
 from flwr_ppsgd.learner import LOCAL, DescribedModel, Learner, OwnModel, Solver
 from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
@@ -90,14 +90,14 @@ def remember_model(learner: Learner) -> Learner:
     make = learner.personal_model
     made: dict[tuple[object, ...], OwnModel] = {}
 
-    def remembered(w: Vector, variance: Vector, order: Order) -> OwnModel:
+    def model_once(w: Vector, variance: Vector, order: Order) -> OwnModel:
         key = (w.tobytes(), variance.tobytes(), order.unit, order.size)
         if key not in made:
             made.clear()
             made[key] = make(w, variance, order)
         return made[key]
 
-    setattr(learner, "personal_model", remembered)  # noqa: B010 - a method, for mypy
+    setattr(learner, "personal_model", model_once)  # noqa: B010 - a method, for mypy
     return cast(Learner, learner)
 
 
@@ -128,10 +128,10 @@ def results_of(
             if order is None:
                 model: OwnModel = cast(AdditiveLinear, learner).stepped_model(w)
             else:
-                model = personal_model(learner, w, order)
+                model = model_around(learner, w, order)
             measures = model.measures()
             if measures:
-                chosen = model.chosen if isinstance(model, DescribedModel) else {}
+                chosen = model.choices if isinstance(model, DescribedModel) else {}
                 people.append(UserResult(user, rows, measures, chosen))
             else:
                 without += 1
@@ -153,7 +153,7 @@ def overall(people: Sequence[UserResult]) -> dict[str, float]:
     found = {}
     for name in people[0].measures:
         values = np.array([person.measures.get(name, math.nan) for person in people])
-        found[name] = float(combined(name, values, weights))
+        found[name] = float(combine(name, values, weights))
     main = measure_of(found)
     for name in (main, LOCAL + main):
         if name in found:

@@ -27,13 +27,13 @@ from flwr_ppsgd.settings import (
     in_keys,
     key_of,
     keys_of,
-    listed,
     name_of,
     override,
     part_of,
     read_toml,
+    split_names,
     to_flat,
-    typed,
+    typed_value,
     with_keys,
 )
 from flwr_ppsgd.training import Training
@@ -104,7 +104,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         # what a strategy would refuse; no noise is calibrated for it
-        Training.of(**self.training.arguments(self.training.uncalibrated()))
+        Training.of(**self.training.arguments(self.training.release_without_noise()))
         replies = self.training.replies
         remedy = "the clients of experiments send gradients"
         require(replies == "gradient", "replies must be 'gradient' here", replies, remedy)
@@ -145,7 +145,7 @@ class Experiment:
 
     def methods(self) -> list[str]:
         """The baselines, as a list."""
-        return listed(self.baselines)
+        return split_names(self.baselines)
 
     def conditions(self) -> list[str]:
         """What must be public for the promise to hold, each as "provided that …"."""
@@ -185,7 +185,7 @@ class Experiment:
         """What the data are, and what was worked out from them, in lines to print."""
         lines = []
         if self.problem.data != SYNTHETIC:
-            lines += _described(self.problem)
+            lines += _describe_data(self.problem)
         if self.passes is not None:
             rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
             lines.append(f"{rounds}, {self.conditions()[-1]}")
@@ -220,7 +220,7 @@ class Experiment:
         default = _default_for(with_keys(changes))
         source = source_of(path, default)
         flat = override(read_toml(source), changes)
-        return cls.read(flat, where=shown(source, path))
+        return cls.read(flat, where=source_name(source, path))
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> "Experiment":
@@ -232,7 +232,7 @@ class Experiment:
                 )
         for key in flat:
             check_known(key, experiment_keys(), where)
-        return _built(_resolved(flat, where), where)
+        return _built(_resolve(flat, where), where)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> "Experiment":
@@ -258,7 +258,7 @@ def source_of(path: Path | None, default: str) -> Path | Traversable:
     return PRESETS / f"{name}{SUFFIX}"
 
 
-def shown(source: Path | Traversable, path: Path | None) -> str:
+def source_name(source: Path | Traversable, path: Path | None) -> str:
     """How errors name a source."""
     return source.name if path is None else str(path)
 
@@ -287,7 +287,7 @@ def _built(flat: Mapping[str, Any], where: str) -> Experiment:
     hints = get_type_hints(Experiment)
     try:
         own = {
-            name_of(key): typed(key, value, hints[name_of(key)])
+            name_of(key): typed_value(key, value, hints[name_of(key)])
             for key, value in part_of(flat, Experiment).items()
         }
         return Experiment(training=training, problem=problem, **own)
@@ -325,7 +325,7 @@ def recipe_columns(problem: Problem) -> dict[str, str]:
     return {"task": task, "sparse": spans_of(places)}
 
 
-def _resolved(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _resolve(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``flat`` with all that follows from the data: place, checksum, population, rounds, rate."""
     found = with_keys(flat)
     try:
@@ -434,7 +434,7 @@ def _positive(flat: Mapping[str, Any], key: str) -> float | None:
     """The value of ``key``; None if it is not given."""
     if key not in flat:
         return None
-    value: float = typed(key, flat[key], float)
+    value: float = typed_value(key, flat[key], float)
     if not 0 < value < math.inf:
         raise ValueError(f"{key} must be positive and finite, got {value!r}")
     for other in NEEDS[key]:
@@ -446,10 +446,10 @@ def _positive(flat: Mapping[str, Any], key: str) -> float | None:
 def _rate(flat: Mapping[str, Any]) -> float:
     """The share of users that takes part in a round, on average."""
     if "rate" in flat:
-        return float(typed("rate", flat["rate"], float))
+        return float(typed_value("rate", flat["rate"], float))
     if "cohort-size" not in flat:
         raise ValueError("give either rate or cohort-size: neither is set")
-    size: int = typed("cohort-size", flat["cohort-size"], int)
+    size: int = typed_value("cohort-size", flat["cohort-size"], int)
     return float(size / flat["population"])
 
 
@@ -464,7 +464,7 @@ def _put(flat: dict[str, Any], key: str, other: str, value: float) -> dict[str, 
     return {**flat, other: value}
 
 
-def _described(problem: Problem) -> list[str]:
+def _describe_data(problem: Problem) -> list[str]:
     """The users of own data and their rows."""
     from flwr_ppsgd.lab.inspect import brief
 

@@ -1,7 +1,8 @@
 """Columns as features: what kind each one is, and the numbers that a model sees.
 
-``columns_of`` looks at everybody's rows to find the kinds, so that what it finds is a condition of
-any promise; ``encode`` applies kinds that are known and looks at nothing. Hashes are public.
+``find_columns`` looks at everybody's rows to find the kinds, so that what it finds is a condition
+of any promise; ``encode_columns`` applies kinds that are known and looks at nothing. Hashes are
+public.
 """
 
 import re
@@ -46,10 +47,10 @@ DATE = re.compile(
 )
 TRUTH = {"true": 1.0, "false": 0.0}
 EPOCHS = tuple((9e8 * unit, 2.3e9 * unit) for unit in (1, 1e3, 1e6, 1e9))  # 1998 to 2042
-USE = "--features uses it"
+USE = "--set feature-columns= uses it"
 REASONS = {  # why a column is left out, and the option that changes it
-    "date": "dates (--time tests on each user's last rows)",
-    "timestamp": f"timestamps (--time tests on each user's last rows, {USE})",
+    "date": "dates (--set time-column= tests on each user's last rows)",
+    "timestamp": f"timestamps (--set time-column= tests on each user's last rows, {USE})",
     "row id": f"row ids ({USE})",
     "words": "many words (--categorical or --set text-columns= uses them)",
     "nested": "nested (write one column for each number)",
@@ -91,11 +92,11 @@ def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
     if getattr(values.dtype, "kind", "O") in "biuf" and isinstance(values.dtype, np.dtype):
         return np.array(values, dtype=np.float64)
     words, codes = as_texts(values)
-    found = [_number(word, decimal) for word in words]
+    found = [_number_of_word(word, decimal) for word in words]
     return np.array([*found, np.nan])[codes]
 
 
-def _number(word: str, decimal: str) -> float:
+def _number_of_word(word: str, decimal: str) -> float:
     if word in GAPS:
         return np.nan
     truth = TRUTH.get(word.lower())
@@ -111,7 +112,7 @@ def is_text(values: Values) -> bool:
 # --- looking for kinds
 
 
-def columns_of(
+def find_columns(
     table: RawTable, options: DataOptions, special: set[str]
 ) -> tuple[tuple[Column, ...], list[str]]:
     """The kind of each column that is not special, found by looking; and notes, one for each kind
@@ -145,7 +146,7 @@ def columns_of(
             found.append(Column(name, LEFT_OUT))
         else:
             found.append(_found_column(table, name, values))
-    return tuple(found), _notes(found, left_out)
+    return tuple(found), _column_notes(found, left_out)
 
 
 def _asked_column(name: str, values: Values, kind: str) -> Column:
@@ -258,23 +259,25 @@ def is_flag(values: NDArray[Any]) -> bool:
     return bool(((there == 0) | (there == 1)).all())
 
 
-def _notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
+def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
     notes = []
     words = [column for column in found if column.kind == CATEGORY]
     if words:
-        named = listed([f"{column.name!r} ({len(column.words)} words)" for column in words])
+        named = list_names([f"{column.name!r} ({len(column.words)} words)" for column in words])
         notes.append(f"taken as categories: {named} (--exclude leaves them out)")
     for kind in (HASHED, TEXT):
         names = [repr(column.name) for column in found if column.kind == kind]
         if names:
-            notes.append(f"{kind}, in {BUCKETS:,} columns each: {listed(names)}")
+            notes.append(f"{kind}, in {BUCKETS:,} columns each: {list_names(names)}")
     for reason, names in left_out.items():
         if REASONS[reason]:
-            notes.append(f"left out, {REASONS[reason]}: {listed([repr(name) for name in names])}")
+            notes.append(
+                f"left out, {REASONS[reason]}: {list_names([repr(name) for name in names])}"
+            )
     return notes
 
 
-def listed(names: Sequence[str], most: int = MOST_LISTED) -> str:
+def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
     """The first names, and how many there are if those are not all."""
     shown = ", ".join(names[:most])
     return f"{shown}, … ({len(names):,} in all)" if len(names) > most else shown
@@ -283,9 +286,9 @@ def listed(names: Sequence[str], most: int = MOST_LISTED) -> str:
 # --- features of known kinds
 
 
-def encode(table: RawTable, schema: Schema) -> Values:
+def encode_columns(table: RawTable, schema: Schema) -> Values:
     """rows × features, dense or CSR; gaps and what is no number are NaN."""
-    used = schema.used
+    used = schema.used_columns
     if len(used) == 1 and np.ndim(table.columns[used[0].name]) == 2:
         return _array(table, used[0])
     blocks = []

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
 from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, measure_of, on_test
 from flwr_ppsgd.lab.outputs import (
+    BEST,
     PICTURE,
     USERS_PICTURE,
     read_config,
     read_people,
     read_run,
     read_selection,
-    write_best,
     write_table,
 )
 from flwr_ppsgd.lab.rows import (
@@ -52,8 +52,8 @@ from flwr_ppsgd.lab.summary import (
     LOCAL_SOLVED,
     PERSONALIZED,
     ZERO_OUT,
-    Spread,
     Summary,
+    UserSpread,
     at_level,
     best,
     best_curves,
@@ -121,7 +121,7 @@ NUMBERS = {  # columns of a figure's CSV, and what they are called in a frame
 # --- axes
 
 
-class _Plain(LogFormatter):
+class _PlainFormatter(LogFormatter):
     """0.1 for 1e-01, at the same ticks."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
@@ -143,8 +143,8 @@ def log_scale(axes: Axes) -> None:
 
 def plain_numbers(axis: Axis) -> None:
     """0.1 and 100, not powers of ten, along a logarithmic axis."""
-    axis.set_major_formatter(_Plain(labelOnlyBase=False))
-    axis.set_minor_formatter(_Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    axis.set_major_formatter(_PlainFormatter(labelOnlyBase=False))
+    axis.set_minor_formatter(_PlainFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
 
 
 def measure_axis(axes: Axes, measure: str) -> None:
@@ -329,7 +329,9 @@ def draw_sweep(
     """
     found = summarise(rows)
     written = draw_figures(found, directory, formats)
-    written.append(write_best(directory, found.table))
+    best_settings = directory / BEST
+    write_table(best_settings, found.table)
+    written.append(best_settings)
     costs = [cost_text(cost) for cost in read_selection(directory)]
     return "\n".join([found.text(), *costs]), written
 
@@ -359,7 +361,7 @@ def draw_figures(found: Summary, directory: Path, formats: Sequence[str] = ("png
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnFigure:
     """A figure and the numbers it shows.
 
     Args:
@@ -403,19 +405,19 @@ def styles(values: Sequence[float]) -> dict[float, Look]:
     return {a: drawn[a] for a in values}
 
 
-def _numbers(curve: pd.DataFrame, label: str) -> pd.DataFrame:
+def _csv_rows(curve: pd.DataFrame, label: str) -> pd.DataFrame:
     """The points of a curve, as rows of a figure's CSV."""
     chosen = curve[list(NUMBERS.values())].set_axis(list(NUMBERS), axis=1)
     chosen.insert(0, "curve", label)
     return chosen
 
 
-def _reported(curve: pd.DataFrame) -> pd.DataFrame:
+def _on_test_rows(curve: pd.DataFrame) -> pd.DataFrame:
     """With what was reached on test rows in place of what settings were chosen by."""
     return curve.assign(value=curve["reported"], error=curve["reported_error"])
 
 
-def figure_1(found: Summary) -> Drawn | None:
+def figure_1(found: Summary) -> DrawnFigure | None:
     """A panel for each noise level, a curve for each αQ with its best step at each round.
 
     Bands are one standard error over seeds. None if the recipe was run alone: it is measured once.
@@ -434,7 +436,7 @@ def figure_1(found: Summary) -> Drawn | None:
         for label, (curve, look) in named.items():
             here = at_level(curve, level)
             _draw_curve(panel, here, label, look)
-            numbers.append(_numbers(here.assign(level=level), label))
+            numbers.append(_csv_rows(here.assign(level=level), label))
         title = f"noise multiplier z = {level:.4g}" if level else "without noise: no guarantee"
         panel.set(xlabel="round", title=title)
         whole_rounds(panel)
@@ -448,7 +450,7 @@ def figure_1(found: Summary) -> Drawn | None:
     for panel in panels[:, 0]:
         panel.set_ylabel(name_of_measure(found.measure))
     _finish(figure, panels.flat[0], "Best step at each round", found)
-    return Drawn("figure-1", figure, pd.concat(numbers))
+    return DrawnFigure("figure-1", figure, pd.concat(numbers))
 
 
 def _limit_ordinate(axes: Axes, found: Summary, ends: Sequence[float]) -> None:
@@ -485,7 +487,7 @@ def _draw_curve(axes: Axes, curve: pd.DataFrame, label: str, look: Look) -> None
         axes.fill_between(later["round"], low, high, color=look["color"], alpha=0.18, lw=0)
 
 
-def figure_2(found: Summary) -> Drawn | None:
+def figure_2(found: Summary) -> DrawnFigure | None:
     """The measure against ε at the end of training, with a standard error over seeds.
 
     A curve for each αQ with its best step, and in grey the best over αQ. None without any ε.
@@ -497,7 +499,7 @@ def figure_2(found: Summary) -> Drawn | None:
         return None
     named = {alpha_name(a): (curves[a], look) for a, look in styles(sorted(curves)).items()}
     figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")
-    numbers = _draw_against_epsilon(axes, {**named, **_methods(ends, found.measure)})
+    numbers = _draw_against_epsilon(axes, {**named, **_method_curves(ends, found.measure)})
     axes.plot(
         noisy[EPSILON],
         noisy[on_test(found.measure)],
@@ -512,10 +514,10 @@ def figure_2(found: Summary) -> Drawn | None:
     _epsilon_axes(axes, found)
     _limit_ordinate(axes, found, found.table[on_test(found.measure)].tolist())
     _finish(figure, axes, "At the end of training, best step of each", found)
-    return Drawn("figure-2", figure, numbers)
+    return DrawnFigure("figure-2", figure, numbers)
 
 
-def figure_methods(found: Summary) -> Drawn | None:
+def figure_methods(found: Summary) -> DrawnFigure | None:
     """The measure against ε for every method, each with its best setting; None without any ε."""
     ends = ending(found.every)
     levels = [level for level in found.table["noise-multiplier"] if level > 0]
@@ -528,7 +530,7 @@ def figure_methods(found: Summary) -> Drawn | None:
         if not points.empty:
             named[label] = (points.drop_duplicates(), look)
     figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")
-    numbers = _draw_against_epsilon(axes, {**named, **_methods(ends, found.measure)})
+    numbers = _draw_against_epsilon(axes, {**named, **_method_curves(ends, found.measure)})
     for height in found.table.loc[found.table["noise-multiplier"] == 0, on_test(found.measure)]:
         axes.axhline(height, label="best without noise", color=COLOURS[0], ls=":", lw=1.8)
     if LOCAL_SOLVED in found.table:
@@ -542,10 +544,10 @@ def figure_methods(found: Summary) -> Drawn | None:
         axes.set_ylim(low, high)  # it may lie far outside
     _epsilon_axes(axes, found)
     _finish(figure, axes, "Every method at the end of training, best setting of each", found)
-    return Drawn("methods", figure, numbers)
+    return DrawnFigure("methods", figure, numbers)
 
 
-def _methods(ends: pd.DataFrame, measure: str) -> dict[str, tuple[pd.DataFrame, Look]]:
+def _method_curves(ends: pd.DataFrame, measure: str) -> dict[str, tuple[pd.DataFrame, Look]]:
     """The best of each baseline that was run, and the recipe, at each noise level."""
     found = {}
     for method, (label, look) in METHODS.items():
@@ -565,9 +567,9 @@ def _draw_against_epsilon(
         if points["level"].isna().all():
             height = float(points["reported"].iloc[0])
             axes.axhline(height, label=label, lw=1.8, **{**look, "marker": ""})
-            numbers.append(_numbers(_reported(points.head(1)), label))
+            numbers.append(_csv_rows(_on_test_rows(points.head(1)), label))
             continue
-        noisy = _reported(points[points["level"] > 0])
+        noisy = _on_test_rows(points[points["level"] > 0])
         errors = noisy["error"].fillna(0.0)
         axes.errorbar(
             noisy["epsilon"],
@@ -579,7 +581,7 @@ def _draw_against_epsilon(
             capsize=3,
             **look,
         )
-        numbers.append(_numbers(noisy, label))
+        numbers.append(_csv_rows(noisy, label))
     return pd.concat(numbers)
 
 
@@ -592,7 +594,7 @@ def _epsilon_axes(axes: Axes, found: Summary) -> None:
     plain_numbers(axes.xaxis)
 
 
-def figure_users(found: Summary) -> Drawn | None:
+def figure_users(found: Summary) -> DrawnFigure | None:
     """What each user gains against learning alone, in order; None if users were not told apart."""
     spread = found.spread
     if not spread:
@@ -612,10 +614,10 @@ def figure_users(found: Summary) -> Drawn | None:
         users = pd.DataFrame(own.users).rename_axis("user").reset_index()
         users.insert(0, "epsilon", own.epsilon)
         numbers.append(users)
-    return Drawn("users", figure, pd.concat(numbers))
+    return DrawnFigure("users", figure, pd.concat(numbers))
 
 
-def _user_panel(panel: Axes, own: Spread) -> None:
+def _user_panel(panel: Axes, own: UserSpread) -> None:
     users = np.linspace(0, 100, len(own.users[LOCAL]))
     for name, width in ((PERSONALIZED, 3), (GLOBAL, 1.2)):
         look = WAYS[name][1]
@@ -636,6 +638,6 @@ def _finish(figure: Figure, named: Axes, title: str, found: Summary) -> None:
     figure.legend(handles, labels, loc="outside right center", fontsize=9)
     figure.suptitle(title, fontsize=11)
     letters = int(LETTERS_PER_INCH * figure.get_figwidth())
-    lines = [CAVEAT, f"{found.count()} {found.chosen_on()}"]
+    lines = [CAVEAT, f"{found.count_text()} {found.chosen_on()}"]
     text = "\n".join(textwrap.fill(line, letters) for line in lines)
     figure.supxlabel(text, fontsize=8, color="0.3")

@@ -10,7 +10,7 @@ import importlib.resources
 import math
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -94,7 +94,6 @@ OF_A_RUN = {
     ),
     "learning": "The measure against rounds, ε along the top.",
 }
-PROVIDED = "Provided that this is public: {}."
 BEST_CAPTION = (
     "The best setting for each noise level at the end of training, beside local and global learning"
 )
@@ -117,29 +116,29 @@ def write_report(directory: Path) -> Path:
     """``report.html`` in the directory of a sweep or of a run."""
     config = read_config(directory)
     kind = "Run" if is_run(directory) else "Sweep"
-    about = _about_run(directory, config) if kind == "Run" else _about_sweep(directory, config)
+    about = _run_context(directory, config) if kind == "Run" else _sweep_context(directory, config)
     text = importlib.resources.files("flwr_ppsgd.lab").joinpath(TEMPLATE).read_text("utf-8")
     template = jinja2.Environment(autoescape=True).from_string(text)
     page = template.render(
         title=f"{kind}: {directory.resolve().name}",
-        settings=[(key, _shown(value, key)) for key, value in config.items() if value != ""],
+        settings=[(key, _format_value(value, key)) for key, value in config.items() if value != ""],
         version=version("flwr-ppsgd"),
         **about,
     )
     return write_page(directory, page)
 
 
-def _about_sweep(directory: Path, config: Mapping[str, Any]) -> Context:
+def _sweep_context(directory: Path, config: Mapping[str, Any]) -> Context:
     rows = finished_rows(directory)
     found = summarise(rows)
     with tempfile.TemporaryDirectory() as drawn:
         written = draw_figures(found, Path(drawn))
         pictures = [_picture(path, FIGURES) for path in written if path.suffix == ".png"]
-    delta = _shown(config.get("delta"))
+    delta = _format_value(config.get("delta"))
     guarantee = [SIMULATED, CAVEAT, WOULD_PROMISE.format(delta)]
     if "cohort-size" in config:
         guarantee.append(NOT_AMPLIFIED)
-    remarks = [] if not found.every.empty else [found.count()]
+    remarks = [] if not found.every.empty else [found.count_text()]
     remarks += [*found.remarks(), *(cost_text(cost) for cost in read_selection(directory))]
     return {
         "results": _best_lines(found),
@@ -148,7 +147,7 @@ def _about_sweep(directory: Path, config: Mapping[str, Any]) -> Context:
         "guarantee": [*guarantee, MEASURED],
         "outside": OUTSIDE,
         "best_title": "Best settings",
-        "best": _table(found.table, BEST_CAPTION),
+        "best": _html_table(found.table, BEST_CAPTION),
         "remarks": remarks,
         "file": _file(directory / ROWS, f"{len(rows)} rows, one for each setting and round"),
     }
@@ -166,7 +165,7 @@ def _best_lines(found: Summary) -> list[str]:
             if name in row and not math.isnan(row[name])
         ]
         lines.append(f"{level}: {_name(tested)} {', '.join(parts)}")
-    return lines or [found.count()]
+    return lines or [found.count_text()]
 
 
 def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[SweepRow]) -> str:
@@ -181,7 +180,7 @@ def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[Sweep
     grid = ", ".join(f"{len(config[key])} of {_name(key)}" for key in lists)
     text = f"{planned} settings of Personalized-Private-SGD"
     text += f": {grid}. " if grid else ". "
-    text += f"{_who(config)}, {last} rounds, δ = {_shown(config.get('delta'))}."
+    text += f"{_who(config)}, {last} rounds, δ = {_format_value(config.get('delta'))}."
     if finished < planned:
         text += f" {finished} of them are finished; this page is about those."
     if diverged:
@@ -192,29 +191,37 @@ def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[Sweep
 def _who(config: Mapping[str, Any]) -> str:
     """Which data, how many users, and how a cohort is drawn."""
     rate = config.get("rate", 1.0)
-    drawn = "all" if rate == 1 else f"each with chance {_shown(rate)}"
+    drawn = "all" if rate == 1 else f"each with chance {_format_value(rate)}"
     if "cohort-size" in config:
         drawn = f"exactly {config['cohort-size']}"
     data = Path(str(config.get("data", "unknown"))).name
-    return f"Data: {data}. Users: {_shown(config.get('population'))}, {drawn} in each round"
+    return f"Data: {data}. Users: {_format_value(config.get('population'))}, {drawn} in each round"
 
 
-def _about_run(directory: Path, config: Mapping[str, Any]) -> Context:
+def _run_context(directory: Path, config: Mapping[str, Any]) -> Context:
     run = read_run(directory)
     paths = [directory / name for name in (USERS_PICTURE, PICTURE)]
-    columns = ("epsilon", EPSILON, "round")
-    rows = pd.DataFrame([{**row.measures, **_own(row, columns)} for row in run.rows])
+    rows = pd.DataFrame(
+        [
+            {
+                **row.measures,
+                "epsilon": row.epsilon,
+                EPSILON: row.deployed_epsilon,
+                "round": row.round,
+            }
+            for row in run.rows
+        ]
+    )
     what = f"{len(rows)} rows, one for each evaluated round"
-    public = [PROVIDED.format(text) for text in run.privacy.get("assumed_public", ())]
     return {
         "results": _run_lines(run.last_measures(), read_people(directory) or {}),
         "pictures": [_picture(path, OF_A_RUN) for path in paths if path.exists()],
         "lead": f"{run.rounds_trained} rounds of Personalized-Private-SGD. {_who(config)}.",
-        "guarantee": [run.statement[0], *public, *run.statement[1:]],
+        "guarantee": run.statement,
         "best_title": "At the end",
-        "best": _table(rows.tail(1), "The last evaluated round"),
+        "best": _html_table(rows.tail(1), "The last evaluated round"),
         "remarks": [],
-        "every": _table(rows, "Every evaluated round"),
+        "every": _html_table(rows, "Every evaluated round"),
         "file": _file(directory / METRICS, what),
     }
 
@@ -228,10 +235,6 @@ def _run_lines(measures: Mapping[str, float], people: Mapping[str, list[Any]]) -
     gain = gain_text(people)
     text = f"{_name(measure_of(measures))}: {parts}"
     return [f"{text}; {gain}" if gain else text, MEASURED]
-
-
-def _own(row: object, names: Iterable[str]) -> dict[str, float]:
-    return {name: getattr(row, name) for name in names}
 
 
 def _picture(path: Path, captions: Mapping[str, str]) -> dict[str, Any]:
@@ -251,12 +254,12 @@ def _picture(path: Path, captions: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _table(frame: pd.DataFrame, caption: str) -> dict[str, Any] | None:
+def _html_table(frame: pd.DataFrame, caption: str) -> dict[str, Any] | None:
     """A column for each of the frame's, ε first; None if it is empty."""
     if frame.empty:
         return None
     keys = sorted(frame.columns, key=lambda key: key not in EPSILONS)
-    rows = [[_shown(row[key], key) for key in keys] for row in frame.to_dict("records")]
+    rows = [[_format_value(row[key], key) for key in keys] for row in frame.to_dict("records")]
     return {"caption": caption, "columns": [_name(key) for key in keys], "rows": rows}
 
 
@@ -278,18 +281,18 @@ def _name(key: str) -> str:
     return NAMES.get(key, key.replace("-", " ").replace("_", " "))
 
 
-def _shown(value: Any, key: str = "") -> str:
+def _format_value(value: Any, key: str = "") -> str:
     """A value for a reader: four digits, ∞ and – as such, the ends of αQ by name, ε rounded up."""
     if isinstance(value, list):
-        return ", ".join(_shown(item, key) for item in value)
+        return ", ".join(_format_value(item, key) for item in value)
     if value is None or value == "":
         return "–"
     if isinstance(value, bool):
         return str(value).lower()
-    return _shown_number(value, key) if isinstance(value, float) else str(value)
+    return _format_number(value, key) if isinstance(value, float) else str(value)
 
 
-def _shown_number(value: float, key: str) -> str:
+def _format_number(value: float, key: str) -> str:
     if math.isnan(value):
         return "–"
     if key == "alpha-q" and value in (0, math.inf):

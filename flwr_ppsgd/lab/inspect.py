@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.features import ID, listed
+from flwr_ppsgd.lab.features import ID, list_names
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.schema import CATEGORY, NUMBER, Schema
 
@@ -26,7 +26,7 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class Trivial:
+class TrivialAnswers:
     """What can be had without features: the better of two is what a model has to beat.
 
     Args:
@@ -48,14 +48,14 @@ class Trivial:
         )
 
 
-def trivial(data: PerUser) -> Trivial | None:
+def trivial(data: PerUser) -> TrivialAnswers | None:
     """Trivial predictions of the training rows, measured on all test rows; None if there is none.
 
     RMSE is pooled over test rows.
     """
     if not data.test.any():
         return None
-    pooled = _answer(data, np.flatnonzero(data.trained))
+    pooled = _answer(data, np.flatnonzero(data.train_rows))
     of_pooled = []
     of_own = []
     for user in np.flatnonzero(data.test_sizes).tolist():
@@ -64,9 +64,9 @@ def trivial(data: PerUser) -> Trivial | None:
         of_own.append(_faults(data, rows, _answer(data, data.rows(user, test=False))))
     means = [float(np.concatenate(found).mean()) for found in (of_pooled, of_own)]
     if data.task == "regression":
-        return Trivial("rmse", math.sqrt(means[0]), math.sqrt(means[1]))
+        return TrivialAnswers("rmse", math.sqrt(means[0]), math.sqrt(means[1]))
     measure = "accuracy" if data.task == "classification" else "precision_at_1"
-    return Trivial(measure, 1 - means[0], 1 - means[1])
+    return TrivialAnswers(measure, 1 - means[0], 1 - means[1])
 
 
 def _answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
@@ -90,15 +90,15 @@ def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.fl
 
 def suspects(data: PerUser) -> list[str]:
     """Features that predict the target alone, as a leak would."""
-    trained = np.flatnonzero(data.trained)
+    trained = np.flatnonzero(data.train_rows)
     if len(trained) < FEWEST_ROWS or data.task == "multi-label":
         return []
-    shares = _explained(data, trained)
+    shares = _explained_variance(data, trained)
     found = np.flatnonzero(shares > SUSPICIOUS)
     return [data.column_name(column) for column in found.tolist()]
 
 
-def _explained(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.float64]:
+def _explained_variance(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.float64]:
     """The share of variance that each feature has in common with the target.
 
     R² of a straight line for amounts; for classes the share of the feature's variance that lies
@@ -139,7 +139,7 @@ def brief(seen: PerUser) -> list[str]:
     """The lines that a run or a sweep begins with."""
     found = trivial(seen)
     words = [] if found is None else [found.words()]
-    return [_used(seen), *words, *hints(seen)]
+    return [_describe_columns(seen), *words, *hints(seen)]
 
 
 def hints(seen: PerUser) -> list[str]:
@@ -148,40 +148,42 @@ def hints(seen: PerUser) -> list[str]:
     if len(seen) == 1:
         lines.append("there is one user: nobody to share a model with, and no crowd to hide in")
     if not seen.test.any():
-        lines.append("there are no test rows: nothing can be measured (--test-fraction makes some)")
-    ids = [name for name in _numbers(seen.schema) if ID.search(name)]
+        lines.append(
+            "there are no test rows: nothing can be measured (--set test-fraction=0.2 makes some)"
+        )
+    ids = [name for name in _number_columns(seen.schema) if ID.search(name)]
     if ids:
         lines.append(
-            f"taken as numbers, but named like an id: {listed(ids, MOST_NAMED)} (--categorical "
+            f"taken as numbers, but named like an id: {list_names(ids, MOST_NAMED)} (--categorical "
             "makes them one-hot, --exclude leaves them out)"
         )
     leaks = suspects(seen)
     if leaks:
         lines.append(
-            f"suspected leak, predicts the target alone: {listed(leaks, MOST_NAMED)} (--exclude "
-            "leaves it out)"
+            f"suspected leak, predicts the target alone: {list_names(leaks, MOST_NAMED)} "
+            "(--exclude leaves it out)"
         )
     return lines
 
 
-def _numbers(schema: Schema | None) -> list[str]:
-    columns = schema.used if schema else ()
+def _number_columns(schema: Schema | None) -> list[str]:
+    columns = schema.used_columns if schema else ()
     return [column.name for column in columns if column.kind == NUMBER and column.width == 1]
 
 
-def _used(data: PerUser) -> str:
+def _describe_columns(data: PerUser) -> str:
     """The columns that are used, and in how many features."""
     parts = []
-    for column in data.schema.used if data.schema else ():
+    for column in data.schema.used_columns if data.schema else ():
         count = f" in {column.features:,} columns" if column.features > 1 else ""
-        words = f" ({listed(column.words, MOST_WORDS)})" if column.kind == CATEGORY else ""
+        words = f" ({list_names(column.words, MOST_WORDS)})" if column.kind == CATEGORY else ""
         parts.append(f"{column.name!r}{count}{words}")
     if data.bias:
         parts.append("a constant")
-    return f"features: {listed(parts, MOST_NAMED)}"
+    return f"features: {list_names(parts, MOST_NAMED)}"
 
 
-def report(raw: PerUser, seen: PerUser) -> str:
+def data_report(raw: PerUser, seen: PerUser) -> str:
     """Everything there is to know before training, in lines.
 
     Args:
@@ -212,11 +214,13 @@ def _scales(raw: PerUser) -> list[str]:
 
     if raw.is_sparse or not raw.feature_names:
         return []
-    names = [name for name in _numbers(raw.schema) if name in raw.feature_names][:MOST_LISTED]
+    names = [name for name in _number_columns(raw.schema) if name in raw.feature_names][
+        :MOST_LISTED
+    ]
     if not names:
         return []
     places = [raw.feature_names.index(name) for name in names]
-    frame = pandas.DataFrame(raw.x[raw.trained][:, places], columns=names)
+    frame = pandas.DataFrame(raw.x[raw.train_rows][:, places], columns=names)
     table = frame.agg(["min", "mean", "std", "max"]).T
     table.columns = ["least", "mean", "deviation", "most"]
     return str(table.to_string(float_format="{:.4g}".format)).splitlines()

@@ -51,10 +51,10 @@ class LinearBatches:
         self.num_examples = len(self._own)
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        rows = self._drawn(visit)
+        rows = self._minibatch_rows(visit)
         return self._data.matrix(rows), self._data.targets(rows, self._shift)
 
-    def _drawn(self, visit: int) -> Indices:
+    def _minibatch_rows(self, visit: int) -> Indices:
         return self._own if self._batches is None else self._own[self._batches.rows(visit)]
 
 
@@ -62,7 +62,7 @@ class NetworkBatches(LinearBatches):
     """The same with class numbers, or real targets, which the losses of networks need."""
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        rows = self._drawn(visit)
+        rows = self._minibatch_rows(visit)
         return self._data.matrix(rows), network_targets(self._data, rows)
 
     def everything(self) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -103,16 +103,16 @@ class LinearLearner(AdditiveLinear):
         if not len(rows):
             return {}
         scores = self._scores(self._data.matrix(rows), w + theta)
-        return self._measured(rows, scores)
+        return self._measure(rows, scores)
 
     def measure(self, model: Mixture) -> dict[str, float]:
         """The same of a personal model, whose classes are around 1/K."""
         rows = self._data.rows(self._user, test=True)
         if not len(rows):
             return {}
-        return self._measured(rows, model.predict(self._data.seen(rows)))
+        return self._measure(rows, model.predict(self._data.model_rows(rows)))
 
-    def _measured(self, rows: Indices, scores: Matrix) -> dict[str, float]:
+    def _measure(self, rows: Indices, scores: Matrix) -> dict[str, float]:
         y = self._data.targets(rows, self._shift)
         one_model = scores[:, None, :]  # rows × 1 × K
         measures = user_measures(
@@ -130,7 +130,7 @@ class LinearLearner(AdditiveLinear):
         shift = self._shift
         if self.task == "classification":
             shift -= 1 / self._data.outputs
-        return self._data.seen(rows), self._data.targets(rows, shift)
+        return self._data.model_rows(rows), self._data.targets(rows, shift)
 
 
 def linear_learner(

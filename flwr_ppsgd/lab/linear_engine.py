@@ -18,7 +18,7 @@ from scipy.linalg import get_blas_funcs
 
 from flwr_ppsgd.algorithm import Vector, clip_scales
 from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
-from flwr_ppsgd.lab.population import Batch, Features, Floats, Fresh, Population
+from flwr_ppsgd.lab.population import Batch, Features, Floats, FreshPopulation, Population
 from flwr_ppsgd.models.additive_linear import predict
 
 SAMPLES_AT_ONCE = 2048  # in one product
@@ -117,7 +117,7 @@ class LinearEngine(Engine):
         batch = self.population.batch(users, self.visits[users], self.dtype)
         thetas: list[Floats] = []
         if self._has_theta:
-            thetas = [self._own(self._theta, user) for user in users.tolist()]
+            thetas = [self._coordinates_of(self._theta, user) for user in users.tolist()]
         residual = self._residual(batch, thetas)  # samples × columns
         squares = np.empty((len(users), residual.shape[1]))
         for at, (samples, own) in enumerate(batch.slices()):
@@ -127,7 +127,9 @@ class LinearEngine(Engine):
                 gradient *= self._personal_step
                 thetas[at] -= gradient
                 if self._average:
-                    self._own(self._theta_moment, int(users[at]))[...] -= self.round * gradient
+                    self._coordinates_of(self._theta_moment, int(users[at]))[...] -= (
+                        self.round * gradient
+                    )
         self._subtract_clipped(target, [(batch, residual)], squares)
 
     def _residual(self, batch: Batch, thetas: Sequence[Floats]) -> Floats:
@@ -168,11 +170,11 @@ class LinearEngine(Engine):
             by_sample = np.repeat(by_column[:, columns], batch.counts, axis=0)
             subtract_product(target, batch.x, residual[:, columns] * by_sample)
 
-    def _own(self, array: Floats, user: int) -> Floats:
+    def _coordinates_of(self, array: Floats, user: int) -> Floats:
         """The rows of one user's own coordinates."""
         return array[self._starts[user] : self._starts[user + 1]]
 
-    def _shared(self) -> Floats:
+    def _shared_w(self) -> Floats:
         """w of every setting, or its average iterate: d × columns."""
         v = self._v
         noise = self._noise
@@ -189,14 +191,14 @@ class LinearEngine(Engine):
 
         (1/n)·Σ_{t<n} θ_t = θ_n − (1/n)·Σ_t t·(θ_t − θ_{t−1}).
         """
-        theta = self._own(self._theta, user)
+        theta = self._coordinates_of(self._theta, user)
         if self._average and self.round:
-            theta = theta - self._own(self._theta_moment, user) / self.round
+            theta = theta - self._coordinates_of(self._theta_moment, user) / self.round
         return theta
 
     def w(self, place: int) -> Vector:
         """w of one setting as a flat vector, or its average iterate."""
-        return self._of_setting(self._shared(), place)
+        return self._of_setting(self._shared_w(), place)
 
     def theta(self, place: int, user: int) -> Vector:
         """θ_i of one setting and user as a flat vector, or its average iterate."""
@@ -208,15 +210,15 @@ class LinearEngine(Engine):
 
     def measured_parts(self) -> dict[str, Vector]:
         """The parts on which users measure, with the number of rows of each measured user."""
-        if isinstance(self.population, Fresh):
+        if isinstance(self.population, FreshPopulation):
             return {}
         parts = self.population.parts.items()
-        return {name: part.sizes[part.measured].astype(np.float64) for name, part in parts}
+        return {name: part.sizes[part.measured_users].astype(np.float64) for name, part in parts}
 
-    def measured(self, part: str) -> dict[str, Floats]:
+    def measure_users(self, part: str) -> dict[str, Floats]:
         """Each measure of every setting, measured users × settings."""
-        assert not isinstance(self.population, Fresh)
-        w = self._shared()
+        assert not isinstance(self.population, FreshPopulation)
+        w = self._shared_w()
         place = 1 + list(self.population.parts).index(part)
         found: dict[str, list[Vector]] = {}
         for user, scores in self.population.parts[part].scores(w, SAMPLES_AT_ONCE):
@@ -232,9 +234,9 @@ class LinearEngine(Engine):
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained; of fresh samples, the excess risk
         (1/N)·Σ_i ‖w + θ_i − θ_i*‖²_Σ."""
-        if not isinstance(self.population, Fresh):
+        if not isinstance(self.population, FreshPopulation):
             return super().measures(final=final)
-        w = self._shared()
+        w = self._shared_w()
         squares = np.zeros_like(w, np.float64)
         with np.errstate(all="ignore"):
             for user, optimum in enumerate(self.population.problem.optima):

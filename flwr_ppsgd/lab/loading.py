@@ -11,10 +11,17 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.lab.data_options import DataOptions, names_in
-from flwr_ppsgd.lab.features import as_numbers, as_texts, columns_of, encode, is_text, listed
+from flwr_ppsgd.lab.features import (
+    as_numbers,
+    as_texts,
+    encode_columns,
+    find_columns,
+    is_text,
+    list_names,
+)
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
 from flwr_ppsgd.lab.schema import CATEGORY, MISSING, OWN_MEAN, ZERO, Schema, Task
-from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_file
+from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_table_file
 
 MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
 MOST_CLASSES_WITH_GAPS = 20
@@ -46,8 +53,8 @@ def load(
     options = options or DataOptions()
     if options.schema:
         schema = Schema.read(Path(options.schema))
-        return group_by_user(_table(source, options, schema, None), schema)
-    table = _table(source, options, None, users)
+        return group_by_user(_read_source(source, options, schema, None), schema)
+    table = _read_source(source, options, None, users)
     schema, looked, notes = find_schema(table, options)
     table = replace(table, notes=(*table.notes, *notes))
     data = group_by_user(table, schema, impute=options.impute or "", looked=looked)
@@ -56,7 +63,7 @@ def load(
     return data.with_at_least(min_train)
 
 
-def _table(
+def _read_source(
     source: str | Path, options: DataOptions, schema: Schema | None, users: int | None
 ) -> RawTable:
     """The columns of a source; a schema says which are text."""
@@ -66,9 +73,9 @@ def _table(
         return public.read_public(source, options, users)
     text = {options.user or "user", *names_in(options.categorical), *names_in(options.text)}
     if schema is None:
-        return read_file(Path(source), text, options.encoding or "")
+        return read_table_file(Path(source), text, options.encoding or "")
     # as text, so that no word in a row changes how other rows are read
-    return read_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
+    return read_table_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
 
 
 # --- looking
@@ -95,11 +102,11 @@ def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[st
             table.column(name)
     special = {user, *targets, test, time, "test"}
     _check_rows(table, user, special)
-    columns, column_notes = columns_of(table, options, special)
+    columns, column_notes = find_columns(table, options, special)
     task, classes, why = find_task(table, targets, options.task)
     notes += [*column_notes, *why]
     if classes:
-        notes.append(f"classes are {listed(classes, MOST_CLASSES_SHOWN)}")
+        notes.append(f"classes are {list_names(classes, MOST_CLASSES_SHOWN)}")
     if not any(column.features for column in columns):
         left_out = "; ".join(note for note in column_notes if note.startswith("left out"))
         what = "there is no feature column beside user, target, test and time"
@@ -121,10 +128,10 @@ def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[st
         decimal=table.lines.decimal if table.lines else "",
         encoding=table.lines.encoding if table.lines else "",
     )
-    return schema.with_hash(), _looked(schema, options), notes
+    return schema.with_hash(), _chosen_by_looking(schema, options), notes
 
 
-def _looked(schema: Schema, options: DataOptions) -> tuple[str, ...]:
+def _chosen_by_looking(schema: Schema, options: DataOptions) -> tuple[str, ...]:
     """What was chosen by looking at everybody's rows, each as it stands in a condition."""
     found = ["the ids of users", "the columns and their kinds"]
     words = [repr(column.name) for column in schema.columns if column.kind == CATEGORY]
@@ -210,7 +217,7 @@ def _find_several(
     table: RawTable, targets: Sequence[str], asked: str | None, named: str
 ) -> tuple[Task, tuple[str, ...], list[str]]:
     """The task of several target columns, or of an array of them."""
-    values = _stacked(table, targets)
+    values = _stack_targets(table, targets)
     width = int(values.shape[1])
     names = tuple(targets) if len(targets) > 1 else table.classes
     names = names or tuple(str(place) for place in range(width))
@@ -231,7 +238,7 @@ def _find_several(
     return ("multi-label" if kind == "multi-label" else "regression"), names, notes
 
 
-def _stacked(table: RawTable, targets: Sequence[str]) -> Values:
+def _stack_targets(table: RawTable, targets: Sequence[str]) -> Values:
     """Target columns side by side."""
     first = table.columns[targets[0]]
     if np.ndim(first) == 2:
@@ -292,11 +299,11 @@ def group_by_user(
     check_columns(table, schema)
     if impute and impute not in IMPUTE:
         raise ValueError(f"impute must be one of {', '.join(IMPUTE)}, got {impute!r}")
-    x = encode(table, schema)
+    x = encode_columns(table, schema)
     labels, user = _users(table, schema, strict)
     y, readable = _targets(table, schema)
     if strict and not readable.all():
-        raise _refused_target(table, schema, _first(~readable))
+        raise _refused_target(table, schema, _first_place(~readable))
     kept = readable & (user >= 0)
     gaps = _gaps(x)
     notes = list(table.notes)
@@ -310,8 +317,8 @@ def group_by_user(
         user = np.searchsorted(present, user)
         labels = tuple(labels[place] for place in present.tolist())
         notes += _same_numbers(labels)
-    time = _times(table, schema, strict)
-    order = rows[np.lexsort((time[rows], user[rows]))] if schema.time else _by_user(user, rows)
+    time = _row_times(table, schema, strict)
+    order = rows[np.lexsort((time[rows], user[rows]))]  # stable: without a time, as in the file
     offsets = np.searchsorted(user[order], np.arange(len(labels) + 1)).astype(np.intp)
     test = _test_rows(table, schema, order, offsets, strict)
     if strict:
@@ -322,7 +329,7 @@ def group_by_user(
         x = x[order]
         y = y[order]
     if gaps.any():
-        x = _filled(x, user[order], ~test, schema.missing)
+        x = _fill_gaps(x, user[order], ~test, schema.missing)
     return PerUser(
         source=table.source,
         x=x,
@@ -364,7 +371,7 @@ def _users(table: RawTable, schema: Schema, strict: bool) -> tuple[tuple[str, ..
     words, codes = as_texts(table.columns[schema.user])
     if strict and (codes < 0).any():
         raise table.refuse(
-            f"column {schema.user!r} is empty", "every row needs its user", _first(codes < 0)
+            f"column {schema.user!r} is empty", "every row needs its user", _first_place(codes < 0)
         )
     labels = schema.enrolled
     if labels is None:
@@ -398,7 +405,7 @@ def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]
         places = [order.get(class_name(word), -1) for word in words]
         numbers = np.array([*places, -1], dtype=np.int64)[codes]
         return np.maximum(numbers, 0), numbers >= 0
-    found = _stacked(table, schema.target)
+    found = _stack_targets(table, schema.target)
     if found.shape[1] != schema.outputs:
         raise table.refuse(
             f"{schema.target[0]!r} has {found.shape[1]} columns and the schema {schema.outputs}",
@@ -429,7 +436,7 @@ def _refused_target(table: RawTable, schema: Schema, row: int) -> ValueError:
     return table.refuse(f"column {name!r} {kind}", "leave the row out", row)
 
 
-def _times(table: RawTable, schema: Schema, strict: bool) -> NDArray[np.float64]:
+def _row_times(table: RawTable, schema: Schema, strict: bool) -> NDArray[np.float64]:
     """Each row's time as a number; without one that can be read a row is the user's first."""
     import pandas
 
@@ -447,16 +454,12 @@ def _times(table: RawTable, schema: Schema, strict: bool) -> NDArray[np.float64]
         found = np.where(np.isfinite(found), found, seconds)
     bad = ~np.isfinite(found)
     if strict and bad.any():
-        row = _first(bad)
+        row = _first_place(bad)
         shown = str(np.asarray(values)[row])
         raise table.refuse(
             f"column {schema.time!r} is not a time ({shown!r})", "write 2024-01-31 or a number", row
         )
     return np.where(bad, -np.inf, found)
-
-
-def _by_user(user: Indices, rows: Indices) -> Indices:
-    return rows[np.argsort(user[rows], kind="stable")]
 
 
 def _split(schema: Schema) -> Split:
@@ -475,7 +478,7 @@ def _test_rows(
     flags = np.array([*known, -1])[codes]
     if strict and (flags < 0).any():
         what = f"column {schema.test!r} is neither 0 nor 1"
-        raise table.refuse(what, "1 marks the rows of the test part", _first(flags < 0))
+        raise table.refuse(what, "1 marks the rows of the test part", _first_place(flags < 0))
     return np.asarray(flags[order] == 1)
 
 
@@ -514,9 +517,9 @@ def _gap_notes(
     table: RawTable, schema: Schema, x: Values, gaps: NDArray[np.bool_], impute: str
 ) -> list[str]:
     """What is done about gaps; ValueError if there is no rule."""
-    row = _first(gaps)
+    row = _first_place(gaps)
     values = x[[row]].toarray()[0] if sparse.issparse(x) else x[row]
-    place = _first(~np.isfinite(values))
+    place = _first_place(~np.isfinite(values))
     names = schema.feature_names()
     if not impute:
         name = f"column {names[place]!r}" if names else f"x, feature {place},"
@@ -533,7 +536,7 @@ def _gap_notes(
     return [f"{count:,} rows have gaps, filled with: {MISSING[impute]}"]
 
 
-def _filled(x: Values, user: Indices, trained: NDArray[np.bool_], missing: str) -> Values:
+def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: str) -> Values:
     """x, sorted by user, with 0 or the mean of the user's own training rows in its gaps."""
     if sparse.issparse(x):
         x = x.copy()
@@ -555,20 +558,20 @@ def _filled(x: Values, user: Indices, trained: NDArray[np.bool_], missing: str) 
     return x
 
 
-def _first(found: NDArray[np.bool_]) -> int:
+def _first_place(found: NDArray[np.bool_]) -> int:
     """The first place that is True."""
     return int(np.flatnonzero(found)[0])
 
 
 def public_statistics(path: str | Path, data: PerUser) -> tuple[Any, Any]:
-    """(mean, std) for ``data.standardised``.
+    """(mean, std) for ``PerUser.standardise``.
 
     Args:
         path: an .npz with the arrays ``mean`` and ``std``, or a .csv with the columns ``feature``,
             ``mean`` and ``std``.
         data: what they are for; a .csv is looked up by its feature names.
     """
-    table = read_file(Path(path), ["feature"])
+    table = read_table_file(Path(path), ["feature"])
     mean = as_numbers(table.column("mean"))
     std = as_numbers(table.column("std"))
     if Path(path).suffix == ".npz":

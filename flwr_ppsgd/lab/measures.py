@@ -43,7 +43,7 @@ def badness(measure: str, value: float) -> float:
     return -value if on_test(measure) in HIGHER_IS_BETTER else value
 
 
-def combined(name: str, values: NDArray[np.float64], weights: Vector) -> Vector:
+def combine(name: str, values: NDArray[np.float64], weights: Vector) -> Vector:
     """Σ n_i·m_i / Σ n_i over users; the root of the mean square for RMSE.
 
     With the number of measured rows as weights, it is the measure of all rows together.
@@ -75,7 +75,7 @@ def summary(by_user: Mapping[str, NDArray[np.float64]], weights: Vector) -> dict
         return {}
     found = {}
     for name, values in by_user.items():
-        found[name] = combined(name, values, weights)
+        found[name] = combine(name, values, weights)
     main = measure_of(by_user)
     found[main + MEAN] = by_user[main].mean(axis=0)
     found[main + WORST] = worst_tenth(main, by_user[main])

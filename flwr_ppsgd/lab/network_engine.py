@@ -134,7 +134,7 @@ class NetworkEngine(Engine):
                 found[name] = np.array(sizes, dtype=np.float64)
         return found
 
-    def measured(self, part: str) -> dict[str, Matrix]:
+    def measure_users(self, part: str) -> dict[str, Matrix]:
         """Each measure, measured users × settings; NaN for settings that are no longer trained."""
         rows = self._parts[part]
         users = [user for user, (x, _) in enumerate(rows) if len(x)]
@@ -183,10 +183,10 @@ def cohort_gradients(
     of_one_user = torch.func.grad(loss, argnums=(0, 1))
     of_all = torch.func.vmap(of_one_user, in_dims=(None, 0, 0, 0), randomness="different")
     g_w, g_theta = of_all(model.shared_tensors(w), model.personal_tensors(thetas), *rows)
-    return _by_user(g_w), _by_user(g_theta)
+    return _gradients_by_user(g_w), _gradients_by_user(g_theta)
 
 
-def _by_user(gradients: dict[str, Tensor]) -> Matrix:
+def _gradients_by_user(gradients: dict[str, Tensor]) -> Matrix:
     """users × parameters, in float64."""
     parts = [part.flatten(1).double() for part in gradients.values()]
     return torch.cat(parts, dim=1).cpu().numpy()
@@ -223,7 +223,7 @@ def evaluate_users(
     measured: dict[int, dict[str, float]] = {}
     for users in _of_similar_size(sizes):
         longest = sizes[users[-1]]
-        stacked = np.stack([_repeated(as_array(tests[user][0]), longest) for user in users])
+        stacked = np.stack([_repeat_rows(as_array(tests[user][0]), longest) for user in users])
         with torch.no_grad():
             scores = of_all(model.personal_tensors(thetas[users]), model.tensor(stacked))
         for user, padded in zip(users, scores, strict=True):
@@ -251,6 +251,6 @@ def _alike(parts: Sequence[Rows]) -> bool:
     return shaped and len(kinds) == 1
 
 
-def _repeated(array: NDArray[Any], size: int) -> NDArray[Any]:
+def _repeat_rows(array: NDArray[Any], size: int) -> NDArray[Any]:
     """The rows again and again, up to ``size`` of them."""
     return array[np.arange(size) % len(array)]

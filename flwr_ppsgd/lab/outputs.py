@@ -22,7 +22,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from flwr_ppsgd import disk
+from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.problem import SYNTHETIC
 from flwr_ppsgd.lab.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
 from flwr_ppsgd.settings import read_toml
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from flwr.app import ArrayRecord
 
-    from flwr_ppsgd.lab.block import Plan
+    from flwr_ppsgd.lab.block import BlockPlan
     from flwr_ppsgd.lab.evaluation import UserResult
     from flwr_ppsgd.lab.predict import Prediction
     from flwr_ppsgd.lab.run import Outcome
@@ -50,7 +50,7 @@ PICTURE = "learning.png"
 USERS_PICTURE = "users.png"
 PLAN = "plan.json"
 ROWS = "rows.jsonl"
-BEST = "best.csv"
+BEST = "best.csv"  # a row for each noise level
 SELECTION = "selection.json"
 PAGE = "report.html"
 LOCK = ".lock"
@@ -304,7 +304,7 @@ def read_rows(directory: Path) -> list[SweepRow]:
     if not path.exists():
         return []
     lines = disk.whole_lines(path.read_bytes())
-    return [_parsed(line, number, path) for number, line in enumerate(lines, 1)]
+    return [_read_row(line, number, path) for number, line in enumerate(lines, 1)]
 
 
 def finished_rows(directory: Path) -> list[SweepRow]:
@@ -321,7 +321,7 @@ def finished_rows(directory: Path) -> list[SweepRow]:
     return rows
 
 
-def _parsed(line: bytes, number: int, path: Path) -> SweepRow:
+def _read_row(line: bytes, number: int, path: Path) -> SweepRow:
     try:
         return SweepRow.from_json(json.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -353,7 +353,7 @@ class SweepStore:
             if row.is_last(self._rounds):
                 self._finished.add(row.point)
 
-    def plan(self, proposed: "Plan") -> "Plan":
+    def plan(self, proposed: "BlockPlan") -> "BlockPlan":
         """The plan this directory was begun with, or ``proposed`` from now on.
 
         Which settings stand side by side decides the last digits of their rows.
@@ -365,18 +365,18 @@ class SweepStore:
             disk.write_text(path, json.dumps(plan) + "\n")
             return proposed
         kept = json.loads(path.read_text(encoding="utf-8"))
-        kept = self._grown(kept, proposed)
+        kept = self._add_blocks(kept, proposed)
         size = kept["bytes"]
         if size > proposed.limit:
             raise ValueError(
                 f"{self._out} was begun with blocks of {size / 1e6:.0f} MB and the limit is now "
                 f"{proposed.limit / 1e6:.0f} MB: raise --memory, or begin anew with another --out"
             )
-        blocks = tuple(_block(keys) for keys in kept["blocks"])
+        blocks = tuple(tuple(Point.of(key) for key in keys) for keys in kept["blocks"])
         jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // size))
         return replace(proposed, blocks=blocks, jobs=jobs, bytes=size)
 
-    def _grown(self, kept: dict[str, Any], proposed: "Plan") -> dict[str, Any]:
+    def _add_blocks(self, kept: dict[str, Any], proposed: "BlockPlan") -> dict[str, Any]:
         """The plan that is there, with blocks for settings that were added to the grid."""
         there = {Point.of(key) for keys in kept["blocks"] for key in keys}
         added = []
@@ -405,10 +405,6 @@ class SweepStore:
                 text += json.dumps(row.to_json(), allow_nan=False) + "\n"
         disk.append(self._out / ROWS, text.encode())
         self._note(new)
-
-
-def _block(keys: Iterable[Mapping[str, Any]]) -> tuple[Point, ...]:
-    return tuple(Point.of(key) for key in keys)
 
 
 def planned_settings(directory: Path) -> int | None:
@@ -441,13 +437,6 @@ def read_selection(directory: Path) -> list[Selection]:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def write_best(directory: Path, table: "pd.DataFrame") -> Path:
-    """``best.csv``: a row for each noise level."""
-    path = directory / BEST
-    write_table(path, table)
-    return path
 
 
 def write_table(path: Path, table: "pd.DataFrame") -> None:

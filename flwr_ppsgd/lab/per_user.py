@@ -155,20 +155,20 @@ class PerUser:
     @property
     def features(self) -> int:
         """The number of features that a model sees: d, and one more with a bias column."""
-        return sum(self.widths) + self.bias
+        return self.width + self.bias
 
     @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        """The number of features of each representation."""
+    def width(self) -> int:
+        """The number of columns, or of features of the representation."""
         columns = int(self.x.shape[1])
         if self.representation is None:
-            return (columns,)
-        return self.representation.widths(columns)
+            return columns
+        return self.representation.width(columns)
 
     @property
     def all_kinds(self) -> tuple[str, ...]:
         """The kind of each feature; a bias is used as it is."""
-        return (*(self.kinds or ("as-is",) * sum(self.widths)), *("as-is",) * self.bias)
+        return (*(self.kinds or ("as-is",) * self.width), *("as-is",) * self.bias)
 
     @property
     def is_sparse(self) -> bool:
@@ -197,13 +197,13 @@ class PerUser:
 
     def matrix(self, rows: Indices) -> Matrix:
         """What a model sees of these rows: dense, float64."""
-        seen = self.seen(rows)
+        seen = self.model_rows(rows)
         dense: Matrix = seen.toarray() if self.is_sparse else seen
         return dense
 
-    def seen(self, rows: Indices) -> Table:
+    def model_rows(self, rows: Indices) -> Table:
         """The same; CSR stays CSR."""
-        return self._seen(rows, np.float64)
+        return self._features_of(rows, np.float64)
 
     def targets(self, rows: Indices, shift: float = 0.0) -> Matrix:
         """rows × K minus ``shift``: one-hot rows, multi-hot rows, or real numbers.
@@ -229,7 +229,7 @@ class PerUser:
         CSR stays CSR.
         """
         rows = np.flatnonzero(self._part(test))
-        x = self._seen(rows, dtype)
+        x = self._features_of(rows, dtype)
         y = self.targets(rows, shift).astype(dtype)
         return x, y, self._offsets_of(test)
 
@@ -258,7 +258,7 @@ class PerUser:
         """With a last feature that is 1 for every row."""
         return replace(self, bias=True)
 
-    def represented(
+    def with_representation(
         self, representation: Representation, names: str, *, looked: bool = False
     ) -> "PerUser":
         """A model sees Φ of each row, computed once for each user.
@@ -274,12 +274,12 @@ class PerUser:
                 "representation = 'none'"
             )
         changed = replace(self, representation=representation, representation_names=names)
-        note = f"a model sees {sum(changed.widths):,} features of each row: {names}"
+        note = f"a model sees {changed.width:,} features of each row: {names}"
         if looked:
             note += ", since rows look like images (representation = 'none' for the pixels)"
         return replace(changed, notes=(*self.notes, note))
 
-    def standardised(self, mean: ArrayLike, std: ArrayLike) -> "PerUser":
+    def standardise(self, mean: ArrayLike, std: ArrayLike) -> "PerUser":
         """A model sees (x − mean) / std.
 
         The statistics must be public: none is ever computed from users' rows, since no privacy
@@ -314,7 +314,7 @@ class PerUser:
             raise ValueError(
                 f"{self.source}: no user has {train_rows} training rows: the most is {sizes.max()}"
             )
-        named = _listed(self.users, short, sizes)
+        named = _name_users(self.users, short, sizes)
         note = f"left out {named} with fewer than {train_rows} training rows"
         kept = self.only(np.flatnonzero(sizes >= train_rows))
         return replace(kept, notes=(*self.notes, note), looked=(*self.looked, "who is left out"))
@@ -346,11 +346,11 @@ class PerUser:
         lines = [self._summary(), *self.notes]
         short = np.flatnonzero(sizes < batch_size)
         if short.size:
-            named = _listed(self.users, short, sizes)
+            named = _name_users(self.users, short, sizes)
             lines.append(f"fewer than {batch_size} training rows, so smaller minibatches: {named}")
         unmeasured = np.flatnonzero(tested == 0)
         if unmeasured.size:
-            named = _listed(self.users, unmeasured, sizes)
+            named = _name_users(self.users, unmeasured, sizes)
             lines.append(f"no test rows, so trained but not measured: {named}")
         return "\n".join(lines)
 
@@ -380,19 +380,19 @@ class PerUser:
         return found
 
     @property
-    def trained(self) -> NDArray[np.bool_]:
+    def train_rows(self) -> NDArray[np.bool_]:
         """Which rows are training rows."""
         return ~self.test if self.validation is None else ~(self.test | self.validation)
 
     def _part(self, test: bool) -> NDArray[np.bool_]:
-        return self.test if test else self.trained
+        return self.test if test else self.train_rows
 
     def _offsets_of(self, test: bool) -> Indices:
         counted = np.cumsum(self._part(test))
         before = np.concatenate([[0], counted])
         return before[self.offsets].astype(np.intp)
 
-    def _seen(self, rows: Indices, dtype: DTypeLike) -> Table:
+    def _features_of(self, rows: Indices, dtype: DTypeLike) -> Table:
         if self.is_sparse:
             return self._scaled_sparse(self.x[rows]).astype(dtype)
         dense = np.empty((len(rows), self.features), dtype=dtype)
@@ -402,7 +402,7 @@ class PerUser:
                 some = slice(start, start + ROWS_AT_ONCE)
                 self._scale(self.x[rows[some]], out=inner[some])
         else:
-            inner[:] = self._represented.of(rows)
+            inner[:] = self._represented_rows.of(rows)
         dense[:, self.features - self.bias :] = 1.0
         return dense
 
@@ -411,8 +411,8 @@ class PerUser:
         np.divide(out, self.std, out=out, casting="unsafe")
 
     @functools.cached_property
-    def _represented(self) -> "_Represented":
-        return _Represented(self)
+    def _represented_rows(self) -> "_RepresentedRows":
+        return _RepresentedRows(self)
 
     def _scaled_sparse(self, x: Table) -> Table:
         if np.any(self.std != 1.0):
@@ -443,7 +443,7 @@ class PerUser:
         return f"column {self.feature_names[index]!r}"
 
 
-class _Represented:
+class _RepresentedRows:
     """Φ of users' rows, computed when a user is first seen and kept in memory.
 
     A user's rows are always computed together, so that every engine sees the same numbers.
@@ -452,7 +452,7 @@ class _Represented:
     def __init__(self, data: PerUser) -> None:
         self._data = data
         self._known = np.zeros(len(data), dtype=bool)
-        self._values = np.empty((len(data.test), sum(data.widths)), dtype=np.float32)
+        self._values = np.empty((len(data.test), data.width), dtype=np.float32)
 
     def of(self, rows: Indices) -> NDArray[np.float32]:
         """One row of features for each of these rows."""
@@ -478,7 +478,7 @@ _TASK_WORDS: dict[Task, str] = {
 }
 
 
-def _listed(labels: Sequence[str], which: Indices, sizes: Indices) -> str:
+def _name_users(labels: Sequence[str], which: Indices, sizes: Indices) -> str:
     """The number of users, and the first few of them with their training rows."""
     parts = [f"{labels[user]!r} ({sizes[user]})" for user in which[:MOST_NAMED].tolist()]
     named = ", ".join(parts)

@@ -122,7 +122,7 @@ class Table:
         for part in self.parts.values():
             given += [part.x, part.y]
             own += int((part.sizes * self.widths).sum()) * 8
-        return sum(_bytes(array) for array in given) + own
+        return sum(_bytes_of(array) for array in given) + own
 
     def batch(self, users: Indices, visits: Indices, dtype: DType) -> Batch:
         """The minibatches of these users at these visits."""
@@ -139,7 +139,7 @@ class Table:
 
     def basis(self, user: int) -> Floats:
         """Q_i: θ_i is Q_i times what it is in own coordinates, d × r_i."""
-        own = _dense(self._own(user)).astype(np.float64)
+        own = _to_dense(self._rows_of(user)).astype(np.float64)
         if len(own) >= self.features:
             return np.eye(self.features)
         return own.T @ _inverse_root(own @ own.T)
@@ -153,24 +153,24 @@ class Table:
         """
         key = (user, dtype)
         if key not in self._coordinates:
-            own = self._own(user)
-            every = [own, *(part.x[part.own(user)] for part in self.parts.values())]
+            own = self._rows_of(user)
+            every = [own, *(part.x[part.rows_of(user)] for part in self.parts.values())]
             if own.shape[0] >= self.features:
-                seen = [_dense(rows) for rows in every]
+                seen = [_to_dense(rows) for rows in every]
             else:
-                products = [_dense(rows.astype(np.float64) @ own.T) for rows in every]
+                products = [_to_dense(rows.astype(np.float64) @ own.T) for rows in every]
                 root = _inverse_root(products[0])
                 seen = [product @ root for product in products]
             self._coordinates[key] = [rows.astype(dtype) for rows in seen]
         return self._coordinates[key]
 
-    def _own(self, user: int) -> Features:
+    def _rows_of(self, user: int) -> Features:
         return self.x[self.offsets[user] : self.offsets[user + 1]]
 
     def user_measures(self, name: str, user: int, scores: Floats) -> dict[str, Vector]:
         """What one user measures on the part of that name: scores are rows × settings × K."""
         part = self.parts[name]
-        y = part.y[part.own(user)]
+        y = part.y[part.rows_of(user)]
         if self.task is None and y.shape[1] == 1:
             return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
         task = self.task or "classification"
@@ -191,18 +191,18 @@ class MeasuredRows:
         return np.diff(self.offsets)
 
     @property
-    def measured(self) -> Indices:
+    def measured_users(self) -> Indices:
         """The users who have rows here."""
         return np.flatnonzero(self.sizes)
 
-    def own(self, user: int) -> slice:
+    def rows_of(self, user: int) -> slice:
         """The rows of one user."""
         return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
 
     def scores(self, w: Floats, at_once: int) -> Iterator[tuple[int, Floats]]:
         """(user, x w) of each measured user; users share products of about ``at_once`` rows."""
         groups = 1 + int(self.offsets[-1]) // at_once
-        for group in np.array_split(self.measured, groups):
+        for group in np.array_split(self.measured_users, groups):
             if len(group):
                 rows = slice(int(self.offsets[group[0]]), int(self.offsets[group[-1] + 1]))
                 together = np.asarray(self.x[rows] @ w)
@@ -210,7 +210,7 @@ class MeasuredRows:
                 yield from zip(group.tolist(), np.split(together, ends[:-1]), strict=True)
 
 
-class Fresh:
+class FreshPopulation:
     """The synthetic problem: every minibatch is new, and the excess risk has a closed form.
 
     There is no end to a user's rows: own coordinates are the features themselves.
@@ -248,7 +248,7 @@ class Fresh:
         return np.eye(self.features)
 
 
-Population: TypeAlias = Table | Fresh
+Population: TypeAlias = Table | FreshPopulation
 
 
 def _inverse_root(gram: Floats) -> Floats:
@@ -273,11 +273,11 @@ def _check_offsets(offsets: Indices, rows: int) -> None:
     require(ends == (0, rows), rule, ends, "give N + 1 offsets for N users")
 
 
-def _dense(x: Features) -> Floats:
+def _to_dense(x: Features) -> Floats:
     return np.asarray(x.toarray() if isinstance(x, sparse.csr_array) else x)
 
 
-def _bytes(x: Features) -> int:
+def _bytes_of(x: Features) -> int:
     if isinstance(x, sparse.csr_array):
         return int(x.data.nbytes + x.indices.nbytes + x.indptr.nbytes)
     return int(x.nbytes)

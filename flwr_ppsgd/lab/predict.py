@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.evaluation import delivery_order
-from flwr_ppsgd.lab.features import as_numbers, as_texts, encode
+from flwr_ppsgd.lab.features import as_numbers, as_texts, encode_columns
 from flwr_ppsgd.lab.learners import linear_learner
 from flwr_ppsgd.lab.loading import class_name
 from flwr_ppsgd.lab.outputs import read_config, read_model
@@ -23,7 +23,7 @@ from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.lab.scaling import own_scaled, own_scaled_new
 from flwr_ppsgd.lab.schema import OWN_MEAN, Schema
-from flwr_ppsgd.lab.tables import RawTable, read_file
+from flwr_ppsgd.lab.tables import RawTable, read_table_file
 from flwr_ppsgd.models.solve import Mixture
 from flwr_ppsgd.wire import SCHEMA_HASH, Order
 
@@ -50,7 +50,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, eq=False)
-class _New:
+class _NewRows:
     """The new rows.
 
     Args:
@@ -66,7 +66,7 @@ class _New:
     y: NDArray[np.float64]
 
 
-def predict(
+def predict_file(
     directory: Path, data: Path, user: str | None = None, schema: str | None = None
 ) -> list[Prediction]:
     """A prediction for each row of ``data``, in its order.
@@ -88,13 +88,13 @@ def predict(
         )
     trained = problem.per_user()
     w = np.asarray(published["w"], dtype=np.float64).reshape(-1)
-    new = _read(data, trained, replace(found, user=user or found.user))
+    new = _read_new_rows(data, trained, replace(found, user=user or found.user))
     task = "regression" if trained.task == "regression" else "classification"
     order = delivery_order(task, published)
-    models = _Models(problem, trained, w, order, new)
+    models = _PersonalModels(problem, trained, w, order, new)
     numbers = {name: number for number, name in enumerate(trained.users)}
     predictions: list[Prediction] = []
-    for name, rows in _by_user(new.users):
+    for name, rows in _rows_by_user(new.users):
         if name in numbers:
             predictions += models.of_known(numbers[name], rows)
         else:
@@ -113,23 +113,23 @@ def _problem_of(directory: Path) -> Problem:
     return problem
 
 
-def _read(path: Path, trained: PerUser, schema: Schema) -> _New:
+def _read_new_rows(path: Path, trained: PerUser, schema: Schema) -> _NewRows:
     if path.suffix.lower() == ".npz" or not schema.feature_names():
         raise ValueError(
             f"{path}: new rows need columns with names, as those of {trained.source}: train on a "
             ".csv or .parquet file, and give one here"
         )
-    table = read_file(path, None, schema.encoding)
-    for column in schema.used:
+    table = read_table_file(path, None, schema.encoding)
+    for column in schema.used_columns:
         table.column(column.name)
     words, codes = as_texts(table.column(schema.user))
     if (codes < 0).any():
         row = int(np.argmax(codes < 0))
         raise table.refuse(f"column {schema.user!r} is empty", "every row needs its user", row)
-    x = encode(table, schema)
+    x = encode_columns(table, schema)
     x = x.toarray() if hasattr(x, "toarray") else np.asarray(x, dtype=np.float64)
     users = [words[code] for code in codes.tolist()]
-    return _New(table, users, x, _known_targets(table, schema))
+    return _NewRows(table, users, x, _known_targets(table, schema))
 
 
 def _known_targets(table: RawTable, schema: Schema) -> NDArray[np.float64]:
@@ -146,7 +146,7 @@ def _known_targets(table: RawTable, schema: Schema) -> NDArray[np.float64]:
     return np.array([*numbers, np.nan])[codes]
 
 
-def _by_user(users: Sequence[str]) -> Iterator[tuple[str, NDArray[np.intp]]]:
+def _rows_by_user(users: Sequence[str]) -> Iterator[tuple[str, NDArray[np.intp]]]:
     found: dict[str, list[int]] = {}
     for row, name in enumerate(users):
         found.setdefault(name, []).append(row)
@@ -155,7 +155,7 @@ def _by_user(users: Sequence[str]) -> Iterator[tuple[str, NDArray[np.intp]]]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Models:
+class _PersonalModels:
     """The personal models of a run.
 
     Args:
@@ -170,7 +170,7 @@ class _Models:
     trained: PerUser
     w: Vector
     order: Order | None
-    new: _New
+    new: _NewRows
 
     @property
     def first_row(self) -> int:
@@ -180,9 +180,9 @@ class _Models:
     def of_known(self, number: int, rows: NDArray[np.intp]) -> list[Prediction]:
         """By the model of a user who took part."""
         model = self._personal(self.trained, number)
-        x = self._filled(rows, self._own_means(number))
+        x = self._fill_gaps(rows, self._own_means(number))
         seen = own_scaled_new(self.trained.only([number]), x)
-        return self._predicted(seen, model, rows, TOOK_PART)
+        return self._predictions(seen, model, rows, TOOK_PART)
 
     def of_new(self, rows: NDArray[np.intp]) -> list[Prediction]:
         """By a model made from the rows whose target is known; w alone if there are none."""
@@ -195,14 +195,14 @@ class _Models:
         if not len(known):
             self._refuse_amounts(int(rows[0]))
         own = self._newcomer(known if len(known) else rows, means)
-        seen = own_scaled_new(own, self._filled(rows, means))
+        seen = own_scaled_new(own, self._fill_gaps(rows, means))
         model = self._personal(own, 0)
         if len(known):
-            return self._predicted(seen, model, rows, NEW)
+            return self._predictions(seen, model, rows, NEW)
         assert model.shared_alone is not None
-        return self._predicted(seen, model.shared_alone, rows, SHARED)
+        return self._predictions(seen, model.shared_alone, rows, SHARED)
 
-    def _filled(self, rows: NDArray[np.intp], means: Vector) -> NDArray[np.float64]:
+    def _fill_gaps(self, rows: NDArray[np.intp], means: Vector) -> NDArray[np.float64]:
         """New rows, with these numbers in their gaps."""
         x = self.new.x[rows]
         return np.where(np.isfinite(x), x, means)
@@ -226,7 +226,7 @@ class _Models:
             y = 0 * self.trained.y[np.zeros(len(rows), dtype=np.intp)]
         raw = replace(
             self.trained,
-            x=self._filled(rows, means),
+            x=self._fill_gaps(rows, means),
             y=y,
             test=np.zeros(len(rows), dtype=np.bool_),
             validation=None,
@@ -259,11 +259,11 @@ class _Models:
         variance = np.array(self.order.variance)
         return learner.personal_model(self.w, variance, self.order).mixture
 
-    def _predicted(
+    def _predictions(
         self, seen: PerUser, model: Mixture, rows: NDArray[np.intp], kind: str
     ) -> list[Prediction]:
         """The predictions for one user's new rows, which are all rows of ``seen``."""
-        scores = model.predict(seen.seen(np.arange(len(rows))))
+        scores = model.predict(seen.model_rows(np.arange(len(rows))))
         found = []
         for row, score in zip(rows.tolist(), scores, strict=True):
             value = self._value(seen, score)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.settings import key_of, name_of, part_of, to_flat, typed, with_keys
+from flwr_ppsgd.settings import key_of, name_of, part_of, to_flat, typed_value, with_keys
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.data_options import DataOptions
@@ -99,8 +99,7 @@ class Problem:
         target_shift: what is subtracted from targets: .1 in the paper, a public centre for amounts.
         representation: what a linear model sees of a row: "none" (its columns),
             "random-convolution" for images, "random-fourier" for tables, "module:factory" (a frozen
-            torch network), several of them separated by commas, or "auto": random convolutions if
-            the rows are images, else "none".
+            torch network), or "auto": random convolutions if the rows are images, else "none".
         representation_features: the number of features of those that are random; their own default
             if it is not given.
         representation_seed: of those that are random. Public.
@@ -175,14 +174,14 @@ class Problem:
         values = {}
         for key, value in part_of(with_keys(flat), cls).items():
             name = name_of(key)
-            values[name] = typed(key, value, hints[name])
+            values[name] = typed_value(key, value, hints[name])
         return cls(**values)
 
     def to_flat(self) -> dict[str, Any]:
         """The keys that are given."""
         return to_flat(self)
 
-    def given(self) -> list[str]:
+    def changed_keys(self) -> list[str]:
         """The keys that differ from their defaults."""
         changed = [field for field in fields(self) if getattr(self, field.name) != field.default]
         return [key_of(field.name) for field in changed]
@@ -278,7 +277,7 @@ class Problem:
     def per_user(self) -> "PerUser":
         """The users, as a model sees them. Read again, the same value comes from memory."""
         fresh = {name: _DEFAULTS[name] for name in NOT_READ}
-        return _seen(replace(self, data=place_of(self.data), **fresh), self.bias)
+        return _users_with_bias(replace(self, data=place_of(self.data), **fresh), self.bias)
 
     def visits_in(self, passes: float | None) -> NDArray[np.intp] | None:
         """How often each user draws a whole minibatch in ``passes`` over the own samples.
@@ -296,13 +295,13 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Probl
 
 
 @functools.lru_cache(maxsize=4)
-def _seen(problem: Problem, bias: bool) -> "PerUser":
-    data = _read(problem)
+def _users_with_bias(problem: Problem, bias: bool) -> "PerUser":
+    data = _read_users(problem)
     return data.with_bias() if bias else data
 
 
 @functools.lru_cache(maxsize=2)
-def _read(problem: Problem) -> "PerUser":
+def _read_users(problem: Problem) -> "PerUser":
     from flwr_ppsgd.lab.loading import load, public_statistics
     from flwr_ppsgd.lab.per_user import Split
     from flwr_ppsgd.lab.scaling import own_scaled, with_kinds
@@ -310,16 +309,16 @@ def _read(problem: Problem) -> "PerUser":
     data = load(problem.data, problem.options(), min_train=problem.min_train, users=problem.users)
     if problem.standardise:
         mean, std = public_statistics(problem.standardise, data)
-        data = data.standardised(mean, std)
+        data = data.standardise(mean, std)
     if problem.select_on == "validation":
         data = data.with_validation(Split(problem.validation_fraction, problem.data_seed + 1))
-    data = _represented(data, problem)
+    data = _represent(data, problem)
     if problem.scale == DEVICE:
         return with_kinds(data)
     return own_scaled(data) if problem.scale == "own" else data
 
 
-def _represented(data: "PerUser", problem: Problem) -> "PerUser":
+def _represent(data: "PerUser", problem: Problem) -> "PerUser":
     """As a linear model sees the rows."""
     from flwr_ppsgd.models.representation import (
         RANDOM_CONVOLUTION,
@@ -333,15 +332,15 @@ def _represented(data: "PerUser", problem: Problem) -> "PerUser":
     if chosen:
         names = RANDOM_CONVOLUTION if images else NO_REPRESENTATION
     if images and names == NO_REPRESENTATION and problem.scale == DEVICE:
-        return data.represented(UnitLength(), names)
+        return data.with_representation(UnitLength(), names)
     found = representation_of(
         names, problem.representation_features, problem.representation_seed, data.shape
     )
     if found is None:
         return data
     if RANDOM_CONVOLUTION in names and not np.any(data.std != 1.0):
-        data = data.standardised(0.0, 255.0)  # pixels: no user scales them column by column
-    return data.represented(found, names, looked=chosen)
+        data = data.standardise(0.0, 255.0)  # pixels: no user scales them column by column
+    return data.with_representation(found, names, looked=chosen)
 
 
 def place_of(data: str) -> str:

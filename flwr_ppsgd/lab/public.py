@@ -29,7 +29,7 @@ from flwr_ppsgd.lab.tables import (
     mean_of_one_hots,
     need_module,
     read_parquet,
-    stacked,
+    stack_pictures,
     table_of,
 )
 from flwr_ppsgd.lab.tff import Clients
@@ -126,7 +126,7 @@ def _hub(name: str, options: DataOptions) -> RawTable:
     partitioners = importlib.import_module("flwr_datasets.partitioner")
     natural = partitioners.NaturalIdPartitioner(options.user or WRITER)
     try:
-        with warnings.catch_warnings(), _quiet("huggingface_hub"):
+        with warnings.catch_warnings(), _without_warnings("huggingface_hub"):
             warnings.simplefilter("ignore")  # "not tested" for any data set but the best known ones
             federated = package.FederatedDataset(
                 dataset=name, partitioners={"train": natural}, shuffle=False
@@ -139,7 +139,7 @@ def _hub(name: str, options: DataOptions) -> RawTable:
 
 
 @contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def _without_warnings(name: str) -> Iterator[None]:
     """Without a logger's warnings, such as one for each attempt to reach the hub."""
     logger = logging.getLogger(name)
     level = logger.level
@@ -216,7 +216,7 @@ def _pictures(folder: Path) -> Iterator[Path]:
 def _image_folders(folder: Path) -> RawTable:
     """Pictures in USER/CLASS/picture, as grey bytes of one size."""
     paths = list(_pictures(folder))
-    pixels = stacked((grey_picture(path, str(path)) for path in paths), str(folder))
+    pixels = stack_pictures((grey_picture(path, str(path)) for path in paths), str(folder))
     columns = {
         "user": np.array([path.parent.parent.name for path in paths], dtype=object),
         "x": pixels.reshape(len(pixels), -1),
@@ -259,7 +259,7 @@ def _emnist(clients: Clients, path: Path, users: int | None) -> RawTable:
     for client in clients.ids("digits_only_train")[:users]:
         for part in ("train", "test"):
             examples = clients.examples(f"digits_only_{part}", client)
-            x, y = _drawn(examples, path, client)
+            x, y = _read_images(examples, path, client)
             pixels.append(x)
             labels.append(y)
             writers += [client] * len(y)
@@ -273,7 +273,7 @@ def _emnist(clients: Clients, path: Path, users: int | None) -> RawTable:
     return RawTable(str(path), columns, shapes={"x": (SIDE, SIDE)}, classes=DIGITS)
 
 
-def _drawn(
+def _read_images(
     examples: Iterable[dict[str, Any]], path: Path, client: str
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """A client's images, one row of pixels each, and the characters they show."""
@@ -333,11 +333,11 @@ def _stackoverflow(clients: Clients, path: Path, users: int) -> RawTable:
     words, counted_words = _vocabulary(path, "word", (one.words for one in own), WORDS)
     tags, counted_tags = _vocabulary(path, "tag", (one.tags for one in own), TAGS)
     lengths = np.array([max(len(document.words), 1) for document in documents])
-    y = _counted([document.tags for document in documents], tags)
+    y = _count_words([document.tags for document in documents], tags)
     y.data[:] = 1.0
     columns = {
         "user": np.array([document.user for document in documents], dtype=object),
-        "x": mean_of_one_hots(_counted([one.words for one in documents], words), lengths),
+        "x": mean_of_one_hots(_count_words([one.words for one in documents], words), lengths),
         "y": y,
         "test": np.array([document.test for document in documents]),
     }
@@ -380,7 +380,7 @@ def _vocabulary(
     return [word for word, _ in ordered[:size]], notes
 
 
-def _counted(texts: Iterable[list[str]], vocabulary: list[str]) -> sparse.csr_array:
+def _count_words(texts: Iterable[list[str]], vocabulary: list[str]) -> sparse.csr_array:
     """Documents × vocabulary: how often each word occurs; other words are left out."""
     number = {word: place for place, word in enumerate(vocabulary)}
     starts = [0]

@@ -61,11 +61,11 @@ class Point:
         """The setting that a row of JSON is about."""
         values: dict[str, Any] = {
             "method": flat["method"],
-            name_of(TARGET): _number(flat.get(TARGET)),
+            name_of(TARGET): _from_json_number(flat.get(TARGET)),
         }
         for field in fields(cls):
             if field.name not in values:
-                values[field.name] = _number(flat[key_of(field.name)])
+                values[field.name] = _from_json_number(flat[key_of(field.name)])
         return cls(**values)
 
 
@@ -137,10 +137,10 @@ class SweepRow:
             round=int(flat["round"]),
             measures=_measures(flat, POINT_KEYS | SWEEP_KEYS),
             diverged=bool(flat.get("diverged", False)),
-            personal_step=_number(flat.get("personal-step")),
+            personal_step=_from_json_number(flat.get("personal-step")),
             by_user=None if by_user is None else tuple(by_user),
-            deployed_epsilon=_number(flat.get("deployed_epsilon")),
-            paper_epsilon=_number(flat.get("paper_epsilon")),
+            deployed_epsilon=_from_json_number(flat.get("deployed_epsilon")),
+            paper_epsilon=_from_json_number(flat.get("paper_epsilon")),
         )
 
 
@@ -158,7 +158,7 @@ SWEEP_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
-class Edge:
+class GridEdge:
     """The best setting lies at the end of a list of the grid.
 
     Args:
@@ -196,7 +196,7 @@ class RunRow:
     Args:
         round: the number of rounds trained so far.
         epsilon: what they have cost; infinite if nothing is guaranteed.
-        deployed_epsilon: what the same rounds would have cost with secret coins.
+        deployed_epsilon: what the same rounds would have cost with secret noise.
         measures: on the users' own data, outside the guarantee.
     """
 
@@ -220,10 +220,10 @@ class RunRow:
     @classmethod
     def from_json(cls, flat: Mapping[str, Any]) -> Self:
         """The row that stands in a file; KeyError, TypeError or ValueError if it is none."""
-        epsilon = _number(flat["epsilon"])
+        epsilon = _from_json_number(flat["epsilon"])
         if epsilon is None:
             raise ValueError("epsilon is missing")
-        deployed = _number(flat["deployed_epsilon"])
+        deployed = _from_json_number(flat["deployed_epsilon"])
         return cls(int(flat["round"]), epsilon, deployed, _measures(flat, RUN_KEYS))
 
 
@@ -234,13 +234,13 @@ def _measures(flat: Mapping[str, Any], others: frozenset[str]) -> dict[str, floa
     """What stands in a row besides the keys that are known."""
     found = {}
     for name, value in flat.items():
-        number = None if name in others else _number(value)
+        number = None if name in others else _from_json_number(value)
         if number is not None:
             found[name] = number
     return found
 
 
-def _number(value: Any) -> Any:
+def _from_json_number(value: Any) -> Any:
     """A number of JSON, with its infinity; None stays None."""
     if value == INFINITE:
         return math.inf

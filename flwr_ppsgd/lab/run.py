@@ -4,7 +4,7 @@ import functools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd import PPSGD, Ledger, Release, client_app
-from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.engine import Setting, has_diverged, train
 from flwr_ppsgd.lab.evaluation import (
     UserResult,
@@ -26,7 +25,7 @@ from flwr_ppsgd.lab.evaluation import (
 from flwr_ppsgd.lab.experiment import EXHAUSTED, Experiment
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import Promise
@@ -39,10 +38,10 @@ SEED_BITS = 31
 NO_SERVER = {"enrolled": None, "checkpoint_dir": None, "budget_dir": None, "evaluate_every": 0}
 SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 
-Watch: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
+OnRound: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
 
 
-class Accounted(Protocol):
+class RunAccount(Protocol):
     """Whatever can say what a run released and what that guarantees."""
 
     @property
@@ -68,7 +67,7 @@ class Outcome:
     """
 
     experiment: Experiment
-    strategy: Accounted
+    strategy: RunAccount
     w: ArrayRecord
     rows: list[RunRow]
     stopped: bool = False
@@ -76,13 +75,13 @@ class Outcome:
     people: list[UserResult] = field(default_factory=list)
 
 
-def run(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+def run(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """Train in this process, through messages: secret noise, and sums on the grid."""
     _check_alone(experiment)
     return train_in_process(experiment, on_round)
 
 
-def train_in_process(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+def train_in_process(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """``run``, also if rows are set apart for choosing among settings."""
     task = experiment.task
 
@@ -94,20 +93,20 @@ def train_in_process(experiment: Experiment, on_round: Watch | None = None) -> O
         return learner_of(int(context.node_config["partition-id"]))
 
     grid = InProcessGrid(client_app(learner_for), experiment.training.population)
-    return _train(grid, experiment, learner_of, on_round)
+    return _train_on(grid, experiment, learner_of, on_round)
 
 
 def run_on(grid: Grid, experiment: Experiment) -> Outcome:
     """Train on any grid."""
     _check_alone(experiment)
-    return _train(grid, experiment, experiment.task.learner)
+    return _train_on(grid, experiment, experiment.task.learner)
 
 
-def _train(
+def _train_on(
     grid: Grid,
     experiment: Experiment,
     learner_of: Callable[[int], Learner],
-    on_round: Watch | None = None,
+    on_round: OnRound | None = None,
 ) -> Outcome:
     """Ctrl-C ends the run early; ε is then still that of the planned rounds."""
     if experiment.drop_exhausted:
@@ -129,20 +128,22 @@ def _train(
         strategy.start(grid, latest.arrays, num_rounds=rounds, on_round=remember)
     except KeyboardInterrupt:
         stopped = True
-    rows = [
-        _row(round_, ledgers[round_], _numbers(metrics))
-        for round_, metrics in latest.evaluate_metrics_clientapp.items()
-        if round_ in ledgers
-    ]
+    rows = []
+    for round_, metrics in latest.evaluate_metrics_clientapp.items():
+        if round_ in ledgers:
+            measures = {name: float(cast(float, value)) for name, value in metrics.items()}
+            rows.append(_run_row(round_, ledgers[round_], measures))
     _check_finite(experiment, latest.arrays, rows)
     w = strategy.averaged(latest.arrays) if stopped else latest.arrays
     outcome = Outcome(experiment, strategy, w, rows, stopped)
     if not experiment.training.automatic:
         return outcome
-    return _evaluated(outcome, strategy, learner_of)
+    return _with_evaluation(outcome, strategy, learner_of)
 
 
-def _evaluated(outcome: Outcome, strategy: PPSGD, learner_of: Callable[[int], Learner]) -> Outcome:
+def _with_evaluation(
+    outcome: Outcome, strategy: PPSGD, learner_of: Callable[[int], Learner]
+) -> Outcome:
     """With each user's results, and the last row about all of them, under the recipe."""
     experiment = outcome.experiment
     published = strategy.published(outcome.w)
@@ -153,7 +154,7 @@ def _evaluated(outcome: Outcome, strategy: PPSGD, learner_of: Callable[[int], Le
     order = delivery_order(experiment.training.task, beside)
     with threadpool_limits(1, "blas"):  # users' products are small
         (people,) = results_of(learner_of, [w], users, order)
-    last = _row(strategy.rounds_done, strategy.ledger, overall(people))
+    last = _run_row(strategy.rounds_done, strategy.ledger, overall(people))
     earlier = [row for row in outcome.rows if row.round != last.round]
     return replace(outcome, rows=[*earlier, last], beside=beside, people=people)
 
@@ -167,30 +168,26 @@ def _check_alone(experiment: Experiment) -> None:
         )
 
 
-def _row(round_: int, ledger: Ledger, measures: Mapping[str, float]) -> RunRow:
+def _run_row(round_: int, ledger: Ledger, measures: Mapping[str, float]) -> RunRow:
     cost = ledger.epsilon()
     guaranteed = np.inf if ledger.insecure_rounds else cost
     return RunRow(round_, float(guaranteed), cost, measures)
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def _check_finite(experiment: Experiment, w: ArrayRecord, rows: list[RunRow]) -> None:
     """RuntimeError if w or what was measured has grown beyond all bounds."""
     finite = all(np.isfinite(array).all() for array in w.to_numpy_ndarrays())
     if not finite or (rows and has_diverged(rows[0].measures, rows[-1].measures)):
-        raise _diverged(experiment)
+        raise _divergence_error(experiment)
 
 
-def _diverged(experiment: Experiment) -> RuntimeError:
+def _divergence_error(experiment: Experiment) -> RuntimeError:
     step = experiment.training.step
     remedy = "see what ppsgd look says" if step is None else f"lower step (now {step:g})"
     return RuntimeError(f"training diverged: parameters are no longer finite; {remedy}")
 
 
-class Simulated:
+class SimulatedAccount:
     """What a run on a cohort engine would have released and cost; it guarantees nothing.
 
     Args:
@@ -199,7 +196,7 @@ class Simulated:
     """
 
     def __init__(self, settings: Settings, terms: tuple[str, ...] = ()) -> None:
-        self._account = Account(Training.of(**{**settings.arguments(), **NO_SERVER}))
+        self._account = ServerAccount(Training.of(**{**settings.arguments(), **NO_SERVER}))
         self._terms = terms
         self.setting = Setting(self.release, self._account.training.steps)
         self.rounds = self._account.plan(settings.rounds, 0)  # as many as the budget allows
@@ -232,14 +229,14 @@ class Simulated:
         return self._account.promise(simulation=SIMULATION, terms=self._terms)
 
 
-def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outcome:
+def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """A simulation that guarantees nothing: the paper's method on a cohort engine, with the same w
     and θ many times faster; the recipe as in ``run``, with a seed."""
     if experiment.training.automatic:
-        return run(_seeded(experiment), on_round)
+        return run(_with_seed(experiment), on_round)
     _check_alone(experiment)
     training = experiment.training
-    simulated = Simulated(training, (EXHAUSTED,) if experiment.drop_exhausted else ())
+    simulated = SimulatedAccount(training, (EXHAUSTED,) if experiment.drop_exhausted else ())
     engine = experiment.task.engine([simulated.setting], training.insecure_seed)
     latest = Result()
     rows: list[RunRow] = []
@@ -254,20 +251,21 @@ def run_as_cohort(experiment: Experiment, on_round: Watch | None = None) -> Outc
         with threadpool_limits(1, "blas"):
             for report in train(engine, simulated.rounds, training.evaluate_every, charge):
                 if report.diverged:
-                    raise _diverged(experiment)
+                    raise _divergence_error(experiment)
                 measures = report.measures[0]
                 latest.evaluate_metrics_clientapp[report.round] = MetricRecord({**measures})
-                rows.append(_row(report.round, simulated.ledger, measures))
+                rows.append(_run_row(report.round, simulated.ledger, measures))
                 if on_round:
                     on_round(report.round, latest, simulated.ledger)
     except KeyboardInterrupt:
         stopped = True
-    w = _like(experiment.task.initial_arrays(), engine.w(0))
+    initial = experiment.task.initial_arrays()
+    w = Layout.of(initial).unflatten(engine.w(0), like=initial)
     _check_finite(experiment, w, rows)
     return Outcome(experiment, simulated, w, rows, stopped)
 
 
-def _seeded(experiment: Experiment) -> Experiment:
+def _with_seed(experiment: Experiment) -> Experiment:
     """With a seed, which is written down: whoever knows it can take the noise away again."""
     if experiment.drop_exhausted:
         raise ValueError("drop-exhausted is for method = 'paper': leave it out here")
@@ -275,7 +273,3 @@ def _seeded(experiment: Experiment) -> Experiment:
         return experiment
     training = replace(experiment.training, insecure_seed=secrets.randbits(SEED_BITS))
     return replace(experiment, training=training)
-
-
-def _like(arrays: ArrayRecord, w: Vector) -> ArrayRecord:
-    return Layout.of(arrays).unflatten(w, like=arrays)

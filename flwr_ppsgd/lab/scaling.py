@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.features import listed
+from flwr_ppsgd.lab.features import list_names
 from flwr_ppsgd.lab.per_user import Indices, OwnScale, PerUser, Table
 
 FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought there
@@ -33,9 +33,9 @@ def own_scaled(data: PerUser) -> PerUser:
         return data
     mean, std = _own_statistics(data, columns)
     own = OwnScale(columns, mean, std, *_own_targets(data))
-    x = _scaled(data, own) if len(columns) else data.x
+    x = _scale_columns(data, own) if len(columns) else data.x
     y = _scaled_targets(data, own) if amounts else data.y
-    return replace(data, x=x, y=y, own=own, notes=(*data.notes, *_notes(data, own)))
+    return replace(data, x=x, y=y, own=own, notes=(*data.notes, *_scaling_notes(data, own)))
 
 
 def with_kinds(data: PerUser) -> PerUser:
@@ -44,7 +44,7 @@ def with_kinds(data: PerUser) -> PerUser:
     Pixels, representations and what public numbers have scaled are used as they are.
     """
     if data.representation is not None or data.schema is None:
-        return replace(data, kinds=("as-is",) * sum(data.widths))
+        return replace(data, kinds=("as-is",) * data.width)
     kinds = data.schema.model_kinds()
     if _is_standardised(data):
         kinds = tuple("as-is" if kind == "number" else kind for kind in kinds)
@@ -69,7 +69,7 @@ def own_scaled_new(one: PerUser, x: Table) -> PerUser:
     )
     if one.own is None or not len(one.own.columns):
         return bare
-    return replace(bare, x=_scaled(bare, one.own))
+    return replace(bare, x=_scale_columns(bare, one.own))
 
 
 def _is_standardised(data: PerUser) -> bool:
@@ -86,7 +86,7 @@ def _own_statistics(
     if not len(columns):
         return mean, std
     for user in range(len(data)):
-        own = _dense(data.x, data.rows(user, test=False), columns)
+        own = _dense_columns(data.x, data.rows(user, test=False), columns)
         if len(own):
             mean[user] = own.mean(axis=0)
             found = own.std(axis=0)
@@ -119,9 +119,9 @@ def _scaled_targets(data: PerUser, own: OwnScale) -> NDArray[np.float64]:
     return np.asarray((data.y - centre) / unit[:, None])
 
 
-def _scaled(data: PerUser, own: OwnScale) -> Table:
+def _scale_columns(data: PerUser, own: OwnScale) -> Table:
     """x with the columns of ``own`` scaled, as a copy; other columns of CSR stay sparse."""
-    filled = _dense(data.x, slice(None), own.columns)
+    filled = _dense_columns(data.x, slice(None), own.columns)
     for user in range(len(data)):
         here = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
         away = (filled[here] - own.mean[user]) / own.std[user]
@@ -136,17 +136,17 @@ def _scaled(data: PerUser, own: OwnScale) -> Table:
     return sparse.csr_array(parts[:, order])
 
 
-def _dense(x: Table, rows: Any, columns: Indices) -> NDArray[np.float64]:
+def _dense_columns(x: Table, rows: Any, columns: Indices) -> NDArray[np.float64]:
     taken = x[rows][:, columns]
     if sparse.issparse(taken):
         taken = taken.toarray()
     return np.array(taken, dtype=np.float64)
 
 
-def _notes(data: PerUser, own: OwnScale) -> list[str]:
+def _scaling_notes(data: PerUser, own: OwnScale) -> list[str]:
     notes = []
     if len(own.columns):
-        named = listed([data.column_name(column) for column in own.columns.tolist()])
+        named = list_names([data.column_name(column) for column in own.columns.tolist()])
         notes.append(f"scaled on each device by the user's own mean and deviation: {named}")
     if data.task == "regression":
         notes.append(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from flwr_ppsgd.checks import nearest, one_of
-from flwr_ppsgd.disk import PRIVATE_FILE
+from flwr_ppsgd.lab.disk import PRIVATE_FILE
 from flwr_ppsgd.wire import places_in
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
@@ -182,7 +182,7 @@ class Schema:
         return len(self.classes) or len(self.target)
 
     @property
-    def used(self) -> tuple[Column, ...]:
+    def used_columns(self) -> tuple[Column, ...]:
         """The columns that are not left out."""
         return tuple(column for column in self.columns if column.features)
 
@@ -193,12 +193,13 @@ class Schema:
 
     def feature_names(self) -> tuple[str, ...]:
         """A name for each feature; none if one is an array."""
-        names = [name for column in self.used for name in column.feature_names()]
-        return tuple(names) if len(names) == sum(column.features for column in self.used) else ()
+        names = [name for column in self.used_columns for name in column.feature_names()]
+        features = sum(column.features for column in self.used_columns)
+        return tuple(names) if len(names) == features else ()
 
     def model_kinds(self) -> tuple[str, ...]:
         """The kind of each feature, as of ``AdditiveLinear``."""
-        kinds = [kind for column in self.used for kind in column.model_kinds()]
+        kinds = [kind for column in self.used_columns for kind in column.model_kinds()]
         if self.scaling != OWN:
             kinds = ["as-is" if kind == "number" else kind for kind in kinds]
         return tuple(kinds)
@@ -210,13 +211,13 @@ class Schema:
     def to_toml(self, name: str = "the data") -> str:
         """The text of a schema file about a file of this name."""
         lines = []
-        for key, value in self._given():
+        for key, value in self._keys_and_values():
             hint = _HINTS.get(key, "")
             lines.append(f"{key} = {_toml(value)}{hint}")
         columns = [f"{_toml(column.name)} = {column.to_toml()}" for column in self.columns]
         return WRITTEN.format(name=name) + "\n".join(lines) + OF_COLUMNS + "\n".join(columns) + "\n"
 
-    def _given(self) -> Iterator[tuple[str, Any]]:
+    def _keys_and_values(self) -> Iterator[tuple[str, Any]]:
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name == "enrolled":
@@ -237,7 +238,7 @@ class Schema:
         except ValueError as error:  # not TOML, or not UTF-8
             raise ValueError(f"{path}: not a schema ({error}): correct it") from None
         try:
-            return cls(**_checked(found), sha256=hashlib.sha256(content).hexdigest())
+            return cls(**_check_arguments(found), sha256=hashlib.sha256(content).hexdigest())
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -263,7 +264,7 @@ _TYPES: dict[str, Any] = {
 }
 
 
-def _checked(found: Mapping[str, Any]) -> dict[str, Any]:
+def _check_arguments(found: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a schema; ValueError names a key that is unknown, missing or of a wrong
     type."""
     known = [one.name.replace("_", "-") for one in fields(Schema) if one.name != "sha256"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flwr_ppsgd.cli import console, show
-from flwr_ppsgd.lab.block import Best, Plan, best_among
+from flwr_ppsgd.lab.block import Best, BlockPlan, best_among
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.inspect import hints
@@ -21,9 +21,9 @@ from flwr_ppsgd.lab.measures import badness, measure_of
 from flwr_ppsgd.lab.outputs import PICTURE, USERS_PICTURE, SavedRun, read_people
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
 from flwr_ppsgd.lab.rows import INFINITE, Point
-from flwr_ppsgd.lab.run import Watch
+from flwr_ppsgd.lab.run import OnRound
 from flwr_ppsgd.learner import LOCAL, SHARED
-from flwr_ppsgd.statement import WEAK, rounded_up, shortened
+from flwr_ppsgd.statement import WEAK, rounded_up, up_to_colons
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result
@@ -92,8 +92,8 @@ def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Li
     lines = [("privacy", _promise_text(privacy))]
     for key in ("conditional_on", "caveats"):
         if privacy.get(key):
-            lines.append(("", shortened(privacy[key])))
-    lines.append(("outside", shortened(privacy["outside_the_guarantee"])))
+            lines.append(("", up_to_colons(privacy[key])))
+    lines.append(("outside", up_to_colons(privacy["outside_the_guarantee"])))
     lines.append(("training", _rounds_text(experiment, saved)))
     return lines + _result_lines(experiment, saved.last_measures(), read_people(out) or {})
 
@@ -197,7 +197,7 @@ def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:
     )
 
 
-def progress_hook(progress: Progress, label: str, rounds: int) -> Watch:
+def progress_hook(progress: Progress, label: str, rounds: int) -> OnRound:
     """A callback that shows the round, ε and the first two of the latest measures."""
     task = progress.add_task(label, total=rounds, state="")
 
@@ -229,7 +229,7 @@ class SweepBar:
         self._done: dict[int, int] = {}
         self._best: dict[int, Best] = {}
 
-    def begin(self, chosen: Plan, missing: Sequence[Sequence[Point]]) -> None:
+    def begin(self, chosen: BlockPlan, missing: Sequence[Sequence[Point]]) -> None:
         """The blocks that are going to be run."""
         self._progress.console.print(str(chosen), highlight=False, soft_wrap=True)
         self._sizes = [len(block) for block in missing]

@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from flwr_ppsgd.lab.measures import badness, measure_of, on_test
-from flwr_ppsgd.lab.rows import BASELINES, CAVEAT, OWN_TRIVIAL, PPSGD, TRIVIAL, Edge, SweepRow
+from flwr_ppsgd.lab.rows import BASELINES, CAVEAT, OWN_TRIVIAL, PPSGD, TRIVIAL, GridEdge, SweepRow
 from flwr_ppsgd.settings import AUTO, key_of
 from flwr_ppsgd.statement import rounded_up
 
@@ -170,11 +170,11 @@ def best_table(
             row[PEEKED] = sign * (sign * here["reported"]).min()
         row[ERROR] = chosen["reported_error"]
         for name, way in ways_at(ends, level, measure).items():
-            row[name] = _reported(way)
+            row[name] = _reported_value(way)
         for method in (*BASELINES, AUTO):
             own = ends[(ends["method"] == method) & (ends["level"] == level)]
             if not own.empty:
-                row[method] = _reported(best(own, measure))
+                row[method] = _reported_value(best(own, measure))
         if alone is not None:
             row[LOCAL_SOLVED] = alone
         if trivial is not None:
@@ -187,12 +187,12 @@ def best_table(
     return table.drop(columns=ERROR) if one_seed else table
 
 
-def _reported(chosen: pd.DataFrame) -> float:
+def _reported_value(chosen: pd.DataFrame) -> float:
     return math.nan if chosen.empty else float(chosen["reported"].iloc[0])
 
 
 @dataclass(frozen=True)
-class Spread:
+class UserSpread:
     """Each user's measure at one noise level, mean over seeds.
 
     Args:
@@ -228,7 +228,7 @@ class Spread:
         )
 
 
-def spreads(frame: pd.DataFrame, every: pd.DataFrame, measure: str) -> list[Spread]:
+def spreads(frame: pd.DataFrame, every: pd.DataFrame, measure: str) -> list[UserSpread]:
     """For each noise level at which users were told apart and all three ways were run."""
     measured = frame[frame["by_user"].notna()]
     ends = ending(every)
@@ -241,7 +241,7 @@ def spreads(frame: pd.DataFrame, every: pd.DataFrame, measure: str) -> list[Spre
             if len({len(own) for own in lists}) == 1:
                 users[name] = np.mean(lists, axis=0)
         if len(users) == len(ways):
-            found.append(Spread(float(ways[PERSONALIZED]["epsilon"].iloc[0]), measure, users))
+            found.append(UserSpread(float(ways[PERSONALIZED]["epsilon"].iloc[0]), measure, users))
     return found
 
 
@@ -272,12 +272,12 @@ class Summary:
     measure: str
     every: pd.DataFrame
     table: pd.DataFrame
-    spread: list[Spread]
+    spread: list[UserSpread]
     kind: str
     settings: int
     diverged: int
     smallest_step: float
-    edges: tuple[Edge, ...]
+    edges: tuple[GridEdge, ...]
     trivial: dict[str, float] = field(default_factory=dict)
 
     def best_trivial(self) -> float | None:
@@ -288,7 +288,7 @@ class Summary:
 
     def text(self) -> str:
         """The table, and what there is to say about ε, about users and about the grid."""
-        lines = [self.count()]
+        lines = [self.count_text()]
         if not self.every.empty:
             lines.append(table_text(self.table, self.measure))
         lines += self.remarks()
@@ -296,7 +296,7 @@ class Summary:
             lines.append(f"Epsilon here is {PAPERS}: rows.jsonl has the honest one beside it.")
         return "\n".join([*lines, *(own.text() for own in self.spread)])
 
-    def count(self) -> str:
+    def count_text(self) -> str:
         """How many settings there are, and how many of them diverged."""
         words = f"{self.settings:,} settings, {self.diverged:,} of them diverged"
         if not self.every.empty:
@@ -391,7 +391,7 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
     )
 
 
-def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[Edge, ...]:
+def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[GridEdge, ...]:
     """Where the best settings lie at the ends of the lists of a grid.
 
     0 and ∞ are the natural ends of αQ, and at α = 0 there is no clip norm.
@@ -406,7 +406,7 @@ def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[Edge, ...]:
         chosen = table[key].unique().tolist()
         for end, next_to in ((values[0], values[1]), (values[-1], values[-2])):
             if end in chosen:
-                found.append(Edge(key, end, float(f"{end**2 / next_to:.3g}")))
+                found.append(GridEdge(key, end, float(f"{end**2 / next_to:.3g}")))
     return tuple(found)
 
 

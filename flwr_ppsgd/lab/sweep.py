@@ -10,8 +10,8 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from flwr_ppsgd.algorithm import FixedSize
-from flwr_ppsgd.lab.experiment import OWN_DATA, Experiment, experiment_keys, shown, source_of
-from flwr_ppsgd.lab.rows import FINE_TUNED, GRID, PPSGD, Edge, Point, Selection, SweepRow
+from flwr_ppsgd.lab.experiment import OWN_DATA, Experiment, experiment_keys, source_name, source_of
+from flwr_ppsgd.lab.rows import FINE_TUNED, GRID, PPSGD, GridEdge, Point, Selection, SweepRow
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.settings import AUTO, METHODS, PAPER, check_known, override, read_toml, with_keys
 
@@ -20,7 +20,7 @@ OWN_DATA_SWEEP = "own-data-sweep"
 MOST_SETTINGS = 100_000
 SEEDS = [1, 2, 3]  # of a sweep of the recipe, if nothing else is said
 CLIP_NORM = 1.0  # of the recipe, whose unit is the released size
-Priced: TypeAlias = tuple[bool, float, float | None, int]  # recipe or not, z, its ε, round
+PricedRelease: TypeAlias = tuple[bool, float, float | None, int]  # recipe or not, z, its ε, round
 FINE_TUNE_STEPS = "0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0"
 
 
@@ -77,29 +77,33 @@ class Sweep:
         """
         changes = with_keys(overrides or {})
         default = OWN_DATA_SWEEP if "data" in changes else DEFAULT_SWEEP
-        if default == OWN_DATA_SWEEP and _methods(changes, "--set") == (AUTO,):
+        if default == OWN_DATA_SWEEP and _methods_of(changes, "--set") == (AUTO,):
             default = OWN_DATA
             changes = {"insecure-seed": SEEDS, **changes}
         source = source_of(path, default)
         flat = override(read_toml(source), changes)
-        return cls.read(with_keys(flat), where=shown(source, path))
+        return cls.read(with_keys(flat), where=source_name(source, path))
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:
         """From flat keys; errors name ``where``."""
-        methods = _methods(flat, where)
+        methods = _methods_of(flat, where)
         flat = {**flat, "method": methods[0]}
-        wanted = _listed(flat.get("epsilon"))
+        wanted = _as_list(flat.get("epsilon"))
         if methods == (AUTO,):
-            flat = _first_epsilon(flat, wanted)
+            if not wanted:
+                raise ValueError(
+                    "epsilon is missing: a sweep of 'auto' needs it, as in epsilon = [1, 2]"
+                )
+            flat = {**flat, "epsilon": wanted[0]}
         elif wanted:
-            flat = _with_noise(flat, where)
+            flat = _with_calibrated_noise(flat, where)
         for key, values in flat.items():
             if isinstance(values, list):
                 _check_list(key, values, where)
         lists = {key: tuple(flat[key]) for key in GRID if isinstance(flat.get(key), list)}
         flat = _with_fine_tuning(flat)
-        base = Experiment.read(_first(flat), where=where)
+        base = Experiment.read(_first_values(flat), where=where)
         noisy = PAPER in methods and 0.0 not in lists.get("noise-multiplier", ())
         if base.problem.select_on == "validation" and noisy:
             given = lists.get("noise-multiplier", (base.training.noise_multiplier,))
@@ -149,7 +153,7 @@ class Sweep:
             rows.append(SweepRow(point, self.base.training.rounds, measures))
         return rows
 
-    def united(self, there: Mapping[str, Any]) -> "Sweep":
+    def with_values_of(self, there: Mapping[str, Any]) -> "Sweep":
         """With the values of a grid that was extended before, as its settings say."""
         grid = {}
         for key, values in self.grid.items():
@@ -159,7 +163,7 @@ class Sweep:
             grid[key] = tuple(sorted((*values, *more))) if more else values
         return replace(self, grid=grid)
 
-    def extended(self, edges: Iterable[Edge]) -> "Sweep":
+    def with_values_beyond(self, edges: Iterable[GridEdge]) -> "Sweep":
         """With one more value beyond each edge at which the best setting lies."""
         grid = dict(self.grid)
         for edge in edges:
@@ -222,7 +226,7 @@ def _recipes(
     """
     targets = [float(epsilon) for epsilon in wanted]
     if not base.training.automatic:
-        price = Epsilons(base)
+        price = EpsilonCache(base)
         for z in noises[len(targets) :]:
             point = Point(0, math.inf, 0.0, float(z), CLIP_NORM)
             targets.append(price(point, base.training.rounds))
@@ -233,9 +237,9 @@ def _recipes(
     return tuple(found)
 
 
-def _methods(flat: Mapping[str, Any], where: str) -> tuple[str, ...]:
+def _methods_of(flat: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """The methods to compare, the paper's first."""
-    named = _listed(flat.get("method", PAPER))
+    named = _as_list(flat.get("method", PAPER))
     for name in named:
         if name not in METHODS:
             raise ValueError(f"{where}: method must be of {', '.join(METHODS)}, got {name!r}")
@@ -244,21 +248,14 @@ def _methods(flat: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(name for name in METHODS if name in named)
 
 
-def _first_epsilon(flat: Mapping[str, Any], wanted: Sequence[float]) -> dict[str, Any]:
-    """Settings of the recipe alone, at the first ε: it is measured once, after its last round."""
-    if not wanted:
-        raise ValueError("epsilon is missing: a sweep of 'auto' needs it, as in epsilon = [1, 2]")
-    return {**flat, "epsilon": wanted[0]}
-
-
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     """A list as it is, one value as a list of one, None as an empty one."""
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]
 
 
-def _first(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _first_values(flat: Mapping[str, Any]) -> dict[str, Any]:
     """``flat`` with the first value of each list."""
     found = {}
     for key, value in flat.items():
@@ -267,16 +264,16 @@ def _first(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_noise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _with_calibrated_noise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``epsilon``, a number or a list, as the noise multipliers that cost it."""
-    wanted = _listed(flat["epsilon"])
+    wanted = _as_list(flat["epsilon"])
     rest = {key: value for key, value in flat.items() if key != "epsilon"}
     noises = []
     for epsilon in wanted:
         if epsilon == math.inf:
             noises.append(0.0)
             continue
-        experiment = Experiment.read({**_first(rest), "epsilon": epsilon}, where)
+        experiment = Experiment.read({**_first_values(rest), "epsilon": epsilon}, where)
         noises.append(experiment.training.release().noise_multiplier)
     return {**rest, "noise-multiplier": noises}
 
@@ -301,7 +298,7 @@ def _check_list(key: str, values: list[Any], where: str) -> None:
         raise ValueError(f"{where}: {key!r} holds a value twice: {values}")
 
 
-class Epsilons:
+class EpsilonCache:
     """ε of each noise multiplier and number of rounds, worked out once.
 
     It does not depend on step, α or clip norm. That of the recipe holds all that it releases.
@@ -311,12 +308,12 @@ class Epsilons:
         self._base = base
         self._training = base.training
         self._fixed = isinstance(self._training.cohort(), FixedSize)
-        self._honest: dict[Priced, float] = {}
-        self._papers: dict[Priced, float] = {}
+        self._honest: dict[PricedRelease, float] = {}
+        self._papers: dict[PricedRelease, float] = {}
 
     def __call__(self, point: Point, round_: int) -> float:
         """Under zero-out neighbours; 0 if nothing was released."""
-        return self._priced(self._honest, _honest_epsilon, point, round_)
+        return self._price_once(self._honest, _honest_epsilon, point, round_)
 
     def paper(self, point: Point, round_: int) -> float | None:
         """What the paper would print for cohorts of a fixed size: not a guarantee.
@@ -325,11 +322,11 @@ class Epsilons:
         """
         if not self._fixed or point.method == AUTO:
             return None
-        return self._priced(self._papers, Ledger.paper_epsilon, point, round_)
+        return self._price_once(self._papers, Ledger.paper_epsilon, point, round_)
 
-    def _priced(
+    def _price_once(
         self,
-        known: dict[Priced, float],
+        known: dict[PricedRelease, float],
         price: Callable[[Ledger], float],
         point: Point,
         round_: int,
@@ -338,10 +335,10 @@ class Epsilons:
             return 0.0
         key = (point.method == AUTO, point.noise_multiplier, point.target_epsilon, round_)
         if key not in known:
-            known[key] = price(self._charged(point, round_))
+            known[key] = price(self._ledger_after(point, round_))
         return known[key]
 
-    def _charged(self, point: Point, round_: int) -> Ledger:
+    def _ledger_after(self, point: Point, round_: int) -> Ledger:
         """What a setting has released after a number of rounds."""
         nothing = Ledger(self._training.delta)
         if point.method != AUTO:
@@ -359,7 +356,7 @@ def _honest_epsilon(ledger: Ledger) -> float:
         return min(ledger.epsilon(), ledger.quick_epsilon())
 
 
-def with_epsilon(rows: Iterable[SweepRow], epsilons: Epsilons) -> list[SweepRow]:
+def with_epsilon(rows: Iterable[SweepRow], epsilons: EpsilonCache) -> list[SweepRow]:
     """Each row with its ε, and with the paper's if that is another."""
     priced = []
     for row in rows:

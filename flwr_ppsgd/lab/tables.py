@@ -112,7 +112,7 @@ def missing_name(name: str, there: Iterable[Any], what: str) -> str:
     return f"there is no {what} {name!r} among {shown}: did you mean {close!r}?{option}"
 
 
-def read_file(
+def read_table_file(
     path: Path,
     text: Collection[str] | None = (),
     encoding: str = "",
@@ -199,7 +199,7 @@ def read_csv(
     separator: str = "",
     decimal: str = "",
 ) -> RawTable:
-    """The columns of a .csv; arguments as of ``read_file``."""
+    """The columns of a .csv; arguments as of ``read_table_file``."""
     pandas = need_module("pandas", f"{path}: a {path.suffix} file")
     head, rows, notes = _head_of(path, encoding, separator, decimal)
     numbers = []
@@ -207,10 +207,10 @@ def read_csv(
         if name not in (text or ()) and all(_is_number(row, place, head.decimal) for row in rows):
             numbers.append(name)
     try:
-        frame = _parsed(pandas, head, numbers)
+        frame = _parse_csv(pandas, head, numbers)
         words = [name for name in numbers if frame[name].dtype.kind not in "iufb"]
         if words:  # not in the head, but further down
-            frame = _parsed(pandas, head, [name for name in numbers if name not in words])
+            frame = _parse_csv(pandas, head, [name for name in numbers if name not in words])
     except UnicodeDecodeError:
         raise _wrongly_encoded(path, head.encoding) from None
     except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
@@ -223,7 +223,7 @@ def read_csv(
     return RawTable(str(path), dict(frame.items()), notes=tuple(notes), lines=head)
 
 
-def _parsed(pandas: Any, head: CsvHead, numbers: Collection[str]) -> Any:
+def _parse_csv(pandas: Any, head: CsvHead, numbers: Collection[str]) -> Any:
     """The data frame, in which all other columns than ``numbers`` are text."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", pandas.errors.ParserWarning)
@@ -265,7 +265,7 @@ def _head_of(
         text = text[: text.rfind("\n") + 1] or text
     above = _lines_above(text)
     text = "".join(text.splitlines(keepends=True)[above:])
-    separator = separator or max(SEPARATORS, key=lambda one: _agreement(text, one))
+    separator = separator or max(SEPARATORS, key=lambda one: _rows_agree(text, one))
     header, *rows = _records(text, separator)
     names, notes = distinct_names([name.strip() for name in header])
     if not decimal:
@@ -288,7 +288,7 @@ def _records(text: str, separator: str) -> list[list[str]]:
     return list(itertools.islice(found, HEAD_ROWS + 1))
 
 
-def _agreement(text: str, separator: str) -> tuple[bool, int]:
+def _rows_agree(text: str, separator: str) -> tuple[bool, int]:
     """Whether most rows have as many values as the header, and how many those are."""
     header, *rows = _records(text, separator)
     same = sum(len(row) == len(header) for row in rows)
@@ -382,7 +382,7 @@ def _pixels_of(values: Sequence[Any], where: str) -> NDArray[np.uint8] | None:
         grey_picture(io.BytesIO(content), f"{where}, row {row}")
         for row, content in enumerate(contents)
     )
-    return stacked(pictures, where)
+    return stack_pictures(pictures, where)
 
 
 def grey_picture(file: Any, where: str) -> NDArray[np.uint8]:
@@ -396,7 +396,7 @@ def grey_picture(file: Any, where: str) -> NDArray[np.uint8]:
         raise ValueError(f"{where}: cannot be read as a picture ({reason}): remove it") from None
 
 
-def stacked(pictures: Iterable[NDArray[np.uint8]], where: str) -> NDArray[np.uint8]:
+def stack_pictures(pictures: Iterable[NDArray[np.uint8]], where: str) -> NDArray[np.uint8]:
     """Pictures of one size in one array."""
     found: list[NDArray[np.uint8]] = []
     for place, picture in enumerate(pictures):

@@ -53,7 +53,7 @@ class LinearTask:
     on_validation: bool = False
 
     def __post_init__(self) -> None:
-        foreign = [key for key in self.problem.given() if key not in SYNTHETIC_KEYS]
+        foreign = [key for key in self.problem.changed_keys() if key not in SYNTHETIC_KEYS]
         if self.problem.data == SYNTHETIC and foreign:
             raise ValueError(
                 f"{foreign[0]} is for data of your own: leave it out, or give data = FILE"
@@ -88,10 +88,10 @@ class LinearTask:
         problem = self.problem
         if problem.data != SYNTHETIC:
             return table(problem, self.precision, self.dropped_after)
-        from flwr_ppsgd.lab.population import Fresh
+        from flwr_ppsgd.lab.population import FreshPopulation
 
         truth = _synthetic(self.users, problem.features, problem.data_seed)
-        return Fresh(truth, problem.batch_size)
+        return FreshPopulation(truth, problem.batch_size)
 
     def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
         """Everyone's data and models, for the given settings side by side."""
@@ -139,7 +139,7 @@ class NetworkTask:
                 f"{data.source}: the cnn is for classes of images of 28 × 28 = {PIXELS} pixels and "
                 f"this has {data.features} features, {data.task}: use model = 'linear'"
             )
-        return _network(self.problem.data_seed, data.outputs)
+        return _paper_network(self.problem.data_seed, data.outputs)
 
     def learner(self, user: int) -> Learner:
         """One user's model and data."""
@@ -266,7 +266,7 @@ def table(problem: Problem, precision: str, dropped_after: float | None = None) 
 
 
 @functools.lru_cache(maxsize=1)
-def _network(seed: int, classes: int) -> "AdditiveHead":
+def _paper_network(seed: int, classes: int) -> "AdditiveHead":
     from flwr_ppsgd.lab.cnn import paper_cnn
 
     return paper_cnn(seed, classes)

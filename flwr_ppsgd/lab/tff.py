@@ -44,21 +44,21 @@ def parse_example(message: bytes) -> dict[str, Feature]:
     """
     features: dict[str, Feature] = {}
     for _, body in _fields(memoryview(message)):
-        for _, entry in _fields(_bytes(body)):
-            parts = dict(_fields(_bytes(entry)))
-            name = bytes(_bytes(parts[NAME])).decode()
-            value = _bytes(parts.get(VALUE, memoryview(b"")))
+        for _, entry in _fields(_as_message(body)):
+            parts = dict(_fields(_as_message(entry)))
+            name = bytes(_as_message(parts[NAME])).decode()
+            value = _as_message(parts.get(VALUE, memoryview(b"")))
             features[name] = _feature(value)
     return features
 
 
 def _feature(message: memoryview) -> Feature:
     for kind, body in _fields(message):
-        values = [value for _, value in _fields(_bytes(body))]
+        values = [value for _, value in _fields(_as_message(body))]
         if kind == BYTES_LIST:
-            return [bytes(_bytes(value)) for value in values]
+            return [bytes(_as_message(value)) for value in values]
         if kind == FLOAT_LIST:
-            parts = [bytes(_bytes(value)) for value in values]
+            parts = [bytes(_as_message(value)) for value in values]
             return np.frombuffer(b"".join(parts), dtype="<f4")
         return _whole_numbers(values)
     return []
@@ -85,7 +85,7 @@ def _fields(message: memoryview) -> Iterator[Field]:
             value, place = _varint(message, place)
             yield number, value
             continue
-        length, place = _length(message, wire_type, place)
+        length, place = _field_length(message, wire_type, place)
         end = place + length
         if end > len(message):
             raise ValueError("a tf.train.Example ends in the middle of a field")
@@ -93,7 +93,7 @@ def _fields(message: memoryview) -> Iterator[Field]:
         place = end
 
 
-def _length(
+def _field_length(
     message: memoryview,
     wire_type: int,
     place: int,
@@ -132,7 +132,7 @@ def _varints(packed: memoryview) -> list[int]:
     return values
 
 
-def _bytes(value: int | memoryview) -> memoryview:
+def _as_message(value: int | memoryview) -> memoryview:
     if isinstance(value, int):
         raise ValueError("a tf.train.Example has a number where a message was expected")
     return value
@@ -160,14 +160,14 @@ class Clients:
             unpacked_in: the folder into which an .lzma file is unpacked, once.
         """
         if path.suffix == ".lzma":
-            path = _unpacked(path, unpacked_in)
+            path = _unpack(path, unpacked_in)
         _refuse_truncated(path)
         address = f"{path.resolve().as_uri()}?mode=ro"
         try:
             with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
                 yield cls(connection, str(path))
         except sqlite3.Error as error:
-            raise _broken(path, str(error)) from None
+            raise _broken_file_error(path, str(error)) from None
 
     def ids(self, split: str) -> list[str]:
         """The client ids of a split, sorted."""
@@ -214,7 +214,7 @@ class Clients:
                 ) from None
 
 
-def _unpacked(path: Path, folder: Path) -> Path:
+def _unpack(path: Path, folder: Path) -> Path:
     """The unpacked file, which is made unless it is there and newer than ``path``.
 
     Several processes may unpack at the same time, for minutes: each writes a file of its own.
@@ -236,7 +236,7 @@ def _unpacked(path: Path, folder: Path) -> Path:
         except BaseException as error:
             Path(file.name).unlink(missing_ok=True)
             if isinstance(error, EOFError | lzma.LZMAError):
-                raise _broken(path, str(error)) from None
+                raise _broken_file_error(path, str(error)) from None
             raise
     return target
 
@@ -250,7 +250,7 @@ def _refuse_truncated(path: Path) -> None:
     with path.open("rb") as file:
         header = file.read(HEADER_SIZE)
     if len(header) < HEADER_SIZE or not header.startswith(b"SQLite format 3\0"):
-        raise _broken(path, "it does not begin as one")
+        raise _broken_file_error(path, "it does not begin as one")
     (page,) = struct.unpack(">H", header[16:18])
     (pages,) = struct.unpack(">I", header[28:32])
     if page == 1:
@@ -259,10 +259,10 @@ def _refuse_truncated(path: Path) -> None:
     found = path.stat().st_size
     counted = header[24:28] == header[92:96]  # else the number of pages is not valid
     if counted and found < expected:
-        raise _broken(path, f"it has {found:,} of {expected:,} bytes")
+        raise _broken_file_error(path, f"it has {found:,} of {expected:,} bytes")
 
 
-def _broken(path: Path, why: str) -> ValueError:
+def _broken_file_error(path: Path, why: str) -> ValueError:
     return ValueError(
         f"{path}: not a complete SQLite file of TensorFlow Federated ({why}): download it again"
     )

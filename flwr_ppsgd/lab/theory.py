@@ -67,9 +67,9 @@ class Minimiser:
 
     def squared_norm(self, alpha: float) -> float:
         """‖z*‖²_α."""
-        return self.weighted(0.0, 1.0, alpha)
+        return self.weighted_norm(0.0, 1.0, alpha)
 
-    def weighted(self, slope: float, constant: float, alpha: float) -> float:
+    def weighted_norm(self, slope: float, constant: float, alpha: float) -> float:
         """(αA + B)·‖z*‖²_α, at α = 0 and α = ∞ its limit.
 
         The four terms are added one by one, so that 0·∞ never arises.
@@ -87,14 +87,14 @@ class Minimiser:
             if math.isfinite(alpha):
                 share = alpha / at
         shared_slope = slope * self.shared * share
-        shared_constant = _times(inverse, constant * self.shared)
-        personal_slope = _times(alpha, slope * self.personal)
+        shared_constant = _product(inverse, constant * self.shared)
+        personal_slope = _product(alpha, slope * self.personal)
         personal_constant = constant * self.personal
         return shared_slope + shared_constant + personal_slope + personal_constant
 
 
 @dataclass(frozen=True)
-class Bound:
+class RiskBound:
     """What a theorem says at one α.
 
     At α = 0 and α = ∞, L_α, σ²_tot and ‖z*‖_α may be infinite or 0. ``bias`` and ``deviation`` are
@@ -143,12 +143,12 @@ class Theorem:
     def smoothness_at(self, alpha: float) -> float:
         """L_α."""
         slope, constant = self.smoothness
-        return max(_times(alpha, slope), constant)
+        return max(_product(alpha, slope), constant)
 
     def variance_at(self, alpha: float) -> float:
         """σ²_tot."""
         slope, constant = self.variance
-        return _times(alpha, slope) + constant
+        return _product(alpha, slope) + constant
 
     def steps(self, alpha: float, minimiser: Minimiser) -> Steps:
         """s_w = αη and s_θ = η/D for η = min(1/(4L_α), ‖z*‖_α/(√n σ_tot))."""
@@ -171,13 +171,13 @@ class Theorem:
             return Steps(longest, personal=0.0)
         return Steps(min(longest, math.sqrt(minimiser.shared / noise)), personal=0.0)
 
-    def bound(self, alpha: float, minimiser: Minimiser) -> Bound:
+    def bound(self, alpha: float, minimiser: Minimiser) -> RiskBound:
         """4L_α‖z*‖²_α/n + 3σ_tot‖z*‖_α/√n, and the steps for which it holds."""
         _not_negative("alpha", alpha, math.inf)
-        steep = minimiser.weighted(self.smoothness[0], 0.0, alpha)
-        flat = minimiser.weighted(0.0, self.smoothness[1], alpha)
-        spread = minimiser.weighted(*self.variance, alpha)
-        return Bound(
+        steep = minimiser.weighted_norm(self.smoothness[0], 0.0, alpha)
+        flat = minimiser.weighted_norm(0.0, self.smoothness[1], alpha)
+        spread = minimiser.weighted_norm(*self.variance, alpha)
+        return RiskBound(
             alpha=alpha,
             smoothness=self.smoothness_at(alpha),
             variance=self.variance_at(alpha),
@@ -187,13 +187,13 @@ class Theorem:
             steps=self.steps(alpha, minimiser),
         )
 
-    def best(self, minimiser: Minimiser, alpha_qs: Sequence[float] = ALPHA_Q_GRID) -> Bound:
+    def best(self, minimiser: Minimiser, alpha_qs: Sequence[float] = ALPHA_Q_GRID) -> RiskBound:
         """The smallest bound over a grid of αD; among equal ones the most local, which releases
         least."""
         bounds = [self.bound(alpha_q / self.denominator, minimiser) for alpha_q in sorted(alpha_qs)]
         return min(bounds, key=lambda bound: bound.total)
 
-    def eased(self, factor: float) -> "Theorem":
+    def for_smoothness_over(self, factor: float) -> "Theorem":
         """The same theorem for L/factor: steps up to ``factor`` times longer, a smaller bias.
 
         The bias 4L_α‖z*‖²_α/n does not depend on the noise and is smallest at αD = 1 (without
@@ -379,7 +379,7 @@ def squared_loss_smoothness(radius: float) -> float:
     return 2 * radius**2
 
 
-def _times(factor: float, value: float) -> float:
+def _product(factor: float, value: float) -> float:
     """factor·value, where ∞·0 is 0."""
     return factor * value if value else 0.0
 

@@ -20,11 +20,11 @@ from typing import Any, Protocol, TypeAlias
 
 from threadpoolctl import threadpool_limits
 
-from flwr_ppsgd.lab.block import Best, Plan, Snapshot, clear_snapshots, plan, run_block
+from flwr_ppsgd.lab.block import Best, BlockPlan, Snapshot, clear_snapshots, plan_blocks, run_block
 from flwr_ppsgd.lab.engine import reported_rounds
 from flwr_ppsgd.lab.outputs import open_sweep, write_selection
 from flwr_ppsgd.lab.rows import Point, SweepRow
-from flwr_ppsgd.lab.sweep import Epsilons, Sweep, with_epsilon
+from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep, with_epsilon
 from flwr_ppsgd.settings import AUTO
 
 Block: TypeAlias = Sequence[Point]
@@ -36,10 +36,10 @@ KIBIBYTE = 1024
 _REPORTS: list[Any] = []  # in a worker, where its progress goes
 
 
-class Watch(Protocol):
+class SweepWatch(Protocol):
     """Shows how a sweep goes."""
 
-    def begin(self, chosen: Plan, missing: Sequence[Block]) -> None:
+    def begin(self, chosen: BlockPlan, missing: Sequence[Block]) -> None:
         """The blocks that are going to be run."""
         ...
 
@@ -51,7 +51,7 @@ class Watch(Protocol):
 def run_sweep(
     sweep: Sweep,
     out: Path,
-    watch: Watch,
+    watch: SweepWatch,
     *,
     memory: int | None = None,
     jobs: int | None = None,
@@ -69,13 +69,13 @@ def run_sweep(
         jobs: the number of blocks at a time; None is the number of cores.
         extend: the grid may have grown since the sweep was begun.
     """
-    proposed = plan(sweep, memory or free_memory() // 2, jobs or os.cpu_count() or 1)
+    proposed = plan_blocks(sweep, memory or free_memory() // 2, jobs or os.cpu_count() or 1)
     with open_sweep(out, sweep, extend=extend) as store:
         chosen = store.plan(proposed)
         missing = store.missing(chosen.blocks)
         clear_snapshots(out, missing)
         watch.begin(chosen, missing)
-        epsilons = Epsilons(sweep.base)
+        epsilons = EpsilonCache(sweep.base)
         store.append(with_epsilon(sweep.trivial_rows(), epsilons))
         pricing = _pricing(sweep, missing, epsilons)
         flat = sweep.base.to_flat()
@@ -89,7 +89,7 @@ def run_sweep(
     return sum(len(block) for block in missing)
 
 
-def _pricing(sweep: Sweep, blocks: Sequence[Block], epsilons: Epsilons) -> Pricing:
+def _pricing(sweep: Sweep, blocks: Sequence[Block], epsilons: EpsilonCache) -> Pricing:
     """ε of every row to come, one at each call, while blocks are under way."""
     noises: dict[float | None, Point] = {}
     for point in itertools.chain.from_iterable(blocks):
@@ -112,7 +112,7 @@ def in_processes(
     flat: Mapping[str, Any],
     blocks: Sequence[Block],
     jobs: int,
-    watch: Watch,
+    watch: SweepWatch,
     pricing: Pricing,
     *,
     directory: Path,

@@ -13,10 +13,10 @@ from flwr_ppsgd.arrays import DOUBLE
 from flwr_ppsgd.checks import one_of
 from flwr_ppsgd.learner import LOCAL, SHARED, Batches, Rows, all_rows, as_array
 from flwr_ppsgd.models.solve import (
-    Columns,
     Mixture,
     OwnProblem,
-    Published,
+    PublicColumns,
+    dense,
     personal_model,
     solution,
     spread,
@@ -111,8 +111,8 @@ class AdditiveLinear:
         They are equal because w and θ enter only as w + θ.
         """
         x, y = self._minibatch(order)
-        prediction = predict(self._scores(x, w + theta), self._loss)
-        residual = prediction - y
+        scores = self._scores(x, w + theta)
+        residual = predict(scores, self._loss) - y
         if order.reduction == "mean" and len(y):
             residual /= len(y)
         gradient = dense(x.T @ residual).reshape(-1)
@@ -138,7 +138,8 @@ class AdditiveLinear:
 
     def solution(self, w: Vector, order: Order) -> Vector:
         """What this user would add to w: a ridge solution around it, almost without penalty."""
-        return solution(self._problem(order.unit), w.reshape(self._shape)).reshape(-1)
+        problem = self._problem(order.unit)
+        return solution(problem, w.reshape(self._shape)).reshape(-1)
 
     def spread(self) -> float:
         """The standard deviation of the user's own targets."""
@@ -151,8 +152,9 @@ class AdditiveLinear:
 
     def personal_model(self, w: Vector, variance: Vector, order: Order) -> "LinearModel":
         """The user's mixture around w, with the rows on which it is measured."""
-        published = Published(w.reshape(self._shape), variance, order.unit, order.size)
-        return LinearModel(personal_model(self._problem(order.unit), published), self)
+        problem = self._problem(order.unit)
+        mixture = personal_model(problem, w.reshape(self._shape), variance)
+        return LinearModel(mixture, self)
 
     def stepped_model(self, w: Vector) -> "LinearModel":
         """The user's mixture around a w that steps have trained, as if it had no noise.
@@ -160,8 +162,9 @@ class AdditiveLinear:
         Such a w predicts targets as they are, and the mixture's in units of the user's own.
         """
         problem = self._problem(1.0)
-        published = Published(w.reshape(self._shape) / problem.unit, np.zeros(1))
-        return LinearModel(personal_model(problem, published), self)
+        shared = w.reshape(self._shape) / problem.unit
+        mixture = personal_model(problem, shared, np.zeros(1))
+        return LinearModel(mixture, self)
 
     def measure(self, model: Mixture) -> dict[str, float]:
         """Measures of a model's predictions on the test part."""
@@ -205,17 +208,18 @@ class LinearModel:
         """Of the personal model, of own rows alone (``local_…``), of w alone (``shared_…``)."""
         if not self.mixture.has_location:
             return {}
-        found = dict(self.learner.measure(self.mixture))
-        for prefix, other in ((LOCAL, self.mixture.alone), (SHARED, self.mixture.shared_alone)):
+        found = self.learner.measure(self.mixture)
+        others = {LOCAL: self.mixture.alone, SHARED: self.mixture.shared_alone}
+        for prefix, other in others.items():
             if other is not None:
                 measures = self.learner.measure(other)
                 found |= {prefix + name: value for name, value in measures.items()}
         return found
 
     @property
-    def chosen(self) -> dict[str, float]:
+    def choices(self) -> dict[str, float]:
         """What the mixture is made of."""
-        return self.mixture.chosen
+        return self.mixture.choices
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""
@@ -242,7 +246,9 @@ def measures_of(scores: Matrix, y: Matrix, task: Task) -> dict[str, float]:
     return {"loss": loss, "accuracy": float(np.mean(right))}
 
 
-def columns_of(kinds: Sequence[str] | None, features: int, outputs: int, task: Task) -> Columns:
+def columns_of(
+    kinds: Sequence[str] | None, features: int, outputs: int, task: Task
+) -> PublicColumns:
     """What is public about the columns of a linear model's rows."""
     if kinds is None:
         kinds = ["as-is"] * features
@@ -250,21 +256,12 @@ def columns_of(kinds: Sequence[str] | None, features: int, outputs: int, task: T
         raise ValueError(f"kinds has {len(kinds)} entries for {features} columns: name each")
     for kind in kinds:
         one_of("kinds", kind, KINDS)
-    return Columns(
+    return PublicColumns(
         task,
         numbers=np.array([kind == "number" for kind in kinds], dtype=np.bool_),
         sparse=np.array([kind == "sparse" for kind in kinds], dtype=np.bool_),
         outputs=outputs,
     )
-
-
-def dense(values: Features) -> Matrix:
-    """An array of what may be sparse."""
-    if type(values) is np.ndarray and values.dtype == DOUBLE:
-        return values
-    if hasattr(values, "toarray"):
-        values = values.toarray()
-    return np.asarray(values, dtype=np.float64)
 
 
 def predict(scores: Matrix, loss: Loss) -> Matrix:
@@ -298,5 +295,6 @@ def mean_losses(scores: Matrix, y: Matrix, loss: Loss) -> Vector:
         return np.asarray(0.5 * squares.mean(axis=0))
     shifted = scores - scores.max(axis=-1, keepdims=True)
     total = np.exp(shifted).sum(axis=-1, keepdims=True)
-    likelihoods = (y * (shifted - np.log(total))).sum(axis=-1)
+    logs = shifted - np.log(total)
+    likelihoods = (y * logs).sum(axis=-1)
     return np.asarray(-likelihoods.mean(axis=0))

@@ -39,8 +39,8 @@ SMOOTH = 0.7  # neighbours in an image differ by less than this share of what an
 class Representation(Protocol):
     """Φ: rows of numbers → rows of features. A frozen value, which is public."""
 
-    def widths(self, columns: int) -> tuple[int, ...]:
-        """The number of features in each group, for rows of this number of columns."""
+    def width(self, columns: int) -> int:
+        """The number of features, for rows with this number of columns."""
         ...
 
     def __call__(self, x: Floats) -> Floats:
@@ -49,31 +49,23 @@ class Representation(Protocol):
 
 
 @dataclass(frozen=True)
-class Unchanged:
-    """Φ(x) = x: the columns themselves."""
-
-    def widths(self, columns: int) -> tuple[int, ...]:
-        """All columns."""
-        return (columns,)
-
-    def __call__(self, x: Floats) -> Floats:
-        """x."""
-        return np.asarray(x, dtype=np.float64)
-
-
-@dataclass(frozen=True)
 class UnitLength:
     """Φ(x) = x/‖x‖: pixels without the brightness of their image. A row of zeros stays."""
 
-    def widths(self, columns: int) -> tuple[int, ...]:
+    def width(self, columns: int) -> int:
         """All columns."""
-        return (columns,)
+        return columns
 
     def __call__(self, x: Floats) -> Floats:
         """Rows of norm 1."""
-        rows = np.asarray(x, dtype=np.float64)
-        norms = np.linalg.norm(rows, axis=1, keepdims=True)
-        return np.asarray(rows / np.where(norms > 0, norms, 1.0))
+        return unit_rows(np.asarray(x, dtype=np.float64))
+
+
+def unit_rows(rows: Floats) -> Floats:
+    """Each row divided by its norm; a row of zeros stays."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    norms[~(norms > 0)] = 1.0
+    return np.asarray(rows / norms)
 
 
 @dataclass(frozen=True)
@@ -96,26 +88,29 @@ class RandomConvolution:
     shape: Shape = ()
 
     def __post_init__(self) -> None:
-        _check_count(self.features)
+        rule = "the number of features must be at least 1"
+        require(self.features >= 1, rule, self.features, "raise it")
 
-    def widths(self, columns: int) -> tuple[int, ...]:
+    def width(self, columns: int) -> int:
         """Filters × cells."""
-        height, width, _ = self._working_shape(columns)
-        return (_cells(height) * _cells(width) * self._filters(columns),)
+        cells, filters = self._cells_and_filters(columns)
+        return cells * filters
 
     def __call__(self, x: Floats) -> Floats:
         """Rows × features, of images as rows of pixels."""
-        height, _, channels = self._working_shape(x.shape[1])
-        across, down = _gabor_factors(self.seed, channels, self._filters(x.shape[1]))
+        columns = x.shape[1]
+        height, _, channels = self._working_shape(columns)
+        cells, filters = self._cells_and_filters(columns)
+        across, down = _gabor_factors(self.seed, channels, filters)
         bands = _bands(down, height)
-        features = np.zeros((len(x), sum(self.widths(x.shape[1]))))
+        features = np.zeros((len(x), cells * filters))
         with one_blas_thread():
             for start in range(0, len(x), IMAGES_AT_ONCE):
-                images = self._images(x[start : start + IMAGES_AT_ONCE])
+                some = slice(start, start + IMAGES_AT_ONCE)
+                images = self._images(x[some])
                 responses = _responses(images, across, bands)
-                features[start : start + IMAGES_AT_ONCE] = _pooled(responses)
-        norms = np.linalg.norm(features, axis=1, keepdims=True)
-        return features / np.where(norms > 0, norms, 1.0)
+                features[some] = _pool_cells(responses)
+        return unit_rows(features)
 
     def network(self, outputs: int) -> Any:
         """A torch module: Φ under a linear layer ``head`` of its own, which starts at zero.
@@ -131,14 +126,17 @@ class RandomConvolution:
 
     def _images(self, x: Floats) -> Singles:
         """Height × width × channels × n, on a scale of 1, averaged down to the working size."""
-        full = image_shape(self.shape, x.shape[1])
-        largest = abs(x).max(axis=1, keepdims=True)
-        unit = x / np.where(largest > 0, largest, 1.0)
+        n, columns = x.shape
+        full = image_shape(self.shape, columns)
         factor = _shrink_factor(full)
-        height, width, channels = self._working_shape(x.shape[1])
-        images = unit.reshape(len(x), *full)[:, : height * factor, : width * factor]
-        blocks = images.reshape(len(x), height, factor, width, factor, channels)
-        return np.asarray(blocks.mean(axis=(2, 4)).transpose(1, 2, 3, 0), dtype=np.float32)
+        height, width, channels = self._working_shape(columns)
+        largest = abs(x).max(axis=1, keepdims=True)
+        largest[~(largest > 0)] = 1.0
+        images = (x / largest).reshape(n, *full)
+        used = images[:, : height * factor, : width * factor]
+        blocks = used.reshape(n, height, factor, width, factor, channels)
+        small = blocks.mean(axis=(2, 4))  # n × height × width × channels
+        return np.asarray(small.transpose(1, 2, 3, 0), dtype=np.float32)
 
     def _working_shape(self, columns: int) -> tuple[int, int, int]:
         """Height, width and channels at the working size."""
@@ -146,10 +144,11 @@ class RandomConvolution:
         factor = _shrink_factor((height, width, channels))
         return height // factor, width // factor, channels
 
-    def _filters(self, columns: int) -> int:
-        """The number of filters."""
+    def _cells_and_filters(self, columns: int) -> tuple[int, int]:
+        """The number of cells in an image, and of filters, so that there are enough features."""
         height, width, _ = self._working_shape(columns)
-        return max(1, round(self.features / (_cells(height) * _cells(width))))
+        cells = _cells(height) * _cells(width)
+        return cells, max(1, round(self.features / cells))
 
 
 @functools.lru_cache(maxsize=8)
@@ -160,23 +159,27 @@ def _gabor_factors(seed: int, channels: int, count: int) -> tuple[Singles, Singl
     window is such a product by itself, and the mean that is subtracted is a constant. Returns the
     functions of the column, filters × 3 × 13·channels, and those of the row, filters × 3 × 13.
     """
-    drawn = np.random.default_rng([seed, FILTER, 9]).random((count, 4))
+    source = np.random.default_rng([seed, FILTER, 9])
+    drawn = source.random((count, 4))
     direction = math.pi * drawn[:, :1]
     wavelength = 3 + 7 * drawn[:, 1:2]
     deviation = 0.7 * FILTER * (0.25 + 0.25 * drawn[:, 2:3])
     phase = 2 * math.pi * drawn[:, 3:]
     position = np.arange(FILTER) - FILTER // 2
     window = np.exp(-(position**2) / (2 * deviation**2))
-    u = 2 * math.pi * position * np.cos(direction) / wavelength + phase
-    v = 2 * math.pi * position * np.sin(direction) / wavelength
+    turns = 2 * math.pi * position
+    u = turns * np.cos(direction) / wavelength + phase
+    v = turns * np.sin(direction) / wavelength
     constant = np.ones_like(u)
     across = np.stack([window * np.cos(u), -window * np.sin(u), constant], axis=1)
     down = np.stack([window * np.cos(v), window * np.sin(v), 0 * constant], axis=1)
-    mean = np.einsum("fka,fkd->f", across, down) / FILTER**2
-    down[:, 2] = -mean[:, None]
+    total = np.einsum("fka,fkd->f", across, down)
+    down[:, 2] = -total[:, None] / FILTER**2
     filters = np.einsum("fka,fkd->fad", across, down)
-    down /= np.linalg.norm(filters, axis=(1, 2))[:, None, None]
-    coloured = across[:, :, :, None] * _colours(seed, channels, count)[:, None, None, :]
+    norms = np.linalg.norm(filters, axis=(1, 2))
+    down /= norms[:, None, None]
+    colours = _colours(seed, channels, count)
+    coloured = across[:, :, :, None] * colours[:, None, None, :]
     across = coloured.reshape(count, 3, FILTER * channels)
     return across.astype(np.float32), down.astype(np.float32)
 
@@ -185,8 +188,8 @@ def _colours(seed: int, channels: int, count: int) -> Floats:
     """Filters × channels: how much each filter sees of each channel, of unit norm."""
     if channels == 1:
         return np.ones((count, 1))
-    drawn = np.random.default_rng([seed, FILTER, 9, channels]).normal(size=(count, channels))
-    return np.asarray(drawn / np.linalg.norm(drawn, axis=1, keepdims=True))
+    source = np.random.default_rng([seed, FILTER, 9, channels])
+    return unit_rows(source.normal(size=(count, channels)))
 
 
 def _bands(down: Singles, height: int) -> Singles:
@@ -217,20 +220,23 @@ def _responses(images: Singles, across: Singles, bands: Singles) -> Singles:
     return np.asarray(responses.reshape(count, height, width, n))
 
 
-def _pooled(responses: Singles) -> Singles:
+def _pool_cells(responses: Singles) -> Singles:
     """n × (cells·filters): what is left of |response| above the image's root mean square."""
     _, height, width, n = responses.shape
     np.abs(responses, out=responses)
-    by_image = responses.reshape(-1, n)
-    mean_squares = np.einsum("ij,ij->j", by_image, by_image) / len(by_image)
-    responses -= np.sqrt(mean_squares)
+    flat = responses.reshape(-1, n)
+    squares = np.einsum("ij,ij->j", flat, flat)
+    responses -= np.sqrt(squares / len(flat))
     np.maximum(responses, 0.0, out=responses)
     tall = _cell_side(height)
     wide = _cell_side(width)
-    used = responses[:, : _cells(height) * tall, : _cells(width) * wide]
-    blocks = used.reshape(-1, _cells(height), tall, _cells(width), wide, n)
+    down = height // tall
+    across = width // wide
+    used = responses[:, : down * tall, : across * wide]
+    blocks = used.reshape(-1, down, tall, across, wide, n)
     cells = blocks.mean(axis=(2, 4))  # filters × down × across × n
-    return np.asarray(cells.transpose(3, 1, 2, 0).reshape(n, -1))
+    by_image = cells.transpose(3, 1, 2, 0)
+    return np.asarray(by_image.reshape(n, -1))
 
 
 def _shrink_factor(shape: tuple[int, int, int]) -> int:
@@ -264,25 +270,29 @@ class RandomFourier:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_count(self.features)
+        rule = "the number of features must be at least 1"
+        require(self.features >= 1, rule, self.features, "raise it")
 
-    def widths(self, columns: int) -> tuple[int, ...]:
+    def width(self, columns: int) -> int:
         """The columns, and the features beside them."""
-        return (columns, self.features)
+        return columns + self.features
 
     def __call__(self, x: Floats) -> Floats:
         """Rows × (d + D)."""
         columns = x.shape[1]
-        directions, phases = _drawn_waves(self.seed, columns, self.features)
+        directions, phases = _random_waves(self.seed, columns, self.features)
         size = math.sqrt(2 * columns / self.features)
-        return np.hstack([x, size * np.cos(x @ directions + phases)])
+        waves = size * np.cos(x @ directions + phases)
+        return np.hstack([x, waves])
 
 
 @functools.lru_cache(maxsize=8)
-def _drawn_waves(seed: int, columns: int, features: int) -> tuple[Floats, Floats]:
+def _random_waves(seed: int, columns: int, features: int) -> tuple[Floats, Floats]:
+    """Ω, columns × features, and b."""
     source = generator("random-fourier", seed)
     directions = source.normal(size=(columns, features)) / math.sqrt(columns)
-    return directions, source.uniform(0, 2 * math.pi, features)
+    phases = source.uniform(0, 2 * math.pi, features)
+    return directions, phases
 
 
 @dataclass(frozen=True)
@@ -298,9 +308,10 @@ class Backbone:
     factory: str
     shape: Shape = ()
 
-    def widths(self, columns: int) -> tuple[int, ...]:
+    def width(self, columns: int) -> int:
         """The number of the network's outputs."""
-        return (int(self(np.zeros((1, columns))).shape[1]),)
+        outputs = self(np.zeros((1, columns)))
+        return int(outputs.shape[1])
 
     def __call__(self, x: Floats) -> Floats:
         """Rows × outputs."""
@@ -325,42 +336,19 @@ def _module_of(factory: str) -> Any:
     return made()
 
 
-@dataclass(frozen=True)
-class Stacked:
-    """Several representations side by side; w is then the concatenation of their heads."""
-
-    parts: tuple[Representation, ...]
-
-    def widths(self, columns: int) -> tuple[int, ...]:
-        """Those of all parts."""
-        return tuple(width for part in self.parts for width in part.widths(columns))
-
-    def __call__(self, x: Floats) -> Floats:
-        """Rows × all features."""
-        return np.hstack([part(x) for part in self.parts])
-
-
 def representation_of(
-    names: str, features: int | None = None, seed: int = 0, shape: Shape = ()
+    name: str, features: int | None = None, seed: int = 0, shape: Shape = ()
 ) -> Representation | None:
-    """The representation of these names; None if rows stay as they are.
+    """The representation of this name; None for "none": rows stay as they are.
 
     Args:
-        names: "none", "random-convolution", "random-fourier", "module:factory"; or several of them,
-            separated by commas.
-        features: how many, of each that is random; None is its own default.
-        seed: of those that are random.
+        name: "none", "random-convolution", "random-fourier" or "module:factory".
+        features: the number of random features; None uses the default of the representation.
+        seed: of random features. Public.
         shape: of a row, if it is known.
     """
-    parts = [_one(name.strip(), features, seed, shape) for name in names.split(",")]
-    if parts == [Unchanged()]:
-        return None
-    return parts[0] if len(parts) == 1 else Stacked(tuple(parts))
-
-
-def _one(name: str, features: int | None, seed: int, shape: Shape) -> Representation:
     if name == NONE:
-        return Unchanged()
+        return None
     if name == RANDOM_CONVOLUTION:
         return RandomConvolution(features or CONVOLUTION_FEATURES, seed, shape)
     if name == RANDOM_FOURIER:
@@ -369,7 +357,7 @@ def _one(name: str, features: int | None, seed: int, shape: Shape) -> Representa
         return Backbone(name, shape)
     raise ValueError(
         f"representation must be {NONE}, {RANDOM_CONVOLUTION}, {RANDOM_FOURIER} or module:factory, "
-        f"got {name!r}: choose one, or several separated by commas"
+        f"got {name!r}: choose one"
     )
 
 
@@ -406,14 +394,12 @@ def looks_like_images(x: Any, shape: Shape = ()) -> bool:
     if columns < LEAST_PIXELS or side * side != columns or hasattr(x, "toarray"):
         return False
     some = np.asarray(x[:ROWS_LOOKED_AT], dtype=np.float64)
-    if not (np.isfinite(some).all() and some.min() >= 0 and some.max() <= 255):
+    is_brightness = (some >= 0) & (some <= 255)
+    if not is_brightness.all():
         return False
     images = some.reshape(-1, side, side)
-    any_two = abs(images - np.roll(images, (side // 2, side // 3), axis=(1, 2))).mean()
-    across = abs(np.diff(images, axis=2)).mean()
-    down = abs(np.diff(images, axis=1)).mean()
+    far_away = np.roll(images, (side // 2, side // 3), axis=(1, 2))
+    any_two = np.abs(images - far_away).mean()
+    across = np.abs(np.diff(images, axis=2)).mean()
+    down = np.abs(np.diff(images, axis=1)).mean()
     return bool(max(across, down) < SMOOTH * any_two)
-
-
-def _check_count(features: int) -> None:
-    require(features >= 1, "the number of features must be at least 1", features, "raise it")

@@ -62,7 +62,7 @@ def one_blas_thread() -> AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class PublicColumns:
     """What is public about rows and targets.
 
     Args:
@@ -95,23 +95,6 @@ class Columns:
         return 1 / max(2, self.outputs)
 
 
-@dataclass(frozen=True, eq=False)
-class Published:
-    """What every device gets once, after the last round.
-
-    Args:
-        shared: w, columns × outputs.
-        variance: ν, the noise in w: one number, or one per column.
-        unit: u, in the units of the targets; 1 in classification.
-        size: C.
-    """
-
-    shared: Matrix
-    variance: Vector
-    unit: float = 1.0
-    size: float = 1.0
-
-
 def spread(targets: ArrayLike) -> float:
     """√(S/(n − 1)) with S = Σ(y − ȳ)²; NaN below two rows, 0 if all targets are equal."""
     values = np.asarray(targets, dtype=np.float64).reshape(-1)
@@ -141,11 +124,12 @@ class Scaling:
     centre: Vector
 
     @classmethod
-    def of(cls, training: Matrix, columns: Columns) -> Self:
+    def of(cls, training: Matrix, columns: PublicColumns) -> Self:
         """By the training rows; in regression the centre is their mean."""
         numbers = np.flatnonzero(columns.numbers)
         centred, mean = _subtract_mean(training[:, numbers])
-        deviation = np.sqrt((centred**2).sum(axis=0) / max(1, len(training)))
+        squares = (centred**2).sum(axis=0)
+        deviation = np.sqrt(squares / max(1, len(training)))
         deviation[deviation <= CONSTANT * np.abs(mean)] = 0.0
         width = len(columns.numbers)
         scaling = cls(width, numbers, mean, deviation, np.zeros(columns.width))
@@ -156,7 +140,7 @@ class Scaling:
 
     def __call__(self, raw: Rows) -> Matrix:
         """Rows of X. A value that is missing counts as the own mean, or 0 in classification."""
-        rows = _dense(raw)
+        rows = dense(raw)
         rule = f"rows must have {self.width} columns"
         remedy = "give the columns of training, in their order"
         require(rows.shape[1] == self.width, rule, rows.shape[1], remedy)
@@ -166,7 +150,8 @@ class Scaling:
             varies = self.deviation > 0
             divisor = np.where(varies, self.deviation, 1.0)
             units = (rows[:, self.numbers] - self.mean) / divisor
-            scaled[:, self.numbers] = np.where(varies, np.clip(units, -CUT, CUT), 0.0)
+            units = np.clip(units, -CUT, CUT)
+            scaled[:, self.numbers] = np.where(varies, units, 0.0)
         scaled -= self.centre
         scaled[~(np.abs(scaled) <= LARGEST)] = 0.0
         return scaled
@@ -190,7 +175,7 @@ class OwnProblem:
         unit: v; 1 in classification.
     """
 
-    columns: Columns
+    columns: PublicColumns
     scaling: Scaling
     support: Places
     rows: Matrix
@@ -200,12 +185,12 @@ class OwnProblem:
     unit: float = 1.0
 
     @classmethod
-    def of(cls, rows: Rows, targets: ArrayLike, columns: Columns, unit: float = 1.0) -> Self:
+    def of(cls, rows: Rows, targets: ArrayLike, columns: PublicColumns, unit: float = 1.0) -> Self:
         """From raw rows and targets: numbers, or class indices, or a row of 0 and 1 per class.
 
         Rows that hold NaN or infinity are left out, with a line in the log.
         """
-        training, values = _drop_unusable(_dense(rows), np.asarray(targets, dtype=np.float64))
+        training, values = _drop_unusable(dense(rows), np.asarray(targets, dtype=np.float64))
         scaling = Scaling.of(training, columns)
         scaled = scaling(training)
         support = np.flatnonzero(scaled.any(axis=0))
@@ -217,7 +202,8 @@ class OwnProblem:
         require(values.size == len(training), "a row has one target", values.shape, remedy)
         centred, mean = _subtract_mean(values.reshape(-1))
         squares = float(centred @ centred) + UNIT_DEGREES * unit**2
-        own_unit = math.sqrt(squares / (max(len(centred), 1) - 1 + UNIT_DEGREES))
+        degrees = max(len(centred), 1) - 1 + UNIT_DEGREES
+        own_unit = math.sqrt(squares / degrees)
         scores = centred[:, None] / own_unit
         return cls(columns, scaling, support, own, scores, has, float(mean), own_unit)
 
@@ -263,9 +249,11 @@ def solution(problem: OwnProblem, shared: Matrix) -> Matrix:
         damped = squares[:, None] + RIDGE * problem.trace
         residual = problem.targets - problem.predictions(shared)
         if problem.primal:  # (X'X + λI)⁻¹X'r, the same numbers
-            own = vectors @ (vectors.T @ (rows.T @ residual) / damped)
+            coordinates = vectors.T @ (rows.T @ residual)
+            own = vectors @ (coordinates / damped)
         else:
-            own = rows.T @ (vectors @ (vectors.T @ residual / damped))
+            coordinates = vectors.T @ residual
+            own = rows.T @ (vectors @ (coordinates / damped))
     message[problem.support] = own
     return message
 
@@ -274,7 +262,7 @@ def solution(problem: OwnProblem, shared: Matrix) -> Matrix:
 
 
 @dataclass(frozen=True, eq=False)
-class Fits:
+class KernelFits:
     """One kernel's models for every λ and β, and their errors on rows left out.
 
     Args:
@@ -317,7 +305,7 @@ class Kernel:
     scale: float = 1.0
     intercept: bool = False
 
-    def fit(self, targets: Matrix, predictions: Matrix) -> Fits:
+    def fit(self, targets: Matrix, predictions: Matrix) -> KernelFits:
         """All models around β·Xw, and their exact errors on rows left out.
 
         The residual of a model is λ(K + λI)⁻¹(Y − β·Xw). On a row left out it is that divided by
@@ -328,7 +316,7 @@ class Kernel:
             predictions: Xw.
         """
         n, outputs = targets.shape
-        both = np.hstack([targets, predictions])
+        both = np.hstack([targets, predictions])  # every model is linear in both
         coordinates = self.basis.T @ both
         basis_squares = self.basis**2
         duals = np.zeros((len(LAMBDAS), n, 2 * outputs))
@@ -340,11 +328,13 @@ class Kernel:
             if self.intercept:
                 free -= 1 / n
             errors = residuals / free[:, None]
+            of_targets, of_shared = np.hsplit(errors, 2)
             for which, beta in enumerate(BETAS):
-                left_out = errors[:, :outputs] - beta * errors[:, outputs:]
+                left_out = of_targets - beta * of_shared
                 scores[place, which] = (left_out**2).sum() / n
             duals[place] = residuals / ridge
-        return Fits(duals[:, :, :outputs], duals[:, :, outputs:], scores)
+        of_targets, of_shared = np.split(duals, 2, axis=2)
+        return KernelFits(of_targets, of_shared, scores)
 
 
 def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
@@ -361,18 +351,20 @@ def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
     # regression: the own mean alone; classification: the kernel 11'
     rank = 0 if regression else 1
     ones = np.ones((n, rank))
-    offset = Kernel("offset", OFFSET / n, ones, np.full(rank, float(n)), intercept=regression)
+    length = np.full(rank, float(n))
+    offset = Kernel("offset", OFFSET / n, ones, length, intercept=regression)
     kernels = [linear, offset]
-    none = np.zeros(0)
+    no_rates = np.zeros(0)
     if problem.columns.sparse.any() or not LEAST_RBF_ROWS <= n <= MOST_RBF_ROWS:
-        return kernels, none
+        return kernels, no_rates
     distances = squared_distances(problem.rows, problem.rows)
     different = distances[distances > LEAST_TRACE]
     if not different.size:
-        return kernels, none
+        return kernels, no_rates
     rates = np.array(WIDTHS) / np.median(different)
     for width, rate in zip(WIDTHS, rates, strict=True):
-        squares, vectors = _eigenpairs(np.exp(-rate * distances))
+        matrix = np.exp(-rate * distances)
+        squares, vectors = _eigenpairs(matrix)
         basis = vectors * np.sqrt(squares)
         kernels.append(Kernel(f"rbf {width}", REFINEMENT, basis, squares))
     return kernels, rates
@@ -380,31 +372,35 @@ def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
 
 def squared_distances(left: Matrix, right: Matrix) -> Matrix:
     """‖x − x'‖² for rows of the one and of the other; exactly 0 for equal rows."""
-    norms = np.einsum("ij,ij->i", left, left)
-    other_norms = np.einsum("ij,ij->i", right, right)
-    squares = norms[:, None] + other_norms
+    norms = _squared_norms(left)
+    squares = norms[:, None] + _squared_norms(right)
     distances = np.asarray(squares - 2 * (left @ right.T))
     near = distances <= CLOSE * squares
     if left is right:
         np.fill_diagonal(near, False)
         np.fill_diagonal(distances, 0.0)
-    first, second = np.nonzero(near)
-    for start in range(0, len(first), PAIRS_AT_ONCE):
-        some = first[start : start + PAIRS_AT_ONCE]
-        others = second[start : start + PAIRS_AT_ONCE]
-        gaps = left[some] - right[others]
-        distances[some, others] = np.einsum("ij,ij->i", gaps, gaps)
+    pairs = np.argwhere(near)
+    for start in range(0, len(pairs), PAIRS_AT_ONCE):
+        some, others = pairs[start : start + PAIRS_AT_ONCE].T
+        distances[some, others] = _squared_norms(left[some] - right[others])
     return distances
 
 
-def trust_in(problem: OwnProblem, published: Published) -> float:
-    """s = max(0, 1 − c·Σx_j²ν_j/‖Xw‖²): is w's prediction for own rows more than its noise?"""
-    signal = float((problem.predictions(published.shared) ** 2).sum())
+def trust_in(problem: OwnProblem, shared: Matrix, variance: Vector) -> float:
+    """s = max(0, 1 − c·Σx_j²ν_j/‖Xw‖²): is w's prediction for own rows more than its noise?
+
+    Args:
+        problem: the user's own rows.
+        shared: w, columns × outputs.
+        variance: ν, the noise in w: one number, or one per column.
+    """
+    predictions = problem.predictions(shared)
+    signal = float((predictions**2).sum())
     if signal == 0:
         return 0.0
     energy = (problem.rows**2).sum(axis=0)
-    variance = np.broadcast_to(published.variance, problem.columns.width)[problem.support]
-    noise = problem.columns.outputs * float(energy @ variance)
+    by_column = np.broadcast_to(variance, problem.columns.width)
+    noise = problem.columns.outputs * float(energy @ by_column[problem.support])
     return max(0.0, 1 - noise / signal)
 
 
@@ -425,7 +421,8 @@ def mixture_weights(scores: Matrix, priors: Vector, trust: float, targets: Matri
         return np.asarray(prior / prior.sum())
     logs = np.log(np.maximum(scores, LEAST_ERROR * mean_square))
     least = logs[prior > 0].min()
-    weights = prior * np.exp(-0.5 * n * np.maximum(logs - least, 0.0))
+    above_least = np.maximum(logs - least, 0.0)
+    weights = prior * np.exp(-0.5 * n * above_least)
     return np.asarray(weights / weights.sum())
 
 
@@ -475,7 +472,7 @@ class Mixture:
     shared_alone: "Mixture | None" = None
 
     @property
-    def chosen(self) -> dict[str, float]:
+    def choices(self) -> dict[str, float]:
         """What the user chose, in numbers: trust, the mean β, and the weight of each kernel."""
         by_kernel = zip(self.kernels.tolist(), self.weights.tolist(), strict=True)
         return {"trust": self.trust, "beta": self.beta, **dict(by_kernel)}
@@ -498,16 +495,20 @@ class Mixture:
         if len(self.rates):
             distances = squared_distances(x.take(self.support, axis=1), self.rows)
             elsewhere = np.delete(x, self.support, axis=1)  # the user's own rows are 0 there
-            distances += np.einsum("ij,ij->i", elsewhere, elsewhere)[:, None]
+            distances += _squared_norms(elsewhere)[:, None]
             for rate, coefficients in zip(self.rates, self.coefficients, strict=True):
                 result += np.exp(-rate * distances) @ coefficients
         return np.asarray(self.location + self.unit * result)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts, for ``np.savez``."""
-        values = {SCALING + name: value for name, value in vars(self.scaling).items()}
-        values |= {name: value for name, value in vars(self).items() if name not in NOT_SAVED}
-        return {name: np.asarray(value) for name, value in values.items()}
+        arrays = {}
+        for name, value in vars(self.scaling).items():
+            arrays[SCALING + name] = np.asarray(value)
+        for name, value in vars(self).items():
+            if name not in NOT_SAVED:
+                arrays[name] = np.asarray(value)
+        return arrays
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -517,15 +518,21 @@ class Mixture:
             array = arrays[name]
             return array.item() if array.ndim == 0 else array
 
-        scaling = Scaling(**{each.name: value(SCALING + each.name) for each in fields(Scaling)})
-        own = [each.name for each in fields(cls) if each.name not in NOT_SAVED]
-        return cls(scaling=scaling, **{name: value(name) for name in own})
+        parts = {field.name: value(SCALING + field.name) for field in fields(Scaling)}
+        names = [field.name for field in fields(cls) if field.name not in NOT_SAVED]
+        own = {name: value(name) for name in names}
+        return cls(scaling=Scaling(**parts), **own)
 
 
-def personal_model(problem: OwnProblem, published: Published) -> Mixture:
-    """Own models around β·w, weighted by their errors on rows left out; w alone below two rows."""
-    shared = published.shared
-    trust = trust_in(problem, published)
+def personal_model(problem: OwnProblem, shared: Matrix, variance: Vector) -> Mixture:
+    """Own models around β·w, weighted by their errors on rows left out; w alone below two rows.
+
+    Args:
+        problem: the user's own rows.
+        shared: w, columns × outputs.
+        variance: ν, the noise in w: one number, or one per column.
+    """
+    trust = trust_in(problem, shared, variance)
     only_shared = _linear_model(problem, shared, np.zeros(problem.columns.outputs))
     if len(problem.rows) < 2:
         alone = _linear_model(problem, 0.0 * shared, problem.targets.sum(axis=0))
@@ -534,7 +541,10 @@ def personal_model(problem: OwnProblem, published: Published) -> Mixture:
         kernels, rates = candidates(problem)
         predictions = problem.predictions(shared)
         fits = [kernel.fit(problem.targets, predictions) for kernel in kernels]
-        mix = functools.partial(_mix, problem, shared, kernels=kernels, fits=fits, rates=rates)
+
+        def mix(trust: float) -> Mixture:
+            return _mix(problem, shared, trust, kernels=kernels, fits=fits, rates=rates)
+
         model = mix(trust)
         alone = mix(0.0)
     return replace(model, alone=alone, shared_alone=only_shared)
@@ -546,14 +556,15 @@ def _mix(
     trust: float,
     *,
     kernels: Sequence[Kernel],
-    fits: Sequence[Fits],
+    fits: Sequence[KernelFits],
     rates: Vector,
 ) -> Mixture:
     """The mixture of all candidates; the first two kernels are the linear one and the offset."""
     scores = np.array([fit.scores for fit in fits])
     priors = np.array([kernel.prior for kernel in kernels])
     weights = mixture_weights(scores, priors, trust, problem.targets)
-    linear, offset, *rbf = [fit.coefficients(own) for fit, own in zip(fits, weights, strict=True)]
+    duals = [fit.coefficients(own) for fit, own in zip(fits, weights, strict=True)]
+    linear, offset, *rbf = duals
     beta = float((weights @ BETAS).sum())
     slopes = beta * shared
     slopes[problem.support] += problem.rows.T @ linear
@@ -595,13 +606,18 @@ def _linear_model(problem: OwnProblem, slopes: Matrix, offset: Vector) -> Mixtur
 # --- small pieces
 
 
+def _squared_norms(rows: Matrix) -> Vector:
+    """‖x‖² of each row."""
+    return np.asarray(np.einsum("ij,ij->i", rows, rows))
+
+
 def _eigenpairs(matrix: Matrix) -> tuple[Vector, Matrix]:
     """Of a matrix whose eigenvalues are negative by round-off alone."""
     values, vectors = np.linalg.eigh(matrix)
     return np.maximum(values, 0.0), vectors
 
 
-def _dense(rows: Rows) -> Matrix:
+def dense(rows: Rows) -> Matrix:
     """A float64 array of what may be sparse."""
     if hasattr(rows, "toarray"):
         rows = rows.toarray()
@@ -621,7 +637,10 @@ def _drop_unusable(rows: Matrix, targets: Matrix) -> tuple[Matrix, Matrix]:
     """Without rows that hold NaN, infinity or a number beyond 1e100."""
     usable = (np.abs(rows) <= LARGEST).all(axis=1)
     has_target = np.abs(targets) <= LARGEST
-    usable &= has_target.all(axis=1) if has_target.ndim == 2 else has_target
+    if targets.ndim == 2:
+        usable &= has_target.all(axis=1)
+    else:
+        usable &= has_target
     if usable.all():
         return rows, targets
     log.warning(
@@ -632,12 +651,13 @@ def _drop_unusable(rows: Matrix, targets: Matrix) -> tuple[Matrix, Matrix]:
     return rows[usable], targets[usable]
 
 
-def _class_targets(values: Matrix, columns: Columns) -> Matrix:
+def _class_targets(values: Matrix, columns: PublicColumns) -> Matrix:
     """One-hot − 1/K, of class indices; or of rows of 0 and 1 minus 1/K."""
     if values.ndim == 2:
         return values - columns.chance
     classes = values.astype(np.intp)
-    known = bool(((values == classes) & (classes >= 0) & (classes < columns.outputs)).all())
+    known = bool(np.isin(values, np.arange(columns.outputs)).all())
     rule = f"classes must be whole numbers from 0 to {columns.outputs - 1}"
     require(known, rule, values[:5].tolist(), "number the classes in their public order")
-    return np.asarray(np.eye(columns.outputs)[classes] - columns.chance)
+    one_hot = np.eye(columns.outputs)[classes]
+    return np.asarray(one_hot - columns.chance)

@@ -15,7 +15,7 @@ from torch import nn
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.app import client_app
 from flwr_ppsgd.models.additive_linear import Loss
-from flwr_ppsgd.models.torch_data import MOST_BYTES, Loader, LoaderBatches, Part, Parts
+from flwr_ppsgd.models.torch_data import MOST_BYTES, BatchParts, Loader, LoaderBatches, Part
 from flwr_ppsgd.models.torch_model import (
     Shapes,
     SplitModel,
@@ -24,8 +24,8 @@ from flwr_ppsgd.models.torch_model import (
     split_names,
 )
 from flwr_ppsgd.models.torch_training import (
+    BatchLoss,
     LossFunction,
-    Objective,
     OptimizerFactory,
     PersonalTraining,
     SplitLearner,
@@ -63,28 +63,29 @@ def torch_client(
 
     Args:
         network: a module-level function or class that makes the module.
-        personal: as for ``SplitModel``.
+        personal: patterns of personal parameters, as for ``SplitModel``.
         loaders: a module-level function that returns a node's training loader and its test loader
             or None.
-        additive: as for ``SplitModel``.
-        loss: as for ``SplitModel``.
-        inputs: as for ``torch_learner``.
-        target: as for ``torch_learner``.
-        device: as for ``SplitModel``.
-        optimizer: as for ``torch_learner``.
-        personal_steps: as for ``torch_learner``.
-        weight_decay: as for ``torch_learner``.
-        task: as for ``torch_learner``.
-        most_bytes: as for ``torch_learner``.
-        local_step: as for ``client_app``.
-        local_steps: as for ``client_app``.
-        mods: as for ``client_app``. Flower's clipping and local DP mods take a reply for trained
-            parameters, so they serve stock strategies only.
+        additive, loss, device: as for ``SplitModel``.
+        inputs, target, optimizer, personal_steps, weight_decay, task, most_bytes: as for
+            ``torch_learner``.
+        local_step, local_steps, mods: as for ``client_app``. Flower's clipping and local DP mods
+            expect trained parameters in a reply, so they work with stock strategies only.
     """
-    _check_network(network)
+    if isinstance(network, nn.Module):
+        name = type(network).__name__
+        raise ValueError(
+            f"network is a {name}, and each client needs its own: give the class ({name}) or a "
+            f"module-level function that makes one, not {name}()"
+        )
+    if not callable(network):
+        raise ValueError(
+            f"network must be a class or function that makes the module, got {network!r}: the "
+            "order is torch_client(network, personal, loaders)"
+        )
     patterns = tuple(list_patterns(personal))
     _shared_shapes(network, patterns, additive)
-    Objective(loss, torch.device("cpu"))
+    BatchLoss(loss, torch.device("cpu"))
     PersonalTraining(optimizer, personal_steps, weight_decay)
     learner = functools.partial(
         torch_learner,
@@ -127,7 +128,7 @@ class _LearnerFor:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(PUBLIC_SEED)
             module = self.network()
-        return self.learner(module, self.personal, train, test, user=user, handed_over=True)
+        return self.learner(module, self.personal, train, test, user=user)
 
     def _loaders(self, context: Context) -> tuple[Loader, Loader | None]:
         try:
@@ -148,21 +149,6 @@ class _LearnerFor:
             )
         train, test = made
         return train, test
-
-
-def _check_network(network: object) -> None:
-    """ValueError unless it makes a module."""
-    if isinstance(network, nn.Module):
-        name = type(network).__name__
-        raise ValueError(
-            f"network is a {name}, and each client needs its own: give the class ({name}) or a "
-            f"module-level function that makes one, not {name}()"
-        )
-    if not callable(network):
-        raise ValueError(
-            f"network must be a class or function that makes the module, got {network!r}: the "
-            "order is torch_client(network, personal, loaders)"
-        )
 
 
 @functools.lru_cache(maxsize=8)
@@ -197,7 +183,6 @@ def torch_learner(
     task: Task | None = None,
     most_bytes: int = MOST_BYTES,
     user: int = 0,
-    handed_over: bool = False,
 ) -> SplitLearner:
     """A ``SplitModel`` of ``module`` with the rows of a user's loaders.
 
@@ -206,15 +191,12 @@ def torch_learner(
 
     Args:
         module: the network.
-        personal: as for ``SplitModel``.
+        personal, additive, loss, device: as for ``SplitModel``.
         train: the training loader; its batch size is the size of minibatches.
         test: the test loader, if there is one.
-        additive: as for ``SplitModel``.
-        loss: as for ``SplitModel``.
         inputs: the names, or in tuples the positions, of a batch's inputs; None: all but the
             target.
         target: the name or position of the target, if it has no usual name.
-        device: as for ``SplitModel``.
         optimizer: of θ: a class of ``torch.optim``, whose learning rate is then the server's s_θ,
             or a function of the parameters that makes one; None is θ − s_θ·g_θ. Also of
             local epochs under ``PPSGD.auto``, where None is Adam.
@@ -223,12 +205,9 @@ def torch_learner(
         task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
         most_bytes: the most data that is held in memory; a larger loader is read batch by batch.
         user: decides the order of minibatches.
-        handed_over: as for ``SplitModel``.
     """
-    model = SplitModel(
-        module, personal, loss, additive=additive, device=device, handed_over=handed_over
-    )
-    parts = Parts(inputs, target)
+    model = SplitModel(module, personal, loss, additive=additive, device=device)
+    parts = BatchParts(inputs, target)
     batches = LoaderBatches(train, parts, user=user, most_bytes=most_bytes)
     test_batches = None
     if test is not None:
@@ -250,8 +229,7 @@ def shared_arrays(
 
     Args:
         module: the network.
-        personal: as for ``SplitModel``.
-        additive: as for ``SplitModel``: then it is everything that is not frozen.
+        personal, additive: as for ``SplitModel``; if additive, it is everything that is not frozen.
     """
     return SplitModel(module, personal, additive=additive).initial_arrays()
 

@@ -26,7 +26,7 @@ MOST_BYTES = 2**30  # a loader that holds more is read batch by batch, never as 
 
 
 @dataclass(frozen=True)
-class Parts:
+class BatchParts:
     """Which parts of a batch are the inputs of the network, and which one is the target.
 
     A part is a name in a mapping, or a position in a tuple.
@@ -64,7 +64,7 @@ class Parts:
                     f'names are {", ".join(TARGETS)}): add target="…", the name of one of them'
                 )
             target = known[0]
-        names = self._listed()
+        names = self._input_parts()
         if names is None:
             names = [name for name in batch if name != target]
         missing = [name for name in (*names, target) if name not in batch]
@@ -77,7 +77,7 @@ class Parts:
 
     def _of_sequence(self, batch: Sequence[Any]) -> tuple[Rows, Rows]:
         size = len(batch)
-        places = self._listed()
+        places = self._input_parts()
         target = self.target
         if size != 2 and (places is None or target is None):
             raise ValueError(
@@ -101,7 +101,7 @@ class Parts:
             x = tuple(x)  # torch's loaders turn tuples into lists
         return x, batch[int(target)]
 
-    def _listed(self) -> list[Part] | None:
+    def _input_parts(self) -> list[Part] | None:
         if self.inputs is None:
             return None
         if isinstance(self.inputs, str | int):
@@ -244,7 +244,7 @@ class LoaderBatches:
     def __init__(
         self,
         loader: Loader,
-        parts: Parts,
+        parts: BatchParts,
         *,
         user: int = 0,
         most_bytes: int = MOST_BYTES,
@@ -270,12 +270,13 @@ class LoaderBatches:
         first = next(self.epoch(), None)
         if first is None:
             raise _empty_error(name)
-        rows = count_rows(first)
+        _, y = first
+        rows = len(y)
         self._size = getattr(loader, "batch_size", None) or rows
         self._batches = _length(loader)
         self.num_examples = rows * (self._batches or 1)
         if self._batches and self._batches * _count_bytes(first) <= most_bytes:
-            self._hold()
+            self._read_all()
 
     def __call__(self, visit: int) -> tuple[Rows, Rows]:
         """(inputs, target) of a visit, counted from 1."""
@@ -294,25 +295,26 @@ class LoaderBatches:
             yield self._held
         elif self._numbered:
             for start in range(0, self.num_examples, self._size):
-                yield self._at(list(range(start, min(start + self._size, self.num_examples))))
+                end = min(start + self._size, self.num_examples)
+                yield self._at(list(range(start, end)))
         else:
             for batch in self._loader:
                 yield self._parts.of(batch)
 
-    def hold(self) -> None:
+    def keep_in_memory(self) -> None:
         """Read numbered rows once, if they fit in memory: for several epochs in one visit."""
         if not self._numbered or self._held is not None:
             return
         first = next(self.epoch())
         batches = -(-self.num_examples // self._size)
         if batches * _count_bytes(first) <= self._most_bytes:
-            self._hold()
+            self._read_all()
 
-    def _hold(self) -> None:
+    def _read_all(self) -> None:
         """Batches whose rows differ in shape, such as padded texts, stay as the loader has them."""
         batches = list(self.epoch())
-        shapes = {_row_shapes(rows) for rows in batches}
-        self.num_examples = sum(map(count_rows, batches))
+        shapes = {tuple(each.shape[1:] for each in _tensors(rows)) for rows in batches}
+        self.num_examples = sum(len(y) for _, y in batches)
         if len(shapes) == 1:
             self._held = join_batches(batches)
 
@@ -330,14 +332,13 @@ class LoaderBatches:
 def join_batches(batches: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
     """All batches in one."""
     xs = [parts_of(x) for x, _ in batches]
+
+    def join(_: Rows, part: Part) -> Tensor:
+        return torch.cat([x[part] for x in xs])
+
+    first, _ = batches[0]
     y = torch.cat([y for _, y in batches])
-    x = map_parts(batches[0][0], lambda _, part: torch.cat([each[part] for each in xs]))
-    return x, y
-
-
-def count_rows(rows: tuple[Rows, Rows]) -> int:
-    """The number of samples in a batch."""
-    return len(rows[1])
+    return map_parts(first, join), y
 
 
 def _has_numbered_rows(loader: Any) -> bool:
@@ -357,15 +358,14 @@ def _length(loader: Loader) -> int | None:
         return None
 
 
-def _row_shapes(rows: tuple[Rows, Rows]) -> tuple[torch.Size, ...]:
+def _tensors(rows: tuple[Rows, Rows]) -> list[Tensor]:
+    """All tensors of a batch."""
     x, y = rows
-    return tuple(tensor.shape[1:] for tensor in (*parts_of(x).values(), y))
+    return [*parts_of(x).values(), y]
 
 
 def _count_bytes(rows: tuple[Rows, Rows]) -> int:
-    x, y = rows
-    tensors = [*parts_of(x).values(), y]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in _tensors(rows))
 
 
 def _empty_error(name: str) -> ValueError:

@@ -22,12 +22,12 @@ from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.models.representation import RandomConvolution
-from flwr_ppsgd.models.solve import Columns
-from flwr_ppsgd.models.torch_data import LoaderBatches, NetworkInputs, count_rows, scores_of
+from flwr_ppsgd.models.solve import PublicColumns
+from flwr_ppsgd.models.torch_data import LoaderBatches, NetworkInputs, scores_of
 from flwr_ppsgd.models.torch_training import (
     HALF,
+    BatchLoss,
     LossFunction,
-    Objective,
     OptimizerFactory,
     PersonalTraining,
     SplitLearner,
@@ -65,7 +65,6 @@ class SplitModel:
             whole module, and θ starts at zero.
         device: where to compute: "auto" (a GPU if there is one), "cpu", "cuda:0", …; None is where
             the module is.
-        handed_over: whether nobody else uses the module. It is then not copied.
     """
 
     def __init__(
@@ -76,26 +75,25 @@ class SplitModel:
         *,
         additive: bool = False,
         device: str | torch.device | None = None,
-        handed_over: bool = False,
     ) -> None:
         self._shared, self._personal = split_names(module, personal, additive)
         self._additive = additive
         self._patterns = list_patterns(personal)
         refuse_without_values(module)
         device = _device_for(module, device)
-        own = module if handed_over else copy.deepcopy(module)
-        # its own values never change: w and θ are passed to each call
-        self._module = own.to(device)
+        own = copy.deepcopy(module).to(device)
+        self._module = own  # its values never change: w and θ are passed to each call
         self._channels_last = _allows_channels_last(own)
         if self._channels_last:
             own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parameters = dict(own.named_parameters())
-        moving = {self._parameters[name].dtype for name in (*self._shared, *self._personal)}
-        self._dtype = torch.float64 if torch.float64 in moving else torch.float32
+        names = [*self._shared, *self._personal]
+        precisions = {self._parameters[name].dtype for name in names}
+        self._dtype = torch.float64 if torch.float64 in precisions else torch.float32
         first = next(own.parameters())
-        network = own.network if isinstance(own, Additive) else own
+        network = own.network if isinstance(own, AdditiveModule) else own
         self._inputs = NetworkInputs.of(network, device, first.dtype)
-        self._objective = Objective(loss, device)
+        self._objective = BatchLoss(loss, device)
 
     # --- w and θ
 
@@ -107,7 +105,8 @@ class SplitModel:
         arrays = {}
         for name in self._shared:
             value = self._parameters[name].detach().cpu()
-            value = value.float() if value.dtype in HALF else value
+            if value.dtype in HALF:
+                value = value.float()
             arrays[name] = value.clone(memory_format=torch.contiguous_format)
         return ArrayRecord(arrays)
 
@@ -197,16 +196,13 @@ class SplitModel:
         return self._objective.total(prediction, self.tensor(y), reduction)
 
     def settle_loss(self, rows: tuple[Rows, Rows]) -> None:
-        """Find out how the loss reduces, on these rows of one user: before ``torch.func``."""
-
-        def first() -> tuple[Tensor, Tensor]:
-            x, y = rows
-            shared = {name: self._parameters[name] for name in self._shared}
-            personal = self.personal_tensors(self.initial_theta())
-            return self.predict(shared, personal, x, training=True), self.tensor(y)
-
+        """Find out how the loss reduces, on rows of one user: ``torch.func`` hides the values."""
+        if self._objective.settled:
+            return
+        shared = self.shared_tensors(self.initial_w())
+        personal = self.personal_tensors(self.initial_theta())
         with torch.no_grad():
-            self._objective.settle(first)
+            self.loss(shared, personal, rows, "mean")
 
     def gradients(
         self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
@@ -237,10 +233,9 @@ class SplitModel:
         for x, y in batches:
             with torch.no_grad():
                 prediction = self.predict(shared, personal, x)
-            here = count_rows((x, y))
-            samples += here
+            samples += len(y)
             for name, value in self.measures(prediction, self.tensor(y)).items():
-                sums[name] = sums.get(name, 0.0) + here * value
+                sums[name] = sums.get(name, 0.0) + len(y) * value
         return {name: total / samples for name, total in sums.items()}
 
     def measures(self, prediction: Tensor, y: Tensor) -> dict[str, float]:
@@ -333,8 +328,8 @@ class SplitModel:
         """The module's parameters from both blocks, each in its own precision."""
         values = {**shared, **personal}
         if self._additive:
-            sums = {name: shared[name] + offset for name, offset in personal.items()}
-            values = {**shared, **sums}
+            for name, offset in personal.items():
+                values[name] = shared[name] + offset
         return {name: value.to(self._parameters[name].dtype) for name, value in values.items()}
 
     def _split(self, vectors: Vector | Matrix, names: list[str], block: str) -> dict[str, Tensor]:
@@ -398,7 +393,8 @@ class AdditiveHead(SplitModel):
             raise ValueError(
                 f"head must have shape {shape}, got {found}: give num_features × num_outputs"
             )
-        super().__init__(Additive(network, start), personal="personal", loss=loss, device=device)
+        module = AdditiveModule(network, start)
+        super().__init__(module, "personal", loss, device=device)
 
     @property
     def additive(self) -> bool:
@@ -421,7 +417,7 @@ class AdditiveHead(SplitModel):
         return flat_vector([self._split(w, self._shared, "w")["head"]])
 
 
-class Additive(nn.Module):
+class AdditiveModule(nn.Module):
     """(head + personal)ᵀΦ(x) with a network Φ: the module of an ``AdditiveHead``.
 
     Args:
@@ -591,8 +587,10 @@ def _allows_channels_last(module: nn.Module) -> bool:
     or hook fails on it.
     """
     for part in module.modules():
-        known = type(part) is Additive or type(part).__module__.startswith("torch.nn.modules.")
-        if not known or part._forward_hooks or part._forward_pre_hooks:
+        is_torchs = type(part).__module__.startswith("torch.nn.modules.")
+        if not is_torchs and type(part) is not AdditiveModule:
+            return False
+        if part._forward_hooks or part._forward_pre_hooks:
             return False
     return True
 
@@ -628,7 +626,7 @@ class LinearHead:
         found = module.get_submodule(layer)
         if name != "weight" or type(found) is not nn.Linear:
             return None
-        own = [f"{layer}.{each}".lstrip(".") for each, _ in found.named_parameters()]
+        own = [each for each, _ in found.named_parameters(prefix=layer)]
         if own != names:
             return None
         return cls(layer, (found.in_features, found.out_features), found.bias is not None)
@@ -654,11 +652,11 @@ class LinearHead:
             return weights
         return np.concatenate([weights, matrix[-1]])
 
-    def columns(self, task: Task) -> Columns:
+    def columns(self, task: Task) -> PublicColumns:
         """What is public about the features: they are used as they are."""
         features, outputs = self.shape
         none = np.zeros(features, dtype=np.bool_)
-        return Columns(task, numbers=none, sparse=none, outputs=outputs, ones=self.bias)
+        return PublicColumns(task, numbers=none, sparse=none, outputs=outputs, ones=self.bias)
 
     def features(self, module: nn.Module, predict: Callable[[], Tensor]) -> Matrix | None:
         """What the layer sees, one row per sample.
@@ -699,10 +697,11 @@ def _is_link_of(made: Tensor, scores: Tensor) -> bool:
     if made.numel() != scores.numel():
         return False
     links = [made, torch.sigmoid(made), made.softmax(dim=1), made.log_softmax(dim=1)]
-    return any(
-        torch.allclose(link.reshape(scores.shape), scores, rtol=0.0, atol=0.0, equal_nan=True)
-        for link in links
-    )
+    for link in links:
+        shaped = link.reshape(scores.shape)
+        if torch.allclose(shaped, scores, rtol=0.0, atol=0.0, equal_nan=True):
+            return True
+    return False
 
 
 # --- public representations
@@ -743,7 +742,7 @@ class OnImages(nn.Module):
     def __init__(self, representation: RandomConvolution, outputs: int) -> None:
         super().__init__()
         self._representation = representation
-        width = sum(representation.widths(math.prod(representation.shape)))
+        width = representation.width(math.prod(representation.shape))
         self.head = nn.Linear(width, outputs)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

@@ -29,12 +29,11 @@ from flwr_ppsgd.models.additive_linear import Loss, measures_of
 from flwr_ppsgd.models.solve import (
     Mixture,
     OwnProblem,
-    Published,
     personal_model,
     solution,
     spread,
 )
-from flwr_ppsgd.models.torch_data import LoaderBatches, count_rows
+from flwr_ppsgd.models.torch_data import LoaderBatches
 from flwr_ppsgd.recipe import Matrix, Task
 from flwr_ppsgd.wire import Order
 
@@ -58,7 +57,7 @@ LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 # --- the loss
 
 
-class Objective:
+class BatchLoss:
     """A loss as the algorithm needs it: the mean or the sum over the samples of a minibatch.
 
     A loss that reduces by itself (a scalar for several samples) is recognised by its value on a
@@ -73,7 +72,7 @@ class Objective:
     def __init__(self, loss: Loss | LossFunction, device: torch.device) -> None:
         self._named = isinstance(loss, str)
         self._reduces_by: Literal["mean", "sum"] | None = None
-        self._tried = self._named
+        self.settled = self._named  # whether it is known how the loss reduces
         if isinstance(loss, str):
             one_of("loss", loss, LOSSES)
             self._loss = LOSSES[loss]
@@ -94,6 +93,7 @@ class Objective:
                 f"the loss returned {len(losses)} numbers for {samples} samples: return one for "
                 'each sample (reduction="none")'
             )
+        self.settled = True
         if losses.ndim > 1:
             losses = losses.flatten(1).mean(dim=1)
         return losses.mean() if reduction == "mean" else losses.sum()
@@ -115,22 +115,13 @@ class Objective:
             least = _least_yes(self._loss)
             if least is None:
                 return None
-            right = (prediction.reshape(-1) > least) == (y.reshape(-1) > 0.5)
+            says_yes = prediction.reshape(-1) > least
+            right = says_yes == (y.reshape(-1) > 0.5)
         elif prediction.ndim == 2 and y.ndim == 1 and not y.is_floating_point():
             right = prediction.argmax(dim=1) == y
         else:
             return None
         return float(right.double().mean())
-
-    def settle(self, first: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """Find out how the loss reduces, before ``torch.func`` hides the values.
-
-        Args:
-            first: makes predictions and targets to try it on.
-        """
-        if not self._tried:
-            self._tried = True
-            self.total(*first(), "mean")
 
     def _rescale(self, loss: Tensor, prediction: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
         """A loss that has reduced by itself, as if it had by ``reduction``."""
@@ -139,6 +130,7 @@ class Objective:
             return loss
         if self._reduces_by is None:
             self._reduces_by = self._recognise(prediction.detach(), y)
+            self.settled = True
         if self._reduces_by == reduction:
             return loss
         return loss * samples if reduction == "sum" else loss / samples
@@ -148,7 +140,8 @@ class Objective:
         few = min(len(y), MOST_TRIED)
         with torch.no_grad():
             whole = self._loss(prediction[:few], y[:few]).double()
-            single = [self._loss(prediction[i : i + 1], y[i : i + 1]) for i in range(few)]
+            rows = [slice(row, row + 1) for row in range(few)]
+            single = [self._loss(prediction[row], y[row]) for row in rows]
         each = torch.stack(single).double()
         tolerance = TOLERANCE.get(prediction.dtype, HALF_TOLERANCE)
         is_mean = torch.isclose(whole, each.mean(), rtol=tolerance, atol=0.0)
@@ -206,7 +199,8 @@ def _cross_entropy(prediction: Tensor, y: Tensor) -> Tensor:
             'numbers (y.long()), or use loss="squared"'
         )
     scores = prediction.float() if prediction.dtype in HALF else prediction
-    if scores.ndim > 2 and y.shape != scores[:, 0].shape and y.shape == scores.shape[:-1]:
+    classes_second = scores.ndim == 2 or y.shape == scores[:, 0].shape
+    if not classes_second and y.shape == scores.shape[:-1]:
         scores = scores.movedim(-1, 1)  # samples × places × classes, as text models have them
     return nn.functional.cross_entropy(scores, y.long(), reduction="none")
 
@@ -406,7 +400,8 @@ class SplitLearner:
 
     def spread(self) -> float:
         """The standard deviation of the user's own targets."""
-        return spread(np.concatenate([as_array(y).reshape(-1) for _, y in self._epoch()]))
+        targets = [as_array(y).reshape(-1) for _, y in self._epoch()]
+        return spread(np.concatenate(targets))
 
     def own_columns(self) -> Vector:
         """None are sparse."""
@@ -423,13 +418,12 @@ class SplitLearner:
         if head is None or problem is None:
             return TrainedModel(self, w, self._train_personal(w))
         shared = head.matrix(self.model.shared_head(w))
-        mixture = personal_model(problem, Published(shared, variance, order.unit, order.size))
+        mixture = personal_model(problem, shared, variance)
         alone = mixture.alone
         if not self.model.is_head:  # these features depend on what others have
             own_features = self._problem(None, order.unit)
             assert own_features is not None
-            nothing = Published(np.zeros_like(shared), np.zeros(1), order.unit, order.size)
-            alone = personal_model(own_features, nothing).alone
+            alone = personal_model(own_features, np.zeros_like(shared), np.zeros(1)).alone
         return HeadModel(self, w, mixture, alone)
 
     def test_rows(self, w: Vector | None, outputs: int) -> tuple[Matrix, Matrix] | None:
@@ -543,8 +537,9 @@ class SplitLearner:
     def _own_training(self, epochs: int) -> PersonalTraining:
         """The user's own training under ``PPSGD.auto``; rows that fit in memory are read once."""
         if isinstance(self._batches, LoaderBatches):
-            self._batches.hold()
-        steps = epochs * math.ceil(self.num_examples / count_rows(self._batches(1)))
+            self._batches.keep_in_memory()
+        _, y = self._batches(1)
+        steps = epochs * math.ceil(self.num_examples / len(y))
         optimizer = self._training.optimizer or _adam
         return replace(self._training, optimizer=optimizer, steps=steps)
 
@@ -573,17 +568,19 @@ def solvable_targets(y: NDArray[Any], outputs: int, task: Task) -> NDArray[Any] 
     if task == "regression":
         return y.reshape(-1) if one_number else None
     if one_number:
-        return y.reshape(-1, 1) if np.isin(y, (0, 1)).all() else None
-    numbers = y.ndim == 1 and np.issubdtype(y.dtype, np.integer)
-    rows = y.ndim == 2 and y.shape[1] == outputs
-    return y if outputs > 1 and (numbers or rows) else None
+        is_yes_or_no = np.isin(y, (0, 1)).all()
+        return y.reshape(-1, 1) if is_yes_or_no else None
+    are_numbers = y.ndim == 1 and np.issubdtype(y.dtype, np.integer)
+    are_rows = y.ndim == 2 and y.shape[1] == outputs
+    return y if outputs > 1 and (are_numbers or are_rows) else None
 
 
 def flat_vector(tensors: Iterable[Tensor], single: bool = False) -> Vector:
     """One vector of all values, in float64 or ``single`` precision."""
     parts = [tensor.detach().reshape(-1) for tensor in tensors]
     values = torch.cat(parts).cpu()
-    return (values.float() if single else values.double()).numpy()
+    values = values.float() if single else values.double()
+    return values.numpy()
 
 
 # --- personal models
@@ -632,9 +629,9 @@ class HeadModel:
         return found
 
     @property
-    def chosen(self) -> dict[str, float]:
+    def choices(self) -> dict[str, float]:
         """What the mixture is made of."""
-        return self.mixture.chosen
+        return self.mixture.choices
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""

@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from flwr_ppsgd.secure.crypto import SHARE_SIZE, KeyPair, Words, add_mask, join, subtract_mask
-from flwr_ppsgd.secure.graph import Design, design, draw, survivors_needed
+from flwr_ppsgd.secure.graph import Design, design, draw_graph, survivors_needed
 from flwr_ppsgd.secure.protocol import (
     KEY,
     SEED,
@@ -28,7 +28,7 @@ from flwr_ppsgd.secure.protocol import (
     pair_key,
     seed_hash,
     share_hash,
-    unpacked,
+    unpack_parts,
 )
 from flwr_ppsgd.secure.terms import Session
 
@@ -40,7 +40,7 @@ class NoSumError(RuntimeError):
     """A sum cannot be unmasked. Its text says who and how many: for the server's private file."""
 
 
-class Stage(IntEnum):
+class SecureStage(IntEnum):
     """The exchange whose replies the coordinator waits for."""
 
     KEYS = 1
@@ -56,16 +56,16 @@ class Coordinator(Generic[Node]):
     Args:
         session: the sum, and its terms.
         size: the number of coordinates.
-        coins: for the graph; secret ones.
+        stream: for the graph; a secret one.
     """
 
     session: Session
     size: int
-    coins: Coins = field(default_factory=Coins.secret)
+    stream: RandomStream = field(default_factory=RandomStream.secret)
 
     def __post_init__(self) -> None:
         self._rules = self.session.terms.rules
-        self._stage = Stage.KEYS
+        self._stage = SecureStage.KEYS
         self._probe = KeyPair.new()
         self._keys: dict[Node, PublicKeys] = {}
         self._known: set[bytes] = set()
@@ -85,7 +85,7 @@ class Coordinator(Generic[Node]):
 
     def take_keys(self, node: Node, data: bytes) -> bool:
         """Whether these are usable keys, and the node's first."""
-        self._require(Stage.KEYS)
+        self._require(SecureStage.KEYS)
         keys = _parse(lambda: PublicKeys.from_bytes(data))
         if keys is None or node in self._keys:
             return False
@@ -106,13 +106,17 @@ class Coordinator(Generic[Node]):
 
     def rosters(self) -> dict[Node, bytes]:
         """Exchange 2, down: each participant's neighbours. The graph is drawn here."""
-        self._enter(Stage.SHARES, len(self._keys), "sent keys")
+        self._enter(SecureStage.SHARES, len(self._keys), "sent keys")
         self._nodes = list(self._keys)
         self._public = list(self._keys.values())
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._count = len(self._nodes)
-        self._graph = draw(self._design(), self._count, self.coins)
-        return {node: self._roster(place) for node, place in self._places.items()}
+        self._graph = draw_graph(self._design(), self._count, self.stream)
+        rosters = {}
+        for node, place in self._places.items():
+            others = {other: self._public[other] for other in self._graph[place]}
+            rosters[node] = Roster(place, self._count, others).to_bytes()
+        return rosters
 
     def _design(self) -> Design:
         try:
@@ -120,15 +124,11 @@ class Coordinator(Generic[Node]):
         except ValueError as error:
             raise NoSumError(str(error)) from None
 
-    def _roster(self, place: int) -> bytes:
-        others = {other: self._public[other] for other in self._graph[place]}
-        return Roster(place, self._count, others).to_bytes()
-
     # --- exchange 2
 
     def take_shares(self, node: Node, data: bytes) -> bool:
         """Whether these are shares for exactly the node's neighbours."""
-        self._require(Stage.SHARES)
+        self._require(SecureStage.SHARES)
         place = self._places.get(node)
         if place is None or place in self._shares:
             return False
@@ -140,20 +140,21 @@ class Coordinator(Generic[Node]):
 
     def partners(self) -> dict[Node, bytes]:
         """Exchange 3, down: U₂, and for each of its members the shares that it holds."""
-        self._enter(Stage.MASKED, len(self._shares), "sent shares")
+        self._enter(SecureStage.MASKED, len(self._shares), "sent shares")
         self._members = frozenset(self._shares)
-        return {self._nodes[place]: self._partners(place) for place in sorted(self._members)}
-
-    def _partners(self, place: int) -> bytes:
-        present = self._graph[place] & self._members
-        sealed = {other: self._shares[other].portions[place].sealed for other in present}
-        return Partners(self._members, sealed).to_bytes(self._count)
+        partners = {}
+        for place in sorted(self._members):
+            present = self._graph[place] & self._members
+            sealed = {other: self._shares[other].portions[place].sealed for other in present}
+            message = Partners(self._members, sealed).to_bytes(self._count)
+            partners[self._nodes[place]] = message
+        return partners
 
     # --- exchange 3
 
     def take_masked(self, node: Node, vector: NDArray[np.uint64]) -> bool:
         """Whether this is the node's first vector of the right form; it is added."""
-        self._require(Stage.MASKED)
+        self._require(SecureStage.MASKED)
         place = self._places.get(node)
         if place not in self._members or place in self._survivors:
             return False
@@ -166,7 +167,7 @@ class Coordinator(Generic[Node]):
     def survivors(self) -> dict[Node, bytes]:
         """Exchange 4, down: U₃. Charge the release before this is sent."""
         needed = survivors_needed(self._rules, self._count)
-        self._enter(Stage.REVEALED, len(self._survivors), "sent a masked vector", needed)
+        self._enter(SecureStage.REVEALED, len(self._survivors), "sent a masked vector", needed)
         named = bitmap(self._survivors, self._count)
         return {self._nodes[place]: named for place in sorted(self._survivors)}
 
@@ -174,11 +175,11 @@ class Coordinator(Generic[Node]):
 
     def take_revealed(self, node: Node, data: bytes) -> bool:
         """Whether the answer can be read. Each share in it that is wrong is left out."""
-        self._require(Stage.REVEALED)
+        self._require(SecureStage.REVEALED)
         holder = self._places.get(node)
         if holder not in self._survivors or holder in self._answered:
             return False
-        revealed = _parse(lambda: unpacked(data, SHARE_SIZE, self._count))
+        revealed = _parse(lambda: unpack_parts(data, SHARE_SIZE, self._count))
         if revealed is None:
             return False
         self._answered.add(holder)
@@ -197,11 +198,14 @@ class Coordinator(Generic[Node]):
 
     def total(self) -> NDArray[np.int64]:
         """Σ_{u ∈ U₃} x_u, exactly if it is below 2⁶³; NoSumError if a mask cannot be taken off."""
-        self._require(Stage.REVEALED)
+        self._require(SecureStage.REVEALED)
         members = members_hash(self._members, self._count)
         total = self._total.copy()
         for place in sorted(self._survivors):
-            subtract_mask(total, own_key(self._seed(place), self.session, place, members))
+            seed = self._secret(place)
+            if seed_hash(seed, self.session, place) != self._shares[place].seed_hash:
+                raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
+            subtract_mask(total, own_key(seed, self.session, place, members))
         for place in sorted(self._members - self._survivors):
             self._take_off_pair_masks(total, place, members)
         return total.view(np.int64)
@@ -211,7 +215,9 @@ class Coordinator(Generic[Node]):
         neighbours = sorted(self._graph[gone] & self._survivors)
         if not neighbours:
             return
-        pair = self._mask_key(gone)
+        pair = KeyPair(self._secret(gone))
+        if pair.public != self._public[gone].mask:
+            raise NoSumError(f"client {self._nodes[gone]} gave shares of something else")
         for other in neighbours:
             secret = pair.secret_with(self._public[other].mask)
             key = pair_key(secret, self.session, (gone, other), members)
@@ -219,18 +225,6 @@ class Coordinator(Generic[Node]):
                 subtract_mask(total, key)
             else:
                 add_mask(total, key)
-
-    def _seed(self, place: int) -> bytes:
-        seed = self._secret(place)
-        if seed_hash(seed, self.session, place) != self._shares[place].seed_hash:
-            raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
-        return seed
-
-    def _mask_key(self, place: int) -> KeyPair:
-        pair = KeyPair(self._secret(place))
-        if pair.public != self._public[place].mask:
-            raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
-        return pair
 
     def _secret(self, owner: int) -> bytes:
         """A secret from the shares that fit; NoSumError if there are too few."""
@@ -243,15 +237,15 @@ class Coordinator(Generic[Node]):
 
     # --- stages
 
-    def _enter(self, stage: Stage, count: int, did: str, needed: int = 0) -> None:
+    def _enter(self, stage: SecureStage, count: int, did: str, needed: int = 0) -> None:
         """Go on to the next exchange; NoSumError if too few are left for it."""
-        self._require(Stage(stage - 1))
+        self._require(SecureStage(stage - 1))
         needed = max(needed, self._rules.least)
         if count < needed:
             raise NoSumError(f"{count} clients {did}, {needed} are needed")
         self._stage = stage
 
-    def _require(self, stage: Stage) -> None:
+    def _require(self, stage: SecureStage) -> None:
         if self._stage != stage:
             raise RuntimeError(f"the sum is at {self._stage.name}, not at {stage.name}")
 

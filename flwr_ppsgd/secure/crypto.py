@@ -72,7 +72,7 @@ def derive(secret: bytes, *labels: bytes | int) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_SIZE, salt=None, info=info).derive(secret)
 
 
-def fingerprint(content: bytes, *labels: bytes | int) -> bytes:
+def labelled_hash(content: bytes, *labels: bytes | int) -> bytes:
     """SHA-256 of a content and its labels."""
     return hashlib.sha256(_encode((*labels, content))).digest()
 
@@ -86,13 +86,13 @@ def _encode(labels: tuple[bytes | int, ...]) -> bytes:
     return b"".join(parts)
 
 
-def seal(key: bytes, content: bytes) -> bytes:
+def encrypt(key: bytes, content: bytes) -> bytes:
     """Encrypt and authenticate a content, under a key that seals nothing else."""
     return ChaCha20Poly1305(key).encrypt(NONCE, content, PURPOSE)
 
 
-def unseal(key: bytes, sealed: bytes) -> bytes:
-    """The content that ``seal`` was given; ValueError if anything was changed."""
+def decrypt(key: bytes, sealed: bytes) -> bytes:
+    """The content that ``encrypt`` was given; ValueError if anything was changed."""
     try:
         return ChaCha20Poly1305(key).decrypt(NONCE, sealed, PURPOSE)
     except InvalidTag:
@@ -119,7 +119,9 @@ def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, 
         raise ValueError(f"{threshold} shares cannot come from {len(holders)} holders")
     higher = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients = [*higher, int.from_bytes(secret)]  # the highest power first
-    return {holder: _value(coefficients, holder + 1).to_bytes(SHARE_SIZE) for holder in holders}
+    return {
+        holder: _polynomial_at(coefficients, holder + 1).to_bytes(SHARE_SIZE) for holder in holders
+    }
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
@@ -141,7 +143,7 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
     return secret.to_bytes(KEY_SIZE)
 
 
-def _value(coefficients: list[int], at: int) -> int:
+def _polynomial_at(coefficients: list[int], at: int) -> int:
     """A polynomial's value, by Horner's rule."""
     value = 0
     for coefficient in coefficients:

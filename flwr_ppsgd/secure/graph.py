@@ -13,8 +13,8 @@ round:
   other.
 
 Who colludes and who drops out is taken to be independent of the graph, which the server draws anew
-for each round with secret coins. A server that lies about survivors can read single vectors in a
-random graph; in the complete graph it cannot.
+for each round in secret. A server that lies about survivors can read single vectors in
+a random graph; in the complete graph it cannot.
 """
 
 import functools
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import MOST_COMPLETE, SecureSum, Vector
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 
 MOST_PARTICIPANTS = 10_000  # a client works out the graph's numbers itself, in under a second
 LOST_ROUND = 1e-3  # the chance of a round without a sum if as many drop out as may
@@ -77,7 +77,7 @@ def design(rules: SecureSum, participants: int) -> Design:
         colluders = _most_colluders(rules, participants, neighbours)
         distinct = _fewest_distinct(participants, neighbours)
         found = Design(neighbours, distinct, colluders, False)
-        if _lost(rules, participants, found) <= LOST_ROUND:
+        if _chance_of_no_sum(rules, participants, found) <= LOST_ROUND:
             return found
     if participants <= MOST_COMPLETE:
         return complete
@@ -88,20 +88,20 @@ def design(rules: SecureSum, participants: int) -> Design:
     )
 
 
-def draw(design: Design, participants: int, coins: Coins) -> list[frozenset[int]]:
+def draw_graph(design: Design, participants: int, stream: RandomStream) -> list[frozenset[int]]:
     """The neighbours of each participant; never the participant itself.
 
     Args:
         design: what to draw.
         participants: n.
-        coins: secret ones.
+        stream: a secret one.
     """
     if design.complete:
         everyone = frozenset(range(participants))
         return [everyone - {place} for place in range(participants)]
     found: list[set[int]] = [set() for _ in range(participants)]
     for _ in range(design.neighbours // 2):
-        cycle = np.argsort(coins.words(participants), kind="stable").tolist()
+        cycle = np.argsort(stream.words(participants), kind="stable").tolist()
         for place, own in enumerate(cycle):
             before = cycle[place - 1]
             found[own].add(before)
@@ -176,7 +176,7 @@ def _most_colluders(rules: SecureSum, participants: int, neighbours: int) -> int
     return rules.colluding
 
 
-def _lost(rules: SecureSum, participants: int, found: Design) -> float:
+def _chance_of_no_sum(rules: SecureSum, participants: int, found: Design) -> float:
     """At most the chance that too few of somebody's share-holders stay, if h + t stay in all."""
     dropouts = participants - rules.least
     among = _among_neighbours(participants, dropouts, found.neighbours)

@@ -14,6 +14,7 @@ this round.
 import secrets
 import struct
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self, TypeAlias
 
@@ -28,12 +29,12 @@ from flwr_ppsgd.secure.crypto import (
     KeyPair,
     Words,
     add_mask,
+    decrypt,
     derive,
-    fingerprint,
-    seal,
+    encrypt,
+    labelled_hash,
     split,
     subtract_mask,
-    unseal,
 )
 from flwr_ppsgd.secure.graph import MOST_PARTICIPANTS, Design, design, survivors_needed
 from flwr_ppsgd.secure.terms import Session
@@ -86,7 +87,7 @@ class Roster:
 
     def to_bytes(self) -> bytes:
         keys = {place: keys.to_bytes() for place, keys in self.neighbours.items()}
-        return _TWO.pack(self.place, self.participants) + packed(keys)
+        return _TWO.pack(self.place, self.participants) + pack_parts(keys)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -94,13 +95,13 @@ class Roster:
         place, participants = _TWO.unpack_from(data)
         _check_form(participants <= MOST_PARTICIPANTS, f"{participants} participants")
         _check_form(place < participants, f"place {place} of {participants}")
-        keys = unpacked(data[_TWO.size :], 2 * KEY_SIZE, participants)
+        keys = unpack_parts(data[_TWO.size :], 2 * KEY_SIZE, participants)
         _check_form(place not in keys, "a participant is its own neighbour")
         neighbours = {other: PublicKeys.from_bytes(pair) for other, pair in keys.items()}
         return cls(place, participants, neighbours)
 
 
-class Portion(NamedTuple):
+class SealedShares(NamedTuple):
     """What one participant gives to one holder: two sealed shares, and a hash of each."""
 
     sealed: bytes
@@ -118,19 +119,19 @@ class Shares:
     """
 
     seed_hash: bytes
-    portions: Mapping[int, Portion]
+    portions: Mapping[int, SealedShares]
 
     def to_bytes(self) -> bytes:
         parts = {place: b"".join(portion) for place, portion in self.portions.items()}
-        return self.seed_hash + packed(parts)
+        return self.seed_hash + pack_parts(parts)
 
     @classmethod
     def from_bytes(cls, data: bytes, participants: int) -> Self:
         _check_form(len(data) >= HASH_SIZE, f"{len(data)} bytes")
-        parts = unpacked(data[HASH_SIZE:], SEALED_SIZE + 2 * HASH_SIZE, participants)
+        parts = unpack_parts(data[HASH_SIZE:], SEALED_SIZE + 2 * HASH_SIZE, participants)
         key_hash = SEALED_SIZE + HASH_SIZE
         portions = {
-            place: Portion(part[:SEALED_SIZE], part[SEALED_SIZE:key_hash], part[key_hash:])
+            place: SealedShares(part[:SEALED_SIZE], part[SEALED_SIZE:key_hash], part[key_hash:])
             for place, part in parts.items()
         }
         return cls(data[:HASH_SIZE], portions)
@@ -149,13 +150,13 @@ class Partners:
     sealed: Mapping[int, bytes]
 
     def to_bytes(self, participants: int) -> bytes:
-        return bitmap(self.members, participants) + packed(self.sealed)
+        return bitmap(self.members, participants) + pack_parts(self.sealed)
 
     @classmethod
     def from_bytes(cls, data: bytes, participants: int) -> Self:
         end = _bitmap_size(participants)
         members = members_of(data[:end], participants)
-        return cls(members, unpacked(data[end:], SEALED_SIZE, participants))
+        return cls(members, unpack_parts(data[end:], SEALED_SIZE, participants))
 
 
 def bitmap(members: Iterable[int], participants: int) -> bytes:
@@ -172,13 +173,13 @@ def members_of(data: bytes, participants: int) -> frozenset[int]:
     return frozenset(place for place in range(participants) if bits >> place & 1)
 
 
-def packed(parts: Mapping[int, bytes]) -> bytes:
+def pack_parts(parts: Mapping[int, bytes]) -> bytes:
     """Parts of one size by place, in ascending order."""
     return b"".join(_PLACE.pack(place) + parts[place] for place in sorted(parts))
 
 
-def unpacked(data: bytes, width: int, participants: int) -> dict[int, bytes]:
-    """The parts that ``packed`` was given."""
+def unpack_parts(data: bytes, width: int, participants: int) -> dict[int, bytes]:
+    """The parts that ``pack_parts`` was given."""
     step = _PLACE.size + width
     _check_form(len(data) % step == 0, f"{len(data)} bytes in parts of {step}")
     parts = {}
@@ -209,17 +210,17 @@ def _check_form(holds: bool, found: str) -> None:
 
 def seed_hash(seed: bytes, session: Session, owner: int) -> bytes:
     """By which the server recognises a seed that it has joined from shares."""
-    return fingerprint(seed, session.label, SEED, owner)
+    return labelled_hash(seed, session.label, SEED, owner)
 
 
 def share_hash(share: bytes, session: Session, secret: bytes, owner: int, holder: int) -> bytes:
     """By which the server recognises a wrong share; a share is too random to be guessed from it."""
-    return fingerprint(share, session.label, SHARE, secret, owner, holder)
+    return labelled_hash(share, session.label, SHARE, secret, owner, holder)
 
 
 def members_hash(members: Collection[int], participants: int) -> bytes:
     """Binds a mask to U₂."""
-    return fingerprint(bitmap(members, participants), b"members", participants)
+    return labelled_hash(bitmap(members, participants), b"members", participants)
 
 
 def pair_key(secret: bytes, session: Session, places: tuple[int, int], members: bytes) -> bytes:
@@ -267,7 +268,10 @@ class KeysSent:
     def share(self, roster: Roster) -> tuple["SharesSent", Shares]:
         """Exchange 2: give every neighbour a share of a fresh seed and of the mask key."""
         found = check_roster(roster, self.session)
-        self._check_keys(roster)
+        # two participants with one key would be one person, or a mirror of this one
+        pairs = [self.public, *roster.neighbours.values()]
+        halves = [half for pair in pairs for half in pair]
+        _check_request(len(set(halves)) == len(halves), "a public key comes twice")
         channels = {
             other: _secret_with(self.channel, keys.channel)
             for other, keys in roster.neighbours.items()
@@ -276,27 +280,17 @@ class KeysSent:
         threshold = found.threshold(len(channels))
         of_seed = split(seed, threshold, channels.keys())
         of_key = split(self.mask.private, threshold, channels.keys())
-        portions = {
-            holder: self._portion(roster.place, holder, secret, of_seed[holder], of_key[holder])
-            for holder, secret in channels.items()
-        }
-        shares = Shares(seed_hash(seed, self.session, roster.place), portions)
+        owner = roster.place
+        portions = {}
+        for holder, secret in channels.items():
+            key = _channel_key(secret, self.session, owner, holder)
+            portions[holder] = SealedShares(
+                encrypt(key, of_seed[holder] + of_key[holder]),
+                share_hash(of_seed[holder], self.session, SEED, owner, holder),
+                share_hash(of_key[holder], self.session, KEY, owner, holder),
+            )
+        shares = Shares(seed_hash(seed, self.session, owner), portions)
         return SharesSent(self.session, self.mask, seed, roster, channels), shares
-
-    def _check_keys(self, roster: Roster) -> None:
-        """Two participants with one key would be one person, or a mirror of this one."""
-        pairs = [self.public, *roster.neighbours.values()]
-        halves = [half for pair in pairs for half in pair]
-        _check_request(len(set(halves)) == len(halves), "a public key comes twice")
-
-    def _portion(
-        self, owner: int, holder: int, secret: bytes, of_seed: bytes, of_key: bytes
-    ) -> Portion:
-        return Portion(
-            seal(_channel_key(secret, self.session, owner, holder), of_seed + of_key),
-            share_hash(of_seed, self.session, SEED, owner, holder),
-            share_hash(of_key, self.session, KEY, owner, holder),
-        )
 
     def to_flat(self) -> Flat:
         return {"channel": self.channel.private, "mask": self.mask.private}
@@ -360,31 +354,26 @@ class SharesSent:
                 add_mask(total, key)
             else:
                 subtract_mask(total, key)
-        opened = {other: self._open(other, partners.sealed[other]) for other in present}
-        held = {other: shares for other, shares in opened.items() if shares}
+        held = {}
+        for other in present:
+            channel = _channel_key(self.channels[other], self.session, other, place)
+            with suppress(ValueError):  # shares that cannot be read cost their owner one holder
+                held[other] = decrypt(channel, partners.sealed[other])
         participants = self.roster.participants
         return VectorSent(self.session, place, participants, partners.members, held), total
-
-    def _open(self, other: int, sealed: bytes) -> bytes:
-        """The two shares of a neighbour; empty if they cannot be read, which costs one holder."""
-        key = _channel_key(self.channels[other], self.session, other, self.roster.place)
-        try:
-            return unseal(key, sealed)
-        except ValueError:
-            return b""
 
     def to_flat(self) -> Flat:
         return {
             "mask": self.mask.private,
             "seed": self.seed,
             "roster": self.roster.to_bytes(),
-            "channels": packed(self.channels),
+            "channels": pack_parts(self.channels),
         }
 
     @classmethod
     def from_flat(cls, session: Session, flat: Mapping[str, bytes]) -> Self:
         roster = Roster.from_bytes(flat["roster"])
-        channels = unpacked(flat["channels"], KEY_SIZE, roster.participants)
+        channels = unpack_parts(flat["channels"], KEY_SIZE, roster.participants)
         return cls(session, KeyPair(flat["mask"]), flat["seed"], roster, channels)
 
 
@@ -427,14 +416,14 @@ class VectorSent:
             "place": b"%d" % self.place,
             "participants": b"%d" % self.participants,
             "members": bitmap(self.members, self.participants),
-            "held": packed(self.held),
+            "held": pack_parts(self.held),
         }
 
     @classmethod
     def from_flat(cls, session: Session, flat: Mapping[str, bytes]) -> Self:
         participants = int(flat["participants"])
         members = members_of(flat["members"], participants)
-        held = unpacked(flat["held"], 2 * SHARE_SIZE, participants)
+        held = unpack_parts(flat["held"], 2 * SHARE_SIZE, participants)
         return cls(session, int(flat["place"]), participants, members, held)
 
 

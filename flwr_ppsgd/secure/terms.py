@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Self, get_type_hints
 
 from flwr_ppsgd.algorithm import Poisson, PrivateMetrics, Release, SecureSum
-from flwr_ppsgd.secure.crypto import fingerprint
+from flwr_ppsgd.secure.crypto import labelled_hash
 
 
 @dataclass(frozen=True)
-class Terms:
+class SecureTerms:
     """Everything that a client needs to bound its vector and to add its share of the noise.
 
     Fixed for a training, in every Order, and part of every key: clients under different terms
@@ -96,11 +96,11 @@ class Terms:
         return cls(**{name: flat[name] for name in TYPES})
 
 
-TYPES: dict[str, type] = dict(get_type_hints(Terms))
+TYPES: dict[str, type] = dict(get_type_hints(SecureTerms))
 
 
 @functools.lru_cache(maxsize=8)
-def _release(terms: Terms) -> Release:
+def _release(terms: SecureTerms) -> Release:
     """Cached, since all clients of a simulation have the same terms."""
     rules = SecureSum(terms.honest, terms.colluding, terms.failure, terms.neighbours)
     return Release(
@@ -124,7 +124,7 @@ class Session:
         part: which release of the round it is.
     """
 
-    terms: Terms
+    terms: SecureTerms
     training: int
     run: int
     start: int
@@ -133,7 +133,7 @@ class Session:
 
     @functools.cached_property
     def label(self) -> bytes:
-        """A hash of all fields; every key, seal and fingerprint of the sum depends on it."""
+        """A hash of all fields; every key, seal and labelled_hash of the sum depends on it."""
         numbers = (self.training, self.run, self.start, self.round)
         terms = json.dumps(self.terms.to_flat(), sort_keys=True)
-        return fingerprint(terms.encode(), b"session", *numbers, self.part.encode())
+        return labelled_hash(terms.encode(), b"session", *numbers, self.part.encode())

@@ -17,10 +17,10 @@ from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from flwr_ppsgd.algorithm import Release, SecureSum, Vector
 from flwr_ppsgd.checks import is_whole, printable, require
-from flwr_ppsgd.epsilon import Bound, Relation, check_accountant
+from flwr_ppsgd.epsilon import EpsilonBound, Relation, check_accountant
 from flwr_ppsgd.ledger import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.noise import cut_probability
-from flwr_ppsgd.recipe import Values, values_of
+from flwr_ppsgd.recipe import RecipeValues, values_of
 from flwr_ppsgd.server.budget import Allowance, Budget
 from flwr_ppsgd.server.rounds import SumRequest
 from flwr_ppsgd.server.store import Checkpoint, Store
@@ -33,7 +33,7 @@ log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its 
 LONGEST_ERROR = 1000  # characters of an error that the operator's notes keep
 
 
-class Account:
+class ServerAccount:
     """The charges, the plan and the promise of one training, on disk if it has a directory.
 
     Args:
@@ -180,11 +180,11 @@ class Account:
         return [name for name in recipe.before if name not in known] if recipe else []
 
     @property
-    def values(self) -> Values:
+    def values(self) -> RecipeValues:
         """u, C and k, as far as they were released."""
         recipe = self.training.recipe
         sums = {name: np.array(numbers) for name, numbers in self._store.notes("sum")}
-        return values_of(recipe, sums) if recipe else Values()
+        return values_of(recipe, sums) if recipe else RecipeValues()
 
     def _releases_before(self) -> list[tuple[Release, int]]:
         """What is still to be released before the first round, each once."""
@@ -306,14 +306,14 @@ class Account:
         """Write the plan down. One that grows after any charge is a choice, and a caveat."""
         charged = self.ledger.rounds
         planned, before = self._store.planned
-        stated = self.stated()
+        stated = self.stated_ledger()
         # a round that is charged twice counts twice
         charges = charged + max(0, rounds - self.rounds_done) + len(self.pending)
         if charges > planned or rounds > before:
             plan = {"charges": max(charges, planned), "rounds": max(rounds, before)}
             self._store.note("plan", plan)
         if charged and rounds > before and self._budget is None:
-            self.note_caveat(raised_plan(stated, self.stated(), charged))
+            self.note_caveat(raised_plan(stated, self.stated_ledger(), charged))
 
     def check(self, request: SumRequest) -> None:
         """PrivacyBudgetExhausted before anything is sent for a sum that the budget cannot pay."""
@@ -362,7 +362,7 @@ class Account:
 
     # --- what is promised
 
-    def stated(self) -> Ledger:
+    def stated_ledger(self) -> Ledger:
         """The ledger for which ε is stated: what was released, and planned rounds that were not."""
         insecure = self.training.insecure
         missing = max(0, self._store.planned[0] - self.ledger.rounds)
@@ -376,14 +376,14 @@ class Account:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        return _short_promise(*self._what_is_promised())
+        return _short_promise(*self._basis_of_promise())
 
-    def _what_is_promised(self) -> tuple[Ledger, int, str, SecureSum | None, Allowance | None]:
+    def _basis_of_promise(self) -> tuple[Ledger, int, str, SecureSum | None, Allowance | None]:
         """What the headline follows from."""
         unit = "node" if "node" in self._store.caveats.values() else "user"
         allowance = None if self._budget is None else self._budget.allowance
         secure = self.training.release.aggregation
-        return self.stated(), self.training.population, unit, secure, allowance
+        return self.stated_ledger(), self.training.population, unit, secure, allowance
 
     def promise(self, size: int = 0, simulation: str = "", terms: tuple[str, ...] = ()) -> Promise:
         """Everything that is stated about this training.
@@ -394,8 +394,8 @@ class Account:
             terms: further terms of a simulation.
         """
         check_accountant()
-        stated = self.stated()
-        head = replace(_headline(*self._what_is_promised()), simulation=simulation)
+        stated = self.stated_ledger()
+        head = replace(_headline_of_plan(*self._basis_of_promise()), simulation=simulation)
         # δ is the total: what finite precision takes is paid from it
         cut = cut_probability(size, stated.rounds, self.training.release.noise_shares)
         if self._budget is None:
@@ -404,7 +404,7 @@ class Account:
             head = replace(head, cost=bound.epsilon, replace_one=exchanged)
             by_rdp = stated.epsilon(method="rdp")
         else:
-            bound = Bound(head.cost, "the budget's filter")
+            bound = EpsilonBound(head.cost, "the budget's filter")
             by_rdp = head.cost
         return Promise(
             headline=head,
@@ -440,7 +440,7 @@ class Account:
         if self.ledger.insecure_rounds or why_delta_is_void(delta, self.training.population):
             return math.inf
         quick = self.ledger.quick_epsilon()
-        return min(quick, _epsilon_of(self.stated())) if self._store.planned[0] else quick
+        return min(quick, _epsilon_of(self.stated_ledger())) if self._store.planned[0] else quick
 
     def note_evaluation(self) -> None:
         """From now on every statement says that there was evaluation on client data."""
@@ -519,7 +519,7 @@ def headline_of(ledger: Ledger) -> Headline:
     )
 
 
-def _headline(
+def _headline_of_plan(
     stated: Ledger,
     population: int,
     unit: str,
@@ -547,7 +547,7 @@ def _short_promise(
     allowance: Allowance | None,
 ) -> tuple[float, str]:
     """ε and one line for clients: the same in every round of a plan."""
-    head = _headline(stated, population, unit, secure, allowance)
+    head = _headline_of_plan(stated, population, unit, secure, allowance)
     return head.epsilon, head.in_one_line()
 
 

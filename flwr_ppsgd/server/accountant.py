@@ -13,7 +13,7 @@ from flwr.serverapp import (
 )
 
 from flwr_ppsgd.algorithm import Poisson, Release
-from flwr_ppsgd.epsilon import Bound
+from flwr_ppsgd.epsilon import EpsilonBound
 from flwr_ppsgd.ledger import Ledger
 
 LEAST_DELTA = 1e-15
@@ -75,9 +75,9 @@ class LedgerAccountant:
         bound = self._bound(delta)
         return PrivacySpent(bound.epsilon, delta, self.num_releases, bound.method)
 
-    def _bound(self, delta: float) -> Bound:
+    def _bound(self, delta: float) -> EpsilonBound:
         if self.ledger.insecure_rounds:
-            return Bound(math.inf, "insecure_seed")
+            return EpsilonBound(math.inf, "insecure_seed")
         return replace(self.ledger, delta=delta).bound()
 
     def would_exceed(

@@ -27,7 +27,7 @@ from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.checks import one_of, require
 from flwr_ppsgd.database import FileLock, StoreError, private_directory
-from flwr_ppsgd.epsilon import Priced, as_two_zero_outs, gaussian
+from flwr_ppsgd.epsilon import PricedRelease, as_two_zero_outs, gaussian
 from flwr_ppsgd.ledger import MOST_ROUNDS
 from flwr_ppsgd.server.sealed import SealedRows
 
@@ -129,7 +129,7 @@ def _conversion(log_delta: float, order: float) -> float:
 def _rdp_of(rate: float, z: float, order: float) -> float:
     """RDP of one round at one order, under zero-out neighbours."""
     accountant = rdp.RdpAccountant([order], NeighboringRelation.REPLACE_SPECIAL)
-    accountant.compose(Priced(rate, z, 1).event)
+    accountant.compose(PricedRelease(rate, z, 1).event)
     return float(accountant.rdp[0])
 
 
@@ -258,7 +258,7 @@ class Budget(SealedRows):
         raise PrivacyBudgetExhausted(
             f"round {round_} does not fit into the budget epsilon={allowance.epsilon:g} at "
             f"delta={allowance.delta:g} in {self.directory}: {spent:.2%} is spent by "
-            f"{self.charged} releases of all trainings, and one more costs {cost:.2%}. Run "
+            f"{self.charge_count} releases of all trainings, and one more costs {cost:.2%}. Run "
             f"fewer rounds, or raise noise_multiplier (now {release.noise_multiplier:g})."
         )
 

@@ -14,15 +14,15 @@ import numpy as np
 
 from flwr_ppsgd.algorithm import Vector, server_step
 from flwr_ppsgd.checks import printable
-from flwr_ppsgd.noise import coins_for
+from flwr_ppsgd.noise import random_stream
 from flwr_ppsgd.recipe import DROWNED, Recipe, published_variance, server_gain, shares_of_columns
-from flwr_ppsgd.secure.terms import Session, Terms
-from flwr_ppsgd.server.account import LONGEST_ERROR, Account
+from flwr_ppsgd.secure.coordinator import SecureStage
+from flwr_ppsgd.secure.terms import SecureTerms, Session
+from flwr_ppsgd.server.account import LONGEST_ERROR, ServerAccount
 from flwr_ppsgd.server.enrolment import Enrolment, Online
 from flwr_ppsgd.server.rounds import (
-    UNMASKING_STAGE,
-    Exchange,
     OpenSum,
+    Payloads,
     SecureOpenSum,
     SumRequest,
     facts_in_words,
@@ -51,7 +51,7 @@ class Curator:
     """
 
     def __init__(self, training: Training) -> None:
-        self.account = Account(training)
+        self.account = ServerAccount(training)
         self.enrolment = Enrolment(training.nodes, training.enrolled, self.account.note_problem)
         self._sum: OpenSum | None = None
         self._useless = 0  # rounds in a row in which nobody could be used
@@ -99,7 +99,7 @@ class Curator:
         recipe = cast(Recipe, self.training.recipe)
         return SumRequest(name, 0, recipe.before[name], recipe.length(name))
 
-    def open(self, request: SumRequest, look: Look, nbytes: int, run: int = 0) -> OpenSum:
+    def open_sum(self, request: SumRequest, look: Look, nbytes: int, run: int = 0) -> OpenSum:
         """Budget and room on the disk, then the cohort from the enrolled population.
 
         Who takes part is independent of data and of who is online.
@@ -118,7 +118,7 @@ class Curator:
         online = self._online(look)
         seed = self.training.insecure_seed
         cohort = request.release.cohort
-        uniforms = coins_for(seed, "cohort", request.round).uniforms(cohort.population)
+        uniforms = random_stream(seed, "cohort", request.round).uniforms(cohort.population)
         drawn = self.enrolment.nodes(cohort.members(uniforms).tolist())
         asked = [online[node] for node in drawn if node in online]
         offline = len(drawn) - len(asked)
@@ -129,29 +129,29 @@ class Curator:
                 start=len(self.account.starts()),
                 round=request.round,
                 part=request.what,
-                terms=Terms.of(request.release, request.metrics),
+                terms=SecureTerms.of(request.release, request.metrics),
             )
-            coins = coins_for(seed, "neighbours", request.round)
-            self._sum = SecureOpenSum(request, asked, offline, session, coins)
+            stream = random_stream(seed, "neighbours", request.round)
+            self._sum = SecureOpenSum(request, asked, offline, session, stream)
         else:
             self._sum = OpenSum(request, asked, offline)
         return self._sum
 
-    def opened(self, round_: int) -> OpenSum:
+    def open_sum_of(self, round_: int) -> OpenSum:
         """The sum that was opened last; ValueError if it is not that of this round."""
         if self._sum is None or self._sum.closed or self._sum.request.round != round_:
             raise ValueError(
-                f"round {round_} was aggregated without being configured before: no cohort was "
-                "drawn for it and nothing was released; configure and aggregate each round in turn"
+                f"round {round_} was aggregated without being configured, so nothing was released: "
+                "configure and aggregate each round in turn"
             )
         return self._sum
 
-    def exchanges(self, opened: OpenSum) -> Iterator[Exchange]:
+    def exchanges(self, opened: OpenSum) -> Iterator[tuple[int, Payloads]]:
         """What to send for a sum, one exchange after the other, charged before it is unmasked."""
-        for exchange in opened.exchanges():
-            if exchange.stage == UNMASKING_STAGE:
+        for stage, payloads in opened.exchanges():
+            if stage == SecureStage.REVEALED:
                 self._charge(opened)
-            yield exchange
+            yield stage, payloads
 
     def _charge(self, opened: OpenSum) -> None:
         """Once for each sum, before anything of it can be seen."""
@@ -164,7 +164,7 @@ class Curator:
         self._charge(opened)
         request = opened.request
         name = "noise" if request.round else request.what
-        noisy = opened.close(coins_for(self.training.insecure_seed, name, request.round))
+        noisy = opened.close(random_stream(self.training.insecure_seed, name, request.round))
         if opened.why_lost:
             self.account.note_problem(f"round {request.round} has no sum: {opened.why_lost}")
             log.warning(
@@ -265,8 +265,8 @@ class Curator:
         self._useless = 0
         raise NobodyUsableError(
             f"in {rounds} each client that was asked gave an error, a malformed reply or none "
-            f"({self._what_was_said(opened)}). What was released is charged. More rounds would "
-            "only cost epsilon: look at a client's log, correct it, and start again"
+            f"({self._what_was_said(opened)}). What was released is charged: look at a client's "
+            "log, correct it, and start again"
         )
 
     def refuse_if_nobody_obeys(self, asked: int, refusals: Sequence[str]) -> None:
@@ -349,7 +349,7 @@ class Curator:
         """Whether what is published in the end is a mean over rounds."""
         return self.training.average or self._averages_half
 
-    def averaged(self, w: Vector) -> Vector:
+    def mean_of_rounds(self, w: Vector) -> Vector:
         """The mean that is published in place of ``w``, if there is one; before round 1 ``w``."""
         if self._iterates is None:
             return w
@@ -417,7 +417,7 @@ class Curator:
             charges=self.account.ledger.rounds,
             epsilon=epsilon,
             promise=printable(promise, LONGEST_PROMISE),
-            terms=Terms.of(release, training.metrics) if release.aggregation else None,
+            terms=SecureTerms.of(release, training.metrics) if release.aggregation else None,
             plan=plan,
             sampled=release.cohort.rate < 1,
         )
@@ -435,7 +435,7 @@ class Curator:
             asks=cast(Asked, request.what),
             size=values.count if request.what == "columns" else values.size,
             metrics=(),
-            terms=Terms.of(release, None) if release.aggregation else None,
+            terms=SecureTerms.of(release, None) if release.aggregation else None,
         )
 
     def evaluation_order(self, round_: int, *, last: bool, measured: bool = True) -> Order:

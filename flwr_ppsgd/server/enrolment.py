@@ -36,7 +36,7 @@ KEY = "key:"  # before the SHA-256 of a public key
 FINGERPRINT = re.compile("key:[0-9a-f]{64}")
 
 
-class Present(NamedTuple):
+class OnlineNode(NamedTuple):
     """A node that is online.
 
     address: where to send messages. name, fingerprint: by which it may be enrolled. real: whether
@@ -49,18 +49,18 @@ class Present(NamedTuple):
     real: bool = False
 
     @classmethod
-    def of(cls, node: Any) -> "Present":
+    def of(cls, node: Any) -> "OnlineNode":
         """Flower's simulation gives nodes random bytes for a key; a SuperNode has a real one."""
         real = node.public_key.startswith(b"-----BEGIN")
-        known_by = fingerprint(node.public_key) if real else ""
+        known_by = key_fingerprint(node.public_key) if real else ""
         return cls(node.node_id, node.name, known_by, real)
 
 
 # who is online; only ids if nothing else is known of them
-Online: TypeAlias = list[Present] | tuple[int, ...] | range
+Online: TypeAlias = list[OnlineNode] | tuple[int, ...] | range
 
 
-class Range(Mapping[Identity, Identity]):
+class IdRange(Mapping[Identity, Identity]):
     """{id: id} for a range of ids, without a dict of them."""
 
     def __init__(self, ids: range) -> None:
@@ -88,13 +88,13 @@ def present_in(grid: Grid) -> Online:
     nodes.
     """
     if type(grid).get_nodes is not Grid.get_nodes:
-        return [Present.of(node) for node in grid.get_nodes()]
+        return [OnlineNode.of(node) for node in grid.get_nodes()]
     ids = grid.get_node_ids()
     span = getattr(ids, "span", None)
     return span if isinstance(span, range) else tuple(ids)
 
 
-def fingerprint(public_key: bytes) -> str:
+def key_fingerprint(public_key: bytes) -> str:
     """A public key as a short name: ``key:`` and its SHA-256."""
     return KEY + hashlib.sha256(public_key.strip()).hexdigest()
 
@@ -128,7 +128,7 @@ def identity(enrolled: Identity) -> Identity:
                 "ssh-keygen or OpenSSL has written it"
             ) from None
         form = serialization.PublicFormat.SubjectPublicKeyInfo
-        return fingerprint(key.public_bytes(serialization.Encoding.PEM, form))
+        return key_fingerprint(key.public_bytes(serialization.Encoding.PEM, form))
     return enrolled
 
 
@@ -156,7 +156,7 @@ class Enrolment:
         self._warned = False
         self._tell = tell
         self._doubled: set[Identity] = set()
-        self._strangers: set[Present] = set()  # not enrolled, and reported
+        self._strangers: set[OnlineNode] = set()  # not enrolled, and reported
         self._latest: Online = ()
         self._addresses: Mapping[Identity, Identity] = {}
         if enrolled.nodes is not None:
@@ -177,12 +177,13 @@ class Enrolment:
 
         The first call waits for ``min_online`` of the population and fixes who belongs to it.
         """
-        if not self._begun:
+        if self._begun:
+            changed = self._look(look)
+        else:
             self._await(look)
             self._begun = True
-            if self.open:
-                self._give_places()
-        elif self._look(look) and self.open:
+            changed = True
+        if changed and self.open:
             self._give_places()
         return self._addresses
 
@@ -193,11 +194,11 @@ class Enrolment:
             return False
         self._latest = present
         if isinstance(present, range):
-            self._addresses = Range(present)
+            self._addresses = IdRange(present)
         elif isinstance(present, tuple):
             self._addresses = dict(zip(present, present, strict=True))
         else:
-            self._addresses = self._identified(present)
+            self._addresses = self._addresses_of(present)
         return True
 
     def _await(self, look: Callable[[], Online]) -> None:
@@ -240,7 +241,7 @@ class Enrolment:
     def _give_places(self) -> None:
         """Give free places to new nodes, in a fixed order."""
         free = self._population - len(self.known)
-        if not self.known and isinstance(self._addresses, Range):
+        if not self.known and isinstance(self._addresses, IdRange):
             fresh: Sequence[Identity] = self._addresses.ids
         else:
             known = set(self.known)
@@ -255,20 +256,24 @@ class Enrolment:
                 self._population,
             )
 
-    def _identified(self, present: Sequence[Present]) -> dict[Identity, Identity]:
+    def _addresses_of(self, present: Sequence[OnlineNode]) -> dict[Identity, Identity]:
         """The address of each node that may take part, under the name by which it is enrolled."""
         listed = set(self.known)
         online: dict[Identity, Identity] = {}
         doubled: set[Identity] = set()
-        strangers: set[Present] = set()
+        strangers: set[OnlineNode] = set()
         for node in present:
             own = _own_name(node, listed) if node.real else node.address
             if not self.open and own not in listed:
                 if node.real:
                     strangers.add(node)
                 continue
-            if node.real:  # it can restart, or belong to a user who has others
-                self._note_caveats(node, own)
+            # a real node can restart, or belong to a user who has others
+            if node.real and self.open and OPEN not in self.caveats:
+                self.caveats[OPEN] = None
+                log.warning("User-level privacy is not claimed: %s", OPEN)
+            if node.real and own == node.address:
+                self.caveats[RESTARTS] = None
             if own in online:
                 doubled.add(own)
             online[own] = node.address
@@ -277,13 +282,6 @@ class Enrolment:
         self._tell_of_doubled(doubled)
         self._tell_of_strangers(strangers)
         return online
-
-    def _note_caveats(self, node: Present, own: Identity) -> None:
-        if self.open and OPEN not in self.caveats:
-            self.caveats[OPEN] = None
-            log.warning("User-level privacy is not claimed: %s", OPEN)
-        if own == node.address:
-            self.caveats[RESTARTS] = None
 
     def _tell_of_doubled(self, doubled: set[Identity]) -> None:
         """Of two nodes under one name nobody knows which one is the user's."""
@@ -299,7 +297,7 @@ class Enrolment:
             )
         self._doubled = doubled
 
-    def _tell_of_strangers(self, strangers: set[Present]) -> None:
+    def _tell_of_strangers(self, strangers: set[OnlineNode]) -> None:
         """Say once of each node that it has no place: it may be a user's, under another key."""
         fresh = sorted(strangers - self._strangers)
         self._strangers |= strangers
@@ -319,7 +317,7 @@ class Enrolment:
             )
 
 
-def _own_name(node: Present, listed: set[Identity]) -> Identity:
+def _own_name(node: OnlineNode, listed: set[Identity]) -> Identity:
     """The entry of the list that a node is; if there is none, the name that lasts longest.
 
     A key says more than a name, and a name that looks like a key does not count.

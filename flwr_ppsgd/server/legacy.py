@@ -26,10 +26,10 @@ from flwr_ppsgd.arrays import NUMPY, bytes_of, record_from, record_of
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.recipe import Recipe
 from flwr_ppsgd.server.curator import Curator
-from flwr_ppsgd.server.enrolment import Present, present_in
+from flwr_ppsgd.server.enrolment import OnlineNode, present_in
 from flwr_ppsgd.server.replies import (
     answer_layout,
-    finite,
+    finite_measures,
     mean_of,
     refuse_other_model,
     vector_in,
@@ -193,7 +193,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         """The mean over rounds that is published in place of w, if there is one."""
         if not self._curator.averages:
             return parameters
-        return self._parameters(self._curator.averaged(self._flatten(parameters)), parameters)
+        return self._parameters(self._curator.mean_of_rounds(self._flatten(parameters)), parameters)
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:  # noqa: ARG002
         refuse_dp_strategy("PPSGDStrategy")
@@ -216,13 +216,13 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
             request = self._curator.request_before(pending[0])
         nbytes = sum(map(len, parameters.tensors))
         with self._account.noting_errors():
-            opened = self._curator.open(request, lambda: _present(client_manager), nbytes)
-        (exchange,) = self._curator.exchanges(opened)
+            opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
+        ((_, payloads),) = self._curator.exchanges(opened)
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
         if self.training.replies == "gradient":
             order = self._curator.sum_order(request)
-            config = self._signed(order, parameters, "train", client_manager)
-        return _NeverFalse(_for_each(exchange.payloads, FitIns(parameters, config), client_manager))
+            config = self._signed_config(order, parameters, "train", client_manager)
+        return _NeverFalse(_for_each(payloads, FitIns(parameters, config), client_manager))
 
     def aggregate_fit(
         self,
@@ -232,10 +232,10 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
     ) -> tuple[Parameters, dict[str, Scalar]]:
         """One noisy step; each result is a vector or zero."""
         round_ = 0 if self._account.pending else self._absolute(server_round)
-        opened = self._curator.opened(round_)
+        opened = self._curator.open_sum_of(round_)
         for client, result in results:
             try:
-                sent = self._sent(result, opened.request)
+                sent = self._vector_in_result(result, opened.request)
             except Exception as error:  # a reply is never a reason to stop a round
                 opened.count_as_zero(client.cid, error)
             else:
@@ -270,16 +270,16 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         round_ = self._absolute(server_round)
         if self._account.pending:
             return []
-        asked = self._curator.evaluators(round_, lambda: _present(client_manager))
+        asked = self._curator.evaluators(round_, lambda: _nodes_online(client_manager))
         measured = bool(asked)
         last = self.training.recipe is not None and round_ >= self._account.last_round
         if last and not asked:
-            asked = self._curator.everybody(lambda: _present(client_manager))
+            asked = self._curator.everybody(lambda: _nodes_online(client_manager))
         parameters = self.averaged(parameters)
         config: dict[str, Scalar] = {SERVER_ROUND: round_}
         if self.training.replies == "gradient":
             order = self._curator.evaluation_order(round_, last=last, measured=measured)
-            config = self._signed(order, parameters, "evaluate", client_manager)
+            config = self._signed_config(order, parameters, "evaluate", client_manager)
         chosen = _for_each(asked, EvaluateIns(parameters, config), client_manager)
         if not chosen:
             self._end(round_)
@@ -324,7 +324,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
 
     # --- translation
 
-    def _signed(
+    def _signed_config(
         self, order: Order, parameters: Parameters, kind: str, client_manager: ClientManager
     ) -> dict[str, Scalar]:
         """What a client gets beside w: the Order, and the round as Flower's clients read it."""
@@ -334,7 +334,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         flat = signed(order, w_digest, self._account.key, kind=kind, run=run)
         return {**flat, SERVER_ROUND: order.round}
 
-    def _sent(self, result: FitRes, request: SumRequest) -> Vector:
+    def _vector_in_result(self, result: FitRes, request: SumRequest) -> Vector:
         """What one client sent; an exception if nothing of it can be used."""
         if not self.training.steps.publishes:
             return np.zeros(0)  # at α = 0 a client has nothing to say
@@ -347,7 +347,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
             return cast(Vector, self._w - vector_in(record, ARRAYS, self._layout))
         self._warn_of_stock_clients(result)
         gradient = vector_in(record, ARRAYS, self._layout)
-        return request.vector_of(gradient, finite(result.metrics))
+        return request.vector_of(gradient, finite_measures(result.metrics))
 
     def _warn_of_stock_clients(self, result: FitRes) -> None:
         """Tell the operator once that a client looks like one that returns parameters."""
@@ -395,13 +395,13 @@ def _grid_of(client_manager: ClientManager) -> Any:
     return next((client.grid for client in clients if hasattr(client, "grid")), None)
 
 
-def _present(client_manager: ClientManager) -> list[Present]:
+def _nodes_online(client_manager: ClientManager) -> list[OnlineNode]:
     """Who is online, by client id; with names and keys if Flower's proxies know of a grid."""
     clients = _clients(client_manager)
     grid = _grid_of(client_manager)
     if grid is None:
-        return [Present(cid) for cid in clients]
+        return [OnlineNode(cid) for cid in clients]
     found = present_in(grid)
-    nodes = found if isinstance(found, list) else [Present(node_id) for node_id in found]
+    nodes = found if isinstance(found, list) else [OnlineNode(node_id) for node_id in found]
     named = [node._replace(address=str(node.address)) for node in nodes]
     return [node for node in named if node.address in clients]

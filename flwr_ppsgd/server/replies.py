@@ -10,7 +10,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from flwr_ppsgd.arrays import vector_record
-from flwr_ppsgd.server.rounds import MASKED_STAGE, Sent, UnusableError
+from flwr_ppsgd.secure.coordinator import SecureStage
+from flwr_ppsgd.server.rounds import Sent, UnusableError
 from flwr_ppsgd.server.superlink import last_line
 from flwr_ppsgd.wire import (
     ANSWER,
@@ -97,7 +98,7 @@ def refuse_other_model(so_far: Layout, initial: Layout) -> None:
 
 def secure_message_in(content: Mapping[str, Any], stage: int, size: int) -> Sent:
     """A client's part of one exchange of a secure sum."""
-    if stage == MASKED_STAGE:
+    if stage == SecureStage.MASKED:
         masked = content.get(MASKED)
         return words_of(masked if isinstance(masked, ArrayRecord) else None, size)
     record = content.get(SECURE)
@@ -105,7 +106,7 @@ def secure_message_in(content: Mapping[str, Any], stage: int, size: int) -> Sent
     return payload if isinstance(payload, bytes) else b""
 
 
-def finite(measures: object) -> dict[str, float]:
+def finite_measures(measures: object) -> dict[str, float]:
     """Those of a client's measures that are finite numbers."""
     if not isinstance(measures, Mapping):
         return {}
@@ -124,7 +125,7 @@ def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     median, so that no client can make itself the mean. Names that are ours, or that no terminal
     should see, are left out.
     """
-    numbers = [finite(own) for own in measures]
+    numbers = [finite_measures(own) for own in measures]
     weights = [max(0.0, own.pop(NUM_EXAMPLES, 1.0)) for own in numbers]
     largest = LARGEST_WEIGHT * statistics.median(weights) if weights else 0.0
     sums: dict[str, float] = {}

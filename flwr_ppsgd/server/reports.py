@@ -51,7 +51,7 @@ def describe(directories: Sequence[Path]) -> str:
         if _has_budget(directory):
             parts.append(_budget_text(Budget(directory, read_only=True)))
         else:
-            store = _read(directory)
+            store = _read_store(directory)
             stores.append(store)
             parts.append(_training_text(directory, store))
     if len(stores) > 1:
@@ -95,17 +95,17 @@ def _has_budget(directory: Path) -> bool:
     return (directory / budgets.NAME).is_file()
 
 
-def _read(directory: Path) -> Store:
+def _read_store(directory: Path) -> Store:
     """A store; once more if it seems to lack what has been written since."""
     store = Store.read(directory)
-    if _lost(store):
+    if _missing_rows(store):
         store = Store.read(directory)
     if store.setting("delta") is None:
         raise StoreError(f"{store.path} has no settings: no training has begun there")
     return store
 
 
-def _lost(rows: SealedRows) -> str:
+def _missing_rows(rows: SealedRows) -> str:
     """What is known elsewhere and missing here, in one line; empty if nothing is."""
     try:
         rows.refuse_lost_rows()
@@ -123,7 +123,7 @@ def _training_text(directory: Path, store: Store) -> str:
         f"{directory}",
         f"training {store.owner}",
         *_charges(store),
-        f"charged: {store.charged} releases",
+        f"charged: {store.charge_count} releases",
         *_releases(store),
         f"planned: {planned} charges in {rounds} rounds",
         f"starts of the server: {len(store.notes('start'))}, before rounds {starts or 'none'}",
@@ -135,7 +135,7 @@ def _training_text(directory: Path, store: Store) -> str:
     if key.is_file():
         lines.append(f"clients may pin ppsgd-server-key = {TrainingKey(key.read_bytes()).public}")
     if planned > ledger.rounds:
-        lines.append(f"planned: {_epsilons(_stated(store, ledger))}")
+        lines.append(f"planned: {_epsilons(_planned_ledger(store, ledger))}")
     for _, place in store.notes("budget"):
         lines.append(f"under the budget in {place}, whose epsilon is the guarantee")
     try:
@@ -160,7 +160,7 @@ def _budget_text(budget: Budget) -> str:
         f"filter: {allowance.filter}{order}",
         f"trainings: {len(trainings)}",
         *_charges(budget),
-        f"charged: {budget.charged} releases, {share:.2%} of the budget",
+        f"charged: {budget.charge_count} releases, {share:.2%} of the budget",
         *_releases(budget),
         *_caveats(budget),
         _check_of_record(budget),
@@ -194,10 +194,10 @@ def _caveats(rows: SealedRows) -> list[str]:
 
 
 def _check_of_record(rows: SealedRows) -> str:
-    lost = _lost(rows)
+    lost = _missing_rows(rows)
     if lost:
         return f"check: MISSING: {lost}"
-    known = rows.recorded()
+    known = rows.outside_record()
     if known is None:
         return "check: the record outside is missing"
     return f"check: the record outside shows {known.charges} charges, none is missing"
@@ -223,7 +223,7 @@ def _text_of_all(stores: Sequence[Store]) -> str:
     )
 
 
-def _stated(store: Store, ledger: Ledger) -> Ledger:
+def _planned_ledger(store: Store, ledger: Ledger) -> Ledger:
     """The charges, and those that are planned."""
     planned, _ = store.planned
     return ledger.record(store.kinds[0], max(0, planned - ledger.rounds))
@@ -249,11 +249,11 @@ def status_of(directory: Path) -> dict[str, Any]:
 
     StoreError if there is none, or if it is damaged.
     """
-    store = _read(directory)
+    store = _read_store(directory)
     ledger = store.ledger(store.setting("delta"))
     spent = headline_of(ledger)
-    stated = headline_of(_stated(store, ledger))
-    known = store.recorded()
+    stated = headline_of(_planned_ledger(store, ledger))
+    known = store.outside_record()
     replies: dict[str, Any] = {"rounds": 0, "used": 0, "zeros": Counter()}
     last: dict[str, dict[str, Any]] = {}  # the newest round, error and problem
     for at, fact in store.facts():
@@ -277,10 +277,10 @@ def status_of(directory: Path) -> dict[str, Any]:
         "running": _is_locked(directory / LOCK),
         "rounds": {"done": max(saved, default=0), "planned": store.planned[1]},
         "charges": {
-            "made": store.charged,
-            "missing": max(0, known.charges - store.charged) if known else 0,
+            "made": store.charge_count,
+            "missing": max(0, known.charges - store.charge_count) if known else 0,
         },
-        "lost": _lost(store),
+        "lost": _missing_rows(store),
         "epsilon": {
             "spent": json_number(spent.epsilon),
             "planned": json_number(stated.epsilon),
@@ -302,12 +302,13 @@ def status_of(directory: Path) -> dict[str, Any]:
 def status_text(status: Mapping[str, Any]) -> str:
     """The same for people."""
     epsilon = status["epsilon"]
+    spent = _epsilon_in_words(epsilon["spent"])
+    planned = _epsilon_in_words(epsilon["planned"])
     lines = [
         f"{status['directory']} (for the server's operator alone)",
         f"training {status['training']}: {STATES[status['running']]}",
         f"rounds: {status['rounds']['done']} of {status['rounds']['planned']} done",
-        f"epsilon: {_number(epsilon['spent'])} spent, {_number(epsilon['planned'])} planned, at "
-        f"delta = {epsilon['delta']:g} (zero-out)",
+        f"epsilon: {spent} spent, {planned} planned, at delta = {epsilon['delta']:g} (zero-out)",
     ]
     if epsilon["why_void"]:
         lines.append(f"NO GUARANTEE: {epsilon['why_void']}")
@@ -328,7 +329,9 @@ def status_text(status: Mapping[str, Any]) -> str:
         text = "none" if found is None else f"{found['text']} ({_at(found['time'])})"
         lines.append(f"last {what}: {text}")
     disk = status["disk"]
-    lines.append(f"disk: {_size(disk['used_bytes'])} used, {_size(disk['free_bytes'])} free")
+    lines.append(
+        f"disk: {_size_text(disk['used_bytes'])} used, {_size_text(disk['free_bytes'])} free"
+    )
     return "\n  ".join(lines)
 
 
@@ -347,7 +350,7 @@ def _is_locked(path: Path) -> bool | None:
     return any("FLOCK" in lock and lock[-3].rpartition(":")[2] == number for lock in locks)
 
 
-def _number(epsilon: float | str) -> str:
+def _epsilon_in_words(epsilon: float | str) -> str:
     """ε as JSON has it, where infinity is a word."""
     return rounded_up(float(epsilon) if isinstance(epsilon, float) else math.inf)
 
@@ -357,7 +360,7 @@ def _at(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _size(size: float) -> str:
+def _size_text(size: float) -> str:
     """A number of bytes for people."""
     for unit in UNITS[:-1]:
         if size < 1000:

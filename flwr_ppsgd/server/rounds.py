@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Vector
 from flwr_ppsgd.checks import printable
-from flwr_ppsgd.noise import Coins, GridSum
-from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError
+from flwr_ppsgd.noise import GridSum, RandomStream
+from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError, SecureStage
 from flwr_ppsgd.secure.terms import Session
 from flwr_ppsgd.training import Identity
 
@@ -20,10 +20,11 @@ log = logging.getLogger("flwr.ppsgd")
 
 # What one client sent: its vector, its masked vector, or another message of a secure sum.
 Sent: TypeAlias = NDArray[Any] | bytes
+# What each node gets besides its Order and w, in one exchange of messages.
+Payloads: TypeAlias = Mapping[Identity, bytes]
 
 NOT_FINITE = "not finite"
-MASKED_STAGE = 3
-UNMASKING_STAGE = 4
+PLAIN_STAGE = 0  # the only exchange of a plain sum; those of a secure one are SecureStages
 ENOUGH_ASKED = 10  # clients whose failing together says something about all
 LONGEST_DETAIL = 300  # characters of a client's error that the server keeps
 
@@ -67,19 +68,6 @@ class SumRequest:
         return np.append(gradient, self.metrics.encode(measures, self.release.clip_norm))
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """One message to each of some nodes.
-
-    Args:
-        stage: 0 for a plain sum, which has one exchange; 1 to 4 for a secure one.
-        payloads: what each node gets besides its Order and w.
-    """
-
-    stage: int
-    payloads: Mapping[Identity, bytes]
-
-
 class OpenSum:
     """A sum on its way: who was asked, what was added, what counted as zero and why.
 
@@ -106,16 +94,18 @@ class OpenSum:
         self._heard = 0  # replies that could be used, be they vectors or not
         self._zeros = Counter({"offline": offline})
 
-    def exchanges(self) -> Iterator[Exchange]:
-        """What to send: each exchange is answered before the next is asked for."""
+    def exchanges(self) -> Iterator[tuple[int, Payloads]]:
+        """Stage and payloads: each exchange is answered before the next is asked for."""
         self._sum = GridSum(self.request.length, self.request.release, self.request.metrics)
-        yield self._begin(0, dict.fromkeys(self.nodes, b""))
+        payloads = dict.fromkeys(self.nodes, b"")
+        self._wait_for(payloads)
+        yield PLAIN_STAGE, payloads
 
-    def _begin(self, stage: int, payloads: Mapping[Identity, bytes]) -> Exchange:
+    def _wait_for(self, nodes: Iterable[Identity]) -> None:
+        """Begin an exchange: who has not answered the last one is missing."""
         self._zeros["missing"] += len(self._silent)
-        self._waiting = set(payloads)
-        self._silent = set(payloads)
-        return Exchange(stage, payloads)
+        self._waiting = set(nodes)
+        self._silent = set(nodes)
 
     def take(self, node: Identity | None, sent: Sent) -> None:
         """Add the first valid reply of an asked node. Everything else is zero, and counted."""
@@ -138,10 +128,10 @@ class OpenSum:
         self._sum.add(sent)
         return True
 
-    def close(self, coins: Coins) -> Vector | None:
+    def close(self, stream: RandomStream) -> Vector | None:
         """The noisy sum; None if a secure sum has none."""
         self.closed = True
-        return self._sum.noisy(coins)
+        return self._sum.noisy(stream)
 
     def count_as_zero(self, node: Identity | None, error: BaseException) -> None:
         """Count a reply that cannot be used."""
@@ -213,7 +203,7 @@ class SecureOpenSum(OpenSum):
         nodes: who is asked.
         offline: how many were drawn and were not there to be asked.
         session: what names this sum to the clients, and its terms.
-        coins: draw everybody's neighbours.
+        stream: draws everybody's neighbours.
     """
 
     def __init__(
@@ -222,42 +212,44 @@ class SecureOpenSum(OpenSum):
         nodes: Iterable[Identity],
         offline: int,
         session: Session,
-        coins: Coins,
+        stream: RandomStream,
     ) -> None:
         super().__init__(request, nodes, offline)
-        self._masked = Coordinator[Identity](session, request.size, coins)
-        self._stage = 0
+        self._masked = Coordinator[Identity](session, request.size, stream)
+        self._stage = SecureStage.KEYS
         self._total: Vector | None = None
 
-    def exchanges(self) -> Iterator[Exchange]:
-        """What to send: each exchange is answered before the next is asked for."""
+    def exchanges(self) -> Iterator[tuple[int, Payloads]]:
+        """Stage and payloads: each exchange is answered before the next is asked for."""
         masked = self._masked
-        payloads = [
-            lambda: dict.fromkeys(self.nodes, b""),
-            masked.rosters,
-            masked.partners,
-            masked.survivors,
-        ]
+        payloads_of: dict[SecureStage, Callable[[], Payloads]] = {
+            SecureStage.KEYS: lambda: dict.fromkeys(self.nodes, b""),
+            SecureStage.SHARES: masked.rosters,
+            SecureStage.MASKED: masked.partners,
+            SecureStage.REVEALED: masked.survivors,
+        }
         try:
-            for stage, make in enumerate(payloads, 1):
+            for stage, make in payloads_of.items():
+                payloads = make()
                 self._stage = stage
-                yield self._begin(stage, make())
+                self._wait_for(payloads)
+                yield stage, payloads
             self._total = masked.total().astype(float) * self.request.release.grid
         except NoSumError as error:
             self.why_lost = str(error)
 
     def _add(self, node: Identity, sent: Sent) -> bool:
-        takes: list[Callable[[Identity, Any], bool]] = [
-            self._masked.take_keys,
-            self._masked.take_shares,
-            self._masked.take_masked,
-            self._masked.take_revealed,
-        ]
-        if not takes[self._stage - 1](node, sent):
+        takes: dict[SecureStage, Callable[[Identity, Any], bool]] = {
+            SecureStage.KEYS: self._masked.take_keys,
+            SecureStage.SHARES: self._masked.take_shares,
+            SecureStage.MASKED: self._masked.take_masked,
+            SecureStage.REVEALED: self._masked.take_revealed,
+        }
+        if not takes[self._stage](node, sent):
             raise UnusableError("malformed", f"malformed reply to exchange {self._stage}")
-        return self._stage == MASKED_STAGE
+        return self._stage == SecureStage.MASKED
 
-    def close(self, coins: Coins) -> Vector | None:  # noqa: ARG002 - the noise is in it
+    def close(self, stream: RandomStream) -> Vector | None:  # noqa: ARG002 - the noise is in it
         """The sum; None if there is none."""
         self.closed = True
         return self._total

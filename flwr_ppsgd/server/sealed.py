@@ -50,7 +50,7 @@ Add = Callable[[str, Any], None]
 
 
 @dataclass(frozen=True)
-class Record:
+class ChargeRecord:
     """How far a file had come when it was last written.
 
     Args:
@@ -79,7 +79,7 @@ class Record:
         write_file(self.path, [f"{text}\n{check}\n".encode()])
 
     @classmethod
-    def read(cls, path: Path) -> "Record | None":
+    def read(cls, path: Path) -> "ChargeRecord | None":
         """The record in a file; None if there is none that can be read."""
         try:
             text, check = path.read_text(encoding="utf-8").splitlines()
@@ -129,7 +129,7 @@ class SealedRows:
         self._read_only = read_only
         self._repair = repair
         self._database: Database | None = None
-        self._last: Record | None = None  # what this process knows to be on the disk
+        self._last: ChargeRecord | None = None  # what this process knows to be on the disk
         self._warned = False
         self._room_for_files = 0  # bytes
         self._clear()
@@ -171,27 +171,24 @@ class SealedRows:
                         self.refuse_lost_rows()
                     if not self._rows:
                         add(FIRST, {"format": FORMAT, self._kind: secrets.randbits(62)})
-            self._require_format()
+            if not self._rows:
+                raise StoreError(f"{self.path} has no rows: no {self._kind} has begun there")
+            found = self.notes(FIRST)[0]["format"]
+            if found != FORMAT:
+                raise StoreError(
+                    f"{self.path} has format {found}, this version reads {FORMAT}: continue with "
+                    "the version of flwr-ppsgd that wrote it"
+                )
             checked = self.path is not None and not self._read_only
-            if checked and self.charged and self.recorded() is None:
+            if checked and self.charge_count and self.outside_record() is None:
                 self.note_caveat(NO_RECORD)
         except BaseException:
             self.close()
             raise
 
-    def _require_format(self) -> None:
-        if not self._rows:
-            raise StoreError(f"{self.path} has no rows: no {self._kind} has begun there")
-        found = self.notes(FIRST)[0]["format"]
-        if found != FORMAT:
-            raise StoreError(
-                f"{self.path} has format {found}, this version reads {FORMAT}: continue with the "
-                "version of flwr-ppsgd that wrote it"
-            )
-
     def backup(self, target: Path) -> None:
         """Copy the file consistently, also while a training runs."""
-        self._own().backup(target)
+        self._sqlite().backup(target)
 
     # --- room on the disk
 
@@ -225,7 +222,7 @@ class SealedRows:
     # --- what the rows say
 
     @property
-    def charged(self) -> int:
+    def charge_count(self) -> int:
         """The number of charges."""
         return self.tally.total() + self.added
 
@@ -235,7 +232,7 @@ class SealedRows:
 
     def charge_rows(self) -> list[tuple[int, int, bool, int]]:
         """Every charge, oldest first: round, number of the release, insecure, training."""
-        rows = self._own().rows("SELECT value FROM entry WHERE what = 'charge' ORDER BY id")
+        rows = self._sqlite().rows("SELECT value FROM entry WHERE what = 'charge' ORDER BY id")
         return [tuple(json.loads(text)) for (text,) in rows]
 
     def _read(self, rows: Callable[[str, tuple[int]], list[Any]]) -> None:
@@ -243,15 +240,15 @@ class SealedRows:
         query = "SELECT id, what, value, seal FROM entry WHERE id >= ? ORDER BY id"
         found = rows(query, (self._rows,))
         if self._rows and (not found or found.pop(0)[3] != self._seal):
-            raise self._damaged(self._rows)
+            raise self._damage_at(self._rows)
         for id_, what, text, sealed in found:
             place = self._rows + 1
             try:
                 self._take(what, json.loads(text))
             except (ValueError, TypeError, KeyError, IndexError):
-                raise self._damaged(place) from None
+                raise self._damage_at(place) from None
             if id_ != place or seal(self._seal, self.owner, [what, text]) != sealed:
-                raise self._damaged(place)
+                raise self._damage_at(place)
             self._rows = place
             self._seal = sealed
 
@@ -271,7 +268,7 @@ class SealedRows:
         elif what == "caveat":
             self.caveats.update([value])
 
-    def _damaged(self, place: int) -> StoreError:
+    def _damage_at(self, place: int) -> StoreError:
         assert self.path is not None
         return StoreError(
             f"{self.path} is damaged at row {place}: what was released is no longer known, so "
@@ -290,7 +287,7 @@ class SealedRows:
         """
         before = -1
         try:
-            with self._own().transaction() as connection:
+            with self._sqlite().transaction() as connection:
                 self._read(lambda query, values: connection.execute(query, values).fetchall())
                 before = self._rows
                 yield lambda what, value: self._add(connection, what, value)
@@ -303,8 +300,10 @@ class SealedRows:
             raise
         if self.path is not None:
             place = _place(self.path)
-            self._last = Record(self.owner, place, self._rows, self._seal.hex(), self.charged)
-            if self._rows != before and self.charged:
+            self._last = ChargeRecord(
+                self.owner, place, self._rows, self._seal.hex(), self.charge_count
+            )
+            if self._rows != before and self.charge_count:
                 self._keep_record(self._last)
 
     def _add(self, connection: sqlite3.Connection, what: str, value: Any) -> None:
@@ -344,17 +343,17 @@ class SealedRows:
             add("release", release_to_dict(release))
         add("charge", [round_, self.kinds.index(release), insecure, training])
 
-    def _own(self) -> Database:
+    def _sqlite(self) -> Database:
         if self._database is None:
             raise StoreError(f"{self.path} is closed: start again")
         return self._database
 
     # --- what is known elsewhere
 
-    def recorded(self) -> Record | None:
+    def outside_record(self) -> ChargeRecord | None:
         """The record outside; None if there is none that can be read."""
         try:
-            return Record.read(home() / f"{self.owner}{SUFFIX}")
+            return ChargeRecord.read(home() / f"{self.owner}{SUFFIX}")
         except OSError:
             return None
 
@@ -363,7 +362,7 @@ class SealedRows:
         self._refuse_other_owner()
         if self._last is not None:
             self._refuse_if_behind(self._last, "this process has made")
-        recorded = self.recorded()
+        recorded = self.outside_record()
         if recorded is not None:
             self._refuse_if_behind(recorded, "the record outside shows")
 
@@ -371,7 +370,7 @@ class SealedRows:
         """A file that was removed, emptied or replaced leaves its record behind."""
         assert self.path is not None
         try:
-            records = [Record.read(path) for path in sorted(home().glob(f"*{SUFFIX}"))]
+            records = [ChargeRecord.read(path) for path in sorted(home().glob(f"*{SUFFIX}"))]
         except OSError:
             return
         place = _place(self.path)
@@ -384,20 +383,20 @@ class SealedRows:
                     f"{self._kind} was deleted on purpose"
                 )
 
-    def _refuse_if_behind(self, known: Record, who: str) -> None:
+    def _refuse_if_behind(self, known: ChargeRecord, who: str) -> None:
         """StoreError if charges or other rows are missing here that ``who`` knows of."""
         self._refuse_fewer_charges(known.charges, who)
         if self._rows < known.rows:
             raise self._lost(f"has {self._rows} rows but {who} {known.rows}: rows were lost", 1)
-        ((found,),) = self._own().rows("SELECT seal FROM entry WHERE id = ?", (known.rows,))
+        ((found,),) = self._sqlite().rows("SELECT seal FROM entry WHERE id = ?", (known.rows,))
         if found.hex() != known.seal:
             reason = f"is not the one of which {who} {known.charges} charges: another copy went on"
             raise self._lost(reason, known.charges)
 
     def _refuse_fewer_charges(self, known: int, who: str) -> None:
-        if self.charged < known:
-            reason = f"shows {self.charged} charges but {who} {known}: charges were lost"
-            raise self._lost(reason, known - self.charged)
+        if self.charge_count < known:
+            reason = f"shows {self.charge_count} charges but {who} {known}: charges were lost"
+            raise self._lost(reason, known - self.charge_count)
 
     def _lost(self, reason: str, charges: int) -> StoreError:
         assert self.path is not None
@@ -406,9 +405,9 @@ class SealedRows:
             f"is missing with: ppsgd ledger {self.path.parent} --add {charges}"
         )
 
-    def _keep_record(self, record: Record) -> None:
+    def _keep_record(self, record: ChargeRecord) -> None:
         """Write the record outside; a training goes on without it, and says so."""
-        known = self.recorded() if self._repair else None
+        known = self.outside_record() if self._repair else None
         if known is not None and known.charges > record.charges:
             return
         try:

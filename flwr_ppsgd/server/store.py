@@ -213,7 +213,7 @@ class Store(SealedRows):
         if not self.is_open:
             return
         try:
-            with self._own().transaction() as connection:
+            with self._sqlite().transaction() as connection:
                 row = (time.time(), json.dumps(dict(fact), ensure_ascii=False))
                 connection.execute("INSERT INTO fact (time, value) VALUES (?, ?)", row)
         except StoreError as error:
@@ -223,7 +223,7 @@ class Store(SealedRows):
 
     def facts(self) -> Iterable[tuple[float, dict[str, Any]]]:
         """What was noted, with its time in seconds since 1970; oldest first."""
-        for at, text in self._own().rows("SELECT time, value FROM fact ORDER BY id"):
+        for at, text in self._sqlite().rows("SELECT time, value FROM fact ORDER BY id"):
             try:
                 yield at, json.loads(text)
             except ValueError:  # damaged, and of no account to anybody's privacy
@@ -255,7 +255,7 @@ class Store(SealedRows):
             if entry is not found[-1] and entry["file"] not in there:
                 continue
             try:
-                content = database.read_file(self._beside(entry["file"]), entry["sha256"])
+                content = database.read_verified(self._beside(entry["file"]), entry["sha256"])
                 return _checkpoint_of(entry["round"], content)
             except StoreError as error:
                 log.warning("%s: w falls back to the one before, the ledger does not", error)
@@ -279,10 +279,10 @@ class Store(SealedRows):
         if not path.exists() or not self.notes(name):
             sha256 = database.write_file(path, [make()])
             self.note(name, sha256)
-        return database.read_file(path, self.notes(name)[-1])
+        return database.read_verified(path, self.notes(name)[-1])
 
     def _save(self, checkpoint: Checkpoint) -> None:
-        name = ARRAYS.replace("*", f"{checkpoint.round:08d}-{self.charged:08d}")
+        name = ARRAYS.replace("*", f"{checkpoint.round:08d}-{self.charge_count:08d}")
         try:
             parts = _parts_of(checkpoint)
             sha256 = database.write_file(self._beside(name), parts, self._reserve_file)

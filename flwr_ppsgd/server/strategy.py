@@ -27,7 +27,8 @@ from flwr_ppsgd.flower_wrappers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
-from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.secure.coordinator import SecureStage
+from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import present_in
@@ -36,7 +37,7 @@ from flwr_ppsgd.server.replies import (
     answer_layout,
     answered_node,
     content_of,
-    finite,
+    finite_measures,
     mean_of,
     measures_in,
     refuse_other_model,
@@ -44,7 +45,14 @@ from flwr_ppsgd.server.replies import (
     vector_in,
     with_named_arrays,
 )
-from flwr_ppsgd.server.rounds import ENOUGH_ASKED, MASKED_STAGE, Exchange, OpenSum, Sent, SumRequest
+from flwr_ppsgd.server.rounds import (
+    ENOUGH_ASKED,
+    PLAIN_STAGE,
+    OpenSum,
+    Payloads,
+    Sent,
+    SumRequest,
+)
 from flwr_ppsgd.server.superlink import ask, refusals_of
 from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
 from flwr_ppsgd.signature import digest, signed
@@ -76,7 +84,7 @@ class CuratedStrategy:
     """What the strategies of both APIs have in common: how they are made, and what they promise."""
 
     _curator: Curator
-    _account: Account
+    _account: ServerAccount
     _layout: Layout  # names and shapes of w
 
     @classmethod
@@ -236,7 +244,7 @@ class PPSGD(CuratedStrategy, Strategy):
         self._w: Vector = np.zeros(0)  # the same as one vector
         self._asked: list[Metadata] = []
         self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
-        self._latest = self._resumed()
+        self._latest: ArrayRecord | None = None  # w of the last round
 
     @property
     def release(self) -> Release:
@@ -270,7 +278,7 @@ class PPSGD(CuratedStrategy, Strategy):
         if not self._curator.averages:
             return arrays
         layout = self._layout_of(arrays)
-        mean = self._curator.averaged(layout.flatten(arrays))
+        mean = self._curator.mean_of_rounds(layout.flatten(arrays))
         return layout.unflatten(mean, like=arrays)
 
     def summary(self) -> None:
@@ -320,7 +328,7 @@ class PPSGD(CuratedStrategy, Strategy):
         # once it is closed, another strategy may go on in checkpoint_dir
         with closing(self), self._account.noting_errors():
             first, last = self._plan(num_rounds)
-            result = Result(arrays=self._beginning(initial_arrays))
+            result = Result(arrays=self._first_arrays(initial_arrays))
             if last > first:
                 self._curator.say_whether_it_can_learn(self._layout_of(result.arrays).size)
                 self._check_clients(grid, result.arrays, timeout)
@@ -364,7 +372,7 @@ class PPSGD(CuratedStrategy, Strategy):
     def _plan(self, num_rounds: int | None) -> tuple[int, int]:
         """The round to go on from, and the last one that the budget pays for."""
         if self._curator.reopen():
-            self._latest = self._resumed()
+            self._latest = None
         rounds = self._account.plan(num_rounds, FLOWER_ROUNDS)
         first = self.rounds_done
         if num_rounds and num_rounds <= first:
@@ -375,13 +383,11 @@ class PPSGD(CuratedStrategy, Strategy):
         self.summary()
         return first, max(first, rounds)
 
-    def _resumed(self) -> ArrayRecord | None:
-        """The w that was found in ``checkpoint_dir``; None if there is none."""
-        found = self._account.checkpoint
-        return None if found is None else record_from(found.arrays)
-
-    def _beginning(self, initial: ArrayRecord) -> ArrayRecord:
+    def _first_arrays(self, initial: ArrayRecord) -> ArrayRecord:
         """The w to go on from: that of the last round, if there was one and it has this form."""
+        found = self._account.checkpoint
+        if self._latest is None and found is not None:
+            self._latest = record_from(found.arrays)
         if self._latest is None:
             return initial
         refuse_other_model(self._layout_of(self._latest), self._layout_of(initial))
@@ -393,9 +399,9 @@ class PPSGD(CuratedStrategy, Strategy):
             return
         nodes = self._curator.everybody(lambda: present_in(grid))[:ENOUGH_ASKED]
         order = self._curator.order(self.rounds_done)
-        content = self._signed(order, arrays, MessageType.QUERY, grid)
+        content = self._signed_content(order, arrays, MessageType.QUERY, grid)
         messages = _messages(dict.fromkeys(nodes, content), MessageType.QUERY)
-        refusals = refusals_of(grid, messages, timeout, _size(arrays))
+        refusals = refusals_of(grid, messages, timeout, _bytes_in(arrays))
         self._curator.refuse_if_nobody_obeys(len(messages), refusals)
 
     def _ask_before(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
@@ -417,7 +423,7 @@ class PPSGD(CuratedStrategy, Strategy):
             result.arrays, metrics = self._publish(opened)
         else:
             messages = self.configure_train(round_, result.arrays, config, grid)
-            replies = ask(grid, messages, timeout, _size(result.arrays))
+            replies = ask(grid, messages, timeout, _bytes_in(result.arrays))
             result.arrays, metrics = self.aggregate_train(round_, replies)
         result.train_metrics_clientapp[round_] = metrics
         self._curator.refuse_to_go_on()
@@ -430,9 +436,12 @@ class PPSGD(CuratedStrategy, Strategy):
         }
         parts = [f"epsilon {rounded_up(self._account.epsilon_so_far())}"]
         for where, measures in measured.items():
-            if measures:
-                shown = [f"{name} {_shown(value)}" for name, value in measures.items()]
-                parts.append(f"{where}: {', '.join(shown)}")
+            words = []
+            for name, value in (measures or {}).items():
+                text = f"{value:.4g}" if isinstance(value, float) else str(value)
+                words.append(f"{name} {text}")
+            if words:
+                parts.append(f"{where}: {', '.join(words)}")
         if round_ or len(parts) > 1:
             log.info("[ROUND %d/%d] %s", round_, last, " · ".join(parts))
 
@@ -441,11 +450,11 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> OpenSum:
         """Ask for a sum: one exchange if it is plain, four if it is secure, each with a timeout."""
         run = grid.run.run_id if self.training.secure else 0
-        nbytes = _size(self._arrays)
-        opened = self._curator.open(request, lambda: present_in(grid), nbytes, run)
-        for exchange in self._curator.exchanges(opened):
-            messages = self._exchange_messages(request, exchange, config, grid)
-            self._take(opened, exchange.stage, ask(grid, messages, timeout, nbytes))
+        nbytes = _bytes_in(self._arrays)
+        opened = self._curator.open_sum(request, lambda: present_in(grid), nbytes, run)
+        for stage, payloads in self._curator.exchanges(opened):
+            messages = self._exchange_messages(request, stage, payloads, config, grid)
+            self._take_replies(opened, stage, ask(grid, messages, timeout, nbytes))
         return opened
 
     def _deliver(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
@@ -458,7 +467,7 @@ class PPSGD(CuratedStrategy, Strategy):
         everybody = self._curator.everybody(lambda: present_in(grid))
         nodes = [node for node in everybody if node not in self._delivered]
         order = self._curator.evaluation_order(self.rounds_done, last=True, measured=False)
-        content = self._signed(order, arrays, MessageType.EVALUATE, grid)
+        content = self._signed_content(order, arrays, MessageType.EVALUATE, grid)
         messages = _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
         for _ in ask(grid, messages, timeout, size=0):
             pass
@@ -477,16 +486,16 @@ class PPSGD(CuratedStrategy, Strategy):
             )
         self._note_sent(arrays)
         request = self._curator.request(server_round, len(self._w))
-        opened = self._curator.open(request, lambda: present_in(grid), _size(arrays))
-        (exchange,) = self._curator.exchanges(opened)
-        return self._exchange_messages(request, exchange, config, grid)
+        opened = self._curator.open_sum(request, lambda: present_in(grid), _bytes_in(arrays))
+        ((stage, payloads),) = self._curator.exchanges(opened)
+        return self._exchange_messages(request, stage, payloads, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord]:
         """One noisy step; each reply is a vector or zero."""
-        opened = self._curator.opened(server_round)
-        self._take(opened, 0, replies)
+        opened = self._curator.open_sum_of(server_round)
+        self._take_replies(opened, PLAIN_STAGE, replies)
         return self._publish(opened)
 
     def configure_evaluate(
@@ -503,7 +512,7 @@ class PPSGD(CuratedStrategy, Strategy):
         else:
             last = server_round == self._account.last_round
             order = self._curator.evaluation_order(server_round, last=last)
-            content = self._signed(order, arrays, MessageType.EVALUATE, grid, config=config)
+            content = self._signed_content(order, arrays, MessageType.EVALUATE, grid, config=config)
         return _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
 
     def aggregate_evaluate(
@@ -545,7 +554,7 @@ class PPSGD(CuratedStrategy, Strategy):
         self._latest = arrays
         return arrays, MetricRecord({**released})
 
-    def _signed(
+    def _signed_content(
         self,
         order: Order,
         arrays: ArrayRecord | None,
@@ -573,7 +582,12 @@ class PPSGD(CuratedStrategy, Strategy):
         return content
 
     def _exchange_messages(
-        self, request: SumRequest, exchange: Exchange, config: ConfigRecord, grid: Grid
+        self,
+        request: SumRequest,
+        stage: int,
+        payloads: Payloads,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> list[Message]:
         """One message to each node of an exchange; those who get the same share its content."""
         config = _checked_config(config)
@@ -582,32 +596,32 @@ class PPSGD(CuratedStrategy, Strategy):
             content = self._parameter_clients.content("fit", self._arrays, config, request.round)
             contents[b""] = content
         else:
-            order = self._curator.sum_order(request, exchange.stage)
-            arrays = self._arrays if exchange.stage in (0, MASKED_STAGE) else None
-            for payload in set(exchange.payloads.values()):
-                contents[payload] = self._signed(
+            order = self._curator.sum_order(request, stage)
+            arrays = self._arrays if stage in (PLAIN_STAGE, SecureStage.MASKED) else None
+            for payload in set(payloads.values()):
+                contents[payload] = self._signed_content(
                     order, arrays, MessageType.TRAIN, grid, config=config, payload=payload
                 )
-        by_node = {node: contents[payload] for node, payload in exchange.payloads.items()}
+        by_node = {node: contents[payload] for node, payload in payloads.items()}
         messages = _messages(by_node, MessageType.TRAIN)
         # a grid fills in the message ids when it sends them
         self._asked = [message.metadata for message in messages]
         return messages
 
-    def _take(self, opened: OpenSum, stage: int, replies: Iterable[Message]) -> None:
+    def _take_replies(self, opened: OpenSum, stage: int, replies: Iterable[Message]) -> None:
         """Hand each reply to the sum, as what was sent or as a failure."""
         asked = {each.message_id: each.dst_node_id for each in self._asked if each.message_id}
         # InProcessGrid forgets each reply once it is read
         for reply in getattr(replies, "once", replies.__iter__)():
             node = answered_node(reply, asked)
             try:
-                sent = self._sent(reply, opened.request, stage)
+                sent = self._read_reply(reply, opened.request, stage)
             except Exception as error:  # a reply is never a reason to stop a round
                 opened.count_as_zero(node, error)
             else:
                 opened.take(node, sent)
 
-    def _sent(self, reply: Message, request: SumRequest, stage: int) -> Sent:
+    def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
         training = self.training
         if training.replies == "parameters":
@@ -623,7 +637,7 @@ class PPSGD(CuratedStrategy, Strategy):
             named = with_named_arrays(content, self._arrays)
             return cast(Vector, self._w - vector_in(named, ARRAYS, self._layout))
         gradient = vector_in(content, GRADIENT, self._layout)
-        return request.vector_of(gradient, finite(content.get(METRICS)))
+        return request.vector_of(gradient, finite_measures(content.get(METRICS)))
 
 
 def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
@@ -638,15 +652,11 @@ def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
     return config
 
 
-def _shown(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _messages(contents: Mapping[Identity, RecordDict], kind: str) -> list[Message]:
     """One message to each node."""
     return [Message(content, cast(int, node), kind) for node, content in contents.items()]
 
 
-def _size(arrays: ArrayRecord) -> int:
+def _bytes_in(arrays: ArrayRecord) -> int:
     """The number of bytes of the serialised arrays."""
     return sum(len(array.data) for array in arrays.values())

@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -63,7 +63,7 @@ def ask(
     """
     if not _is_remote(grid):
         return grid.send_and_receive(messages, timeout=timeout)
-    return _fetched(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
+    return _fetch_replies(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
 
 
 def refusals_of(
@@ -87,10 +87,10 @@ def refusals_of(
         size: of w, in bytes.
     """
     timeout = min(timeout, CHECK_SECONDS)
-    remote = _is_remote(grid)
-    replies = list(
-        ask(grid, messages, timeout, size) if remote else _polled(grid, messages, timeout)
-    )
+    if _is_remote(grid):
+        replies = list(ask(grid, messages, timeout, size))
+    else:
+        replies = list(_poll_replies(grid, messages, timeout))
     refused = []
     for error in (reply.error for reply in replies if reply.has_error()):
         if error.code == NOT_RUN or any(word in str(error.reason) for word in REFUSALS):
@@ -107,7 +107,7 @@ def last_line(reason: str) -> str:
     return lines[-1].removesuffix("'>") if len(lines) > 1 else reason
 
 
-def _polled(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[Message]:
+def _poll_replies(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[Message]:
     """Replies of a grid in this process or on this machine, as they come."""
     deadline = time.monotonic() + timeout
     waiting = set(grid.push_messages(messages))
@@ -125,7 +125,7 @@ def _is_remote(grid: Grid) -> bool:
     return any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__)
 
 
-def _fetched(
+def _fetch_replies(
     grid: Any, messages: Sequence[Message], timeout: float, most: int
 ) -> Iterator[Message]:
     """Replies as they come, each forgotten here once it is handed out.
@@ -136,12 +136,12 @@ def _fetched(
     unheard = {message_id for message_id in grid.push_messages(messages) if message_id}
     late: list[tuple[Any, Any]] = []  # announced, and not uploaded when they were last tried
     while unheard or late:
-        announced = _announced(grid, unheard)
+        announced = _new_announcements(grid, unheard)
         queue = [*announced, *late]
         late = []
         for proto, tree in queue:
             try:
-                yield _read(grid, proto, tree, most, deadline)
+                yield _fetch_reply(grid, proto, tree, most, deadline)
             except NotUploadedError:
                 late.append((proto, tree))
         left = deadline - time.monotonic()
@@ -151,7 +151,7 @@ def _fetched(
             time.sleep(min(POLL_SECONDS, left))
 
 
-def _announced(grid: Any, unheard: set[str]) -> list[tuple[Any, Any]]:
+def _new_announcements(grid: Any, unheard: set[str]) -> list[tuple[Any, Any]]:
     """The replies that are new to the SuperLink; what they answer is taken out of ``unheard``."""
     from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
@@ -179,22 +179,29 @@ def _client_of(grid: Any) -> Any:
     return client
 
 
-def _read(grid: Any, proto: Any, tree: Any, most: int, deadline: float) -> Message:
+def _fetch_reply(grid: Any, proto: Any, tree: Any, most: int, deadline: float) -> Message:
     """One reply, or an error if it cannot be read; NotUploadedError if it is not there."""
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+
     client = _client_of(grid)
     try:
         contents = _contents(grid, client, tree, most, deadline)
-        reply = _inflated(proto, contents, most)
+        reply = _inflate_reply(proto, contents, most)
     except NotUploadedError:
         raise
     except Exception as error:  # whatever a client sent, it is never a reason to stop a round
-        reply = _error_reply(grid, proto.metadata, f"{type(error).__name__}: {error}")
+        reply = _reply_unread(grid, proto.metadata, f"{type(error).__name__}: {error}")
+    confirmation = ConfirmMessageReceivedRequest(
+        node=grid.node,
+        run_id=grid.run.run_id,
+        message_object_id=proto.metadata.message_id,
+    )
     with contextlib.suppress(Exception):  # what is not confirmed is forgotten with the run
-        _confirm(grid, client, proto.metadata.message_id)
+        client.ConfirmMessageReceived(confirmation)
     return reply
 
 
-def _inflated(proto: Any, contents: dict[str, bytes], most: int) -> Message:
+def _inflate_reply(proto: Any, contents: dict[str, bytes], most: int) -> Message:
     """One reply; HostileReplyError if its objects or its size are not what a reply may be."""
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
@@ -217,34 +224,24 @@ def _contents(grid: Any, client: Any, tree: Any, most: int, deadline: float) -> 
     from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
     from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, pull_objects
 
-    run_id = grid.run.run_id
-    pull = bounded(make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id), most)
+    pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, grid.run.run_id)
+    total = 0
 
-    def pull_now(object_id: str) -> bytes:
+    def pull_in_bounds(object_id: str) -> bytes:
+        nonlocal total
         if time.monotonic() >= deadline:
             raise NotUploadedError("the round is over")
         try:
-            return pull(object_id)
+            content = pull(object_id)
         except ObjectUnavailableError as error:  # Flower would wait for it, for hours
             raise NotUploadedError(str(error)) from None
-
-    ids = list(dict.fromkeys(object_ids(tree)))
-    return pull_objects(ids, pull_now)
-
-
-def bounded(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
-    """The same function, which raises once it has given more than ``most`` bytes."""
-    total = 0
-
-    def pull_within(object_id: str) -> bytes:
-        nonlocal total
-        content = pull(object_id)
         total += len(content)
         if total > most:
             raise HostileReplyError(f"more than {most} bytes")
         return content
 
-    return pull_within
+    ids = list(dict.fromkeys(object_ids(tree)))
+    return pull_objects(ids, pull_in_bounds)
 
 
 def object_ids(tree: Any) -> Iterator[str]:
@@ -280,19 +277,7 @@ def check_inflated_size(contents: Mapping[str, bytes], most: int) -> None:
             raise HostileReplyError(f"arrays that would inflate to more than {most} bytes")
 
 
-def _confirm(grid: Any, client: Any, message_id: str) -> None:
-    """Tell the SuperLink that the reply can be forgotten."""
-    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-
-    request = ConfirmMessageReceivedRequest(
-        node=grid.node,
-        run_id=grid.run.run_id,
-        message_object_id=message_id,
-    )
-    client.ConfirmMessageReceived(request)
-
-
-def _error_reply(grid: Any, metadata: Any, reason: str) -> Message:
+def _reply_unread(grid: Any, metadata: Any, reason: str) -> Message:
     """An error in the name of the node whose reply cannot be read."""
     from flwr.app.message import make_message
 

@@ -29,7 +29,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from matplotlib import pyplot as plt
 
-from flwr_ppsgd.simulation import InProcessGrid, Replies
+from flwr_ppsgd.simulation import InProcessGrid, LazyReplies
 
 LOCAL = "local_"
 OUTSIDE = "Means over users' own test rows: outside the guarantee."
@@ -84,7 +84,7 @@ class MeasuringGrid(InProcessGrid):
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Replies:
+    ) -> LazyReplies:
         """The replies; if they are to an evaluation, their means are kept."""
         sent = list(messages)
         replies = super().send_and_receive(sent, timeout=timeout)

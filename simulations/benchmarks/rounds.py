@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_ppsgd import Order, Poisson, client_app, torch_client
-from flwr_ppsgd.client.theta import Stamp, Theta
-from flwr_ppsgd.client.theta_store import DiskStore, Shared
+from flwr_ppsgd.client.theta import Theta, ThetaStamp
+from flwr_ppsgd.client.theta_store import DiskStore, SharedCopy
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES, ORDER
@@ -195,8 +195,10 @@ def theta_ms(size: int, repetitions: int = 20) -> tuple[float, float]:
             seen = stamps[0].serial if stamps else 0
             with store.writing():
                 store.note({"bytes": {}})
-                store.put_shared(Shared({"w": w}, 1, ""))
-                store.put_theta(Theta(vector, Stamp(visit=visit, round=visit), seen=seen), back=0)
+                store.put_shared(SharedCopy({"w": w}, 1, ""))
+                store.put_theta(
+                    Theta(vector, ThetaStamp(visit=visit, round=visit), seen=seen), back=0
+                )
             between = time.perf_counter()
             store.load(store.stamps()[0])
             store.close()

@@ -11,7 +11,7 @@ from flwr_ppsgd import Poisson, Release, Steps
 from flwr_ppsgd.lab.engine import Setting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.network_engine import NetworkEngine
-from flwr_ppsgd.lab.population import Fresh
+from flwr_ppsgd.lab.population import FreshPopulation
 from flwr_ppsgd.lab.synthetic import Synthetic
 from flwr_ppsgd.learner import Minibatches, generator
 from flwr_ppsgd.models.torch_model import AdditiveHead
@@ -80,7 +80,7 @@ def synthetic_sweep() -> Comparison:
     release = Release(Poisson(USERS, rate=1.0), clip_norm=10.0, noise_multiplier=10.0)
     grid = settings(release, STEPS)
     loop = whole_cohort_loop(problem, BATCH, grid[50])
-    engine = LinearEngine(Fresh(problem, BATCH), grid, seed=1)
+    engine = LinearEngine(FreshPopulation(problem, BATCH), grid, seed=1)
     return against(loop, engine, settings=len(grid), repetitions=12, rounds=5)
 
 

@@ -152,7 +152,7 @@ def check(story: Story, between: dict[str, int], status: str) -> list[str]:
     """θ went on from where it was, w has had all rounds, and every release is charged."""
     store = Store.read(story.server)
     final = store.load()
-    charges = store.charged
+    charges = store.charge_count
     visits = story.all_visits()
     story.say(
         f"visits: {visits}; rounds in w: {final.round if final else 0}; charges in the ledger: "

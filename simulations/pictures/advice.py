@@ -15,7 +15,7 @@ import numpy as np
 from flwr_ppsgd import Ledger, Poisson, Release, Steps
 from flwr_ppsgd.lab.engine import Setting, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine
-from flwr_ppsgd.lab.population import Fresh
+from flwr_ppsgd.lab.population import FreshPopulation
 from flwr_ppsgd.lab.synthetic import Synthetic
 from flwr_ppsgd.lab.theory import EASED, Minimiser, squared_loss_smoothness, theorem_b_4
 
@@ -99,7 +99,7 @@ class Case:
         distance = float(np.linalg.norm(mean))
         spread = math.sqrt(squares / self.users)
         minimiser = Minimiser.additive_norms(self.users, distance, spread)
-        advised = theorem.eased(EASED).best(minimiser).alpha * theorem.denominator
+        advised = theorem.for_smoothness_over(EASED).best(minimiser).alpha * theorem.denominator
         strict = theorem.best(minimiser).alpha * theorem.denominator
         return advised, strict
 
@@ -108,7 +108,7 @@ class Case:
         release = self.release(z)
         grid = [(alpha_q, step) for alpha_q in sorted(alpha_qs) for step in STEPS]
         settings = [Setting(release, Steps.from_ratio(step, alpha_q)) for alpha_q, step in grid]
-        population = Fresh(self.problem(), self.batch_size)
+        population = FreshPopulation(self.problem(), self.batch_size)
         engine = LinearEngine(population, settings, seed=1, average=average)
         *_, last = train(engine, self.rounds, self.rounds, lambda _: None)
         found: dict[float, float] = {}

@@ -6,10 +6,10 @@ import dp_accounting
 import pytest
 
 from flwr_ppsgd import Order, Poisson, Release, SecureSum
-from flwr_ppsgd.client.account import Account, Agreement, delta_of, epsilon_of, largest_mu
+from flwr_ppsgd.client.account import Agreement, DeviceAccount, delta_of, epsilon_of, largest_mu
 from flwr_ppsgd.client.policy import Policy
 from flwr_ppsgd.client.refusal import RefusedError
-from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.secure.terms import SecureTerms
 
 
 @pytest.mark.parametrize("epsilon", [1e-3, 0.1, 1.0, 4.0, 30.0, 300.0])
@@ -42,7 +42,7 @@ def in_graphs(failure: float, times: int) -> Order:
     """A secure sum of 300 clients, whose neighbours are drawn at random."""
     rules = SecureSum(honest=200, colluding=5, failure=failure)
     summed = Release(Poisson(300, 1.0), 1.0, 20.0, aggregation=rules)
-    terms = Terms.of(summed, None)
+    terms = SecureTerms.of(summed, None)
     plan = {"gradient": (20.0, times)}
     return Order(1, 0.1, 1.0, "mean", True, terms=terms, stage=3, plan=plan, training=3)
 
@@ -50,28 +50,30 @@ def in_graphs(failure: float, times: int) -> Order:
 def test_what_random_neighbours_take_from_delta_stays_within_a_tenth_of_it() -> None:
     """η = 4e-7, and a tenth of δ is 1e-6: two sums fit, a third does not."""
     order = in_graphs(4e-7, 3)
-    agreement = Agreement().joined(order, POLICY)
-    account = Account()
+    agreement = Agreement().with_order(order, POLICY)
+    account = DeviceAccount()
     for _ in range(2):
-        account = account.charged(order, agreement, POLICY, size=10)
+        account = account.with_charge(order, agreement, POLICY, size=10)
     with pytest.raises(RefusedError, match=r"secure sums would take 1.2e-06 from δ"):
-        account.charged(order, agreement, POLICY, size=10)
+        account.with_charge(order, agreement, POLICY, size=10)
 
 
 def test_what_is_cut_from_the_noise_counts_too() -> None:
     """(1 + e^ε)·h·d·2⁻¹⁴⁵, at the ε of the limit, however it was counted before."""
     order = in_graphs(1e-12, 9)
-    account = Account().charged(order, Agreement().joined(order, Policy()), Policy(), size=10)
+    account = DeviceAccount().with_charge(
+        order, Agreement().with_order(order, Policy()), Policy(), size=10
+    )
     wide = Policy(max_own_epsilon=79.0, delta=1e-5)
-    account.admit(order, Agreement().joined(order, wide), wide)
+    account.admit(order, Agreement().with_order(order, wide), wide)
     wider = Policy(max_own_epsilon=79.2, delta=1e-5)
     with pytest.raises(RefusedError, match="from δ, more than a tenth"):
-        account.admit(order, Agreement().joined(order, wider), wider)
+        account.admit(order, Agreement().with_order(order, wider), wider)
 
 
 def test_answers_outside_every_epsilon_end_a_limit_that_comes_later() -> None:
     order = Order(1, 0.1, 1.0, "mean", True, plan={"gradient": (20.0, 1)}, training=3)
-    account = Account().with_unpriced()
-    account.admit(order, Agreement().joined(order, Policy()), Policy())
+    account = DeviceAccount().with_unpriced()
+    account.admit(order, Agreement().with_order(order, Policy()), Policy())
     with pytest.raises(RefusedError, match="1 answers were outside every ε"):
-        account.admit(order, Agreement().joined(order, POLICY), POLICY)
+        account.admit(order, Agreement().with_order(order, POLICY), POLICY)

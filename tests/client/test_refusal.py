@@ -13,7 +13,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp.client_app import ClientAppException
 
 from flwr_ppsgd import Order, client_app
-from flwr_ppsgd.client.refusal import ClientError, Code, RefusedError, coded
+from flwr_ppsgd.client.refusal import ClientError, RefusalCode, RefusedError, error_for_server
 from tests.client.test_policy import ORDER, by_legacy, by_message, context, message
 from tests.support.toy import SIZE, Floats, Toy, w0
 
@@ -125,16 +125,16 @@ def test_an_error_says_a_code_and_a_class_of_pythons_own() -> None:
     class ValueError(Exception):
         """Not Python's."""
 
-    assert str(coded(builtins.ValueError(SECRET))) == "learner-failed: ValueError"
-    assert str(coded(ValueError(SECRET))) == "learner-failed: Exception"
-    assert str(coded(Pneumonia(SECRET))) == "learner-failed: Exception"
-    assert str(coded(UnicodeDecodeError("a", b"b", 1, 2, "c"))) == (
+    assert str(error_for_server(builtins.ValueError(SECRET))) == "learner-failed: ValueError"
+    assert str(error_for_server(ValueError(SECRET))) == "learner-failed: Exception"
+    assert str(error_for_server(Pneumonia(SECRET))) == "learner-failed: Exception"
+    assert str(error_for_server(UnicodeDecodeError("a", b"b", 1, 2, "c"))) == (
         "learner-failed: UnicodeDecodeError"
     )
     unknown: Any = SECRET
-    assert str(coded(RefusedError(unknown, SECRET))) == "learner-failed: ValueError"
-    for code in Code:
-        assert str(coded(RefusedError(code, SECRET))) == f"{code}: ValueError"
+    assert str(error_for_server(RefusedError(unknown, SECRET))) == "learner-failed: ValueError"
+    for code in RefusalCode:
+        assert str(error_for_server(RefusedError(code, SECRET))) == f"{code}: ValueError"
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])

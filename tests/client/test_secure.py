@@ -15,7 +15,7 @@ from flwr_ppsgd.client.app import PPSGDClient
 from flwr_ppsgd.client.policy import Policy
 from flwr_ppsgd.client.refusal import ClientError, RefusedError
 from flwr_ppsgd.client.report import client_report
-from flwr_ppsgd.secure.terms import Terms
+from flwr_ppsgd.secure.terms import SecureTerms
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import DATA, MASKED, ORDER, SECURE
 from tests.support.toy import release, strategy, toy_learner, w0
@@ -23,7 +23,7 @@ from tests.support.toy import release, strategy, toy_learner, w0
 RULES = SecureSum(honest=4, colluding=1)
 CLIENTS = 6
 APP = client_app(toy_learner)
-TERMS = Terms.of(Release(Poisson(6, 1.0), 1.0, 1.0, aggregation=RULES), None)
+TERMS = SecureTerms.of(Release(Poisson(6, 1.0), 1.0, 1.0, aggregation=RULES), None)
 ORDER_1 = Order(
     3,
     0.5,
@@ -179,26 +179,28 @@ def test_a_legacy_client_answers_no_exchange_of_a_secure_sum() -> None:
 
 
 def test_no_more_rounds_are_answered_than_are_planned_with_restarts() -> None:
-    memory = Agreement().joined(ORDER_1, Policy())
+    memory = Agreement().with_order(ORDER_1, Policy())
     for round_ in range(1, 10):
-        memory = memory.answered(replace(ORDER_1, round=round_))
+        memory = memory.with_answer(replace(ORDER_1, round=round_))
     with pytest.raises(RefusedError, match="9 answers were given and 9 are planned"):
-        memory.answered(replace(ORDER_1, round=10))
+        memory.with_answer(replace(ORDER_1, round=10))
     restarted = replace(ORDER_1, round=9, starts=(1, 9))
-    memory = memory.answered(restarted)
+    memory = memory.with_answer(restarted)
     with pytest.raises(RefusedError, match="with 1 restarts"):
-        memory.answered(replace(restarted, round=10))
+        memory.with_answer(replace(restarted, round=10))
 
 
 def test_a_round_of_an_earlier_start_is_not_answered_any_more() -> None:
     memory = (
-        Agreement().joined(ORDER_1, Policy()).answered(replace(ORDER_1, round=3, starts=(1, 3)))
+        Agreement()
+        .with_order(ORDER_1, Policy())
+        .with_answer(replace(ORDER_1, round=3, starts=(1, 3)))
     )
     with pytest.raises(RefusedError, match="a round is answered once"):
-        memory.answered(replace(ORDER_1, round=4, starts=(1,)))
+        memory.with_answer(replace(ORDER_1, round=4, starts=(1,)))
     with pytest.raises(RefusedError, match="a round is answered once"):
-        memory.answered(replace(ORDER_1, round=3, starts=(1, 3)))
-    memory.answered(replace(ORDER_1, round=3, starts=(1, 3, 3)))
+        memory.with_answer(replace(ORDER_1, round=3, starts=(1, 3)))
+    memory.with_answer(replace(ORDER_1, round=3, starts=(1, 3, 3)))
 
 
 def test_client_report_tells_of_masked_vectors_and_refusals(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_the_last_rows_by_time_are_for_testing(tmp_path: Path) -> None:
     found = []
     for name, rows in (("first", table), ("second", changed)):
         files.write_csv(tmp_path / f"{name}.csv", rows)
-        split = ("--time", "when", "--test-fraction", ".25", *SEEDED, *BUDGET)
+        split = ("--set", "time-column=when", "--set", "test-fraction=.25", *SEEDED, *BUDGET)
         ended = check_done(ppsgd("run", "--data", f"{name}.csv", *split, where=tmp_path))
         assert "36 test" in ended.out
         found.append(model_of(tmp_path / "runs" / name))

@@ -22,7 +22,7 @@ from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.tasks import table
 from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.additive_linear import predict
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from tests.support.own_data import FLAT, USERS, write
 
 COHORT = Poisson(USERS, 0.5)
@@ -60,9 +60,9 @@ def local_steps_by_hand(own: Table, setting: Setting, seed: int, rounds: int, co
     step = setting.steps.shared
     release = setting.release
     for round_ in range(1, rounds + 1):
-        normals = Coins.insecure(seed, "noise", round_).normals(w.size)
+        normals = RandomStream.insecure(seed, "noise", round_).normals(w.size)
         total = release.noise_std * normals.reshape(w.shape)
-        uniforms = Coins.insecure(seed, "cohort", round_).uniforms(USERS)
+        uniforms = RandomStream.insecure(seed, "cohort", round_).uniforms(USERS)
         for user in COHORT.members(uniforms).tolist():
             moved = w.copy()
             for _ in range(count):
@@ -118,7 +118,7 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
     assert [step for step, _, _ in found] == [0.1, 0.1]
     for at, (_, by_user, measures) in enumerate(found):
         accuracies = []
-        for user in test.measured.tolist():
+        for user in test.measured_users.tolist():
             theta = np.zeros(w[:, at].shape)
             count = int(own.sizes[user])
             for visit in range(1, round(2 * count / 3) + 1):
@@ -126,12 +126,12 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
                 x = own.x[rows]
                 residual = x @ (w[:, at] + theta) - own.y[rows]
                 theta -= 0.1 * x.T @ residual / len(rows)
-            y = test.y[test.own(user)]
-            scores = test.x[test.own(user)] @ (w[:, at] + theta)
+            y = test.y[test.rows_of(user)]
+            scores = test.x[test.rows_of(user)] @ (w[:, at] + theta)
             accuracies.append(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
         np.testing.assert_allclose(by_user, accuracies)
         assert measures["accuracy"] == pytest.approx(
-            np.average(accuracies, weights=test.sizes[test.measured])
+            np.average(accuracies, weights=test.sizes[test.measured_users])
         )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flwr_ppsgd.lab.outputs import read_config, read_rows, read_selection
-from flwr_ppsgd.lab.rows import Edge, Point
+from flwr_ppsgd.lab.rows import GridEdge, Point
 from flwr_ppsgd.lab.sweep import FINE_TUNE_STEPS, Sweep
 from flwr_ppsgd.lab.workers import run_sweep
 from tests.support.own_data import FLAT, write
@@ -28,14 +28,14 @@ def test_a_sweep_goes_on_with_a_wider_grid(tmp_path: Path) -> None:
     out = tmp_path / "out"
     count = run_sweep(sweep, out, Silent(), jobs=1)
     before = (out / "rows.jsonl").read_text()
-    wider = sweep.extended([Edge("step", 0.1, 1.0), Edge("step", 0.01, 0.001)])
+    wider = sweep.with_values_beyond([GridEdge("step", 0.1, 1.0), GridEdge("step", 0.01, 0.001)])
     assert run_sweep(wider, out, Silent(), jobs=1, extend=True) == count
     after = (out / "rows.jsonl").read_text()
     assert after.startswith(before)
     steps = {row.point.step for row in read_rows(out) if row.point.method == "ppsgd"}
     assert steps == {0.001, 0.01, 0.1, 1.0}
     assert read_config(out)["step"] == [0.001, 0.01, 0.1, 1.0]
-    assert sweep.united(read_config(out)).grid == wider.grid
+    assert sweep.with_values_of(read_config(out)).grid == wider.grid
     assert run_sweep(wider, out, Silent(), jobs=1, extend=True) == 0
 
 

@@ -91,7 +91,6 @@ def run_in(directory: Path) -> Path:
     privacy = {
         "rounds_trained": 4,
         "statement": f"To each of the 50 enrolled users.\n{HOSTILE}",
-        "assumed_public": ["columns: chosen by looking"],
     }
     (directory / "privacy.json").write_text(json.dumps(privacy), encoding="utf-8")
     return directory
@@ -177,7 +176,6 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 def test_a_runs_page_holds_its_statement_and_never_rounds_epsilon_down(tmp_path: Path) -> None:
     page = Page(write_report(run_in(tmp_path / "run")))
     assert "To each of the 50 enrolled users." in page.text
-    assert "Provided that this is public: columns: chosen by looking." in page.text
     assert "4.001" in page.text
     assert "outside_the_guarantee" not in page.text
     assert not page.attributes("img")

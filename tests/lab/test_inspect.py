@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.inspect import brief, report, smoothness, suspects, trivial
+from flwr_ppsgd.lab.inspect import brief, data_report, smoothness, suspects, trivial
 from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.scaling import own_scaled
@@ -73,7 +73,7 @@ def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) 
     lines = [f"{row % 4},{row // 2},{1990 + row % 30},{row % 2},{row / 10}" for row in range(80)]
     path.write_text("user,filmId,year,seen,y\n" + "\n".join(lines))
     data = load(path, DataOptions(categorical="seen"))
-    text = report(data, own_scaled(data).with_bias())
+    text = data_report(data, own_scaled(data).with_bias())
     for part in (
         "features: 'filmId', 'year', 'seen' in 2 columns (0, 1), a constant",
         "named like an id: filmId (--categorical",

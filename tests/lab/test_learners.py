@@ -58,7 +58,7 @@ def test_a_model_sees_standardised_features_and_a_bias(kind: str) -> None:
     raw = data.matrix(rows)
     std = np.array([1.0, 2, 3, 4])
     mean = np.zeros(4) if kind == "sparse" else std / 2
-    seen = data.standardised(mean, std).with_bias()
+    seen = data.standardise(mean, std).with_bias()
     assert seen.features == 5
     np.testing.assert_allclose(seen.matrix(rows), np.hstack([(raw - mean) / std, np.ones((2, 1))]))
     x, y, offsets = seen.part(test=True, shift=0.1, dtype=np.float32)
@@ -82,7 +82,7 @@ def test_a_model_sees_standardised_features_and_a_bias(kind: str) -> None:
 )
 def test_bad_public_statistics_are_refused(mean: Any, std: Any, kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"table: .*{message}"):
-        table(kind=kind).standardised(mean, std)
+        table(kind=kind).standardise(mean, std)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])

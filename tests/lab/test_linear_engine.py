@@ -16,10 +16,10 @@ from flwr_ppsgd import AdditiveLinear, FixedSize, Minibatches, Poisson, Release,
 from flwr_ppsgd.algorithm import Cohort, clip
 from flwr_ppsgd.lab.engine import Setting, reported_rounds, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine, bytes_for
-from flwr_ppsgd.lab.population import Fresh, Population, Table
+from flwr_ppsgd.lab.population import FreshPopulation, Population, Table
 from flwr_ppsgd.lab.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.models.additive_linear import Loss
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from tests.support.by_hand import by_hand, close
 
 SIZES = np.array([3, 25, 10, 11, 4, 17, 30, 10, 1, 12, 20, 9])  # m_i is 1, 3, 4, 9 or 10
@@ -121,7 +121,7 @@ def test_fresh_samples_are_those_of_the_learners() -> None:
         Setting(Release(Poisson(users, 1.0), 5.0, 1.0), Steps.from_ratio(0.3, a))
         for a in (0.3, 3.0)
     ]
-    engine = several(LinearEngine(Fresh(problem, 10), settings, seed=SEED), 3)
+    engine = several(LinearEngine(FreshPopulation(problem, 10), settings, seed=SEED), 3)
     everyone = [SyntheticLearner(problem, user, 10) for user in range(users)]
     *_, (w, thetas) = by_hand(everyone, settings[1], np.zeros(8), seed=SEED, rounds=3)
     close(engine.w(1), w)
@@ -173,7 +173,9 @@ def test_an_empty_cohort_still_releases_noise() -> None:
     release = Release(Poisson(USERS, 1e-12), 2.0, 0.5)
     engine = LinearEngine(table(), [Setting(release, Steps(0.1, 0.1))], seed=SEED)
     several(engine, 2)
-    normals = sum(Coins.insecure(SEED, "noise", t).normals(FEATURES * CLASSES) for t in (1, 2))
+    normals = sum(
+        RandomStream.insecure(SEED, "noise", t).normals(FEATURES * CLASSES) for t in (1, 2)
+    )
     close(engine.w(0), -0.1 * 0.5 * 2.0 / release.denominator * np.asarray(normals))
 
 
@@ -204,7 +206,7 @@ def wide_table(sizes: Sequence[int], features: int) -> Table:
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize(
-    "population", [wide_table([20] * 40, 500), Fresh(Synthetic.draw(200, 100, 1), 10)]
+    "population", [wide_table([20] * 40, 500), FreshPopulation(Synthetic.draw(200, 100, 1), 10)]
 )
 def test_memory_is_foreseen(population: Population, dtype: DTypeLike) -> None:
     """What is planned is enough, and not wastefully much. NumPy's allocations are traced."""

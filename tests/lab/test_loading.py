@@ -370,13 +370,13 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "an index": (
         ",user,a,y\n0,1,2,0\n1,1,7,1\n2,2,5,1\n",
         {},
-        "left out, row ids (--features uses it): 'column 1'",
+        "left out, row ids (--set feature-columns= uses it): 'column 1'",
         ("a",),
     ),
     "an id": (
         "user,a,order_id,y\n1,2,17,0\n1,7,12,1\n2,5,99,1\n",
         {},
-        "left out, row ids (--features uses it): 'order_id'",
+        "left out, row ids (--set feature-columns= uses it): 'order_id'",
         ("a",),
     ),
     "an id that is wanted": (
@@ -400,13 +400,13 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "a date": (
         "user,a,d,e,y\n1,2,2024-01-31,20240131,0\n1,7,2024-02-01,20240201,1\n",
         {},
-        "left out, dates (--time tests on each user's last rows): 'd', 'e'",
+        "left out, dates (--set time-column= tests on each user's last rows): 'd', 'e'",
         ("a",),
     ),
     "a timestamp": (
         "user,a,t,y\n1,2,1700000000,0\n1,7,1600000000,1\n",
         {},
-        "left out, timestamps (--time",
+        "left out, timestamps (--set time-column=",
         ("a",),
     ),
     "an empty column": ("user,a,e,y\n1,2,,0\n1,7,,1\n", {}, "left out, empty: 'e'", ("a",)),
@@ -525,7 +525,7 @@ def test_public_statistics_by_name_and_by_place(tmp_path: Path) -> None:
     )
     mean, std = public_statistics(path, data)
     np.testing.assert_array_equal([mean, std], [[2, 300], [1, 100]])
-    seen = data.standardised(mean, std)
+    seen = data.standardise(mean, std)
     np.testing.assert_array_equal(seen.matrix(np.array([0])), [[1, -2]])
     np.savez(path := tmp_path / "public.npz", mean=mean, std=std)
     np.testing.assert_array_equal(public_statistics(path, data), [mean, std])

@@ -173,7 +173,7 @@ def test_leafs_files_keep_their_test_parts(tmp_path: Path) -> None:
     assert data.users == ("a", "b")
     assert (data.task, data.outputs) == ("classification", 2)
     np.testing.assert_array_equal(data.x[data.test], [[7, 8]])
-    np.testing.assert_array_equal(data.x[data.trained], [[1, 2], [3, 4], [5, 6]])
+    np.testing.assert_array_equal(data.x[data.train_rows], [[1, 2], [3, 4], [5, 6]])
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,10 @@ def test_the_digits_of_forty_writers_are_pictures() -> None:
     assert (data.x.dtype, data.shape) == (np.uint8, (28, 28))
     named = load(SHARED / "femnist_like", DataOptions(user="writer_id", target="character"))
     np.testing.assert_array_equal(named.x, data.x)
-    assert "left out, beside pictures (--features uses it instead): 'hsf_id'" in named.notes
+    assert (
+        "left out, beside pictures (--set feature-columns= uses it instead): 'hsf_id'"
+        in named.notes
+    )
 
 
 def test_a_name_of_the_hub_is_no_path(tmp_path: Path) -> None:

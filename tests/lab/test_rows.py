@@ -20,7 +20,11 @@ WHOLE = SweepRow(
 )
 
 
-@pytest.mark.parametrize("row", [WHOLE, SweepRow(Point(2, 0.0, 0.1, None, None), 0, {})])
+RECIPE = Point(1, math.inf, 0.0, 3.0, 1.0, "auto", target_epsilon=math.inf)
+LOCAL = Point(2, 0.0, 0.1, None, None)
+
+
+@pytest.mark.parametrize("row", [WHOLE, SweepRow(LOCAL, 0, {}), SweepRow(RECIPE, 4, {})])
 def test_a_row_of_a_sweep_survives_json(row: SweepRow) -> None:
     assert SweepRow.from_json(json.loads(json.dumps(row.to_json(), allow_nan=False))) == row
 
@@ -31,7 +35,7 @@ def test_a_simulation_guarantees_nothing_whatever_a_deployment_would_cost() -> N
 
 
 def test_local_learning_costs_nothing() -> None:
-    row = SweepRow(Point(2, 0.0, 0.1, None, None), 3, {}, deployed_epsilon=0.0)
+    row = SweepRow(LOCAL, 3, {}, deployed_epsilon=0.0)
     assert row.to_json()["epsilon"] == 0.0
 
 

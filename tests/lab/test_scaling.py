@@ -86,7 +86,7 @@ def test_numbers_in_a_sparse_table_are_scaled_and_categories_are_not() -> None:
 
 
 def test_what_has_a_public_scale_is_left_alone() -> None:
-    data = table(y=np.arange(ROWS) % 2).standardised([2000, 0, 0], [10, 1, 1])
+    data = table(y=np.arange(ROWS) % 2).standardise([2000, 0, 0], [10, 1, 1])
     assert own_scaled(data).own is None
     assert with_kinds(data).kinds == ("as-is",) * 3
 

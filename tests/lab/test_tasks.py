@@ -107,7 +107,7 @@ def test_exhausted_users_drop_out(tmp_path: Path) -> None:
 
 def test_users_without_test_rows_are_not_measured(tmp_path: Path) -> None:
     rows = table(Problem(data=str(write(tmp_path))), "float64")
-    assert rows.parts["test"].measured.tolist() == [user for user in range(USERS) if user % 4]
+    assert rows.parts["test"].measured_users.tolist() == [user for user in range(USERS) if user % 4]
 
 
 def test_a_run_that_leaves_for_infinity_says_so(tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ def test_a_theorem_refuses_numbers_without_meaning(wrong: dict[str, float]) -> N
         theorem_b_4(**{**given, **wrong})  # type: ignore[arg-type]
 
 
-def test_an_eased_theorem_is_the_theorem_for_a_smaller_smoothness() -> None:
+def test_smoothness_over_a_factor_is_the_theorem_for_that_smoothness() -> None:
     def theorem(smoothness: float) -> Theorem:
         return theorem_b_4(
             population=20,
@@ -371,7 +371,7 @@ def test_an_eased_theorem_is_the_theorem_for_a_smaller_smoothness() -> None:
             noise_std=0.1,
         )
 
-    assert theorem(8.0).eased(4.0) == theorem(2.0)
+    assert theorem(8.0).for_smoothness_over(4.0) == theorem(2.0)
 
 
 @pytest.mark.parametrize(("sigma", "distance", "end"), [(0.03, 3.0, 0.0), (10.0, 100.0, math.inf)])
@@ -394,4 +394,4 @@ def test_a_smaller_smoothness_makes_the_bound_follow_the_noise(
     strict = theorem.best(minimiser)
     assert strict.bias > strict.deviation
     assert strict.alpha * theorem.denominator == 1.0
-    assert theorem.eased(EASED).best(minimiser).alpha * theorem.denominator == end
+    assert theorem.for_smoothness_over(EASED).best(minimiser).alpha * theorem.denominator == end

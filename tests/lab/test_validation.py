@@ -33,7 +33,7 @@ def test_validation_rows_are_neither_trained_on_nor_tested(tmp_path: Path) -> No
     before = load(write(tmp_path))
     data = before.with_validation(Split(0.25))
     assert data.validation is not None
-    parts = np.stack([data.trained, data.validation, data.test])
+    parts = np.stack([data.train_rows, data.validation, data.test])
     np.testing.assert_array_equal(parts.sum(axis=0), 1)
     np.testing.assert_array_equal(data.test, before.test)
     expected = np.minimum(np.maximum(1, np.rint(0.25 * before.train_sizes)), before.train_sizes - 1)

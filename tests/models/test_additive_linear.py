@@ -11,7 +11,7 @@ from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.additive_linear import AdditiveLinear, Loss, Matrix, as_matrix, columns_of
+from flwr_ppsgd.models.additive_linear import AdditiveLinear, Loss, Matrix, columns_of
 from flwr_ppsgd.models.solve import OwnProblem, solution
 from flwr_ppsgd.wire import Order
 
@@ -62,16 +62,6 @@ def test_both_gradients_are_those_of_autograd(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", ["squared", "softmax"])
-def test_both_gradients_are_equal_and_depend_on_the_sum_of_w_and_theta(loss: Loss) -> None:
-    """w and θ enter only as w + θ, so g_w = g_θ, and moving one into the other changes nothing."""
-    learner = AdditiveLinear(batch(loss), FEATURES, OUTPUTS, loss)
-    v = np.linspace(-1, 1, FEATURES * OUTPUTS)
-    g_w, g_theta = learner.gradients(v, np.zeros_like(v), order("mean"))
-    np.testing.assert_array_equal(g_w, g_theta)
-    np.testing.assert_array_equal(g_w, learner.gradients(np.zeros_like(v), v, order("mean"))[0])
-
-
-@pytest.mark.parametrize("loss", ["squared", "softmax"])
 def test_a_sum_is_the_mean_times_the_minibatch(loss: Loss) -> None:
     """Algorithm 2 sums over m_i samples where Algorithm 3 averages."""
     learner = AdditiveLinear(batch(loss), FEATURES, OUTPUTS, loss)
@@ -92,12 +82,6 @@ def test_parameters_are_flattened_by_rows() -> None:
     learner = AdditiveLinear(Fixed(np.array([[1.0, 0.0]]), np.array([[3.0, 5.0]])), 2, 2)
     g_w, _ = learner.gradients(np.zeros(4), np.zeros(4), order("mean"))
     assert g_w.tolist() == [-3, -5, 0, 0]
-
-
-def test_theta_starts_at_zero_with_one_entry_for_each_feature_and_output() -> None:
-    learner = AdditiveLinear(batch("squared"), FEATURES, OUTPUTS)
-    assert learner.initial_theta().tolist() == [0.0] * (FEATURES * OUTPUTS)
-    assert learner.num_examples == ROWS
 
 
 def test_squared_measures_by_hand() -> None:
@@ -137,34 +121,31 @@ def test_large_scores_give_finite_gradients() -> None:
 
 
 def test_one_output_has_a_loss_and_no_accuracy() -> None:
-    learner = AdditiveLinear(
-        batch("squared"), 1, test=(np.array([[1.0], [2.0]]), np.array([[0.0], [0.0]]))
-    )
+    test = (np.array([[1.0], [2.0]]), np.zeros((2, 1)))
+    learner = AdditiveLinear(batch("squared"), 1, test=test)
     assert learner.evaluate(np.array([1.0]), np.array([1.0])) == {"loss": 5.0}  # (½·4 + ½·16) / 2
 
 
-def test_without_a_test_part_there_is_nothing_to_measure() -> None:
+def test_theta_starts_at_zero_and_nothing_is_measured_without_a_test_part() -> None:
     learner = AdditiveLinear(batch("squared"), FEATURES, OUTPUTS)
-    assert learner.evaluate(np.zeros(12), np.zeros(12)) == {}
+    zero = learner.initial_theta()
+    assert zero.tolist() == [0.0] * (FEATURES * OUTPUTS)
+    assert learner.num_examples == ROWS
+    assert learner.evaluate(zero, zero) == {}
 
 
-def test_tensors_and_images_become_matrices() -> None:
-    """One row a sample, float64; a matrix that is one already is not copied."""
-    image = as_matrix(torch.ones(2, 3, 4, dtype=torch.float32, requires_grad=True))
-    assert (image.shape, image.dtype) == ((2, 12), np.dtype(np.float64))
-    matrix = np.ones((2, 3))
-    assert np.shares_memory(as_matrix(matrix), matrix)
-
-
-def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match="squared, softmax, got 'hinge'"):
-        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, "hinge")  # type: ignore[arg-type]
-
-
-def test_softmax_with_one_output_is_refused() -> None:
-    """Its gradient would be zero everywhere."""
-    with pytest.raises(ValueError, match=r"at least 2 outputs, got 1: use loss='squared'"):
-        AdditiveLinear(batch("softmax"), FEATURES, 1, "softmax")
+@pytest.mark.parametrize(
+    ("outputs", "options", "words"),
+    [
+        (OUTPUTS, {"loss": "hinge"}, "squared, softmax, got 'hinge'"),
+        (1, {"loss": "softmax"}, "at least 2 outputs, got 1: use loss='squared'"),
+        (OUTPUTS, {"kinds": ["word"] * FEATURES}, "kinds must be"),
+        (OUTPUTS, {"kinds": ["number"]}, "kinds has 1 entries"),
+    ],
+)
+def test_wrong_options_are_refused(outputs: int, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AdditiveLinear(batch("squared"), FEATURES, outputs, **options)
 
 
 class Unlisted:
@@ -188,13 +169,6 @@ def test_a_solution_is_that_of_all_rows_of_the_user() -> None:
     for batches in (few, Unlisted(few)):
         learner = AdditiveLinear(batches, FEATURES, OUTPUTS)
         np.testing.assert_allclose(learner.solution(w, order("mean")), expected, rtol=1e-9)
-
-
-def test_kinds_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="kinds must be"):
-        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, kinds=["word"] * FEATURES)
-    with pytest.raises(ValueError, match="kinds has 1 entries"):
-        AdditiveLinear(batch("squared"), FEATURES, OUTPUTS, kinds=["number"])
 
 
 def test_a_w_that_steps_have_trained_predicts_targets_as_they_are() -> None:

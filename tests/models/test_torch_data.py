@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
-from flwr_ppsgd.models.torch_data import LoaderBatches, Parts
+from flwr_ppsgd.models.torch_data import BatchParts, LoaderBatches
 
 ROWS = 10
 
@@ -37,17 +43,16 @@ class Stream(IterableDataset[Any]):
 
 
 def batches(loader: Any, **options: Any) -> LoaderBatches:
-    return LoaderBatches(loader, Parts(), **options)
+    return LoaderBatches(loader, BatchParts(), **options)
 
 
 def targets(source: LoaderBatches, visit: int) -> list[int]:
     return [int(y) for y in source(visit)[1]]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_visit_fetches_its_own_rows_alone(shuffle: bool) -> None:
+def test_a_visit_fetches_its_own_rows_alone() -> None:
     data = Counted()
-    source = batches(DataLoader(data, batch_size=3, shuffle=shuffle))
+    source = batches(DataLoader(data, batch_size=3))
     x, y = source(1)
     assert data.fetched == 3
     assert x["img"][:, 0].tolist() == y.tolist()
@@ -111,12 +116,6 @@ def test_several_inputs_are_held_together() -> None:
     np.testing.assert_array_equal(one[:, 0], 2 * y)
 
 
-@pytest.mark.parametrize("loader", [[], DataLoader(torch.utils.data.TensorDataset(torch.ones(0)))])
-def test_an_empty_loader_is_refused(loader: Any) -> None:
-    with pytest.raises(ValueError, match=r"no batch: a user needs at least one row.*enrolled"):
-        batches(loader)
-
-
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -132,30 +131,27 @@ def test_a_batch_that_does_not_fit_says_what_to_change(batch: Any, words: str) -
         batches([batch])
 
 
-def test_positions_beyond_a_batch_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"has 3 parts, and \[3\] were asked for"):
-        LoaderBatches([(torch.ones(1),) * 3], Parts(inputs=[0, 1], target=3))
-
-
 def test_a_target_may_come_first() -> None:
-    source = LoaderBatches([(torch.tensor([7]), torch.ones(1, 2))], Parts(target=0))
+    source = LoaderBatches([(torch.tensor([7]), torch.ones(1, 2))], BatchParts(target=0))
     x, y = source(1)
     assert y.tolist() == [7]
     assert x.shape == (1, 2)
 
 
-def test_a_loader_that_can_be_read_only_once_is_refused() -> None:
-    """Beyond its end it would be asked for ever."""
-    batch = (torch.ones(1, 2), torch.tensor([0]))
-    with pytest.raises(
-        ValueError, match="train loader is a generator, which can be read only once"
-    ):
-        LoaderBatches((batch for _ in range(3)), Parts())
-
-
-def test_an_empty_test_loader_is_named() -> None:
-    with pytest.raises(ValueError, match=r"the test loader has no batch: return \(train, None\)"):
-        LoaderBatches([], Parts(), name="test")
+@pytest.mark.parametrize(
+    ("loader", "name", "words"),
+    [
+        ([], "train", "no batch: a user needs at least one row.*enrolled"),
+        (DataLoader(TensorDataset(torch.ones(0))), "train", "no batch: a user needs at least one"),
+        ([], "test", r"the test loader has no batch: return \(train, None\)"),
+        (iter([]), "train", "train loader is a list_iterator, which can be read only once"),
+    ],
+)
+def test_a_loader_without_rows_for_every_visit_is_refused(
+    loader: Any, name: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        batches(loader, name=name)
 
 
 @pytest.mark.parametrize("name", ["label", "labels", "target", "targets", "y"])
@@ -171,14 +167,16 @@ def test_a_target_is_known_by_its_usual_names_in_any_order(name: str, first: boo
 
 def test_other_names_are_given() -> None:
     batch = {"pixels": torch.ones(2, 1), "digit": torch.tensor([0, 1]), "writer": ["ada"] * 2}
-    x, _ = LoaderBatches([batch], Parts("pixels", "digit"))(1)
+    x, _ = LoaderBatches([batch], BatchParts("pixels", "digit"))(1)
     assert list(x) == ["pixels"]
     with pytest.raises(ValueError, match=r"parts \['digit', 'pixels', 'writer'\].*target="):
         batches([batch])
     with pytest.raises(ValueError, match=r"inputs=\['picture'\].*name parts that it has"):
-        LoaderBatches([batch], Parts("picture", "digit"))
+        LoaderBatches([batch], BatchParts("picture", "digit"))
     with pytest.raises(ValueError, match=r"part 'writer' of a batch is not a tensor.*inputs="):
-        LoaderBatches([batch], Parts(target="digit"))
+        LoaderBatches([batch], BatchParts(target="digit"))
+    with pytest.raises(ValueError, match=r"has 3 parts, and \[3\] were asked for"):
+        LoaderBatches([tuple(batch.values())], BatchParts(inputs=[0, 1], target=3))
 
 
 def test_rows_that_are_held_are_the_same_and_are_read_once() -> None:
@@ -187,12 +185,12 @@ def test_rows_that_are_held_are_the_same_and_are_read_once() -> None:
     loader = DataLoader(data, batch_size=3, shuffle=True)
     expected = [targets(batches(loader), visit) for visit in (1, 2, 5)]
     source = batches(loader)
-    source.hold()
+    source.keep_in_memory()
     data.fetched = 0
     assert [targets(source, visit) for visit in (1, 2, 5)] == expected
     assert data.fetched == 0
     large = batches(loader, most_bytes=8)
-    large.hold()
+    large.keep_in_memory()
     assert targets(large, 1) == expected[0]
     assert data.fetched > 0
 

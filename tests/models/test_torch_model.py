@@ -135,32 +135,27 @@ def test_squared_loss_is_half_the_square() -> None:
     assert (g_w.tolist(), g_theta.tolist()) == ([2.0, 2.0], [2.0])
 
 
-def test_theta_may_be_added_to_layers_that_are_shared() -> None:
+@pytest.mark.parametrize("kind", ["additive head", "additive layer"])
+def test_theta_is_added_to_a_shared_head(kind: str) -> None:
     """w + θ in the head: shifting either gives the same loss, and g_θ is that part of g_w."""
-    model = SplitModel(regression(3), "2.*", additive=True)
-    assert list(model.initial_arrays()) == list(regression(3).state_dict())
-    assert not model.initial_theta().any()
-    rows = (NUMBERS[0], torch.arange(5) % 3)
+    model: SplitModel = MODELS["additive head"]()
+    head = slice(0, 20)  # its head comes first
+    if kind == "additive layer":
+        network = nn.Sequential(small_network(), nn.Linear(5, 4)).double()
+        model = SplitModel(network, "1.*", additive=True)
+        assert list(model.initial_arrays()) == list(network.state_dict())
+        head = slice(-24, None)
     w = model.initial_w()
-    theta = np.linspace(-1, 1, 12)
-    shifted = w + np.pad(theta, (w.size - 12, 0))
-    one = model.evaluate(shifted, 0 * theta, rows)["loss"]
-    assert model.evaluate(w, theta, rows)["loss"] == pytest.approx(one, rel=1e-12)
-    g_w, g_theta = model.gradients(w, theta, rows, "mean")
-    np.testing.assert_array_equal(g_w[-12:], g_theta)
-    np.testing.assert_allclose(model.gradients(shifted, 0 * theta, rows, "mean")[0], g_w)
-
-
-def test_the_additive_head_predicts_with_w_plus_theta() -> None:
-    model = MODELS["additive head"]()
-    w = model.initial_w()
-    delta = np.random.default_rng(3).normal(size=20)
-    assert next(iter(model.initial_arrays())) == "head"
-    shifted = w + np.pad(delta, (0, w.size - 20))
-    moved = model.evaluate(shifted, np.zeros(20), digits())
-    assert moved["loss"] == pytest.approx(model.evaluate(w, delta, digits())["loss"], rel=1e-12)
-    g_w, g_theta = model.gradients(w, delta, digits(), "mean")
-    np.testing.assert_allclose(g_w[:20], g_theta)
+    theta = model.initial_theta()
+    assert not theta.any()
+    theta = np.random.default_rng(3).normal(size=theta.size)
+    shifted = w.copy()
+    shifted[head] += theta
+    expected = model.evaluate(w, theta, digits())["loss"]
+    assert model.evaluate(shifted, 0 * theta, digits())["loss"] == pytest.approx(expected)
+    g_w, g_theta = model.gradients(w, theta, digits(), "mean")
+    np.testing.assert_allclose(g_w[head], g_theta)
+    np.testing.assert_allclose(model.gradients(shifted, 0 * theta, digits(), "mean")[0], g_w)
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -205,6 +200,21 @@ def test_the_engine_of_networks_adds_theta_too() -> None:
     both = cohort_gradients(model, w, theta[None], batch, "mean")
     np.testing.assert_allclose(both[0][0], g_w, atol=1e-12)
     np.testing.assert_allclose(both[1][0], g_theta, atol=1e-12)
+
+
+def test_a_loss_is_recognised_although_the_first_user_has_one_sample() -> None:
+    """One sample has the same mean and sum."""
+    from flwr_ppsgd.lab.network_engine import cohort_gradients
+
+    model = SplitModel(regression(), "2.*", nn.MSELoss())
+    x, y = model.tensor(NUMBERS[0]), NUMBERS[1]
+    for rows in (1, 5):
+        model.settle_loss((x[:rows], y[:rows]))
+    w = model.initial_w()
+    theta = model.initial_theta()
+    found, _ = cohort_gradients(model, w, theta[None], (x[None], model.tensor(y)[None]), "sum")
+    expected, _ = model.gradients(w, theta, (x, y), "sum")
+    np.testing.assert_allclose(found[0], expected, atol=1e-12)
 
 
 # The split
@@ -299,19 +309,6 @@ def test_w_and_theta_make_a_whole_module(additive: bool) -> None:
     if not additive:
         kept = SplitModel(own, "head.*").initial_theta()
         np.testing.assert_array_equal(alone.initial_theta(), kept)
-
-
-def test_a_module_keeps_its_values_even_if_it_is_not_copied() -> None:
-    module = nn.Sequential(small_network(), nn.Linear(5, 4).double())
-    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
-    copied = SplitModel(module, "1.*")
-    own = SplitModel(module, "1.*", handed_over=True)
-    w = copied.initial_w() + 1
-    expected = copied.gradients(w, copied.initial_theta() + 1, digits(), "mean")
-    found = own.gradients(w, own.initial_theta() + 1, digits(), "mean")
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_array_equal(found[1], expected[1])
-    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()), before)
 
 
 def test_other_personal_layers_are_named_on_both_sides() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import SecureSum
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError
 from flwr_ppsgd.secure.crypto import Words
 from flwr_ppsgd.secure.graph import design
@@ -18,7 +18,7 @@ from flwr_ppsgd.secure.protocol import (
     Roster,
     Shares,
     members_of,
-    packed,
+    pack_parts,
 )
 from tests.support.secure import Play, played, session_of, some_vectors
 
@@ -85,7 +85,7 @@ def ends_with_sum(
     fourth = sorted(source.sample(third, source.randint(len(third) - 2, len(third))))
     for node in fourth:
         answer = play.masked[node].reveal(frozenset(third))
-        assert server.take_revealed(node, packed(answer))
+        assert server.take_revealed(node, pack_parts(answer))
     try:
         total = server.total()
     except NoSumError:
@@ -129,8 +129,8 @@ def test_memory_for_vectors_does_not_grow_with_the_cohort() -> None:
     assert sum(array.nbytes for array in arrays) == 8 * 10_000
 
 
-def test_secret_coins_draw_the_graph() -> None:
-    assert isinstance(Coordinator[int](SESSION, 1).coins, Coins)
+def test_secret_bits_draw_the_graph() -> None:
+    assert isinstance(Coordinator[int](SESSION, 1).stream, RandomStream)
     session = session_of(SPARSE, 210)
     keys = [KeysSent.new(session).public.to_bytes() for _ in range(210)]
     rosters = []
@@ -165,7 +165,7 @@ def test_forged_shares_are_left_out_and_others_are_used(liars: int, summed: bool
         shares = play.masked[node].reveal(survivors)
         if node < liars:  # each gives somebody else's share
             shares = dict(zip(shares, reversed(list(shares.values())), strict=True))
-        assert play.server.take_revealed(node, packed(shares))
+        assert play.server.take_revealed(node, pack_parts(shares))
     if summed:
         assert np.array_equal(play.total(), play.vectors[:6].sum(axis=0))
     else:
@@ -291,7 +291,7 @@ def test_every_cut_and_flipped_message_is_a_dropout_or_harmless() -> None:
         sent = play.mask(range(6))
         named = members_of(play.server.survivors()[1], 6)
         for node in sent:
-            data = packed(play.masked[node].reveal(named))
+            data = pack_parts(play.masked[node].reveal(named))
             play.server.take_revealed(node, damaged(data, source) if node == 1 else data)
         try:
             total = play.total()

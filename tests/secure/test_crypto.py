@@ -17,13 +17,13 @@ from flwr_ppsgd.secure.crypto import (
     SHARE_SIZE,
     KeyPair,
     add_mask,
+    decrypt,
     derive,
-    fingerprint,
+    encrypt,
     join,
-    seal,
+    labelled_hash,
     split,
     subtract_mask,
-    unseal,
 )
 
 
@@ -46,20 +46,20 @@ def test_private_keys_are_never_shown() -> None:
 def test_every_label_gives_another_key() -> None:
     labels = [(b"ab",), (b"a", b"b"), (b"ab", 1), (b"ab", 11), (b"ab", 1, 1), (b"ab1",), ()]
     assert len({derive(bytes(32), *each) for each in labels}) == len(labels)
-    assert len({fingerprint(b"x", *each) for each in labels}) == len(labels)
+    assert len({labelled_hash(b"x", *each) for each in labels}) == len(labels)
 
 
 def test_a_sealed_message_cannot_be_changed_or_opened_by_others() -> None:
-    sealed = seal(bytes(32), b"shares")
-    assert unseal(bytes(32), sealed) == b"shares"
+    sealed = encrypt(bytes(32), b"shares")
+    assert decrypt(bytes(32), sealed) == b"shares"
     assert b"shares" not in sealed
     for place in range(len(sealed)):
         changed = bytearray(sealed)
         changed[place] ^= 128
         with pytest.raises(ValueError, match="changed"):
-            unseal(bytes(32), bytes(changed))
+            decrypt(bytes(32), bytes(changed))
     with pytest.raises(ValueError, match="for somebody else"):
-        unseal(b"\x01" * 32, sealed)
+        decrypt(b"\x01" * 32, sealed)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])

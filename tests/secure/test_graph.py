@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import SecureSum
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from flwr_ppsgd.secure.graph import (
     MOST_PARTICIPANTS,
     Design,
@@ -18,7 +18,7 @@ from flwr_ppsgd.secure.graph import (
     _most_colluders,
     _neighbours_to_connect,
     design,
-    draw,
+    draw_graph,
     survivors_needed,
 )
 
@@ -29,7 +29,7 @@ CLIENTS = 300
 def test_up_to_200_clients_are_all_neighbours() -> None:
     rules = SecureSum(honest=120, colluding=3)
     assert design(rules, 200) == Design(199, 199, 3, True)
-    graph = draw(design(rules, 200), 200, Coins.insecure(0))
+    graph = draw_graph(design(rules, 200), 200, RandomStream.insecure(0))
     assert all(graph[own] == frozenset(range(200)) - {own} for own in range(200))
 
 
@@ -42,7 +42,7 @@ def test_more_clients_have_random_neighbours_fewer_than_all() -> None:
 
 def test_a_graph_is_symmetric_without_loops_and_regular_but_for_doubled_edges() -> None:
     found = design(RULES, CLIENTS)
-    graph = draw(found, CLIENTS, Coins.insecure(1))
+    graph = draw_graph(found, CLIENTS, RandomStream.insecure(1))
     for own, others in enumerate(graph):
         assert own not in others
         assert all(own in graph[other] for other in others)
@@ -56,7 +56,9 @@ def test_hardly_any_round_has_a_client_with_too_few_distinct_neighbours() -> Non
     times = 300
     counts: Counter[int] = Counter()
     for seed in range(times):
-        graph = draw(Design(neighbours, fewest, 0, False), clients, Coins.insecure(seed))
+        graph = draw_graph(
+            Design(neighbours, fewest, 0, False), clients, RandomStream.insecure(seed)
+        )
         counts.update(len(others) for others in graph)
     drawn = times * clients
     expected = _chances_of_distinct(clients - 1, neighbours // 2)
@@ -85,7 +87,7 @@ def test_neighbours_are_drawn_uniformly() -> None:
     times = 4000
     counts: Counter[tuple[int, int]] = Counter()
     for seed in range(times):
-        graph = draw(found, 12, Coins.insecure(seed))
+        graph = draw_graph(found, 12, RandomStream.insecure(seed))
         counts.update((own, other) for own in range(12) for other in graph[own] if own < other)
     chance = 1 - (1 - 2 / 11) ** 2  # in at least one of two cycles
     for pair in itertools.combinations(range(12), 2):
@@ -121,7 +123,7 @@ def test_the_bound_on_falling_apart_holds_in_simulation() -> None:
     times = 4000
     broken = 0
     for seed in range(times):
-        graph = draw(Design(2 * cycles, 0, 0, False), clients, Coins.insecure(seed))
+        graph = draw_graph(Design(2 * cycles, 0, 0, False), clients, RandomStream.insecure(seed))
         broken += not _connected(graph, frozenset(range(honest)))
     assert broken > 0  # else this says nothing
     assert broken / times < bound + 5 * math.sqrt(bound / times)

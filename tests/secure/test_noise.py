@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import FixedSize, Poisson, PrivateMetrics, Release, SecureSum
-from flwr_ppsgd.noise import Coins, GridSum, cut_probability, secure_input
+from flwr_ppsgd.noise import GridSum, RandomStream, cut_probability, secure_input
 from tests.support.secure import played
 
 RULES = SecureSum(honest=8, colluding=1)
@@ -19,7 +19,7 @@ def inputs(release: Release, vectors: list[np.ndarray], seed: int = 0) -> np.nda
     size = len(vectors[0])
     return np.array(
         [
-            secure_input(vector, size, release, None, Coins.insecure(seed, place))
+            secure_input(vector, size, release, None, RandomStream.insecure(seed, place))
             for place, vector in enumerate(vectors)
         ]
     )
@@ -37,7 +37,7 @@ def test_without_noise_the_sum_is_that_of_the_central_grid_bit_for_bit(scale: fl
     for vector in vectors[:9]:
         central.add(vector)
     assert SILENT.grid == replace(SILENT, aggregation=None).grid
-    assert np.array_equal(total * SILENT.grid, central.noisy(Coins.secret()))
+    assert np.array_equal(total * SILENT.grid, central.noisy(RandomStream.secret()))
 
 
 def test_without_noise_private_measures_are_bounded_as_by_the_server() -> None:
@@ -48,16 +48,16 @@ def test_without_noise_private_measures_are_bounded_as_by_the_server() -> None:
     vector = np.concatenate([gradient, measures])
     central = GridSum(20, replace(SILENT, aggregation=None), metrics)
     central.add(vector)
-    x = secure_input(vector, 20, SILENT, metrics, Coins.secret())
-    assert np.array_equal(x * SILENT.grid, central.noisy(Coins.secret()))
+    x = secure_input(vector, 20, SILENT, metrics, RandomStream.secret())
+    assert np.array_equal(x * SILENT.grid, central.noisy(RandomStream.secret()))
     assert np.linalg.norm(x[:20]) * SILENT.grid <= SILENT.clip_norm * math.sqrt(0.8)
     assert np.linalg.norm(x[20:]) * SILENT.grid <= SILENT.clip_norm * math.sqrt(0.2)
 
 
 @pytest.mark.parametrize("bad", [None, np.full(5, np.nan), np.array([1, np.inf, 0, 0, 0])])
 def test_a_learner_that_fails_sends_its_share_of_the_noise(bad: np.ndarray | None) -> None:
-    failed = secure_input(bad, 5, RELEASE, None, Coins.insecure(3))
-    zero = secure_input(np.zeros(5), 5, RELEASE, None, Coins.insecure(3))
+    failed = secure_input(bad, 5, RELEASE, None, RandomStream.insecure(3))
+    zero = secure_input(np.zeros(5), 5, RELEASE, None, RandomStream.insecure(3))
     assert np.array_equal(failed, zero)
     assert np.all(failed != 0)
 

@@ -29,7 +29,7 @@ from flwr_ppsgd.secure.protocol import (
     members_of,
     own_key,
     pair_key,
-    unpacked,
+    unpack_parts,
 )
 from tests.support.secure import Play, session_of, some_vectors
 
@@ -142,7 +142,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         PublicKeys.from_bytes,
         lambda data: Shares.from_bytes(data, 5),
         lambda data: Partners.from_bytes(data, 5),
-        lambda data: unpacked(data, SHARE_SIZE, 5),
+        lambda data: unpack_parts(data, SHARE_SIZE, 5),
         lambda data: members_of(data, 5),
     ]
     for read in readers:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from flwr_ppsgd import Poisson, PrivateMetrics, Release, SecureSum
-from flwr_ppsgd.secure.terms import TYPES, Session, Terms
+from flwr_ppsgd.secure.terms import TYPES, SecureTerms, Session
 
 RULES = SecureSum(honest=26, colluding=2)
 METRICS = PrivateMetrics({"loss": 2.0}, 0.1)
-TERMS = Terms.of(Release(Poisson(30, 1.0), 1.5, 4.0, aggregation=RULES), METRICS)
+TERMS = SecureTerms.of(Release(Poisson(30, 1.0), 1.5, 4.0, aggregation=RULES), METRICS)
 SESSION = Session(TERMS, training=7, run=3, start=1, round=5)
 OTHERS = {
     "population": 31,
@@ -32,7 +32,7 @@ def test_every_field_is_in_the_label() -> None:
         others.append(replace(SESSION, **{name: value}))  # type: ignore[arg-type]
     labels = {session.label for session in (SESSION, *others)}
     assert len(labels) == 1 + len(others)
-    again = Session(Terms.from_flat(TERMS.to_flat()), training=7, run=3, start=1, round=5)
+    again = Session(SecureTerms.from_flat(TERMS.to_flat()), training=7, run=3, start=1, round=5)
     assert again.label == SESSION.label
 
 
@@ -45,7 +45,7 @@ def test_the_graph_is_complete_up_to_200_and_on_request_up_to_400(
 ) -> None:
     rules = SecureSum(honest=180, colluding=2, neighbours=neighbours)
     release = Release(Poisson(population, 1.0), 1.0, 4.0, aggregation=rules)
-    assert Terms.of(release, None).complete == complete
+    assert SecureTerms.of(release, None).complete == complete
     assert (release.failure == 0) == complete
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd import PPSGD, Steps
-from flwr_ppsgd.client.theta import Stamp, Theta
+from flwr_ppsgd.client.theta import Theta, ThetaStamp
 from tests.support.kept import kept_by
 from tests.support.toy import SIZE, Floats, flat, grid, release, strategy, target, w0
 
@@ -46,8 +46,8 @@ def test_the_result_is_the_average_of_w_and_evaluation_uses_both_averages() -> N
 def test_each_theta_is_weighted_by_the_rounds_it_stood() -> None:
     """θ = 0 stands for rounds 0–2, 5 for rounds 3–6, 9 from round 7 on: average of the first 10 is
     (4·5 + 3·9)/10."""
-    personal = Theta(np.zeros(1), Stamp()).stepped(np.array([5.0]), 3, average=True)
-    personal = personal.stepped(np.array([9.0]), 7, average=True)
+    personal = Theta(np.zeros(1), ThetaStamp()).after_step(np.array([5.0]), 3, average=True)
+    personal = personal.after_step(np.array([9.0]), 7, average=True)
     np.testing.assert_allclose(personal.average(10), [(3 * 0 + 4 * 5 + 3 * 9) / 10])
 
 

@@ -14,7 +14,7 @@ from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, affordable_rounds
 from flwr_ppsgd.algorithm import Steps
 from flwr_ppsgd.database import StoreError
 from flwr_ppsgd.epsilon import gaussian
-from flwr_ppsgd.server.account import Account
+from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.budget import NAME, Allowance, Budget, new_budget
 from flwr_ppsgd.server.reports import add_charges
 from flwr_ppsgd.server.rounds import SumRequest
@@ -26,7 +26,7 @@ SAMPLED = Release(Poisson(1000, 0.01), 1.0, 2.0)
 EVERYONE = Release(Poisson(1000, 1.0), 1.0, 20.0)
 
 
-def account(directory: Path | None, budget: Path | None, **changes: Any) -> Account:
+def account(directory: Path | None, budget: Path | None, **changes: Any) -> ServerAccount:
     settings: dict[str, Any] = {
         "release": SAMPLED,
         "steps": Steps(0.1, 0.1),
@@ -35,18 +35,18 @@ def account(directory: Path | None, budget: Path | None, **changes: Any) -> Acco
         "budget_dir": budget,
         **changes,
     }
-    return Account(Training(**settings))
+    return ServerAccount(Training(**settings))
 
 
 def shown(directory: Path) -> Budget:
     return Budget(directory, read_only=True)
 
 
-def asked(of: Account, round_: int) -> SumRequest:
+def asked(of: ServerAccount, round_: int) -> SumRequest:
     return SumRequest("gradient", round_, of.training.release, 3)
 
 
-def one_round(of: Account, round_: int) -> None:
+def one_round(of: ServerAccount, round_: int) -> None:
     of.reopen()
     of.check(asked(of, round_))
     of.charge(asked(of, round_))
@@ -175,7 +175,7 @@ def test_charges_that_only_the_training_shows_are_brought_into_the_budget(tmp_pa
     add_charges(tmp_path / "a", 2, "known from elsewhere")
     assert shown(tmp_path / "budget").tally == {(of.training_id, 0, False): 3}
     again = account(tmp_path / "a", tmp_path / "budget")
-    assert again.ledger.rounds == shown(tmp_path / "budget").charged == 3
+    assert again.ledger.rounds == shown(tmp_path / "budget").charge_count == 3
 
 
 def test_a_budget_that_went_back_in_time_is_refused(tmp_path: Path) -> None:
@@ -260,4 +260,4 @@ def test_an_account_without_a_store_opens_its_budget_again(tmp_path: Path) -> No
     of.close()
     one_round(of, 2)
     assert (of.rounds_done, of.ledger.rounds) == (2, 2)
-    assert shown(tmp_path).charged == 2
+    assert shown(tmp_path).charge_count == 2

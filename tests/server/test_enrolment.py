@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.proto.node_pb2 import NodeInfo
 
 from flwr_ppsgd import PPSGD, Poisson, Release, client_app
-from flwr_ppsgd.server.enrolment import Enrolment, Present, fingerprint
+from flwr_ppsgd.server.enrolment import Enrolment, OnlineNode, key_fingerprint
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.training import Enrolled
 from tests.support.toy import strategy, toy_learner, w0
@@ -86,13 +86,13 @@ def test_a_public_key_is_an_identity_in_either_form() -> None:
 @pytest.mark.parametrize("by", ["key", "fingerprint"])
 def test_a_node_that_is_named_like_a_key_takes_nobodys_place(by: str) -> None:
     pem, ssh = key()
-    entry = ssh if by == "key" else fingerprint(pem).upper()
+    entry = ssh if by == "key" else key_fingerprint(pem).upper()
     ppsgd = users(2, [entry, "ben"])
-    impostor = node(1, fingerprint(pem))
+    impostor = node(1, key_fingerprint(pem))
     assert asked(ppsgd, SuperNodes(impostor, node(2, "ben"))) == [2]
     owner = node(3, "ben", pem)
     assert asked(ppsgd, SuperNodes(impostor, node(2, "ben"), owner), 2) == [3, 2]
-    for name in (ssh, fingerprint(pem).upper(), f" {fingerprint(pem)}"):
+    for name in (ssh, key_fingerprint(pem).upper(), f" {key_fingerprint(pem)}"):
         assert asked(ppsgd, SuperNodes(node(4, name), node(2, "ben")), ppsgd.ledger.rounds + 1) == [
             2
         ]
@@ -101,7 +101,7 @@ def test_a_node_that_is_named_like_a_key_takes_nobodys_place(by: str) -> None:
 def test_an_open_enrolment_takes_no_key_for_a_name() -> None:
     pem, _ = key()
     ppsgd = users(2)
-    on = SuperNodes(node(1, fingerprint(pem)), node(2, public_key=pem))
+    on = SuperNodes(node(1, key_fingerprint(pem)), node(2, public_key=pem))
     assert asked(ppsgd, on) == [1, 2]
 
 
@@ -192,6 +192,6 @@ def test_waiting_ends_with_a_line_that_says_what_to_change(
         caplog.at_level("INFO", logger="flwr.ppsgd"),
         pytest.raises(TimeoutError, match=r"2 of 10 .* waits for 5 .*num-supernodes=10"),
     ):
-        enrolment.refresh(lambda: [Present(1), Present(2)])
+        enrolment.refresh(lambda: [OnlineNode(1), OnlineNode(2)])
     said = [line for line in caplog.messages if line.startswith("Waiting for 5 of 10")]
     assert len(said) == 5

@@ -26,12 +26,12 @@ from flwr.server import (
 )
 from flwr.server.client_proxy import ClientProxy
 
-from flwr_ppsgd import PrivateMetrics, Steps, client_app
+from flwr_ppsgd import PrivateMetrics, Steps
 from flwr_ppsgd.client.app import PPSGDClient
 from flwr_ppsgd.server.legacy import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.kept import kept_by
-from tests.support.toy import SIZE, Floats, release, strategy, toy_learner, w0
+from tests.support.toy import SIZE, Floats, release, toy_learner
 
 ONE = np.full(SIZE, 0.1)
 
@@ -182,15 +182,6 @@ def test_the_statement_is_logged_after_the_last_round(
         run_legacy(ppsgd, config.num_rounds, InProcessGrid(ClientApp(client_fn=client_fn), 5))
     statements = [line for line in caplog.messages if line.startswith("ε = ")]
     assert statements == [ppsgd.privacy_data()["short"]]
-
-
-def test_the_guarantee_as_data_is_that_of_the_message_api() -> None:
-    grid = InProcessGrid(ClientApp(client_fn=client_fn), 5)
-    ppsgd = legacy(release=release(z=1.0))
-    run_legacy(ppsgd, ppsgd.server_config(3).num_rounds, grid)
-    message_api = strategy(release=release(z=1.0))
-    message_api.start(InProcessGrid(client_app(toy_learner), 5), w0(), num_rounds=3)
-    assert ppsgd.privacy_data() == message_api.privacy_data()
 
 
 def test_clients_that_return_parameters_are_clipped_as_gradients() -> None:

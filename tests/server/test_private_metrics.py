@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Context, MetricRecord
 
 from flwr_ppsgd import Order, Poisson, Release, Steps, client_app
 from flwr_ppsgd.algorithm import PrivateMetrics
-from flwr_ppsgd.noise import Coins, GridSum
+from flwr_ppsgd.noise import GridSum, RandomStream
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT, METRICS
 from tests.support.toy import (
@@ -72,7 +72,7 @@ def test_gradient_and_measures_are_clipped_apart_and_stay_within_c_together() ->
     total.add(np.full(SIZE + 1, 1e9))
     multiples = [int(k) for k in total._multiples]
     assert sum(k * k for k in multiples) <= 2**64
-    released = total.noisy(Coins.insecure(0))
+    released = total.noisy(RandomStream.insecure(0))
     assert np.linalg.norm(released[:SIZE]) == pytest.approx(2.0 * math.sqrt(0.75), rel=1e-8)
     assert released[SIZE] == pytest.approx(1.0, rel=1e-8)
 

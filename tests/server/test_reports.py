@@ -99,7 +99,7 @@ def test_no_finite_epsilon_is_shown_for_a_known_seed(tmp_path: Path) -> None:
     assert "spent: epsilon = inf (zero-out), inf (replace-one)" in text
     found = status_of(tmp_path)
     assert found["epsilon"]["spent"] == found["epsilon"]["planned"] == "infinite"
-    assert "NO GUARANTEE: 2 of 2 rounds drew their coins from a known seed" in status_text(found)
+    assert "NO GUARANTEE: 2 of 2 rounds drew their stream from a known seed" in status_text(found)
 
 
 def test_missing_charges_are_shown_and_can_be_added(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_charges_that_a_budget_has_lost_can_be_added(tmp_path: Path) -> None:
     assert "MISSING" in describe([tmp_path / "a"])
     add_charges(tmp_path / "a", 1, "restored")
     budget = Budget(tmp_path / "a")
-    assert budget.charged == 2
+    assert budget.charge_count == 2
     assert budget.cost_of_charges() == pytest.approx(2 * budget.allowance.cost(NOISY))
 
 
@@ -300,7 +300,7 @@ def test_the_command_backs_up_once_and_names_what_it_needs(tmp_path: Path) -> No
     target = tmp_path / "backup" / NAME
     backup = ["ledger", str(tmp_path / "a"), "--backup", str(target)]
     assert run.invoke(app, backup).exit_code == 0
-    assert Store.read(target.parent).charged == 2
+    assert Store.read(target.parent).charge_count == 2
     assert isinstance(run.invoke(app, backup).exception, StoreError)
     both = run.invoke(app, ["ledger", str(tmp_path / "a"), str(tmp_path), "--backup", "x"])
     assert "need one directory, got 2" in str(both.exception)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +18,6 @@ from flwr_ppsgd import (
     SecureSum,
     client_app,
 )
-from flwr_ppsgd.arrays import decode_vector
-from flwr_ppsgd.client.secure import STATE
-from flwr_ppsgd.client.theta_store import STATE_FACTS
 from flwr_ppsgd.server.store import Store
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import MASKED, ORDER
@@ -74,15 +70,6 @@ def run(of: PPSGD, app: Answer = INNER, rounds: int = 3) -> tuple[Floats, InProc
     grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
     result = of.start(grid=grid, initial_arrays=w0(), num_rounds=rounds)
     return flat(result.arrays), grid
-
-
-def thetas(grid: InProcessGrid) -> list[bytes]:
-    found = []
-    for node in grid.get_node_ids():
-        record = grid.context(node).state["ppsgd-personal"]
-        assert isinstance(record, ArrayRecord)
-        found.append(decode_vector(record["theta"]).tobytes())
-    return found
 
 
 class Measured(Toy):
@@ -178,19 +165,6 @@ def test_driving_the_rounds_by_hand_is_refused() -> None:
         secure().configure_train(1, w0(), ConfigRecord(), InProcessGrid(INNER, CLIENTS))
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"replies": "parameters"}, "needs clients that obey Orders"),
-        ({"rules": SecureSum(9, 1)}, "at most the 9 clients"),
-        ({"rules": SecureSum(3, 1)}, "needs 6 of them to stay to the end, got 4"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        secure(**changes)
-
-
 def test_the_operator_sees_how_many_are_in_the_sum(tmp_path: Path) -> None:
     """Gone before keys, before the masked vector, and after it: then it is in the sum."""
     app = Dropping({(2, 1): {0}, (3, 3): {1}, (4, 4): {2}})
@@ -200,52 +174,3 @@ def test_the_operator_sees_how_many_are_in_the_sum(tmp_path: Path) -> None:
     assert [entry["used"] for entry in facts] == [9, 8, 8, 9]
     failed = {"client error": 1}
     assert [entry["zeros"] for entry in facts] == [{}, failed, failed, failed]
-
-
-def test_nothing_of_a_round_stays_in_a_nodes_state() -> None:
-    _, grid = run(secure(), rounds=2)
-    for node in grid.get_node_ids():
-        assert STATE not in grid.context(node).state
-        assert STATE_FACTS in grid.context(node).state
-
-
-# --- restarts
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3, 4])
-def test_a_server_that_dies_in_a_round_redoes_it_and_theta_steps_once(
-    stage: int, tmp_path: Path
-) -> None:
-    """Charged again only if the fourth exchange had been asked for."""
-    died = False
-
-    def deadly(message: Message, context: Context) -> Message:
-        nonlocal died
-        order = Order.from_flat(message.content[ORDER])
-        if not died and order.round == 2 and order.stage == stage and partition_of(context) == 4:
-            died = True
-            raise KeyboardInterrupt
-        return INNER(message, context)
-
-    grid = InProcessGrid(deadly, CLIENTS)  # type: ignore[arg-type]
-    first = secure(checkpoint_dir=tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        first.start(grid=grid, initial_arrays=w0(), num_rounds=3)
-    again = secure(checkpoint_dir=tmp_path)
-    result = again.start(grid=grid, initial_arrays=w0(), num_rounds=3)
-    plain_w, plain_grid = run(plain())
-    assert np.array_equal(flat(result.arrays), plain_w)
-    assert thetas(grid) == thetas(plain_grid)
-    assert again.ledger.rounds == (4 if stage == 4 else 3)
-
-
-def test_the_store_keeps_the_aggregation(tmp_path: Path) -> None:
-    grid = InProcessGrid(INNER, CLIENTS)
-    settings: dict[str, Any] = {"z": 1.0, "checkpoint_dir": tmp_path}
-    secure(**settings).start(grid=grid, initial_arrays=w0(), num_rounds=1)
-    with pytest.raises(ValueError, match="aggregation"):
-        plain(release=release(CLIENTS, z=1.0), checkpoint_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"aggregation was .*'honest': 6.* and is .*'honest': 7"):
-        secure(**settings, rules=SecureSum(7, 1))
-    with pytest.raises(RuntimeError, match="refused-secure"):  # clients hold it to its plan
-        secure(**settings).start(grid=grid, initial_arrays=w0(), num_rounds=2)

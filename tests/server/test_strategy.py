@@ -86,36 +86,6 @@ def test_no_reply_raises_or_exceeds_the_clip_norm(arrays: list[NDArray[Any]], na
     assert ppsgd.ledger.rounds == 1
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_noise_on_w_has_the_std_of_algorithm_1(seed: int) -> None:
-    """Algorithm 1, last line: w gets std s_w·z·C/D, here .5·2·3/5."""
-    d = 200_000
-    ppsgd = strategy(
-        release=release(clip_norm=3.0, z=2.0),
-        steps=Steps(shared=0.5, personal=0.0),
-        insecure_seed=seed,
-    )
-    opened(ppsgd, grid(), w0(np.zeros(d)))
-    arrays, _ = ppsgd.aggregate_train(1, [])
-    noise = flat(arrays) / (0.5 * 2 * 3 / 5)
-    assert abs(noise.mean()) < 5 / math.sqrt(d)
-    assert abs(noise.var() - 1) < 5 * math.sqrt(2 / d)
-
-
-def test_noise_is_fresh_in_every_round_and_run() -> None:
-    def noises() -> list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
-        ppsgd, on, out = strategy(release=release(z=1.0)), grid(), []
-        for round_ in (1, 2, 3):
-            ppsgd.configure_train(round_, w0(np.zeros(20_000)), ConfigRecord(), on)
-            out.append(flat(ppsgd.aggregate_train(round_, [])[0]))
-        return out
-
-    sequences = noises() + noises()
-    for i, a in enumerate(sequences):
-        for b in sequences[:i]:
-            assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(20_000)
-
-
 def test_the_released_step_is_a_whole_number_of_grid_steps() -> None:
     """w_t = fl(w_{t−1} − s_w·g·k/D) with k whole; from w = 0 the k can be read off exactly."""
     r = Release(Poisson(4, 1.0), clip_norm=1.0, noise_multiplier=1.0)
@@ -159,11 +129,6 @@ def test_cohorts_are_independent_coins_over_the_population() -> None:
     assert abs(drawn.sum(axis=1).var() - 4.5) < 5 * 4.5 * math.sqrt(2.2 / rounds)
     covariance = np.cov(drawn.T) - np.diag(np.diag(np.cov(drawn.T)))
     assert np.all(np.abs(covariance) < 6 * 0.09 / math.sqrt(rounds))
-
-
-def test_a_budget_for_no_round_returns_the_initial_w() -> None:
-    result = strategy(release=release(z=0.0), max_epsilon=1.0).start(grid(), w0(ONE), num_rounds=5)
-    np.testing.assert_array_equal(flat(result.arrays), ONE)
 
 
 def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from flwr.supercore.inflatable.inflatable_object import (
     get_object_id,
     get_object_tree,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_ppsgd import client_app
@@ -241,6 +241,7 @@ def test_what_is_missing_in_the_store_is_an_error_reply() -> None:
 
 
 @pytest.mark.fuzz
+@settings(deadline=None)
 @given(st.data())
 def test_any_change_to_the_bytes_gives_a_message(data: st.DataObject) -> None:
     """Flipped, cut and inserted bytes, with ids that are right again."""

@@ -7,7 +7,7 @@ import numpy as np
 from flwr_ppsgd import Learner, Order
 from flwr_ppsgd.algorithm import Vector, client_step
 from flwr_ppsgd.lab.engine import Setting
-from flwr_ppsgd.noise import Coins
+from flwr_ppsgd.noise import RandomStream
 from tests.support.steps import noisy_step
 
 
@@ -21,7 +21,7 @@ def by_hand(
     visits = [0] * len(learners)
     for round_ in range(1, rounds + 1):
         sent = []
-        uniforms = Coins.insecure(seed, "cohort", round_).uniforms(len(learners))
+        uniforms = RandomStream.insecure(seed, "cohort", round_).uniforms(len(learners))
         for user in release.cohort.members(uniforms).tolist():
             visits[user] += 1
             order = Order(
@@ -38,7 +38,7 @@ def by_hand(
             )
             sent.append(message)
         if steps.publishes:
-            noise = release.noise_std * Coins.insecure(seed, "noise", round_).normals(len(w))
+            noise = release.noise_std * RandomStream.insecure(seed, "noise", round_).normals(len(w))
             w = noisy_step(w, sent, release, steps.shared, noise)
         yield w, list(thetas)
 

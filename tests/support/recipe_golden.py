@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flwr_ppsgd.models.solve import Columns, OwnProblem
+from flwr_ppsgd.models.solve import OwnProblem, PublicColumns
 from flwr_ppsgd.recipe import Task
 from tests.support.paths import ROOT
 
@@ -33,9 +33,9 @@ def task_of(golden: dict[str, Any]) -> Task:
     return "regression" if golden["task"] == "regression" else "classification"
 
 
-def columns_of(golden: dict[str, Any]) -> Columns:
+def columns_of(golden: dict[str, Any]) -> PublicColumns:
     task = task_of(golden)
-    return Columns(
+    return PublicColumns(
         task, golden["numbers"], golden["sparse"], golden["outputs"], ones=task != "regression"
     )
 

@@ -16,16 +16,16 @@ from flwr_ppsgd.secure.protocol import (
     SharesSent,
     VectorSent,
     members_of,
-    packed,
+    pack_parts,
 )
-from flwr_ppsgd.secure.terms import Session, Terms
+from flwr_ppsgd.secure.terms import SecureTerms, Session
 
 Vectors = NDArray[np.int64]  # one row per client
 
 
 def session_of(rules: SecureSum, population: int, round_: int = 5) -> Session:
     release = Release(Poisson(population, 1.0), 1.0, 1.0, aggregation=rules)
-    return Session(Terms.of(release, None), training=7, run=3, start=1, round=round_)
+    return Session(SecureTerms.of(release, None), training=7, run=3, start=1, round=round_)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Play:
         sent = {}
         for node in sorted(named.keys() & set(who)):
             survivors = members_of(named[node], len(self.keyed))
-            sent[node] = packed(self.masked[node].reveal(survivors))
+            sent[node] = pack_parts(self.masked[node].reveal(survivors))
             self.seen.append(sent[node])
             assert self.server.take_revealed(node, sent[node])
         return sent
