@@ -44,7 +44,7 @@ test-flower: .venv-flower/.installed   ## what Flower sees of this, with the new
 	.venv-flower/bin/python -m pytest -n 0 --durations=5 tests/contract tests/simulation tests/test_quickstart.py
 
 test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes: half an hour
-	$(PYTEST) -n 0 -m "deployment or not deployment" tests/deployment tests/client/test_shelf.py
+	$(PYTEST) -n 0 -m "deployment or not deployment" tests/deployment
 
 fuzz: $(BIN)/.installed          ## hostile bytes for minutes instead of seconds
 	$(PYTEST) -m fuzz --hypothesis-profile=fuzz tests
