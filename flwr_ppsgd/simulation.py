@@ -9,6 +9,7 @@ to any of them.
 import functools
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import overload
@@ -148,6 +149,9 @@ class InProcessGrid(Grid):
         self._pushed: dict[str, Message] = {}
         self._ids = itertools.count(1)
         self._each_error_once = _EachErrorOnce()
+        # Flower's legacy loop sends from threads. BLAS limits and log filters belong to the
+        # process, and Python 3.11 may raise if two threads parse headers of arrays at once.
+        self._one_client = threading.RLock()
 
     def context(self, node_id: int) -> Context:
         """The Context of a node, made on first use: what stays on that user's device."""
@@ -234,8 +238,12 @@ class InProcessGrid(Grid):
         return message
 
     def _answer(self, message: Message) -> Message:
-        """Run the client on its own copy of the content: strategies put one RecordDict into all
-        messages."""
+        """Run one client at a time, on its own copy of the content: strategies put one RecordDict
+        into all messages."""
+        with self._one_client:
+            return self._send(self._run_client(message))
+
+    def _run_client(self, message: Message) -> Message:
         context = self.context(message.metadata.dst_node_id)
         state_before = dict(context.state)
         content = message.content
@@ -253,7 +261,7 @@ class InProcessGrid(Grid):
         finally:
             log.removeFilter(self._each_error_once)
             message.content = content
-        return self._send(reply)
+        return reply
 
 
 @functools.cache

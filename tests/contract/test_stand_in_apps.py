@@ -94,6 +94,7 @@ def test_going_back_to_fedavg_is_one_line(
     assert "accuracy" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not QUICKSTARTS.is_dir(), reason="Flower's quickstarts are not at hand")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pages_lines_fit_flowers_own_quickstart(

@@ -99,7 +99,8 @@ def test_no_finite_epsilon_is_shown_for_a_known_seed(tmp_path: Path) -> None:
     assert "spent: epsilon = inf (zero-out), inf (replace-one)" in text
     found = status_of(tmp_path)
     assert found["epsilon"]["spent"] == found["epsilon"]["planned"] == "infinite"
-    assert "NO GUARANTEE: 2 of 2 rounds drew their stream from a known seed" in status_text(found)
+    shown = status_text(found)
+    assert "NO GUARANTEE: 2 of 2 rounds drew their random bits from a known seed" in shown
 
 
 def test_missing_charges_are_shown_and_can_be_added(tmp_path: Path) -> None:
