@@ -152,7 +152,9 @@ def test_theta_is_added_to_a_shared_head(kind: str) -> None:
     shifted = w.copy()
     shifted[head] += theta
     expected = model.evaluate(w, theta, digits())["loss"]
-    assert model.evaluate(shifted, 0 * theta, digits())["loss"] == pytest.approx(expected, rel=1e-12)
+    assert model.evaluate(shifted, 0 * theta, digits())["loss"] == pytest.approx(
+        expected, rel=1e-12
+    )
     g_w, g_theta = model.gradients(w, theta, digits(), "mean")
     np.testing.assert_allclose(g_w[head], g_theta)
     np.testing.assert_allclose(model.gradients(shifted, 0 * theta, digits(), "mean")[0], g_w)
