@@ -7,6 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,48 @@ def user_rows() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     x = source.standard_normal((USERS, SAMPLES, FEATURES), dtype=np.float32)
     classes = source.integers(CLASSES, size=(USERS, SAMPLES))
     return x, classes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of several users, sorted by user."""
+
+    x: NDArray[np.float64]
+    y: NDArray[np.int64]
+    test: NDArray[np.bool_]
+    starts: NDArray[np.int64]  # where each user's rows begin, and the end
+
+    @property
+    def users(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def features(self) -> int:
+        return int(self.x.shape[1])
+
+    @property
+    def classes(self) -> int:
+        return int(self.y.max()) + 1
+
+    def of_user(self, user: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """x and y to learn from, x and y to test on."""
+        own = slice(self.starts[user], self.starts[user + 1])
+        x, y, test = self.x[own], self.y[own], self.test[own]
+        return x[~test], y[~test], x[test], y[test]
+
+
+def read_rows(path: Path) -> Rows:
+    """From x, y, user and test in an .npz file."""
+    with np.load(path) as data:
+        order = np.argsort(data["user"], kind="stable")
+        user = data["user"][order]
+        _, first = np.unique(user, return_index=True)
+        return Rows(
+            x=data["x"][order],
+            y=data["y"][order].astype(np.int64),
+            test=data["test"][order],
+            starts=np.append(first, len(user)),
+        )
 
 
 def serve(run: Callable[[int], Any], versions: str) -> None:
