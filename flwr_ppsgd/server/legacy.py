@@ -210,17 +210,18 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         self._w = self._flatten(parameters)
         if self.training.recipe is not None and round_ > self._account.last_round:
             return []
-        request = self._curator.request(round_, len(self._w))
         pending = self._account.pending
         if pending:
             request = self._curator.request_before(pending[0])
+        else:
+            request = self._curator.request(round_, len(self._w))
         nbytes = sum(map(len, parameters.tensors))
         with self._account.noting_errors():
             opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
         ((_, payloads),) = self._curator.exchanges(opened)
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
         if self.training.replies == "gradient":
-            order = self._curator.sum_order(request)
+            order = self._curator.order(request)
             config = self._signed_config(order, parameters, "train", client_manager)
         return _NeverFalse(_for_each(payloads, FitIns(parameters, config), client_manager))
 
@@ -253,13 +254,11 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
     def _publish(self, opened: OpenSum, heard: bool) -> tuple[Parameters, dict[str, Scalar]]:
         """The new w, saved, and what is released along with it."""
         parameters = self._parameters_sent
-        if not opened.request.round:
-            self._curator.publish_before(opened)
-            return parameters, {}
         w, released = self._curator.publish(opened, self._w, self._layout.columns, heard)
         if w is not self._w:
             parameters = self._parameters(w, parameters)
-        self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
+        if opened.request.round:
+            self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
         self._curator.refuse_to_go_on()
         return parameters, {**released}
 

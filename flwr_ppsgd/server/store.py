@@ -186,13 +186,6 @@ class Store(SealedRows):
                 found[release, False] += self.added
         return found
 
-    def counts(self) -> Counter[Release]:
-        """How often each release was charged."""
-        found: Counter[Release] = Counter()
-        for (release, _), times in self.charges().items():
-            found[release] += times
-        return found
-
     def ledger(self, delta: float) -> Ledger:
         """The charges, counted: their order does not matter for ε."""
         ledger = Ledger(delta)

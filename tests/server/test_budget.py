@@ -146,7 +146,7 @@ def test_a_charge_that_another_training_has_made_impossible_is_not_released(tmp_
     first = account(tmp_path / "a", tmp_path / "budget")
     first.check(asked(first, 1))
     other = Budget(tmp_path / "budget")
-    other.catch_up(7, {SAMPLED: other.affords(SAMPLED)})
+    other.catch_up(7, {(SAMPLED, False): other.affords(SAMPLED)})
     with pytest.raises(PrivacyBudgetExhausted):
         first.charge(asked(first, 1))
     assert first.ledger.rounds == 0
