@@ -45,7 +45,8 @@ class ServerAccount:
         self.ledger = Ledger(training.delta)
         self.rounds_done = 0
         self.last_round = -1  # of the plan; -1 if there is none
-        self.checkpoint: Checkpoint | None = None  # w that was found
+        self.checkpoint: Checkpoint | None = None  # w of the last round, as far as it is known
+        self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
         self._store = Store(training.checkpoint_dir)
@@ -60,16 +61,12 @@ class ServerAccount:
         if self._budget is not None:
             self._budget.close()
 
-    def reopen(self) -> bool:
-        """Take the lock again after ``close``, and go on from the disk as after a restart.
-
-        Whether that was needed.
-        """
+    def reopen(self) -> None:
+        """Take the lock again after ``close``, and go on from the disk as after a restart."""
         if self._store.is_open and (self._budget is None or self._budget.is_open):
-            return False
+            return
         self._store.open()
         self._load()
-        return True
 
     def _load(self) -> None:
         """Go on from what the store holds."""
@@ -79,11 +76,13 @@ class ServerAccount:
             found = self._store.load()
             self.ledger = self._store.ledger(self.training.delta)
             self._begun = False
-            self.checkpoint = found
             if found is not None:
-                self.rounds_done = found.round
                 charged = self.ledger.rounds
                 log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
+            if self.training.checkpoint_dir is not None:
+                self.checkpoint = found
+                self.rounds_done = found.round if found else 0
+                self.state = dict(found.state) if found else {}
             self._join_budget()
         except BaseException:
             self.close()
@@ -157,16 +156,16 @@ class ServerAccount:
         if self._budget is not None:
             self._budget.reserve()
 
-    def save(self, arrays: Mapping[str, bytes], state: Mapping[str, Vector]) -> None:
-        """Write w of the round just published, if it is due.
+    def save(self, arrays: Mapping[str, bytes]) -> None:
+        """Keep w of the round just published, on the disk if it is due.
 
         Args:
             arrays: w as named serialised arrays.
-            state: what the next round needs besides w.
         """
+        self.checkpoint = Checkpoint(self.rounds_done, dict(arrays), dict(self.state))
         due = self.rounds_done % self.training.checkpoint_every == 0
         if due or self.rounds_done == self.last_round:
-            self._store.save(self.rounds_done, arrays, state)
+            self._store.save(self.rounds_done, arrays, self.state)
 
     # --- what was released before the first round
 
@@ -362,8 +361,7 @@ class ServerAccount:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        head = self._headline()
-        return head.epsilon, head.in_one_line()
+        return _in_one_line(self._headline())
 
     def _headline(self) -> Headline:
         unit = "node" if "node" in self._store.caveats.values() else "user"
@@ -527,6 +525,11 @@ def _headline_of_plan(
     pooled = stated.pooled_epsilon()
     exchanged = stated.pooled_epsilon("replace-one")
     return replace(head, pooled=pooled, pooled_replace_one=exchanged)
+
+
+@functools.lru_cache(maxsize=64)
+def _in_one_line(head: Headline) -> tuple[float, str]:
+    return head.epsilon, head.in_one_line()
 
 
 @functools.lru_cache(maxsize=64)

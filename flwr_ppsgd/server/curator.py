@@ -34,8 +34,9 @@ log = logging.getLogger("flwr.ppsgd")
 
 Look: TypeAlias = Callable[[], Online]  # tells who is online
 
-ITERATES = "iterates"  # in the state beside w
-VARIANCE = "variance"
+# in the state beside w:
+ITERATES = "iterates"  # Σ_{t<n} w_t, or over the second half of the rounds
+VARIANCE = "variance"  # ν
 ROOM_FOR_NAMES = 1 << 16  # bytes, of the names of arrays
 
 
@@ -55,29 +56,6 @@ class Curator:
         self.enrolment = Enrolment(training.nodes, training.enrolled, self.account.note_problem)
         self._sum: OpenSum | None = None
         self._useless = 0  # sums in a row in which nobody could be used
-        self._iterates: Vector | None = None  # Σ_{t<n} w_t, or over the second half of the rounds
-        self._variance = np.zeros(1)  # ν
-        self._load_state()
-
-    def reopen(self) -> bool:
-        """Go on after ``account.close``, as after a restart; whether that was needed."""
-        reopened = self.account.reopen()
-        if reopened:
-            self._load_state()
-        return reopened
-
-    def _load_state(self) -> None:
-        found = self.account.checkpoint
-        if found is not None:
-            self._iterates = found.state.get(ITERATES)
-            self._variance = found.state.get(VARIANCE, self._variance)
-
-    def save(self, arrays: Mapping[str, bytes]) -> None:
-        """Keep w of the round just published, and what the next round needs besides."""
-        state = {} if self.account.training.recipe is None else {VARIANCE: self._variance}
-        if self._iterates is not None:
-            state[ITERATES] = self._iterates
-        self.account.save(arrays, state)
 
     # --- one sum: asked for, taken, charged, published
 
@@ -105,7 +83,7 @@ class Curator:
             nbytes: the size of w, for which there must be room.
             run: the number of Flower's run.
         """
-        self.reopen()
+        self.account.reopen()
         training = self.account.training
         state = 16 * request.length if self.averages or training.recipe else 0  # the mean of w, ν
         self.account.reserve(nbytes + state + ROOM_FOR_NAMES)
@@ -182,7 +160,7 @@ class Curator:
             self.account.note_sum(request.what, prior if noisy is None else noisy)
             return w, {}
         if training.average:
-            self._iterates = w.copy() if self._iterates is None else self._iterates + w
+            self._add_to_mean(w)
         self.account.rounds_done = request.round
         released: dict[str, float] = {}
         if noisy is not None and training.steps.publishes:
@@ -210,13 +188,17 @@ class Curator:
             step = self._recipe_step(training.recipe, total, columns)
         moved = server_step(w, total, training.release, step)
         if self._averages_half and 2 * self.account.rounds_done > self.account.planned_rounds:
-            self._iterates = moved if self._iterates is None else self._iterates + moved
+            self._add_to_mean(moved)
         if training.metrics is None:
             return moved, {}
         # the noise of a secure sum is that of all clients in it
         z = training.release.usual_noise_std / training.release.clip_norm
         added = replace(training.release, aggregation=None, noise_multiplier=z)
         return moved, training.metrics.decode(noisy[len(w) :], added)
+
+    def _add_to_mean(self, w: Vector) -> None:
+        state = self.account.state
+        state[ITERATES] = state[ITERATES] + w if ITERATES in state else w.copy()
 
     def _recipe_step(self, recipe: Recipe, total: Vector, columns: int) -> float | Vector:
         """C·g: users sent −solution/C, and the server adds g times their noisy mean to w."""
@@ -225,7 +207,8 @@ class Curator:
         mean = (-values.size / release.denominator) * total.reshape(columns, -1)
         sigma = values.size * release.usual_noise_std / release.denominator
         gain = server_gain(mean, sigma, shares_of_columns(recipe, values, columns))
-        self._variance = published_variance(self._variance, gain, sigma)
+        variance = self.account.state.get(VARIANCE, np.zeros(1))
+        self.account.state[VARIANCE] = published_variance(variance, gain, sigma)
         if len(gain) == 1:
             return values.size * float(gain[0])
         return values.size * np.repeat(gain, mean.shape[1])
@@ -326,9 +309,10 @@ class Curator:
 
         Of Poisson cohorts w is a mean over T/2 rounds.
         """
+        variance = self.account.state.get(VARIANCE, np.zeros(1))
         if not self._averages_half:
-            return self._variance
-        return self._variance * 2 / max(1, self.account.planned_rounds)
+            return variance
+        return variance * 2 / max(1, self.account.planned_rounds)
 
     @property
     def averages(self) -> bool:
@@ -337,12 +321,13 @@ class Curator:
 
     def mean_of_rounds(self, w: Vector) -> Vector:
         """The mean that is published in place of ``w``, if there is one; before round 1 ``w``."""
-        if self._iterates is None:
+        total = self.account.state.get(ITERATES)
+        if total is None:
             return w
         rounds = self.account.rounds_done
         if self._averages_half:
             rounds -= self.account.planned_rounds // 2
-        return self._iterates / rounds
+        return total / rounds
 
     # --- who is asked besides
 

@@ -242,17 +242,16 @@ class PPSGD(CuratedStrategy, Strategy):
         self._nbytes = 0  # the size of its serialised arrays
         self._asked: list[Metadata] = []
         self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
-        self._latest: ArrayRecord | None = None  # w of the last round
 
     @property
     def release(self) -> Release:
         """What is published in a round."""
-        return self.training.release
+        return self._account.training.release
 
     @property
     def steps(self) -> Steps:
         """How far w and θ move."""
-        return self.training.steps
+        return self._account.training.steps
 
     def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
         """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
@@ -283,7 +282,7 @@ class PPSGD(CuratedStrategy, Strategy):
         """Log the settings that make up the promise."""
         refuse_dp_strategy("PPSGD")
         log.info("\t├──> %s", self.release)
-        if self.training.recipe is None:
+        if self._account.training.recipe is None:
             log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
         log.info("\t└──> %s", self._account.where_facts_are())
 
@@ -319,7 +318,7 @@ class PPSGD(CuratedStrategy, Strategy):
                 true, the training ends there. Flower's strategies have it from 1.43 on.
             on_round: called with the round and the result so far, at the moments of evaluate_fn.
         """
-        timeout = self.training.round_timeout if timeout is None else timeout
+        timeout = self._account.training.round_timeout if timeout is None else timeout
         train_config = _checked_config(train_config)
         evaluate_config = _checked_config(evaluate_config)
         self._check_arrays(initial_arrays)
@@ -372,8 +371,6 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _plan(self, num_rounds: int | None) -> tuple[int, int]:
         """The round to go on from, and the last one that the budget pays for."""
-        if self._curator.reopen():
-            self._latest = None
         rounds = self._account.plan(num_rounds, FLOWER_ROUNDS)
         first = self.rounds_done
         if num_rounds and num_rounds <= first:
@@ -387,16 +384,15 @@ class PPSGD(CuratedStrategy, Strategy):
     def _first_arrays(self, initial: ArrayRecord) -> ArrayRecord:
         """The w to go on from: that of the last round, if there was one and it has this form."""
         found = self._account.checkpoint
-        if self._latest is None and found is not None:
-            self._latest = record_from(found.arrays)
-        if self._latest is None:
+        if found is None:
             return initial
-        refuse_other_model(self._layout_of(self._latest), self._layout_of(initial))
-        return self._latest
+        latest = record_from(found.arrays)
+        refuse_other_model(self._layout_of(latest), self._layout_of(initial))
+        return latest
 
     def _check_clients(self, grid: Grid, timeout: float) -> None:
         """Ask a few clients whether they would obey an Order: no data are read, nothing charged."""
-        if self.training.replies == "parameters":
+        if self._account.training.replies == "parameters":
             return
         nodes = self._curator.everybody(lambda: present_in(grid))[:ENOUGH_ASKED]
         order = self._curator.order(self._curator.request(self.rounds_done))
@@ -408,7 +404,7 @@ class PPSGD(CuratedStrategy, Strategy):
     def _run_round(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
     ) -> None:
-        if self.training.secure:
+        if self._account.training.secure:
             refuse_dp_strategy("PPSGD")
             self._note_sent(result.arrays)
             request = self._curator.request(round_, len(self._w))
@@ -424,7 +420,7 @@ class PPSGD(CuratedStrategy, Strategy):
         self, request: SumRequest, grid: Grid, config: ConfigRecord, timeout: float
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Ask for a sum and publish it: one exchange if it is plain, four if it is secure."""
-        run = grid.run.run_id if self.training.secure else 0
+        run = grid.run.run_id if self._account.training.secure else 0
         opened = self._curator.open_sum(request, lambda: present_in(grid), self._nbytes, run)
         for stage, payloads in self._curator.exchanges(opened):
             messages = self._exchange_messages(request, stage, payloads, config, grid)
@@ -455,7 +451,7 @@ class PPSGD(CuratedStrategy, Strategy):
 
         Nodes that have answered the last evaluation have it already.
         """
-        if self.training.recipe is None:
+        if self._account.training.recipe is None:
             return
         everybody = self._curator.everybody(lambda: present_in(grid))
         nodes = [node for node in everybody if node not in self._delivered]
@@ -472,7 +468,7 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> list[Message]:
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
         refuse_dp_strategy("PPSGD")
-        if self.training.secure:
+        if self._account.training.secure:
             raise ValueError(
                 "a secure sum takes four exchanges per round, and configure_train is one: call "
                 "start, which runs them, or leave out aggregation"
@@ -501,7 +497,7 @@ class PPSGD(CuratedStrategy, Strategy):
             return []
         arrays = self.averaged(arrays)
         config = _checked_config(config)
-        if self.training.replies == "parameters":
+        if self._account.training.replies == "parameters":
             content = parameter_content("evaluate", arrays, config, server_round)
         else:
             last = server_round == self._account.last_round
@@ -528,7 +524,9 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _layout_of(self, arrays: ArrayRecord) -> Layout:
         """Names and shapes of w; of clients that return parameters, without their buffers."""
-        return Layout.of(arrays, is_buffer if self.training.replies == "parameters" else None)
+        return Layout.of(
+            arrays, is_buffer if self._account.training.replies == "parameters" else None
+        )
 
     def _note_sent(self, arrays: ArrayRecord) -> None:
         """Remember the w that goes out, by which replies are read."""
@@ -544,8 +542,7 @@ class PPSGD(CuratedStrategy, Strategy):
         if w is not self._w:
             arrays = self._layout.unflatten(w, like=arrays)
         if opened.request.round:
-            self._curator.save(bytes_of(arrays))
-            self._latest = arrays
+            self._account.save(bytes_of(arrays))
         return arrays, MetricRecord({**released})
 
     def _signed_content(
@@ -585,7 +582,7 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> list[Message]:
         """One message to each node of an exchange; those who get the same share its content."""
         contents: dict[bytes, RecordDict] = {}
-        if self.training.replies == "parameters":
+        if self._account.training.replies == "parameters":
             content = parameter_content("fit", self._arrays, config, request.round)
             contents[b""] = content
         else:
@@ -624,11 +621,11 @@ class PPSGD(CuratedStrategy, Strategy):
         content = reply.content
         if stage:
             return secure_message_in(content, stage, request.size)
-        if not self.training.steps.publishes:
+        if not self._account.training.steps.publishes:
             return np.zeros(0)  # at α = 0 a client has nothing to say
         if not request.round:
             return vector_in(content, GRADIENT, answer_layout(request.length))
-        if self.training.replies == "parameters":
+        if self._account.training.replies == "parameters":
             named = with_named_arrays(content, self._arrays)
             return cast(Vector, self._w - vector_in(named, ARRAYS, self._layout))
         gradient = vector_in(content, GRADIENT, self._layout)

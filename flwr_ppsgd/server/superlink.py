@@ -60,7 +60,8 @@ def ask(
         timeout: in seconds.
         size: of w, in bytes; a reply may inflate to a few times that.
     """
-    if not _is_remote(grid):
+    # Flower's grid over HTTP is known by its name: importing it takes long
+    if not any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__):
         return grid.send_and_receive(messages, timeout=timeout)
     return _fetch_replies(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
 
@@ -100,11 +101,6 @@ def last_line(reason: str) -> str:
     """The last line of an error that comes with a traceback, as Ray's do, without colours."""
     lines = [line.strip() for line in COLOURS.sub("", reason).splitlines() if line.strip()]
     return lines[-1].removesuffix("'>") if len(lines) > 1 else reason
-
-
-def _is_remote(grid: Grid) -> bool:
-    """Whether this is Flower's grid over HTTP, by its name: importing it takes long."""
-    return any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__)
 
 
 def _fetch_replies(

@@ -160,11 +160,6 @@ def test_measures_need_a_positive_bound(bounds: dict[str, float]) -> None:
         PrivateMetrics(bounds)
 
 
-def test_ordinary_clients_know_nothing_of_private_measures() -> None:
-    with pytest.raises(ValueError, match="replies='gradient'"):
-        strategy(metrics=LOSS, replies="parameters")
-
-
 def test_a_reply_with_measures_for_a_server_that_wants_none_is_only_its_gradient() -> None:
     ppsgd, on = strategy(), grid()
     (message, *_) = opened(ppsgd, on)
