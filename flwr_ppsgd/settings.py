@@ -110,8 +110,8 @@ class Settings:
             self._check_automatic()
         else:
             self._check_paper()
-        published = {"release": self._release(0.0), "steps": self.steps()}
-        Training.of(**published, **self._server_arguments())
+        server = self._server_arguments()
+        Training.of(release=self._release(0.0), steps=self.steps(), **server)
 
     def _check_paper(self) -> None:
         for name in NEEDED_BY_PAPER:

@@ -272,14 +272,14 @@ class ServerAccount:
         if affordable is not None:
             self._affordable = affordable
             paid = self.rounds_done + max(0, affordable - charged)
-            paid_by[f"max_epsilon={self.training.max_epsilon:g}"] = paid
+            paid_by[f"max_epsilon={self.training.max_epsilon:g} pays for"] = paid
         if self._budget is not None:
             room = self._budget.affords(release, self._releases_before())
-            paid_by[f"in {self._budget.directory}"] = self.rounds_done + room
+            paid_by[f"in {self._budget.directory} has room for"] = self.rounds_done + room
         for budget, paid in paid_by.items():
             if paid < rounds:
                 log.warning(
-                    "The budget %s pays for %d of %d rounds: the run ends there. For all of them "
+                    "The budget %s %d of %d rounds: the run ends there. For all of them "
                     "raise noise_multiplier (now %g), sample fewer users, or allow a larger "
                     "epsilon.",
                     *(budget, paid, rounds, release.noise_multiplier),

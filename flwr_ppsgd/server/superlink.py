@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
-CHECK_SECONDS = 120.0  # to wait for the answers to a check
+CHECK_SECONDS = 120.0  # to wait for remote nodes' answers to a check
 REFUSALS = ("refused-", "node-config")  # in the codes with which our clients refuse
 MALFORMED = 2  # Flower's code for a client that raised
 NOT_RUN = 0  # its code for a client that it could not run
@@ -60,8 +60,7 @@ def ask(
         timeout: in seconds.
         size: of w, in bytes; a reply may inflate to a few times that.
     """
-    # Flower's grid over HTTP is known by its name: importing it takes long
-    if not any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__):
+    if not _is_remote(grid):
         return grid.send_and_receive(messages, timeout=timeout)
     return _fetch_replies(grid, messages, timeout, TIMES_W * size + SPARE_BYTES)
 
@@ -86,7 +85,9 @@ def refusals_of(
         timeout: in seconds.
         size: of w, in bytes.
     """
-    replies = list(ask(grid, messages, min(timeout, CHECK_SECONDS), size))
+    if _is_remote(grid):  # in a simulation nobody is offline, but Ray may start slowly
+        timeout = min(timeout, CHECK_SECONDS)
+    replies = list(ask(grid, messages, timeout, size))
     refused = []
     for error in (reply.error for reply in replies if reply.has_error()):
         if error.code == NOT_RUN or any(word in str(error.reason) for word in REFUSALS):
@@ -94,13 +95,18 @@ def refusals_of(
     if len(refused) < len(replies):
         return []
     silent = len(messages) - len(replies)
-    return refused + [f"no answer within {CHECK_SECONDS:g} s"] * silent
+    return refused + [f"no answer within {timeout:g} s"] * silent
 
 
 def last_line(reason: str) -> str:
     """The last line of an error that comes with a traceback, as Ray's do, without colours."""
     lines = [line.strip() for line in COLOURS.sub("", reason).splitlines() if line.strip()]
     return lines[-1].removesuffix("'>") if len(lines) > 1 else reason
+
+
+def _is_remote(grid: Grid) -> bool:
+    """Whether this is Flower's grid over HTTP, by its name: importing it takes long."""
+    return any(kind.__name__ == "HttpGrid" for kind in type(grid).__mro__)
 
 
 def _fetch_replies(
