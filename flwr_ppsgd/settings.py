@@ -110,8 +110,8 @@ class Settings:
             self._check_automatic()
         else:
             self._check_paper()
-        server = self._server_arguments()
-        Training.of(release=self._release(0.0), steps=self.steps(), **server)
+        release = self._release(self.noise_multiplier or 0.0)
+        Training.of(release=release, steps=self.steps(), **self._server_arguments())
 
     def _check_paper(self) -> None:
         for name in NEEDED_BY_PAPER:

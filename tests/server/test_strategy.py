@@ -207,15 +207,6 @@ def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
     ]
 
 
-def test_the_order_says_whether_minibatches_are_summed() -> None:
-    for total_batch, reduction in ((None, "mean"), (70, "sum")):
-        r = Release(Poisson(5, 1.0), 1.0, 0.0, total_batch)
-        (message, *_) = opened(strategy(release=r), grid())
-        order = message.content[ORDER]
-        assert order["reduction"] == reduction
-        assert "visit" not in order
-
-
 def test_layers_keep_their_names_shapes_and_dtypes() -> None:
     arrays = ArrayRecord({"a": Array(np.zeros((2, 2), dtype=np.float32)), "b": Array(np.zeros(2))})
     result = strategy(release=release(z=1.0)).start(grid(), arrays, num_rounds=2)
