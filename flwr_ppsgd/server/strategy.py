@@ -33,12 +33,12 @@ from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.replies import (
+    ParameterClients,
     answer_layout,
     answered_node,
     finite_measures,
     mean_of,
     measures_in,
-    parameter_content,
     refuse_other_model,
     secure_message_in,
     vector_in,
@@ -236,6 +236,7 @@ class PPSGD(CuratedStrategy, Strategy):
         )
         self._curator = Curator(training)
         self._account = self._curator.account
+        self._parameter_clients = ParameterClients()
         self._arrays = ArrayRecord()  # w as it was sent last
         self._layout = Layout((), (), ())  # its names and shapes
         self._w: Vector = np.zeros(0)  # the same as one vector
@@ -498,7 +499,7 @@ class PPSGD(CuratedStrategy, Strategy):
         arrays = self.averaged(arrays)
         config = _checked_config(config)
         if self._account.training.replies == "parameters":
-            content = parameter_content("evaluate", arrays, config, server_round)
+            content = self._parameter_clients.content("evaluate", arrays, config, server_round)
         else:
             last = server_round == self._account.last_round
             order = self._curator.evaluation_order(server_round, last=last)
@@ -514,6 +515,8 @@ class PPSGD(CuratedStrategy, Strategy):
         good = [reply for reply in answered if reply.has_content()]
         failures = [str(reply.error.reason) for reply in answered if reply.has_error()]
         self._account.note_failed_evaluations(server_round, failures, len(good))
+        for reply in answered:
+            self._parameter_clients.note_kind(reply)
         if server_round == self._account.last_round:
             self._delivered = {reply.metadata.src_node_id for reply in good}
         records = [measures_in(reply.content) for reply in good]
@@ -583,7 +586,7 @@ class PPSGD(CuratedStrategy, Strategy):
         """One message to each node of an exchange; those who get the same share its content."""
         contents: dict[bytes, RecordDict] = {}
         if self._account.training.replies == "parameters":
-            content = parameter_content("fit", self._arrays, config, request.round)
+            content = self._parameter_clients.content("fit", self._arrays, config, request.round)
             contents[b""] = content
         else:
             order = self._curator.order(request, stage)
@@ -615,17 +618,20 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
+        training = self._account.training
+        if training.replies == "parameters":
+            self._parameter_clients.note_kind(reply)
         if reply.has_error():
             detail = f"error {reply.error.code}: {last_line(str(reply.error.reason))}"
             raise UnusableError("client error", detail)
         content = reply.content
         if stage:
             return secure_message_in(content, stage, request.size)
-        if not self._account.training.steps.publishes:
+        if not training.steps.publishes:
             return np.zeros(0)  # at α = 0 a client has nothing to say
         if not request.round:
             return vector_in(content, GRADIENT, answer_layout(request.length))
-        if self._account.training.replies == "parameters":
+        if training.replies == "parameters":
             named = with_named_arrays(content, self._arrays)
             return cast(Vector, self._w - vector_in(named, ARRAYS, self._layout))
         gradient = vector_in(content, GRADIENT, self._layout)
