@@ -100,6 +100,11 @@ class RawTable:
             where = f" in row {row}" if self.lines is None else f" in line {self.lines.line(row)}"
         return ValueError(f"{self.source}: {what}{where}: {remedy}")
 
+    def refuse_first(self, wrong: NDArray[np.bool_], what: str, remedy: str) -> None:
+        """``refuse`` with the first row that is wrong, if there is one."""
+        if wrong.any():
+            raise self.refuse(what, remedy, int(np.argmax(wrong)))
+
 
 def missing_name(name: str, there: Iterable[Any], what: str) -> str:
     """A line that names what there is, and the nearest of it."""

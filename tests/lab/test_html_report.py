@@ -2,7 +2,6 @@
 one line."""
 
 import base64
-import gzip
 import json
 import re
 import sys
@@ -142,11 +141,7 @@ def test_the_page_holds_all_that_it_shows(swept: Path) -> None:
         assert (kind, base64.b64decode(data)[:4]) == ("data:image/png;base64", b"\x89PNG")
         assert len(image["alt"]) > 40
     addresses = [attributes["href"] for attributes in page.attributes("a")]
-    assert addresses[0] == "rows.jsonl"
-    assert (
-        gzip.decompress(base64.b64decode(addresses[1].split(",")[1]))
-        == (swept / "rows.jsonl").read_bytes()
-    )
+    assert addresses == ["rows.jsonl"]
     assert not {"script", "link", "iframe"} & {tag for tag, _ in page.seen}
     text = re.sub(
         r"base64,[A-Za-z0-9+/=]*", "", (swept / "report.html").read_text(encoding="utf-8")
@@ -207,10 +202,6 @@ def broken_privacy(directory: Path) -> None:
     (run_in(directory) / "privacy.json").write_text("{}")
 
 
-def broken_picture(directory: Path) -> None:
-    (run_in(directory) / "learning.png").write_bytes(b"GIF89a")
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -218,7 +209,6 @@ def broken_picture(directory: Path) -> None:
         (only_config, "there: no setting is finished yet: run ppsgd sweep"),
         (broken_rows, "there/rows.jsonl: not the rows of a sweep"),
         (broken_privacy, "there: not the directory of a run"),
-        (broken_picture, "there/learning.png: not a PNG picture"),
     ],
 )
 def test_a_directory_that_cannot_be_reported_is_one_line(
