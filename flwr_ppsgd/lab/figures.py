@@ -100,16 +100,7 @@ WAYS: dict[str, tuple[str, Look]] = {
     GLOBAL: ("global (α = ∞)", {"color": "black", "ls": "--", "marker": "s"}),
     LOCAL: ("local (α = 0)", {"color": "black", "ls": "-", "marker": "o"}),
 }
-NUMBERS = {  # columns of a figure's CSV, and what they are called in a frame
-    "noise-multiplier": "level",
-    "round": "round",
-    "epsilon": "epsilon",
-    "value": "value",
-    "standard error": "error",
-    "seeds": "seeds",
-    "step": "step",
-    "clip-norm": "clip-norm",
-}
+NUMBERS = ["level", "round", "epsilon", "value", "error", "seeds", "step", "clip-norm"]
 
 
 # --- axes
@@ -198,15 +189,18 @@ def _short_epsilon(epsilon: float) -> str:
 def draw_run(directory: Path) -> None:
     """The pictures of a run: its users if they were told apart, and its learning curve."""
     rows = [row for row in read_run(directory).rows if row.measures]
-    people = read_people(directory)
-    if people is not None and rows:
-        draw_people(directory, rows[-1], people)
-    if not rows or (people is not None and len(rows) < 2):
+    if not rows:
         return
-    ratio = read_config(directory).get("alpha-q")
+    people = read_people(directory)
     label = "solved"
-    if not people and ratio is not None:
-        label = f"αQ = {ratio:g}".replace("inf", "∞")
+    if people:
+        draw_people(directory, rows[-1], people)
+        if len(rows) < 2:
+            return
+    else:
+        ratio = read_config(directory).get("alpha-q")
+        if ratio is not None:
+            label = f"αQ = {ratio:g}".replace("inf", "∞")
     title = f"Personalized-Private-SGD, {label}"
     measure = measure_of(rows[0].measures)
     learning_curves({label: rows}, measure, directory / PICTURE, title, OUTSIDE)
@@ -377,7 +371,8 @@ def styles(values: Sequence[float]) -> dict[float, Look]:
 
 def _csv_rows(curve: pd.DataFrame, label: str) -> pd.DataFrame:
     """The points of a curve, as rows of a figure's CSV."""
-    chosen = curve[list(NUMBERS.values())].set_axis(list(NUMBERS), axis=1)
+    named = {"level": "noise-multiplier", "error": summary.ERROR}
+    chosen = curve[NUMBERS].rename(columns=named)
     chosen.insert(0, "curve", label)
     return chosen
 

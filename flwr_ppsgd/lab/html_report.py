@@ -198,7 +198,7 @@ def _run_context(directory: Path, config: Mapping[str, Any]) -> Context:
         records.append({**row.measures, **cost, "round": row.round})
     rows = pd.DataFrame(records)
     return {
-        "results": _run_lines(run.last_measures(), read_people(directory) or {}),
+        "results": _run_lines(run.last_measures(), read_people(directory)),
         "pictures": [_picture(path, OF_A_RUN) for path in paths if path.exists()],
         "lead": f"{run.rounds_trained} rounds of Personalized-Private-SGD. {_who(config)}.",
         "guarantee": run.statement,

@@ -176,12 +176,12 @@ def write_predictions(path: Path, predictions: "pd.DataFrame") -> None:
         file.write(text.encode())
 
 
-def read_people(directory: Path) -> dict[str, list[Any]] | None:
-    """The columns of the users' file of a run; None if there is none."""
+def read_people(directory: Path) -> dict[str, list[Any]]:
+    """The columns of the users' file of a run; empty if there is none."""
     from pyarrow import parquet
 
     if not (directory / USERS).exists():
-        return None
+        return {}
     found: dict[str, list[Any]] = parquet.read_table(directory / USERS).to_pydict()
     return found
 
@@ -297,10 +297,6 @@ def finished_rows(directory: Path) -> list[SweepRow]:
     if not rows:
         raise ValueError(
             f"{directory}: no setting is finished yet: run ppsgd sweep --out {directory}"
-        )
-    if not any(row.measures for row in rows):
-        raise ValueError(
-            f"{directory / ROWS}: not the rows of a sweep (nothing is measured): restore the file"
         )
     return rows
 

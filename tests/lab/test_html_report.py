@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -193,11 +192,6 @@ def only_config(directory: Path) -> None:
     (directory / "config.toml").write_text("rounds = 1")
 
 
-def broken_rows(directory: Path) -> None:
-    row = replace(ROWS[0], measures={}).to_json()
-    (sweep_in(directory) / "rows.jsonl").write_text(json.dumps(row) + "\n")
-
-
 def broken_privacy(directory: Path) -> None:
     (run_in(directory) / "privacy.json").write_text("{}")
 
@@ -207,7 +201,6 @@ def broken_privacy(directory: Path) -> None:
     [
         (lambda _: None, "there/config.toml: cannot be read"),
         (only_config, "there: no setting is finished yet: run ppsgd sweep"),
-        (broken_rows, "there/rows.jsonl: not the rows of a sweep"),
         (broken_privacy, "there: not the directory of a run"),
     ],
 )

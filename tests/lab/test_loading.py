@@ -361,11 +361,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     refused(tmp_path / "broken.parquet", "cannot be read as parquet")
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    refused(csv(tmp_path, RATINGS), "'pandas'", "pip install 'flwr-ppsgd[lab]'")
-
-
 SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "an index": (
         ",user,a,y\n0,1,2,0\n1,1,7,1\n2,2,5,1\n",
