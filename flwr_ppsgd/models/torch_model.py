@@ -397,7 +397,7 @@ class HeadedNetwork(nn.Module):
 
     def __init__(self, network: nn.Module, head: Tensor) -> None:
         super().__init__()
-        self.head = nn.utils.skip_init(nn.Linear, *head.shape, bias=False)
+        self.head = nn.utils.skip_init(nn.Linear, *head.shape, bias=False)  # type: ignore[no-untyped-call]
         self.network = network
         first = next(network.parameters(), torch.zeros(0))
         self.head.weight = nn.Parameter(head.T.contiguous().to(first))
