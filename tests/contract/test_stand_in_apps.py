@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
+from flwr_ppsgd.lab import flwr_run
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.paths import ROOT
 from tests.support.recipes import CONFIG, apply_page, change, imported, write_app
@@ -28,15 +28,7 @@ BACK_TO_FEDAVG = {
 }
 QUICKSTARTS = ROOT.parent / "shared" / "apps"
 WRITERS = ROOT.parent / "shared" / "data" / "mnist_writer.npz"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small networks are several times slower on threads that share busy cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(app: Path, nodes: int) -> None:
@@ -66,9 +58,12 @@ def test_the_apps_run_as_they_are(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_the_pages_lines_they_train_and_state_their_guarantee(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing else changes: what the app saved before, it saves now, and it loads again."""
+    """Nothing else changes: the app's own evaluation, and what it saves, which loads again."""
     caplog.set_level(logging.INFO, logger="flwr")
     app = write_app(kind, tmp_path / "app")
     apply_page(kind, app)
@@ -76,6 +71,7 @@ def test_with_the_pages_lines_they_train_and_state_their_guarantee(
     assert caplog.text.count(STATEMENT) == 1
     assert set(last_measures(kind, caplog)) == {"accuracy", "local_accuracy", "shared_accuracy"}
     if kind == "message":
+        assert "Central: {'accuracy'" in capsys.readouterr().out
         net = imported(app, "task").Net()
         net.load_state_dict(torch.load(app / "final_model.pt"), strict=True)
 
@@ -92,6 +88,21 @@ def test_going_back_to_fedavg_is_one_line(
     run(app, 5)
     assert STATEMENT not in caplog.text
     assert "accuracy" in caplog.text
+
+
+def test_the_recipe_in_a_real_flower_simulation(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``flwr run`` with Ray; the population is smaller than the recipe's, and nothing else."""
+    app = write_app("message", tmp_path / "app")
+    apply_page("message", app)
+    smaller = "strategy = PPSGD.auto(population=4, epsilon=8, delta=1e-3, evaluate_every=1)"
+    change(app, "server_app", "strategy = PPSGD.auto(", smaller)
+    final = app / "saved.pt"
+    flwr_run.run_app(app, nodes=4, changes=f"final-model='{final}'")
+    shown = capfd.readouterr()
+    assert STATEMENT in shown.out + shown.err
+    imported(app, "task").Net().load_state_dict(torch.load(final), strict=True)
 
 
 @pytest.mark.long
