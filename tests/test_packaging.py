@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -90,7 +89,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     succeed(*pip, "install", "--no-deps", "--no-index", "--quiet", wheel, cwd=directory.parent)
     (packages,) = directory.glob("lib/python*/site-packages")
-    shared = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    shared = [place for place in sys.path if Path(place).name == "site-packages"]
     (packages / "dependencies.pth").write_text("\n".join(shared) + "\n", encoding="utf-8")
     return directory
 
