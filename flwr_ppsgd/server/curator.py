@@ -92,7 +92,9 @@ class Curator:
         seed = training.insecure_seed
         cohort = request.release.cohort
         uniforms = random_stream(seed, "cohort", request.round).uniforms(cohort.population)
-        drawn = self.enrolment.nodes(cohort.members(uniforms).tolist())
+        known = self.enrolment.known
+        places = cohort.members(uniforms).tolist()
+        drawn = [known[place] for place in places if place < len(known)]  # others are free
         asked = [online[node] for node in drawn if node in online]
         offline = len(drawn) - len(asked)
         if training.secure:

@@ -168,10 +168,6 @@ class Enrolment:
                     "them equal"
                 )
 
-    def nodes(self, places: Iterable[int]) -> list[Identity]:
-        """The nodes at these places of the population; a free place is nobody."""
-        return [self.known[place] for place in places if place < len(self.known)]
-
     def refresh(self, look: Callable[[], Online]) -> Mapping[Identity, Identity]:
         """Who is online now, and at which address.
 
