@@ -4,7 +4,7 @@ import functools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -41,17 +41,6 @@ SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 OnRound: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
 
 
-class RunAccount(Protocol):
-    """Whatever can say what a run released and what that guarantees."""
-
-    @property
-    def release(self) -> Release: ...
-    @property
-    def ledger(self) -> Ledger: ...
-    def privacy_statement(self) -> str: ...
-    def privacy_data(self) -> dict[str, object]: ...
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a run leaves behind.
@@ -67,7 +56,7 @@ class Outcome:
     """
 
     experiment: Experiment
-    strategy: RunAccount
+    strategy: "PPSGD | SimulatedAccount"
     w: ArrayRecord
     rows: list[RunRow]
     stopped: bool = False
