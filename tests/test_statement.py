@@ -126,19 +126,6 @@ def test_delta_is_a_slack_and_not_a_probability_of_failure() -> None:
     assert "at most e^epsilon times its probability without them, plus delta" in text
 
 
-@pytest.mark.parametrize(
-    "change", [{"simulation": "A simulation."}, {"insecure_rounds": 1}, {"cost": math.inf}]
-)
-def test_without_a_guarantee_no_number_is_called_epsilon(change: dict[str, Any]) -> None:
-    found = promise(SECURE, headline=head(SECURE, **change))
-    data = found.as_data()
-    assert data["guarantee"] == "none"
-    numbers = {name: value for name, value in data.items() if name.startswith("epsilon")}
-    assert {value for name, value in numbers.items() if name != "epsilon_bound"} == {"infinite"}
-    for text in texts(found):
-        assert text.startswith("NO GUARANTEE")
-
-
 def test_a_plan_that_gets_dearer_after_a_charge_is_a_caveat() -> None:
     """More rounds, less noise, another release: all the same; fewer rounds are none."""
     before = Ledger(DELTA).record(PLAIN, 3)
