@@ -41,16 +41,13 @@ def promise(release: Release, **changes: Any) -> Promise:
     found = Promise(
         headline=head(release),
         release=release,
-        releases=((release, 3),),
+        stated=Ledger(DELTA).record(release, 3),
+        charged=Ledger(DELTA).record(release, 3),
         publishes=True,
         method="exact",
         rdp=1.0,
-        paper_epsilon=1.0,
-        delta_taken_by_cap=0.0,
-        delta_taken_by_cap_replace_one=0.0,
         delta_taken_by_precision=0.0,
         rounds_trained=3,
-        rounds_charged=3,
     )
     return replace(found, **changes)
 
