@@ -263,27 +263,20 @@ class Promise:
                 f"{to_each} {learn} no more about your data than {bound}-differential privacy "
                 "allows, as long as the server follows the protocol"
             )
-        return f"{found}; {self._other_numbers()}{self._weak()}"
-
-    def _other_numbers(self) -> str:
-        head = self.headline
         exchanged = "if one user's data are exchanged for others"
-        found = f"epsilon is {rounded_up(head.replace_one)} {exchanged}."
+        found += f"; epsilon is {rounded_up(head.replace_one)} {exchanged}."
         if head.secure is not None:
             found += (
                 " Against the server and all other users together, who know their own shares of "
                 f"the noise, epsilon is {rounded_up(head.pooled)} "
                 f"({rounded_up(head.pooled_replace_one)} {exchanged})."
             )
+        if head.epsilon > WEAK:
+            found += (
+                f" An epsilon above {WEAK:g} is a weak promise: it lets somebody's odds of "
+                f"guessing right about you change by a factor of more than {math.exp(WEAK):,.0f}."
+            )
         return found
-
-    def _weak(self) -> str:
-        if self.headline.epsilon <= WEAK:
-            return ""
-        return (
-            f" An epsilon above {WEAK:g} is a weak promise: it lets somebody's odds of guessing "
-            f"right about you change by a factor of more than {math.exp(WEAK):,.0f}."
-        )
 
     def _cost_if_deployed(self) -> str:
         """What the same rounds would cost with secret noise, if that is a number."""
@@ -377,7 +370,6 @@ class Promise:
             "delta": head.delta,
             "epsilon": json_number(head.epsilon),
             "epsilon_replace_one": self._epsilon_for_json(head.replace_one),
-            **self._pooled_as_data(),
             "epsilon_rdp": self._epsilon_for_json(self.rdp),
             "epsilon_bound": self.method,
             "deployed_epsilon": json_number(head.cost),
@@ -403,21 +395,14 @@ class Promise:
             "short": self.short(),
             "statement": self.statement(),
         }
+        if head.secure is not None:
+            # all other users pooling, which a secure sum does not cover by its ε
+            exchanged = self._epsilon_for_json(head.pooled_replace_one)
+            data["epsilon_all_others_pooling"] = self._epsilon_for_json(head.pooled)
+            data["epsilon_all_others_pooling_replace_one"] = exchanged
         if head.simulation:
             data["noise"] = SIMULATION_NOISE
         return data
-
-    def _pooled_as_data(self) -> dict[str, float | str]:
-        """ε against all other users pooling, which a secure sum does not cover by its ε."""
-        head = self.headline
-        if head.secure is None:
-            return {}
-        return {
-            "epsilon_all_others_pooling": self._epsilon_for_json(head.pooled),
-            "epsilon_all_others_pooling_replace_one": self._epsilon_for_json(
-                head.pooled_replace_one
-            ),
-        }
 
     def _releases_as_data(self) -> list[dict[str, Any]]:
         before = self.recipe.before if self.recipe is not None else {}
