@@ -190,15 +190,6 @@ def test_an_epsilon_too_small_to_learn_is_said_before_the_first_round(
 
 
 def test_a_training_is_not_resumed_with_another_model(tmp_path: Path) -> None:
-    app = torch_client(network, PERSONAL, loaders)
-    start(app, checkpoint_dir=tmp_path)
-    arrays = shared_arrays(wider(), PERSONAL)
-    words = r"have '0.*' of shape \(4, 3\) and \(5, 3\): continue with the same model"
-    with pytest.raises(ValueError, match=words):
-        start(app, arrays, checkpoint_dir=tmp_path)
-
-
-def test_nor_in_the_legacy_api(tmp_path: Path) -> None:
     def client_fn(context: Context) -> Client:
         train, _ = loaders(context)
         return PPSGDClient(torch_learner(network(), PERSONAL, train), context).to_client()
