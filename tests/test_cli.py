@@ -48,7 +48,7 @@ BAD_FILES = [  # contents, what is named, the rule or remedy
     ("[release]\nclip-norm = 1.0\n", "'release'", "did you mean"),
     (TOML.replace("rate = 1.0", "cohort-size = 7"), "7", "draw fewer or enrol more users"),
     (TOML.replace("rate = 1.0", ""), "rate or cohort-size", "neither is set"),
-    (TOML.replace("delta = 1e-4", ""), "delta must be given", "--set delta=1e-5"),
+    (TOML.replace("delta = 1e-4", ""), "delta must be given", "--delta 1e-5"),
     (TOML.replace("noise-multiplier = 10.0", ""), "noise-multiplier", "neither is set"),
 ]
 
@@ -118,9 +118,8 @@ def test_epsilon_and_delta_have_no_default_and_the_error_shows_the_command(
     command: str, given: tuple[str, ...], missing: str, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.csv").write_text("\n".join(ROWS))
-    typed = (command, *DATA, *given)
-    shown = f"ppsgd {' '.join(typed)} {missing}"
-    check_refused(ppsgd(*typed, where=tmp_path), "no default", shown)
+    typed = (command, *DATA[:6], *given)
+    check_refused(ppsgd(*typed, where=tmp_path), "no default", f"ppsgd … {missing}")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
