@@ -4,7 +4,6 @@ Charges are on the disk before anything is released. The statement follows from 
 """
 
 import functools
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -397,24 +396,19 @@ class ServerAccount:
         return Promise(
             headline=head,
             release=self.training.release,
-            releases=stated.releases,
+            stated=stated,
+            charged=self.ledger,
             publishes=self.training.steps.publishes,
             method=bound.method,
             rdp=by_rdp,
-            paper_epsilon=stated.paper_epsilon(),
-            delta_taken_by_cap=stated.delta_added(),
-            delta_taken_by_cap_replace_one=stated.delta_added("replace-one"),
             delta_taken_by_precision=cut * (1 + math.exp(min(bound.epsilon, 600.0))),
-            delta_taken_by_neighbours=stated.failure,
             rounds_trained=self.rounds_done,
-            rounds_charged=self.ledger.rounds,
             metrics=self.training.metrics,
             recipe=self.training.recipe,
             values=self.values,
             caveats=self._caveat_sentences(),
             evaluated=bool(self._store.notes("evaluation")),
             terms=terms,
-            ledger=json.loads(self.ledger.to_json()),
         )
 
     def epsilon_so_far(self) -> float:
