@@ -42,6 +42,6 @@ def refuse_secagg_workflow(ours: str) -> None:
         raise ValueError(
             f"{ours} inside Flower's {workflow}: nobody could clip a client's vector, rounding and "
             "weights by num_examples would come on top, and the stated epsilon would not hold. Use "
-            "PPSGD(..., aggregation=SecureSum(honest=..., colluding=...)), in which clients bound "
-            "their vectors and add the noise"
+            "PPSGD with Release(..., aggregation=SecureSum(honest, colluding)), in which clients "
+            "bound their vectors and add the noise"
         )

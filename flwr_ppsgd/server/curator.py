@@ -52,8 +52,9 @@ class Curator:
     """
 
     def __init__(self, training: Training) -> None:
+        self.enrolment = Enrolment(training.nodes, training.enrolled)  # before a file is opened
         self.account = ServerAccount(training)
-        self.enrolment = Enrolment(training.nodes, training.enrolled, self.account.note_problem)
+        self.enrolment.tell = self.account.note_problem
         self._sum: OpenSum | None = None
         self._useless = 0  # sums in a row in which nobody could be used
 
