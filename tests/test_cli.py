@@ -258,7 +258,6 @@ BAD_ROWS = [
         "column 'score' does not hold class numbers: use --task regression",
     ),
     ({}, ("--set", "population=100"), "population is 100 and"),
-    ({}, ("--set", "standardise=public.csv"), "public.csv"),
     ({}, ("--data", "flwrlabs"), "flwrlabs"),
 ]
 

@@ -29,7 +29,7 @@ SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
     "Data": "data data-checksum schema schema-checksum users min-train user-column target-column "
     "test-column time-column feature-columns exclude-columns categorical-columns text-columns "
     "encoding impute test-fraction task data-seed features",
-    "Model": "model loss bias scale standardise target-shift representation "
+    "Model": "model loss bias scale target-shift representation "
     "representation-features representation-seed",
     "Measuring": "evaluate-every evaluations select-on validation-fraction baselines "
     "fine-tune-passes fine-tune-steps local-steps drop-exhausted precision",

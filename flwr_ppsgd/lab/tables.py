@@ -101,10 +101,10 @@ class RawTable:
             where = f" in row {row}" if self.lines is None else f" in line {self.lines.line(row)}"
         return ValueError(f"{self.source}: {what}{where}: {remedy}")
 
-    def refuse_first(self, wrong: NDArray[np.bool_], what: str, remedy: str) -> None:
+    def refuse_first(self, wrong: Values, what: str, remedy: str) -> None:
         """``refuse`` with the first row that is wrong, if there is one."""
         if wrong.any():
-            raise self.refuse(what, remedy, int(np.argmax(wrong)))
+            raise self.refuse(what, remedy, int(np.argmax(np.asarray(wrong))))
 
 
 def missing_name(name: str, there: Iterable[Any], what: str) -> str:
