@@ -396,39 +396,6 @@ class Steps:
             return cls(shared=alpha_q * step, personal=step)
         return cls(shared=step, personal=step / alpha_q)
 
-    @classmethod
-    def from_theory(
-        cls,
-        *,
-        alpha: float,
-        denominator: float,
-        rounds: int,
-        smoothness: float,
-        deviation: float,
-        norm: float,
-    ) -> Self:
-        """s_w = αη, s_θ = η/D with η = min(1/(4L_α), ‖z*‖_α/(√n σ_tot))  (Theorems 4.5, 5.2, B.4).
-
-        ``theory.Theorem.steps`` works the arguments out, and has α = ∞ too.
-
-        Args:
-            alpha: α.
-            denominator: D.
-            rounds: n.
-            smoothness: L_α.
-            deviation: σ_tot.
-            norm: ‖z*‖_α.
-        """
-        rule = "smoothness must be positive and finite"
-        require(0 < smoothness < math.inf, rule, smoothness, "give L_α")
-        require(deviation >= 0, "deviation must not be negative", deviation, "give σ_tot")
-        require(norm >= 0, "norm must not be negative", norm, "give ‖z*‖_α")
-        noise = math.sqrt(count("rounds", rounds)) * deviation
-        eta = 1 / (4 * smoothness)
-        if noise > 0:
-            eta = min(eta, norm / noise)
-        return cls.from_paper(eta, alpha, denominator)
-
     @property
     def alpha_q(self) -> float:
         """αQ = s_w / s_θ."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.data_options import DataOptions, names_in
+from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.features import (
     as_numbers,
     as_texts,
@@ -21,6 +21,7 @@ from flwr_ppsgd.lab.features import (
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
 from flwr_ppsgd.lab.schema import CATEGORY, MISSING, OWN_MEAN, ZERO, Schema, Task
 from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_table_file
+from flwr_ppsgd.settings import split_names
 
 MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
 MOST_CLASSES_WITH_GAPS = 20
@@ -70,8 +71,9 @@ def _read_source(
 
     if public.is_public(source):
         return public.read_public(source, options, users)
-    text = {options.user or "user", *names_in(options.categorical), *names_in(options.text)}
     if schema is None:
+        text = [options.user or "user"]
+        text += [*split_names(options.categorical or ""), *split_names(options.text or "")]
         return read_table_file(Path(source), text, options.encoding or "")
     # as text, so that no word in a row changes how other rows are read
     return read_table_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
@@ -83,7 +85,7 @@ def _read_source(
 def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[str, ...], list[str]]:
     """A schema found by looking at everybody's rows; what was looked for; notes."""
     user = options.user or "user"
-    targets = tuple(names_in(options.target) or ["y"])
+    targets = tuple(split_names(options.target or "") or ["y"])
     test = options.test or ""
     time = options.time or ""
     notes = []
@@ -326,7 +328,9 @@ def group_by_user(
         y = y[order]
     if rows["gap"].any():
         x = _fill_gaps(x, rows["user"].to_numpy(), ~test, schema.missing)
-    shape = schema.picture.shape if schema.picture else next(iter(table.shapes.values()), ())
+    shape = next(iter(table.shapes.values()), ())
+    if schema.picture:
+        shape = schema.picture.shape
     return PerUser(
         source=table.source,
         x=x,
@@ -400,7 +404,9 @@ def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]
         )
     if sparse.issparse(found):
         return found, np.ones(found.shape[0], dtype=np.bool_)
-    allowed = np.isin(found, (0, 1)) if schema.task == "multi-label" else np.isfinite(found)
+    allowed = np.isfinite(found)
+    if schema.task == "multi-label":
+        allowed = np.isin(found, (0, 1))
     readable = np.asarray(allowed.all(axis=1))
     amounts = np.where(readable[:, None], found, 0.0)
     if schema.task == "multi-label":
@@ -468,8 +474,8 @@ def _refuse_rows(table: RawTable, schema: Schema, rows: Values) -> None:
     table.refuse_first(~rows["readable"], kinds[schema.task], remedy)
     unknown = rows["time"].isna()
     if unknown.any():
-        shown = str(np.asarray(table.columns[schema.time])[unknown][0])
-        what = f"column {schema.time!r} is not a time ({shown!r})"
+        values = np.asarray(table.columns[schema.time])[unknown]
+        what = f"column {schema.time!r} is not a time ({str(values[0])!r})"
         table.refuse_first(unknown, what, "write 2024-01-31 or a number")
     what = f"column {schema.test!r} is neither 0 nor 1"
     table.refuse_first(rows["test"] < 0, what, "1 marks the rows of the test part")
@@ -543,7 +549,9 @@ def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: st
     columns = np.flatnonzero(gaps.any(axis=0))
     filled = np.where(gaps, 0.0, x)
     if missing == OWN_MEAN:
-        there = pandas.DataFrame(np.where(gaps, np.nan, x)[:, columns])
-        own_means = there[trained].groupby(user[trained]).mean().reindex(user).fillna(0.0)
-        filled[:, columns] += np.where(gaps[:, columns], own_means, 0.0)
+        x = np.where(gaps, np.nan, x)
+        known = pandas.DataFrame(x[trained][:, columns])
+        means = known.groupby(user[trained]).mean().fillna(0.0)
+        of_rows = means.reindex(user, fill_value=0.0).to_numpy()
+        filled[:, columns] += gaps[:, columns] * of_rows
     return filled

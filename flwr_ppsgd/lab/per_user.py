@@ -162,7 +162,8 @@ class PerUser:
     @property
     def all_kinds(self) -> tuple[str, ...]:
         """The kind of each feature; a bias is used as it is."""
-        return (*(self.kinds or ("as-is",) * self.width), *("as-is",) * self.bias)
+        kinds = self.kinds or ("as-is",) * self.width
+        return (*kinds, "as-is") if self.bias else kinds
 
     @property
     def is_sparse(self) -> bool:
@@ -185,9 +186,13 @@ class PerUser:
             raise ValueError(
                 f"{self.source}: there is no user number {user}: they go from 0 to {len(self) - 1}"
             )
-        start = int(self.offsets[user])
-        stop = int(self.offsets[user + 1])
-        return start + np.flatnonzero(self._part(test)[start:stop])
+        span = self.span(user)
+        chosen = np.flatnonzero(self._part(test)[span])
+        return chosen + int(span.start)
+
+    def span(self, user: int) -> slice:
+        """All rows of one user."""
+        return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
 
     def matrix(self, rows: Indices) -> Matrix:
         """What a model sees of these rows: dense, float64."""
@@ -288,7 +293,8 @@ class PerUser:
 
     def only(self, users: Sequence[int] | Indices) -> "PerUser":
         """These users alone, renumbered in this order."""
-        spans = [np.arange(self.offsets[user], self.offsets[user + 1]) for user in users]
+        every = np.arange(len(self.test))
+        spans = [every[self.span(int(user))] for user in users]
         rows = np.concatenate(spans)
         sizes = [len(span) for span in spans]
         return replace(
@@ -378,7 +384,8 @@ class PerUser:
         if self.own is None:
             return found
         user = np.searchsorted(self.offsets, rows, side="right") - 1
-        back: Matrix = found * self.own.unit[user][:, None] + self.own.centre[user]
+        unit = self.own.unit[user, None]
+        back: Matrix = found * unit + self.own.centre[user]
         return back
 
     @property
@@ -414,7 +421,7 @@ class _RepresentedRows:
     def _compute(self, user: int) -> None:
         data = self._data
         assert data.representation is not None
-        span = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
+        span = data.span(user)
         pixels = np.divide(data.x[span], data.divisor, dtype=np.float64)
         self._values[span] = data.representation(pixels)
         self._known[user] = True

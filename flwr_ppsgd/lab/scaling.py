@@ -107,7 +107,7 @@ def _scale_columns(data: PerUser, own: OwnScale) -> Table:
     """x with the columns of ``own`` scaled, as a copy; other columns of CSR stay sparse."""
     filled = _dense_columns(data.x, slice(None), own.columns)
     for user in range(len(data)):
-        here = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
+        here = data.span(user)
         away = (filled[here] - own.mean[user]) / own.std[user]
         filled[here] = np.clip(away, -FARTHEST, FARTHEST)
     if not data.is_sparse:
