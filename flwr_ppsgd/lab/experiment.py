@@ -363,11 +363,11 @@ def _refuse_without(flat: Mapping[str, Any], keys: list[str]) -> None:
     """ValueError unless these keys are given: there is no default for ε or δ."""
     missing = [key for key in keys if key not in flat]
     if missing:
-        examples = {"epsilon": "epsilon=2.0", "delta": "delta=1e-5"}
-        sets = " ".join(f"--set {examples[key]}" for key in missing)
+        examples = {"epsilon": "--epsilon 2", "delta": "--delta 1e-5"}
+        options = " ".join(examples[key] for key in missing)
         raise ValueError(
             f"{' and '.join(missing)} must be given, there is no default: say what you can afford, "
-            f"as in {sets} (delta well below 1 over the number of users)"
+            f"delta well below 1 over the number of users, as in: ppsgd … {options}"
         )
 
 

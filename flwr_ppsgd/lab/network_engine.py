@@ -78,7 +78,6 @@ class NetworkEngine(Engine):
         groups = []
         for _, members in sorted(by_size.items()):
             own, xs, ys = zip(*members, strict=True)
-            self._model.settle_loss((xs[0], ys[0]))
             rows = (self._model.tensor(np.stack(xs)), self._model.tensor(np.stack(ys)))
             groups.append((np.array(own), rows))
         return groups

@@ -293,19 +293,6 @@ def test_what_else_a_reply_holds_is_ignored() -> None:
     np.testing.assert_array_equal(w, expected)
 
 
-def test_an_empty_cohort_still_steps_by_noise_and_is_charged() -> None:
-    asked = []
-
-    def watched(message: Message, context: Context) -> Message:
-        asked.append(is_training(message))
-        return APP(message, context)
-
-    ppsgd = strategy(release=release(rate=0.01), **SEED)
-    assert np.all(trained(ppsgd, grid(watched), rounds=3) != 0)
-    assert not any(asked)
-    assert ppsgd.ledger.rounds == 3
-
-
 def test_metrics_and_report_do_not_tell_how_many_replied() -> None:
     def report(meddle: Meddle) -> tuple[Any, Any]:
         ppsgd = strategy()
