@@ -140,9 +140,9 @@ class Theorem:
         """
         if math.isfinite(alpha):
             eta = 1 / (4 * self.smoothness_at(alpha))
-            noise = math.sqrt(self.rounds * self.variance_at(alpha))
-            if noise > 0:
-                eta = min(eta, math.sqrt(minimiser.squared_norm(alpha)) / noise)
+            deviation = math.sqrt(self.rounds) * math.sqrt(self.variance_at(alpha))
+            if deviation > 0:
+                eta = min(eta, math.sqrt(minimiser.squared_norm(alpha)) / deviation)
             return Steps.from_paper(eta, alpha, self.denominator)
         longest = 1 / (4 * self.smoothness[0])
         noise = self.rounds * self.variance[0]

@@ -279,6 +279,14 @@ def test_the_best_alpha_is_an_end_for_equal_users_unless_the_bias_decides() -> N
     assert biased.best(equal).alpha == pytest.approx(1 / 11, rel=0.12)
 
 
+def test_steps_of_a_theorem_by_hand() -> None:
+    """η = min(1/(4·2), 3/(2·1)) = 1/8, then min(1/8, 3/(2·24)) = 1/16."""
+    minimiser = Minimiser(shared=0.0, personal=9.0, offset=1.0)
+    for deviation, eta in ((1.0, 1 / 8), (24.0, 1 / 16), (0.0, 1 / 8)):
+        theorem = Theorem((0.0, 2.0), (0.0, deviation**2), rounds=4, denominator=4.0)
+        assert theorem.steps(0.5, minimiser) == Steps(shared=eta / 2, personal=eta / 4)
+
+
 def test_smoothness_over_a_factor_is_the_theorem_for_that_smoothness() -> None:
     def theorem(smoothness: float) -> Theorem:
         return theorem_b_4(
