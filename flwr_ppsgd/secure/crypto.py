@@ -117,9 +117,13 @@ def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, 
         raise ValueError(f"{threshold} shares cannot come from {len(holders)} holders")
     higher = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients = [*higher, int.from_bytes(secret)]  # the highest power first
-    return {
-        holder: _polynomial_at(coefficients, holder + 1).to_bytes(SHARE_SIZE) for holder in holders
-    }
+    shares = {}
+    for holder in holders:
+        value = 0
+        for coefficient in coefficients:  # Horner's rule
+            value = (value * (holder + 1) + coefficient) % PRIME
+        shares[holder] = value.to_bytes(SHARE_SIZE)
+    return shares
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
@@ -131,22 +135,13 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
     if len(shares) < threshold:
         raise ValueError(f"{threshold} shares are needed, got {len(shares)}")
     holders = tuple(sorted(shares)[:threshold])
-    terms = [
-        int.from_bytes(shares[holder]) * weight
-        for holder, weight in zip(holders, _weights(holders), strict=True)
-    ]
-    secret = sum(terms) % PRIME
+    secret = 0
+    for holder, weight in zip(holders, _weights(holders), strict=True):
+        secret += int.from_bytes(shares[holder]) * weight
+    secret %= PRIME
     if secret >> (8 * KEY_SIZE):
         raise ValueError("the shares belong to no secret")
     return secret.to_bytes(KEY_SIZE)
-
-
-def _polynomial_at(coefficients: list[int], at: int) -> int:
-    """A polynomial's value, by Horner's rule."""
-    value = 0
-    for coefficient in coefficients:
-        value = (value * at + coefficient) % PRIME
-    return value
 
 
 @functools.lru_cache(maxsize=256)
