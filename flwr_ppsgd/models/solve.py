@@ -183,7 +183,8 @@ class OwnProblem:
         scaled = scaling(training)
         support = np.flatnonzero(scaled.any(axis=0))
         own = scaled.take(support, axis=1)
-        own_columns = training[:, columns.sparse].any(axis=0).astype(np.float64)
+        has_column = training[:, columns.sparse].any(axis=0)
+        own_columns = np.asarray(has_column, dtype=np.float64)
         if columns.task == "classification":
             classes = _class_targets(values, columns)
             return cls(columns, scaling, support, own, classes, own_columns)
