@@ -463,9 +463,10 @@ class Canaries:
 
     def _plain_reply(self, message: Message) -> RecordDict:
         vector = OVER_NORM * self._release.clip_norm * self._role
-        layout, w = Layout.read(message.content.array_records[ARRAYS])
+        record = message.content.array_records[ARRAYS]
+        layout = Layout.of(record)
         if self._parameters:
-            return RecordDict({ARRAYS: layout.unflatten(w - vector)})
+            return RecordDict({ARRAYS: layout.unflatten(layout.flatten(record) - vector)})
         return RecordDict({GRADIENT: layout.unflatten(vector)})
 
 

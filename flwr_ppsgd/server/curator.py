@@ -405,7 +405,7 @@ class Curator:
             publishes=training.steps.publishes,
             asks=asks,
             task=recipe.task if recipe else "",
-            sparse=recipe.sparse if recipe else (),
+            sparse=len(recipe.sparse) if recipe else 0,
             unit=values.unit,
             size=values.size,
             average=training.average,
