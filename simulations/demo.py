@@ -66,7 +66,7 @@ def people(seed: int = 1) -> dict[str, np.ndarray]:
 
 
 def experiment(data: Path, epsilon: float) -> Experiment:
-    """The same as ``ppsgd run --data people.npz --set epsilon=… --set delta=…``."""
+    """The same as ``ppsgd run --data people.npz --epsilon … --delta …``."""
     return Experiment.load(None, {"data": str(data), "epsilon": epsilon, "delta": DELTA})
 
 
@@ -142,8 +142,8 @@ def show(outcomes: Mapping[float, Outcome], data: Path, picture: Path) -> None:
     for line in (
         promise,
         results_line(found[HEADLINE], gains),
-        f"The same for this file, or yours: ppsgd run --data {data} --set epsilon={HEADLINE:g} "
-        f"--set delta={DELTA:g}",
+        f"The same for this file, or yours: ppsgd run --data {data} --epsilon {HEADLINE:g} "
+        f"--delta {DELTA:g}",
         f"Picture: {picture}   epsilon = {epsilon}",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -25,7 +25,7 @@ log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
 LOCAL_POLL_SECONDS = 0.1
-CHECK_SECONDS = 120.0  # to wait for the answers to a check
+CHECK_SECONDS = 120.0  # to wait for remote nodes' answers to a check
 REFUSALS = ("refused-", "node-config")  # in the codes with which our clients refuse
 MALFORMED = 2  # Flower's code for a client that raised
 NOT_RUN = 0  # its code for a client that it could not run
@@ -86,8 +86,8 @@ def refusals_of(
         timeout: in seconds.
         size: of w, in bytes.
     """
-    timeout = min(timeout, CHECK_SECONDS)
-    if _is_remote(grid):
+    if _is_remote(grid):  # in a simulation nobody is offline, but Ray may start slowly
+        timeout = min(timeout, CHECK_SECONDS)
         replies = list(ask(grid, messages, timeout, size))
     else:
         replies = list(_poll_replies(grid, messages, timeout))
@@ -98,7 +98,7 @@ def refusals_of(
     if len(refused) < len(replies):
         return []
     silent = len(messages) - len(replies)
-    return refused + [f"no answer within {CHECK_SECONDS:g} s"] * silent
+    return refused + [f"no answer within {timeout:g} s"] * silent
 
 
 def last_line(reason: str) -> str:
