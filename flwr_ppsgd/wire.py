@@ -309,7 +309,8 @@ def spans_of(places: Sequence[int]) -> str:
             spans[-1][1] = place
         else:
             spans.append([place, place])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ",".join(texts)
 
 
 def places_in(text: str) -> tuple[int, ...]:
@@ -365,8 +366,10 @@ class Layout:
     @functools.cached_property
     def columns(self) -> int:
         """The rows of a lone matrix, one for each column of users' rows; else ``size``."""
-        lone = len(self.shapes) == 1 and len(self.shapes[0]) > 0
-        return self.shapes[0][0] if lone else self.size
+        first = self.shapes[0]
+        if len(self.shapes) == 1 and first:
+            return first[0]
+        return self.size
 
     @functools.cached_property
     def size(self) -> int:

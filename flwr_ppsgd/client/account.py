@@ -22,6 +22,7 @@ ROUNDING = 1e-9  # relative, on the side of more privacy
 LARGEST_EPSILON = 1e6  # beyond it nothing is protected
 LARGEST_EXPONENT = 600.0
 ULP = 2.0**-52
+ROOT_TWO = math.sqrt(2)
 
 
 # --- the closed form
@@ -35,8 +36,9 @@ def delta_of(mu: float, epsilon: float) -> float:
     if mu == 0:
         return 0.0
     at = epsilon / mu - mu / 2
-    above = math.erfc(at / math.sqrt(2)) / 2
-    below = math.erfc((epsilon / mu + mu / 2) / math.sqrt(2)) / 2
+    above = math.erfc(at / ROOT_TWO) / 2
+    beyond = epsilon / mu + mu / 2
+    below = math.erfc(beyond / ROOT_TWO) / 2
     if below == 0 or epsilon > LARGEST_EXPONENT:
         return above
     rounding = (8 + at**2) * ULP * above  # of both terms, which may nearly cancel
@@ -214,7 +216,8 @@ def factor_of(order: Order, policy: Policy, plan: Plan) -> float:
         delta -= order.terms.release.failure * answers
     if delta <= 0:
         raise _plan_refusal(order, f"{DELTA} is less than secure sums take from it: raise it")
-    return min(1.0, largest_mu(policy.epsilon, delta) / math.sqrt(mu_squared) * (1 - ROUNDING))
+    allowed = largest_mu(policy.epsilon, delta) * (1 - ROUNDING)
+    return min(1.0, allowed / math.sqrt(mu_squared))
 
 
 def _plan_refusal(order: Order, reason: str) -> RefusedError:

@@ -71,7 +71,10 @@ class PersonalModel:
         """
         store = _store(Path(state_dir), str(user), run)
         theta = store.newest()
-        shared = store.last_shared()[0] if w is None else _record(w)
+        if w is None:
+            shared, _ = store.last_shared()
+        else:
+            shared = _record(w)
         arrays = store.model()
         store.close()
         if arrays is None:

@@ -113,7 +113,7 @@ def theta_candidates(
     counting = [each for each in own if each.round < below and each.counts_in(order.starts)]
     if counting:
         return counting
-    if own and own[-1].visit > own[-1].since + 1:
+    if own and own[-1].visit > own[-1].since + 1:  # it is not of the first visit
         log.warning(
             "The server has gone back to round %d and the oldest θ kept here is of round %d: it is "
             "taken as it is",
@@ -167,5 +167,6 @@ def still_needed(
         first = new.round - max(LEAST_BACK, order.back)
         needed = 1 + len([each for each in own if each.round > first])
     others = [each for each in kept if each.training != new.training]
-    recent = list(dict.fromkeys(each.training for each in others))[: TRAININGS - 1]
-    return own[: max(least, needed)] + [each for each in others if each.training in recent]
+    trainings = list(dict.fromkeys(each.training for each in others))
+    recent = [each for each in others if each.training in trainings[: TRAININGS - 1]]
+    return own[: max(least, needed)] + recent

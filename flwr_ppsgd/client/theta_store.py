@@ -10,9 +10,9 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -77,8 +77,10 @@ class StateStore:
         if STATE not in self._state:
             return []
         numbers = decode(self._record["stamps"])
-        rows = numbers.reshape(-1, NUMBERS_IN_STAMP).tolist()
-        return [ThetaStamp(*row, -place) for place, row in enumerate(rows)]
+        stamps = []
+        for place, row in enumerate(numbers.reshape(-1, NUMBERS_IN_STAMP).tolist()):
+            stamps.append(fast_replace(ThetaStamp(*row), serial=-place))
+        return stamps
 
     def load(self, stamp: ThetaStamp) -> Theta:
         """The θ of a stamp."""
@@ -88,7 +90,7 @@ class StateStore:
     def put_theta(self, theta: Theta, order: Order | None) -> None:
         """Keep θ, with as many older ones as the server may go back to."""
         older = still_needed(theta.stamp, self.stamps(), order, least=0)
-        stamps = [astuple(stamp)[:NUMBERS_IN_STAMP] for stamp in (theta.stamp, *older)]
+        stamps = [list(vars(stamp).values())[:NUMBERS_IN_STAMP] for stamp in (theta.stamp, *older)]
         vectors = {f"{name} 0": vector for name, vector in _vectors(theta).items()}
         record = vector_record({**vectors, "stamps": np.array(stamps, dtype=np.uint64)})
         for place, stamp in enumerate(older, 1):
@@ -98,12 +100,16 @@ class StateStore:
 
     @property
     def _record(self) -> ArrayRecord:
-        return self._state.array_records[STATE]
+        return cast(ArrayRecord, self._state[STATE])
 
     def _arrays_of(self, stamp: ThetaStamp) -> dict[str, Array]:
         """θ, and Σ θ_t if it is kept."""
-        names = {name: f"{name} {-stamp.serial}" for name in ("theta", "stood")}
-        return {name: self._record[key] for name, key in names.items() if key in self._record}
+        found = {}
+        for name in ("theta", "stood"):
+            key = f"{name} {-stamp.serial}"
+            if key in self._record:
+                found[name] = self._record[key]
+        return found
 
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w."""
@@ -197,7 +203,8 @@ class DiskStore:
     def newest(self) -> Theta:
         """The newest θ of all trainings under this name; RefusedError if there is no whole one."""
         stamps = self.stamps()
-        return _first_whole(self, [each for each in stamps if each.training == stamps[0].training])
+        last = stamps[0].training
+        return _first_whole(self, [stamp for stamp in stamps if stamp.training == last])
 
     def last_shared(self) -> tuple[ArrayRecord, str]:
         """The last w that came, and what the server promised then."""
@@ -340,7 +347,8 @@ class DiskStore:
         serial = last + 1
         sha256 = database.write_file(self._path(serial, kind), parts.values())
         sizes = {name: len(part) for name, part in parts.items()}
-        row = [serial, kind, self.run, json.dumps({**about, "sizes": sizes, "sha256": sha256})]
+        text = json.dumps({**about, "sizes": sizes, "sha256": sha256})
+        row = [serial, kind, self.run, text]
         self._db.rows("INSERT INTO array VALUES (?, ?, ?, ?, ?)", [*row, self._seal(row)])
 
     def _put_only(self, kind: str, about: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
@@ -474,7 +482,8 @@ def run_of(training: int) -> str:
 
 def users_in(root: Path) -> list[str]:
     """The users whose stores are below a state directory."""
-    return [unquote(path.parent.name) for path in sorted(root.glob(f"*/{NAME}"))]
+    files = sorted(root.glob(f"*/{NAME}"))
+    return [unquote(file.parent.name) for file in files]
 
 
 def file_of(root: Path, user: str) -> Path:
