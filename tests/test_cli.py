@@ -203,18 +203,17 @@ def test_the_help_of_run_lists_every_key_of_set(ppsgd: Command) -> None:
 @pytest.mark.parametrize(
     ("command", "given", "missing"),
     [
-        ("run", (), "--epsilon 2 --delta 1e-5"),
-        ("run", ("--epsilon", "1"), "--delta 1e-5"),
-        ("run", ("--set", "delta=1e-3"), "--epsilon 2"),
-        ("sweep", (), "--delta 1e-5"),
+        ("run", (), "--set epsilon=2.0 --set delta=1e-5"),
+        ("run", ("--epsilon", "1"), "--set delta=1e-5"),
+        ("run", ("--set", "delta=1e-3"), "--set epsilon=2.0"),
+        ("sweep", (), "--set delta=1e-5"),
     ],
 )
-def test_epsilon_and_delta_have_no_default_and_the_error_shows_the_command(
+def test_epsilon_and_delta_have_no_default_and_the_error_shows_how_to_give_them(
     ppsgd: Command, command: str, given: tuple[str, ...], missing: str
 ) -> None:
     Path("rows.csv").write_text("\n".join(ROWS))
-    typed = (command, *DATA, *given)
-    check_refusal(ppsgd(*typed), "no default", f"ppsgd {' '.join(typed)} {missing}")
+    check_refusal(ppsgd(command, *DATA[:6], *given), "no default", missing)
     assert {path.name for path in Path().iterdir()} == {"small.toml", "rows.csv"}
 
 

@@ -41,5 +41,10 @@ def test_every_command_of_the_page_works(
     assert "chosen by looking at data: not covered" in out
     assert "of 80 users gain" in out
     assert "choosing among 8 settings costs" in out
-    for name in ("exams/users.parquet", "predictions.csv", "sweep/users.pdf", "sweep/report.html"):
+    for name in (
+        "exams/users.parquet",
+        "predictions.csv",
+        "sweep/methods.pdf",
+        "sweep/report.html",
+    ):
         assert Path(name).exists(), name

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flwr_ppsgd.algorithm import Poisson, Release, Steps, Vector
-from flwr_ppsgd.lab.engine import Indices, Setting, State
+from flwr_ppsgd.lab.engine import Indices, Setting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.measures import badness, measure_of
 from flwr_ppsgd.lab.population import Floats, Population, Table
@@ -72,10 +72,6 @@ class LocalStepsEngine(LinearEngine):
             parts.append((batch, residual))
         squares = np.array([np.einsum("rc,rc->c", total, total) for total in sums])
         self._subtract_clipped(target, parts, squares / self._count**2)
-
-    def changing(self) -> State:
-        """The arrays that rounds change."""
-        return {"v": self._v, "noise": self._noise}
 
 
 class FineTuned(NamedTuple):

@@ -1,6 +1,5 @@
 """Files that survive a crash, for results, sweeps and caches: complete or not there."""
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,32 +52,9 @@ def append(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def whole_lines(content: bytes) -> list[bytes]:
-    """The lines that end in a newline; a torn last one is left out."""
-    whole, _, _ = content.rpartition(b"\n")
-    return whole.splitlines()
-
-
 def cut_torn_line(path: Path) -> None:
     """Remove what a crash has left of an unfinished last line."""
     with path.open("r+b") as file:
         whole, newline, _ = file.read().rpartition(b"\n")
         file.truncate(len(whole) + len(newline))
         os.fsync(file.fileno())
-
-
-@contextmanager
-def locked(path: Path, *, mode: int = 0o666, wait: bool = True) -> Iterator[None]:
-    """Hold the lock file ``path`` for the length of the block.
-
-    Args:
-        path: the lock file; it is made if it is missing, and stays.
-        mode: its permissions, less the umask.
-        wait: False raises BlockingIOError if another process holds the lock.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,7 @@ A setting is known by its *place*: its index in the list that the engine was mad
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,12 +22,11 @@ from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, measure_of, summar
 from flwr_ppsgd.noise import random_stream
 
 DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
-SMALLEST_ERROR = 1e-300  # stands in for a first value of 0
-ERRORS = ("excess_risk", "loss")  # measures that grow if training fails
+LEAST_FIRST = 1e-300  # stands in for a first value of 0
+ERRORS = ("excess_risk", f"{VALIDATION}loss", "loss")  # measures that grow if training fails
 TEST = "test"
 
 Indices: TypeAlias = NDArray[np.intp]
-State: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,6 @@ class Engine(ABC):
     def measure_users(self, part: str) -> dict[str, NDArray[Any]]:
         """Each measure of all settings: users who measure there × settings."""
 
-    @abstractmethod
-    def changing(self) -> State:
-        """The arrays that rounds change in place, besides visits."""
-
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained, by place.
 
@@ -124,22 +119,9 @@ class Engine(ABC):
         main = found[measure_of(found)]
         return {place: main[:, place] for place in self.places}
 
-    def drop(self, places: set[int]) -> None:
+    def drop(self, places: Collection[int]) -> None:
         """Stop reporting the settings at these places."""
         self.places = [place for place in self.places if place not in places]
-
-    def state(self) -> State:
-        """Everything that training has changed."""
-        counted = {"round": np.array(self.round), "places": np.array(self.places)}
-        return {**self.changing(), **counted, "visits": self.visits}
-
-    def restore(self, state: State) -> None:
-        """Continue from ``state``, which comes from an engine made with the same arguments."""
-        self.round = int(state["round"])
-        self.places = state["places"].tolist()
-        self.visits[...] = state["visits"]
-        for name, array in self.changing().items():
-            array[...] = state[name]
 
     def next_cohort(self) -> Indices:
         """Begin the next round: who takes part, with that visit counted.
@@ -179,40 +161,30 @@ class Report:
 
 
 def train(
-    engine: Engine,
-    rounds: int,
-    every: int,
-    on_round: Callable[[int], None] | None = None,
-    first: dict[int, float] | None = None,
+    engine: Engine, rounds: int, every: int, on_round: Callable[[int], None] | None = None
 ) -> Iterator[Report]:
     """Run the rounds, and yield a report after each round of ``reported_rounds``.
 
     A setting whose measures grow without bound is reported as diverged and stopped; the others go
-    on. If the engine has already done some rounds, training continues from there.
+    on.
 
     Args:
         engine: what is trained.
-        rounds: the number of rounds, those already done included.
+        rounds: the number of rounds.
         every: the number of rounds between two reports; 0 reports never.
         on_round: called with the number of each round before the report of that round.
-        first: the first error of each setting, against which divergence is judged. It is filled
-            here; pass it again when training is resumed.
     """
-    first = {} if first is None else first
     due = reported_rounds(rounds, every)
-    begun = engine.round
-    for round_ in range(begun, rounds + 1):
-        if round_ > begun and engine.places:
+    first: dict[int, dict[str, float]] = {}
+    for round_ in range(rounds + 1):
+        if round_ and engine.places:
             engine.advance()
         if on_round:
             on_round(round_)
         if engine.places and round_ in due:
             measures = engine.measures(final=round_ == rounds)
-            diverged = set()
-            for place, row in measures.items():
-                first.setdefault(place, _error(row))
-                if _is_beyond(first[place], _error(row)):
-                    diverged.add(place)
+            first = first or measures
+            diverged = [place for place in measures if has_diverged(first[place], measures[place])]
             engine.drop(diverged)
             yield Report(round_, measures, frozenset(diverged))
 
@@ -225,18 +197,9 @@ def reported_rounds(rounds: int, every: int) -> list[int]:
 
 
 def has_diverged(first: Mapping[str, float], last: Mapping[str, float]) -> bool:
-    """Whether the error in the row ``last`` is far beyond that in the row ``first``."""
-    return _is_beyond(_error(first), _error(last))
-
-
-def _is_beyond(first: float, error: float) -> bool:
-    return not error <= DIVERGED * max(first, SMALLEST_ERROR)  # true for NaN
-
-
-def _error(row: Mapping[str, float]) -> float:
-    """The measure that grows if training fails; 0 if it was not measured."""
+    """Whether the error among the measures ``last`` is far beyond that among ``first``, or NaN."""
     for name in ERRORS:
-        for known in (VALIDATION + name, name):
-            if known in row:
-                return row[known]
-    return 0.0
+        if name in first and name in last:
+            limit = DIVERGED * max(first[name], LEAST_FIRST)
+            return not last[name] <= limit  # true for NaN
+    return False

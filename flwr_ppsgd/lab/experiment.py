@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any
 
 import numpy as np
 
 from flwr_ppsgd.checks import nearest, require
 from flwr_ppsgd.lab.measures import VALIDATION
 from flwr_ppsgd.lab.presets import PRESETS, SUFFIX, presets
-from flwr_ppsgd.lab.problem import AUTO as FOUND
 from flwr_ppsgd.lab.problem import DEVICE, LINEAR, SYNTHETIC, Problem, place_of
 from flwr_ppsgd.lab.rows import BASELINES, FEDAVG, OWN_TRIVIAL, SOLVED_BASELINES, TRIVIAL
 from flwr_ppsgd.lab.tasks import Task, task_of
@@ -24,10 +23,7 @@ from flwr_ppsgd.settings import (
     build,
     check_known,
     check_run_config,
-    in_keys,
-    key_of,
     keys_of,
-    name_of,
     override,
     part_of,
     read_toml,
@@ -39,9 +35,6 @@ from flwr_ppsgd.settings import (
 from flwr_ppsgd.training import Training
 from flwr_ppsgd.wire import spans_of
 
-if TYPE_CHECKING:
-    from flwr_ppsgd.lab.per_user import PerUser
-
 DEFAULT = "synthetic"
 OWN_DATA = "own-data"
 OWN_DATA_PAPER = "own-data-paper"
@@ -51,7 +44,15 @@ NOISE_WORDS = "noise in a prediction by w: at most about {:.2g} of the size of u
 DROWNED_WORDS = ", so that users will mostly keep to their own: more users or a larger ε would help"
 PRECISIONS = ("float64", "float32")
 PARTS = ("training", "problem")  # the fields of an experiment that hold settings of their own
-NEEDS = {"passes": (), "cohort-mean": ("population",), "evaluations": ("rounds",)}
+FOUND_IN_DATA = (  # keys of a problem that are known once its data are found
+    "data",
+    "data-checksum",
+    "standardise",
+    "schema",
+    "schema-checksum",
+    "representation-features",
+    "representation-seed",
+)
 ROUNDS_ARE_PUBLIC = (
     "provided that the total number of samples, {:,}, is public: the number of rounds follows "
     "from it"
@@ -99,7 +100,7 @@ class Experiment:
     drop_exhausted: bool = False
     baselines: str = ""
     fine_tune_passes: float = 5.0
-    fine_tune_steps: str = ""
+    fine_tune_steps: str = "0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0"
     local_steps: int = 5
 
     def __post_init__(self) -> None:
@@ -183,9 +184,19 @@ class Experiment:
 
     def describe(self) -> str:
         """What the data are, and what was worked out from them, in lines to print."""
+        from flwr_ppsgd.lab.inspect import brief
+
         lines = []
         if self.problem.data != SYNTHETIC:
-            lines += _describe_data(self.problem)
+            data = self.problem.per_user()
+            if self.problem.schema:
+                rows = (
+                    f"{data.source}: {len(data):,} users, as {self.problem.schema} describes them"
+                )
+                lines.append(rows)
+            else:
+                minibatch = 1 if self.problem.scale == DEVICE else self.problem.batch_size
+                lines += [data.describe(minibatch), *brief(data)]
         if self.passes is not None:
             rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
             lines.append(f"{rounds}, {self.conditions()[-1]}")
@@ -202,7 +213,6 @@ class Experiment:
         own = to_flat(self)
         for part in PARTS:
             del own[part]
-        # the problem's task has more words: several labels count as classes in training
         return {**self.training.to_flat(), **self.problem.to_flat(), **own}
 
     @classmethod
@@ -226,13 +236,25 @@ class Experiment:
     def read(cls, flat: Mapping[str, Any], where: str) -> "Experiment":
         """From flat keys, with what follows from the data filled in; errors name ``where``."""
         for key, value in flat.items():
+            check_known(key, experiment_keys(), where)
             if isinstance(value, list):
                 raise ValueError(
                     f"{where}: {key} is a list: that is for ppsgd sweep, give one value here"
                 )
-        for key in flat:
-            check_known(key, experiment_keys(), where)
-        return _built(_resolve(flat, where), where)
+        try:
+            found = _with_data(with_keys(flat))
+            found = _with_recipe(found)
+            found = _with_derived(found)
+            columns = _recipe_columns(found)
+        except ValueError as error:
+            message = str(error)
+            names_data = message.startswith(place_of(str(flat.get("data"))))
+            raise ValueError(message if names_data else f"{where}: {message}") from None
+        # the problem's task has more words: several labels count as classes in training
+        training = build(Settings, {**part_of(found, Settings), **columns}, where)
+        problem = build(Problem, part_of(found, Problem), where)
+        parts = {"training": training, "problem": problem}
+        return build(cls, {**part_of(found, cls), **parts}, where)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> "Experiment":
@@ -277,66 +299,7 @@ def experiment_keys() -> list[str]:
     return [*keys_of(Problem, Settings), *own]
 
 
-def _built(flat: Mapping[str, Any], where: str) -> Experiment:
-    """The parts, then the whole."""
-    own_settings = part_of(flat, Settings)
-    if flat.get("method") == AUTO:
-        own_settings |= _from_columns(flat, where)
-    training = build(Settings, own_settings, where)
-    problem = build(Problem, part_of(flat, Problem), where)
-    hints = get_type_hints(Experiment)
-    try:
-        own = {
-            name_of(key): typed_value(key, value, hints[name_of(key)])
-            for key, value in part_of(flat, Experiment).items()
-        }
-        return Experiment(training=training, problem=problem, **own)
-    except ValueError as error:
-        raise ValueError(f"{where}: {in_keys(str(error), Experiment)}") from None
-
-
-def _from_columns(flat: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The recipe's task and sparse columns, which the data decide."""
-    try:
-        found = recipe_columns(Problem.of(flat))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if flat.get("sparse") not in (None, "", found["sparse"]):
-        raise ValueError(f"{where}: sparse follows from the columns of the data: leave it out")
-    return found
-
-
-def recipe_columns(problem: Problem) -> dict[str, str]:
-    """The recipe's ``task`` and ``sparse``: several labels count as classes, and only columns of a
-    sparse table are sparse."""
-    if problem.data == SYNTHETIC:
-        raise ValueError(
-            "method = 'auto' is for users with rows of their own, and samples of the synthetic "
-            "problem are always fresh: give data = FILE, or method = 'paper'"
-        )
-    data = problem.per_user()
-    if data.task == "regression" and data.outputs > 1:
-        raise ValueError(
-            f"{data.source}: method = 'auto' learns one amount and this has {data.outputs}: "
-            "give one target column, or method = 'paper'"
-        )
-    places = [at for at, kind in enumerate(data.kinds) if kind == "sparse"]
-    task = "regression" if data.task == "regression" else "classification"
-    return {"task": task, "sparse": spans_of(places)}
-
-
-def _resolve(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``flat`` with all that follows from the data: place, checksum, population, rounds, rate."""
-    found = with_keys(flat)
-    try:
-        return _with_derived(_with_recipe(_with_known(found)))
-    except ValueError as error:
-        message = str(error)
-        named = message.startswith(place_of(str(found.get("data"))))
-        raise ValueError(message if named else f"{where}: {message}") from None
-
-
-def _with_known(flat: dict[str, Any]) -> dict[str, Any]:
+def _with_data(flat: dict[str, Any]) -> dict[str, Any]:
     """With the keys that own data decide: where they are, their checksum, the number of users."""
     problem = Problem.of(flat)
     task_of(problem, 1)  # whether its keys go together
@@ -349,25 +312,17 @@ def _with_known(flat: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"population is {given} and {found.data} has {users} users: leave population out"
         )
-    known = {"data": found.data, "data-checksum": found.data_checksum, "population": users}
-    if found.standardise:
-        known["standardise"] = found.standardise
-    if found.representation == FOUND:
-        known["representation"] = found.found_representation()
-    if found.schema:
-        for name in ("schema", "schema_checksum", "representation", "representation_seed"):
-            known[key_of(name)] = getattr(found, name)
-        if found.representation_features is not None:
-            known["representation-features"] = found.representation_features
-    return {**flat, **known}
+    known = {key: value for key, value in found.to_flat().items() if key in FOUND_IN_DATA}
+    known["representation"] = found.found_representation()
+    return {**flat, **known, "population": users}
 
 
 def _with_recipe(flat: dict[str, Any]) -> dict[str, Any]:
     """With what ``method = "auto"`` leaves to the data and to public numbers."""
     if flat.get("method") != AUTO:
-        refuse_without(flat, ["delta"])
+        _refuse_without(flat, ["delta"])
         return flat
-    refuse_without(flat, ["epsilon", "delta"])
+    _refuse_without(flat, ["epsilon", "delta"])
     flat = {"scale": DEVICE, **flat}
     if flat["scale"] not in (DEVICE, "none"):
         raise ValueError(
@@ -375,15 +330,37 @@ def _with_recipe(flat: dict[str, Any]) -> dict[str, Any]:
             "each device: leave scale out, or give 'none'"
         )
     problem = Problem.of(flat)
-    if problem.data == SYNTHETIC or problem.model != LINEAR or problem.loss != "squared":
-        return flat
+    if problem.data == SYNTHETIC:
+        raise ValueError(
+            "method = 'auto' is for users with rows of their own, and samples of the synthetic "
+            "problem are always fresh: give data = FILE, or method = 'paper'"
+        )
     data = problem.per_user()
-    if data.task != "regression":  # classes are around 1/K
+    squared = problem.model == LINEAR and problem.loss == "squared"
+    if squared and data.task != "regression":  # classes are around 1/K
         flat = {"target-shift": 1 / data.outputs, "bias": True, **flat}
     return flat
 
 
-def refuse_without(flat: Mapping[str, Any], keys: list[str]) -> None:
+def _recipe_columns(flat: Mapping[str, Any]) -> dict[str, str]:
+    """The recipe's ``task`` and ``sparse``, which the data decide: several labels count as classes,
+    and only columns of a sparse table are sparse. Empty if the method is another."""
+    if flat.get("method") != AUTO:
+        return {}
+    data = Problem.of(flat).per_user()
+    if data.task == "regression" and data.outputs > 1:
+        raise ValueError(
+            f"{data.source}: method = 'auto' learns one amount and this has {data.outputs}: "
+            "give one target column, or method = 'paper'"
+        )
+    sparse = spans_of([at for at, kind in enumerate(data.kinds) if kind == "sparse"])
+    if flat.get("sparse") not in (None, "", sparse):
+        raise ValueError("sparse follows from the columns of the data: leave it out")
+    task = "regression" if data.task == "regression" else "classification"
+    return {"task": task, "sparse": sparse}
+
+
+def _refuse_without(flat: Mapping[str, Any], keys: list[str]) -> None:
     """ValueError unless these keys are given: there is no default for ε or δ."""
     missing = [key for key in keys if key not in flat]
     if missing:
@@ -397,16 +374,38 @@ def refuse_without(flat: Mapping[str, Any], keys: list[str]) -> None:
 
 def _with_derived(flat: dict[str, Any]) -> dict[str, Any]:
     """With rate from the mean size of a cohort, rounds from passes, and how often to evaluate."""
-    mean = _positive(flat, "cohort-mean")
-    if mean is not None:
-        flat = _put(flat, "cohort-mean", "rate", mean / flat["population"])
-    passes = _positive(flat, "passes")
-    if passes is not None:
-        flat = _put(flat, "passes", "rounds", _rounds_in(passes, flat))
-    times = _positive(flat, "evaluations")
-    if times is not None:
-        flat = _put(flat, "evaluations", "evaluate-every", math.ceil(flat["rounds"] / times))
+    if "cohort-mean" in flat:
+        mean = _positive(flat, "cohort-mean", needs="population")
+        flat = _with_value(flat, "cohort-mean", "rate", mean / flat["population"])
+    if "passes" in flat:
+        rounds = _rounds_in(_positive(flat, "passes"), flat)
+        flat = _with_value(flat, "passes", "rounds", rounds)
+    if "evaluations" in flat:
+        times = _positive(flat, "evaluations", needs="rounds")
+        every = math.ceil(flat["rounds"] / times)
+        flat = _with_value(flat, "evaluations", "evaluate-every", every)
     return flat
+
+
+def _positive(flat: Mapping[str, Any], key: str, needs: str | None = None) -> float:
+    """The value of ``key``, which stands for another one together with the key ``needs``."""
+    value: float = typed_value(key, flat[key], float)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{key} must be positive and finite, got {value!r}")
+    if needs is not None and needs not in flat:
+        raise ValueError(f"{needs!r} is missing: {key} needs it")
+    return value
+
+
+def _with_value(flat: dict[str, Any], key: str, other: str, value: float) -> dict[str, Any]:
+    """With ``other`` worked out from ``key``; if it is there already it must agree."""
+    given = flat.get(other, value)
+    if given != value:
+        raise ValueError(
+            f"{key} = {flat[key]:g} makes {other} {value:g} and it is given as {given}: keep one "
+            "of them"
+        )
+    return {**flat, other: value}
 
 
 def _rounds_in(passes: float, flat: Mapping[str, Any]) -> int:
@@ -421,55 +420,15 @@ def _rounds_in(passes: float, flat: Mapping[str, Any]) -> int:
             f"passes is for data with finitely many samples, got {passes:g}: give rounds"
         )
     sizes = problem.per_user().train_sizes
-    rate = _rate(flat)
+    if "rate" in flat:
+        rate = float(typed_value("rate", flat["rate"], float))
+    elif "cohort-size" in flat:
+        rate = typed_value("cohort-size", flat["cohort-size"], int) / len(sizes)
+    else:
+        raise ValueError("give either rate or cohort-size: neither is set")
     if flat.get("drop-exhausted"):
         visits = problem.visits_in(passes)
         assert visits is not None
         return math.ceil(float(visits.sum()) / (rate * len(sizes)))
     drawn = rate * np.minimum(sizes, problem.batch_size).sum()
     return max(1, round(passes * float(sizes.sum() / drawn)))
-
-
-def _positive(flat: Mapping[str, Any], key: str) -> float | None:
-    """The value of ``key``; None if it is not given."""
-    if key not in flat:
-        return None
-    value: float = typed_value(key, flat[key], float)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{key} must be positive and finite, got {value!r}")
-    for other in NEEDS[key]:
-        if other not in flat:
-            raise ValueError(f"{other!r} is missing: {key} needs it")
-    return value
-
-
-def _rate(flat: Mapping[str, Any]) -> float:
-    """The share of users that takes part in a round, on average."""
-    if "rate" in flat:
-        return float(typed_value("rate", flat["rate"], float))
-    if "cohort-size" not in flat:
-        raise ValueError("give either rate or cohort-size: neither is set")
-    size: int = typed_value("cohort-size", flat["cohort-size"], int)
-    return float(size / flat["population"])
-
-
-def _put(flat: dict[str, Any], key: str, other: str, value: float) -> dict[str, Any]:
-    """With ``other`` worked out from ``key``; if it is there already it must agree."""
-    given = flat.get(other, value)
-    if given != value:
-        raise ValueError(
-            f"{key} = {flat[key]:g} makes {other} {value:g} and it is given as {given}: keep one "
-            "of them"
-        )
-    return {**flat, other: value}
-
-
-def _describe_data(problem: Problem) -> list[str]:
-    """The users of own data and their rows."""
-    from flwr_ppsgd.lab.inspect import brief
-
-    data: PerUser = problem.per_user()
-    if problem.schema:
-        return [f"{data.source}: {len(data):,} users, as {problem.schema} describes them"]
-    minibatch = 1 if problem.scale == DEVICE else problem.batch_size
-    return [data.describe(minibatch), *brief(data)]

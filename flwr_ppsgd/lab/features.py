@@ -7,7 +7,7 @@ public.
 
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -164,10 +164,12 @@ def _reason_against(name: str, values: Values) -> str:
         return ""
     if values.dtype.kind in "Mm":
         return "date"
-    if is_text(values) and _is_nested(values):
-        return "nested"
-    if is_text(values) and not _is_truth(values):
-        return _reason_against_words(values)
+    if is_text(values):
+        first = next((value for value in values if value is not None), None)
+        if isinstance(first, list | dict | np.ndarray | bytes):
+            return "nested"
+        if not _is_truth(values):
+            return _reason_against_words(values)
     numbers = as_numbers(values)
     return _reason_against_numbers(name, numbers[np.isfinite(numbers)], len(numbers))
 
@@ -175,21 +177,15 @@ def _reason_against(name: str, values: Values) -> str:
 def _reason_against_numbers(name: str, there: NDArray[np.float64], rows: int) -> str:
     if not len(there):
         return "empty"
-    reason = ""
-    if (there == np.rint(there)).all():
-        if any(low <= there.min() and there.max() <= high for low, high in EPOCHS):
-            reason = "timestamp"
-        elif _are_days(there):
-            reason = "date"
-        elif _are_row_ids(name, there):
-            reason = "row id"
-    constant = len(there) == rows and there.min() == there.max()
-    return "constant" if constant else reason
-
-
-def _is_nested(values: Values) -> bool:
-    first = next((value for value in values if value is not None), None)
-    return isinstance(first, list | dict | np.ndarray | bytes)
+    if len(there) == rows and there.min() == there.max():
+        return "constant"
+    if (there != np.rint(there)).any():
+        return ""
+    if any(low <= there.min() and there.max() <= high for low, high in EPOCHS):
+        return "timestamp"
+    if _are_days(there):
+        return "date"
+    return "row id" if _are_row_ids(name, there) else ""
 
 
 def _is_truth(values: Values) -> bool:
@@ -261,19 +257,20 @@ def is_flag(values: NDArray[Any]) -> bool:
 
 def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
     notes = []
-    words = [column for column in found if column.kind == CATEGORY]
+    words = []
+    for column in found:
+        if column.kind == CATEGORY:
+            words.append(f"{column.name!r} ({len(column.words)} words)")
     if words:
-        named = list_names([f"{column.name!r} ({len(column.words)} words)" for column in words])
-        notes.append(f"taken as categories: {named} (--exclude leaves them out)")
+        notes.append(f"taken as categories: {list_names(words)} (--exclude leaves them out)")
     for kind in (HASHED, TEXT):
         names = [repr(column.name) for column in found if column.kind == kind]
         if names:
             notes.append(f"{kind}, in {BUCKETS:,} columns each: {list_names(names)}")
     for reason, names in left_out.items():
         if REASONS[reason]:
-            notes.append(
-                f"left out, {REASONS[reason]}: {list_names([repr(name) for name in names])}"
-            )
+            quoted = [repr(name) for name in names]
+            notes.append(f"left out, {REASONS[reason]}: {list_names(quoted)}")
     return notes
 
 
@@ -328,18 +325,14 @@ def _one_hot(values: Values, column: Column) -> sparse.csr_array:
     """One column for each word, or for each bucket of a hash; a gap or another word has none."""
     words, codes = as_texts(values)
     if column.kind == HASHED:
-        places = [bucket_of(word) if word else -1 for word in words]
+        found = [bucket_of(word) if word else -1 for word in words]
     else:
         order = {word: place for place, word in enumerate(column.words)}
-        places = [order.get(word, -1) for word in words]
-    return _indicators(np.array([*places, -1])[codes], column.features)
-
-
-def _indicators(places: NDArray[np.intp], width: int) -> sparse.csr_array:
-    """A one in each row at its place; −1 is nowhere."""
+        found = [order.get(word, -1) for word in words]
+    places = np.array([*found, -1])[codes]
     rows = np.flatnonzero(places >= 0)
     entries = (np.ones(len(rows)), (rows, places[rows]))
-    return sparse.csr_array(entries, shape=(len(places), width))
+    return sparse.csr_array(entries, shape=(len(places), column.features))
 
 
 def bucket_of(word: str) -> int:
@@ -347,7 +340,7 @@ def bucket_of(word: str) -> int:
     return zlib.crc32(word.encode()) % BUCKETS
 
 
-def _shares_of_words(values: Values, bucket: Callable[[str], int] = bucket_of) -> sparse.csr_array:
+def _shares_of_words(values: Values) -> sparse.csr_array:
     """The share of each word's bucket among the words of a row."""
     texts, codes = as_texts(values)
     ends = [0]
@@ -355,7 +348,7 @@ def _shares_of_words(values: Values, bucket: Callable[[str], int] = bucket_of) -
     shares: list[float] = []
     for text in (*texts, ""):  # the last one is for gaps, −1
         words = WORD.findall(text.lower())
-        places += [bucket(word) for word in words]
+        places += [bucket_of(word) for word in words]
         shares += [1 / len(words) for _ in words]
         ends.append(len(places))
     table = sparse.csr_array((shares, places, ends), shape=(len(texts) + 1, BUCKETS))

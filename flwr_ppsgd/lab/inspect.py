@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
 
 from flwr_ppsgd.lab.features import ID, list_names
 from flwr_ppsgd.lab.per_user import PerUser
@@ -127,14 +126,6 @@ def _explained_variance(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.flo
     return np.where(varies, common / np.where(varies, total, 1.0), 0.0)
 
 
-def smoothness(data: PerUser) -> float:
-    """L = 2·E‖x‖² of a linear model with squared loss on the training rows, w and θ together."""
-    x, _, _ = data.part(test=False)
-    if sparse.issparse(x):
-        return float(2 * x.power(2).sum() / x.shape[0])
-    return float(2 * np.einsum("nd,nd->", x, x) / len(x))
-
-
 def brief(seen: PerUser) -> list[str]:
     """The lines that a run or a sweep begins with."""
     found = trivial(seen)
@@ -191,17 +182,12 @@ def data_report(raw: PerUser, seen: PerUser) -> str:
         seen: as a model sees them.
     """
     spread = ", ".join(f"{value:g}" for value in np.quantile(raw.train_sizes, QUANTILES))
-    size = f"{seen.features * seen.outputs:,} shared parameters"
-    if seen.representation is None:  # else all rows would be computed for it
-        bound = smoothness(seen)
-        size += f"; L = {bound:.3g} for squared loss, as a model sees the rows: steps above "
-        size += f"{2 / max(bound, 1e-300):.2g} may diverge"
     lines = [
         seen.describe(1),
         f"training rows per user (least, quarter, half, three quarters, most): {spread}",
         *brief(seen),
         *_scales(raw),
-        size,
+        f"{seen.features * seen.outputs:,} shared parameters",
         f"All of this was {LOOKED} by any epsilon. --write schema.toml writes down what a run "
         "would take to be public, for you to read and declare.",
     ]
@@ -214,9 +200,8 @@ def _scales(raw: PerUser) -> list[str]:
 
     if raw.is_sparse or not raw.feature_names:
         return []
-    names = [name for name in _number_columns(raw.schema) if name in raw.feature_names][
-        :MOST_LISTED
-    ]
+    names = [name for name in _number_columns(raw.schema) if name in raw.feature_names]
+    names = names[:MOST_LISTED]
     if not names:
         return []
     places = [raw.feature_names.index(name) for name in names]

@@ -41,7 +41,7 @@ class LinearBatches:
         shift: what is subtracted from targets.
     """
 
-    def __init__(self, data: PerUser, user: int, size: int, *, seed: int, shift: float) -> None:
+    def __init__(self, data: PerUser, user: int, size: int, seed: int, shift: float = 0.0) -> None:
         self._data = data
         self._shift = shift
         self._own = data.rows(user, test=False)
@@ -62,24 +62,18 @@ class NetworkBatches(LinearBatches):
     """The same with class numbers, or real targets, which the losses of networks need."""
 
     def __call__(self, visit: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        rows = self._minibatch_rows(visit)
-        return self._data.matrix(rows), network_targets(self._data, rows)
+        return network_rows(self._data, self._minibatch_rows(visit))
 
     def everything(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """All training rows."""
-        return self._data.matrix(self._own), network_targets(self._data, self._own)
+        return network_rows(self._data, self._own)
 
 
 class LinearLearner(AdditiveLinear):
     """An additive linear learner with the measures of its task."""
 
     def __init__(
-        self,
-        data: PerUser,
-        user: int,
-        batches: LinearBatches,
-        loss: Loss,
-        shift: float,
+        self, data: PerUser, user: int, batches: LinearBatches, loss: Loss, shift: float
     ) -> None:
         super().__init__(
             batches,
@@ -92,36 +86,29 @@ class LinearLearner(AdditiveLinear):
         self._data = data
         self._user = user
         self._shift = shift
-        self.num_tested = len(data.rows(user, test=True))
+        self._test_rows = data.rows(user, test=True)
+        self.num_tested = len(self._test_rows)
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         """Mean loss on the test part, and accuracy, precision@1 or RMSE.
 
         precision@1 is the share of rows whose label with the highest score is a right one.
         """
-        rows = self._data.rows(self._user, test=True)
-        if not len(rows):
+        if not self.num_tested:
             return {}
-        scores = self._scores(self._data.matrix(rows), w + theta)
-        return self._measure(rows, scores)
+        return self._measure(self._scores(self._data.matrix(self._test_rows), w + theta))
 
     def measure(self, model: Mixture) -> dict[str, float]:
         """The same of a personal model, whose classes are around 1/K."""
-        rows = self._data.rows(self._user, test=True)
-        if not len(rows):
+        if not self.num_tested:
             return {}
-        return self._measure(rows, model.predict(self._data.model_rows(rows)))
+        return self._measure(model.predict(self._data.model_rows(self._test_rows)))
 
-    def _measure(self, rows: Indices, scores: Matrix) -> dict[str, float]:
-        y = self._data.targets(rows, self._shift)
+    def _measure(self, scores: Matrix) -> dict[str, float]:
+        y = self._data.targets(self._test_rows, self._shift)
+        unit = float(self._data.units[self._user])
         one_model = scores[:, None, :]  # rows × 1 × K
-        measures = user_measures(
-            one_model,
-            y,
-            self._loss,
-            self._data.task,
-            unit=float(self._data.units[self._user]),
-        )
+        measures = user_measures(one_model, y, self._loss, self._data.task, unit)
         return {name: float(values[0]) for name, values in measures.items()}
 
     def _all_rows(self) -> tuple[Features, Matrix]:
@@ -154,21 +141,11 @@ def linear_learner(
             *public* centre, such as 3 for ratings from 1 to 5.
     """
     check_loss(data, loss, shift)
-    batches = LinearBatches(
-        data,
-        user,
-        batch_size,
-        seed=seed,
-        shift=shift,
-    )
+    batches = LinearBatches(data, user, batch_size, seed, shift)
     return LinearLearner(data, user, batches, loss, shift)
 
 
-def check_loss(
-    data: PerUser,
-    loss: Loss,
-    shift: float,
-) -> None:
+def check_loss(data: PerUser, loss: Loss, shift: float) -> None:
     """Refuse a loss that does not fit the task."""
     if loss == "softmax" and data.task != "classification":
         raise ValueError(
@@ -187,11 +164,7 @@ def check_loss(
 
 
 def user_measures(
-    scores: NDArray[Any],
-    y: Matrix,
-    loss: Loss,
-    task: Task,
-    unit: float = 1.0,
+    scores: NDArray[Any], y: Matrix, loss: Loss, task: Task, unit: float = 1.0
 ) -> dict[str, Vector]:
     """One user's mean loss, and accuracy, precision@1 or RMSE, of many models.
 
@@ -216,12 +189,7 @@ def user_measures(
 
 
 def network_learner(
-    model: "SplitModel",
-    data: PerUser,
-    user: int,
-    *,
-    batch_size: int,
-    seed: int,
+    model: "SplitModel", data: PerUser, user: int, *, batch_size: int, seed: int
 ) -> "SplitLearner":
     """A network, such as ``cnn.paper_cnn()``, together with one user's data.
 
@@ -232,22 +200,15 @@ def network_learner(
         batch_size: rows per minibatch.
         seed: decides the order of rows.
     """
-    batches = NetworkBatches(
-        data,
-        user,
-        batch_size,
-        seed=seed,
-        shift=0.0,
-    )
+    batches = NetworkBatches(data, user, batch_size, seed)
     rows = data.rows(user, test=True)
     if not len(rows):
         return model.learner(batches)
-    return model.learner(batches, (data.matrix(rows), network_targets(data, rows)))
+    return model.learner(batches, network_rows(data, rows))
 
 
-def network_targets(data: PerUser, rows: NDArray[np.intp]) -> NDArray[Any]:
-    """Class numbers for classification, else the targets of a linear model."""
+def network_rows(data: PerUser, rows: Indices) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(x, y) of these rows: y are class numbers, or the targets of a linear model."""
     if data.task == "classification":
-        classes: NDArray[Any] = data.y[rows]
-        return classes
-    return data.targets(rows)
+        return data.matrix(rows), data.y[rows]
+    return data.matrix(rows), data.targets(rows)

@@ -17,7 +17,7 @@ from scipy import sparse
 from scipy.linalg import get_blas_funcs
 
 from flwr_ppsgd.algorithm import Vector, clip_scales
-from flwr_ppsgd.lab.engine import Engine, Indices, Setting, State
+from flwr_ppsgd.lab.engine import Engine, Indices, Setting
 from flwr_ppsgd.lab.population import Batch, Features, Floats, FreshPopulation, Population
 from flwr_ppsgd.models.additive_linear import predict
 
@@ -26,6 +26,8 @@ SAMPLES_AT_ONCE = 2048  # in one product
 
 class LinearEngine(Engine):
     """All settings of one cohort, one round at a time.
+
+    A setting with K outputs has K neighbouring columns of V and θ.
 
     Args:
         population: everyone's data.
@@ -57,24 +59,26 @@ class LinearEngine(Engine):
         self._shares = np.ones(len(population))
         if self.reduction == "mean":
             self._shares = 1 / population.counts
-        self._starts = [0, *np.cumsum(population.widths).tolist()]
         columns = len(settings) * population.outputs
-        moves = np.repeat(self._shared_step > 0, population.outputs)
-        # the columns of V: w stays 0 in the others, those of local learning
-        self._shared_columns = np.flatnonzero(moves) if w is None else np.arange(columns)
-        shared = (population.features, len(self._shared_columns))
+        publishes = np.repeat(self._shared_step > 0, population.outputs)
+        moving = np.arange(columns) if w is not None else np.flatnonzero(publishes)
+        # V has the columns from the first setting that publishes to the last: w is 0 in the others
+        self._shared = slice(moving[0], moving[-1] + 1) if len(moving) else slice(0, 0)
+        shared = (population.features, self._shared.stop - self._shared.start)
         self._v: Floats = np.zeros(shared, self.dtype)
         if w is not None:
             self._v += w.reshape(shared)
         self._noise: Floats = np.zeros((population.features, population.outputs), self.dtype)
+        # everyone's θ_i, one below the other
+        self._starts = [0, *np.cumsum(population.widths).tolist()]
         self._theta: Floats = np.zeros((self._starts[-1], columns), self.dtype)
-        # for averages: Σ_t V_t, Σ_t of the noise, and Σ_t t·(θ_t − θ_{t−1})
-        self._v_sum = np.zeros_like(self._v[: len(self._v) * average])
-        self._noise_sum = np.zeros_like(self._noise)
-        self._theta_moment = np.zeros_like(self._theta[: len(self._theta) * average])
+        if average:  # Σ_t V_t, Σ_t of the noise, and Σ_t t·(θ_t − θ_{t−1})
+            self._v_sum = np.zeros_like(self._v)
+            self._noise_sum = np.zeros_like(self._noise)
+            self._theta_moment = np.zeros_like(self._theta)
 
     def _take_steps(self, settings: Sequence[Setting]) -> None:
-        """What differs between settings, one number for each."""
+        """What differs between settings, one number for each; of θ, one for each column."""
         denominator = settings[0].release.denominator
         shared = np.array([setting.steps.shared for setting in settings]) / denominator
         noise = np.array([setting.release.usual_noise_std for setting in settings])
@@ -83,6 +87,7 @@ class LinearEngine(Engine):
         self._shared_step = shared  # s_w/D
         self._noise_step = (shared * noise).astype(self.dtype)
         self._personal_step = np.repeat(personal, self.population.outputs).astype(self.dtype)
+        self._has_noise = bool(self._noise_step.any())
         self._has_theta = bool(personal.any())
 
     def advance(self) -> None:
@@ -92,7 +97,7 @@ class LinearEngine(Engine):
             self._v_sum += self._v
             self._noise_sum += self._noise
         self.visit(users)
-        if self._noise_step.any():
+        if self._has_noise:
             self._noise += self.normals(self._noise.size).reshape(self._noise.shape)
 
     def visit(self, users: Indices) -> None:
@@ -117,7 +122,7 @@ class LinearEngine(Engine):
         batch = self.population.batch(users, self.visits[users], self.dtype)
         thetas: list[Floats] = []
         if self._has_theta:
-            thetas = [self._coordinates_of(self._theta, user) for user in users.tolist()]
+            thetas = [self._own_rows(self._theta, user) for user in users.tolist()]
         residual = self._residual(batch, thetas)  # samples × columns
         squares = np.empty((len(users), residual.shape[1]))
         for at, (samples, own) in enumerate(batch.slices()):
@@ -126,28 +131,26 @@ class LinearEngine(Engine):
             if self._has_theta:
                 gradient *= self._personal_step
                 thetas[at] -= gradient
-                if self._average:
-                    self._coordinates_of(self._theta_moment, int(users[at]))[...] -= (
-                        self.round * gradient
-                    )
+            if self._average:
+                moment = self._own_rows(self._theta_moment, int(users[at]))
+                moment -= self.round * gradient
         self._subtract_clipped(target, [(batch, residual)], squares)
 
     def _residual(self, batch: Batch, thetas: Sequence[Floats]) -> Floats:
         """prediction − y at (w, θ_i), divided by m_i if gradients are means: samples × columns."""
-        samples, outputs = batch.y.shape
-        scores = np.zeros((samples, len(self._personal_step)), self.dtype)
-        scores[:, self._shared_columns] = batch.x @ self._v
-        for theta, (own_samples, own) in zip(thetas, batch.slices(), strict=bool(thetas)):
-            scores[own_samples] += own @ theta
-        by_setting = scores.reshape(samples, -1, outputs)
-        if self._noise_step.any():
+        scores = np.zeros((len(batch.y), len(self._personal_step)), self.dtype)
+        scores[:, self._shared] = batch.x @ self._v
+        for theta, (samples, own) in zip(thetas, batch.slices(), strict=bool(thetas)):
+            scores[samples] += own @ theta
+        by_setting = scores.reshape(len(scores), -1, self.population.outputs)
+        if self._has_noise:
             noise = np.asarray(batch.x @ self._noise)
             by_setting -= noise[:, None, :] * self._noise_step[:, None]
         residual = predict(by_setting, self.population.loss)
         residual -= batch.y[:, None, :]
         shares = np.repeat(self._shares[batch.users], batch.counts).astype(self.dtype)
         residual *= shares[:, None, None]
-        return np.asarray(residual).reshape(scores.shape)
+        return residual.reshape(scores.shape)
 
     def _subtract_clipped(
         self, target: Floats, parts: Sequence[tuple[Batch, Floats]], squares: Floats
@@ -165,12 +168,12 @@ class LinearEngine(Engine):
         by_setting = squares.reshape(len(squares), -1, outputs).sum(axis=2)
         factors = clip_scales(np.sqrt(by_setting), self._clip) * self._shared_step
         by_column = np.repeat(factors, outputs, axis=1).astype(self.dtype)  # users × columns
-        columns = self._shared_columns
         for batch, residual in parts:
-            by_sample = np.repeat(by_column[:, columns], batch.counts, axis=0)
-            subtract_product(target, batch.x, residual[:, columns] * by_sample)
+            by_sample = np.repeat(by_column[:, self._shared], batch.counts, axis=0)
+            by_sample *= residual[:, self._shared]
+            subtract_product(target, batch.x, by_sample)
 
-    def _coordinates_of(self, array: Floats, user: int) -> Floats:
+    def _own_rows(self, array: Floats, user: int) -> Floats:
         """The rows of one user's own coordinates."""
         return array[self._starts[user] : self._starts[user + 1]]
 
@@ -183,7 +186,7 @@ class LinearEngine(Engine):
             noise = self._noise_sum / self.round
         noises = noise[:, None, :] * -self._noise_step[:, None]  # d × settings × K
         w: Floats = noises.reshape(len(noise), -1)
-        w[:, self._shared_columns] += v
+        w[:, self._shared] += v
         return w
 
     def _personal(self, user: int) -> Floats:
@@ -191,9 +194,9 @@ class LinearEngine(Engine):
 
         (1/n)·Σ_{t<n} θ_t = θ_n − (1/n)·Σ_t t·(θ_t − θ_{t−1}).
         """
-        theta = self._coordinates_of(self._theta, user)
+        theta = self._own_rows(self._theta, user)
         if self._average and self.round:
-            theta = theta - self._coordinates_of(self._theta_moment, user) / self.round
+            theta = theta - self._own_rows(self._theta_moment, user) / self.round
         return theta
 
     def w(self, place: int) -> Vector:
@@ -243,17 +246,6 @@ class LinearEngine(Engine):
                 squares += (w + self._personal(user) - optimum[:, None]) ** 2
             risks = self.population.problem.variances @ squares / len(self.population)
         return {place: {"excess_risk": float(risks[place])} for place in self.places}
-
-    def changing(self) -> State:
-        """The arrays that rounds change."""
-        return {
-            "v": self._v,
-            "noise": self._noise,
-            "theta": self._theta,
-            "v-sum": self._v_sum,
-            "noise-sum": self._noise_sum,
-            "theta-moment": self._theta_moment,
-        }
 
 
 def bytes_for(

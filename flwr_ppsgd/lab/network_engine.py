@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
-from flwr_ppsgd.lab.engine import TEST, Engine, Indices, Setting, State
+from flwr_ppsgd.lab.engine import TEST, Engine, Indices, Setting
 from flwr_ppsgd.learner import Batches, Rows, as_array
 from flwr_ppsgd.models.additive_linear import Matrix
 from flwr_ppsgd.models.torch_model import SplitModel
@@ -78,7 +78,6 @@ class NetworkEngine(Engine):
         groups = []
         for _, members in sorted(by_size.items()):
             own, xs, ys = zip(*members, strict=True)
-            self._model.settle_loss((xs[0], ys[0]))
             rows = (self._model.tensor(np.stack(xs)), self._model.tensor(np.stack(ys)))
             groups.append((np.array(own), rows))
         return groups
@@ -147,15 +146,6 @@ class NetworkEngine(Engine):
                 empty = np.full((len(users), len(self.settings)), np.nan)
                 found.setdefault(name, empty)[:, place] = [one[name] for one in each]
         return found
-
-    def changing(self) -> State:
-        """The arrays that rounds change."""
-        return {
-            "w": self._w,
-            "thetas": self._thetas,
-            "w-sum": self._w_sum,
-            "theta-moments": self._theta_moments,
-        }
 
 
 def cohort_gradients(

@@ -18,7 +18,6 @@ from flwr_ppsgd.models.representation import NONE, Representation, Shape
 
 Indices: TypeAlias = NDArray[np.intp]
 Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
-ROWS_AT_ONCE = 1 << 14
 MOST_NAMED = 5  # users that a message names
 
 
@@ -39,23 +38,20 @@ class Split:
         rule = "the test fraction must be between 0 and 1"
         require(0 < self.fraction < 1, rule, self.fraction, "try 0.2")
 
-    def mask(self, offsets: Indices, time: NDArray[Any] | None) -> NDArray[np.bool_]:
-        """The test rows of users whose rows are sorted by user."""
-        bounds = offsets.tolist()
-        test = np.zeros(bounds[-1], dtype=np.bool_)
-        for user, start in enumerate(bounds[:-1]):
-            stop = bounds[user + 1]
-            n = stop - start
+    def mask(self, offsets: Indices, *, by_time: bool) -> NDArray[np.bool_]:
+        """The test rows of users whose rows are sorted by user, and perhaps by time."""
+        test = np.zeros(int(offsets[-1]), dtype=np.bool_)
+        for user, start in enumerate(offsets[:-1].tolist()):
+            n = int(offsets[user + 1]) - start
             wanted = max(1, round(self.fraction * n))
             count = min(wanted, n - 1)
-            if time is None:
+            order = np.arange(n)
+            if not by_time:
                 order = generator("split", self.seed, user).permutation(n)
-            else:
-                order = np.argsort(time[start:stop], kind="stable")
             test[start + order[n - count :]] = True
         return test
 
-    def words(self, by_time: bool) -> str:
+    def words(self, *, by_time: bool) -> str:
         """How the test part was chosen, for people."""
         which = "last" if by_time else "randomly chosen"
         return f"test part: the {which} {self.fraction:.0%} of each user's rows"
@@ -240,10 +236,8 @@ class PerUser:
         """
         apart = np.zeros(len(self.test), dtype=np.bool_)
         trained = np.flatnonzero(self._part(False))
-        offsets = self._offsets_of(False)
-        time = np.arange(len(trained)) if self.by_time else None
-        apart[trained] = split.mask(offsets, time)
-        words = split.words(self.by_time).replace("test part", "validation part")
+        apart[trained] = split.mask(self._offsets_of(False), by_time=self.by_time)
+        words = split.words(by_time=self.by_time).replace("test part", "validation part")
         note = words.replace("rows", "training rows, for choosing settings")
         return replace(self, validation=apart, notes=(*self.notes, note))
 
@@ -335,6 +329,19 @@ class PerUser:
             own=None if self.own is None else self.own.only(users),
         )
 
+    def with_rows(self, x: Table, y: Table) -> "PerUser":
+        """These rows in place of all others, as training rows of a single user."""
+        rows = x.shape[0]
+        return replace(
+            self,
+            x=x,
+            y=y,
+            test=np.zeros(rows, dtype=np.bool_),
+            validation=None,
+            offsets=np.array([0, rows]),
+            users=self.users[:1],
+        )
+
     def describe(self, batch_size: int = 10) -> str:
         """What was found, in lines to print.
 
@@ -342,31 +349,23 @@ class PerUser:
             batch_size: users with fewer training rows are named.
         """
         sizes = self.train_sizes
-        tested = self.test_sizes
-        lines = [self._summary(), *self.notes]
+        rows = f"{sizes.sum():,} training rows ({sizes.min()} to {sizes.max()} each)"
+        if self.validation is not None:
+            rows += f", {int(self.validation.sum()):,} validation rows"
+        rows += f", {self.test_sizes.sum():,} test rows"
+        kind = " (sparse)" if self.is_sparse else ""
+        task = _TASK_WORDS[self.task].format(self.outputs)
+        about = f"{rows}, {self.features:,} features{kind}, {task}"
+        lines = [f"{self.source}: {len(self):,} users, {about}", *self.notes]
         short = np.flatnonzero(sizes < batch_size)
         if short.size:
             named = _name_users(self.users, short, sizes)
             lines.append(f"fewer than {batch_size} training rows, so smaller minibatches: {named}")
-        unmeasured = np.flatnonzero(tested == 0)
+        unmeasured = np.flatnonzero(self.test_sizes == 0)
         if unmeasured.size:
             named = _name_users(self.users, unmeasured, sizes)
             lines.append(f"no test rows, so trained but not measured: {named}")
         return "\n".join(lines)
-
-    def _summary(self) -> str:
-        sizes = self.train_sizes
-        tested = self.test_sizes.sum()
-        apart = ""
-        if self.validation is not None:
-            apart = f"{int(self.validation.sum()):,} validation rows, "
-        kind = " (sparse)" if self.is_sparse else ""
-        task = _TASK_WORDS[self.task].format(self.outputs)
-        return (
-            f"{self.source}: {len(self):,} users, {sizes.sum():,} training rows ({sizes.min()} to "
-            f"{sizes.max()} each), {apart}{tested:,} test rows, {self.features:,} features{kind}, "
-            f"{task}"
-        )
 
     def _statistic(self, name: str, values: ArrayLike) -> NDArray[np.float64]:
         """Public statistics as an array: finite, one number or one per feature."""
@@ -395,24 +394,17 @@ class PerUser:
     def _features_of(self, rows: Indices, dtype: DTypeLike) -> Table:
         if self.is_sparse:
             return self._scaled_sparse(self.x[rows]).astype(dtype)
-        dense = np.empty((len(rows), self.features), dtype=dtype)
-        inner = dense[:, : self.features - self.bias]
+        dense = np.ones((len(rows), self.features), dtype=dtype)
+        inner = dense[:, : self.width]
         if self.representation is None:
-            for start in range(0, len(rows), ROWS_AT_ONCE):  # no second copy of everything
-                some = slice(start, start + ROWS_AT_ONCE)
-                self._scale(self.x[rows[some]], out=inner[some])
+            self._scale(self.x[rows], out=inner)
         else:
             inner[:] = self._represented_rows.of(rows)
-        dense[:, self.features - self.bias :] = 1.0
         return dense
 
     def _scale(self, x: NDArray[Any], out: NDArray[Any]) -> None:
         np.subtract(x, self.mean, out=out, casting="unsafe")
         np.divide(out, self.std, out=out, casting="unsafe")
-
-    @functools.cached_property
-    def _represented_rows(self) -> "_RepresentedRows":
-        return _RepresentedRows(self)
 
     def _scaled_sparse(self, x: Table) -> Table:
         if np.any(self.std != 1.0):
@@ -421,6 +413,10 @@ class PerUser:
             ones = np.ones((x.shape[0], 1))
             x = sparse.csr_array(sparse.hstack([x, ones]))
         return x
+
+    @functools.cached_property
+    def _represented_rows(self) -> "_RepresentedRows":
+        return _RepresentedRows(self)
 
     def amounts(self, rows: Indices) -> Matrix:
         """Targets of regression in the units of the source: rows × K."""

@@ -153,13 +153,10 @@ class Problem:
         if self.schema and (changed or self.task):
             key = key_of(changed[0] if changed else "task")
             raise ValueError(f"{key} is for data without a schema, which decides it: leave it out")
-        self._check_representation()
-
-    def _check_representation(self) -> None:
-        from flwr_ppsgd.models.representation import representation_of
-
         if self.representation in (AUTO, NO_REPRESENTATION):
             return
+        from flwr_ppsgd.models.representation import representation_of
+
         if self.model != LINEAR:
             raise ValueError(
                 f"representation is for linear models, got {self.representation!r} with model = "
@@ -195,7 +192,10 @@ class Problem:
             )
 
     def found(self) -> "Problem":
-        """With absolute paths, and the checksum of the file; ValueError if that has changed."""
+        """With absolute paths, checksums, and the representation that a schema names.
+
+        ValueError if the file or the schema has changed.
+        """
         data = place_of(self.data)
         checksum = _checksum(data)
         if self.data_checksum not in ("", checksum):
@@ -207,21 +207,20 @@ class Problem:
         if standardise:
             standardise = str(Path(standardise).resolve())
         found = replace(self, data=data, data_checksum=checksum, standardise=standardise)
-        return found._with_found_schema() if self.schema else found
-
-    def _with_found_schema(self) -> "Problem":
-        """With the absolute path of the schema, its checksum, and the representation it names."""
+        if not self.schema:
+            return found
         from flwr_ppsgd.lab.schema import Schema
 
-        schema = Schema.read(Path(self.schema).resolve())
+        path = Path(self.schema).resolve()
+        schema = Schema.read(path)
         if self.schema_checksum not in ("", schema.sha256):
             raise ValueError(
                 f"{self.schema}: the schema has changed since it was used here: put the old one "
                 "back, or begin anew"
             )
         return replace(
-            self,
-            schema=str(Path(self.schema).resolve()),
+            found,
+            schema=str(path),
             schema_checksum=schema.sha256,
             representation=schema.representation,
             representation_features=schema.representation_features,
@@ -358,15 +357,14 @@ def _checksum(data: str) -> str:
     files = [path]
     if path.is_dir():
         files = sorted(path.rglob("*.parquet")) or sorted(path.rglob("*"))
-    digests = [_digest_now(file) for file in files if file.is_file()]
+    digests = ""
+    for file in files:
+        if file.is_file():
+            facts = file.stat()
+            digests += _digest(file, facts.st_size, facts.st_mtime_ns)
     if not digests:
         return ""
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:CHECKSUM_LETTERS]
-
-
-def _digest_now(file: Path) -> str:
-    found = file.stat()
-    return _digest(file, found.st_size, found.st_mtime_ns)
+    return hashlib.sha256(digests.encode()).hexdigest()[:CHECKSUM_LETTERS]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,11 +1,11 @@
 """What a run or a sweep measured: one row for each evaluated round, as a value and as JSON."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from flwr_ppsgd.settings import AUTO, key_of, name_of
+from flwr_ppsgd.settings import AUTO, key_of
 from flwr_ppsgd.statement import json_number
 
 PPSGD = "ppsgd"
@@ -22,7 +22,6 @@ CAVEAT = (
     "ε is what a deployment of one setting would cost, as if it alone had been run; choosing among "
     "settings is not covered. Simulation noise: the sweep itself guarantees nothing."
 )
-TARGET = "target-epsilon"
 INFINITE = "infinite"  # JSON has no infinity
 
 
@@ -51,25 +50,16 @@ class Point:
 
     def key(self) -> dict[str, Any]:
         """What names the setting in a row of JSON."""
-        flat = {key_of(name): _for_json(value) for name, value in asdict(self).items()}
-        if self.target_epsilon is None:
-            del flat[TARGET]
-        return flat
+        return {key_of(name): _to_json(value) for name, value in asdict(self).items()}
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Self:
         """The setting that a row of JSON is about."""
-        values: dict[str, Any] = {
-            "method": flat["method"],
-            name_of(TARGET): _from_json_number(flat.get(TARGET)),
-        }
+        values = {}
         for field in fields(cls):
-            if field.name not in values:
-                values[field.name] = _from_json_number(flat[key_of(field.name)])
+            value = flat[key_of(field.name)]
+            values[field.name] = value if field.name == "method" else _from_json(value)
         return cls(**values)
-
-
-POINT_KEYS = frozenset(key_of(field.name) for field in fields(Point))
 
 
 @dataclass(frozen=True)
@@ -80,8 +70,7 @@ class SweepRow:
         point: the setting.
         round: the number of rounds trained so far.
         measures: over all users; what is not finite is left out.
-        diverged: its parameters left for infinity here; it has no later row.
-        personal_step: of a fine-tuned θ, the best step.
+        diverged: its measures grew without bound; it has no later row.
         by_user: at the end, the main measure of each user; None if users are not told apart.
         deployed_epsilon: what the rounds would cost a deployment; None until it is worked out. The
             sweep itself guarantees nothing: it has simulation noise.
@@ -92,7 +81,6 @@ class SweepRow:
     round: int
     measures: Mapping[str, float]
     diverged: bool = False
-    personal_step: float | None = None
     by_user: tuple[float, ...] | None = None
     deployed_epsilon: float | None = None
     paper_epsilon: float | None = None
@@ -104,57 +92,48 @@ class SweepRow:
 
     def shown_epsilon(self) -> float:
         """The paper's ε for cohorts of a fixed size, that of a deployment for all others."""
-        spent = self.deployed_epsilon if self.paper_epsilon is None else self.paper_epsilon
-        return 0.0 if spent is None else spent
-
-    def epsilon(self) -> float | None:
-        """ε that is guaranteed: 0 if nothing was released, else infinite, as in any simulation."""
-        if self.deployed_epsilon is None:
-            return None
-        return 0.0 if self.deployed_epsilon == 0 else math.inf
+        if self.paper_epsilon is not None:
+            return self.paper_epsilon
+        return self.deployed_epsilon or 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The row as it stands in a file."""
-        flat = {**self.point.key(), "round": self.round, **self.measures}
-        if self.diverged:
-            flat["diverged"] = True
-        optional = {
-            "personal-step": self.personal_step,
-            "by_user": None if self.by_user is None else list(self.by_user),
-            "epsilon": _for_json(self.epsilon()),
-            "deployed_epsilon": _for_json(self.deployed_epsilon),
-            "paper_epsilon": _for_json(self.paper_epsilon),
+        """The row as it stands in a file.
+
+        ``epsilon`` is what is guaranteed: 0 if nothing was released, else infinite, as in any
+        simulation.
+        """
+        guaranteed = 0.0 if self.deployed_epsilon == 0 else math.inf
+        return {
+            **self.point.key(),
+            "round": self.round,
+            **self.measures,
+            "diverged": self.diverged,
+            "by_user": self.by_user,
+            "epsilon": _to_json(guaranteed),
+            "deployed_epsilon": _to_json(self.deployed_epsilon),
+            "paper_epsilon": _to_json(self.paper_epsilon),
         }
-        given = {key: value for key, value in optional.items() if value is not None}
-        return {**flat, **given}
 
     @classmethod
     def from_json(cls, flat: Mapping[str, Any]) -> Self:
         """The row that stands in a file; KeyError, TypeError or ValueError if it is none."""
-        by_user = flat.get("by_user")
+        by_user = flat["by_user"]
         return cls(
             point=Point.of(flat),
             round=int(flat["round"]),
-            measures=_measures(flat, POINT_KEYS | SWEEP_KEYS),
-            diverged=bool(flat.get("diverged", False)),
-            personal_step=_from_json_number(flat.get("personal-step")),
+            measures=_measures(flat, SWEEP_KEYS),
+            diverged=flat["diverged"],
             by_user=None if by_user is None else tuple(by_user),
-            deployed_epsilon=_from_json_number(flat.get("deployed_epsilon")),
-            paper_epsilon=_from_json_number(flat.get("paper_epsilon")),
+            deployed_epsilon=_from_json(flat["deployed_epsilon"]),
+            paper_epsilon=_from_json(flat["paper_epsilon"]),
         )
 
 
-SWEEP_KEYS = frozenset(
-    {
-        "round",
-        "diverged",
-        "personal-step",
-        "by_user",
-        "epsilon",
-        "deployed_epsilon",
-        "paper_epsilon",
-    }
-)
+SWEEP_KEYS = {
+    *(key_of(field.name) for field in fields(Point)),
+    *(field.name for field in fields(SweepRow)),
+    "epsilon",
+}
 
 
 @dataclass(frozen=True)
@@ -208,48 +187,36 @@ class RunRow:
     def to_json(self) -> dict[str, Any]:
         """The row as it stands in a file. It says what is outside the guarantee."""
         named = [name for name in self.measures if name not in RUN_KEYS]
-        measures = {name: _for_json(self.measures[name]) for name in named}
         return {
             "round": self.round,
-            "epsilon": _for_json(self.epsilon),
-            "deployed_epsilon": _for_json(self.deployed_epsilon),
-            **measures,
-            "outside_the_guarantee": list(measures),
+            "epsilon": _to_json(self.epsilon),
+            "deployed_epsilon": _to_json(self.deployed_epsilon),
+            **{name: _to_json(self.measures[name]) for name in named},
+            "outside_the_guarantee": named,
         }
 
     @classmethod
     def from_json(cls, flat: Mapping[str, Any]) -> Self:
         """The row that stands in a file; KeyError, TypeError or ValueError if it is none."""
-        epsilon = _from_json_number(flat["epsilon"])
-        if epsilon is None:
-            raise ValueError("epsilon is missing")
-        deployed = _from_json_number(flat["deployed_epsilon"])
+        epsilon = float(_from_json(flat["epsilon"]))
+        deployed = float(_from_json(flat["deployed_epsilon"]))
         return cls(int(flat["round"]), epsilon, deployed, _measures(flat, RUN_KEYS))
 
 
-RUN_KEYS = frozenset({"round", "epsilon", "deployed_epsilon", "outside_the_guarantee"})
+RUN_KEYS = {"round", "epsilon", "deployed_epsilon", "outside_the_guarantee"}
 
 
-def _measures(flat: Mapping[str, Any], others: frozenset[str]) -> dict[str, float]:
+def _measures(flat: Mapping[str, Any], others: Collection[str]) -> dict[str, float]:
     """What stands in a row besides the keys that are known."""
-    found = {}
-    for name, value in flat.items():
-        number = None if name in others else _from_json_number(value)
-        if number is not None:
-            found[name] = number
-    return found
+    return {name: _from_json(value) for name, value in flat.items() if name not in others}
 
 
-def _from_json_number(value: Any) -> Any:
-    """A number of JSON, with its infinity; None stays None."""
+def _to_json(value: Any) -> Any:
+    return json_number(value) if isinstance(value, float) else value
+
+
+def _from_json(value: Any) -> Any:
+    """A number, or None."""
     if value == INFINITE:
         return math.inf
-    if isinstance(value, str):
-        return float(value)
-    if value is None or isinstance(value, int | float):
-        return value
-    raise TypeError(f"{value!r} is not a number")
-
-
-def _for_json(value: Any) -> Any:
-    return json_number(value) if isinstance(value, float) else value
+    return float(value) if isinstance(value, str) else value

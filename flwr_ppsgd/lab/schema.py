@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
@@ -53,9 +53,10 @@ WRITTEN = """\
 # only few users' rows show (a rare word, a class), and declare the rest to be public.
 # Then: ppsgd run --data {name} --schema FILE
 """
-OF_COLUMNS = """
-[columns]  # in order: "number", "flag" (0 and 1), "text", "hashed", "left out", or a list of words
-"""
+OF_COLUMNS = (
+    '[columns]  # in order: "number", "flag" (0 and 1), "text", "hashed", "left out", '
+    "or a list of words"
+)
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,15 @@ class Column:
     def to_toml(self) -> str:
         """Its value: a kind, a list of words, or a table."""
         if self.kind == CATEGORY:
-            return _toml(list(self.words))
+            return _toml(self.words)
         if self.kind in PLAIN and self.width == 1:
             return _toml(self.kind)
-        given = {"kind": self.kind, "width": self.width}
-        more = {"flags": self.flags, "shape": list(self.shape)}
-        parts = {**given, **{key: value for key, value in more.items() if value}}
-        return "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in parts.items()) + "}"
+        parts = [f"kind = {_toml(self.kind)}, width = {self.width}"]
+        if self.flags:
+            parts.append(f"flags = {_toml(self.flags)}")
+        if self.shape:
+            parts.append(f"shape = {_toml(self.shape)}")
+        return "{" + ", ".join(parts) + "}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,21 +214,18 @@ class Schema:
     def to_toml(self, name: str = "the data") -> str:
         """The text of a schema file about a file of this name."""
         lines = []
-        for key, value in self._keys_and_values():
-            hint = _HINTS.get(key, "")
-            lines.append(f"{key} = {_toml(value)}{hint}")
-        columns = [f"{_toml(column.name)} = {column.to_toml()}" for column in self.columns]
-        return WRITTEN.format(name=name) + "\n".join(lines) + OF_COLUMNS + "\n".join(columns) + "\n"
-
-    def _keys_and_values(self) -> Iterator[tuple[str, Any]]:
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name == "enrolled":
                 value = ALL if value is None else list(value)
-            elif one.name in ("target", "classes"):
-                value = list(value)
-            if one.name not in ("columns", "sha256") and value not in (None, "", []):
-                yield one.name.replace("_", "-"), value
+            if one.name in ("columns", "sha256") or value in (None, "", ()):
+                continue
+            key = one.name.replace("_", "-")
+            lines.append(f"{key} = {_toml(value)}{_HINTS.get(key, '')}")
+        lines.append(OF_COLUMNS)
+        for column in self.columns:
+            lines.append(f"{_toml(column.name)} = {column.to_toml()}")
+        return WRITTEN.format(name=name) + "\n".join(lines) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -331,10 +331,10 @@ def write_schema(schema: Schema, path: Path, name: str) -> None:
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
-    except FileExistsError:
-        raise ValueError(f"{path} is there already: choose another name, or remove it") from None
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror}): choose another") from None
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}): choose another name, or remove it"
+        ) from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(schema.to_toml(name))
 

@@ -95,7 +95,7 @@ def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Li
             lines.append(("", up_to_colons(privacy[key])))
     lines.append(("outside", up_to_colons(privacy["outside_the_guarantee"])))
     lines.append(("training", _rounds_text(experiment, saved)))
-    return lines + _result_lines(experiment, saved.last_measures(), read_people(out) or {})
+    return lines + _result_lines(experiment, saved.last_measures(), read_people(out))
 
 
 def next_lines(experiment: Experiment, out: Path) -> list[Line]:

@@ -2,16 +2,16 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 
 from flwr_ppsgd.algorithm import FixedSize
 from flwr_ppsgd.lab.experiment import OWN_DATA, Experiment, experiment_keys, source_name, source_of
-from flwr_ppsgd.lab.rows import FINE_TUNED, GRID, PPSGD, GridEdge, Point, Selection, SweepRow
+from flwr_ppsgd.lab.rows import GRID, PPSGD, GridEdge, Point, Selection, SweepRow
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.settings import AUTO, METHODS, PAPER, check_known, override, read_toml, with_keys
 
@@ -20,8 +20,6 @@ OWN_DATA_SWEEP = "own-data-sweep"
 MOST_SETTINGS = 100_000
 SEEDS = [1, 2, 3]  # of a sweep of the recipe, if nothing else is said
 CLIP_NORM = 1.0  # of the recipe, whose unit is the released size
-PricedRelease: TypeAlias = tuple[bool, float, float | None, int]  # recipe or not, z, its ε, round
-FINE_TUNE_STEPS = "0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0"
 
 
 @dataclass(frozen=True)
@@ -95,19 +93,19 @@ class Sweep:
                 raise ValueError(
                     "epsilon is missing: a sweep of 'auto' needs it, as in epsilon = [1, 2]"
                 )
-            flat = {**flat, "epsilon": wanted[0]}
+            flat["epsilon"] = wanted[0]
         elif wanted:
-            flat = _with_calibrated_noise(flat, where)
+            flat["noise-multiplier"] = _noise_for(wanted, flat, where)
+            del flat["epsilon"]
+        lists = {}
         for key, values in flat.items():
             if isinstance(values, list):
                 _check_list(key, values, where)
-        lists = {key: tuple(flat[key]) for key in GRID if isinstance(flat.get(key), list)}
-        flat = _with_fine_tuning(flat)
+                lists[key] = tuple(values)
         base = Experiment.read(_first_values(flat), where=where)
-        noisy = PAPER in methods and 0.0 not in lists.get("noise-multiplier", ())
-        if base.problem.select_on == "validation" and noisy:
-            given = lists.get("noise-multiplier", (base.training.noise_multiplier,))
-            lists["noise-multiplier"] = (*given, 0.0)  # what the same would be without noise
+        noises = lists.get("noise-multiplier", (base.training.noise_multiplier,))
+        if base.problem.select_on == "validation" and PAPER in methods and 0.0 not in noises:
+            lists["noise-multiplier"] = (*noises, 0.0)  # what the same would be without noise
         used = base.to_flat()
         for key, values in lists.items():
             for value in values:
@@ -117,33 +115,23 @@ class Sweep:
         return cls(base, grid, where, methods, recipes)
 
     def points(self) -> list[Point]:
-        """All settings, each once."""
-        seeds = self.grid["insecure-seed"]
-        of_recipe = [
-            Point(seed, math.inf, 0.0, z, CLIP_NORM, AUTO, target)
-            for (z, target), seed in itertools.product(self.recipes, seeds)
-        ]
-        return sorted([*self._papers(), *of_recipe])
-
-    def _papers(self) -> set[Point]:
-        """Those of the paper's method and of baselines: α = 0 has neither noise nor clip norm."""
-        every: set[Point] = set()
-        if PAPER not in self.methods:
-            return every
+        """All settings, each once. α = 0 has neither noise nor clip norm."""
         steps, alphas, noises, clips, seeds = (self.grid[key] for key in GRID)
-        for step, alpha, noise, clip, seed in itertools.product(
-            steps, alphas, noises, clips, seeds
+        found: set[Point] = set()
+        for (z, target), seed in itertools.product(self.recipes, seeds):
+            found.add(Point(seed, math.inf, 0.0, z, CLIP_NORM, AUTO, target))
+        ways = [(PPSGD, alpha) for alpha in alphas]
+        ways += [(method, math.inf) for method in self.base.methods()]
+        if PAPER not in self.methods:
+            ways = []
+        for (method, alpha), step, noise, clip, seed in itertools.product(
+            ways, steps, noises, clips, seeds
         ):
             if alpha:
-                every.add(Point(seed, float(alpha), float(step), float(noise), float(clip)))
+                found.add(Point(seed, float(alpha), float(step), float(noise), float(clip), method))
             else:
-                every.add(Point(seed, 0.0, float(step), None, None))
-        methods = self.base.methods()
-        for method, step, noise, clip, seed in itertools.product(
-            methods, steps, noises, clips, seeds
-        ):
-            every.add(Point(seed, math.inf, float(step), float(noise), float(clip), method))
-        return every
+                found.add(Point(seed, 0.0, float(step), None, None))
+        return sorted(found)
 
     def trivial_rows(self) -> list[SweepRow]:
         """What answers reach that use no features."""
@@ -157,10 +145,8 @@ class Sweep:
         """With the values of a grid that was extended before, as its settings say."""
         grid = {}
         for key, values in self.grid.items():
-            other = there.get(key, [])
-            others = other if isinstance(other, list) else [other]
-            more = [value for value in others if value not in values]
-            grid[key] = tuple(sorted((*values, *more))) if more else values
+            more = set(_as_list(there.get(key))) - set(values)
+            grid[key] = tuple(sorted({*values, *more})) if more else values
         return replace(self, grid=grid)
 
     def with_values_beyond(self, edges: Iterable[GridEdge]) -> "Sweep":
@@ -226,10 +212,11 @@ def _recipes(
     """
     targets = [float(epsilon) for epsilon in wanted]
     if not base.training.automatic:
-        price = EpsilonCache(base)
+        epsilons = EpsilonCache(base)
         for z in noises[len(targets) :]:
             point = Point(0, math.inf, 0.0, float(z), CLIP_NORM)
-            targets.append(price(point, base.training.rounds))
+            spent, _ = epsilons.price(point, base.training.rounds)
+            targets.append(spent)
     found = []
     for target in targets:
         planned = recipe_of(base, Point(0, math.inf, 0.0, 0.0, CLIP_NORM, AUTO, target))
@@ -264,26 +251,16 @@ def _first_values(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with_calibrated_noise(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``epsilon``, a number or a list, as the noise multipliers that cost it."""
-    wanted = _as_list(flat["epsilon"])
-    rest = {key: value for key, value in flat.items() if key != "epsilon"}
+def _noise_for(wanted: Sequence[float], flat: Mapping[str, Any], where: str) -> list[float]:
+    """The noise multipliers that cost these ε."""
     noises = []
     for epsilon in wanted:
         if epsilon == math.inf:
             noises.append(0.0)
             continue
-        experiment = Experiment.read({**_first_values(rest), "epsilon": epsilon}, where)
+        experiment = Experiment.read({**_first_values(flat), "epsilon": epsilon}, where)
         noises.append(experiment.training.release().noise_multiplier)
-    return {**rest, "noise-multiplier": noises}
-
-
-def _with_fine_tuning(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Fine-tuning has steps of its own, whatever the grid's are, if nothing else is said."""
-    tunes = FINE_TUNED in str(flat.get("baselines", ""))
-    if not tunes or "fine-tune-steps" in flat:
-        return dict(flat)
-    return {**flat, "fine-tune-steps": FINE_TUNE_STEPS}
+    return noises
 
 
 def _check_list(key: str, values: list[Any], where: str) -> None:
@@ -306,61 +283,47 @@ class EpsilonCache:
 
     def __init__(self, base: Experiment) -> None:
         self._base = base
-        self._training = base.training
-        self._fixed = isinstance(self._training.cohort(), FixedSize)
-        self._honest: dict[PricedRelease, float] = {}
-        self._papers: dict[PricedRelease, float] = {}
+        self._fixed = isinstance(base.training.cohort(), FixedSize)
+        self._known: dict[tuple[Any, ...], tuple[float, float | None]] = {}
 
-    def __call__(self, point: Point, round_: int) -> float:
-        """Under zero-out neighbours; 0 if nothing was released."""
-        return self._price_once(self._honest, _honest_epsilon, point, round_)
+    def price(self, point: Point, round_: int) -> tuple[float, float | None]:
+        """ε under zero-out neighbours, 0 if nothing was released; and what the paper would print.
 
-    def paper(self, point: Point, round_: int) -> float | None:
-        """What the paper would print for cohorts of a fixed size: not a guarantee.
-
-        It counts them as if they were drawn by coins. None for all other cohorts.
+        The paper counts cohorts of a fixed size as if each user were drawn independently, which is
+        not a guarantee. None for all other cohorts.
         """
-        if not self._fixed or point.method == AUTO:
-            return None
-        return self._price_once(self._papers, Ledger.paper_epsilon, point, round_)
-
-    def _price_once(
-        self,
-        known: dict[PricedRelease, float],
-        price: Callable[[Ledger], float],
-        point: Point,
-        round_: int,
-    ) -> float:
-        if point.noise_multiplier is None or not round_:
-            return 0.0
-        key = (point.method == AUTO, point.noise_multiplier, point.target_epsilon, round_)
-        if key not in known:
-            known[key] = price(self._ledger_after(point, round_))
-        return known[key]
+        recipe = point.method == AUTO
+        key = (recipe, point.noise_multiplier, point.target_epsilon, round_)
+        if key not in self._known:
+            ledger = self._ledger_after(point, round_)
+            paper = ledger.paper_epsilon() if self._fixed and not recipe else None
+            self._known[key] = (_honest_epsilon(ledger), paper)
+        return self._known[key]
 
     def _ledger_after(self, point: Point, round_: int) -> Ledger:
         """What a setting has released after a number of rounds."""
-        nothing = Ledger(self._training.delta)
+        training = self._base.training
+        ledger = Ledger(training.delta)
+        if point.noise_multiplier is None or not round_:
+            return ledger
         if point.method != AUTO:
-            changed = replace(self._training, noise_multiplier=point.noise_multiplier)
-            return nothing.record(changed.release(), round_)
+            changed = replace(training, noise_multiplier=point.noise_multiplier)
+            return ledger.record(changed.release(), round_)
         planned = recipe_of(self._base, point).training.recipe()
         for release in planned.before.values():
-            nothing = nothing.record(release)
-        return nothing.record(planned.release, round_)
+            ledger = ledger.record(release)
+        return ledger.record(planned.release, round_)
+
+    def priced(self, rows: Iterable[SweepRow]) -> list[SweepRow]:
+        """Each row with its ε, and with the paper's if that is another."""
+        priced = []
+        for row in rows:
+            honest, paper = self.price(row.point, row.round)
+            priced.append(replace(row, deployed_epsilon=honest, paper_epsilon=paper))
+        return priced
 
 
 def _honest_epsilon(ledger: Ledger) -> float:
     """The smaller of two bounds. At tiny z, where both are vast, PLD can overflow."""
     with np.errstate(all="ignore"):
         return min(ledger.epsilon(), ledger.quick_epsilon())
-
-
-def with_epsilon(rows: Iterable[SweepRow], epsilons: EpsilonCache) -> list[SweepRow]:
-    """Each row with its ε, and with the paper's if that is another."""
-    priced = []
-    for row in rows:
-        honest = epsilons(row.point, row.round)
-        paper = epsilons.paper(row.point, row.round)
-        priced.append(replace(row, deployed_epsilon=honest, paper_epsilon=paper))
-    return priced

@@ -6,7 +6,7 @@ Engines, and with them scipy and torch, are loaded when they are first needed.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 PIXELS = 28 * 28
 SYNTHETIC_KEYS = ("data-seed", "features", "batch-size")
-MOST_COLUMNS = 4096  # side by side; more gain nothing and would be lost together when interrupted
-MOST_NETWORKS = 32
+MOST_SETTINGS = 128  # side by side: more gain little, and a kill loses what is under way
+MOST_COLUMNS = 4096  # settings × outputs
+MOST_NETWORKS = 8
 FLOAT_BYTES = 8
 
 
@@ -42,7 +43,6 @@ class LinearTask:
         precision: of the engine, float64 or float32.
         dropped_after: a user drops out after this number of passes over the own samples; None is
             never.
-        on_validation: measure learners on validation rows in place of test rows.
     """
 
     problem: Problem
@@ -50,7 +50,6 @@ class LinearTask:
     average: bool = False
     precision: str = "float64"
     dropped_after: float | None = None
-    on_validation: bool = False
 
     def __post_init__(self) -> None:
         foreign = [key for key in self.problem.changed_keys() if key not in SYNTHETIC_KEYS]
@@ -59,8 +58,8 @@ class LinearTask:
                 f"{foreign[0]} is for data of your own: leave it out, or give data = FILE"
             )
 
-    def learner(self, user: int) -> Learner:
-        """One user's model and data."""
+    def learner(self, user: int, *, on_validation: bool = False) -> Learner:
+        """One user's model and data, measured on test rows or on validation rows."""
         problem = self.problem
         if problem.data == SYNTHETIC:
             truth = _synthetic(self.users, problem.features, problem.data_seed)
@@ -68,7 +67,7 @@ class LinearTask:
         from flwr_ppsgd.lab.learners import linear_learner
 
         return linear_learner(
-            _rows_of(problem, self.on_validation),
+            _measured_on(problem, on_validation),
             user,
             batch_size=problem.batch_size,
             seed=problem.data_seed,
@@ -80,7 +79,10 @@ class LinearTask:
         """w = 0, features × outputs."""
         if self.problem.data == SYNTHETIC:
             return ArrayRecord([np.zeros((self.problem.features, 1))])
-        data = _with_fitting_loss(self.problem)
+        from flwr_ppsgd.lab.learners import check_loss
+
+        data = self.problem.per_user()
+        check_loss(data, cast(Loss, self.problem.loss), self.problem.target_shift)
         return ArrayRecord([np.zeros((data.features, data.outputs))])
 
     def population(self) -> "Population":
@@ -110,7 +112,7 @@ class LinearTask:
     @property
     def most_settings(self) -> int:
         """The largest number of settings that should be trained side by side."""
-        return max(1, MOST_COLUMNS // self.population().outputs)
+        return max(1, min(MOST_SETTINGS, MOST_COLUMNS // self.population().outputs))
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,6 @@ class NetworkTask:
     problem: Problem
     average: bool = False
     dropped_after: float | None = None
-    on_validation: bool = False
     most_settings = MOST_NETWORKS
 
     def __post_init__(self) -> None:
@@ -141,14 +142,17 @@ class NetworkTask:
             )
         return _paper_network(self.problem.data_seed, data.outputs)
 
-    def learner(self, user: int) -> Learner:
-        """One user's model and data."""
+    def learner(self, user: int, *, on_validation: bool = False) -> Learner:
+        """One user's model and data, measured on test rows or on validation rows."""
         from flwr_ppsgd.lab.learners import network_learner
 
-        data = _rows_of(self.problem, self.on_validation)
-        seed = self.problem.data_seed
-        size = self.problem.batch_size
-        return network_learner(self.network(), data, user, batch_size=size, seed=seed)
+        return network_learner(
+            self.network(),
+            _measured_on(self.problem, on_validation),
+            user,
+            batch_size=self.problem.batch_size,
+            seed=self.problem.data_seed,
+        )
 
     def initial_arrays(self) -> ArrayRecord:
         """The network's first values, which depend on the seed alone."""
@@ -156,28 +160,25 @@ class NetworkTask:
 
     def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
         """Everyone's data and models, for the given settings side by side."""
-        from flwr_ppsgd.lab.learners import NetworkBatches, network_targets
+        from flwr_ppsgd.lab.learners import NetworkBatches, network_rows
         from flwr_ppsgd.lab.network_engine import NetworkEngine
 
-        def tests_of(data: "PerUser") -> list[tuple[NDArray[Any], NDArray[Any]]]:
-            parts = [data.rows(user, test=True) for user in range(len(data))]
-            return [(data.matrix(rows), network_targets(data, rows)) for rows in parts]
-
-        data = self.problem.per_user()
-        size = self.problem.batch_size
-        batches = [
-            NetworkBatches(data, user, size, seed=self.problem.data_seed, shift=0.0)
-            for user in range(len(data))
-        ]
+        problem = self.problem
+        data = problem.per_user()
+        users = range(len(data))
+        validation: list[tuple[NDArray[Any], NDArray[Any]]] = []
+        if data.validation is not None:
+            choosing = data.choosing()
+            validation = [network_rows(choosing, choosing.rows(user, test=True)) for user in users]
         return NetworkEngine(
             self.network(),
-            batches,
+            [NetworkBatches(data, user, problem.batch_size, problem.data_seed) for user in users],
             settings,
             seed=seed,
             average=self.average,
-            tests=tests_of(data),
-            validation=[] if data.validation is None else tests_of(data.choosing()),
-            most_visits=self.problem.visits_in(self.dropped_after),
+            tests=[network_rows(data, data.rows(user, test=True)) for user in users],
+            validation=validation,
+            most_visits=problem.visits_in(self.dropped_after),
         )
 
     def bytes(self, settings: int) -> int:
@@ -206,12 +207,6 @@ def task_of(
     return LinearTask(problem, population, average, precision, dropped_after)
 
 
-def for_choosing_on(task: Task) -> Task | None:
-    """The same, measured on validation rows in place of test rows; None if there are none."""
-    apart = task.problem.data != SYNTHETIC and task.problem.per_user().validation is not None
-    return replace(task, on_validation=True) if apart else None
-
-
 def learner_for(context: Context) -> Learner:
     """The learner of one node; its settings travel in the run config."""
     config = context.run_config
@@ -219,19 +214,10 @@ def learner_for(context: Context) -> Learner:
     return task.learner(int(context.node_config["partition-id"]))
 
 
-def _rows_of(problem: Problem, on_validation: bool) -> "PerUser":
-    """Everyone's rows; for choosing, with validation rows as the test part."""
+def _measured_on(problem: Problem, on_validation: bool) -> "PerUser":
+    """Everyone's rows; with validation rows as the test part if ``on_validation``."""
     data = problem.per_user()
     return data.choosing() if on_validation else data
-
-
-def _with_fitting_loss(problem: Problem) -> "PerUser":
-    """The users; ValueError if the loss does not go with their targets."""
-    from flwr_ppsgd.lab.learners import check_loss
-
-    data = problem.per_user()
-    check_loss(data, cast(Loss, problem.loss), problem.target_shift)
-    return data
 
 
 @functools.lru_cache(maxsize=4)
@@ -242,10 +228,13 @@ def _synthetic(users: int, features: int, seed: int) -> Synthetic:
 @functools.lru_cache(maxsize=1)
 def table(problem: Problem, precision: str, dropped_after: float | None = None) -> "Table":
     """Everyone's rows of own data; the arguments are those of ``LinearTask``."""
+    from flwr_ppsgd.lab.learners import check_loss
     from flwr_ppsgd.lab.population import Table
 
-    data = _with_fitting_loss(problem)
+    data = problem.per_user()
+    loss = cast(Loss, problem.loss)
     shift = problem.target_shift
+    check_loss(data, loss, shift)
     x, y, offsets = data.part(test=False, shift=shift, dtype=precision)
     validation = None
     if data.validation is not None:
@@ -256,7 +245,7 @@ def table(problem: Problem, precision: str, dropped_after: float | None = None) 
         offsets,
         batch_size=problem.batch_size,
         seed=problem.data_seed,
-        loss=cast(Loss, problem.loss),
+        loss=loss,
         test=data.part(test=True, shift=shift, dtype=precision),
         validation=validation,
         task=data.task,

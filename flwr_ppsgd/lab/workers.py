@@ -4,14 +4,13 @@ Every worker is a fresh process that computes with one thread, so that products 
 same order wherever they run.
 """
 
-import itertools
 import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -20,16 +19,13 @@ from typing import Any, Protocol, TypeAlias
 
 from threadpoolctl import threadpool_limits
 
-from flwr_ppsgd.lab.block import Best, BlockPlan, Snapshot, clear_snapshots, plan_blocks, run_block
-from flwr_ppsgd.lab.engine import reported_rounds
+from flwr_ppsgd.lab.block import Best, BlockPlan, plan_blocks, run_block
 from flwr_ppsgd.lab.outputs import open_sweep, write_selection
 from flwr_ppsgd.lab.rows import Point, SweepRow
-from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep, with_epsilon
-from flwr_ppsgd.settings import AUTO
+from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep
 
 Block: TypeAlias = Sequence[Point]
 Finished: TypeAlias = tuple[int, list[SweepRow]]  # which block, and its rows
-Pricing: TypeAlias = Callable[[], bool]  # works out one more ε; whether there was one
 QUIET_SECONDS = 0.2  # between two reports of a worker about its progress
 DEFAULT_MEMORY = 4 << 30  # bytes, if the system does not say how much there is
 KIBIBYTE = 1024
@@ -59,7 +55,7 @@ def run_sweep(
 ) -> int:
     """Run what is missing in ``out``; the number of settings that were.
 
-    A kill loses less than a minute of work.
+    A kill loses the blocks that are under way.
 
     Args:
         sweep: what to run.
@@ -73,49 +69,19 @@ def run_sweep(
     with open_sweep(out, sweep, extend=extend) as store:
         chosen = store.plan(proposed)
         missing = store.missing(chosen.blocks)
-        clear_snapshots(out, missing)
         watch.begin(chosen, missing)
         epsilons = EpsilonCache(sweep.base)
-        store.append(with_epsilon(sweep.trivial_rows(), epsilons))
-        pricing = _pricing(sweep, missing, epsilons)
-        flat = sweep.base.to_flat()
-        running = in_processes(flat, missing, chosen.jobs, watch, pricing, directory=out)
-        with closing(running) as finished:
+        store.append(epsilons.priced(sweep.trivial_rows()))
+        with closing(in_processes(sweep.base.to_flat(), missing, chosen.jobs, watch)) as finished:
             for block, rows in finished:
-                store.append(with_epsilon(rows, epsilons))
+                store.append(epsilons.priced(rows))
                 watch.show(block, sweep.base.training.rounds, None)
-                Snapshot(out, missing[block]).remove()
         write_selection(out, sweep.selection())
     return sum(len(block) for block in missing)
 
 
-def _pricing(sweep: Sweep, blocks: Sequence[Block], epsilons: EpsilonCache) -> Pricing:
-    """ε of every row to come, one at each call, while blocks are under way."""
-    noises: dict[float | None, Point] = {}
-    for point in itertools.chain.from_iterable(blocks):
-        if point.method != AUTO:
-            noises[point.noise_multiplier] = point
-    training = sweep.base.training
-    rounds = reported_rounds(training.rounds, training.evaluate_every)
-    pending = itertools.product(noises.values(), rounds)
-
-    def price_one() -> bool:
-        for point, round_ in pending:
-            epsilons(point, round_)
-            return True
-        return False
-
-    return price_one
-
-
 def in_processes(
-    flat: Mapping[str, Any],
-    blocks: Sequence[Block],
-    jobs: int,
-    watch: SweepWatch,
-    pricing: Pricing,
-    *,
-    directory: Path,
+    flat: Mapping[str, Any], blocks: Sequence[Block], jobs: int, watch: SweepWatch
 ) -> Generator[Finished]:
     """(block, its rows), as blocks finish.
 
@@ -124,24 +90,18 @@ def in_processes(
         blocks: what to run.
         jobs: the number of blocks at a time.
         watch: shows how each block goes.
-        pricing: work to do while waiting.
-        directory: where blocks under way are saved from time to time.
     """
     context = multiprocessing.get_context("spawn")
     reports: Any = context.SimpleQueue()
     stop_reader, stop_writer = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(
-        max(1, min(jobs, len(blocks))), context, _begin_worker, (reports, stop_reader)
-    )
+    workers = max(1, min(jobs, len(blocks)))
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (reports, stop_reader))
     try:
-        pending = {
-            pool.submit(_work, dict(flat), tuple(block), number, directory): number
-            for number, block in enumerate(blocks)
-        }
+        pending = {}
+        for number, block in enumerate(blocks):
+            pending[pool.submit(_work, dict(flat), tuple(block), number)] = number
         while pending:
-            done, _ = wait(
-                pending, timeout=0 if pricing() else QUIET_SECONDS, return_when=FIRST_COMPLETED
-            )
+            done, _ = wait(pending, timeout=QUIET_SECONDS, return_when=FIRST_COMPLETED)
             while not reports.empty():
                 watch.show(*reports.get())
             for future in done:
@@ -182,7 +142,7 @@ def _end_with(stop: Any) -> None:
         os._exit(1)
 
 
-def _work(flat: Mapping[str, Any], points: Block, number: int, directory: Path) -> list[SweepRow]:
+def _work(flat: Mapping[str, Any], points: Block, number: int) -> list[SweepRow]:
     """One block, in a worker; its progress is reported a few times a second."""
     (reports,) = _REPORTS
     last = 0.0
@@ -194,7 +154,7 @@ def _work(flat: Mapping[str, Any], points: Block, number: int, directory: Path) 
             last = now
             reports.put((number, round_, best))
 
-    return run_block(flat, points, report, directory)
+    return run_block(flat, points, report)
 
 
 def free_memory() -> int:

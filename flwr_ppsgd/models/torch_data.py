@@ -154,33 +154,23 @@ def _finite_tensor(values: Rows, part: Part) -> Tensor:
 # --- a network's inputs and outputs
 
 
-@dataclass(frozen=True)
 class NetworkInputs:
     """How tensors reach a network: on its device, floats in its precision, whole numbers as they
     are; parts of a mapping by keyword, those of a tuple by position.
 
     Args:
-        network: the name of its class.
-        takes: the names of ``forward``'s parameters.
-        takes_any: whether ``forward`` takes any keyword.
-        device: of the network.
-        dtype: of its first parameter.
+        module: the network.
     """
 
-    network: str
-    takes: tuple[str, ...]
-    takes_any: bool
-    device: torch.device
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, module: nn.Module, device: torch.device, dtype: torch.dtype) -> "NetworkInputs":
-        """Those of this module."""
+    def __init__(self, module: nn.Module) -> None:
+        first = next(module.parameters())
+        self.device = first.device
+        self._dtype = first.dtype
+        self._network = type(module).__name__
         parameters = inspect.signature(module.forward).parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        takes = tuple(each.name for each in parameters if each.kind in by_name)
-        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-        return cls(type(module).__name__, takes, takes_any, device, dtype)
+        self._takes = [each.name for each in parameters if each.kind in by_name]
+        self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
     def call(self, x: Rows) -> Call:
         """(positional, keyword) arguments of the network."""
@@ -189,13 +179,13 @@ class NetworkInputs:
             return tensors, {}
         if not isinstance(x, Mapping):
             return (tensors,), {}
-        unknown = [name for name in tensors if name not in self.takes]
+        unknown = [name for name in tensors if name not in self._takes]
         if len(tensors) == 1 and unknown:  # one input needs no name
             return tuple(tensors.values()), {}
-        if unknown and not self.takes_any:
+        if unknown and not self._takes_any:
             raise ValueError(
-                f"a batch has the inputs {list(tensors)} and {self.network}.forward takes "
-                f"{list(self.takes)}: name those that it takes with inputs=[…]"
+                f"a batch has the inputs {list(tensors)} and {self._network}.forward takes "
+                f"{self._takes}: name those that it takes with inputs=[…]"
             )
         return (), tensors
 
@@ -203,7 +193,7 @@ class NetworkInputs:
         """One part as a tensor; floats in the network's precision."""
         tensor = _as_tensor(values, part)
         if tensor.is_floating_point():
-            return tensor.to(self.device, self.dtype)
+            return tensor.to(self.device, self._dtype)
         return tensor.to(self.device)
 
 

@@ -108,7 +108,7 @@ def network(count: int = 1) -> Comparison:
     engine = NetworkEngine(model, batches, [setting] * count, seed=1)
     module = model.module_with(model.initial_w()).train()
     draws = map(batches[0], itertools.count(1))
-    loop = autograd_loop(module, draws, setting, personal="personal")
+    loop = autograd_loop(module, draws, setting, personal="head.weight")
     return against(loop, engine, settings=count, repetitions=16, rounds=10)
 
 

@@ -179,4 +179,3 @@ def test_the_last_row_of_a_setting_holds_each_user(sweep: Sweep, method: str) ->
         assert len(row.by_user) == len([user for user in range(USERS) if user % 4])
         mean = np.mean(row.by_user)
         assert row.measures["accuracy_mean_user"] == pytest.approx(mean, abs=1e-3)
-        assert (row.personal_step is not None) == (method == "fine-tuned")

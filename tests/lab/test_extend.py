@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flwr_ppsgd.lab.outputs import read_config, read_rows, read_selection
 from flwr_ppsgd.lab.rows import GridEdge, Point
-from flwr_ppsgd.lab.sweep import FINE_TUNE_STEPS, Sweep
+from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.workers import run_sweep
 from tests.support.own_data import FLAT, write
 
@@ -55,7 +55,3 @@ def test_every_sweep_that_validates_has_a_row_without_noise_and_trivial_answers(
     (cost,) = read_selection(out)
     assert cost.settings == 2
     assert cost.selected > cost.epsilon
-
-
-def test_fine_tuning_has_steps_of_its_own(tmp_path: Path) -> None:
-    assert sweep_of(write(tmp_path)).base.fine_tune_steps == FINE_TUNE_STEPS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.inspect import brief, data_report, smoothness, suspects, trivial
+from flwr_ppsgd.lab.inspect import brief, data_report, suspects, trivial
 from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.scaling import own_scaled
@@ -61,13 +61,6 @@ def test_a_feature_that_is_the_target_is_suspected(task: str) -> None:
     assert "suspected leak" in "\n".join(brief(data))
 
 
-def test_smoothness_is_twice_the_mean_square() -> None:
-    data = rows()
-    trained = np.array([0, 1, 2, 4, 5, 6])
-    assert smoothness(data) == pytest.approx(2 * np.mean(trained**2))
-    assert smoothness(data.with_bias()) == pytest.approx(2 * np.mean(trained**2) + 2)
-
-
 def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) -> None:
     path = tmp_path / "films.csv"
     lines = [f"{row % 4},{row // 2},{1990 + row % 30},{row % 2},{row / 10}" for row in range(80)]
@@ -78,7 +71,7 @@ def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) 
         "features: 'filmId', 'year', 'seen' in 2 columns (0, 1), a constant",
         "named like an id: filmId (--categorical",
         "suspected leak, predicts the target alone: column 'filmId'",
-        "steps above",
+        "shared parameters",
         "chosen by looking at data: not covered",
         "--write schema.toml",
     ):

@@ -46,7 +46,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(given.x, found.x)
     np.testing.assert_array_equal(given.test, found.test)
     assert (given.looked, given.notes) == ((), ())
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="File exists"):
         write_schema(found.schema, tmp_path / "schema.toml", "data.csv")
 
 

@@ -72,14 +72,10 @@ def in_this_process(
     blocks: Sequence[Sequence[Point]],
     jobs: int,  # noqa: ARG001
     watch: workers.SweepWatch,
-    pricing: workers.Pricing,
-    *,
-    directory: Path,
 ) -> Iterator[tuple[int, list[SweepRow]]]:
     """The workers without processes, which take seconds to start."""
     for number, block in enumerate(blocks):
-        pricing()
-        yield number, run_block(flat, block, functools.partial(watch.show, number), directory)
+        yield number, run_block(flat, block, functools.partial(watch.show, number))
 
 
 @pytest.fixture
@@ -210,15 +206,15 @@ def test_epsilon_is_priced_once_for_all_settings_of_a_noise_level(
     monkeypatch.setattr(Ledger, "quick_epsilon", lambda _: 2.0)
     epsilons = EpsilonCache(small.base)
     for point in small.points():
-        epsilons(point, 3)
-    assert len(asked) == 2
-    assert epsilons(small.points()[0], 6) == 0.0
+        epsilons.price(point, 3)
+    assert len(asked) == 3  # of both noise levels, and of α = 0
 
 
 def test_epsilon_at_tiny_noise_is_finite_and_silent(tmp_path: Path) -> None:
     """PLD overflows at (z = .1, q = .017, 300 rounds); RDP is a bound, too."""
     sweep = load(tmp_path, noise_multiplier=0.1, rate=10 / 580, rounds=300)
-    assert 0 < EpsilonCache(sweep.base)(sweep.points()[-1], 300) < math.inf
+    honest, _ = EpsilonCache(sweep.base).price(sweep.points()[-1], 300)
+    assert 0 < honest < math.inf
 
 
 @pytest.mark.usefixtures("quick")

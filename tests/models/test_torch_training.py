@@ -125,7 +125,7 @@ def test_an_additive_head_is_solved_if_its_network_is_frozen() -> None:
     own = model.learner(Minibatches(x, y, 7, seed=0, user=0))
     w = np.arange(FEATURES * CLASSES) / 10.0
     problem = OwnProblem.of(body(x).numpy(), y.numpy(), columns(False))
-    expected = solution(problem, w.reshape(FEATURES, CLASSES)).reshape(-1)
+    expected = solution(problem, w.reshape(CLASSES, FEATURES).T).T.reshape(-1)
     np.testing.assert_allclose(own.solution(w, ORDER), expected, rtol=1e-9, atol=1e-12)
 
 
