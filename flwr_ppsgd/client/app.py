@@ -19,7 +19,16 @@ from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
 from flwr_ppsgd.client.visit import EVALUATE, TRAIN, ClientSettings, Visit
 from flwr_ppsgd.flower_wrappers import MODS, flower_caller
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, SERVER_ROUND
+from flwr_ppsgd.wire import (
+    ARRAYS,
+    CONFIG,
+    GRADIENT,
+    METRICS,
+    NUM_EXAMPLES,
+    ORDER,
+    SERVER_ROUND,
+    Order,
+)
 
 ORDER_FIELDS = ("protocol", "publishes", "clip_norm")  # no stock strategy sends one of these
 
@@ -49,19 +58,26 @@ def client_app(
     if clipping and local_step is None:
         remedy = "or set local_step to serve stock strategies too"
         raise ValueError(f"{_about_clipping(clipping)}, {remedy}")
-    return _GuardedClientApp(ClientSettings(learner_for, local_step, local_steps), mods or [])
+    settings = ClientSettings(learner_for, local_step, local_steps)
+    return _GuardedClientApp(settings, mods or [], clipping)
 
 
 class _GuardedClientApp(ClientApp):
     """A ClientApp that keeps to its owner's limits, and whose errors tell the server a code only.
 
     It also says what is wrong if it cannot be sent to Flower's workers.
+
+    Args:
+        settings: of ``client_app``.
+        mods: around every answer.
+        clipping: the name of one of them that must not get a gradient, if there is one.
     """
 
-    def __init__(self, settings: ClientSettings, mods: list[Mod]) -> None:
+    def __init__(self, settings: ClientSettings, mods: list[Mod], clipping: str | None) -> None:
         super().__init__(mods=mods)
         self._settings = settings
         self._around = mods
+        self._clipping = clipping
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Admit, answer within all mods, and write; only then does the reply leave."""
@@ -84,8 +100,8 @@ class _GuardedClientApp(ClientApp):
 
     def _reply(self, visit: Visit, message: Message, context: Context) -> Message:
         """The reply after all mods; a mod that writes an error would send what is in it."""
-        if visit.order is not None:
-            _refuse_clipping(_clipping_mod(self._around))
+        if visit.order is not None and self._clipping:
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, _about_clipping(self._clipping))
 
         def answer(message: Message, _: Context) -> Message:
             return Message(RecordDict(visit.answer()), reply_to=message)
@@ -124,11 +140,6 @@ def _clipping_mod(mods: list[Mod]) -> str | None:
             if name in MODS and str(each.__module__).startswith("flwr."):
                 return str(name)
     return None
-
-
-def _refuse_clipping(mod: str | None) -> None:
-    if mod is not None:
-        raise RefusedError(RefusalCode.REFUSED_MESSAGE, _about_clipping(mod))
 
 
 def _about_clipping(mod: str) -> str:
@@ -196,12 +207,7 @@ class PPSGDClient(NumPyClient):
         try:
             visit.admit()
             if visit.order is not None and kind == TRAIN:
-                _refuse_clipping(flower_caller(MODS))
-                if visit.order.stage:
-                    raise RefusedError(
-                        RefusalCode.REFUSED_SECURE,
-                        "a secure sum in the legacy API: nothing is sent",
-                    )
+                _refuse_in_legacy(visit.order)
             reply = visit.answer()
             visit.write(reply)
             return reply
@@ -210,3 +216,13 @@ class PPSGDClient(NumPyClient):
         finally:
             visit.close()
         raise failure
+
+
+def _refuse_in_legacy(order: Order) -> None:
+    """Refuse to send a gradient through a mod that clips parameters, and secure sums."""
+    clipping = flower_caller(MODS)
+    if clipping is not None:
+        raise RefusedError(RefusalCode.REFUSED_MESSAGE, _about_clipping(clipping))
+    if order.stage:
+        reason = "a secure sum in the legacy API: nothing is sent"
+        raise RefusedError(RefusalCode.REFUSED_SECURE, reason)
