@@ -29,8 +29,8 @@ MOST_BYTES = 6000  # of the front door
 ELSEWHERE = {
     "flower-apps.md": ("test_apps.py", "test_adopters.py"),
     "deployment.md": ("test_deployment_page.py",),
-    "own-data.md": ("test_own_data_page.py",),
-    "simulate.md": ("simulation/test_page.py",),
+    "own-data.md": ("test_docs.py",),
+    "simulate.md": ("test_docs.py",),
 }
 EXECUTED = ("python", "sh", "bash", "diff")
 SHOWN = ("", "text", "bibtex", "toml")  # commands for a terminal, output, settings
@@ -98,7 +98,8 @@ def test_the_start_page_trains_states_its_guarantee_and_personalizes() -> None:
     assert printed.count("To each of the 100 enrolled users") == 1
 
 
-WHOLE = ("README.md", "start.md", *ELSEWHERE)  # pages that are tested above, or elsewhere
+# pages that are tested above, or elsewhere
+WHOLE = ("README.md", "start.md", "secure-aggregation.md", *ELSEWHERE)
 
 
 @pytest.mark.parametrize(

@@ -96,17 +96,19 @@ class Engine(ABC):
         If there are validation rows, they are measured on those, by names that begin with
         "validation_", and only if this is the ``final`` time on test rows too.
         """
-        parts = self.measured_parts()
+        weights = self.measured_parts()
         found: dict[str, Vector] = {}
         with np.errstate(all="ignore"):
-            if "validation" in parts:
-                found = for_choosing(summary(self.measure_users("validation"), parts["validation"]))
-            if TEST in parts and (final or not found):
-                found |= summary(self.measure_users(TEST), parts[TEST])
-        return {
-            place: {name: float(values[place]) for name, values in found.items()}
-            for place in self.places
-        }
+            if "validation" in weights:
+                by_user = self.measure_users("validation")
+                found = for_choosing(summary(by_user, weights["validation"]))
+            if TEST in weights and (final or not found):
+                by_user = self.measure_users(TEST)
+                found |= summary(by_user, weights[TEST])
+        by_place = {}
+        for place in self.places:
+            by_place[place] = {name: float(values[place]) for name, values in found.items()}
+        return by_place
 
     def by_user(self) -> dict[int, Vector]:
         """The main measure of each user who has test rows, for every setting still trained."""

@@ -58,6 +58,9 @@ NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_s
 class Problem:
     """A data set, how it is read, and the model. Empty text is the reader's own choice.
 
+    ``user_column``, ``target_column`` and so on up to ``impute`` are the options of the same names
+    in ``DataOptions``, as are ``task`` and ``test_fraction``.
+
     Args:
         data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or a folder with its
             files; a SQLite file of TensorFlow Federated.
@@ -68,23 +71,10 @@ class Problem:
         schema_checksum: of that file, as of the data.
         users: the largest number of users; the first ones are taken.
         min_train: leave out users with fewer training rows.
-        user_column: in own files, the column that names the user.
-        target_column: the column to predict; several are separated by commas.
-        test_column: the column that marks test rows.
-        time_column: the column that orders a user's rows.
-        feature_columns: the columns to predict from, separated by commas.
-        exclude_columns: columns that are not used, separated by commas.
-        categorical_columns: columns of categories, made one-hot, or hashed if there are many.
-        text_columns: columns of text, made shares of hashed words.
-        encoding: of a .csv; UTF-8 by default.
-        impute: for features that are missing: drop (the row), zero, or own-mean; they are refused
-            by default.
-        test_fraction: each user's test part; the last rows if there is a time column.
         select_on: "validation" sets a part of each user's training rows apart, on which settings
             are compared; test rows are then measured once, at the end. "test" compares on test
             rows, as the paper does.
         validation_fraction: the share of a user's training rows that is set apart.
-        task: classification, regression or multi-label; detected if it is not given.
         standardise: a file of *public* means and standard deviations.
         scale: without such a file: "own" (each user's own mean and deviation, on the device) or
             "none"; "device" is what method = "auto" does: raw rows, which the personal model

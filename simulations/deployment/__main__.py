@@ -105,7 +105,7 @@ class Story:
         return stamps[0].visit if stamps else 0
 
     def wait_for_round(self, number: int) -> None:
-        wait_for(f"round {number}", lambda: self.rounds_done() >= number, seconds=400)
+        wait_for(f"round {number}", lambda: self.rounds_done() >= number)
         self.say(f"round {self.rounds_done()} of {ROUNDS} is done; visits: {self.all_visits()}")
 
     def all_visits(self) -> dict[str, int]:
@@ -141,9 +141,7 @@ def tell(story: Story, api: str) -> list[str]:
     between = story.all_visits()
     run = story.lose_the_superlink()
     story.say(f"flwr run again: run {run}")
-    wait_for(
-        "the run to end", lambda: story.federation.status(run).startswith("finished"), seconds=600
-    )
+    wait_for("the run to end", lambda: story.federation.status(run).startswith("finished"))
     story.say(f"run {run}: {story.federation.status(run)}")
     return check(story, between, story.federation.status(run))
 
