@@ -6,7 +6,6 @@ personal models, around any w or around none, are those of ``evaluation``.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -74,25 +73,14 @@ class LocalStepsEngine(LinearEngine):
         self._subtract_clipped(target, parts, squares / self._count**2)
 
 
-class FineTuned(NamedTuple):
-    """The result of fine-tuning one w.
+def fine_tune(
+    table: Table, w: Matrix, steps: Sequence[float], passes: float
+) -> list[tuple[dict[str, float], Vector]]:
+    """For each w, what users reach with the θ_i that each trains alone on top of it.
 
-    Args:
-        step: the best of the steps that were tried.
-        by_user: the main measure of each measured user.
-        measures: all measures, over all measured users.
-    """
-
-    step: float
-    by_user: Vector
-    measures: dict[str, float]
-
-
-def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) -> list[FineTuned]:
-    """For each w, the θ_i that each user trains alone on top of it, with the best of ``steps``.
-
-    The best step is chosen on validation rows if there are any. Free of charge: it uses the
-    published w and the user's own data (billboard lemma).
+    (All measures, the main measure of each measured user), with the best of ``steps`` on validation
+    rows if there are any. Free of charge: it uses the published w and the user's own data
+    (billboard lemma).
 
     Args:
         table: everyone's data, with test rows.
@@ -102,7 +90,7 @@ def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) ->
     """
     columns = int(table.widths.sum()) * len(steps) * table.outputs
     at_once = max(1, NUMBERS_AT_ONCE // columns)
-    found: list[FineTuned] = []
+    found = []
     for start in range(0, w.shape[1], at_once):
         found += _fine_tune_settings(table, w[:, start : start + at_once], steps, passes)
     return found
@@ -110,7 +98,7 @@ def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) ->
 
 def _fine_tune_settings(
     table: Table, w: Matrix, steps: Sequence[float], passes: float
-) -> list[FineTuned]:
+) -> list[tuple[dict[str, float], Vector]]:
     """``fine_tune`` of some w: every w with every step is a setting of local learning."""
     silent = Release(Poisson(len(table), 1.0), clip_norm=1.0, noise_multiplier=0.0)
     count = len(steps)
@@ -126,8 +114,9 @@ def _fine_tune_settings(
     chosen_by = measure_of(measures[0])
     found = []
     for first in range(0, len(settings), count):
-        places = range(first, first + count)
-        errors = [badness(chosen_by, measures[place][chosen_by]) for place in places]
+        errors = []
+        for place in range(first, first + count):
+            errors.append(badness(chosen_by, measures[place][chosen_by]))
         best = first + int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
-        found.append(FineTuned(steps[best - first], by_user[best], measures[best]))
+        found.append((measures[best], by_user[best]))
     return found
