@@ -187,11 +187,6 @@ class Training:
         """Whether the server sees sums only."""
         return self.release.aggregation is not None and self.steps.publishes
 
-    @property
-    def insecure(self) -> bool:
-        """Whether randomness comes from a known seed, which voids the guarantee."""
-        return self.insecure_seed is not None
-
     def with_rounds(self, wanted: int) -> Self:
         """The recipe for fewer rounds than it would choose: each then has less noise."""
         assert self.recipe is not None

@@ -67,7 +67,12 @@ def test_every_command_of_the_page_on_own_data_works(
     assert "chosen by looking at data: not covered" in shown
     assert "of 80 users gain" in shown
     assert "choosing among 8 settings costs" in shown
-    for name in ("exams/users.parquet", "predictions.csv", "sweep/methods.pdf", "sweep/report.html"):
+    for name in (
+        "exams/users.parquet",
+        "predictions.csv",
+        "sweep/methods.pdf",
+        "sweep/report.html",
+    ):
         assert Path(name).exists(), name
 
 

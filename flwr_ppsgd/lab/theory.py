@@ -139,14 +139,11 @@ class Theorem:
         At α = ∞, η is 0 and αη tends to min(1/(4a), √(lim α‖z*‖²_α / (nA))).
         """
         if math.isfinite(alpha):
-            return Steps.from_theory(
-                alpha=alpha,
-                denominator=self.denominator,
-                rounds=self.rounds,
-                smoothness=self.smoothness_at(alpha),
-                deviation=math.sqrt(self.variance_at(alpha)),
-                norm=math.sqrt(minimiser.squared_norm(alpha)),
-            )
+            eta = 1 / (4 * self.smoothness_at(alpha))
+            deviation = math.sqrt(self.rounds) * math.sqrt(self.variance_at(alpha))
+            if deviation > 0:
+                eta = min(eta, math.sqrt(minimiser.squared_norm(alpha)) / deviation)
+            return Steps.from_paper(eta, alpha, self.denominator)
         longest = 1 / (4 * self.smoothness[0])
         noise = self.rounds * self.variance[0]
         if noise and not minimiser.personal:

@@ -44,66 +44,53 @@ class BatchParts:
         if hasattr(batch, "_asdict"):
             batch = batch._asdict()
         if isinstance(batch, Mapping):
-            x, y = self._of_mapping(batch)
+            parts = dict(batch)
         elif isinstance(batch, list | tuple):
-            x, y = self._of_sequence(batch)
+            parts = dict(enumerate(batch))
         else:
             raise ValueError(
                 f"a batch is a {type(batch).__name__}, not (x, y) or a mapping: let the loader "
                 "return one of those"
             )
-        return map_parts(x, _finite_tensor), _finite_tensor(y, "target")
+        target = self._find_target(batch)
+        inputs = self._find_inputs(list(parts), target)
+        missing = [part for part in (*inputs, target) if part not in parts]
+        if missing or not inputs:
+            raise ValueError(
+                f"a batch has the parts {list(parts)}, and {missing} were asked for: name parts "
+                "that it has with inputs and target"
+            )
+        x: Any = {str(part): parts[part] for part in inputs}
+        if not isinstance(batch, Mapping):
+            x = tuple(x.values())
+            if len(x) == 1:
+                (x,) = x
+            if isinstance(x, list) and any(isinstance(part, Tensor) for part in x):
+                x = tuple(x)  # torch's loaders turn tuples into lists
+        return map_parts(x, _finite_tensor), _finite_tensor(parts[target], "target")
 
-    def _of_mapping(self, batch: Mapping[Any, Any]) -> tuple[Rows, Rows]:
-        target = self.target
-        if target is None:
+    def _find_target(self, batch: Any) -> Part:
+        if self.target is not None:
+            return self.target
+        if isinstance(batch, Mapping):
             known = [name for name in batch if name in TARGETS]
-            if len(known) != 1:
-                raise ValueError(
-                    f"which of a batch's parts {sorted(batch)} is the target is not known (usual "
-                    f'names are {", ".join(TARGETS)}): add target="…", the name of one of them'
-                )
-            target = known[0]
-        names = self._input_parts()
-        if names is None:
-            names = [name for name in batch if name != target]
-        missing = [name for name in (*names, target) if name not in batch]
-        if missing or not names:
+            if len(known) == 1:
+                return known[0]  # type: ignore[no-any-return]
             raise ValueError(
-                f"a batch has the parts {sorted(batch)}, and inputs={names}, target={target!r} "
-                "were asked for: name parts that it has"
+                f"which of a batch's parts {list(batch)} is the target is not known (usual names "
+                f'are {", ".join(TARGETS)}): add target="…", the name of one of them'
             )
-        return {str(name): batch[name] for name in names}, batch[target]
-
-    def _of_sequence(self, batch: Sequence[Any]) -> tuple[Rows, Rows]:
         size = len(batch)
-        places = self._input_parts()
-        target = self.target
-        if size != 2 and (places is None or target is None):
-            raise ValueError(
-                f"a batch has {size} parts where (x, y) has 2: say which are which, such as "
-                f"inputs={list(range(size - 1))}, target={size - 1}"
-            )
-        if target is None:
-            target = 1
-        if places is None:
-            places = [0 if target == 1 else 1]
-        valid = range(size)
-        wrong = [place for place in (*places, target) if place not in valid]
-        if wrong:
-            raise ValueError(
-                f"a batch has {size} parts, and {wrong} were asked for: inputs and target are "
-                f"positions from 0 to {size - 1}"
-            )
-        chosen = tuple(batch[int(place)] for place in places)
-        x = chosen[0] if len(chosen) == 1 else chosen
-        if isinstance(x, list) and any(isinstance(part, Tensor) for part in x):
-            x = tuple(x)  # torch's loaders turn tuples into lists
-        return x, batch[int(target)]
+        if size == 2:
+            return 1
+        raise ValueError(
+            f"a batch has {size} parts where (x, y) has 2: say which are which, such as "
+            f"inputs={list(range(size - 1))}, target={size - 1}"
+        )
 
-    def _input_parts(self) -> list[Part] | None:
+    def _find_inputs(self, parts: list[Part], target: Part) -> list[Part]:
         if self.inputs is None:
-            return None
+            return [part for part in parts if part != target]
         if isinstance(self.inputs, str | int):
             return [self.inputs]
         return list(self.inputs)

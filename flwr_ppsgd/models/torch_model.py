@@ -84,9 +84,6 @@ class SplitModel:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         own = copy.deepcopy(module).to(device)
         self._module = own  # its values never change: w and θ are passed to each call
-        self._channels_last = _allows_channels_last(own)
-        if self._channels_last:
-            own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parameters = dict(own.named_parameters())
         names = [*self._shared, *self._personal]
         precisions = {self._parameters[name].dtype for name in names}
@@ -135,12 +132,7 @@ class SplitModel:
 
     def shared_tensors(self, w: Vector) -> dict[str, Tensor]:
         """The shared parameters by name."""
-        tensors = self._split(w, self._shared, "w")
-        if self._channels_last:
-            for name, tensor in tensors.items():
-                if tensor.ndim == 4:
-                    tensors[name] = tensor.clone(memory_format=torch.channels_last)
-        return tensors
+        return self._split(w, self._shared, "w")
 
     def personal_tensors(self, thetas: Vector | Matrix) -> dict[str, Tensor]:
         """The personal parameters by name, of one user or with one row per user."""
@@ -163,14 +155,14 @@ class SplitModel:
         """
         if theta is None:
             theta = self.initial_theta()
-        shared = self._split(self._flat_shared(w), self._shared, "w")
+        shared = self.shared_tensors(self._flat_shared(w))
         values = self._combine(shared, self.personal_tensors(theta))
         module = copy.deepcopy(self._module).eval()
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if name in values:
                     parameter.copy_(values[name])
-        return module.to(memory_format=torch.contiguous_format)  # type: ignore[no-any-return, call-overload]
+        return module
 
     # --- predictions, losses, gradients
 
@@ -183,8 +175,7 @@ class SplitModel:
         parameters = self._combine(shared, personal)
         positional, named = self._inputs.call(x)
         output = torch.func.functional_call(self._module, parameters, positional, named)
-        scores = scores_of(output, type(self._module).__name__)
-        return scores.contiguous() if self._channels_last else scores
+        return scores_of(output, type(self._module).__name__)
 
     def loss(
         self, shared: Tensors, personal: Tensors, rows: tuple[Rows, Rows], reduction: Reduction
@@ -283,7 +274,7 @@ class SplitModel:
             return w
         if not self._additive:
             return 0.0 * self.initial_theta()
-        parts = self._split(w, self._shared, "w")
+        parts = self.shared_tensors(w)
         return flat_vector(parts[name] for name in self._personal)
 
     def features(self, w: ArrayRecord | Vector | None, x: Rows) -> Matrix:
@@ -521,21 +512,6 @@ def refuse_other_shared(
                 f"{name!r} has shape {tuple(shape)} in the server's w and {tuple(here[name])} in "
                 "this client's network: make the network with the same sizes on both sides"
             )
-
-
-def _allows_channels_last(module: nn.Module) -> bool:
-    """Whether no code but torch's own sees the layout of tensors inside a module.
-
-    Channels-last makes small convolutions twice as fast, but a ``view`` in somebody's ``forward``
-    or hook fails on it.
-    """
-    for part in module.modules():
-        is_torchs = type(part).__module__.startswith("torch.nn.modules.")
-        if not is_torchs and type(part) is not HeadedNetwork:
-            return False
-        if part._forward_hooks or part._forward_pre_hooks:
-            return False
-    return True
 
 
 # --- the linear layer at the end

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.checks import count, one_of, require
 from flwr_ppsgd.learner import (
-    LOCAL,
     OWN_THETA,
     OWN_W,
     SHARED,
@@ -25,7 +24,7 @@ from flwr_ppsgd.learner import (
     all_rows,
     as_array,
 )
-from flwr_ppsgd.models.additive_linear import Loss, measures_of
+from flwr_ppsgd.models.additive_linear import Loss, MixtureModel, measures_of
 from flwr_ppsgd.models.solve import (
     Mixture,
     OwnProblem,
@@ -381,14 +380,40 @@ class SplitLearner:
             training = self._own_training(PERSONAL_EPOCHS)
             theta = self._train(training, w, self.initial_theta(), _local_order(1))
             return TrainedModel(self, w, theta)
-        shared = head.matrix(self.model.shared_head(w))
+        model = self.model
+        shared = head.matrix(model.shared_head(w))
         mixture = personal_model(problem, shared, variance)
-        alone = mixture.alone
-        if not self.model.is_head:  # these features depend on what others have
-            own_features = self._problem(None, order.unit)
-            assert own_features is not None
-            alone = personal_model(own_features, np.zeros_like(shared), np.zeros(1)).alone
-        return HeadModel(self, w, mixture, alone)
+        if not (model.is_head or model.additive):
+            mixture = replace(mixture, shared_alone=None)
+        _, outputs = head.shape
+        measure = self._measure_on(w, outputs)
+        if model.is_head:
+            return MixtureModel(mixture, measure, beside={OWN_W: w})
+        # the features depend on what others have: own rows alone see the network as it was made
+        own_problem = self._problem(None, order.unit)
+        assert own_problem is not None
+        alone = personal_model(own_problem, np.zeros_like(shared), np.zeros(1)).alone
+        return MixtureModel(
+            replace(mixture, alone=alone),
+            measure,
+            measure_alone=self._measure_on(None, outputs),
+            # a trained network's scores have a scale of their own
+            has_shared_loss=self.task == "regression",
+            beside={OWN_W: w},
+        )
+
+    def _measure_on(self, w: Vector | None, outputs: int) -> Callable[[Mixture], dict[str, float]]:
+        """How models are measured on the features that w makes of the test part."""
+        rows = functools.cache(lambda: self.test_rows(w, outputs))
+
+        def measure(model: Mixture) -> dict[str, float]:
+            found = rows()
+            if found is None:
+                return {}
+            x, y = found
+            return measures_of(model.predict(x), y, self.task)
+
+        return measure
 
     def test_rows(self, w: Vector | None, outputs: int) -> tuple[Matrix, Matrix] | None:
         """Features and targets of the test part, classes as rows of 0 and 1; None without one.
@@ -536,61 +561,6 @@ def flat_vector(tensors: Iterable[Tensor], single: bool = False) -> Vector:
     values = torch.cat(parts).cpu()
     values = values.float() if single else values.double()
     return values.numpy()
-
-
-# --- personal models
-
-
-@dataclass(frozen=True)
-class HeadModel:
-    """A user's mixture on the features below the last layer.
-
-    Args:
-        learner: whose model it is.
-        w: the shared parameters, which make the features.
-        mixture: the personal model.
-        alone: one from own rows alone, on the network as it was made.
-    """
-
-    learner: SplitLearner
-    w: Vector
-    mixture: Mixture
-    alone: Mixture | None
-
-    def measures(self) -> dict[str, float]:
-        """Of the personal model, of own rows alone (``local_…``), and of w alone (``shared_…``).
-
-        The last only if w has the last layer.
-        """
-        model = self.learner.model
-        task = self.learner.task
-        outputs = len(self.mixture.offset)
-        rows = self.learner.test_rows(self.w, outputs)
-        if rows is None or not self.mixture.has_location:
-            return {}
-        x, y = rows
-        found = measures_of(self.mixture.predict(x), y, task)
-        if self.alone is not None:
-            own = rows if model.is_head else self.learner.test_rows(None, outputs)
-            assert own is not None
-            of_alone = measures_of(self.alone.predict(own[0]), y, task)
-            found |= {LOCAL + name: value for name, value in of_alone.items()}
-        shared = self.mixture.shared_alone
-        if shared is not None and (model.is_head or model.additive):
-            of_shared = measures_of(shared.predict(x), y, task)
-            if task == "classification" and not model.is_head:
-                del of_shared["loss"]  # a trained network's scores have a scale of their own
-            found |= {SHARED + name: value for name, value in of_shared.items()}
-        return found
-
-    @property
-    def choices(self) -> dict[str, float]:
-        """What the mixture is made of."""
-        return self.mixture.choices
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything that predicts."""
-        return {**self.mixture.to_arrays(), OWN_W: self.w}
 
 
 @dataclass(frozen=True)

@@ -224,15 +224,15 @@ class Budget(SealedRows):
             self._require_room(round_, release)
             self._charge(add, training, round_, release)
 
-    def catch_up(self, training: int, counts: Mapping[Release, int]) -> None:
+    def catch_up(self, training: int, charges: Mapping[tuple[Release, bool], int]) -> None:
         """Write down charges that a training's store shows and the budget does not.
 
         Args:
             training: its id.
-            counts: how often its store shows each release.
+            charges: as of ``Store.charges``; no training under a budget has a known seed.
         """
         with self.transaction() as add:
-            for release, times in counts.items():
+            for (release, _insecure), times in charges.items():
                 kind = self.kinds.index(release) if release in self.kinds else -1
                 for _ in range(times - self.tally[training, kind, False]):
                     self._charge(add, training, 0, release)

@@ -15,6 +15,7 @@ from flwr_ppsgd.noise import GridSum, RandomStream
 from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError, SecureStage
 from flwr_ppsgd.secure.terms import Session
 from flwr_ppsgd.training import Identity
+from flwr_ppsgd.wire import Asked
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -50,7 +51,7 @@ class SumRequest:
         metrics: private measures that follow them, if there are any.
     """
 
-    what: str
+    what: Asked
     round: int
     release: Release
     length: int

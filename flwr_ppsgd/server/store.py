@@ -186,13 +186,6 @@ class Store(SealedRows):
                 found[release, False] += self.added
         return found
 
-    def counts(self) -> Counter[Release]:
-        """How often each release was charged."""
-        found: Counter[Release] = Counter()
-        for (release, _), times in self.charges().items():
-            found[release] += times
-        return found
-
     def ledger(self, delta: float) -> Ledger:
         """The charges, counted: their order does not matter for ε."""
         ledger = Ledger(delta)
@@ -203,8 +196,10 @@ class Store(SealedRows):
     @property
     def planned(self) -> tuple[int, int]:
         """The largest numbers of charges and rounds that were planned: the last plan has both."""
-        last = self.notes("plan")[-1:]
-        return (last[0]["charges"], last[0]["rounds"]) if last else (0, 0)
+        plans = self.notes("plan")
+        if not plans:
+            return 0, 0
+        return plans[-1]["charges"], plans[-1]["rounds"]
 
     # --- facts that are the server's alone
 
@@ -315,11 +310,15 @@ class Store(SealedRows):
 
 def _parts_of(checkpoint: Checkpoint) -> list[bytes | memoryview]:
     """A line of JSON with names and sizes, then the arrays, then the state."""
-    vectors = [np.ascontiguousarray(vector, np.float64) for vector in checkpoint.state.values()]
-    state: list[memoryview] = [vector.data.cast("B") for vector in vectors]
-    parts: list[bytes | memoryview] = [*checkpoint.arrays.values(), *state]
-    sizes = [len(part) for part in parts]
-    head = {"arrays": list(checkpoint.arrays), "state": list(checkpoint.state), "sizes": sizes}
+    parts: list[bytes | memoryview] = list(checkpoint.arrays.values())
+    for vector in checkpoint.state.values():
+        numbers = np.ascontiguousarray(vector, np.float64)
+        parts.append(numbers.data.cast("B"))
+    head = {
+        "arrays": list(checkpoint.arrays),
+        "state": list(checkpoint.state),
+        "sizes": [len(part) for part in parts],
+    }
     return [json.dumps(head).encode() + b"\n", *parts]
 
 
@@ -329,23 +328,26 @@ def _checkpoint_of(round_: int, content: bytes) -> Checkpoint:
     head = json.loads(content[:start])
     ends = itertools.accumulate(head["sizes"], initial=start)
     parts = [content[a:b] for a, b in itertools.pairwise(ends)]
-    count = len(head["arrays"])
-    arrays = dict(zip(head["arrays"], parts[:count], strict=True))
-    state = zip(head["state"], parts[count:], strict=True)
-    return Checkpoint(round_, arrays, {name: np.frombuffer(part) for name, part in state})
+    arrays = dict(zip(head["arrays"], parts, strict=False))
+    vectors = parts[len(arrays) :]
+    state = {}
+    for name, part in zip(head["state"], vectors, strict=True):
+        state[name] = np.frombuffer(part)
+    return Checkpoint(round_, arrays, state)
 
 
 def _most_expensive(kinds: Iterable[Release]) -> list[Release]:
     """Of each price one release, unless another has no more noise and no more sampling."""
-    prices = {
-        (release.noise_multiplier, release.cohort.rate if release.amplifies else 1.0): release
-        for release in kinds
-    }
-    return [
-        release
-        for (noise, rate), release in prices.items()
-        if not any(z <= noise and q >= rate and (z, q) != (noise, rate) for z, q in prices)
-    ]
+    prices = {}
+    for release in kinds:
+        rate = release.cohort.rate if release.amplifies else 1.0
+        prices[release.noise_multiplier, rate] = release
+
+    def is_dominated(noise: float, rate: float) -> bool:
+        others = prices.keys() - {(noise, rate)}
+        return any(z <= noise and q >= rate for z, q in others)
+
+    return [release for price, release in prices.items() if not is_dominated(*price)]
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:

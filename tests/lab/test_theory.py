@@ -279,28 +279,12 @@ def test_the_best_alpha_is_an_end_for_equal_users_unless_the_bias_decides() -> N
     assert biased.best(equal).alpha == pytest.approx(1 / 11, rel=0.12)
 
 
-def test_steps_from_theory_by_hand() -> None:
+def test_steps_of_a_theorem_by_hand() -> None:
     """η = min(1/(4·2), 3/(2·1)) = 1/8, then min(1/8, 3/(2·24)) = 1/16."""
-    given = {"alpha": 0.5, "denominator": 4.0, "rounds": 4, "smoothness": 2.0, "norm": 3.0}
-    assert Steps.from_theory(**given, deviation=1.0) == Steps(shared=1 / 16, personal=1 / 32)  # type: ignore[arg-type]
-    assert Steps.from_theory(**given, deviation=24.0) == Steps(shared=1 / 32, personal=1 / 64)  # type: ignore[arg-type]
-    assert Steps.from_theory(**given, deviation=0.0) == Steps(shared=1 / 16, personal=1 / 32)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"smoothness": 0.0}, {"deviation": math.nan}, {"norm": -1.0}, {"rounds": 0}]
-)
-def test_steps_from_theory_refuse_what_no_theorem_gives(wrong: dict[str, float]) -> None:
-    given = {
-        "alpha": 0.5,
-        "denominator": 4.0,
-        "rounds": 4,
-        "smoothness": 2.0,
-        "norm": 3.0,
-        "deviation": 1.0,
-    }
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must"):
-        Steps.from_theory(**{**given, **wrong})  # type: ignore[arg-type]
+    minimiser = Minimiser(shared=0.0, personal=9.0, offset=1.0)
+    for deviation, eta in ((1.0, 1 / 8), (24.0, 1 / 16), (0.0, 1 / 8)):
+        theorem = Theorem((0.0, 2.0), (0.0, deviation**2), rounds=4, denominator=4.0)
+        assert theorem.steps(0.5, minimiser) == Steps(shared=eta / 2, personal=eta / 4)
 
 
 def test_smoothness_over_a_factor_is_the_theorem_for_that_smoothness() -> None:

