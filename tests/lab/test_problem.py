@@ -132,16 +132,6 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_standardisation_takes_public_statistics_and_a_bias_column(tmp_path: Path) -> None:
-    np.savez(tmp_path / "public.npz", mean=np.full(4, 2.0), std=np.full(4, 0.5))
-    data = read(
-        write(tmp_path), standardise=str(tmp_path / "public.npz"), bias=True
-    ).problem.per_user()
-    rows = data.rows(0, test=False)
-    np.testing.assert_allclose(data.matrix(rows)[:, :4], (arrays()["x"][rows] - 2) / 0.5)
-    assert (data.matrix(rows)[:, 4] == 1).all()
-
-
 def test_a_user_drops_out_after_whole_minibatches_only(tmp_path: Path) -> None:
     """2 passes over n_i samples in minibatches of 3: ⌊2n_i/3⌋ visits; rounds are the sum over 4
     users a round."""
