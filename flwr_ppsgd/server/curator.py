@@ -386,7 +386,7 @@ class Curator:
             publishes=training.steps.publishes,
             asks=request.what,
             task=recipe.task if recipe else "",
-            sparse=recipe.sparse if recipe else (),
+            sparse=len(recipe.sparse) if recipe else 0,
             unit=values.unit,
             size=values.count if request.what == "columns" else values.size,
             average=training.average,
