@@ -6,12 +6,11 @@ personal models, around any w or around none, are those of ``evaluation``.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from flwr_ppsgd.algorithm import Poisson, Release, Steps, Vector
+from flwr_ppsgd.algorithm import Poisson, Release, Steps
 from flwr_ppsgd.lab.engine import Indices, Setting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.measures import badness, measure_of
@@ -74,22 +73,10 @@ class LocalStepsEngine(LinearEngine):
         self._subtract_clipped(target, parts, squares / self._count**2)
 
 
-class FineTuned(NamedTuple):
-    """The result of fine-tuning one w.
-
-    Args:
-        step: the best of the steps that were tried.
-        by_user: the main measure of each measured user.
-        measures: all measures, over all measured users.
-    """
-
-    step: float
-    by_user: Vector
-    measures: dict[str, float]
-
-
-def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) -> list[FineTuned]:
-    """For each w, the θ_i that each user trains alone on top of it, with the best of ``steps``.
+def fine_tune(
+    table: Table, w: Matrix, steps: Sequence[float], passes: float
+) -> list[dict[str, float]]:
+    """For each w, what users measure who train θ_i alone on top of it, with the best of ``steps``.
 
     The best step is chosen on validation rows if there are any. Free of charge: it uses the
     published w and the user's own data (billboard lemma).
@@ -102,7 +89,7 @@ def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) ->
     """
     columns = int(table.widths.sum()) * len(steps) * table.outputs
     at_once = max(1, NUMBERS_AT_ONCE // columns)
-    found: list[FineTuned] = []
+    found: list[dict[str, float]] = []
     for start in range(0, w.shape[1], at_once):
         found += _fine_tune_settings(table, w[:, start : start + at_once], steps, passes)
     return found
@@ -110,7 +97,7 @@ def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) ->
 
 def _fine_tune_settings(
     table: Table, w: Matrix, steps: Sequence[float], passes: float
-) -> list[FineTuned]:
+) -> list[dict[str, float]]:
     """``fine_tune`` of some w: every w with every step is a setting of local learning."""
     silent = Release(Poisson(len(table), 1.0), clip_norm=1.0, noise_multiplier=0.0)
     count = len(steps)
@@ -122,12 +109,11 @@ def _fine_tune_settings(
         engine.visits[:] = visit
         engine.visit(np.flatnonzero(most >= visit))
     measures = engine.measures(final=True)
-    by_user = engine.by_user()
     chosen_by = measure_of(measures[0])
     found = []
     for first in range(0, len(settings), count):
         places = range(first, first + count)
         errors = [badness(chosen_by, measures[place][chosen_by]) for place in places]
         best = first + int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
-        found.append(FineTuned(steps[best - first], by_user[best], measures[best]))
+        found.append(measures[best])
     return found
