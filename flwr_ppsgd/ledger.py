@@ -146,15 +146,14 @@ class Ledger:
         """
         if self._noiseless:
             return math.inf
-        left = tuple(
-            PricedRelease(
-                release.cohort.rate if release.amplifies else 1.0,
-                release.noise_multiplier / math.sqrt(release.noise_shares),
-                times,
-            )
-            for release, times in self.releases
-        )
-        return accounting.tightest(left, self.delta, relation).epsilon if left else 0.0
+        if not self.releases:
+            return 0.0
+        left = []
+        for release, times in self.releases:
+            rate = release.cohort.rate if release.amplifies else 1.0
+            share = release.noise_multiplier / math.sqrt(release.noise_shares)
+            left.append(PricedRelease(rate, share, times))
+        return accounting.tightest(tuple(left), self.delta, relation).epsilon
 
     @property
     def failure(self) -> float:
@@ -238,11 +237,11 @@ class Ledger:
         """
         if self._noiseless:
             return math.inf
-        as_poisson = tuple(
-            PricedRelease(release.cohort.rate, release.noise_multiplier, times)
-            for release, times in self.releases
-        )
-        return accounting.by_paper(as_poisson, self.delta)
+        as_poisson = []
+        for release, times in self.releases:
+            rate = release.cohort.rate
+            as_poisson.append(PricedRelease(rate, release.noise_multiplier, times))
+        return accounting.by_paper(tuple(as_poisson), self.delta)
 
     def to_json(self) -> str:
         releases = [
@@ -297,7 +296,8 @@ def _price_list(releases: tuple[tuple[Release, int], ...]) -> Releases:
     for release, times in releases:
         rate = release.cohort.rate if release.amplifies else 1.0
         counts[rate, release.noise_multiplier] += times
-    return tuple(sorted(PricedRelease(rate, z, times) for (rate, z), times in counts.items()))
+    priced = [PricedRelease(rate, z, times) for (rate, z), times in counts.items()]
+    return tuple(sorted(priced))
 
 
 def release_to_dict(release: Release) -> dict[str, Any]:

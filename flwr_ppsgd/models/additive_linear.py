@@ -148,7 +148,7 @@ class AdditiveLinear:
 
     def own_columns(self) -> Vector:
         """1 for each sparse column that is not 0 in every own row."""
-        return self._problem(1.0).own_columns()
+        return self._problem(1.0).own_columns
 
     def personal_model(self, w: Vector, variance: Vector, order: Order) -> "MixtureModel":
         """The user's mixture around w, with the rows on which it is measured."""

@@ -158,7 +158,7 @@ class OwnProblem:
         support: the places of X's columns among those of w.
         rows: X, n × support.
         targets: Y, n × outputs.
-        has: per sparse column, whether some raw row is not 0 there.
+        own_columns: 1.0 for each sparse column in which some raw row is not 0, else 0.0.
         location: ȳ, NaN without rows; 0 in classification.
         unit: v; 1 in classification.
     """
@@ -168,7 +168,7 @@ class OwnProblem:
     support: Places
     rows: Matrix
     targets: Matrix
-    has: Flags
+    own_columns: Vector
     location: float = 0.0
     unit: float = 1.0
 
@@ -183,9 +183,11 @@ class OwnProblem:
         scaled = scaling(training)
         support = np.flatnonzero(scaled.any(axis=0))
         own = scaled.take(support, axis=1)
-        has = np.asarray(training[:, columns.sparse].any(axis=0))
+        has_column = training[:, columns.sparse].any(axis=0)
+        own_columns = np.asarray(has_column, dtype=np.float64)
         if columns.task == "classification":
-            return cls(columns, scaling, support, own, _class_targets(values, columns), has)
+            classes = _class_targets(values, columns)
+            return cls(columns, scaling, support, own, classes, own_columns)
         remedy = "give as many targets as rows"
         require(values.size == len(training), "a row has one target", values.shape, remedy)
         centred, mean = _subtract_mean(values.reshape(-1))
@@ -194,7 +196,7 @@ class OwnProblem:
         own_unit = math.sqrt(squares / degrees)
         scores = centred[:, None] / own_unit
         location = float(mean) if len(centred) else math.nan
-        return cls(columns, scaling, support, own, scores, has, location, own_unit)
+        return cls(columns, scaling, support, own, scores, own_columns, location, own_unit)
 
     @property
     def primal(self) -> bool:
@@ -214,10 +216,6 @@ class OwnProblem:
         """tr XX', 0 if it is tiny."""
         trace = float((self.rows**2).sum())
         return trace if trace > LEAST_TRACE else 0.0
-
-    def own_columns(self) -> Vector:
-        """1.0 for each sparse column that this user has, else 0.0."""
-        return self.has.astype(np.float64)
 
     def predictions(self, shared: Matrix) -> Matrix:
         """Xw, n × outputs."""

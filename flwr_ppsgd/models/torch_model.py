@@ -326,10 +326,11 @@ class SplitModel:
             )
         tensor = torch.tensor(vectors, dtype=self._dtype, device=self._inputs.device)
         parts = torch.split(tensor, sizes, dim=-1)
-        return {
-            name: part.reshape(*users, *self._parameters[name].shape)
-            for name, part in zip(names, parts, strict=True)
-        }
+        tensors = {}
+        for name, part in zip(names, parts, strict=True):
+            shape = self._parameters[name].shape
+            tensors[name] = part.reshape(*users, *shape)
+        return tensors
 
     def _flat_shared(self, w: ArrayRecord | Sequence[NDArray[Any]] | Vector) -> Vector:
         if isinstance(w, list | tuple):

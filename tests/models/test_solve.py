@@ -107,7 +107,7 @@ def test_answers_before_the_rounds_are_the_recorded_ones(name: str) -> None:
     answers = {
         "unit": [spread(targets) for targets in own],
         "size": [float(np.linalg.norm(solution(problem, zero))) for problem in problems],
-        "count": [math.sqrt(problem.own_columns().sum()) for problem in problems],
+        "count": [math.sqrt(problem.own_columns.sum()) for problem in problems],
     }
     for name_, values in answers.items():
         if f"{name_}_sum" in golden:
@@ -115,7 +115,7 @@ def test_answers_before_the_rounds_are_the_recorded_ones(name: str) -> None:
             pairs = np.clip(np.log2(said) / 8, -1, 1).sum(), len(said) / 2
             close(pairs, golden[f"{name_}_sum"])
     if golden["sparse"].any():
-        vectors = np.array([problem.own_columns() for problem in problems]) / golden["k"]
+        vectors = np.array([problem.own_columns for problem in problems]) / golden["k"]
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         close((vectors / np.maximum(lengths, 1)).sum(axis=0), golden["columns_sum"])
 
@@ -213,7 +213,7 @@ def test_own_columns_are_the_sparse_ones_that_are_not_zero_somewhere() -> None:
     columns = plain_columns("regression", 4, sparse=3)
     rows = np.array([[3.0, 1, 0, 0], [4.0, 1, 0, 2]])
     problem = OwnProblem.of(rows, [1.0, 2.0], columns)
-    assert problem.own_columns().tolist() == [1.0, 0.0, 1.0]
+    assert problem.own_columns.tolist() == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("task", TASKS)

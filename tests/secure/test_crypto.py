@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flwr_ppsgd.noise import AT_ONCE
 from flwr_ppsgd.secure.crypto import (
-    BLOCK,
     KEY_SIZE,
     PRIME,
     SHARE_SIZE,
@@ -62,7 +62,7 @@ def test_a_sealed_message_cannot_be_changed_or_opened_by_others() -> None:
         decrypt(b"\x01" * 32, sealed)
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+@pytest.mark.parametrize("size", [0, 1, 7, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE + 5])
 def test_a_mask_is_the_stream_of_chacha20_and_comes_off_again(size: int) -> None:
     key = bytes(range(32))
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(8 * size))
