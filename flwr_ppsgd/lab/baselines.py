@@ -60,12 +60,14 @@ class LocalStepsEngine(LinearEngine):
         """All local steps of these users, and target −= s·k·Σ_i clip(mean gradient, C)/D."""
         parts = []
         columns = len(self._local_step)
-        widths = self.population.widths[users].tolist()
-        sums = [np.zeros((width, columns), self.dtype) for width in widths]  # of gradients
+        sums = []  # of each user's gradients
+        for width in self.population.widths[users].tolist():
+            sums.append(np.zeros((width, columns), self.dtype))
         for step in range(1, self._count + 1):
             visits = (self.visits[users] - 1) * self._count + step
             batch = self.population.batch(users, visits, self.dtype)
-            residual = self._residual(batch, [-self._local_step * total for total in sums])
+            moves = [-self._local_step * total for total in sums]
+            residual = self._residual(batch, moves)
             for total, (samples, own) in zip(sums, batch.slices(), strict=True):
                 total += own.T @ residual[samples]  # noqa: PLW2901 - in place
             parts.append((batch, residual))
@@ -112,8 +114,9 @@ def _fine_tune_settings(
     chosen_by = measure_of(measures[0])
     found = []
     for first in range(0, len(settings), count):
-        places = range(first, first + count)
-        errors = [badness(chosen_by, measures[place][chosen_by]) for place in places]
+        errors = []
+        for place in range(first, first + count):
+            errors.append(badness(chosen_by, measures[place][chosen_by]))
         best = first + int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
         found.append(measures[best])
     return found

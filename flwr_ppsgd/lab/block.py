@@ -173,11 +173,11 @@ def _fine_tuned_rows(base: Experiment, engine: Engine, points: Sequence[Point]) 
     each = [engine.w(place).reshape(table.features, -1) for place in engine.places]
     w = np.stack(each, axis=1).astype(base.precision)  # d × settings × K
     steps = [float(step) for step in base.fine_tune_steps.split(",")]
-    rows = []
     results = fine_tune(table, w, steps, base.fine_tune_passes)
-    for place, measures in zip(engine.places, results, strict=True):
-        rows.append(_rounded_row(points[place], base.training.rounds, measures))
-    return rows
+    return [
+        _rounded_row(points[place], base.training.rounds, measures)
+        for place, measures in zip(engine.places, results, strict=True)
+    ]
 
 
 def _solved_rows(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
