@@ -91,7 +91,6 @@ BAD_ROWS = [  # line 3, options, what is named
     ("r0,0,1,,0", (), "column 'score' is not a finite number in line 3"),
     (ROWS[2], ("--task", "classification"), "does not hold class numbers: use --task regression"),
     (ROWS[2], ("--set", "population=100"), "population is 100 and"),
-    (ROWS[2], ("--set", "standardise=public.csv"), "public.csv"),
     (ROWS[2], ("--data", "flwrlabs"), "flwrlabs"),
 ]
 

@@ -90,8 +90,15 @@ def test_the_code_and_the_command_of_the_page_on_simulation_work(
     (command,) = blocks(page, "sh")
     program, script, app, *options = shlex.split(command)
     assert (program, ROOT / script) == ("python", Path(compare.__file__))
-    compare.main([str(ROOT / app), *options])
+    found = compare.main([str(ROOT / app), *options])
+    assert {name: list(points) for name, points in found.items()} == {
+        "ppsgd": [1.0, 4.0],
+        "fedavg": [1.0],  # it has no ε
+    }
     assert (tmp_path / "runs" / "compare.png").stat().st_size > 0
+    lines = (tmp_path / "runs" / "compare.csv").read_text().splitlines()
+    assert lines[0] == "strategy,epsilon,measure,value"
+    assert any(line.startswith("ppsgd,4.0,local_accuracy,") for line in lines)
 
 
 def test_the_keys_of_secure_sums_are_read() -> None:

@@ -47,8 +47,3 @@ class DataOptions:
                 f"a test column ({self.test!r}) and a time column or test fraction are both given: "
                 "either one decides the test part, so give one of them"
             )
-
-
-def names_in(text: str | None) -> list[str]:
-    """The columns in a list with commas."""
-    return [name.strip() for name in (text or "").split(",") if name.strip()]

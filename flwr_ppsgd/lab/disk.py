@@ -1,4 +1,4 @@
-"""Files that survive a crash, for results, sweeps and caches: complete or not there."""
+"""Files that survive a crash, for results and sweeps: complete or not there."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ PRIVATE_FILE = database.PRIVATE_FILE
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` in one move when the block ends.
 
     After a failure the old file is as it was.
@@ -20,7 +20,6 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
     Args:
         path: the file to replace, or a new one.
         mode: permissions of the new file, less the umask.
-        sync: wait for the disk. False is for what can be had again: it may be lost with the power.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -28,14 +27,12 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            if sync:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    if sync:
-        database.sync(path.parent)
+    database.sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -46,7 +46,6 @@ PARTS = ("training", "problem")  # the fields of an experiment that hold setting
 FOUND_IN_DATA = (  # keys of a problem that are known once its data are found
     "data",
     "data-checksum",
-    "standardise",
     "schema",
     "schema-checksum",
     "representation-features",

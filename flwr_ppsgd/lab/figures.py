@@ -287,11 +287,13 @@ def _draw_models(axes: Axes, main: str, measures: Mapping[str, float]) -> None:
 def _draw_gains(axes: Axes, main: str, gains: NDArray[np.float64]) -> None:
     """Each user with themselves: the personal model against the one from own rows alone."""
     ordered = np.sort(gains)
-    colours = np.where(ordered > SAME, COLOURS[2], np.where(ordered < -SAME, COLOURS[1], "0.75"))
-    axes.bar(np.arange(len(ordered)), ordered, width=1.0, color=colours.tolist())
-    axes.axhline(0, color="0.3", lw=0.8)
     better = int((ordered > SAME).sum())
     worse = int((ordered < -SAME).sum())
+    colours = ["0.75"] * len(ordered)
+    colours[:worse] = [COLOURS[1]] * worse
+    colours[len(ordered) - better :] = [COLOURS[2]] * better
+    axes.bar(np.arange(len(ordered)), ordered, width=1.0, color=colours)
+    axes.axhline(0, color="0.3", lw=0.8)
     axes.set_title(
         f"gain over own rows alone, user by user: {better} better, {worse} worse, "
         f"{len(ordered) - better - worse} the same",

@@ -60,12 +60,14 @@ def trivial(data: PerUser) -> TrivialAnswers | None:
     for user in np.flatnonzero(data.test_sizes).tolist():
         rows = data.rows(user, test=True)
         of_pooled.append(_faults(data, rows, pooled))
-        of_own.append(_faults(data, rows, _answer(data, data.rows(user, test=False))))
-    means = [float(np.concatenate(found).mean()) for found in (of_pooled, of_own)]
+        own = _answer(data, data.rows(user, test=False))
+        of_own.append(_faults(data, rows, own))
+    pooled_fault = float(np.concatenate(of_pooled).mean())
+    own_fault = float(np.concatenate(of_own).mean())
     if data.task == "regression":
-        return TrivialAnswers("rmse", math.sqrt(means[0]), math.sqrt(means[1]))
+        return TrivialAnswers("rmse", math.sqrt(pooled_fault), math.sqrt(own_fault))
     measure = "accuracy" if data.task == "classification" else "precision_at_1"
-    return TrivialAnswers(measure, 1 - means[0], 1 - means[1])
+    return TrivialAnswers(measure, 1 - pooled_fault, 1 - own_fault)
 
 
 def _answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
@@ -74,7 +76,8 @@ def _answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
         return data.amounts(rows).mean(axis=0)
     if data.task == "classification":
         return np.bincount(data.y[rows], minlength=data.outputs).argmax()
-    return np.asarray(data.y[rows].sum(axis=0)).reshape(-1).argmax()
+    counts = data.y[rows].sum(axis=0)
+    return np.asarray(counts).argmax()
 
 
 def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.float64]:
@@ -83,8 +86,8 @@ def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.fl
         return np.asarray(((data.amounts(rows) - answer) ** 2).mean(axis=1))
     if data.task == "classification":
         return np.asarray(data.y[rows] != answer, dtype=np.float64)
-    right = np.asarray(data.y[rows][:, [answer]].toarray()).reshape(-1)
-    return 1.0 - right
+    right = data.y[rows][:, [answer]].toarray()
+    return np.asarray(1.0 - right[:, 0])
 
 
 def suspects(data: PerUser) -> list[str]:

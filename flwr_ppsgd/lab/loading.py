@@ -4,13 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.data_options import DataOptions, names_in
+from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.features import (
     as_numbers,
     as_texts,
@@ -22,6 +21,7 @@ from flwr_ppsgd.lab.features import (
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
 from flwr_ppsgd.lab.schema import CATEGORY, MISSING, OWN_MEAN, ZERO, Schema, Task
 from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_table_file
+from flwr_ppsgd.settings import split_names
 
 MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
 MOST_CLASSES_WITH_GAPS = 20
@@ -71,8 +71,9 @@ def _read_source(
 
     if public.is_public(source):
         return public.read_public(source, options, users)
-    text = {options.user or "user", *names_in(options.categorical), *names_in(options.text)}
     if schema is None:
+        text = [options.user or "user"]
+        text += [*split_names(options.categorical or ""), *split_names(options.text or "")]
         return read_table_file(Path(source), text, options.encoding or "")
     # as text, so that no word in a row changes how other rows are read
     return read_table_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
@@ -84,7 +85,7 @@ def _read_source(
 def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[str, ...], list[str]]:
     """A schema found by looking at everybody's rows; what was looked for; notes."""
     user = options.user or "user"
-    targets = tuple(names_in(options.target) or ["y"])
+    targets = tuple(split_names(options.target or "") or ["y"])
     test = options.test or ""
     time = options.time or ""
     notes = []
@@ -285,47 +286,51 @@ def group_by_user(
             are refused if it is "".
         looked: what was chosen by looking.
     """
+    import pandas
+
     strict = impute is not None
     check_columns(table, schema)
     if impute and impute not in IMPUTE:
         raise ValueError(f"impute must be one of {', '.join(IMPUTE)}, got {impute!r}")
     x = encode_columns(table, schema)
-    labels, user = _users(table, schema)
     y, readable = _targets(table, schema)
-    time = _row_times(table, schema)
-    marked = _marked_rows(table, schema)
-    gaps = _rows_with_gaps(x)
-    kept = readable & (user >= 0)
+    labels, user = _users(table, schema)
+    rows = pandas.DataFrame({"user": user, "readable": readable, "gap": _rows_with_gaps(x)})
+    rows = rows.assign(time=_row_times(table, schema), test=_marked_rows(table, schema))
     notes = list(table.notes)
     if strict:
-        _refuse_rows(table, schema, user=user, readable=readable, time=time, marked=marked)
-        notes += _gap_notes(table, schema, x, gaps, impute or "")
-        if impute == DROP:
-            kept &= ~gaps
-    rows = np.flatnonzero(kept)
-    if strict:
-        present = np.unique(user[rows])
-        user = np.searchsorted(present, user)
-        labels = tuple(labels[place] for place in present.tolist())
+        _refuse_rows(table, schema, rows)
+        notes += _gap_notes(table, schema, x, rows["gap"].to_numpy(), impute or "")
+    rows = rows[rows["readable"] & (rows["user"] >= 0)]
+    if impute == DROP:
+        rows = rows[~rows["gap"]]
+    if strict:  # without users who have lost all of their rows
+        places, present = pandas.factorize(rows["user"], sort=True)
+        rows = rows.assign(user=places)
+        labels = tuple(labels[place] for place in present)
         notes += _same_numbers(labels)
-    first = np.where(np.isfinite(time), time, -np.inf)  # without a time a row is the user's first
-    order = rows[np.lexsort((first[rows], user[rows]))]  # stable: without any, as in the file
-    offsets = np.searchsorted(user[order], np.arange(len(labels) + 1)).astype(np.intp)
+    # without a time that can be read a row is the user's first; equal ones stay as in the file
+    rows = rows.sort_values(["user", "time"], na_position="first", kind="stable")
+    offsets = np.searchsorted(rows["user"], np.arange(len(labels) + 1)).astype(np.intp)
+    by_time = bool(schema.time)
     if schema.test:
-        test = np.asarray(marked[order] == 1)
+        test = rows["test"].to_numpy() == 1
     else:
         split = Split(schema.test_fraction, schema.split_seed)
-        test = split.mask(offsets, by_time=bool(schema.time))
+        test = split.mask(offsets, by_time=by_time)
         if strict:
-            notes.append(split.words(by_time=bool(schema.time)))
+            notes.append(split.words(by_time=by_time))
+    order = rows.index.to_numpy()
     if strict:
         _refuse_test_only(table, labels, offsets, test, order)
     if len(order) < len(user) or (np.diff(order) != 1).any():
         x = x[order]
         y = y[order]
-    if gaps.any():
-        x = _fill_gaps(x, user[order], ~test, schema.missing)
-    shape = schema.picture.shape if schema.picture else next(iter(table.shapes.values()), ())
+    if rows["gap"].any():
+        x = _fill_gaps(x, rows["user"].to_numpy(), ~test, schema.missing)
+    shape = next(iter(table.shapes.values()), ())
+    if schema.picture:
+        shape = schema.picture.shape
     return PerUser(
         source=table.source,
         x=x,
@@ -335,12 +340,12 @@ def group_by_user(
         users=labels,
         task=schema.task,
         outputs=schema.outputs,
-        std=255.0 if schema.dtype == "uint8" else 1.0,
+        divisor=255.0 if schema.dtype == "uint8" else 1.0,
         feature_names=schema.feature_names() or table.feature_names,
         target_names=schema.classes,
         notes=tuple(dict.fromkeys(notes)),
         shape=shape,
-        by_time=bool(schema.time),
+        by_time=by_time,
         schema=schema,
         looked=looked,
     )
@@ -399,7 +404,9 @@ def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]
         )
     if sparse.issparse(found):
         return found, np.ones(found.shape[0], dtype=np.bool_)
-    allowed = np.isin(found, (0, 1)) if schema.task == "multi-label" else np.isfinite(found)
+    allowed = np.isfinite(found)
+    if schema.task == "multi-label":
+        allowed = np.isin(found, (0, 1))
     readable = np.asarray(allowed.all(axis=1))
     amounts = np.where(readable[:, None], found, 0.0)
     if schema.task == "multi-label":
@@ -453,31 +460,25 @@ def _marked_rows(table: RawTable, schema: Schema) -> NDArray[np.intp]:
     return np.array([*marks, -1])[codes]
 
 
-def _refuse_rows(
-    table: RawTable,
-    schema: Schema,
-    *,
-    user: Indices,
-    readable: NDArray[np.bool_],
-    time: NDArray[np.float64],
-    marked: NDArray[np.intp],
-) -> None:
+def _refuse_rows(table: RawTable, schema: Schema, rows: Values) -> None:
     """ValueError that names the first row without a user, target, time or mark."""
-    table.refuse_first(user < 0, f"column {schema.user!r} is empty", "every row needs its user")
+    what = f"column {schema.user!r} is empty"
+    table.refuse_first(rows["user"] < 0, what, "every row needs its user")
     target = ", ".join(schema.target)
     kinds = {
         "classification": f"column {target!r} is empty",
         "multi-label": f"{target!r} is neither 0 nor 1",
         "regression": f"column {target!r} is not a finite number",
     }
-    table.refuse_first(~readable, kinds[schema.task], "leave the row out, or use another --task")
-    late = ~np.isfinite(time)
-    if late.any():
-        shown = str(np.asarray(table.columns[schema.time])[late][0])
-        what = f"column {schema.time!r} is not a time ({shown!r})"
-        table.refuse_first(late, what, "write 2024-01-31 or a number")
+    remedy = "leave the row out, or use another --task"
+    table.refuse_first(~rows["readable"], kinds[schema.task], remedy)
+    unknown = rows["time"].isna()
+    if unknown.any():
+        values = np.asarray(table.columns[schema.time])[unknown]
+        what = f"column {schema.time!r} is not a time ({str(values[0])!r})"
+        table.refuse_first(unknown, what, "write 2024-01-31 or a number")
     what = f"column {schema.test!r} is neither 0 nor 1"
-    table.refuse_first(marked < 0, what, "1 marks the rows of the test part")
+    table.refuse_first(rows["test"] < 0, what, "1 marks the rows of the test part")
 
 
 def _refuse_test_only(
@@ -548,32 +549,9 @@ def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: st
     columns = np.flatnonzero(gaps.any(axis=0))
     filled = np.where(gaps, 0.0, x)
     if missing == OWN_MEAN:
-        there = pandas.DataFrame(np.where(gaps, np.nan, x)[:, columns])
-        own_means = there[trained].groupby(user[trained]).mean().reindex(user).fillna(0.0)
-        filled[:, columns] += np.where(gaps[:, columns], own_means, 0.0)
+        x = np.where(gaps, np.nan, x)
+        known = pandas.DataFrame(x[trained][:, columns])
+        means = known.groupby(user[trained]).mean().fillna(0.0)
+        of_rows = means.reindex(user, fill_value=0.0).to_numpy()
+        filled[:, columns] += gaps[:, columns] * of_rows
     return filled
-
-
-def public_statistics(path: str | Path, data: PerUser) -> tuple[Any, Any]:
-    """(mean, std) for ``PerUser.standardise``.
-
-    Args:
-        path: an .npz with the arrays ``mean`` and ``std``, or a .csv with the columns ``feature``,
-            ``mean`` and ``std``.
-        data: what they are for; a .csv is looked up by its feature names.
-    """
-    table = read_table_file(Path(path), ["feature"])
-    mean = as_numbers(table.column("mean"))
-    std = as_numbers(table.column("std"))
-    if Path(path).suffix == ".npz":
-        return mean, std
-    if not data.feature_names:
-        raise ValueError(
-            f"{path}: the features of {data.source} have no names: give an .npz with mean and std"
-        )
-    features = np.asarray(table.column("feature")).tolist()
-    for name in data.feature_names:
-        if name not in features:
-            raise ValueError(f"{path}: {missing_name(name, features, 'feature')}")
-    places = [features.index(name) for name in data.feature_names]
-    return mean[places], std[places]

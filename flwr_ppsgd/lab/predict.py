@@ -117,7 +117,8 @@ class _PersonalModels:
         if self.schema.missing == OWN_MEAN:
             raw = replace(self.problem, scale="none").per_user()
             own = raw.rows(number, test=False)
-            means = np.asarray(raw.x[own].sum(axis=0)).reshape(-1) / max(len(own), 1)
+            sums = np.asarray(raw.x[own].sum(axis=0))
+            means = sums.reshape(-1) / max(len(own), 1)
         model = self._model(self.trained, number)
         return self._predictions(self.trained.only([number]), model, rows, means)
 

@@ -48,7 +48,6 @@ BY_SCHEMA = (
     "encoding",
     "impute",
     "test_fraction",
-    "standardise",
 )
 # what the rows do not depend on: a file is read once, whatever is said about these
 NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_shift")
@@ -75,10 +74,9 @@ class Problem:
             are compared; test rows are then measured once, at the end. "test" compares on test
             rows, as the paper does.
         validation_fraction: the share of a user's training rows that is set apart.
-        standardise: a file of *public* means and standard deviations.
-        scale: without such a file: "own" (each user's own mean and deviation, on the device) or
-            "none"; "device" is what method = "auto" does: raw rows, which the personal model
-            scales, and images of unit length.
+        scale: "own" (each user's own mean and deviation, on the device) or "none"; "device" is what
+            method = "auto" does: raw rows, which the personal model scales, and images of unit
+            length.
         bias: add a column of ones.
         data_seed: of the synthetic problem, of the test part, of minibatches and of a network's
             first values.
@@ -115,7 +113,6 @@ class Problem:
     select_on: str = "test"
     validation_fraction: float = 0.2
     task: str = ""
-    standardise: str = ""
     scale: str = "none"
     bias: bool = False
     data_seed: int = 0
@@ -193,10 +190,7 @@ class Problem:
                 f"{data}: the file has changed since it was used here (checksum {checksum}, then "
                 f"{self.data_checksum}): put the old one back, or begin anew without data-checksum"
             )
-        standardise = self.standardise
-        if standardise:
-            standardise = str(Path(standardise).resolve())
-        found = replace(self, data=data, data_checksum=checksum, standardise=standardise)
+        found = replace(self, data=data, data_checksum=checksum)
         if not self.schema:
             return found
         from flwr_ppsgd.lab.schema import Schema
@@ -291,14 +285,11 @@ def _users_with_bias(problem: Problem, bias: bool) -> "PerUser":
 
 @functools.lru_cache(maxsize=2)
 def _read_users(problem: Problem) -> "PerUser":
-    from flwr_ppsgd.lab.loading import load, public_statistics
+    from flwr_ppsgd.lab.loading import load
     from flwr_ppsgd.lab.per_user import Split
     from flwr_ppsgd.lab.scaling import own_scaled, with_kinds
 
     data = load(problem.data, problem.options(), min_train=problem.min_train, users=problem.users)
-    if problem.standardise:
-        mean, std = public_statistics(problem.standardise, data)
-        data = data.standardise(mean, std)
     if problem.select_on == "validation":
         data = data.with_validation(Split(problem.validation_fraction, problem.data_seed + 1))
     data = _represent(data, problem)
@@ -327,8 +318,8 @@ def _represent(data: "PerUser", problem: Problem) -> "PerUser":
     )
     if found is None:
         return data
-    if RANDOM_CONVOLUTION in names and not np.any(data.std != 1.0):
-        data = data.standardise(0.0, 255.0)  # pixels: no user scales them column by column
+    if RANDOM_CONVOLUTION in names:
+        data = replace(data, divisor=255.0)  # pixels: no user scales them column by column
     return data.with_representation(found, names, looked=chosen)
 
 

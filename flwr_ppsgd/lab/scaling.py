@@ -1,4 +1,4 @@
-"""Features on raw scales without public numbers: each user's own mean and deviation, on the device.
+"""Features on raw scales: each user's own mean and deviation, on the device.
 
 A user computes them from the own training rows and they never leave the device, so they cost no
 privacy. Which columns are numbers is the schema's.
@@ -25,7 +25,7 @@ def own_scaled(data: PerUser) -> PerUser:
     A column that is constant in a user's training rows is 0, in that user's other rows too.
     """
     columns = np.zeros(0, dtype=np.intp)
-    if not _is_standardised(data) and data.schema is not None:
+    if data.divisor == 1.0 and data.schema is not None:
         kinds = np.array(data.schema.model_kinds())
         columns = np.flatnonzero(kinds == "number")
     notes = []
@@ -48,14 +48,11 @@ def own_scaled(data: PerUser) -> PerUser:
 def with_kinds(data: PerUser) -> PerUser:
     """With the kind of each column, by which every device scales its own rows under the recipe.
 
-    Pixels, representations and what public numbers have scaled are used as they are.
+    Pixels and representations are used as they are.
     """
     if data.representation is not None or data.schema is None:
         return replace(data, kinds=("as-is",) * data.width)
-    kinds = data.schema.model_kinds()
-    if _is_standardised(data):
-        kinds = tuple("as-is" if kind == "number" else kind for kind in kinds)
-    return replace(data, kinds=kinds)
+    return replace(data, kinds=data.schema.model_kinds())
 
 
 def own_scaled_new(one: PerUser, x: Table) -> PerUser:
@@ -70,11 +67,6 @@ def own_scaled_new(one: PerUser, x: Table) -> PerUser:
     if one.own is None or not len(one.own.columns):
         return new
     return replace(new, x=_scale_columns(new, one.own))
-
-
-def _is_standardised(data: PerUser) -> bool:
-    """Whether public numbers have scaled the columns, or they are bytes."""
-    return bool(np.any(data.std != 1.0) or np.any(data.mean != 0.0))
 
 
 def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
@@ -115,7 +107,7 @@ def _scale_columns(data: PerUser, own: OwnScale) -> Table:
     """x with the columns of ``own`` scaled, as a copy; other columns of CSR stay sparse."""
     filled = _dense_columns(data.x, slice(None), own.columns)
     for user in range(len(data)):
-        here = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
+        here = data.span(user)
         away = (filled[here] - own.mean[user]) / own.std[user]
         filled[here] = np.clip(away, -FARTHEST, FARTHEST)
     if not data.is_sparse:

@@ -8,14 +8,13 @@ does not list changes nothing but what that user's own rows say.
 import hashlib
 import json
 import os
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, get_type_hints
 
-from flwr_ppsgd.checks import nearest, one_of
+from flwr_ppsgd.checks import one_of
 from flwr_ppsgd.lab.disk import PRIVATE_FILE
+from flwr_ppsgd.settings import check_known, key_of, keys_of, name_of, read_toml, typed_value
 from flwr_ppsgd.wire import places_in
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
@@ -220,7 +219,7 @@ class Schema:
                 value = ALL if value is None else list(value)
             if one.name in ("columns", "sha256") or value in (None, "", ()):
                 continue
-            key = one.name.replace("_", "-")
+            key = key_of(one.name)
             lines.append(f"{key} = {_toml(value)}{_HINTS.get(key, '')}")
         lines.append(OF_COLUMNS)
         for column in self.columns:
@@ -230,16 +229,17 @@ class Schema:
     @classmethod
     def read(cls, path: Path) -> Self:
         """From a file; ValueError in one line that names it."""
+        found = read_toml(path, "correct it, or check the name")
+        for key in found:
+            check_known(key, KEYS, str(path))
+        for key in ("user", "target", "task", "columns"):
+            if key not in found:
+                raise ValueError(f"{path}: {key!r} is missing: add it, or write the schema anew")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
         try:
-            content = path.read_bytes()
-            found = tomllib.loads(content.decode())
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror}): check the name") from None
-        except ValueError as error:  # not TOML, or not UTF-8
-            raise ValueError(f"{path}: not a schema ({error}): correct it") from None
-        try:
-            return cls(**_check_arguments(found), sha256=hashlib.sha256(content).hexdigest())
-        except (ValueError, TypeError) as error:
+            values = {name_of(key): _value_of(key, value) for key, value in found.items()}
+            return cls(**values, sha256=digest)
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
     def with_hash(self) -> Self:
@@ -254,41 +254,23 @@ _HINTS = {
     "missing": '  # "own-mean" (of the user\'s training rows, else 0) or "zero"',
     "scaling": '  # "own": each user\'s own mean and deviation; or "none"',
 }
-_LISTS = ("target", "classes", "enrolled")
-_TYPES: dict[str, Any] = {
-    "test-fraction": (int, float),
-    "split-seed": int,
-    "representation-features": int,
-    "representation-seed": int,
-    "columns": dict,
-}
+KEYS = [key for key in keys_of(Schema) if key != "sha256"]  # of a schema file
 
 
-def _check_arguments(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a schema; ValueError names a key that is unknown, missing or of a wrong
-    type."""
-    known = [one.name.replace("_", "-") for one in fields(Schema) if one.name != "sha256"]
-    for key in found:
-        if key not in known:
-            raise ValueError(f"unknown key {key!r}: did you mean {nearest(key, known)!r}?")
-    for key in ("user", "target", "task", "columns"):
-        if key not in found:
-            raise ValueError(f"{key!r} is missing: add it, or write the schema anew")
-    values: dict[str, Any] = {}
-    for key, value in found.items():
-        name = key.replace("-", "_")
-        if key == "enrolled" and value == ALL:
-            continue
-        if key == "target" and isinstance(value, str):
-            values[name] = (value,)
-        elif key in _LISTS:
-            values[name] = _texts(key, value)
-        elif isinstance(value, bool) or not isinstance(value, _TYPES.get(key, str)):
-            raise ValueError(f"{key} has a value of a wrong type, got {value!r}: correct it")
-        else:
-            values[name] = value
-    values["columns"] = tuple(_column(name, value) for name, value in found["columns"].items())
-    return values
+def _value_of(key: str, value: Any) -> Any:
+    """A value of a schema file as the schema's; ValueError if it has a wrong type."""
+    if key == "columns":
+        columns = typed_value(key, value, dict)
+        return tuple(_column(name, kind) for name, kind in columns.items())
+    if key == "enrolled" and value == ALL:
+        return None
+    if key == "target" and isinstance(value, str):
+        return (value,)
+    if key in ("target", "classes", "enrolled"):
+        return _texts(key, value)
+    if key == "task":
+        return value
+    return typed_value(key, value, get_type_hints(Schema)[name_of(key)])
 
 
 def _texts(key: str, value: Any) -> tuple[str, ...]:

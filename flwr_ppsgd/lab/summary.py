@@ -204,9 +204,10 @@ def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[GridEdge, ...
         if len(values) < 2:
             continue
         chosen = table[key].unique().tolist()
-        for end, next_to in ((values[0], values[1]), (values[-1], values[-2])):
+        for end, next_to in (values[:2], values[:-3:-1]):
             if end in chosen:
-                found.append(GridEdge(key, end, float(f"{end**2 / next_to:.3g}")))
+                beyond = float(f"{end**2 / next_to:.3g}")
+                found.append(GridEdge(key, end, beyond))
     return tuple(found)
 
 

@@ -8,7 +8,6 @@ import codecs
 import csv
 import io
 import itertools
-import math
 import re
 import warnings
 import zipfile
@@ -78,9 +77,8 @@ class RawTable:
     @property
     def rows(self) -> int:
         """The number of rows."""
-        for values in self.columns.values():
-            return int(np.shape(values)[0]) if np.ndim(values) or sparse.issparse(values) else 0
-        return 0
+        first = next(iter(self.columns.values()))
+        return int(first.shape[0])
 
     @property
     def decimal(self) -> str:
@@ -101,10 +99,10 @@ class RawTable:
             where = f" in row {row}" if self.lines is None else f" in line {self.lines.line(row)}"
         return ValueError(f"{self.source}: {what}{where}: {remedy}")
 
-    def refuse_first(self, wrong: NDArray[np.bool_], what: str, remedy: str) -> None:
+    def refuse_first(self, wrong: Values, what: str, remedy: str) -> None:
         """``refuse`` with the first row that is wrong, if there is one."""
         if wrong.any():
-            raise self.refuse(what, remedy, int(np.argmax(wrong)))
+            raise self.refuse(what, remedy, int(np.argmax(np.asarray(wrong))))
 
 
 def missing_name(name: str, there: Iterable[Any], what: str) -> str:
@@ -186,9 +184,8 @@ class CsvHead:
 
     def refuse_ragged(self) -> None:
         """ValueError that names the first line that is too short or too long, if there is one."""
-        wrong = [
-            (line, len(record)) for line, record in self.records() if len(record) != len(self.names)
-        ]
+        counts = [(line, len(record)) for line, record in self.records()]
+        wrong = [(line, count) for line, count in counts if count != len(self.names)]
         if wrong:
             line, count = wrong[0]
             more = f" (and {len(wrong) - 1:,} more lines are wrong)" if len(wrong) > 1 else ""
@@ -226,7 +223,7 @@ def read_csv(
         reason = printable(error, MOST_LETTERS)
         raise ValueError(f"{path}: cannot be read as csv ({reason}): export it again") from None
     last = frame[head.names[-1]]
-    if last.isna().any() or (last.dtype.kind not in "iufb" and (last == "").any()):
+    if last.isna().any() or last.eq("").any():
         head.refuse_ragged()
     return RawTable(str(path), dict(frame.items()), notes=tuple(notes), lines=head)
 
@@ -431,7 +428,7 @@ def read_npz(path: Path) -> RawTable:
             columns[name] = array
     if "x" in columns and columns["x"].ndim > 2:
         shapes["x"] = columns["x"].shape[1:]
-        columns["x"] = columns["x"].reshape(len(columns["x"]), math.prod(shapes["x"]))
+        columns["x"] = columns["x"].reshape(len(columns["x"]), -1)
     elif "indptr" in arrays:
         columns["x"] = _sparse_x(arrays, path)
     if "y" not in columns and "tag_indptr" in arrays:

@@ -11,7 +11,7 @@ from scipy import sparse
 
 from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.features import MOST_ONE_HOT, bucket_of
-from flwr_ppsgd.lab.loading import load, public_statistics
+from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.per_user import PerUser, Split
 from flwr_ppsgd.lab.schema import BUCKETS
 from tests.support.own_data import needs_real_data
@@ -511,22 +511,6 @@ def test_pickled_arrays_are_refused_and_never_executed(tmp_path: Path) -> None:
     users = np.array([Bomb(mark), Bomb(mark)], dtype=object)
     refused(npz(tmp_path, user=users), "array 'user' holds Python objects, which are never read")
     assert not mark.exists()
-
-
-def test_public_statistics_by_name_and_by_place(tmp_path: Path) -> None:
-    data = read_csv(tmp_path, RATINGS, **NAMED, exclude="genre")
-    (path := tmp_path / "public.csv").write_text(
-        "feature,mean,std\npages,300,100\nday,2,1\n", encoding="utf-8"
-    )
-    mean, std = public_statistics(path, data)
-    np.testing.assert_array_equal([mean, std], [[2, 300], [1, 100]])
-    seen = data.standardise(mean, std)
-    np.testing.assert_array_equal(seen.matrix(np.array([0])), [[1, -2]])
-    np.savez(path := tmp_path / "public.npz", mean=mean, std=std)
-    np.testing.assert_array_equal(public_statistics(path, data), [mean, std])
-    (path := tmp_path / "short.csv").write_text("feature,mean,std\npages,300,100\n")
-    with pytest.raises(ValueError, match="no feature 'day'"):
-        public_statistics(path, data)
 
 
 @needs_real_data

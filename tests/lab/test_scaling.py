@@ -85,10 +85,12 @@ def test_numbers_in_a_sparse_table_are_scaled_and_categories_are_not() -> None:
     assert (seen.x[:, 3:] != data.x[:, 3:]).nnz == 0
 
 
-def test_what_has_a_public_scale_is_left_alone() -> None:
-    data = table(y=np.arange(ROWS) % 2).standardise([2000, 0, 0], [10, 1, 1])
+def test_pixels_are_left_alone() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (ROWS, 9), dtype=np.uint8)
+    data = per_user({**columns(y=np.arange(ROWS) % 2), "pixels": pixels}, features="pixels")
     assert own_scaled(data).own is None
-    assert with_kinds(data).kinds == ("as-is",) * 3
+    assert with_kinds(data).kinds == ("as-is",) * 9
+    np.testing.assert_array_equal(data.matrix(np.arange(ROWS)), pixels / 255)
 
 
 def test_the_recipe_gets_the_kinds_of_columns_and_raw_rows() -> None:

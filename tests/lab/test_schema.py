@@ -145,7 +145,7 @@ def test_who_is_enrolled_can_be_listed(tmp_path: Path) -> None:
         (("task =", 'missing = "guess"\ntask ='), ("schema.toml", "missing", "own-mean")),
         (("task =", "test-fraction = 2\ntask ="), ("schema.toml", "test-fraction", "2")),
         (("task =", "split-seed = true\ntask ="), ("schema.toml", "split-seed", "True")),
-        (("[columns]", "[columns"), ("schema.toml", "not a schema")),
+        (("[columns]", "[columns"), ("schema.toml", "cannot be read")),
         (('task = "classification"\n', ""), ("schema.toml", "'task' is missing")),
     ],
 )
