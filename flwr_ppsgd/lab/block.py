@@ -175,12 +175,11 @@ def _fine_tuned_rows(base: Experiment, engine: Engine, points: Sequence[Point]) 
     each = [engine.w(place).reshape(table.features, -1) for place in engine.places]
     w = np.stack(each, axis=1).astype(base.precision)  # d × settings × K
     steps = [float(step) for step in base.fine_tune_steps.split(",")]
-    rows = []
     results = fine_tune(table, w, steps, base.fine_tune_passes)
-    for place, tuned in zip(engine.places, results, strict=True):
-        rounds = base.training.rounds
-        rows.append(_rounded_row(points[place], rounds, tuned.measures, tuned.by_user))
-    return rows
+    return [
+        _rounded_row(points[place], base.training.rounds, measures, by_user)
+        for place, (measures, by_user) in zip(engine.places, results, strict=True)
+    ]
 
 
 def _solved_rows(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:

@@ -82,13 +82,9 @@ class Engine(ABC):
         """w of one setting as a flat vector, or its average iterate if the engine keeps those."""
 
     @abstractmethod
-    def measured_parts(self) -> dict[str, Vector]:
-        """Of "test" and "validation" those that there are, with the number of rows of each user
-        who measures there."""
-
-    @abstractmethod
-    def measure_users(self, part: str) -> dict[str, NDArray[Any]]:
-        """Each measure of all settings: users who measure there × settings."""
+    def measure_users(self, part: str) -> tuple[dict[str, NDArray[Any]], Vector]:
+        """Each measure of all settings on "test" or "validation" rows, users who have some ×
+        settings, and how many each has; both are empty if nobody has any."""
 
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained, by place.
@@ -96,15 +92,12 @@ class Engine(ABC):
         If there are validation rows, they are measured on those, by names that begin with
         "validation_", and only if this is the ``final`` time on test rows too.
         """
-        weights = self.measured_parts()
-        found: dict[str, Vector] = {}
         with np.errstate(all="ignore"):
-            if "validation" in weights:
-                by_user = self.measure_users("validation")
-                found = for_choosing(summary(by_user, weights["validation"]))
-            if TEST in weights and (final or not found):
-                by_user = self.measure_users(TEST)
-                found |= summary(by_user, weights[TEST])
+            by_user, weights = self.measure_users("validation")
+            found = for_choosing(summary(by_user, weights))
+            if final or not found:
+                by_user, weights = self.measure_users(TEST)
+                found |= summary(by_user, weights)
         by_place = {}
         for place in self.places:
             by_place[place] = {name: float(values[place]) for name, values in found.items()}
@@ -112,10 +105,8 @@ class Engine(ABC):
 
     def by_user(self) -> dict[int, Vector]:
         """The main measure of each user who has test rows, for every setting still trained."""
-        if TEST not in self.measured_parts():
-            return {}
         with np.errstate(all="ignore"):
-            found = self.measure_users(TEST)
+            found, _ = self.measure_users(TEST)
         if not found:
             return {}
         main = found[measure_of(found)]

@@ -139,11 +139,13 @@ class LinearEngine(Engine):
 
     def _residual(self, batch: Batch, thetas: Sequence[Floats]) -> Floats:
         """prediction − y at (w, θ_i), divided by m_i if gradients are means: samples × columns."""
-        scores = np.zeros((len(batch.y), len(self._personal_step)), self.dtype)
+        samples, outputs = batch.y.shape
+        scores = np.zeros((samples, len(self._personal_step)), self.dtype)
         scores[:, self._shared] = batch.x @ self._v
-        for theta, (samples, own) in zip(thetas, batch.slices(), strict=bool(thetas)):
-            scores[samples] += own @ theta
-        by_setting = scores.reshape(len(scores), -1, self.population.outputs)
+        if thetas:
+            for theta, (own_samples, own) in zip(thetas, batch.slices(), strict=True):
+                scores[own_samples] += own @ theta
+        by_setting = scores.reshape(samples, -1, outputs)
         if self._has_noise:
             noise = np.asarray(batch.x @ self._noise)[:, None, :]  # samples × 1 × K
             by_setting -= noise * self._noise_step[:, None]
@@ -212,22 +214,14 @@ class LinearEngine(Engine):
         own = columns.reshape(len(columns), -1, self.population.outputs)[:, place]
         return own.reshape(-1).astype(np.float64)
 
-    def measured_parts(self) -> dict[str, Vector]:
-        """The parts on which users measure, with the number of rows of each measured user."""
-        if isinstance(self.population, FreshPopulation):
-            return {}
-        found = {}
-        for name, part in self.population.parts.items():
-            found[name] = part.sizes[part.measured_users].astype(np.float64)
-        return found
-
-    def measure_users(self, part: str) -> dict[str, Floats]:
-        """Each measure of every setting, measured users × settings."""
-        assert not isinstance(self.population, FreshPopulation)
-        w = self._shared_w()
+    def measure_users(self, part: str) -> tuple[dict[str, Floats], Vector]:
+        """Each measure of every setting, measured users × settings, and their numbers of rows."""
+        if isinstance(self.population, FreshPopulation) or part not in self.population.parts:
+            return {}, np.empty(0)
+        rows = self.population.parts[part]
         place = 1 + list(self.population.parts).index(part)
         found: dict[str, list[Vector]] = {}
-        for user, common in self.population.parts[part].scores(w, SAMPLES_AT_ONCE):
+        for user, common in rows.scores(self._shared_w(), SAMPLES_AT_ONCE):
             scores = common
             if self._has_theta:
                 own = self.population.coordinates(user, self.dtype)[place]
@@ -236,7 +230,8 @@ class LinearEngine(Engine):
             measures = self.population.user_measures(part, user, by_setting)
             for name, values in measures.items():
                 found.setdefault(name, []).append(values)
-        return {name: np.array(values) for name, values in found.items()}
+        by_user = {name: np.array(values) for name, values in found.items()}
+        return by_user, rows.sizes[rows.measured_users].astype(np.float64)
 
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained; of fresh samples, the excess risk
@@ -265,12 +260,15 @@ def bytes_for(
         dtype: the precision of w and θ.
     """
     columns = settings * population.outputs
-    w = population.features * columns
+    features = population.features
+    size = population.batch_size
+    w = features * columns
     theta = int(population.widths.sum()) * columns
-    samples = min(SAMPLES_AT_ONCE, len(population) * population.batch_size)
-    samples = max(samples, population.batch_size)
-    work = samples * (5 * columns + 3 * population.features) + 3 * w
-    kept = 2 * (w + theta) if average else w + theta
+    kept = w + theta
+    if average:
+        kept *= 2
+    samples = max(size, min(SAMPLES_AT_ONCE, len(population) * size))
+    work = samples * (5 * columns + 3 * features) + 3 * w
     return population.bytes + np.dtype(dtype).itemsize * (kept + work)
 
 

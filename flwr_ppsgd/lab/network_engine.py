@@ -78,8 +78,9 @@ class NetworkEngine(Engine):
         groups = []
         for _, members in sorted(by_size.items()):
             own, xs, ys = zip(*members, strict=True)
-            rows = (self._model.tensor(np.stack(xs)), self._model.tensor(np.stack(ys)))
-            groups.append((np.array(own), rows))
+            x = self._model.tensor(np.stack(xs))
+            y = self._model.tensor(np.stack(ys))
+            groups.append((np.array(own), (x, y)))
         return groups
 
     def _step(self, place: int, groups: Sequence[Group], normals: Vector) -> None:
@@ -119,28 +120,26 @@ class NetworkEngine(Engine):
             thetas = thetas - self._theta_moments[place] / self.round
         return np.asarray(thetas)
 
-    def measured_parts(self) -> dict[str, Vector]:
-        """The parts on which users measure, with the number of rows of each measured user."""
-        found = {}
-        for name, part in self._parts.items():
-            sizes = [len(x) for x, _ in part if len(x)]
-            if sizes:
-                found[name] = np.array(sizes, dtype=np.float64)
-        return found
-
-    def measure_users(self, part: str) -> dict[str, Matrix]:
-        """Each measure, measured users × settings; NaN for settings that are no longer trained."""
-        rows = self._parts[part]
-        users = [user for user, (x, _) in enumerate(rows) if len(x)]
-        tests = [rows[user] for user in users]
+    def measure_users(self, part: str) -> tuple[dict[str, Matrix], Vector]:
+        """Each measure, measured users × settings, and their numbers of rows; NaN for settings that
+        are no longer trained."""
+        users = []
+        tests = []
+        for user, rows in enumerate(self._parts[part]):
+            if len(rows[0]):
+                users.append(user)
+                tests.append(rows)
+        if not users:
+            return {}, np.empty(0)
         found: dict[str, Matrix] = {}
+        shape = (len(users), len(self.settings))
         for place in self.places:
             thetas = self._thetas_of(place)[users]
             each = evaluate_users(self._model, self.w(place), thetas, tests)
             for name in each[0]:
-                empty = np.full((len(users), len(self.settings)), np.nan)
-                found.setdefault(name, empty)[:, place] = [one[name] for one in each]
-        return found
+                values = found.setdefault(name, np.full(shape, np.nan))
+                values[:, place] = [measures[name] for measures in each]
+        return found, np.array([len(x) for x, _ in tests], dtype=np.float64)
 
 
 def cohort_gradients(

@@ -113,7 +113,7 @@ def network(count: int = 1) -> Comparison:
 
 
 COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (
-    ("one setting, 784×10, Q=10, ε every round", one_setting, 1.5),
+    ("one setting, 784×10, Q=10, ε every round", one_setting, 1),
     ("63 settings, the same", linear_sweep, 8),
     ("99 settings, synthetic, N=1000, d=100, Q=N", synthetic_sweep, 8),
     ("36 settings, sparse 5000×80, N=500, Q=10, float32", words_sweep, 8),

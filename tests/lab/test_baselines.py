@@ -115,8 +115,7 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
     test = own.parts["test"]
     w = np.random.default_rng(1).normal(size=(own.features, 2, own.outputs))
     found = fine_tune(own, w, [0.1, 1e9], passes=2)
-    assert [step for step, _, _ in found] == [0.1, 0.1]
-    for at, (_, by_user, measures) in enumerate(found):
+    for at, (measures, by_user) in enumerate(found):
         accuracies = []
         for user in test.measured_users.tolist():
             theta = np.zeros(w[:, at].shape)

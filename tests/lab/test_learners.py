@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
 from scipy import sparse
 
-from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
+from flwr_ppsgd import Order
 from flwr_ppsgd.lab.cnn import paper_cnn
 from flwr_ppsgd.lab.learners import linear_learner, network_learner
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import Layout
 from tests.support.own_data import per_user
 
@@ -133,24 +131,6 @@ def test_a_user_without_test_rows_measures_nothing() -> None:
 def test_what_does_not_fit_is_refused(task: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"table: .*{message}"):
         linear_learner(table(task), **{"user": 0, "batch_size": 2, "seed": 0, **changes})
-
-
-def learner_for(context: Context) -> Any:
-    return linear_learner(
-        table().with_bias(), int(context.node_config["partition-id"]), batch_size=3, seed=0
-    )
-
-
-def test_it_trains_through_the_strategy() -> None:
-    """Through a real client app: the loss falls on users' test parts."""
-    release = Release(Poisson(USERS, 1.0), clip_norm=10.0, noise_multiplier=0.0)
-    strategy = PPSGD(
-        release=release, steps=Steps(shared=0.1, personal=0.1), delta=1e-4, evaluate_every=1
-    )
-    grid = InProcessGrid(client_app(learner_for), num_nodes=USERS)
-    result = strategy.start(grid=grid, initial_arrays=ArrayRecord([np.zeros((5, 3))]), num_rounds=4)
-    losses = [float(str(record["loss"])) for record in result.evaluate_metrics_clientapp.values()]
-    assert losses[-1] < losses[0]
 
 
 def test_a_network_learns_from_a_table() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_ppsgd import FixedSize, Release, Steps
-from flwr_ppsgd.algorithm import Reduction, clip
+from flwr_ppsgd.algorithm import Reduction
 from flwr_ppsgd.lab import network_engine as networks
 from flwr_ppsgd.lab.engine import Setting
 from flwr_ppsgd.lab.network_engine import (
@@ -181,24 +181,6 @@ def test_a_loss_that_reduces_by_itself_may_train_a_cohort() -> None:
     x = torch.randn(3, 5, 2, dtype=torch.float64)
     y = torch.randn(3, 5, dtype=torch.float64)
     check_cohort_gradients(model, x, y, "mean")
-
-
-def test_a_round_adds_each_users_clipped_gradient() -> None:
-    """Without noise, with clip norms that clip everyone, some and nobody."""
-    model = head_over("linear")
-    x = np.random.default_rng(3).normal(size=(6, 5, 2, 9, 8))
-    y = np.random.default_rng(4).integers(CLASSES, size=(6, 5))
-    w = model.initial_w()
-    theta = model.initial_theta()
-    sent = [model.gradients(w, theta, rows, "mean")[0] for rows in zip(x, y, strict=True)]
-    norms = sorted(float(np.linalg.norm(gradient)) for gradient in sent)
-    for clip_norm in (norms[0] / 2, norms[3], 2 * norms[5]):
-        release = Release(FixedSize(6, 6), clip_norm, noise_multiplier=0.0)
-        batches = [Minibatches(x[user], y[user], 5, seed=2, user=user) for user in range(6)]
-        engine = NetworkEngine(model, batches, [Setting(release, Steps(1.0, 1.0))], seed=1)
-        engine.advance()
-        mean = np.mean([clip(gradient, clip_norm) for gradient in sent], axis=0)
-        np.testing.assert_allclose(w - engine.w(0), mean, rtol=0, atol=1e-12)
 
 
 def test_users_of_all_sizes_are_measured_together_as_one_by_one(
