@@ -153,7 +153,8 @@ def test_a_mistake_of_all_clients_ends_after_the_first_release_and_is_shown_once
     app = write_app("message", tmp_path / "app")
     apply_page_for(NODES, "message", app)
     change(app, "client_app", "app = torch_client(", MISTAKES[mistake])
-    with pytest.raises(RuntimeError, match=r"learner-failed: \w+Error\)\. That release is charged"):
+    said = r"learner-failed: \w+Error\)\. What was released is charged"
+    with pytest.raises(RuntimeError, match=said):
         run(app, NODES)
     shown = [record for record in caplog.records if "the server is told" in record.getMessage()]
     assert len(shown) == 1
