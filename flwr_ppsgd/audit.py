@@ -356,12 +356,12 @@ class Canaries:
         self._vector = OVER_NORM * self._release.clip_norm * self.directions[direction]
         if stage or has_factor:
             return self._app(message, context)
+        w = message.content.array_records[ARRAYS]
+        layout = Layout.of(w)
         if self._parameters:
-            layout, w = Layout.read(message.content.array_records[ARRAYS])
-            trained = RecordDict({ARRAYS: layout.unflatten(w - self._vector)})
-            return Message(trained, reply_to=message)
+            trained = layout.unflatten(layout.flatten(w) - self._vector)
+            return Message(RecordDict({ARRAYS: trained}), reply_to=message)
         if direction not in self._replies:
-            layout, _ = Layout.read(message.content.array_records[ARRAYS])
             gradient = layout.unflatten(self._vector)
             self._replies[direction] = RecordDict({GRADIENT: gradient})
         return Message(self._replies[direction], reply_to=message)

@@ -112,6 +112,9 @@ class Settings:
             self._check_paper()
         release = self._release(self.noise_multiplier or 0.0)
         Training.of(release=release, steps=self.steps(), **self._server_arguments())
+        if self.epsilon is not None and not self.rounds:  # the recipe's number
+            sigma = 0.0 if math.isinf(self.epsilon) else noise_alone(self.epsilon, self.delta)
+            object.__setattr__(self, "rounds", rounds_for(self.population, sigma))
 
     def _check_paper(self) -> None:
         for name in NEEDED_BY_PAPER:
@@ -129,7 +132,7 @@ class Settings:
             raise ValueError(f"give either {key_of(first)} or {key_of(second)}: {found}")
 
     def _check_automatic(self) -> None:
-        """The recipe decides the rest, and the number of rounds unless it is given."""
+        """The recipe decides the rest."""
         for field in fields(self):
             if field.name in DECIDED_BY_AUTO and getattr(self, field.name) != field.default:
                 raise ValueError(
@@ -138,9 +141,6 @@ class Settings:
                 )
         if self.epsilon is None:
             raise _missing("epsilon")
-        if not self.rounds:
-            sigma = 0.0 if math.isinf(self.epsilon) else noise_alone(self.epsilon, self.delta)
-            object.__setattr__(self, "rounds", rounds_for(self.population, sigma))
 
     @property
     def automatic(self) -> bool:

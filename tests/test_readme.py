@@ -4,8 +4,6 @@ import contextlib
 import io
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,8 @@ import flwr_ppsgd
 import flwr_ppsgd.legacy
 from flwr_ppsgd import simulation
 from flwr_ppsgd.cli import app
+from tests.contract.command import ppsgd
+from tests.contract.files import check_done
 from tests.support.paths import ROOT
 
 README = ROOT / "README.md"
@@ -188,9 +188,7 @@ def run_here(words: list[str]) -> None:
         "--target COLUMN", "--target stars"
     )
     filled = shlex.split(line.replace("FILE", "ratings.csv").replace("1e-5", "1e-3"))
-    ppsgd = Path(sys.executable).with_name("ppsgd")
-    done = subprocess.run([ppsgd, *filled[1:]], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_done(ppsgd(*filled[1:]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))

@@ -16,7 +16,6 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import record_from
 from flwr_ppsgd.client.theta import RUN
 from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
 from flwr_ppsgd.client.visit import respond
@@ -72,7 +71,10 @@ class PersonalModel:
         """
         store = _store(Path(state_dir), str(user), run)
         theta = store.newest()
-        shared = record_from(store.last_shared().arrays) if w is None else _record(w)
+        if w is None:
+            shared, _ = store.last_shared()
+        else:
+            shared = _record(w)
         arrays = store.model()
         store.close()
         if arrays is None:

@@ -42,6 +42,7 @@ class ServerAccount:
     def __init__(self, training: Training) -> None:
         self.training = training
         self.ledger = Ledger(training.delta)
+        self.training_id = 0  # names this training to its clients
         self.rounds_done = 0
         self.last_round = -1  # of the plan; -1 if there is none
         self.checkpoint: Checkpoint | None = None  # w of the last round, as far as it is known
@@ -73,6 +74,7 @@ class ServerAccount:
             if self.training.recipe is None:
                 self._settle()
             found = self._store.load()
+            self.training_id = self._store.owner
             self.ledger = self._store.ledger(self.training.delta)
             self._begun = False
             if found is not None:
@@ -100,7 +102,8 @@ class ServerAccount:
     def _join_budget(self) -> None:
         """Join the budget that the training is under, if there is one."""
         directory = self.training.budget_dir
-        owner, place = next(iter(self._store.notes("budget")), (None, None))
+        joined = self._store.notes("budget")
+        owner, place = joined[0] if joined else (None, None)
         if directory is None:
             if place is not None:
                 raise ValueError(
@@ -125,11 +128,6 @@ class ServerAccount:
                 f"{directory}: set budget_dir to the former"
             )
         self._budget.catch_up(self.training_id, self._store.charges())
-
-    @property
-    def training_id(self) -> int:
-        """Names this training to its clients."""
-        return self._store.owner
 
     @functools.cached_property
     def key(self) -> TrainingKey:
@@ -176,15 +174,19 @@ class ServerAccount:
     def pending(self) -> list[str]:
         """What is still to be asked for before the first round."""
         recipe = self.training.recipe
+        if recipe is None:
+            return []
         known = dict(self._store.notes("sum"))
-        return [name for name in recipe.before if name not in known] if recipe else []
+        return [name for name in recipe.before if name not in known]
 
     @property
     def values(self) -> RecipeValues:
         """u, C and k, as far as they were released."""
         recipe = self.training.recipe
+        if recipe is None:
+            return RecipeValues()
         sums = {name: np.array(numbers) for name, numbers in self._store.notes("sum")}
-        return values_of(recipe, sums) if recipe else RecipeValues()
+        return values_of(recipe, sums)
 
     def _releases_before(self) -> list[tuple[Release, int]]:
         """What is still to be released before the first round, each once."""
@@ -420,7 +422,9 @@ class ServerAccount:
         if self.ledger.insecure_rounds or why_delta_is_void(delta, self.training.population):
             return math.inf
         quick = self.ledger.quick_epsilon()
-        return min(quick, _epsilon_of(self.stated_ledger())) if self._store.planned[0] else quick
+        if not self._store.planned[0]:
+            return quick
+        return min(quick, _epsilon_of(self.stated_ledger()))
 
     def note_evaluation(self) -> None:
         """From now on every statement says that there was evaluation on client data."""
@@ -433,12 +437,18 @@ class ServerAccount:
             self._store.note_caveat(caveat, unit)
 
     def _caveat_sentences(self) -> tuple[str, ...]:
-        own = self._store.caveats.items()
-        shared = self._budget.caveats if self._budget is not None else {}
-        texts = dict.fromkeys([*(text for text, unit in own if unit == "user"), *shared])
-        found = [f"{text[:1].upper()}{text[1:]}." for text in texts]
-        lost = "; ".join(text for text, unit in own if unit == "node")
-        if lost:
+        texts: dict[str, None] = {}  # in order, each once
+        of_nodes = []
+        for text, unit in self._store.caveats.items():
+            if unit == "node":
+                of_nodes.append(text)
+            else:
+                texts[text] = None
+        if self._budget is not None:
+            texts |= dict.fromkeys(self._budget.caveats)
+        found = [text[:1].upper() + text[1:] + "." for text in texts]
+        if of_nodes:
+            lost = "; ".join(of_nodes)
             found.insert(0, f"User-level privacy across restarts of a node is NOT claimed: {lost}.")
         return tuple(found)
 

@@ -52,8 +52,9 @@ class Curator:
     """
 
     def __init__(self, training: Training) -> None:
+        self.enrolment = Enrolment(training.nodes, training.enrolled)  # before a file is opened
         self.account = ServerAccount(training)
-        self.enrolment = Enrolment(training.nodes, training.enrolled, self.account.note_problem)
+        self.enrolment.tell = self.account.note_problem
         self._sum: OpenSum | None = None
         self._useless = 0  # sums in a row in which nobody could be used
 
@@ -92,7 +93,9 @@ class Curator:
         seed = training.insecure_seed
         cohort = request.release.cohort
         uniforms = random_stream(seed, "cohort", request.round).uniforms(cohort.population)
-        drawn = self.enrolment.nodes(cohort.members(uniforms).tolist())
+        known = self.enrolment.known
+        places = cohort.members(uniforms).tolist()
+        drawn = [known[place] for place in places if place < len(known)]  # others are free
         asked = [online[node] for node in drawn if node in online]
         offline = len(drawn) - len(asked)
         if training.secure:
@@ -383,7 +386,7 @@ class Curator:
             publishes=training.steps.publishes,
             asks=request.what,
             task=recipe.task if recipe else "",
-            sparse=recipe.sparse if recipe else (),
+            sparse=len(recipe.sparse) if recipe else 0,
             unit=values.unit,
             size=values.count if request.what == "columns" else values.size,
             average=training.average,

@@ -20,7 +20,7 @@ from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.server import budget as budgets
 from flwr_ppsgd.server.account import headline_of
 from flwr_ppsgd.server.budget import Budget
-from flwr_ppsgd.server.rounds import facts_in_words
+from flwr_ppsgd.server.rounds import counts_in_words, facts_in_words
 from flwr_ppsgd.server.sealed import SealedRows
 from flwr_ppsgd.server.store import LOCK, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
@@ -308,8 +308,9 @@ def status_text(status: Mapping[str, Any]) -> str:
     if last is None:
         lines.append("replies: none are noted")
     else:
-        _, _, counts = facts_in_words({"round": 0, **status["replies"]}).partition(" ")
-        lines.append(f"replies in {status['replies']['rounds']} rounds: {counts}")
+        replies = status["replies"]
+        counts = counts_in_words(replies["used"], replies["zeros"])
+        lines.append(f"replies in {replies['rounds']} rounds: {counts}")
         lines.append(f"last round: {facts_in_words(last)} ({_at(last['time'])})")
     for what in ("error", "problem"):
         found = status[f"last_{what}"]
@@ -333,8 +334,12 @@ def _is_locked(path: Path) -> bool | None:
         number = str(path.stat().st_ino)
     except OSError:
         return None
-    locks = [line.split() for line in held]
-    return any("FLOCK" in lock and lock[-3].rpartition(":")[2] == number for lock in locks)
+    for line in held:
+        lock = line.split()
+        _, _, inode = lock[-3].rpartition(":")
+        if "FLOCK" in lock and inode == number:
+            return True
+    return False
 
 
 def _epsilon_in_words(epsilon: float | str) -> str:

@@ -164,10 +164,7 @@ class Store(SealedRows):
     def charge(self, round_: int, release: Release, *, insecure: bool = False) -> None:
         """Write one release down. Only when this has returned may anything be released.
 
-        Args:
-            round_: the absolute round; 0 before the first.
-            release: what is released.
-            insecure: whether its noise comes from a known seed.
+        Round 0 is before the first; ``insecure`` if its noise comes from a known seed.
         """
         with self.transaction() as add:
             self._charge(add, self.owner, round_, release, insecure)
@@ -264,9 +261,7 @@ class Store(SealedRows):
     def keep(self, name: str, make: Callable[[], bytes]) -> bytes:
         """The content of a small file, made if it is missing; StoreError if it was changed.
 
-        Args:
-            name: of the file.
-            make: its content, the first time. In memory, every time.
+        In memory it is made anew each time.
         """
         if self.directory is None:
             return make()
@@ -277,7 +272,7 @@ class Store(SealedRows):
         return database.read_verified(path, self.notes(name)[-1])
 
     def _save(self, checkpoint: Checkpoint) -> None:
-        name = ARRAYS.replace("*", f"{checkpoint.round:08d}-{self.charge_count:08d}")
+        name = f"w-{checkpoint.round:08d}-{self.charge_count:08d}.arrays"
         try:
             parts = _parts_of(checkpoint)
             sha256 = database.write_file(self._beside(name), parts, self._reserve_file)
@@ -295,7 +290,8 @@ class Store(SealedRows):
     def _remove_old_arrays(self) -> None:
         """Keep the newest files of w; older ones go, and what a crash has left without a row."""
         there = {path.name for path in self._arrays()}
-        known = [entry["file"] for entry in self.notes("checkpoint") if entry["file"] in there]
+        noted = [entry["file"] for entry in self.notes("checkpoint")]
+        known = [name for name in noted if name in there]
         for path in self._beside(".").glob(f"{ARRAYS}*"):
             if path.name not in known[-KEPT:]:
                 path.unlink()

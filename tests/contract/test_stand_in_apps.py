@@ -99,10 +99,11 @@ def test_going_back_to_fedavg_is_one_line(
     assert "accuracy" in caplog.text
 
 
+@pytest.mark.long
 def test_the_recipe_in_a_real_flower_simulation(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """``flwr run`` with Ray."""
+    """``flwr run`` with Ray, which ``test_four_ways`` tries with another app in every run."""
     app = write_app("message", tmp_path / "app")
     apply_page_for(4, "message", app)
     final = app / "saved.pt"

@@ -180,7 +180,7 @@ def test_a_disk_that_takes_nothing(deployment: Deployment, number: int) -> None:
     assert deployment.finish(run) == "finished:completed"
     check(deployment, name, 4, {ADA: [1, 2, 3, 4], BEN: [1, 2, 3, 4]})
     lost = [facts_of(deployment, name, round_) for round_ in range(1, 5)]
-    lost = [facts for facts in lost if "disk: OSError" in facts["first_failure"]]
+    lost = [facts for facts in lost if "disk: ValueError" in facts["first_failure"]]
     assert lost
     assert (lost[0]["used"], lost[0]["zeros"]) == (2, {"client error": 1})
 
