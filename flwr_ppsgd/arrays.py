@@ -53,7 +53,7 @@ def decode(array: Array, name: str = "vector") -> NDArray[Any]:
 
 
 def vector_record(vectors: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Flat vectors as a record."""
+    """Named vectors, or other arrays, as a record."""
     arrays = {name: encode(each, each.shape, each.dtype) for name, each in vectors.items()}
     return ArrayRecord(arrays)
 

@@ -73,9 +73,11 @@ def misspelt(key: str, known: Iterable[str]) -> str | None:
 
 def _one_edit(left: str, right: str) -> bool:
     while left and right and left[0] == right[0]:
-        left, right = left[1:], right[1:]
+        left = left[1:]
+        right = right[1:]
     while left and right and left[-1] == right[-1]:
-        left, right = left[:-1], right[:-1]
+        left = left[:-1]
+        right = right[:-1]
     swapped = len(left) == 2 and left == right[::-1]
     return swapped or max(len(left), len(right)) == 1
 

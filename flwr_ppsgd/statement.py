@@ -1,8 +1,7 @@
 """What is promised, as finished numbers and words: what a privacy officer can paste into a report.
 
-A :class:`Promise` is worked out once, by whoever holds the ledger. The statement, its short form,
-the line that clients get, ``privacy.json`` and every printed ε come from here. Text is rounded up,
-data is not.
+A :class:`Promise` is worked out once, by the server. The statement, its short form, the line that
+clients get, ``privacy.json`` and every printed ε come from here. Text is rounded up, data is not.
 """
 
 import json
@@ -445,7 +444,7 @@ def with_conditions(data: Mapping[str, Any], conditions: Sequence[str]) -> dict[
 
 
 def raised_plan(before: "Ledger", after: "Ledger", charges: int) -> str:
-    """The caveat of a plan that was made dearer after something was published; empty if none is.
+    """The caveat if a plan costs more than the one before a first charge; empty if it does not.
 
     Whatever was chosen after looking is no promise made in advance, unless a budget limits it.
 

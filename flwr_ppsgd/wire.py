@@ -8,6 +8,7 @@ import functools
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
@@ -41,7 +42,6 @@ STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
 SERVER_ROUND = "server_round"  # in a legacy config, beside the fields of the Order
 PROTOCOL = 6  # of the Order
-LARGEST_NUMBER = 2**63
 LONGEST_PROMISE = 1000  # characters
 LONGEST_NAME = 200  # characters: of a measure, a key, a signature
 LONGEST_SHOWN = 80  # characters of a wrong value that an error shows
@@ -165,12 +165,11 @@ class Order:
         types = {**_TYPES, **_TERM_TYPES} if has_terms else _TYPES
         empty = {name: types[name]() for name in MAY_BE_EMPTY if name in types}
         flat = {**empty, **flat}
-        missing = sorted(types.keys() - flat.keys())
-        _check(not missing, "all fields must be there, missing", missing)
-        unknown = sorted(map(str, flat.keys() - types.keys()))
-        _check(not unknown, "there must be no unknown field", unknown)
+        wrong = sorted(map(str, types.keys() ^ flat.keys()))
+        _check(not wrong, "there must be every field and no unknown field", wrong)
         for name, kind in types.items():  # exactly: a bool is no int
-            _check(type(flat[name]) is kind, f"{name} must be of type {kind.__name__}", flat[name])
+            value = flat[name]
+            _check(type(value) is kind, f"{name} must be of type {kind.__name__}", value)
         values = {name: flat[name] for name in _PLAIN}
         values["plan"] = _parse_plan(flat["plan"])
         values["metrics"] = tuple(_words(flat["metrics"]))
@@ -183,30 +182,21 @@ class Order:
         return order
 
     def _check_values(self) -> None:
-        for name in ("round", "back", "charges", "sparse"):
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            fits = 0 <= value <= LARGEST_COUNT
-            _check(fits, f"{name} must be a whole number from 0 to 2^50", value)
-        for name in ("clip_norm", "unit", "size"):
-            value = getattr(self, name)
-            _check(0 < value < math.inf, f"{name} must be finite, above 0", value)
+            _check(least <= value <= most, f"{name} must be from {least:g} to {most:g}", value)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             _check(value in choices, f"{name} must be one of {choices}", value)
-        for name in ("promise", "server_key", "signature", "payload"):
-            value = getattr(self, name)
-            longest = LONGEST_PROMISE if name == "promise" else LONGEST_NAME
-            fits = len(value) <= longest and value.isprintable()
-            _check(fits, f"{name} must be at most {longest} printable characters", value)
+        for name, longest in _LONGEST.items():
+            text = getattr(self, name)
+            fits = len(text) <= longest and text.isprintable()
+            _check(fits, f"{name} must be at most {longest} printable characters", text)
         for name in self.metrics:
-            fits = bool(name.strip()) and len(name) <= LONGEST_NAME and name.isprintable()
+            fits = 0 < len(name.strip()) <= LONGEST_NAME and name.isprintable()
             _check(fits, f"metrics must be names of at most {LONGEST_NAME} characters", name)
         distinct = len(self.metrics) == len(set(self.metrics)) <= MOST_METRICS
         _check(distinct, f"metrics must be at most {MOST_METRICS} different names", self.metrics)
-        _check(0 <= self.training <= LARGEST_NUMBER, "training must be 0 to 2^63", self.training)
-        _check(0 <= self.step < math.inf, "step must be finite and at least 0", self.step)
-        _check(self.epsilon >= 0, "epsilon must be at least 0", self.epsilon)
-        _check(0 <= self.stage <= STAGES, f"stage must be 0 to {STAGES}", self.stage)
         releases = self.publishes or self.asks in ("gradient", "nothing")
         _check(releases, f"publishes must be true if it asks for a {self.asks}", self.publishes)
         # the evaluation before the first round of a start is of the round before it
@@ -233,7 +223,26 @@ del _PLAIN["visit"]
 _TYPES = {**_PLAIN, "plan": str, "metrics": str, "starts": str, "variance": bytes}
 PREFIX = "secure_"  # before the names of the terms of a secure sum
 _TERM_TYPES = {PREFIX + name: kind for name, kind in TERMS.items()}
+_RANGES: dict[str, tuple[float, float]] = {  # least and most
+    "round": (0, LARGEST_COUNT),
+    "back": (0, LARGEST_COUNT),
+    "charges": (0, LARGEST_COUNT),
+    "sparse": (0, LARGEST_COUNT),
+    "training": (0, 2**63),
+    "stage": (0, STAGES),
+    "step": (0, sys.float_info.max),
+    "epsilon": (0, math.inf),
+    "clip_norm": (sys.float_info.min, sys.float_info.max),
+    "unit": (sys.float_info.min, sys.float_info.max),
+    "size": (sys.float_info.min, sys.float_info.max),
+}
 _CHOICES = {"reduction": get_args(Reduction), "asks": get_args(Asked), "task": get_args(OrderTask)}
+_LONGEST = {
+    "promise": LONGEST_PROMISE,
+    "server_key": LONGEST_NAME,
+    "signature": LONGEST_NAME,
+    "payload": LONGEST_NAME,
+}
 MAY_BE_EMPTY = (
     *("metrics", "starts", "plan", "variance", "task"),
     *("promise", "server_key", "signature", "payload", PREFIX + "bounds"),

@@ -113,7 +113,7 @@ class StateStore:
 
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w."""
-        self._state[STATE_MODEL] = _record(arrays)
+        self._state[STATE_MODEL] = vector_record(arrays)
 
     def fact(self, name: str) -> Any:
         """What ``put_fact`` kept under a name, or None."""
@@ -294,7 +294,7 @@ class DiskStore:
 
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w; it holds the user's own rows."""
-        self._put_only(MODEL, {}, bytes_of(_record(arrays)))
+        self._put_only(MODEL, {}, bytes_of(vector_record(arrays)))
 
     def put_fact(self, name: str, value: Any) -> None:
         """Keep a value that JSON can hold."""
@@ -507,7 +507,3 @@ def _vectors(theta: Theta) -> dict[str, NDArray[Any]]:
     if theta.stood is not None:
         vectors["stood"] = theta.stood
     return vectors
-
-
-def _record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    return ArrayRecord({name: Array(each) for name, each in arrays.items()})

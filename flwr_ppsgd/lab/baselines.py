@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
-from flwr_ppsgd.algorithm import Poisson, Release, Steps, Vector
+from flwr_ppsgd.algorithm import Poisson, Release, Steps
 from flwr_ppsgd.lab.engine import Indices, Setting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.measures import badness, measure_of
@@ -77,12 +77,11 @@ class LocalStepsEngine(LinearEngine):
 
 def fine_tune(
     table: Table, w: Matrix, steps: Sequence[float], passes: float
-) -> list[tuple[dict[str, float], Vector]]:
-    """For each w, what users reach with the θ_i that each trains alone on top of it.
+) -> list[dict[str, float]]:
+    """For each w, what users measure who train θ_i alone on top of it, with the best of ``steps``.
 
-    (All measures, the main measure of each measured user), with the best of ``steps`` on validation
-    rows if there are any. Free of charge: it uses the published w and the user's own data
-    (billboard lemma).
+    The best step is chosen on validation rows if there are any. Free of charge: it uses the
+    published w and the user's own data (billboard lemma).
 
     Args:
         table: everyone's data, with test rows.
@@ -92,7 +91,7 @@ def fine_tune(
     """
     columns = int(table.widths.sum()) * len(steps) * table.outputs
     at_once = max(1, NUMBERS_AT_ONCE // columns)
-    found = []
+    found: list[dict[str, float]] = []
     for start in range(0, w.shape[1], at_once):
         found += _fine_tune_settings(table, w[:, start : start + at_once], steps, passes)
     return found
@@ -100,7 +99,7 @@ def fine_tune(
 
 def _fine_tune_settings(
     table: Table, w: Matrix, steps: Sequence[float], passes: float
-) -> list[tuple[dict[str, float], Vector]]:
+) -> list[dict[str, float]]:
     """``fine_tune`` of some w: every w with every step is a setting of local learning."""
     silent = Release(Poisson(len(table), 1.0), clip_norm=1.0, noise_multiplier=0.0)
     count = len(steps)
@@ -112,7 +111,6 @@ def _fine_tune_settings(
         engine.visits[:] = visit
         engine.visit(np.flatnonzero(most >= visit))
     measures = engine.measures(final=True)
-    by_user = engine.by_user()
     chosen_by = measure_of(measures[0])
     found = []
     for first in range(0, len(settings), count):
@@ -120,5 +118,5 @@ def _fine_tune_settings(
         for place in range(first, first + count):
             errors.append(badness(chosen_by, measures[place][chosen_by]))
         best = first + int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
-        found.append((measures[best], by_user[best]))
+        found.append(measures[best])
     return found

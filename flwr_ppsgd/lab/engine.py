@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, measure_of, summary
+from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, summary
 from flwr_ppsgd.noise import random_stream
 
 DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
@@ -102,15 +102,6 @@ class Engine(ABC):
         for place in self.places:
             by_place[place] = {name: float(values[place]) for name, values in found.items()}
         return by_place
-
-    def by_user(self) -> dict[int, Vector]:
-        """The main measure of each user who has test rows, for every setting still trained."""
-        with np.errstate(all="ignore"):
-            found, _ = self.measure_users(TEST)
-        if not found:
-            return {}
-        main = found[measure_of(found)]
-        return {place: main[:, place] for place in self.places}
 
     def drop(self, places: Collection[int]) -> None:
         """Stop reporting the settings at these places."""

@@ -462,7 +462,7 @@ def figure_2(found: Summary) -> Drawn | None:
 
     A curve for each αQ with its best step, and in grey the best over αQ. None without any ε.
     """
-    curves = _alpha_curves(summary.ending(found.every), found.measure)
+    curves = _alpha_curves(summary.last_rounds(found.every), found.measure)
     noisy = found.table[found.table["noise-multiplier"] > 0]
     if not curves or noisy.empty:
         return None
@@ -477,7 +477,7 @@ def figure_2(found: Summary) -> Drawn | None:
 
 def figure_methods(found: Summary) -> Drawn | None:
     """The measure against ε for every method, each with its best setting; None without any ε."""
-    ends = summary.ending(found.every)
+    ends = summary.last_rounds(found.every)
     levels = [level for level in found.table["noise-multiplier"] if level > 0]
     if not levels:
         return None
@@ -509,7 +509,7 @@ def _draw_against_epsilon(found: Summary, curves: Curves) -> tuple[Figure, Axes,
     The best of each baseline and the recipe stand beside the curves. Local learning, which costs
     nothing, is a level.
     """
-    ends = summary.ending(found.every)
+    ends = summary.last_rounds(found.every)
     every = dict(curves)
     for method, (label, look) in METHODS.items():
         own = ends[ends["method"] == method]

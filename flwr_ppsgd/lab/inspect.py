@@ -90,7 +90,7 @@ def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.fl
     return np.asarray(1.0 - right[:, 0])
 
 
-def suspects(data: PerUser) -> list[str]:
+def suspected_leaks(data: PerUser) -> list[str]:
     """Features that predict the target alone, as a leak would."""
     trained = np.flatnonzero(data.train_rows)
     if len(trained) < FEWEST_ROWS or data.task == "multi-label":
@@ -151,7 +151,7 @@ def hints(seen: PerUser) -> list[str]:
             f"taken as numbers, but named like an id: {list_names(ids, MOST_NAMED)} (--categorical "
             "makes them one-hot, --exclude leaves them out)"
         )
-    leaks = suspects(seen)
+    leaks = suspected_leaks(seen)
     if leaks:
         lines.append(
             f"suspected leak, predicts the target alone: {list_names(leaks, MOST_NAMED)} "

@@ -545,13 +545,14 @@ def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: st
         x = x.copy()
         x.data[~np.isfinite(x.data)] = 0.0
         return x
-    gaps = ~np.isfinite(x)
-    columns = np.flatnonzero(gaps.any(axis=0))
-    filled = np.where(gaps, 0.0, x)
+    x = np.array(x, dtype=np.float64)
+    columns = np.flatnonzero(~np.isfinite(x).all(axis=0))
+    found = x[:, columns]
+    found[~np.isfinite(found)] = np.nan
     if missing == OWN_MEAN:
-        x = np.where(gaps, np.nan, x)
-        known = pandas.DataFrame(x[trained][:, columns])
-        means = known.groupby(user[trained]).mean().fillna(0.0)
-        of_rows = means.reindex(user, fill_value=0.0).to_numpy()
-        filled[:, columns] += gaps[:, columns] * of_rows
-    return filled
+        known = pandas.DataFrame(found[trained])
+        means = known.groupby(user[trained]).mean()
+        of_rows = means.reindex(user).to_numpy()
+        found = np.where(np.isnan(found), of_rows, found)
+    x[:, columns] = np.nan_to_num(found)
+    return x

@@ -20,7 +20,7 @@ from flwr_ppsgd.lab.loading import class_numbers
 from flwr_ppsgd.lab.outputs import read_config, read_model
 from flwr_ppsgd.lab.per_user import Indices, PerUser
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC, Problem
-from flwr_ppsgd.lab.scaling import own_scaled, own_scaled_new
+from flwr_ppsgd.lab.scaling import scale_new_rows, scale_own_rows
 from flwr_ppsgd.lab.schema import OWN_MEAN, Schema
 from flwr_ppsgd.lab.tables import RawTable, read_table_file
 from flwr_ppsgd.models.solve import Mixture
@@ -152,7 +152,7 @@ class _PersonalModels:
         if self.trained.task == "multi-label":
             y = 0 * self.trained.y[np.zeros(len(rows), dtype=np.intp)]
         raw = replace(self.trained.with_rows(self._filled(rows, means), y), own=None)
-        return raw if self.trained.own is None else own_scaled(raw)
+        return raw if self.trained.own is None else scale_own_rows(raw)
 
     def _filled(self, rows: Indices, means: Vector) -> NDArray[np.float64]:
         """New rows, with these numbers in their gaps."""
@@ -176,7 +176,7 @@ class _PersonalModels:
         self, own: PerUser, model: Mixture, rows: Indices, means: Vector
     ) -> list[float | str]:
         """Of a user's model for new rows of that user, who is alone in ``own``."""
-        seen = own_scaled_new(own, self._filled(rows, means))
+        seen = scale_new_rows(own, self._filled(rows, means))
         scores = model.predict(seen.model_rows(np.arange(len(rows))))
         if own.task == "regression":
             amounts = (scores[:, 0] + self.problem.target_shift) * own.units[0]

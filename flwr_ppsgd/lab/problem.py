@@ -288,7 +288,7 @@ def _users_with_bias(problem: Problem, bias: bool) -> "PerUser":
 def _read_users(problem: Problem) -> "PerUser":
     from flwr_ppsgd.lab.loading import load
     from flwr_ppsgd.lab.per_user import Split
-    from flwr_ppsgd.lab.scaling import own_scaled, with_kinds
+    from flwr_ppsgd.lab.scaling import scale_own_rows, with_kinds
 
     data = load(problem.data, problem.options(), min_train=problem.min_train, users=problem.users)
     if problem.select_on == "validation":
@@ -296,7 +296,7 @@ def _read_users(problem: Problem) -> "PerUser":
     data = _represent(data, problem)
     if problem.scale == DEVICE:
         return with_kinds(data)
-    return own_scaled(data) if problem.scale == "own" else data
+    return scale_own_rows(data) if problem.scale == "own" else data
 
 
 def _represent(data: "PerUser", problem: Problem) -> "PerUser":

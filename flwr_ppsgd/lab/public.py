@@ -5,7 +5,6 @@ JSON, folders of .parquet files and of pictures. Without a network, what is on d
 one line says what is missing. Nothing is written beside a source.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -122,9 +121,10 @@ def _hub(name: str, options: DataOptions) -> RawTable:
     import flwr_datasets
     from flwr_datasets.partitioner import NaturalIdPartitioner
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a warning for each attempt
     natural = NaturalIdPartitioner(options.user or WRITER)
     try:
-        with warnings.catch_warnings(), _without_warnings("huggingface_hub"):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "not tested" for any data set but the best known ones
             federated = flwr_datasets.FederatedDataset(
                 dataset=name, partitioners={"train": natural}, shuffle=False
@@ -134,18 +134,6 @@ def _hub(name: str, options: DataOptions) -> RawTable:
         reason = printable(error, MOST_LETTERS)
         raise ValueError(f"{name}: cannot be loaded ({reason}): {OFFLINE}") from None
     return table_of(rows.with_format("arrow")[:], name)
-
-
-@contextlib.contextmanager
-def _without_warnings(name: str) -> Iterator[None]:
-    """Without a logger's warnings, such as one for each attempt to reach the hub."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 # --- LEAF

@@ -18,7 +18,7 @@ FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought t
 SAME = 1e-9  # a deviation of at most this share of the mean is round-off
 
 
-def own_scaled(data: PerUser) -> PerUser:
+def scale_own_rows(data: PerUser) -> PerUser:
     """(x − m_i) / s_i with each user's own mean and deviation, cut at ±5, for columns of numbers;
     targets of regression alike, without the cut.
 
@@ -55,7 +55,7 @@ def with_kinds(data: PerUser) -> PerUser:
     return replace(data, kinds=data.schema.model_kinds())
 
 
-def own_scaled_new(one: PerUser, x: Table) -> PerUser:
+def scale_new_rows(one: PerUser, x: Table) -> PerUser:
     """New rows of a single user, as that user's model sees them; their targets are not known.
 
     Args:

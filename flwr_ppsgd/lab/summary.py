@@ -81,7 +81,7 @@ def means(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 def _with_levels(found: pd.DataFrame) -> pd.DataFrame:
     found = found.assign(level=found["noise-multiplier"])
-    ends = ending(found)
+    ends = last_rounds(found)
     paper = ends[(ends["method"] == PPSGD) & ends["level"].notna()]
     levels = paper.drop_duplicates("level").set_index("level")["epsilon"]
     for index, spent in found.loc[found["method"] == AUTO, "epsilon"].items():
@@ -120,7 +120,7 @@ def levels_of(found: pd.DataFrame) -> list[float]:
     return sorted(found["level"].dropna().unique().tolist())
 
 
-def ending(every: pd.DataFrame) -> pd.DataFrame:
+def last_rounds(every: pd.DataFrame) -> pd.DataFrame:
     """The last round of each setting that got to the end; the recipe is measured once."""
     is_recipe = every["method"] == AUTO
     last = every.loc[~is_recipe, "round"].max()
@@ -149,7 +149,7 @@ def best_table(
         trivial: what is reached without features; None if it is not known.
         alone: what the recipe's users reach from own rows alone; None if it was not run.
     """
-    ends = ending(every)
+    ends = last_rounds(every)
     candidates = ends[ends["method"] == PPSGD]
     if candidates.empty:  # the recipe was run alone: nothing was chosen
         candidates = ends[ends["method"] == AUTO].assign(**dict.fromkeys(CHOSEN, math.nan))

@@ -508,25 +508,19 @@ def _csr(
         data: the name of the values; None if all of them are 1.
         width: the number of columns; None if the largest index decides.
     """
-    for name in (*keys, *([data] if data else [])):
+    names = (*keys, data) if data else keys
+    for name in names:
         if name not in arrays:
             raise ValueError(f"{path}: {missing_name(name, arrays, 'array')}")
     starts, places = (arrays[key].astype(np.int64) for key in keys)
     values = arrays[data].astype(np.float64) if data else np.ones(len(places))
-    rises = len(starts) and starts[0] == 0 and (np.diff(starts) >= 0).all()
-    if not rises or starts[-1] != len(places) or len(values) != len(places):
-        raise ValueError(
-            f"{path}: {keys[0]!r} must rise from 0 to the length of {keys[1]!r}, {len(places)}, "
-            f"and {data or keys[1]!r} must be as long: save the arrays of one CSR matrix"
-        )
     columns = width or int(places.max(initial=-1)) + 1
-    bad = np.flatnonzero((places < 0) | (places >= columns))
-    if bad.size:
-        row = int(np.searchsorted(starts, bad[0], side="right")) - 1
+    try:
+        table = sparse.csr_array((values, places, starts), shape=(len(starts) - 1, columns))
+        table.check_format(full_check=True)
+    except ValueError as error:
         raise ValueError(
-            f"{path}: {keys[1]!r} has column {places[bad[0]]} in row {row} and there are {columns} "
-            "columns: correct it"
-        )
-    table = sparse.csr_array((values, places, starts), shape=(len(starts) - 1, columns))
+            f"{path}: {', '.join(names)} are not those of one CSR matrix ({error}): save them again"
+        ) from None
     table.sum_duplicates()
     return table

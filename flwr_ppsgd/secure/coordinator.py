@@ -206,18 +206,18 @@ class Coordinator(Generic[Node]):
             self._take_off_pair_masks(total, place, members)
         return total.view(np.int64)
 
-    def _take_off_pair_masks(self, total: Words, gone: int, members: bytes) -> None:
-        """Take off what the survivors share with somebody who is gone."""
-        neighbours = sorted(self._graph[gone] & self._survivors)
+    def _take_off_pair_masks(self, total: Words, dropped: int, members: bytes) -> None:
+        """Take off what the survivors share with somebody who dropped out."""
+        neighbours = sorted(self._graph[dropped] & self._survivors)
         if not neighbours:
             return
-        pair = KeyPair(self._secret(gone))
-        if pair.public != self._public[gone].mask:
-            raise NoSumError(f"client {self._nodes[gone]} gave shares of something else")
+        pair = KeyPair(self._secret(dropped))
+        if pair.public != self._public[dropped].mask:
+            raise NoSumError(f"client {self._nodes[dropped]} gave shares of something else")
         for other in neighbours:
             secret = pair.secret_with(self._public[other].mask)
-            key = pair_key(secret, self.session, (gone, other), members)
-            if other < gone:
+            key = pair_key(secret, self.session, (dropped, other), members)
+            if other < dropped:
                 subtract_mask(total, key)
             else:
                 add_mask(total, key)

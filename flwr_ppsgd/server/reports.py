@@ -31,7 +31,6 @@ STATES = {
     False: "not at work, as far as this machine shows",
     None: "unknown whether it is at work",
 }
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 # --- ppsgd ledger
@@ -288,13 +287,14 @@ def _summary_of_facts(store: Store) -> dict[str, Any]:
 
 def status_text(status: Mapping[str, Any]) -> str:
     """The same for people."""
+    rounds = status["rounds"]
     epsilon = status["epsilon"]
     spent = _epsilon_in_words(epsilon["spent"])
     planned = _epsilon_in_words(epsilon["planned"])
     lines = [
         f"{status['directory']} (for the server's operator alone)",
         f"training {status['training']}: {STATES[status['running']]}",
-        f"rounds: {status['rounds']['done']} of {status['rounds']['planned']} done",
+        f"rounds: {rounds['done']} of {rounds['planned']} done",
         f"epsilon: {spent} spent, {planned} planned, at delta = {epsilon['delta']:g} (zero-out)",
     ]
     if epsilon["why_void"]:
@@ -314,12 +314,13 @@ def status_text(status: Mapping[str, Any]) -> str:
         lines.append(f"last round: {facts_in_words(last)} ({_at(last['time'])})")
     for what in ("error", "problem"):
         found = status[f"last_{what}"]
-        text = "none" if found is None else f"{found['text']} ({_at(found['time'])})"
+        text = "none"
+        if found is not None:
+            text = f"{found['text']} ({_at(found['time'])})"
         lines.append(f"last {what}: {text}")
-    disk = status["disk"]
-    lines.append(
-        f"disk: {_size_text(disk['used_bytes'])} used, {_size_text(disk['free_bytes'])} free"
-    )
+    used = status["disk"]["used_bytes"] / 1e6
+    free = status["disk"]["free_bytes"] / 1e6
+    lines.append(f"disk: {used:,.1f} MB used, {free:,.0f} MB free")
     return "\n  ".join(lines)
 
 
@@ -350,12 +351,3 @@ def _epsilon_in_words(epsilon: float | str) -> str:
 def _at(time: float) -> str:
     """A time for people, in UTC."""
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _size_text(size: float) -> str:
-    """A number of bytes for people."""
-    for unit in UNITS[:-1]:
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} {UNITS[-1]}"

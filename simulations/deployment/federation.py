@@ -382,12 +382,17 @@ def write_app(
 
 
 def wait_for(what: str, happened: Callable[[], bool]) -> None:
-    """Look twice a second; RuntimeError if it does not happen in half an hour."""
+    """Look again and again; RuntimeError if it does not happen in half an hour."""
     deadline = time.monotonic() + PATIENCE
-    while not happened():
-        if time.monotonic() > deadline:
+    while True:
+        began = time.monotonic()
+        if happened():
+            return
+        now = time.monotonic()
+        if now > deadline:
             raise RuntimeError(f"waited {PATIENCE:g} s in vain for {what}")
-        time.sleep(0.5)
+        # a look may start a process of Flower's: most of the time is for those who are waited for
+        time.sleep(max(0.5, 2 * (now - began)))
 
 
 def make_key_pair(path: Path) -> Path:

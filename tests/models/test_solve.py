@@ -159,14 +159,6 @@ def test_a_message_by_hand() -> None:
     )
 
 
-def test_a_message_of_classes_by_hand() -> None:
-    """One row (1, 1) of class 1 in three: m = x·(y − 1/3)/(2 + .002), ones included."""
-    columns = PublicColumns("classification", np.array([False]), np.array([False]), 3, ones=True)
-    problem = OwnProblem.of(np.array([[1.0]]), [1], columns)
-    expected = np.array([-1, 2, -1]) / 3 / 2.002
-    np.testing.assert_allclose(solution(problem, np.zeros((2, 3))), [expected, expected])
-
-
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("n", "width"), [(4, 30), (40, 6), (12, 12)])
 def test_primal_and_dual_messages_are_the_ridge_solution(task: Task, n: int, width: int) -> None:

@@ -176,20 +176,6 @@ def test_gradients_of_w_are_float32_if_the_network_is(single: bool) -> None:
         np.testing.assert_array_equal(model.gradients(narrow, theta, digits(), "mean")[0], g_w)
 
 
-def test_the_engine_of_networks_adds_theta_too() -> None:
-    from flwr_ppsgd.lab.network_engine import cohort_gradients
-
-    model = SplitModel(regression(3), "2.*", additive=True)
-    rows = (NUMBERS[0], torch.arange(5) % 3)
-    w = model.initial_w()
-    theta = np.linspace(-1, 1, 12)
-    g_w, g_theta = model.gradients(w, theta, rows, "mean")
-    batch = (model.tensor(rows[0][None]), rows[1][None])
-    both = cohort_gradients(model, w, theta[None], batch, "mean")
-    np.testing.assert_allclose(both[0][0], g_w, atol=1e-12)
-    np.testing.assert_allclose(both[1][0], g_theta, atol=1e-12)
-
-
 # The split
 
 

@@ -336,17 +336,6 @@ def test_auto_trains_a_network_and_leaves_every_device_its_model(
         assert OWN_THETA in grid.context(grid.get_node_ids()[0]).state[STATE_MODEL]
 
 
-def test_the_last_w_is_answered_with_nothing() -> None:
-    """Without any evaluation: the device makes its model, and the reply is empty."""
-    app = Noting(torch_client(Network, "head.*", loaders, additive=True))
-    grid = InProcessGrid(app, USERS)  # type: ignore[arg-type]
-    strategy = PPSGD.auto(population=USERS, epsilon=8.0, delta=1e-2)
-    strategy.start(grid, shared_arrays(Network(), "head.*", additive=True))
-    assert all(STATE_MODEL in grid.context(node).state for node in grid.get_node_ids())
-    for reply in app.replies[-USERS:]:
-        assert records_of(reply) == {}
-
-
 def unseeded() -> nn.Module:
     body = nn.Linear(WIDTH, FEATURES).requires_grad_(False)
     return nn.Sequential(body, nn.Linear(FEATURES, CLASSES)).double()

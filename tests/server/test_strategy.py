@@ -35,6 +35,7 @@ from flwr_ppsgd.training import Enrolled
 from flwr_ppsgd.wire import GRADIENT, ORDER
 from tests.support.toy import (
     SIZE,
+    Toy,
     answer,
     flat,
     grid,
@@ -318,16 +319,15 @@ def test_control_characters_of_a_client_never_reach_the_log(
     assert all(line.isprintable() for line in private)
 
 
-@pytest.mark.parametrize(("population", "hopeless"), [(10, True), (100_000, False)])
+@pytest.mark.parametrize(("size", "hopeless"), [(60_000, True), (4, False)])
 def test_before_round_one_it_is_said_whether_this_can_learn(
-    population: int, hopeless: bool, caplog: pytest.LogCaptureFixture
+    size: int, hopeless: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """√T·qN/(z·√d) for T = 4, z = 2, d = 60,000: 0.04 for ten users, 408 for a hundred thousand."""
-    ppsgd = strategy(release=release(population=population, z=2.0))
-    ppsgd._account.plan(4, 0)
+    """√T·qN/(z·√d) for T = 4, N = 10, z = 2: 0.04 for 60,000 parameters, 5 for four."""
+    on = InProcessGrid(client_app(lambda _: Toy(np.zeros(size))), 10)
     with caplog.at_level("INFO", logger="flwr.ppsgd"):
-        ppsgd._curator.say_whether_it_can_learn(60_000)
-    expected = math.sqrt(4) * population / (2.0 * math.sqrt(60_000))
+        strategy(release=release(population=10, z=2.0)).start(on, w0(np.zeros(size)), num_rounds=4)
+    expected = math.sqrt(4) * 10 / (2.0 * math.sqrt(size))
     assert f"at best {expected:.2g}" in caplog.text
     assert ("cannot learn" in caplog.text) == hopeless
 
