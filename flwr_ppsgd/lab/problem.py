@@ -48,6 +48,7 @@ BY_SCHEMA = (
     "encoding",
     "impute",
     "test_fraction",
+    "task",
 )
 # what the rows do not depend on: a file is read once, whatever is said about these
 NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_shift")
@@ -137,8 +138,8 @@ class Problem:
             rule = f"{key_of(name)} must be at least {least}"
             require(value is None or value >= least, rule, value, "raise it")
         changed = [name for name in BY_SCHEMA if getattr(self, name) != _DEFAULTS[name]]
-        if self.schema and (changed or self.task):
-            key = key_of(changed[0] if changed else "task")
+        if self.schema and changed:
+            key = key_of(changed[0])
             raise ValueError(f"{key} is for data without a schema, which decides it: leave it out")
         if self.representation in (AUTO, NO_REPRESENTATION):
             return
