@@ -316,6 +316,23 @@ def threshold_samples(
     return pairs * ratio**2 / (dimension * math.log(1 / delta))
 
 
+def threshold_noise_multiplier(
+    *, population: int, rate: float, batch_size: int, dimension: int, sigma: float, clip_norm: float
+) -> float:
+    """z* = (σ/C)·√((N−1)·qN/(m·d_w)): from it on, the variance term of Theorem B.4 grows with α.
+
+    Args:
+        population: N.
+        rate: q.
+        batch_size: m.
+        dimension: d_w, the number of shared parameters.
+        sigma: σ of one sample's gradient at the minimiser.
+        clip_norm: C; the noise on w has σ_ζ = zC/(qN).
+    """
+    users = (population - 1) * rate * population
+    return sigma / clip_norm * math.sqrt(users / (batch_size * dimension))
+
+
 def squared_loss_smoothness(radius: float) -> float:
     """L = 2R² of ½(y − (w + θ)ᵀx)² for ‖x‖ ≤ R: its Hessian in (w, θ) is four copies of xxᵀ."""
     return 2 * radius**2

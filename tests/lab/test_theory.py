@@ -18,6 +18,7 @@ from flwr_ppsgd.lab.theory import (
     sufficient_constant,
     theorem_4_5,
     theorem_b_4,
+    threshold_noise_multiplier,
     threshold_samples,
 )
 from simulations.pictures.bound import ABOVE, ALPHA_QS, BELOW, PROBLEM, curves
@@ -266,3 +267,25 @@ def test_a_smaller_smoothness_makes_the_bound_follow_the_noise(
     assert strict.bias > strict.deviation
     assert strict.alpha * found.denominator == 1.0
     assert found.for_smoothness_over(EASED).best(minimiser).alpha * found.denominator == end
+
+
+@pytest.mark.parametrize(("factor", "local"), [(0.999, False), (1.001, True)])
+def test_the_threshold_for_algorithm_3_with_the_noise_in_use(factor: float, local: bool) -> None:
+    """N·d·σ_ζ² against (N−1)σ²/(qm): B.4's deviation rises with α on one side and falls on the
+    other."""
+    n, q, m, d, sigma, c = 50, 0.2, 5, 8, 3.0, 2.0
+    z = factor * threshold_noise_multiplier(
+        population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, clip_norm=c
+    )
+    theorem = theorem_b_4(
+        population=n,
+        rate=q,
+        rounds=10,
+        dimension=d,
+        smoothness=1.0,
+        variance_w=sigma**2 / m,
+        variance_theta=sigma**2 / m,
+        noise_std=z * c / (q * n),
+    )
+    deviations = [theorem.bound(a, Minimiser.additive_norms(n, 1.0)).deviation for a in ALPHAS]
+    assert deviations == sorted(deviations, reverse=not local)
