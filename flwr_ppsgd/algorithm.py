@@ -193,34 +193,23 @@ class Release:
     aggregation: SecureSum | None = None
 
     def __post_init__(self) -> None:
-        self._check_clip_norm()
-        self._check_noise()
-        if self.total_batch is not None:
-            _store_fields(self, total_batch=count("total_batch", self.total_batch))
-        self._check_grid()
-        if self.aggregation is not None:
-            self._check_share(self.aggregation)
-
-    def _check_clip_norm(self) -> None:
         rule = "clip_norm must be positive and finite (1e-100 to 1e100)"
         require(1e-100 <= self.clip_norm <= 1e100, rule, self.clip_norm, "set the clip norm C")
-        _store_fields(self, clip_norm=float(self.clip_norm))
-
-    def _check_noise(self) -> None:
         z = self.noise_multiplier
         rule = f"noise_multiplier must be finite and at least {LEAST_NOISE:g}, or 0"
         require(z == 0 or LEAST_NOISE <= z < math.inf, rule, z, "0 adds no noise: ε is infinite")
-        _store_fields(self, noise_multiplier=float(z))
-
-    def _check_grid(self) -> None:
+        _store_fields(self, clip_norm=float(self.clip_norm), noise_multiplier=float(z))
+        if self.total_batch is not None:
+            _store_fields(self, total_batch=count("total_batch", self.total_batch))
         rule = (
             f"a sum over population={self.cohort.population} with this noise_multiplier could "
             f"leave the whole numbers that float64 holds (2^{FLOAT_INTEGER_BITS})"
         )
         most = FLOAT_INTEGER_BITS - 1 - COARSEST_GRID_BITS
         remedy = f"keep population + {LARGEST_NORMAL:g}·z below 2^{most}"
-        fits = self._exact_bits >= COARSEST_GRID_BITS
-        require(fits, rule, self.noise_multiplier, remedy)
+        require(self._exact_bits >= COARSEST_GRID_BITS, rule, z, remedy)
+        if self.aggregation is not None:
+            self._check_share(self.aggregation)
 
     def _check_share(self, rules: SecureSum) -> None:
         """Enough clients to form a sum, and a share of the noise that the grid can show."""
@@ -396,39 +385,6 @@ class Steps:
             return cls(shared=alpha_q * step, personal=step)
         return cls(shared=step, personal=step / alpha_q)
 
-    @classmethod
-    def from_theory(
-        cls,
-        *,
-        alpha: float,
-        denominator: float,
-        rounds: int,
-        smoothness: float,
-        deviation: float,
-        norm: float,
-    ) -> Self:
-        """s_w = αη, s_θ = η/D with η = min(1/(4L_α), ‖z*‖_α/(√n σ_tot))  (Theorems 4.5, 5.2, B.4).
-
-        ``theory.Theorem.steps`` works the arguments out, and has α = ∞ too.
-
-        Args:
-            alpha: α.
-            denominator: D.
-            rounds: n.
-            smoothness: L_α.
-            deviation: σ_tot.
-            norm: ‖z*‖_α.
-        """
-        rule = "smoothness must be positive and finite"
-        require(0 < smoothness < math.inf, rule, smoothness, "give L_α")
-        require(deviation >= 0, "deviation must not be negative", deviation, "give σ_tot")
-        require(norm >= 0, "norm must not be negative", norm, "give ‖z*‖_α")
-        noise = math.sqrt(count("rounds", rounds)) * deviation
-        eta = 1 / (4 * smoothness)
-        if noise > 0:
-            eta = min(eta, norm / noise)
-        return cls.from_paper(eta, alpha, denominator)
-
     @property
     def alpha_q(self) -> float:
         """αQ = s_w / s_θ."""
@@ -574,16 +530,12 @@ class PrivateMetrics:
         for name, bound in self.bounds.items():
             rule = f"the bound of {name!r} must be positive and finite"
             require(0 < bound < math.inf, rule, bound, "give the largest value that counts in full")
-            self._check_name(name)
-
-    @staticmethod
-    def _check_name(name: str) -> None:
-        reserved = name in ("epsilon", "round") or name.endswith(STANDARD_ERROR)
-        if reserved or "," in name:
-            raise ValueError(
-                f"{name!r} cannot name a measure: leave out commas, 'epsilon', 'round' and "
-                f"{STANDARD_ERROR!r}"
-            )
+            reserved = name in ("epsilon", "round") or name.endswith(STANDARD_ERROR)
+            if reserved or "," in name:
+                raise ValueError(
+                    f"{name!r} cannot name a measure: leave out commas, 'epsilon', 'round' and "
+                    f"{STANDARD_ERROR!r}"
+                )
 
     @property
     def _units(self) -> Vector:

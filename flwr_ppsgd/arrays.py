@@ -1,6 +1,7 @@
 """Numpy arrays in Flower's records, read without a copy.
 
-What an array *declares* about itself is not trusted, only what its bytes hold.
+What an array *declares* about itself is not trusted, only what its bytes hold. Flower's own
+conversions copy an array two or three times, which is slow for a large w.
 """
 
 import functools
@@ -27,53 +28,32 @@ class ArrayHeader(NamedTuple):
     end: int
 
 
-def encode(
-    values: NDArray[Any], shape: tuple[int, ...], dtype: DTypeLike, scale: float = 1.0
-) -> Array:
-    """``values`` in this shape and dtype, multiplied by ``scale`` in double precision."""
-    scaled = _scale_to(values, dtype, scale)
-    header = _written_header(scaled.dtype, shape)
-    data = b"".join([header, scaled.data])
-    return Array(str(scaled.dtype), shape, NUMPY, data)
-
-
-def _scale_to(values: NDArray[Any], dtype: DTypeLike, scale: float) -> NDArray[Any]:
+def encode(values: NDArray[Any], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """``values`` in this shape and dtype."""
     with np.errstate(all="ignore"):  # a number too large for float32 becomes infinity
-        if scale == 1.0:
-            return np.ascontiguousarray(values, dtype)
-        scaled = np.empty(values.shape, dtype)
-        np.multiply(values, scale, out=scaled, dtype=np.float64, casting="same_kind")
-    return scaled
+        numbers = np.ascontiguousarray(values, dtype)
+    header = _written_header(numbers.dtype, shape)
+    data = b"".join([header, numbers.data])
+    return Array(str(numbers.dtype), shape, NUMPY, data)
 
 
-def decode(name: str, array: Array, shape: tuple[int, ...]) -> NDArray[np.floating[Any]]:
-    """The numbers in ``array`` in one row, by rows of ``shape``: a view of its bytes if it can be.
+def decode(array: Array, name: str = "vector") -> NDArray[Any]:
+    """The numbers in ``array`` in one row, in the order of its rows: a view if they lie so.
 
-    ValueError unless they are real floats of this shape.
+    ValueError unless there are as many as its header says.
     """
-    header = header_of(name, array)
-    if header.shape != shape or header.dtype.kind != "f":
-        found = f"{header.dtype}{header.shape}"
-        raise ValueError(f"array {name!r} holds {found} where floats{shape} were expected")
-    return numbers(name, array, header)
-
-
-def decode_vector(array: Array, name: str = "vector") -> NDArray[Any]:
-    """A vector in a record that ``vector_record`` made."""
-    return numbers(name, array, header_of(name, array))
-
-
-def numbers(name: str, array: Array, header: ArrayHeader) -> NDArray[Any]:
-    """All numbers by rows; ValueError unless there are as many as the header says."""
+    header = header_of(array, name)
     size = len(array.data) - header.end
     if size != math.prod(header.shape) * header.dtype.itemsize:
         raise ValueError(f"array {name!r} holds {size} bytes, not what its header says")
     values = np.frombuffer(array.data, header.dtype, offset=header.end)
-    return values.reshape(header.shape, order="F").reshape(-1) if header.fortran else values
+    if header.fortran:
+        return values.reshape(header.shape, order="F").reshape(-1)
+    return values
 
 
 def vector_record(vectors: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Flat vectors as a record, for a node's own state."""
+    """Named vectors, or other arrays, as a record."""
     arrays = {name: encode(each, each.shape, each.dtype) for name, each in vectors.items()}
     return ArrayRecord(arrays)
 
@@ -82,7 +62,7 @@ def record_from(serialised: Mapping[str, bytes]) -> ArrayRecord:
     """Named arrays from their bytes, as Flower would have them."""
     arrays = {}
     for name, data in serialised.items():
-        header = header_of(name, Array("", (), NUMPY, data))
+        header = header_of(Array("", (), NUMPY, data), name)
         arrays[name] = Array(str(header.dtype), header.shape, NUMPY, data)
     return ArrayRecord(arrays)
 
@@ -97,28 +77,22 @@ def bytes_of(record: ArrayRecord) -> dict[str, bytes]:
     return {name: array.data for name, array in record.items()}
 
 
-def header_of(name: str, array: Array) -> ArrayHeader:
+def header_of(array: Array, name: str) -> ArrayHeader:
     """What an array really holds; ValueError if its header cannot be read."""
     if array.stype != NUMPY:
         raise ValueError(
             f"array {name!r} is serialised as {array.stype!r} where {NUMPY!r} was expected"
         )
-    length = _header_length(array.data)
+    # magic and version take 8 bytes, then comes the length of the header, in 2 bytes in version 1
+    first = array.data[:12]
+    end = 10 if first[6:7] == b"\x01" else 12
+    length = end + int.from_bytes(first[8:end], "little")
     if length > LONGEST_HEADER:
         raise ValueError(f"array {name!r} has no readable header")
     try:
         return _parse_header(array.data[:length])
     except Exception as error:  # numpy's parser raises many kinds on hostile bytes
         raise ValueError(f"array {name!r} has no readable header: {error}") from None
-
-
-def _header_length(data: bytes) -> int:
-    """Magic and version take 8 bytes, then comes the header's own length in 2 bytes (version 1) or
-    4, then the header."""
-    first = data[:12]
-    if first[6:7] == b"\x01":
-        return 10 + int.from_bytes(first[8:10], "little")
-    return 12 + int.from_bytes(first[8:], "little")
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,23 +1,12 @@
 """Does the running code give the noise that it charges for? A conformance audit by canaries.
 
-Canary clients send vectors ten times too long through the real strategy: most of them along a few
-known directions, some along a coordinate of their own. The auditor knows who replied and looks only
-at what is released: how far the known directions move (gain: the clip, the denominator), and how
-the rest scatters (noise). ẑ = noise / gain is then compared with the z that the ledger charges for.
-The noise of all coordinates and rounds, as one long row of numbers, must not resemble itself at any
-distance. If everyone takes part in every round, a fifth of the canaries ask for an ε of their own
-that halves their bound (f = ½), through the device's own code: for them ẑ must be z/f.
-
-A lower bound on ε needs no model of the mechanism's inside. Whoever knows who took part in a round
-guesses that a canary was there if its coordinate is above half a clip norm. With the share p of
-canaries that are found and the share q of other coordinates that are taken for one, both at the far
-end of a Clopper–Pearson interval of ``CONFIDENCE`` together,
-
-    μ ≥ Φ⁻¹(p) − Φ⁻¹(q)   and   ε ≥ that of a Gaussian of sensitivity μ and standard deviation 1,
-
-for one round at the ledger's δ. The second step takes the trade-off between p and q to be a
-Gaussian's, which the other measures here are to show (Nasr et al. 2023). It is compared with the ε
-that one round without secret sampling is charged for.
+Canary clients send vectors ten times too long through the real strategy, along a few known
+directions. The auditor knows who replied and looks only at what is released: how far the known
+directions move (gain: the clip, the denominator), and how the rest scatters (noise). ẑ = noise /
+gain is then compared with the z that the ledger charges for. The noise of all coordinates and
+rounds, as one long row of numbers, must not resemble itself at any distance. If everyone takes part
+in every round, a fifth of the canaries ask for an ε of their own that halves their bound (f = ½),
+through the device's own code: for them ẑ must be z/f.
 
 What the server does with a released sum is post-processing, and so is not audited: the strategy of
 an audit takes plain steps, so that w shows the sum itself. Give it the release of a recipe, not the
@@ -29,17 +18,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 from scipy import fft
-from scipy.stats import beta, chi2, norm
+from scipy.stats import chi2, norm
 from threadpoolctl import threadpool_limits
 
-from flwr_ppsgd.algorithm import Poisson, Release
+from flwr_ppsgd.algorithm import Release
 from flwr_ppsgd.client.account import epsilon_of
 from flwr_ppsgd.client.app import client_app
 from flwr_ppsgd.client.policy import DELTA, LARGEST_DELTA, OWN_EPSILON
@@ -54,8 +43,6 @@ DIRECTIONS = 2  # and one more for canaries with an ε of their own
 OVER_NORM = 10.0  # canaries send vectors of this many clip norms
 DROPPED = 0.3  # share of replies withheld: dividing by the number received then shows
 EMPTY_EVERY = 5  # in every fifth round nobody replies at all
-OWN_SHARE = 0.2  # of the replies are along a coordinate of their own
-MOST_OWN = 50  # of these per round
 FACTOR = 0.5  # f of canaries with an ε of their own
 FACTOR_EVERY = 5  # every fifth user is one of them
 MOST_REPLIES = 1000  # per round
@@ -66,8 +53,6 @@ MOST_ROUNDS = 1000
 MOST_MESSAGES = 60_000  # over all rounds
 MOST_NUMBERS = 12 * 10**8  # in all messages together
 MOST_RELEASED = 2 * 10**7  # numbers in all releases, which are kept in memory
-SMALLEST_SENSITIVITY = 1e-3  # in standard deviations of the noise
-CONFIDENCE = 0.999  # of the lower bound on ε
 LIMIT = 4.0  # standard errors
 UNLIKELY = 6.3e-5  # the chance to be off by more than LIMIT, on either side
 WANTED = 0.01  # standard error of ẑ / z to aim for
@@ -90,12 +75,6 @@ class Estimate:
     expected: float
 
     @property
-    def conforms(self) -> bool:
-        """Whether it is within ``LIMIT`` standard errors of what it should be."""
-        off = abs(self.value - self.expected)
-        return off <= LIMIT * self.error + 1e-6 * abs(self.expected)
-
-    @property
     def errors_off(self) -> float:
         """How far it is from what it should be, in standard errors."""
         return (self.value - self.expected) / self.error if self.error else 0.0
@@ -105,19 +84,8 @@ class Estimate:
         error = abs(self.error / self.value) / self.expected
         return Estimate(1 / self.value, error, 1 / self.expected)
 
-
-class Resemblance(NamedTuple):
-    """How much the noise is like itself further on.
-
-    Args:
-        correlation: the largest one.
-        distance: at which it is, in numbers of the row that all rounds form one after the other.
-        chance: of one as large or larger at any distance.
-    """
-
-    correlation: float
-    distance: int
-    chance: float
+    def __str__(self) -> str:
+        return f"{self.value:.4g} ± {self.error:.2g}, expected {self.expected:.4g}"
 
 
 @dataclass(frozen=True)
@@ -129,16 +97,13 @@ class Audit:
         rounds: the number of rounds that were run.
         size: the number of coordinates.
         estimates: ẑ, that of users with an ε of their own, how far a canary moves the sum in units
-            of its share of C, and all else that independent Gaussian noise must show; by name.
-        quietest: the chance of a coordinate, or of a stretch of one round, as quiet as the
-            quietest one.
-        resemblance: of the noise to itself, at the distance where it is largest.
+            of its share of C, and what else Gaussian noise must show; by name.
+        chances: how likely it is that independent noise is as quiet somewhere, or resembles itself
+            as much, as what was found; by a description of it.
         charged: what the ledger holds.
         planned_rounds: the rounds for which ε is computed.
         epsilon_charged: ε of the planned rounds at the noise that is charged for.
         epsilon_measured: the same at the noise that was measured.
-        one_round: ε of one round to whoever knows who took part, as charged.
-        one_round_at_least: what the canaries show it to be at least, with ``CONFIDENCE``.
         residuals: in units of their own standard deviation, for the picture.
     """
 
@@ -146,14 +111,11 @@ class Audit:
     rounds: int
     size: int
     estimates: Mapping[str, Estimate]
-    quietest: float
-    resemblance: Resemblance
+    chances: Mapping[str, float]
     charged: tuple[tuple[Release, int], ...]
     planned_rounds: int
     epsilon_charged: float
     epsilon_measured: float
-    one_round: float
-    one_round_at_least: float
     residuals: Floats
 
     @property
@@ -167,24 +129,12 @@ class Audit:
         lines = []
         for name, found in self.estimates.items():
             judged = found.inverse() if name in (NOISE, OWN_NOISE) else found
-            if not judged.conforms:
-                lines.append(f"{name} is {_in_words(found)}")
-        if self.quietest < UNLIKELY:
-            lines.append(
-                "a coordinate has so little noise, or a stretch of one round, that by chance it "
-                f"would happen in {self.quietest:.2g} of all audits"
-            )
-        if self.resemblance.chance < UNLIKELY:
-            rounds, coordinates = divmod(self.resemblance.distance, self.size)
-            lines.append(
-                f"noise repeats itself: correlation {self.resemblance.correlation:+.2g} at a "
-                f"distance of {rounds} rounds and {coordinates} coordinates"
-            )
-        if self.one_round_at_least > self.one_round:
-            lines.append(
-                f"epsilon of one round is at least {self.one_round_at_least:.4g}, and "
-                f"{self.one_round:.4g} is charged"
-            )
+            off = abs(judged.value - judged.expected)
+            if not off <= LIMIT * judged.error + 1e-6 * abs(judged.expected):
+                lines.append(f"{name} is {found}")
+        for name, chance in self.chances.items():
+            if chance < UNLIKELY:
+                lines.append(f"{name}: by chance in {chance:.2g} of all audits")
         if self.charged != ((self.release, self.rounds),):
             lines.append(
                 f"{self.rounds} rounds of {self.release} were released, but the ledger holds "
@@ -212,23 +162,14 @@ class Audit:
                 "with a larger population, or a smaller noise multiplier. The code is the same"
             )
         for name, found in self.estimates.items():
-            lines.append(f"{name[0].upper()}{name[1:]}: {_in_words(found)}")
+            lines.append(f"{name[0].upper()}{name[1:]}: {found}")
         lines.append(
             f"A deployment of {self.planned_rounds} rounds would cost epsilon = "
             f"{rounded_up(self.epsilon_charged)} as charged, "
             f"{rounded_up(self.epsilon_measured)} at the measured noise"
         )
-        lines.append(
-            "Epsilon of one round to whoever knows who took part: at least "
-            f"{self.one_round_at_least:.4g} by the canaries ({CONFIDENCE:.1%} confidence), "
-            f"{self.one_round:.4g} as charged"
-        )
         lines += [f"FOUND: {line}" for line in self.findings]
         return "\n".join(lines)
-
-
-def _in_words(found: Estimate) -> str:
-    return f"{found.value:.4g} ± {found.error:.2g}, expected {found.expected:.4g}"
 
 
 def audit(
@@ -265,8 +206,7 @@ def rounds_of_audit(release: Release, size: int) -> int:
     """As many as bring the standard error of the gain to ``WANTED``, within reason."""
     expected = (1 - DROPPED) * release.expected_users
     replying = max(1.0, min(most_replies(size), expected))
-    along = (1 - OWN_SHARE) * replying
-    per_round = along**2 / DIRECTIONS * (1 - 1 / EMPTY_EVERY)
+    per_round = replying**2 / DIRECTIONS * (1 - 1 / EMPTY_EVERY)
     wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
     messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
     affordable = min(MOST_ROUNDS, messages / replying, MOST_RELEASED / size)
@@ -297,7 +237,7 @@ def kept_in_audit(release: Release) -> int:
 
 
 class _Canary:
-    """A learner whose gradient is ten times too long."""
+    """A learner with a fixed gradient."""
 
     num_examples = 1
 
@@ -326,9 +266,8 @@ class Canaries:
         rounds: the number of rounds.
         seed: decides who is lost and who sends what.
 
-    ``counts`` says how many canaries sent each direction, rounds × directions, ``own`` who was
-    along a coordinate of its own, rounds × coordinates; ``released`` is on the scale of the sum,
-    rounds × coordinates.
+    ``counts`` says how many canaries sent each direction, rounds × directions; ``released`` is on
+    the scale of the sum, rounds × coordinates.
     """
 
     def __init__(self, strategy: PPSGD, size: int, rounds: int, seed: int) -> None:
@@ -336,15 +275,14 @@ class Canaries:
         self._size = size
         self._source = np.random.default_rng(seed)
         self._parameters = strategy.training.replies != "gradient"
-        self._app = client_app(lambda _: _Canary(OVER_NORM * self._release.clip_norm * self._role))
-        self._role = np.zeros(size)
+        self._app = client_app(lambda _: _Canary(self._vector))
+        self._vector = np.zeros(size)  # of the canary whose turn it is
         self._rounds_done = 0
-        self._replies: dict[int, RecordDict] = {}  # along directions, by their number
-        self.directions = self._draw_directions()
+        self._replies: dict[int, RecordDict] = {}  # by the number of the direction
         self._asked: dict[int, list[int]] = {}  # who sent shares of a secure sum, by round
         self._kept: dict[int, set[int]] = {}  # who is let through, by round
+        self.directions = self._draw_directions()
         self.counts = np.zeros((rounds, DIRECTIONS + 1))
-        self.own = np.zeros((rounds, size), dtype=bool)
         self.released = np.zeros((rounds, size))
         self.node_config = self._node_config(strategy, rounds)
 
@@ -390,23 +328,12 @@ class Canaries:
         if self._release.aggregation is not None:
             summed = self.has_replies
             self.counts = self.counts[summed]
-            self.own = self.own[summed]
             self.released = self.released[summed]
 
     @property
     def has_replies(self) -> NDArray[np.bool_]:
         """In which rounds anybody replied."""
-        return np.asarray(self.counts.any(axis=1) | self.own.any(axis=1))
-
-    def sum_of_vectors(self) -> Floats:
-        """The sum of canaries with the full bound, each of length 1; rounds × coordinates."""
-        total: Floats = self.counts[:, :DIRECTIONS] @ self.directions[:DIRECTIONS]
-        total += self.own
-        return total
-
-    def sum_with_factor(self) -> Floats:
-        """The sum of canaries with an ε of their own."""
-        return np.outer(self.counts[:, DIRECTIONS], self.directions[DIRECTIONS])
+        return np.asarray(self.counts.any(axis=1))
 
     def __call__(self, message: Message, context: Context) -> Message:
         """The answer of one client, unless it is lost."""
@@ -424,20 +351,25 @@ class Canaries:
             return self._app(message, context)
         if not self._lets_through(round_, user, stage):
             raise RuntimeError("lost")
-        kind = self._draw_role(round_ - 1, has_factor)
+        direction = DIRECTIONS if has_factor else int(self._source.integers(DIRECTIONS))
+        self.counts[round_ - 1, direction] += 1
+        self._vector = OVER_NORM * self._release.clip_norm * self.directions[direction]
         if stage or has_factor:
             return self._app(message, context)
-        if self._parameters or kind is None:
-            return Message(self._plain_reply(message), reply_to=message)
-        if kind not in self._replies:
-            self._replies[kind] = self._plain_reply(message)
-        return Message(self._replies[kind], reply_to=message)
+        w = message.content.array_records[ARRAYS]
+        layout = Layout.of(w)
+        if self._parameters:
+            trained = layout.unflatten(layout.flatten(w) - self._vector)
+            return Message(RecordDict({ARRAYS: trained}), reply_to=message)
+        if direction not in self._replies:
+            gradient = layout.unflatten(self._vector)
+            self._replies[direction] = RecordDict({GRADIENT: gradient})
+        return Message(self._replies[direction], reply_to=message)
 
     def _lets_through(self, round_: int, user: int, stage: int) -> bool:
         """Whether a client answers; in a secure sum exactly as many as are needed."""
         if not stage:
-            replies = self.counts[round_ - 1].sum() + np.count_nonzero(self.own[round_ - 1])
-            full = replies >= most_replies(self._size)
+            full = self.counts[round_ - 1].sum() >= most_replies(self._size)
             return round_ % EMPTY_EVERY != 0 and not full and self._source.random() >= DROPPED
         if round_ not in self._kept:
             asked = self._asked[round_]
@@ -445,28 +377,6 @@ class Canaries:
             chosen = self._source.permutation(asked)[:kept].tolist() if len(asked) >= kept else []
             self._kept[round_] = set(chosen)
         return user in self._kept[round_]
-
-    def _draw_role(self, row: int, has_factor: bool) -> int | None:
-        """Decide what a canary sends: the number of its direction, or None for a coordinate."""
-        own = self.own[row]
-        kind = DIRECTIONS if has_factor else int(self._source.integers(DIRECTIONS))
-        if kind < DIRECTIONS and self._source.random() < OWN_SHARE:
-            place = int(self._source.integers(self._size // (DIRECTIONS + 1) * DIRECTIONS))
-            if np.count_nonzero(own) < MOST_OWN and not own[place]:
-                own[place] = True
-                self._role = np.zeros(self._size)
-                self._role[place] = 1.0
-                return None
-        self.counts[row, kind] += 1
-        self._role = self.directions[kind]
-        return kind
-
-    def _plain_reply(self, message: Message) -> RecordDict:
-        vector = OVER_NORM * self._release.clip_norm * self._role
-        layout, w = Layout.read(message.content.array_records[ARRAYS])
-        if self._parameters:
-            return RecordDict({ARRAYS: layout.unflatten(w - vector)})
-        return RecordDict({GRADIENT: layout.unflatten(vector)})
 
 
 # --- what they show
@@ -477,32 +387,35 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
     metrics = strategy.training.metrics
     share = 0.0 if metrics is None else metrics.share
     limit = release.clip_norm * math.sqrt(1 - share)
+    expected = release.noise_multiplier
     more = 1.0  # noise in the sum than is charged for: each client that is let through adds some
     if release.aggregation is not None:
         more = math.sqrt(kept_in_audit(release) / release.noise_shares)
 
-    gain, weight, noise = _without(seen.sum_of_vectors(), seen.released, limit)
-    own_gain, own_weight, noise = _without(seen.sum_with_factor(), noise, limit)
+    full = seen.counts[:, :DIRECTIONS] @ seen.directions[:DIRECTIONS]
+    gain, weight, noise = _without(full, seen.released, limit)
+    own = np.outer(seen.counts[:, DIRECTIONS], seen.directions[DIRECTIONS])
+    own_gain, own_weight, noise = _without(own, noise, limit)
     replied = seen.has_replies
     std = float(np.sqrt(np.mean(noise[replied] ** 2)))
     std_error = 1 / math.sqrt(2 * noise[replied].size)  # relative
-    gain_error = std / limit / math.sqrt(weight) if weight else math.inf
 
+    gain_error = std / limit / math.sqrt(weight) if weight else math.inf
     z = std / gain / release.clip_norm
-    estimates = {
-        NOISE: Estimate(
-            z, abs(z) * math.hypot(std_error, gain_error), more * release.noise_multiplier
-        )
-    }
+    z_error = abs(z) * math.hypot(std_error, gain_error)
+    estimates = {NOISE: Estimate(z, z_error, more * expected)}
     if own_weight:
+        own_gain_error = std / limit / math.sqrt(own_weight) / FACTOR
         own_z = std / own_gain / release.clip_norm
-        own_error = std / limit / math.sqrt(own_weight) / FACTOR
-        estimates[OWN_NOISE] = Estimate(
-            own_z,
-            abs(own_z) * math.hypot(std_error, own_error),
-            more * release.noise_multiplier / FACTOR,
-        )
+        own_z_error = abs(own_z) * math.hypot(std_error, own_gain_error)
+        estimates[OWN_NOISE] = Estimate(own_z, own_z_error, more * expected / FACTOR)
     estimates["gain"] = Estimate(gain, gain_error, 1.0)
+    estimates["noise of empty rounds"] = _empty_rounds(noise, replied)
+    estimates["kurtosis"] = _kurtosis(noise)
+
+    measured = release
+    if z > 0:
+        measured = replace(release, noise_multiplier=min(max(z / more, 1e-3), 1e6))
     charged = strategy.ledger.releases
     last_charged = charged[-1][0] if charged else release
     nothing = Ledger(strategy.ledger.delta)
@@ -511,17 +424,12 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
         release=release,
         rounds=strategy.rounds_done,
         size=noise.shape[1],
-        estimates={**estimates, **_independence(noise, replied)},
-        quietest=_quietest(noise),
-        resemblance=_resemblance(noise),
+        estimates=estimates,
+        chances={**_quietest(noise), **_resemblance(noise)},
         charged=charged,
         planned_rounds=planned,
         epsilon_charged=nothing.record(last_charged, planned).epsilon(),
-        epsilon_measured=nothing.record(_with_measured_noise(release, z / more), planned).epsilon(),
-        one_round=_one_round_epsilon(nothing, last_charged, last_charged.noise_multiplier),
-        one_round_at_least=_one_round_at_least(
-            nothing, last_charged, _sensitivity(seen.own, noise + gain * limit * seen.own, limit)
-        ),
+        epsilon_measured=nothing.record(measured, planned).epsilon(),
         residuals=noise.reshape(-1)[::every] / (std or 1.0),
     )
 
@@ -534,108 +442,6 @@ def _without(sent: Floats, released: Floats, limit: float) -> tuple[float, float
     gain = float(np.vdot(sent, released)) / weight / limit
     sent *= gain * limit
     return gain, weight, np.subtract(released, sent, out=sent)
-
-
-def _one_round_epsilon(nothing: Ledger, release: Release, z: float) -> float:
-    """ε of one round in which everyone is known to take part, at a noise multiplier z."""
-    everyone = Poisson(release.cohort.population, 1.0)
-    return nothing.record(replace(release, cohort=everyone, noise_multiplier=z)).epsilon()
-
-
-def _one_round_at_least(nothing: Ledger, release: Release, sensitivity: float) -> float:
-    """ε of one round if one user moves the release by μ standard deviations of its noise."""
-    if not sensitivity > SMALLEST_SENSITIVITY:
-        return 0.0  # a good bound for a very small one
-    return _one_round_epsilon(nothing, release, 1 / sensitivity)
-
-
-def _sensitivity(mine: NDArray[np.bool_], released: Floats, limit: float) -> float:
-    """μ ≥ Φ⁻¹(p) − Φ⁻¹(q), from who is found and who is taken for a canary at limit / 2."""
-    canaries = int(np.count_nonzero(mine))
-    if not canaries:
-        return 0.0
-    above = released > limit / 2
-    found = int(np.count_nonzero(above & mine))
-    mistaken = int(np.count_nonzero(above & ~mine))
-    others = mine.size - canaries
-    doubt = (1 - CONFIDENCE) / 2
-    if not found or mistaken == others:
-        return 0.0
-    p = beta.ppf(doubt, found, canaries - found + 1)
-    q = beta.ppf(1 - doubt, mistaken + 1, others - mistaken)
-    return float(norm.ppf(p) - norm.ppf(q))
-
-
-def _with_measured_noise(release: Release, z: float) -> Release:
-    """The release with the noise that was measured, as far as it can be priced."""
-    if not z > 0:
-        return release
-    return replace(release, noise_multiplier=min(max(z, 1e-3), 1e6))
-
-
-def _resemblance(noise: Floats) -> Resemblance:
-    """The largest correlation of the noise with itself, at any distance in coordinates and rounds.
-
-    Σ_i n_i·n_{i+k} for all k at once, as the inverse transform of |transform|²; each is 0 ± √pairs
-    for independent values of variance 1.
-    """
-    rounds = max(1, MOST_COMPARED // noise.shape[1])
-    row = noise[:rounds].astype(np.float32).reshape(-1)
-    std = float(np.sqrt(np.mean(row.astype(np.float64) ** 2)))
-    if not std:
-        return Resemblance(1.0, 1, 0.0)
-    row /= std
-    fewest = min(FEWEST_COMPARED, len(row) // 2)
-    padded = fft.next_fast_len(2 * len(row), real=True)
-    spectrum = fft.rfft(row, padded)
-    power = np.square(spectrum.real) + np.square(spectrum.imag)
-    products = fft.irfft(power, padded)[1 : len(row) - fewest + 1]
-    pairs = len(row) - np.arange(1, len(products) + 1)
-    off = products / np.sqrt(pairs)  # standard errors
-    worst = int(np.argmax(np.abs(off)))
-    chance = 2 * len(off) * float(norm.sf(abs(off[worst])))
-    correlation = float(products[worst] / pairs[worst])
-    return Resemblance(correlation, worst + 1, min(1.0, chance))
-
-
-def _independence(noise: Floats, replied: NDArray[np.bool_]) -> dict[str, Estimate]:
-    half = noise.shape[1] // 2
-    first = noise[:, :half]
-    second = noise[:, half : 2 * half]
-    return {
-        "noise of empty rounds": _empty_rounds(noise, replied),
-        "correlation between rounds": _correlation(noise[1:], noise[:-1]),
-        "correlation two rounds apart": _correlation(noise[2:], noise[:-2]),
-        "correlation between coordinates": _correlation(noise[:, 1:], noise[:, :-1]),
-        "correlation of the two halves": _correlation(first, second),
-        "kurtosis": _kurtosis(noise),
-    }
-
-
-def _kurtosis(noise: Floats) -> Estimate:
-    """E n⁴ / (E n²)², 3 ± √(24/n) for a Gaussian."""
-    power = float(np.mean(noise**2))
-    kurtosis = 0.0
-    if power:
-        kurtosis = float(np.mean(noise**4)) / power**2
-    return Estimate(kurtosis, math.sqrt(24 / noise.size), 3.0)
-
-
-def _quietest(noise: Floats) -> float:
-    """The chance of a coordinate, or of CELL coordinates of a round, as quiet as was found."""
-    typical = float(np.mean(noise**2))
-    if not typical:
-        return 0.0
-    rounds, size = noise.shape
-    by_coordinate = np.sum(noise**2, axis=0) / typical
-    chances = [size * chi2.cdf(by_coordinate.min(), rounds)]
-    cells = size // CELL
-    if cells:
-        # rounds × cells × CELL
-        stretches = noise[:, : cells * CELL].reshape(rounds, cells, CELL)
-        by_cell = np.einsum("rck,rck->rc", stretches, stretches) / typical
-        chances.append(by_cell.size * chi2.cdf(by_cell.min(), CELL))
-    return min(1.0, len(chances) * float(min(chances)))
 
 
 def _empty_rounds(noise: Floats, replied: NDArray[np.bool_]) -> Estimate:
@@ -652,13 +458,61 @@ def _empty_rounds(noise: Floats, replied: NDArray[np.bool_]) -> Estimate:
     return Estimate(ratio, error, 1.0)
 
 
-def _correlation(a: Floats, b: Floats) -> Estimate:
-    """Σab / Σ½(a² + b²), which is 0 ± 1/√n for independent values."""
-    power = float(np.sum(a**2) + np.sum(b**2)) / 2
-    correlation = 1.0
+def _kurtosis(noise: Floats) -> Estimate:
+    """E n⁴ / (E n²)², 3 ± √(24/n) for a Gaussian."""
+    power = float(np.mean(noise**2))
+    kurtosis = 0.0
     if power:
-        correlation = float(np.sum(a * b)) / power
-    return Estimate(correlation, 1 / math.sqrt(a.size), 0.0)
+        kurtosis = float(np.mean(noise**4)) / power**2
+    return Estimate(kurtosis, math.sqrt(24 / noise.size), 3.0)
+
+
+def _quietest(noise: Floats) -> dict[str, float]:
+    """The chance of a coordinate, or of CELL coordinates of a round, as quiet as was found."""
+    name = "so little noise in one coordinate, or in a stretch of one round"
+    typical = float(np.mean(noise**2))
+    if not typical:
+        return {name: 0.0}
+    rounds, size = noise.shape
+    by_coordinate = np.sum(noise**2, axis=0) / typical
+    chances = [size * chi2.cdf(by_coordinate.min(), rounds)]
+    cells = size // CELL
+    if cells:
+        # rounds × cells × CELL
+        stretches = noise[:, : cells * CELL].reshape(rounds, cells, CELL)
+        by_cell = np.einsum("rck,rck->rc", stretches, stretches) / typical
+        chances.append(by_cell.size * chi2.cdf(by_cell.min(), CELL))
+    return {name: min(1.0, len(chances) * float(min(chances)))}
+
+
+def _resemblance(noise: Floats) -> dict[str, float]:
+    """The chance of the largest correlation of the noise with itself, of those at all distances.
+
+    Σ_i n_i·n_{i+k} for all k at once, as the inverse transform of |transform|²; each is 0 ± √pairs
+    for independent values of variance 1.
+    """
+    size = noise.shape[1]
+    row = noise[: max(1, MOST_COMPARED // size)].astype(np.float32).reshape(-1)
+    std = float(np.sqrt(np.mean(row.astype(np.float64) ** 2)))
+    if not std:
+        return {"no noise": 0.0}
+    row /= std
+    fewest = min(FEWEST_COMPARED, len(row) // 2)
+    padded = fft.next_fast_len(2 * len(row), real=True)
+    spectrum = fft.rfft(row, padded)
+    power = np.square(spectrum.real) + np.square(spectrum.imag)
+    products = fft.irfft(power, padded)[1 : len(row) - fewest + 1]
+    pairs = len(row) - np.arange(1, len(products) + 1)
+    off = products / np.sqrt(pairs)  # standard errors
+    worst = int(np.argmax(np.abs(off)))
+    chance = 2 * len(off) * float(norm.sf(abs(off[worst])))
+    correlation = float(products[worst] / pairs[worst])
+    rounds, coordinates = divmod(worst + 1, size)
+    name = (
+        f"noise repeats itself, correlation {correlation:+.2g} at a distance of {rounds} rounds "
+        f"and {coordinates} coordinates"
+    )
+    return {name: min(1.0, chance)}
 
 
 def draw(found: Audit, path: Path) -> None:
@@ -671,10 +525,9 @@ def draw(found: Audit, path: Path) -> None:
     figure = Figure(figsize=(9.6, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     x = np.linspace(-5, 5, 401)
-    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     edges = np.linspace(-5, 5, 81).tolist()
     left.hist(found.residuals, bins=edges, density=True, color="#56B4E9", label="released")
-    left.plot(x, density, color="#D55E00", lw=2, label="normal density")
+    left.plot(x, norm.pdf(x), color="#D55E00", lw=2, label="normal density")
     left.set(xlabel="noise / its standard deviation", ylabel="density")
     left.set(yscale="log", ylim=(1e-5, 1))
     left.legend()
@@ -685,5 +538,5 @@ def draw(found: Audit, path: Path) -> None:
     right.set(xlabel=f"standard errors from the expected value (grey: up to {LIMIT:g})")
     right.set(xlim=(-reach, reach))
     right.invert_yaxis()
-    figure.suptitle(f"Audit: {found.verdict}. Noise multiplier {_in_words(found.noise_multiplier)}")
+    figure.suptitle(f"Audit: {found.verdict}. Noise multiplier {found.noise_multiplier}")
     figure.savefig(path, dpi=130)

@@ -61,10 +61,9 @@ def nearest(key: object, known: Iterable[str]) -> str:
 
 
 def misspelt(key: str, known: Iterable[str]) -> str | None:
-    """The known key that ``key`` is one edit away from: a letter more, less, replaced, or two
-    swapped.
+    """The known key of five letters or more that ``key`` is one edit away from, or None.
 
-    Only known keys of five letters or more count. None if there is no such key.
+    An edit is a letter more, less, replaced, or two swapped.
     """
     for other in known:
         if len(other) >= SHORTEST_KEY and key != other and _one_edit(key, other):
@@ -73,27 +72,14 @@ def misspelt(key: str, known: Iterable[str]) -> str | None:
 
 
 def _one_edit(left: str, right: str) -> bool:
-    """Whether one insertion, deletion, replacement or swap of neighbours turns ``left`` into
-    ``right``."""
-    if abs(len(left) - len(right)) > 1:
-        return False
-    start = _common_start(left, right)
-    ends = [
-        (left[start + 1 :], right[start + 1 :]),  # one letter replaced
-        (left[start + 1 :], right[start:]),  # one letter too many
-        (left[start:], right[start + 1 :]),  # one letter missing
-    ]
-    swapped = left[start + 1 : start + 2] + left[start : start + 1] + left[start + 2 :]
-    return any(rest == wanted for rest, wanted in ends) or swapped == right[start:]
-
-
-def _common_start(left: str, right: str) -> int:
-    length = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
+    while left and right and left[0] == right[0]:
+        left = left[1:]
+        right = right[1:]
+    while left and right and left[-1] == right[-1]:
+        left = left[:-1]
+        right = right[:-1]
+    swapped = len(left) == 2 and left == right[::-1]
+    return swapped or max(len(left), len(right)) == 1
 
 
 def printable(text: object, most: int) -> str:

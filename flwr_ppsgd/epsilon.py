@@ -233,13 +233,16 @@ def _loss_with_sampling(loss: float, rate: float) -> float:
 
 def _merge_unsampled(releases: Releases) -> Releases:
     """The same with one Gaussian in place of all rounds without sampling."""
-    sampled = tuple(priced for priced in releases if priced.rate < 1)
-    precision = sum(
-        priced.times / priced.noise_multiplier**2 for priced in releases if priced.rate == 1
-    )
-    if precision == 0:
-        return sampled
-    return (*sampled, PricedRelease(1.0, 1 / math.sqrt(precision), 1))
+    merged = []
+    precision = 0.0
+    for priced in releases:
+        if priced.rate < 1:
+            merged.append(priced)
+        else:
+            precision += priced.times / priced.noise_multiplier**2
+    if precision:
+        merged.append(PricedRelease(1.0, 1 / math.sqrt(precision), 1))
+    return tuple(merged)
 
 
 def _interval(releases: Releases, epsilon: float, delta: float) -> tuple[float, bool]:
@@ -252,7 +255,8 @@ def _interval(releases: Releases, epsilon: float, delta: float) -> tuple[float, 
     that a grid is found again.
     """
     rounds = sum(priced.times for priced in releases)
-    deviation = math.sqrt(sum(priced.times * priced.spread**2 for priced in releases))
+    variance = sum(priced.times * priced.spread**2 for priced in releases)
+    deviation = math.sqrt(variance)
     resolved = max(epsilon, 0.05 * deviation)
     steepness = 1 - math.log(delta) + resolved / 2
     wanted = resolved * math.sqrt(FINENESS / (rounds * steepness))
@@ -261,7 +265,8 @@ def _interval(releases: Releases, epsilon: float, delta: float) -> tuple[float, 
     least = max(width / MOST_POINTS, math.sqrt(ADDED * added))
     power = round(4 * math.log2(wanted))
     least_power = math.ceil(4 * math.log2(least))
-    return 2 ** (max(power, least_power) / 4), power >= least_power
+    interval = 2 ** (max(power, least_power) / 4)
+    return interval, power >= least_power
 
 
 def _by_pld_at(interval: float, releases: Releases, delta: float, relation: Relation) -> float:

@@ -12,11 +12,7 @@ MODS = ("LocalDpMod", "fixedclipping_mod", "adaptiveclipping_mod")
 
 
 def flower_caller(names: tuple[str, ...]) -> str | None:
-    """The outermost of Flower's functions or classes that is running; None if there is none.
-
-    Args:
-        names: how those that count begin.
-    """
+    """The outermost running function or class of Flower's whose name begins so; None without."""
     found = None
     frame = sys._getframe(1).f_back
     while frame is not None:
@@ -29,11 +25,7 @@ def flower_caller(names: tuple[str, ...]) -> str | None:
 
 
 def refuse_dp_strategy(ours: str) -> None:
-    """ValueError if one of Flower's DP strategies drives this one.
-
-    Args:
-        ours: the name of our strategy.
-    """
+    """ValueError if one of Flower's DP strategies drives ours, of this name."""
     wrapper = flower_caller(STRATEGIES)
     if wrapper is not None:
         raise ValueError(
@@ -44,16 +36,12 @@ def refuse_dp_strategy(ours: str) -> None:
 
 
 def refuse_secagg_workflow(ours: str) -> None:
-    """ValueError if Flower's own secure aggregation drives this strategy.
-
-    Args:
-        ours: the name of our strategy.
-    """
+    """ValueError if Flower's own secure aggregation drives our strategy of this name."""
     workflow = flower_caller(WORKFLOWS)
     if workflow is not None:
         raise ValueError(
             f"{ours} inside Flower's {workflow}: nobody could clip a client's vector, rounding and "
             "weights by num_examples would come on top, and the stated epsilon would not hold. Use "
-            "PPSGD(..., aggregation=SecureSum(honest=..., colluding=...)), in which clients bound "
-            "their vectors and add the noise"
+            "PPSGD with Release(..., aggregation=SecureSum(honest, colluding)), in which clients "
+            "bound their vectors and add the noise"
         )

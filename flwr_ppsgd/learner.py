@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
@@ -13,7 +12,6 @@ from numpy.typing import DTypeLike, NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.wire import Order
 
-_OF_THREAD = threading.local()  # a generator that is seeded for each use
 Ability = TypeVar("Ability")
 Rows: TypeAlias = Any  # an array or a torch tensor: this module does not load torch
 
@@ -273,11 +271,7 @@ def minibatch_rows(seed: int, user: int, visit: int, length: int, size: int) -> 
 @functools.lru_cache(maxsize=4096)
 def epoch_order(seed: int, user: int, epoch: int, length: int) -> NDArray[np.intp]:
     """The order of a user's rows in one epoch."""
-    source: np.random.Generator | None = getattr(_OF_THREAD, "source", None)
-    if source is None:
-        source = _OF_THREAD.source = generator("any")
-    reseed(source, "epoch", seed, user, epoch)
-    return source.permutation(length)
+    return generator("epoch", seed, user, epoch).permutation(length)
 
 
 def as_array(values: Rows) -> NDArray[Any]:
@@ -314,9 +308,11 @@ def reseed(source: np.random.Generator, *labels: object) -> None:
     Much faster than a new generator.
     """
     digest = hashlib.sha256(repr(labels).encode()).digest()
-    state = {
-        "state": int.from_bytes(digest[:16]),
-        "inc": int.from_bytes(digest[16:]) | 1,
+    state = int.from_bytes(digest[:16])
+    increment = int.from_bytes(digest[16:]) | 1
+    source.bit_generator.state = {
+        "bit_generator": "PCG64",
+        "state": {"state": state, "inc": increment},
+        "has_uint32": 0,
+        "uinteger": 0,
     }
-    generator_state = {"bit_generator": "PCG64", "state": state}
-    source.bit_generator.state = {**generator_state, "has_uint32": 0, "uinteger": 0}

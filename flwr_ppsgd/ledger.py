@@ -31,11 +31,10 @@ from flwr_ppsgd.epsilon import (
 
 LEDGER_FORMAT = "flwr_ppsgd ledger 1"
 MOST_ROUNDS = 2**40
-LONGEST_STEP = math.log(16)  # of a logarithm of a number of rounds
-LEAST_CALIBRATED = 1e-3
-MOST_NOISE = 1e6
-MOST_STEP = math.log(2)  # of a logarithm of z
+ROUNDS_TOLERANCE = 1e-7  # relative: exact up to a million rounds and more
+NOISE_LIMITS = (1e-3, 1e6)  # of a calibrated z
 NOISE_TOLERANCE = 1e-4  # relative, of a calibrated z above the smallest one that suffices
+LONGEST_STEP = math.log(2)  # of a logarithm of z, or of a number of rounds
 
 
 @dataclass(frozen=True)
@@ -147,15 +146,14 @@ class Ledger:
         """
         if self._noiseless:
             return math.inf
-        left = tuple(
-            PricedRelease(
-                release.cohort.rate if release.amplifies else 1.0,
-                release.noise_multiplier / math.sqrt(release.noise_shares),
-                times,
-            )
-            for release, times in self.releases
-        )
-        return accounting.tightest(left, self.delta, relation).epsilon if left else 0.0
+        if not self.releases:
+            return 0.0
+        left = []
+        for release, times in self.releases:
+            rate = release.cohort.rate if release.amplifies else 1.0
+            share = release.noise_multiplier / math.sqrt(release.noise_shares)
+            left.append(PricedRelease(rate, share, times))
+        return accounting.tightest(tuple(left), self.delta, relation).epsilon
 
     @property
     def failure(self) -> float:
@@ -239,11 +237,11 @@ class Ledger:
         """
         if self._noiseless:
             return math.inf
-        as_poisson = tuple(
-            PricedRelease(release.cohort.rate, release.noise_multiplier, times)
-            for release, times in self.releases
-        )
-        return accounting.by_paper(as_poisson, self.delta)
+        as_poisson = []
+        for release, times in self.releases:
+            rate = release.cohort.rate
+            as_poisson.append(PricedRelease(rate, release.noise_multiplier, times))
+        return accounting.by_paper(tuple(as_poisson), self.delta)
 
     def to_json(self) -> str:
         releases = [
@@ -298,7 +296,8 @@ def _price_list(releases: tuple[tuple[Release, int], ...]) -> Releases:
     for release, times in releases:
         rate = release.cohort.rate if release.amplifies else 1.0
         counts[rate, release.noise_multiplier] += times
-    return tuple(sorted(PricedRelease(rate, z, times) for (rate, z), times in counts.items()))
+    priced = [PricedRelease(rate, z, times) for (rate, z), times in counts.items()]
+    return tuple(sorted(priced))
 
 
 def release_to_dict(release: Release) -> dict[str, Any]:
@@ -356,7 +355,12 @@ def calibrate_noise(
     def rough_cost(z: float) -> float:
         return after_all(z)._rough_epsilon(relation)
 
-    _check_room(others, epsilon, relation, method)
+    spent = others.epsilon(relation, method)
+    if spent >= epsilon:
+        raise ValueError(
+            f"what else is released costs epsilon={spent:.4g} at delta={delta:g} by itself, and "
+            f"nothing is left of {epsilon:g}: raise epsilon, or give it more noise"
+        )
     example = after_all(1.0)
     rule = f"delta must be above what random neighbours take of it in {rounds} rounds"
     remedy = f"raise it above {example.failure:.2g}, or lower SecureSum.failure"
@@ -367,25 +371,15 @@ def calibrate_noise(
             if cost(exact * (1 + slack)) <= epsilon:
                 return exact * (1 + slack)
 
-    guess = _least_noise(rough_cost, epsilon, 1.0)
-    found = _least_noise(cost, epsilon, min(guess, MOST_NOISE))
-    if found > MOST_NOISE:
+    guess = _least_argument(rough_cost, epsilon, 1.0, NOISE_LIMITS, NOISE_TOLERANCE)
+    found = _least_argument(cost, epsilon, guess, NOISE_LIMITS, NOISE_TOLERANCE)
+    if math.isinf(found):
         raise ValueError(
-            f"no noise_multiplier up to {MOST_NOISE:g} gives epsilon={epsilon:g} at "
+            f"no noise_multiplier up to {NOISE_LIMITS[1]:g} gives epsilon={epsilon:g} at "
             f"delta={delta:g} over {rounds} rounds: raise epsilon or delta, run fewer rounds, or "
             "raise the cap if there is one"
         )
     return found
-
-
-def _check_room(others: Ledger, epsilon: float, relation: Relation, method: Method) -> None:
-    """ValueError if what else is released costs all of ε."""
-    spent = others.epsilon(relation, method)
-    if spent >= epsilon:
-        raise ValueError(
-            f"what else is released costs epsilon={spent:.4g} at delta={others.delta:g} by itself, "
-            f"and nothing is left of {epsilon:g}: raise epsilon, or give it more noise"
-        )
 
 
 def _exact_noise(
@@ -398,39 +392,46 @@ def _exact_noise(
     return math.sqrt(rounds / (allowed - taken)) if taken < allowed else math.inf
 
 
-def _least_noise(cost: Callable[[float], float], most: float, guess: float) -> float:
-    """The smallest z, to ``NOISE_TOLERANCE``, with cost(z) ≤ most; infinite if there is none.
+def _least_argument(
+    cost: Callable[[float], float],
+    most: float,
+    guess: float,
+    limits: tuple[float, float],
+    tolerance: float,
+) -> float:
+    """The smallest x, to a relative tolerance, with cost(x) ≤ most; infinite if there is none.
 
-    The cost falls as z grows. Steps from a guess, longer each time, enclose z. Between them log ε
-    against log z is close to a straight line, so that Brent's method asks for the cost a few times
-    only. It stops at the first z whose cost is at most ``most``, and hardly less.
+    The cost falls as x grows. Steps from a guess, longer each time, enclose x. Between them log ε
+    against log x is close to a straight line, so that Brent's method asks for the cost a few times
+    only. It stops at the first x whose cost is at most ``most``, and hardly less.
     """
-    low = high = math.log(guess)
+    least, largest = map(math.log, limits)
+    low = high = min(max(math.log(guess), least), largest)
     step = 0.1
     while cost(math.exp(high)) > most:
-        low = high
-        high += step
-        step = min(2 * step, MOST_STEP)
-        if math.exp(high) > MOST_NOISE:
+        if high == largest:
             return math.inf
+        low = high
+        high = min(high + step, largest)
+        step = min(2 * step, LONGEST_STEP)
     while cost(math.exp(low)) <= most:
+        if low == least:
+            return limits[0]
         high = low
-        low -= step
-        step = min(2 * step, MOST_STEP)
-        if math.exp(low) < LEAST_CALIBRATED:
-            return math.exp(high)
+        low = max(low - step, least)
+        step = min(2 * step, LONGEST_STEP)
 
-    def excess(log_z: float) -> float:
-        ratio = cost(math.exp(log_z)) / most
-        if 1 - NOISE_TOLERANCE <= ratio <= 1:
+    def excess(log_x: float) -> float:
+        ratio = cost(math.exp(log_x)) / most
+        if 1 - tolerance <= ratio <= 1:
             return 0.0
-        return math.log(min(max(ratio, 1e-3), 1e3)) + NOISE_TOLERANCE / 2
+        return math.log(min(max(ratio, 1e-3), 1e3)) + tolerance / 2
 
-    root = brentq(excess, low, high, xtol=NOISE_TOLERANCE / 4)
+    root = brentq(excess, low, high, xtol=tolerance / 4)
     for quarter in range(4):
-        z = math.exp(root + quarter * NOISE_TOLERANCE / 4)
-        if cost(z) <= most:
-            return z
+        x = math.exp(root + quarter * tolerance / 4)
+        if cost(x) <= most:
+            return x
     return math.exp(high)
 
 
@@ -463,49 +464,21 @@ def affordable_rounds(
     if others.record(release)._noiseless:
         return 0
 
-    def cost(rounds: int) -> float:
-        return others.record(release, rounds).epsilon(relation, method)
+    def rounds_of(inverse: float) -> int:
+        return math.floor((1 + 1e-12) / inverse)
 
-    def rough_cost(rounds: int) -> float:
-        return others.record(release, rounds)._rough_epsilon(relation)
+    def cost(inverse: float) -> float:
+        return others.record(release, rounds_of(inverse)).epsilon(relation, method)
 
-    guess = _most_rounds(rough_cost, max_epsilon, at_most, 1)
-    return _most_rounds(cost, max_epsilon, at_most, guess)
+    def rough_cost(inverse: float) -> float:
+        return others.record(release, rounds_of(inverse))._rough_epsilon(relation)
 
-
-def _most_rounds(cost: Callable[[int], float], most: float, at_most: int, guess: int) -> int:
-    """The largest T ≤ ``at_most`` with cost(T) ≤ most; 0 if there is none. Millions to a millionth.
-
-    The cost grows with T, and log ε against log T is close to a straight line: the next T to try is
-    where the line through the last two meets ``most``. Where that leads nowhere new, strides get
-    longer, up to bisection.
-    """
-    low = 0
-    high = at_most + 1
-    rounds = guess
-    slope = 0.5
-    stride = 1
-    before: tuple[float, float] | None = None
-    while high - low > max(1, low // 10**6):
-        rounds = min(max(rounds, low + 1), high - 1)
-        spent = cost(rounds)
-        here = (math.log(rounds), math.log(min(max(spent / most, 1e-9), 1e9)))
-        if before is not None and before[1] != here[1]:
-            slope = (here[1] - before[1]) / (here[0] - before[0])
-        before = here
-        step = -here[1] / min(max(slope, 0.2), 1.5)
-        crossing = round(math.exp(here[0] + min(max(step, -LONGEST_STEP), LONGEST_STEP)))
-        if spent <= most:
-            low = rounds
-            rounds = max(crossing, low + stride)
-        else:
-            high = rounds
-            rounds = min(crossing, high - stride)
-        if rounds != crossing:
-            stride *= 4
-        if 2 * stride > high - low:
-            rounds = (low + high) // 2
-    return low
+    if at_most < 1 or cost(1.0) > max_epsilon:
+        return 0
+    limits = (1 / at_most, 1.0)
+    guess = _least_argument(rough_cost, max_epsilon, 1.0, limits, ROUNDS_TOLERANCE)
+    found = _least_argument(cost, max_epsilon, min(guess, 1.0), limits, ROUNDS_TOLERANCE)
+    return rounds_of(found)
 
 
 def _cap_probability(release: Release) -> float:

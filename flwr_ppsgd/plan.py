@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, get_type_hints
 
-from flwr_ppsgd.algorithm import Release, SecureSum
+from flwr_ppsgd.algorithm import SecureSum
 from flwr_ppsgd.checks import count, require
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import DROWNED, Recipe, recipe
@@ -98,103 +98,77 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """How many rounds there are, and how much noise they bring.
-
-    Args:
-        rounds: T.
-        in_prediction: the most that the noise is in w's prediction for a row of unit length, in
-            units of C, the size of users' own models: σ₁·T/N.
-    """
-
-    rounds: int
-    in_prediction: float
-
-    @classmethod
-    def of(cls, question: Question) -> Self:
-        """Of the recipe that answers a question."""
-        found = question.recipe()
-        return cls(found.rounds, found.noise_in_prediction)
-
-
-@dataclass(frozen=True)
-class Secure:
-    """What a secure sum asks for and costs.
-
-    Args:
-        clients: of a round.
-        needed: how many of them must stay to the end of the round, so that it has a sum.
-        may_drop_out: how many may leave.
-        neighbours: of each client.
-        extra_noise: the standard deviation of the noise if all stay, over what is charged for.
-        extra_noise_at_least_clients: the same if as many drop out as may.
-        delta_for_neighbours: what random neighbours take of δ, over all rounds.
-    """
-
-    clients: int
-    needed: int
-    may_drop_out: int
-    neighbours: int
-    extra_noise: float
-    extra_noise_at_least_clients: float
-    delta_for_neighbours: float
-
-    @classmethod
-    def of(cls, release: Release, rounds: int) -> Self | None:
-        """For a planned release; None if it has no secure sum."""
-        rules = release.aggregation
-        if rules is None:
-            return None
-        clients = math.floor(release.expected_users)
-        needed = survivors_needed(rules, clients)
-        return cls(
-            clients=clients,
-            needed=needed,
-            may_drop_out=clients - needed,
-            neighbours=design(rules, clients).neighbours,
-            extra_noise=math.sqrt(clients / rules.honest),
-            extra_noise_at_least_clients=math.sqrt(needed / rules.honest),
-            delta_for_neighbours=rounds * release.failure,
-        )
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a training would do and cost.
 
     Args:
         question: what was asked.
-        rounds: T.
-        rate: q.
+        recipe: its releases and rounds.
         epsilon: of everything, under zero-out neighbours.
         epsilon_replace_one: the same under replace-one neighbours.
-        noise_multiplier: z of a round.
-        before: z of what everybody is asked once before the first round, by name.
-        noise: of this plan.
-        signal_to_noise: (C/√d)/σ per coordinate and round, all users agreeing; None without d.
-        with_more_users: the noise with twice as many users.
-        with_more_epsilon: the noise with twice the ε.
-        secure: what a secure sum asks for and costs; None if there is none.
+        with_more_users: the recipe with twice as many users.
+        with_more_epsilon: the recipe with twice the ε.
     """
 
     question: Question
-    rounds: int
-    rate: float
+    recipe: Recipe
     epsilon: float
     epsilon_replace_one: float
-    noise_multiplier: float
-    before: dict[str, float]
-    noise: Noise
-    signal_to_noise: float | None
-    with_more_users: Noise
-    with_more_epsilon: Noise
-    secure: Secure | None
+    with_more_users: Recipe
+    with_more_epsilon: Recipe
+
+    @property
+    def signal_to_noise(self) -> float | None:
+        """(C/√d)/σ per coordinate and round, all users agreeing; None without d."""
+        if self.question.dimension is None:
+            return None
+        return self.recipe.release.signal_to_noise(self.question.dimension)
 
     def as_data(self) -> dict[str, Any]:
         """All answers by name, as valid JSON: infinity is a word."""
-        data = {**asdict(self), "not_known": NOT_KNOWN[0]}
-        replace_one = json_number(self.epsilon_replace_one)
-        return {**data, "epsilon_replace_one": replace_one}
+        release = self.recipe.release
+        before = self.recipe.before.items()
+        return {
+            "question": asdict(self.question),
+            "rounds": self.recipe.rounds,
+            "rate": release.cohort.rate,
+            "epsilon": self.epsilon,
+            "epsilon_replace_one": json_number(self.epsilon_replace_one),
+            "noise_multiplier": release.noise_multiplier,
+            "before": {name: asked.noise_multiplier for name, asked in before},
+            "noise": _noise_data(self.recipe),
+            "signal_to_noise": self.signal_to_noise,
+            "with_more_users": _noise_data(self.with_more_users),
+            "with_more_epsilon": _noise_data(self.with_more_epsilon),
+            "secure": secure_data(self.recipe),
+            "not_known": NOT_KNOWN[0],
+        }
+
+
+def _noise_data(found: Recipe) -> dict[str, float]:
+    return {"rounds": found.rounds, "in_prediction": found.noise_in_prediction}
+
+
+def secure_data(found: Recipe) -> dict[str, float] | None:
+    """What a secure sum asks for and costs; None if there is none.
+
+    ``extra_noise`` is the standard deviation of the noise if all stay, over what is charged for;
+    ``extra_noise_at_least_clients`` the same if as many drop out as may.
+    """
+    rules = found.release.aggregation
+    if rules is None:
+        return None
+    clients = math.floor(found.release.expected_users)
+    needed = survivors_needed(rules, clients)
+    return {
+        "clients": clients,
+        "needed": needed,
+        "may_drop_out": clients - needed,
+        "neighbours": design(rules, clients).neighbours,
+        "extra_noise": math.sqrt(clients / rules.honest),
+        "extra_noise_at_least_clients": math.sqrt(needed / rules.honest),
+        "delta_for_neighbours": found.rounds * found.release.failure,
+    }
 
 
 def make_plan(question: Question) -> Plan:
@@ -210,108 +184,86 @@ def make_plan(question: Question) -> Plan:
             f"delta = {question.delta:g} alone pays for all {found.rounds} rounds, so that ε is 0 "
             "and nothing can be planned: lower delta, or raise epsilon"
         )
-    signal = None
-    if question.dimension is not None:
-        signal = found.release.signal_to_noise(question.dimension)
     more_users = replace(question, population=TIMES * question.population)
     more_epsilon = replace(question, epsilon=TIMES * question.epsilon)
     return Plan(
         question=question,
-        rounds=found.rounds,
-        rate=found.release.cohort.rate,
+        recipe=found,
         epsilon=spent,
         epsilon_replace_one=ledger.epsilon("replace-one"),
-        noise_multiplier=found.release.noise_multiplier,
-        before={name: release.noise_multiplier for name, release in found.before.items()},
-        noise=Noise.of(question),
-        signal_to_noise=signal,
-        with_more_users=Noise.of(more_users),
-        with_more_epsilon=Noise.of(more_epsilon),
-        secure=Secure.of(found.release, found.rounds),
+        with_more_users=more_users.recipe(),
+        with_more_epsilon=more_epsilon.recipe(),
     )
 
 
 def plan_text(plan: Plan) -> str:
     """The plan as it is printed: a label and a text per line."""
     question = plan.question
+    found = plan.recipe
+    rate = found.release.cohort.rate
     who = "everyone"
-    if plan.rate < 1:
-        expected = question.population * plan.rate
-        who = f"each with chance {plan.rate:g} (about {expected:.4g})"
-    asked = " and ".join(f"one number (z = {z:.4g})" for z in plan.before.values())
+    if rate < 1:
+        who = f"each with chance {rate:g} (about {question.population * rate:.4g})"
+    asked = [f"one number (z = {each.noise_multiplier:.4g})" for each in found.before.values()]
+    zero_out = rounded_up(plan.epsilon)
+    replace_one = rounded_up(plan.epsilon_replace_one)
     rows = [
-        ("plan", f"{question.population:,} users, {who} in each of {plan.rounds} rounds"),
-        ("asked before", f"everyone, once: {asked}"),
-        ("noise multiplier z", f"{plan.noise_multiplier:.4g} in each round"),
+        ("plan", f"{question.population:,} users, {who} in each of {found.rounds} rounds"),
+        ("asked before", f"everyone, once: {' and '.join(asked)}"),
+        ("noise multiplier z", f"{found.release.noise_multiplier:.4g} in each round"),
         (
             f"ε at δ = {question.delta:g}",
-            f"{rounded_up(plan.epsilon)} zero-out, everything together: a user contributes nothing",
+            f"{zero_out} zero-out, everything together: a user contributes nothing",
         ),
+        ("", f"{replace_one} replace-one: a user's data exchanged, the paper's definition"),
         (
-            "",
-            f"{rounded_up(plan.epsilon_replace_one)} replace-one: a user's data exchanged, the "
-            "paper's definition",
+            "noise in prediction",
+            f"at most about {found.noise_in_prediction:.2g} of C, the size of users' own models, "
+            "for a row of unit length, whatever the number of parameters",
         ),
-        ("noise in prediction", _prediction_text(plan.noise)),
-        *_dimension_rows(plan),
-        (f"{TIMES} times the users", _changed_text(plan.with_more_users)),
-        (f"{TIMES} times the ε", _changed_text(plan.with_more_epsilon)),
-        ("not known", f"{NOT_KNOWN[0]}:"),
-        ("", NOT_KNOWN[1]),
-        *_secure_rows(plan),
     ]
+    if found.noise_in_prediction > DROWNED:
+        rows.append(("", "users will mostly keep to their own models"))
+    if plan.signal_to_noise is not None:
+        text = (
+            f"{plan.signal_to_noise:.3g} per parameter and round, all users agreeing: C/√d over "
+            f"the noise, for d = {question.dimension:,}"
+        )
+        rows.append(("signal to noise", text))
+    others = {"users": plan.with_more_users, "ε": plan.with_more_epsilon}
+    for what, other in others.items():
+        text = f"{other.rounds} rounds, at most about {other.noise_in_prediction:.2g} of C"
+        rows.append((f"{TIMES} times the {what}", text))
+    rows += [("not known", f"{NOT_KNOWN[0]}:"), ("", NOT_KNOWN[1])]
+    rows += _secure_rows(found)
     if question.delta * question.population > LARGEST_SHARE:
         limit = 1 / question.population
         rows.append(("caution", f"δ should be well below 1/population = {limit:g}"))
     return "\n".join(f"{label:<19} {text}" for label, text in rows)
 
 
-def _prediction_text(noise: Noise) -> str:
-    text = (
-        f"at most about {noise.in_prediction:.2g} of C, the size of users' own models, for a row "
-        "of unit length, whatever the number of parameters"
-    )
-    if noise.in_prediction > DROWNED:
-        text += ": users will mostly keep to their own models"
-    return text
-
-
-def _changed_text(noise: Noise) -> str:
-    return f"{noise.rounds} rounds, at most about {noise.in_prediction:.2g} of C"
-
-
-def _dimension_rows(plan: Plan) -> list[tuple[str, str]]:
-    if plan.signal_to_noise is None:
-        return []
-    text = (
-        f"{plan.signal_to_noise:.3g} per parameter and round, all users agreeing: C/√d over the "
-        f"noise, for d = {plan.question.dimension:,}"
-    )
-    return [("signal to noise", text)]
-
-
-def _secure_rows(plan: Plan) -> list[tuple[str, str]]:
-    secure = plan.secure
-    rules = plan.question.aggregation()
+def _secure_rows(found: Recipe) -> list[tuple[str, str]]:
+    secure = secure_data(found)
+    rules = found.release.aggregation
     if secure is None or rules is None:
         return []
-    most = secure.extra_noise - 1
-    least = secure.extra_noise_at_least_clients - 1
+    most = secure["extra_noise"] - 1
+    least = secure["extra_noise_at_least_clients"] - 1
     rows = [
         (
             "secure sum",
-            f"{secure.needed} of {secure.clients} clients must stay to the end of a round: "
-            f"{secure.may_drop_out} may drop out, {rules.colluding} may collude; each has "
-            f"{secure.neighbours} neighbours",
+            f"{secure['needed']} of {secure['clients']} clients must stay to the end of a round: "
+            f"{secure['may_drop_out']} may drop out, {rules.colluding} may collude; each has "
+            f"{secure['neighbours']} neighbours",
         ),
         (
             "",
             f"with all present the noise is {most:.1%} more than is charged for "
-            f"(√({secure.clients}/{rules.honest})), with the fewest {least:.1%}",
+            f"(√({secure['clients']}/{rules.honest})), with the fewest {least:.1%}",
         ),
         ("", "sampling gains nothing: clients see who else takes part"),
     ]
-    if secure.delta_for_neighbours:
-        taken = f"{secure.delta_for_neighbours:.2g}"
+    if secure["delta_for_neighbours"]:
+        taken = f"{secure['delta_for_neighbours']:.2g}"
         rows.append(("", f"random neighbours take {taken} of δ in all rounds"))
     return rows

@@ -86,27 +86,23 @@ def scalar_pair(value: float) -> Vector:
 def scalar_value(noisy_sum: Vector, population: int, z: float) -> float:
     """2^(8q·p/(p + σ_q²)): the geometric mean of the answers, drawn to 1 as far as it is noise.
 
-    q = Σ̃v/B with B the estimated number of answers; σ_q = (√1.25·z/B)·√(1 + (2κq)²).
+    q = Σ̃v/B with B = N·(1 − d) the estimated number of answers, where κ is how far the noisy share
+    d of missing users is believed; σ_q = (√1.25·z/B)·√(1 + (2κq)²).
 
     Args:
         noisy_sum: the noisy sum of ``scalar_pair`` over all users.
         population: N.
         z: the noise multiplier, in units of the bound √1.25.
     """
-    answers, belief = _answers(noisy_sum, population, z)
+    noise = SCALAR_BOUND * z / (ANSWER * population)
+    belief = MISSING_PRIOR / (MISSING_PRIOR + noise**2)
+    missing = belief * (1 - float(noisy_sum[1]) / (ANSWER * population))
+    answers = population * (1 - min(MOST_MISSING, max(0.0, missing)))
     q = float(noisy_sum[0]) / answers
     from_value = SCALAR_BOUND * z / answers
     sigma = from_value * math.sqrt(1 + (belief * q / ANSWER) ** 2)
     kept = VALUE_PRIOR / (VALUE_PRIOR + sigma**2)
     return float(2.0 ** (OCTAVES * q * kept))
-
-
-def _answers(noisy_sum: Vector, population: int, z: float) -> tuple[float, float]:
-    """B = N·(1 − d), and κ: how far the noisy share d of missing users is believed."""
-    noise = SCALAR_BOUND * z / (ANSWER * population)
-    belief = MISSING_PRIOR / (MISSING_PRIOR + noise**2)
-    missing = belief * (1 - float(noisy_sum[1]) / (ANSWER * population))
-    return population * (1 - min(MOST_MISSING, max(0.0, missing))), belief
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,12 +233,6 @@ class Recipe:
         """Of the vector that a release before the first round sums."""
         return len(self.sparse) if name == "columns" else 2
 
-    def sparse_among(self, columns: int) -> Flags:
-        """Per column of w, whether it is sparse."""
-        flags = np.zeros(columns, dtype=np.bool_)
-        flags[list(self.sparse)] = True
-        return flags
-
 
 @dataclass(frozen=True)
 class RecipeValues:
@@ -279,8 +269,9 @@ def shares_of_columns(recipe: Recipe, values: RecipeValues, columns: int) -> Col
     release = recipe.before["columns"]
     noisy = np.zeros(len(recipe.sparse)) if values.columns is None else values.columns
     z = release.usual_noise_std / release.clip_norm
-    population = release.cohort.population
-    return column_shares(noisy, values.count, population, z, recipe.sparse_among(columns))
+    sparse = np.zeros(columns, dtype=np.bool_)
+    sparse[list(recipe.sparse)] = True
+    return column_shares(noisy, values.count, release.cohort.population, z, sparse)
 
 
 def recipe(
@@ -326,8 +317,11 @@ def recipe(
         bound = 1.0 if name == "columns" else SCALAR_BOUND
         before[name] = Release(everyone, bound, sigma / math.sqrt(own), aggregation=aggregation)
     z = sigma / math.sqrt(share)
-    if sampled:
-        z = _sampled_noise(epsilon, delta, cohort, planned, before)
+    if sampled and math.isfinite(epsilon):
+        from flwr_ppsgd.ledger import calibrate_noise
+
+        also = [(asked, 1) for asked in before.values()]
+        z = calibrate_noise(epsilon=epsilon, delta=delta, cohort=cohort, rounds=planned, also=also)
     release = Release(cohort, 1.0, z, aggregation=aggregation)
     return Recipe(task, release, before, planned, epsilon, delta, places, body)
 
@@ -345,15 +339,3 @@ def _noise_for(
     left = delta - most * failure
     require(left > 0, "delta must be above what random neighbours take", delta, "raise delta")
     return noise_alone(epsilon, left) * (1 + ROUNDING)
-
-
-def _sampled_noise(
-    epsilon: float, delta: float, cohort: Poisson, rounds: int, before: Mapping[str, Release]
-) -> float:
-    """z of Poisson rounds, by the accountant for the whole composition."""
-    if math.isinf(epsilon):
-        return 0.0
-    from flwr_ppsgd.ledger import calibrate_noise
-
-    also = [(release, 1) for release in before.values()]
-    return calibrate_noise(epsilon=epsilon, delta=delta, cohort=cohort, rounds=rounds, also=also)

@@ -1,14 +1,17 @@
 """Flat settings, as Flower's users write them: ``clip-norm = 10.0``. One line each, no nesting.
 
 A run config, an experiment file and ``--set`` have the same keys, defaults and errors.
+
+``Settings`` and ``training.Training`` are two values: a person writes ε, rounds and steps, which a
+sweep replaces one by one and of which most are never trained; a Training has the noise that was
+calibrated for them, which takes seconds, and has forgotten what it was calibrated for.
 """
 
 import math
 import tomllib
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -18,7 +21,7 @@ import numpy as np
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, require
 from flwr_ppsgd.recipe import Recipe, Task, noise_alone, recipe, rounds_for
-from flwr_ppsgd.training import Enrolled
+from flwr_ppsgd.training import Enrolled, Training
 from flwr_ppsgd.wire import places_in
 
 OWN_PREFIX = "ppsgd-"
@@ -36,11 +39,16 @@ ALTERNATIVES = (
 PAPER = "paper"
 AUTO = "auto"
 METHODS = (PAPER, AUTO)
-SECURE_PREFIX = "secure_"
-OF_PAPER = ("clip_norm", "step", "alpha_q")  # which the recipe decides
-CHOICES_OF_PAPER = ("cohort_size", "cap", "total_batch", "noise_multiplier", "average")
+NEEDED_BY_PAPER = ("clip_norm", "step", "alpha_q")
+DECIDED_BY_AUTO = (
+    *NEEDED_BY_PAPER,
+    "cohort_size",
+    "cap",
+    "total_batch",
+    "noise_multiplier",
+    "average",
+)
 T = TypeVar("T")
-RUN_CONFIG = "run config"  # how errors call it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,40 +101,46 @@ class Settings:
     secure_neighbours: int | None = None
 
     def __post_init__(self) -> None:
-        """What only the flat keys have. ``training.Training`` checks all else."""
+        """Which keys go together; ``Training`` checks their values, with noise or without."""
         one_of("method", self.method, METHODS)
+        if self.epsilon is not None:
+            rule = "epsilon must be positive"
+            require(self.epsilon > 0, rule, self.epsilon, "name the ε that you can afford")
         if self.automatic:
             self._check_automatic()
-            return
-        for name in OF_PAPER:
+        else:
+            self._check_paper()
+        release = self._release(self.noise_multiplier or 0.0)
+        Training.of(release=release, steps=self.steps(), **self._server_arguments())
+        if self.epsilon is not None and not self.rounds:  # the recipe's number
+            sigma = 0.0 if math.isinf(self.epsilon) else noise_alone(self.epsilon, self.delta)
+            object.__setattr__(self, "rounds", rounds_for(self.population, sigma))
+
+    def _check_paper(self) -> None:
+        for name in NEEDED_BY_PAPER:
             if getattr(self, name) is None:
-                key = key_of(name)
-                raise ValueError(f"{key!r} is missing: add it, as in {key} = …")
-        _exactly_one(self, "rate", "cohort_size")
-        _exactly_one(self, "noise_multiplier", "epsilon")
+                raise _missing(name)
+        self._check_one_of("rate", "cohort_size")
+        self._check_one_of("noise_multiplier", "epsilon")
         require(self.rounds >= 1, "rounds must be at least 1", self.rounds, "plan at least one")
-        if self.epsilon is not None:
-            rule = "epsilon must be positive and finite"
-            fits = 0 < self.epsilon < math.inf
-            require(fits, rule, self.epsilon, "name the ε that you can afford")
-        self.release_without_noise()
-        self.steps()
+
+    def _check_one_of(self, first: str, second: str) -> None:
+        has_first = getattr(self, first) is not None
+        has_second = getattr(self, second) is not None
+        if has_first == has_second:
+            found = "both are set" if has_first else "neither is set"
+            raise ValueError(f"give either {key_of(first)} or {key_of(second)}: {found}")
 
     def _check_automatic(self) -> None:
-        """The recipe decides the rest, and the number of rounds unless it is given."""
+        """The recipe decides the rest."""
         for field in fields(self):
-            decided = field.name in (*OF_PAPER, *CHOICES_OF_PAPER)
-            if decided and getattr(self, field.name) != field.default:
+            if field.name in DECIDED_BY_AUTO and getattr(self, field.name) != field.default:
                 raise ValueError(
                     f"{key_of(field.name)} is for method = {PAPER!r}, and {AUTO!r} decides it: "
                     "leave one of the two out"
                 )
         if self.epsilon is None:
-            raise ValueError("'epsilon' is missing: auto needs it, as in epsilon = 1.0")
-        require(self.epsilon > 0, "epsilon must be positive", self.epsilon, "name what you allow")
-        if not self.rounds:
-            sigma = 0.0 if math.isinf(self.epsilon) else noise_alone(self.epsilon, self.delta)
-            object.__setattr__(self, "rounds", rounds_for(self.population, sigma))
+            raise _missing("epsilon")
 
     @property
     def automatic(self) -> bool:
@@ -148,7 +162,7 @@ class Settings:
         """From a Flower run config. It may hold keys of the app, but no misspelt ones of ours."""
         flat = with_keys(run_config)
         check_run_config(flat, keys_of(cls))
-        return cls.read(part_of(flat, cls), where=RUN_CONFIG)
+        return cls.read(part_of(flat, cls), where="run config")
 
     def to_flat(self) -> dict[str, Any]:
         """The settings that are given, by their flat keys."""
@@ -156,60 +170,57 @@ class Settings:
 
     def cohort(self) -> Cohort:
         """Who takes part in a round: Poisson cohorts, or cohorts of a fixed size."""
-        if self.cohort_size is not None and self.cap is not None:
+        if self.cohort_size is None:
+            return Poisson(self.population, 1.0 if self.rate is None else self.rate, self.cap)
+        if self.cap is not None:
             raise ValueError(
                 f"cap is for Poisson cohorts, got {self.cap}: leave it out, cohort_size fixes the "
                 "number of users"
             )
-        if self.cohort_size is not None:
-            return FixedSize(self.population, self.cohort_size)
-        return Poisson(self.population, 1.0 if self.rate is None else self.rate, self.cap)
+        return FixedSize(self.population, self.cohort_size)
 
-    def release_without_noise(self) -> Release:
-        """The release; if ``epsilon`` is given, still without its noise."""
-        clip_norm = 1.0 if self.clip_norm is None else self.clip_norm
-        noise = self.noise_multiplier or 0.0
-        return Release(self.cohort(), clip_norm, noise, self.total_batch, self.aggregation())
+    def aggregation(self) -> SecureSum | None:
+        """Whether the server sees sums only, and on which terms; None if it is trusted."""
+        terms = {
+            "honest": self.secure_honest,
+            "colluding": self.secure_colluding,
+            "failure": self.secure_failure,
+            "neighbours": self.secure_neighbours,
+        }
+        given: dict[str, Any] = {name: term for name, term in terms.items() if term is not None}
+        if not given:
+            return None
+        for name in ("honest", "colluding"):
+            if name not in given:
+                raise _missing(f"secure_{name}")
+        return SecureSum(**given)
 
     def release(self) -> Release:
         """The release. If ``epsilon`` is given, its noise is calibrated for the planned rounds."""
         if self.automatic:
             return self.recipe().release
-        if self.epsilon is None or self.noise_multiplier is not None:
-            return self.release_without_noise()
+        if self.noise_multiplier is not None:
+            return self._release(self.noise_multiplier)
         from flwr_ppsgd.ledger import calibrate_noise
 
         noise = calibrate_noise(
-            epsilon=self.epsilon,
+            epsilon=cast(float, self.epsilon),
             delta=self.delta,
             cohort=self.cohort(),
             rounds=self.rounds,
             aggregation=self.aggregation(),
         )
-        return replace(self.release_without_noise(), noise_multiplier=noise)
+        return self._release(noise)
 
-    def aggregation(self) -> SecureSum | None:
-        """Whether the server sees sums only, and on which terms; None if it is trusted."""
-        given = {
-            name: getattr(self, f"{SECURE_PREFIX}{name}")
-            for name in ("honest", "colluding", "failure", "neighbours")
-        }
-        chosen = {name: value for name, value in given.items() if value is not None}
-        if not chosen:
-            return None
-        for name in ("honest", "colluding"):
-            if name not in chosen:
-                key = key_of(SECURE_PREFIX + name)
-                raise ValueError(f"{key!r} is missing: a secure sum needs it, as in {key} = …")
-        return SecureSum(**chosen)
+    def _release(self, noise: float) -> Release:
+        clip_norm = 1.0 if self.clip_norm is None else self.clip_norm
+        return Release(self.cohort(), clip_norm, noise, self.total_batch, self.aggregation())
 
     def recipe(self) -> Recipe:
         """Everything that ``method = "auto"`` decides."""
-        assert self.epsilon is not None
-        one_of("task", self.task, ("classification", "regression"))
         return recipe(
             population=self.population,
-            epsilon=self.epsilon,
+            epsilon=cast(float, self.epsilon),
             delta=self.delta,
             task=cast(Task, self.task),
             sparse=places_in(self.sparse),
@@ -224,22 +235,21 @@ class Settings:
             return Steps(shared=1.0, personal=0.0)  # in place of the recipe's
         return Steps.from_ratio(self.step, self.alpha_q)
 
-    def arguments(self, release: Release | None = None) -> dict[str, Any]:
-        """The arguments that the strategies of both APIs have in common.
-
-        Args:
-            release: instead of the one that these settings stand for.
-        """
-        if self.automatic and release is None:
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that the strategies of both APIs have in common."""
+        if self.automatic:
             published = self.recipe().arguments()
         else:
-            published = {"release": release or self.release(), "steps": self.steps()}
+            published = {"release": self.release(), "steps": self.steps()}
+        return {**published, **self._server_arguments()}
+
+    def _server_arguments(self) -> dict[str, Any]:
+        """All but the release and the steps."""
         limit = self.max_epsilon
         if limit is None and self.epsilon != math.inf:
             limit = self.epsilon
-        names = [name.strip() for name in self.enrolled.split(",")] if self.enrolled else None
+        names = split_names(self.enrolled) or None
         return {
-            **published,
             "delta": self.delta,
             "max_epsilon": limit,
             "evaluate_every": self.evaluate_every,
@@ -254,12 +264,9 @@ class Settings:
         }
 
 
-def _exactly_one(settings: Settings, first: str, second: str) -> None:
-    has_first = getattr(settings, first) is not None
-    has_second = getattr(settings, second) is not None
-    if has_first == has_second:
-        found = "both are set" if has_first else "neither is set"
-        raise ValueError(f"give either {key_of(first)} or {key_of(second)}: {found}")
+def _missing(name: str) -> ValueError:
+    key = key_of(name)
+    return ValueError(f"{key!r} is missing: add it, as in {key} = …")
 
 
 def key_of(name: str) -> str:
@@ -309,17 +316,13 @@ def build(kind: type[T], flat: Mapping[str, Any], where: str) -> T:
         if name_of(key) in values:
             raise ValueError(f"{where}: {key_of(key)!r} is there twice: keep one")
         values[name_of(key)] = flat[key]
-    for field in fields(kind):  # type: ignore[arg-type]
-        if field.default is MISSING and field.name not in values:
-            key = key_of(field.name)
-            raise ValueError(f"{where}: {key!r} is missing: add it, as in {key} = …")
     try:
-        return kind(
-            **{
-                name: typed_value(key_of(name), value, hints[name])
-                for name, value in values.items()
-            }
-        )
+        for field in fields(kind):  # type: ignore[arg-type]
+            if field.default is MISSING and field.name not in values:
+                raise _missing(field.name)
+        for name, value in values.items():
+            values[name] = typed_value(key_of(name), value, hints[name])
+        return kind(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {in_keys(str(error), kind)}") from None
 
@@ -349,15 +352,6 @@ def check_run_config(flat: Mapping[str, Any], own: Iterable[str]) -> None:
             raise ValueError(f"run config: unknown key {key!r}: did you mean {meant!r}?")
         if key.startswith(OWN_PREFIX):
             check_known(key, known, "run config")
-
-
-@contextmanager
-def named_in_keys(where: str) -> Iterator[None]:
-    """Errors of a constructor in the words of the file: ``clip-norm`` for ``clip_norm``."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{where}: {in_keys(str(error), Settings)}") from None
 
 
 def in_keys(message: str, kind: type) -> str:

@@ -17,11 +17,9 @@ from typing import overload
 from flwr.app import (
     Array,
     ArrayRecord,
-    ConfigRecord,
     Context,
     Error,
     Message,
-    MetricRecord,
     RecordDict,
     UserConfig,
 )
@@ -144,7 +142,7 @@ class InProcessGrid(Grid):
         self._app = client_app
         self._run = Run.create_empty(run_id)
         self._run_config = dict(run_config or {})
-        self._node_ids = range(FIRST_NODE_ID, FIRST_NODE_ID + nodes)
+        self._node_ids = NodeIds(range(FIRST_NODE_ID, FIRST_NODE_ID + nodes))
         self._contexts: dict[int, Context] = {}
         self._pushed: dict[str, Message] = {}
         self._ids = itertools.count(1)
@@ -155,28 +153,20 @@ class InProcessGrid(Grid):
 
     def context(self, node_id: int) -> Context:
         """The Context of a node, made on first use: what stays on that user's device."""
-        context = self._contexts.get(node_id)
-        if context is None:
-            context = self._contexts[node_id] = self._new_context(node_id)
-        return context
-
-    def _new_context(self, node_id: int) -> Context:
-        partition = node_id - FIRST_NODE_ID
-        return Context(
-            run_id=self._run.run_id,
-            node_id=node_id,
-            node_config={"partition-id": partition, "num-partitions": len(self._node_ids)},
-            state=RecordDict(),
-            run_config=dict(self._run_config),
-        )
+        if node_id not in self._contexts:
+            partition = node_id - FIRST_NODE_ID
+            self._contexts[node_id] = Context(
+                run_id=self._run.run_id,
+                node_id=node_id,
+                node_config={"partition-id": partition, "num-partitions": len(self._node_ids)},
+                state=RecordDict(),
+                run_config=dict(self._run_config),
+            )
+        return self._contexts[node_id]
 
     def get_node_ids(self) -> list[int]:
         """The ids of all nodes, in the order of their ``partition-id``."""
-        return self._listed_ids
-
-    @functools.cached_property
-    def _listed_ids(self) -> "NodeIds":
-        return NodeIds(self._node_ids)
+        return self._node_ids
 
     def send_and_receive(
         self,
@@ -226,42 +216,46 @@ class InProcessGrid(Grid):
 
     def _send_all(self, messages: Iterable[Message]) -> list[Message]:
         """Send the messages whose node exists, and return those."""
-        return [
-            self._send(message)
-            for message in messages
-            if message.metadata.dst_node_id in self._node_ids
-        ]
+        nodes = self._node_ids.span
+        known = [message for message in messages if message.metadata.dst_node_id in nodes]
+        for message in known:
+            self._stamp(message)
+        return known
 
-    def _send(self, message: Message) -> Message:
-        message_id = str(next(self._ids))
-        _stamp(message, message_id)
-        return message
+    def _stamp(self, message: Message) -> None:
+        """Give a message its id, as a grid does when it sends one."""
+        metadata = message.metadata.__dict__
+        if "_message_id" not in metadata:
+            raise RuntimeError(
+                f"flwr {version('flwr')} does not keep message ids where flwr 1.41 does: {REMEDY}"
+            )
+        metadata["_message_id"] = str(next(self._ids))
 
     def _answer(self, message: Message) -> Message:
         """Run one client at a time, on its own copy of the content: strategies put one RecordDict
         into all messages."""
         with self._one_client:
-            return self._send(self._run_client(message))
-
-    def _run_client(self, message: Message) -> Message:
-        context = self.context(message.metadata.dst_node_id)
-        state_before = dict(context.state)
-        content = message.content
-        message.content = _copy_content(content)
-        log.addFilter(self._each_error_once)
-        try:
-            with _blas().limit(limits=1, user_api="blas"):
-                reply = self._app(message, context)
-            if reply.has_content():
-                reply.content = _copy_content(reply.content)
-        except Exception as error:
-            log.debug("A client raised an exception", exc_info=True)
-            context.state = RecordDict(state_before)
-            reply = _reply_with_error(error, message)
-        finally:
-            log.removeFilter(self._each_error_once)
-            message.content = content
-        return reply
+            context = self.context(message.metadata.dst_node_id)
+            state_before = dict(context.state)
+            content = message.content
+            message.content = _copy_content(content)
+            log.addFilter(self._each_error_once)
+            try:
+                with _blas().limit(limits=1, user_api="blas"):
+                    reply = self._app(message, context)
+                if reply.has_content():
+                    reply.content = _copy_content(reply.content)
+            except Exception as error:
+                log.debug("A client raised an exception", exc_info=True)
+                context.state = RecordDict(state_before)
+                reason = f"{type(error).__name__}: {error}"
+                raised = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason)
+                reply = Message(raised, reply_to=message)
+            finally:
+                log.removeFilter(self._each_error_once)
+                message.content = content
+            self._stamp(reply)
+            return reply
 
 
 @functools.cache
@@ -271,25 +265,20 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _reply_with_error(error: Exception, message: Message) -> Message:
-    reason = f"{type(error).__name__}: {error}"
-    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-
-
 def _copy_content(content: RecordDict) -> RecordDict:
     """New records over the same immutable bytes."""
-    return RecordDict({name: _copy_record(record) for name, record in content.items()})
-
-
-def _copy_record(
-    record: ArrayRecord | ConfigRecord | MetricRecord,
-) -> ArrayRecord | ConfigRecord | MetricRecord:
-    if not isinstance(record, ArrayRecord):
-        return record.copy()
-    arrays = {
-        name: Array(each.dtype, each.shape, each.stype, each.data) for name, each in record.items()
-    }
-    return ArrayRecord(arrays)
+    copy = RecordDict()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            copy[name] = ArrayRecord(
+                {
+                    key: Array(array.dtype, array.shape, array.stype, array.data)
+                    for key, array in record.items()
+                }
+            )
+        else:
+            copy[name] = record.copy()
+    return copy
 
 
 def _adopt_identity(run_id: int) -> None:
@@ -298,13 +287,3 @@ def _adopt_identity(run_id: int) -> None:
         TaskIdentity.run_id = run_id
         TaskIdentity.task_id = 1
         TaskIdentity.node_id = SUPERLINK_NODE_ID
-
-
-def _stamp(message: Message, message_id: str) -> None:
-    """Give a message its id, as a grid does when it sends one."""
-    metadata = message.metadata.__dict__
-    if "_message_id" not in metadata:
-        raise RuntimeError(
-            f"flwr {version('flwr')} does not keep message ids where flwr 1.41 does: {REMEDY}"
-        )
-    metadata["_message_id"] = message_id

@@ -1,10 +1,10 @@
 """What is promised, as finished numbers and words: what a privacy officer can paste into a report.
 
-A :class:`Promise` is worked out once, by whoever holds the ledger. The statement, its short form,
-the line that clients get, ``privacy.json`` and every printed ε come from here. Text is rounded up,
-data is not.
+A :class:`Promise` is worked out once, by the server. The statement, its short form, the line that
+clients get, ``privacy.json`` and every printed ε come from here. Text is rounded up, data is not.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,44 +173,34 @@ class Promise:
     Args:
         headline: ε, δ and whom they are about.
         release: what is published in a round.
-        releases: all releases that are stated, planned ones included, with how often.
+        stated: all releases for which ε is stated, planned ones included.
+        charged: those that were charged.
         publishes: whether anything is published at all; not so at α = 0.
         method: the name of the bound that gave ε.
         rdp: the RDP bound on ε, under zero-out neighbours.
-        paper_epsilon: what the paper's figures would print; not a guarantee.
-        delta_taken_by_cap: the part of δ that a cap on the cohort takes, zero-out.
-        delta_taken_by_cap_replace_one: the same for replace-one neighbours.
         delta_taken_by_precision: the part of δ that the sampler's cut tail takes at most.
-        delta_taken_by_neighbours: the part of δ that random neighbours of secure sums take.
         rounds_trained: the number of rounds that w has had.
-        rounds_charged: the number of releases that were charged.
         metrics: training measures that are released along with the gradient.
         caveats: what else the reader must know, as sentences.
         evaluated: whether there was evaluation on the users' own data.
         terms: further terms of a simulation.
-        ledger: the ledger as data.
         recipe: what ``auto`` releases; None is the paper's method.
         values: what its releases before the first round gave so far.
     """
 
     headline: Headline
     release: Release
-    releases: tuple[tuple[Release, int], ...]
+    stated: "Ledger"
+    charged: "Ledger"
     publishes: bool
     method: str
     rdp: float
-    paper_epsilon: float
-    delta_taken_by_cap: float
-    delta_taken_by_cap_replace_one: float
     delta_taken_by_precision: float
     rounds_trained: int
-    rounds_charged: int
-    delta_taken_by_neighbours: float = 0.0
     metrics: PrivateMetrics | None = None
     caveats: tuple[str, ...] = ()
     evaluated: bool = False
     terms: tuple[str, ...] = ()
-    ledger: Mapping[str, Any] = field(default_factory=dict)
     recipe: Recipe | None = None
     values: RecipeValues = field(default_factory=RecipeValues)
 
@@ -272,27 +262,20 @@ class Promise:
                 f"{to_each} {learn} no more about your data than {bound}-differential privacy "
                 "allows, as long as the server follows the protocol"
             )
-        return f"{found}; {self._other_numbers()}{self._weak()}"
-
-    def _other_numbers(self) -> str:
-        head = self.headline
         exchanged = "if one user's data are exchanged for others"
-        found = f"epsilon is {rounded_up(head.replace_one)} {exchanged}."
+        found += f"; epsilon is {rounded_up(head.replace_one)} {exchanged}."
         if head.secure is not None:
             found += (
                 " Against the server and all other users together, who know their own shares of "
                 f"the noise, epsilon is {rounded_up(head.pooled)} "
                 f"({rounded_up(head.pooled_replace_one)} {exchanged})."
             )
+        if head.epsilon > WEAK:
+            found += (
+                f" An epsilon above {WEAK:g} is a weak promise: it lets somebody's odds of "
+                f"guessing right about you change by a factor of more than {math.exp(WEAK):,.0f}."
+            )
         return found
-
-    def _weak(self) -> str:
-        if self.headline.epsilon <= WEAK:
-            return ""
-        return (
-            f" An epsilon above {WEAK:g} is a weak promise: it lets somebody's odds of guessing "
-            f"right about you change by a factor of more than {math.exp(WEAK):,.0f}."
-        )
 
     def _cost_if_deployed(self) -> str:
         """What the same rounds would cost with secret noise, if that is a number."""
@@ -308,12 +291,13 @@ class Promise:
             return []
         terms = [] if self.headline.void else [self._cost(), WHAT_DELTA_IS]
         terms += [self._mechanism(), self._releases()]
-        if self.delta_taken_by_cap:
+        taken = self.stated.delta_added()
+        if taken:
+            exchanged = self.stated.delta_added("replace-one")
             terms.append(
-                "Delta is the total: the cap on the users of a round takes "
-                f"{self.delta_taken_by_cap:.2g} of it for zero-out and "
-                f"{self.delta_taken_by_cap_replace_one:.2g} for replace-one neighbours, finite "
-                f"precision at most {self.delta_taken_by_precision:.2g}."
+                f"Delta is the total: the cap on the users of a round takes {taken:.2g} of it for "
+                f"zero-out and {exchanged:.2g} for replace-one neighbours, finite precision at "
+                f"most {self.delta_taken_by_precision:.2g}."
             )
         if self.recipe is not None:
             terms.append(
@@ -328,14 +312,14 @@ class Promise:
                 f"{self.metrics.share:g} of the squared clip norm, the gradient the rest."
             )
         if isinstance(self.release.cohort, FixedSize):
-            paper = f"{self.paper_epsilon:.4g}"
+            paper = f"{self.stated.paper_epsilon():.4g}"
             terms.append(f"The paper would print epsilon = {paper} here: not a guarantee.")
         return terms
 
     def _cost(self) -> str:
         head = self.headline
         kind = "rounds" if self.recipe is None else "releases"
-        stopped = " (planned; stopped earlier)" if head.rounds > self.rounds_charged else ""
+        stopped = " (planned; stopped earlier)" if head.rounds > self.charged.rounds else ""
         return (
             f"Epsilon is stated at delta = {head.delta:g} over {head.rounds} {kind}{stopped}: "
             f"{rounded_up(head.epsilon)} if a user contributes nothing instead (zero-out "
@@ -377,6 +361,7 @@ class Promise:
     def as_data(self) -> dict[str, Any]:
         """Everything in the statement, ready for JSON."""
         head = self.headline
+        stated = self.stated
         per_node = head.unit == "node"
         data = {
             "guarantee": head.guarantee,
@@ -384,19 +369,18 @@ class Promise:
             "delta": head.delta,
             "epsilon": json_number(head.epsilon),
             "epsilon_replace_one": self._epsilon_for_json(head.replace_one),
-            **self._pooled_as_data(),
             "epsilon_rdp": self._epsilon_for_json(self.rdp),
             "epsilon_bound": self.method,
             "deployed_epsilon": json_number(head.cost),
             "deployed_epsilon_replace_one": json_number(head.replace_one),
-            "paper_epsilon_not_a_guarantee": json_number(self.paper_epsilon),
-            "delta_taken_by_cap": json_number(self.delta_taken_by_cap),
-            "delta_taken_by_cap_replace_one": json_number(self.delta_taken_by_cap_replace_one),
+            "paper_epsilon_not_a_guarantee": json_number(stated.paper_epsilon()),
+            "delta_taken_by_cap": json_number(stated.delta_added()),
+            "delta_taken_by_cap_replace_one": json_number(stated.delta_added("replace-one")),
             "delta_taken_by_finite_precision": self.delta_taken_by_precision,
-            "delta_taken_by_random_neighbours": self.delta_taken_by_neighbours,
+            "delta_taken_by_random_neighbours": stated.failure,
             "protects_from": head.others,
             "rounds_trained": self.rounds_trained,
-            "rounds_charged": self.rounds_charged,
+            "rounds_charged": self.charged.rounds,
             "rounds_stated": head.rounds,
             "denominator": self.release.denominator,
             "releases": self._releases_as_data(),
@@ -406,30 +390,23 @@ class Promise:
             "conditional_on": [],
             "caveats": list(self.caveats),
             "outside_the_guarantee": list(self.outside()),
-            "ledger": dict(self.ledger),
+            "ledger": json.loads(self.charged.to_json()),
             "short": self.short(),
             "statement": self.statement(),
         }
+        if head.secure is not None:
+            # all other users pooling, which a secure sum does not cover by its ε
+            exchanged = self._epsilon_for_json(head.pooled_replace_one)
+            data["epsilon_all_others_pooling"] = self._epsilon_for_json(head.pooled)
+            data["epsilon_all_others_pooling_replace_one"] = exchanged
         if head.simulation:
             data["noise"] = SIMULATION_NOISE
         return data
 
-    def _pooled_as_data(self) -> dict[str, float | str]:
-        """ε against all other users pooling, which a secure sum does not cover by its ε."""
-        head = self.headline
-        if head.secure is None:
-            return {}
-        return {
-            "epsilon_all_others_pooling": self._epsilon_for_json(head.pooled),
-            "epsilon_all_others_pooling_replace_one": self._epsilon_for_json(
-                head.pooled_replace_one
-            ),
-        }
-
     def _releases_as_data(self) -> list[dict[str, Any]]:
         before = self.recipe.before if self.recipe is not None else {}
         found = []
-        for release, times in self.releases:
+        for release, times in self.stated.releases:
             names = [name for name, each in before.items() if each == release]
             found.append(
                 {
@@ -467,7 +444,7 @@ def with_conditions(data: Mapping[str, Any], conditions: Sequence[str]) -> dict[
 
 
 def raised_plan(before: "Ledger", after: "Ledger", charges: int) -> str:
-    """The caveat of a plan that was made dearer after something was published; empty if none is.
+    """The caveat if a plan costs more than the one before a first charge; empty if it does not.
 
     Whatever was chosen after looking is no promise made in advance, unless a budget limits it.
 

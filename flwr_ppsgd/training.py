@@ -187,11 +187,6 @@ class Training:
         """Whether the server sees sums only."""
         return self.release.aggregation is not None and self.steps.publishes
 
-    @property
-    def insecure(self) -> bool:
-        """Whether randomness comes from a known seed, which voids the guarantee."""
-        return self.insecure_seed is not None
-
     def with_rounds(self, wanted: int) -> Self:
         """The recipe for fewer rounds than it would choose: each then has less noise."""
         assert self.recipe is not None
@@ -206,11 +201,14 @@ def _check_kind(name: str, value: object, kind: type, remedy: str) -> None:
 
 def _identities(nodes: object) -> tuple[Identity, ...]:
     """A list of nodes; a text is not one, although it can be iterated over."""
-    found = tuple(nodes) if isinstance(nodes, Iterable) and not isinstance(nodes, str) else None
-    fits = found is not None and all(is_whole(node) or isinstance(node, str) for node in found)
     rule = "enrolled must be a list of node ids, names or public keys"
-    require(fits, rule, nodes, "write [1, 'ada'] for two nodes")
-    return found or ()
+    remedy = "write [1, 'ada'] for two nodes"
+    if not isinstance(nodes, Iterable) or isinstance(nodes, str):
+        raise ValueError(f"{rule}, got {nodes!r}: {remedy}")
+    found = tuple(nodes)
+    fits = all(is_whole(node) or isinstance(node, str) for node in found)
+    require(fits, rule, nodes, remedy)
+    return found
 
 
 def _directory(name: str, path: Path | str | None) -> Path | None:

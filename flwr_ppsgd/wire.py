@@ -6,9 +6,9 @@ Layer names and shapes exist only here; everywhere else a model is one flat vect
 import fnmatch
 import functools
 import hashlib
-import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.arrays import DOUBLE, ArrayHeader, decode, decode_vector, encode, header_of, numbers
+from flwr_ppsgd.arrays import DOUBLE, ArrayHeader, decode, encode, header_of
 from flwr_ppsgd.checks import LARGEST_COUNT
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import SecureTerms
@@ -41,8 +41,7 @@ BESIDE = (VARIANCE, UNIT, SIZE)
 STAGES = 4  # exchanges of a secure sum
 NUM_EXAMPLES = "num-examples"
 SERVER_ROUND = "server_round"  # in a legacy config, beside the fields of the Order
-PROTOCOL = 5  # of the Order
-LARGEST_NUMBER = 2**63
+PROTOCOL = 6  # of the Order
 LONGEST_PROMISE = 1000  # characters
 LONGEST_NAME = 200  # characters: of a measure, a key, a signature
 LONGEST_SHOWN = 80  # characters of a wrong value that an error shows
@@ -76,7 +75,7 @@ class Order:
             ``size``; "unit", "size" and "count" are one number, "columns" which sparse columns the
             user has; "nothing" brings the last w.
         task: of the recipe; empty for the paper's method.
-        sparse: the places of sparse columns among those of w.
+        sparse: the number of sparse columns.
         unit: u, the public unit of targets.
         size: C, by which solutions are divided; of "columns", what those are divided by.
         variance: ν, the noise in the w that comes along; empty while nobody needs it.
@@ -114,7 +113,7 @@ class Order:
     publishes: bool
     asks: Asked = "gradient"
     task: OrderTask = ""
-    sparse: tuple[int, ...] = ()
+    sparse: int = 0
     unit: float = 1.0
     size: float = 1.0
     variance: tuple[float, ...] = ()
@@ -143,14 +142,14 @@ class Order:
         Flower's size mods reject empty texts.
         """
         flat: dict[str, Any] = {name: kind(getattr(self, name)) for name, kind in _PLAIN.items()}
+        plan = [f"{part}={z!r}:{times}" for part, (z, times) in self.plan.items()]
+        flat["plan"] = ",".join(plan)
         flat["metrics"] = ",".join(self.metrics)
         flat["starts"] = ",".join(str(int(start)) for start in self.starts)
-        flat["sparse"] = spans_of(self.sparse)
-        flat["plan"] = ",".join(f"{part}={z!r}:{times}" for part, (z, times) in self.plan.items())
         flat["variance"] = np.array(self.variance, "<f8").tobytes()
         if self.terms is not None:
-            flat |= {name: kind(getattr(self, name)) for name, kind in _OF_STAGE.items()}
-            flat |= {PREFIX + name: value for name, value in self.terms.to_flat().items()}
+            for name, value in self.terms.to_flat().items():
+                flat[PREFIX + name] = value
         return {name: value for name, value in flat.items() if value not in ("", b"")}
 
     @classmethod
@@ -162,58 +161,48 @@ class Order:
                 f"an Order of protocol {_short_repr(protocol)}, this client speaks {PROTOCOL}: "
                 "install the same flwr-ppsgd on the server and on the clients"
             )
-        secure = PREFIX + "honest" in flat
-        types = _SECURE_TYPES if secure else _TYPES
+        has_terms = PREFIX + "honest" in flat
+        types = {**_TYPES, **_TERM_TYPES} if has_terms else _TYPES
         empty = {name: types[name]() for name in MAY_BE_EMPTY if name in types}
         flat = {**empty, **flat}
-        missing = sorted(types.keys() - flat.keys())
-        _check(not missing, "all fields must be there, missing", missing)
-        unknown = sorted(map(str, flat.keys() - types.keys()))
-        _check(not unknown, "there must be no unknown field", unknown)
+        wrong = sorted(map(str, types.keys() ^ flat.keys()))
+        _check(not wrong, "there must be every field and no unknown field", wrong)
         for name, kind in types.items():  # exactly: a bool is no int
-            _check(type(flat[name]) is kind, f"{name} must be of type {kind.__name__}", flat[name])
+            value = flat[name]
+            _check(type(value) is kind, f"{name} must be of type {kind.__name__}", value)
         values = {name: flat[name] for name in _PLAIN}
-        values["metrics"] = tuple(flat["metrics"].split(",")) if flat["metrics"] else ()
-        values["starts"] = _parse_starts(flat["starts"])
-        values["sparse"] = places_in(flat["sparse"])
         values["plan"] = _parse_plan(flat["plan"])
+        values["metrics"] = tuple(_words(flat["metrics"]))
+        values["starts"] = _parse_starts(flat["starts"])
         values["variance"] = _parse_variance(flat["variance"])
-        if secure:
-            values |= {name: flat[name] for name in _OF_STAGE}
-            values["terms"] = SecureTerms.from_flat({name: flat[PREFIX + name] for name in TERMS})
+        if has_terms:
+            values["terms"] = SecureTerms(**{name: flat[PREFIX + name] for name in TERMS})
         order = cls(**values)
         order._check_values()
         return order
 
     def _check_values(self) -> None:
-        for name in ("round", "back", "charges"):
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            fits = 0 <= value <= LARGEST_COUNT
-            _check(fits, f"{name} must be a whole number from 0 to 2^50", value)
-        for name in ("clip_norm", "unit", "size"):
+            _check(least <= value <= most, f"{name} must be from {least:g} to {most:g}", value)
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            _check(0 < value < math.inf, f"{name} must be finite, above 0", value)
-        for name, words in _WORDS.items():
-            value = getattr(self, name)
-            _check(value in words, f"{name} must be one of {words}", value)
+            _check(value in choices, f"{name} must be one of {choices}", value)
         for name, longest in _LONGEST.items():
-            value = getattr(self, name)
-            fits = len(value) <= longest and value.isprintable()
-            _check(fits, f"{name} must be at most {longest} printable characters", value)
-        _check(0 <= self.training <= LARGEST_NUMBER, "training must be 0 to 2^63", self.training)
-        _check(0 <= self.step < math.inf, "step must be finite and at least 0", self.step)
-        _check(self.epsilon >= 0, "epsilon must be at least 0", self.epsilon)
-        _check(0 <= self.stage <= STAGES, f"stage must be 0 to {STAGES}", self.stage)
+            text = getattr(self, name)
+            fits = len(text) <= longest and text.isprintable()
+            _check(fits, f"{name} must be at most {longest} printable characters", text)
+        for name in self.metrics:
+            fits = 0 < len(name.strip()) <= LONGEST_NAME and name.isprintable()
+            _check(fits, f"metrics must be names of at most {LONGEST_NAME} characters", name)
+        distinct = len(self.metrics) == len(set(self.metrics)) <= MOST_METRICS
+        _check(distinct, f"metrics must be at most {MOST_METRICS} different names", self.metrics)
         releases = self.publishes or self.asks in ("gradient", "nothing")
         _check(releases, f"publishes must be true if it asks for a {self.asks}", self.publishes)
         # the evaluation before the first round of a start is of the round before it
         last = max(self.starts[-1:], default=0)
         _check(last <= self.round + 1, f"starts must not end after round {self.round}", last)
-        for name in self.metrics:
-            fits = bool(name.strip()) and len(name) <= LONGEST_NAME and name.isprintable()
-            _check(fits, f"metrics must be names of at most {LONGEST_NAME} characters", name)
-        distinct = len(self.metrics) == len(set(self.metrics)) <= MOST_METRICS
-        _check(distinct, f"metrics must be at most {MOST_METRICS} different names", self.metrics)
+        _check(self.stage == 0 or self.terms is not None, "stage needs terms", self.stage)
         if self.terms is not None:
             try:
                 _ = self.terms.release
@@ -231,11 +220,23 @@ _PLAIN: dict[str, type] = {
     if hint in (int, float, bool, str) or get_origin(hint) is Literal
 }
 del _PLAIN["visit"]
-_OF_STAGE = {name: _PLAIN.pop(name) for name in ("stage", "payload")}
-_TYPES = {**_PLAIN, "metrics": str, "starts": str, "sparse": str, "plan": str, "variance": bytes}
+_TYPES = {**_PLAIN, "plan": str, "metrics": str, "starts": str, "variance": bytes}
 PREFIX = "secure_"  # before the names of the terms of a secure sum
-_SECURE_TYPES = {**_TYPES, **_OF_STAGE, **{PREFIX + name: kind for name, kind in TERMS.items()}}
-_WORDS = {"reduction": get_args(Reduction), "asks": get_args(Asked), "task": get_args(OrderTask)}
+_TERM_TYPES = {PREFIX + name: kind for name, kind in TERMS.items()}
+_RANGES: dict[str, tuple[float, float]] = {  # least and most
+    "round": (0, LARGEST_COUNT),
+    "back": (0, LARGEST_COUNT),
+    "charges": (0, LARGEST_COUNT),
+    "sparse": (0, LARGEST_COUNT),
+    "training": (0, 2**63),
+    "stage": (0, STAGES),
+    "step": (0, sys.float_info.max),
+    "epsilon": (0, math.inf),
+    "clip_norm": (sys.float_info.min, sys.float_info.max),
+    "unit": (sys.float_info.min, sys.float_info.max),
+    "size": (sys.float_info.min, sys.float_info.max),
+}
+_CHOICES = {"reduction": get_args(Reduction), "asks": get_args(Asked), "task": get_args(OrderTask)}
 _LONGEST = {
     "promise": LONGEST_PROMISE,
     "server_key": LONGEST_NAME,
@@ -243,7 +244,7 @@ _LONGEST = {
     "payload": LONGEST_NAME,
 }
 MAY_BE_EMPTY = (
-    *("metrics", "starts", "sparse", "plan", "variance", "task"),
+    *("metrics", "starts", "plan", "variance", "task"),
     *("promise", "server_key", "signature", "payload", PREFIX + "bounds"),
 )
 
@@ -253,62 +254,32 @@ def _check(holds: bool, rule: str, value: object) -> None:
         raise ValueError(f"in an Order {rule}, got {_short_repr(value)}: it is not obeyed")
 
 
+def _words(text: str) -> list[str]:
+    return text.split(",") if text else []
+
+
 def _parse_starts(text: str) -> tuple[int, ...]:
     """Whole numbers in a text with commas, written as ``str`` writes them."""
-    words = text.split(",") if text else []
+    words = _words(text)
     _check(len(words) <= MOST_STARTS, f"starts must be at most {MOST_STARTS} rounds", len(words))
-    numbers = all(_NUMBER.fullmatch(word) for word in words)
-    _check(numbers, "starts must be whole numbers from 1 to 10^15", text)
+    fits = all(_NUMBER.fullmatch(word) for word in words)
+    _check(fits, "starts must be whole numbers from 1 to 10^15", text)
     return tuple(map(int, words))
-
-
-def answer_length(order: Order) -> int:
-    """Of the vector that answers what is asked before the first round; 0 in a round."""
-    if order.asks not in BEFORE_ROUNDS:
-        return 0
-    return len(order.sparse) if order.asks == "columns" else 2
-
-
-def spans_of(places: Sequence[int]) -> str:
-    """Increasing places as text: ``(3, 4, 5, 9)`` is "3-5,9"."""
-    spans: list[list[int]] = []
-    for place in places:
-        if spans and place == spans[-1][1] + 1:
-            spans[-1][1] = place
-        else:
-            spans.append([place, place])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def places_in(text: str) -> tuple[int, ...]:
-    """The places that ``spans_of`` wrote; ValueError unless they increase."""
-    places: list[int] = []
-    for span in text.split(",") if text else ():
-        found = _SPAN.fullmatch(span)
-        _check(found is not None, "sparse must be places such as 3-5,9", text)
-        assert found is not None
-        first = int(found[1])
-        last = int(found[2] or first)
-        after = places[-1] if places else -1
-        fits = after < first <= last < MOST_COLUMNS
-        _check(fits, f"sparse must be increasing places below {MOST_COLUMNS}", span)
-        places.extend(range(first, last + 1))
-    return tuple(places)
 
 
 def _parse_plan(text: str) -> dict[str, tuple[float, int]]:
     """What ``to_flat`` wrote, as in "unit=4.5:1,solution=2.0:8"."""
     plan: dict[str, tuple[float, int]] = {}
-    for each in text.split(",") if text else ():
-        found = _PLANNED.fullmatch(each)
+    for word in _words(text):
+        found = _PLANNED.fullmatch(word)
         fits = found is not None and found[1] in get_args(Asked) and found[1] not in plan
-        _check(fits, "plan must be such as solution=2.0:8, each thing once", each)
+        _check(fits, "plan must be such as solution=2.0:8, each thing once", word)
         assert found is not None
         try:
             z = float(found[2])
         except ValueError:
             z = math.nan
-        _check(0 <= z < math.inf, "each noise multiplier in plan must be at least 0", each)
+        _check(0 <= z < math.inf, "each noise multiplier in plan must be at least 0", word)
         plan[found[1]] = (z, int(found[3]))
     return plan
 
@@ -325,6 +296,46 @@ def _short_repr(value: object) -> str:
     """A value that a server chose, for one line of a log: no control characters, not too long."""
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "…"
+
+
+def answer_length(order: Order) -> int:
+    """Of the vector that answers what is asked before the first round; 0 in a round."""
+    if order.asks not in BEFORE_ROUNDS:
+        return 0
+    return order.sparse if order.asks == "columns" else 2
+
+
+def payload_hash(payload: bytes) -> str:
+    """By which an Order names the message of a secure sum that comes along; empty without one."""
+    return hashlib.sha256(payload).hexdigest() if payload else ""
+
+
+def spans_of(places: Sequence[int]) -> str:
+    """Increasing places as text: ``(3, 4, 5, 9)`` is "3-5,9"."""
+    spans: list[list[int]] = []
+    for place in places:
+        if spans and place == spans[-1][1] + 1:
+            spans[-1][1] = place
+        else:
+            spans.append([place, place])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ",".join(texts)
+
+
+def places_in(text: str) -> tuple[int, ...]:
+    """The places that ``spans_of`` wrote; ValueError unless they increase."""
+    places: list[int] = []
+    for span in _words(text):
+        found = _SPAN.fullmatch(span)
+        if found is None:
+            raise ValueError(f"sparse must be places such as 3-5,9, got {_short_repr(text)}")
+        first = int(found[1])
+        last = int(found[2] or first)
+        after = places[-1] if places else -1
+        if not after < first <= last < MOST_COLUMNS:
+            raise ValueError(f"sparse must be increasing places below {MOST_COLUMNS}, got {span}")
+        places.extend(range(first, last + 1))
+    return tuple(places)
 
 
 @dataclass(frozen=True)
@@ -344,15 +355,8 @@ class Layout:
     @classmethod
     def of(cls, record: ArrayRecord, hold: Hold | None = None) -> "Layout":
         """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
-        headers = tuple((name, header_of(name, array)) for name, array in record.items())
-        return _layout(headers, hold)
-
-    @classmethod
-    def read(cls, record: ArrayRecord, as_sent: bool = False) -> "tuple[Layout, Vector]":
-        """The layout of ``record`` and its arrays as one vector; ``as_sent`` as of ``flatten``."""
-        headers = tuple((name, header_of(name, array)) for name, array in record.items())
-        parts = [numbers(name, record[name], head) for name, head in headers]
-        return _layout(headers, None), _one_vector(parts, as_sent)
+        headers = [(name, header_of(array, name)) for name, array in record.items()]
+        return _layout(tuple(headers), hold)
 
     @functools.cached_property
     def shape_of(self) -> Mapping[str, tuple[int, ...]]:
@@ -371,24 +375,15 @@ class Layout:
     @functools.cached_property
     def columns(self) -> int:
         """The rows of a lone matrix, one for each column of users' rows; else ``size``."""
-        lone = len(self.shapes) == 1 and len(self.shapes[0]) > 0
-        return self.shapes[0][0] if lone else self.size
+        first = self.shapes[0]
+        if len(self.shapes) == 1 and first:
+            return first[0]
+        return self.size
 
     @functools.cached_property
     def size(self) -> int:
         """The number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes)
-
-    @functools.cached_property
-    def _keys(self) -> set[str]:
-        return set(self.names)
-
-    @functools.cached_property
-    def _parts(self) -> list[slice]:
-        """Where each array is in the vector."""
-        sizes = (math.prod(shape) for shape in self.shapes)
-        ends = itertools.accumulate(sizes, initial=0)
-        return list(itertools.starmap(slice, itertools.pairwise(ends)))
 
     def flatten(self, record: ArrayRecord, *, as_sent: bool = False) -> Vector:
         """The arrays as one vector; ValueError unless names, shapes and dtypes fit.
@@ -397,66 +392,66 @@ class Layout:
             record: the arrays.
             as_sent: leave float32 as it is, if all of them are; else the vector is float64.
         """
-        arrays = record
-        names = arrays.keys() - self.held if self.held else arrays.keys()
-        if names != self._keys:
-            raise ValueError(f"keys {sorted(arrays)} where {sorted(self.names)} were expected")
-        pairs = zip(self.names, self.shapes, strict=True)
-        return _one_vector([decode(name, arrays[name], shape) for name, shape in pairs], as_sent)
+        if record.keys() - self.held != self.shape_of.keys():
+            raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
+        parts = []
+        for name, shape in self.shape_of.items():
+            header = header_of(record[name], name)
+            if header.shape != shape or header.dtype.kind != "f":
+                found = f"{header.dtype}{header.shape}"
+                raise ValueError(f"array {name!r} holds {found} where floats{shape} were expected")
+            parts.append(decode(record[name], name))
+        single = as_sent and all(part.dtype == SINGLE for part in parts)
+        dtype = SINGLE if single else DOUBLE
+        if len(parts) == 1 and parts[0].dtype == dtype:
+            return cast(Vector, parts[0])  # a view of the bytes
+        vector = cast(Vector, np.empty(self.size, dtype))
+        with np.errstate(all="ignore"):
+            np.concatenate(parts, out=vector, casting="unsafe")
+        return vector
 
-    def unflatten(
-        self, vector: Vector, like: ArrayRecord | None = None, *, scale: float = 1.0
-    ) -> ArrayRecord:
+    def unflatten(self, vector: Vector, like: ArrayRecord | None = None) -> ArrayRecord:
         """The vector as named arrays in w's shapes and dtypes.
 
         Args:
             vector: w.
             like: holds the arrays that travel along, and the order of all of them.
-            scale: what the vector is multiplied by.
         """
         if vector.shape != (self.size,):
             raise ValueError(f"a vector of shape {vector.shape} where w has {self.size} parameters")
-        forms = zip(self.names, self._parts, self.shapes, self.dtypes, strict=True)
-        arrays = {
-            name: encode(vector[part], shape, dtype, scale) for name, part, shape, dtype in forms
-        }
+        arrays = {}
+        start = 0
+        for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True):
+            end = start + math.prod(shape)
+            arrays[name] = encode(vector[start:end], shape, dtype)
+            start = end
         if like is not None and self.held:
             arrays = {name: arrays.get(name, held) for name, held in like.items()}
         return ArrayRecord(arrays)
 
 
-def _one_vector(parts: list[NDArray[Any]], as_sent: bool) -> Vector:
-    """Arrays of floats as one vector, in float64 unless they stay as they were sent."""
-    single = as_sent and all(part.dtype == SINGLE for part in parts)
-    dtype = SINGLE if single else DOUBLE
-    if len(parts) == 1 and parts[0].dtype == dtype:
-        return cast(Vector, parts[0])  # a view of the bytes
-    vector = cast(Vector, np.empty(sum(map(len, parts)), dtype))
-    with np.errstate(all="ignore"):
-        np.concatenate(parts, out=vector, casting="unsafe")
-    return vector
-
-
 @functools.lru_cache(maxsize=64)
 def _layout(headers: tuple[tuple[str, ArrayHeader], ...], hold: Hold | None) -> Layout:
-    held = frozenset(
-        name for name, header in headers if hold is not None and hold(name, header.dtype)
-    )
-    moving = {name: header for name, header in headers if name not in held}
-    for name, header in moving.items():
+    held = set()
+    moving = {}
+    for name, header in headers:
+        if hold is not None and hold(name, header.dtype):
+            held.add(name)
+            continue
         if header.dtype.kind != "f":
             raise ValueError(
                 f"array {name!r} of the shared parameters has dtype {header.dtype}: only real "
                 "floats can take noise; keep counters and other buffers out of the record, or "
                 "personal"
             )
+        moving[name] = header
     if not moving:
         raise ValueError(
             "the shared parameters are an empty ArrayRecord: pass the initial w as initial_arrays"
         )
     shapes = tuple(header.shape for header in moving.values())
     dtypes = tuple(header.dtype for header in moving.values())
-    return Layout(tuple(moving), shapes, dtypes, held)
+    return Layout(tuple(moving), shapes, dtypes, frozenset(held))
 
 
 def is_buffer(name: str, dtype: np.dtype[Any]) -> bool:
@@ -466,16 +461,11 @@ def is_buffer(name: str, dtype: np.dtype[Any]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in STATISTICS)
 
 
-def payload_hash(payload: bytes) -> str:
-    """By which an Order names the message of a secure sum that comes along; empty without one."""
-    return hashlib.sha256(payload).hexdigest() if payload else ""
-
-
 def words_of(record: ArrayRecord | None, size: int) -> NDArray[np.uint64]:
     """The masked vector in a reply; ValueError unless it is one of this size."""
     if record is None or set(record) != {MASKED}:
         raise ValueError(f"no masked vector among {sorted(record or ())}")
-    header = header_of(MASKED, record[MASKED])
+    header = header_of(record[MASKED], MASKED)
     if header.dtype != np.dtype("<u8") or header.shape != (size,):
         raise ValueError(f"a masked vector of {header.dtype}{header.shape}, expected {size} words")
-    return decode_vector(record[MASKED], MASKED)
+    return decode(record[MASKED], MASKED)

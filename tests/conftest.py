@@ -39,3 +39,14 @@ def _records_of_charges_in_a_temporary_place(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PPSGD_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small networks are several times slower on threads that share busy cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

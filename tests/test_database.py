@@ -1,7 +1,6 @@
 """The base of both stores: what is committed stays, what is not leaves no trace, damage shows."""
 
 import errno
-import logging
 import os
 import signal
 import sqlite3
@@ -63,18 +62,6 @@ def test_files_are_for_their_owner_alone(path: Path) -> None:
     assert path.parent.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_directory_in_which_others_can_write_gets_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    private_directory(tmp_path)
-    assert not caplog.records
-    tmp_path.chmod(0o777)
-    with caplog.at_level(logging.WARNING, "flwr.ppsgd"):
-        private_directory(tmp_path)
-    (record,) = caplog.records
-    assert record.getMessage() == f"Others can write in {tmp_path} (mode 777): run chmod 700 on it"
-
-
 def test_every_connection_waits_for_the_disk(path: Path) -> None:
     store = Database(path, SCHEMA)
     wanted = {"journal_mode": "truncate", "synchronous": 3, "fullfsync": 1}
@@ -132,12 +119,6 @@ def test_a_damaged_file_is_one_line(path: Path, content: bytes | None, reason: s
         with pytest.raises(StoreError, match=f"numbers.sqlite.*{reason}.*restore") as raised:
             Database(path, SCHEMA, read_only=read_only)
         assert "\n" not in str(raised.value)
-
-
-def test_a_link_is_refused(path: Path) -> None:
-    path.symlink_to(path.with_name("elsewhere"))
-    with pytest.raises(StoreError, match="is a link"):
-        Database(path, SCHEMA)
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])

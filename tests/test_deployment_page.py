@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from flwr_ppsgd import PPSGD
-from flwr_ppsgd.signature import KEY, TrainingKey
+from tests.contract.command import ppsgd
+from tests.contract.files import check_done
 from tests.support.paths import ROOT
 from tests.support.toy import grid, release, strategy, w0
 
@@ -37,9 +38,9 @@ def execute(block: str, place: Path, missing: int = 0) -> str:
 
 
 def train(place: Path, rounds: int) -> PPSGD:
-    ppsgd = strategy(release=release(z=1.0), checkpoint_dir=place / "server")
-    ppsgd.start(grid(), w0(), num_rounds=rounds)
-    return ppsgd
+    training = strategy(release=release(z=1.0), checkpoint_dir=place / "server")
+    training.start(grid(), w0(), num_rounds=rounds)
+    return training
 
 
 def test_a_training_that_is_lost_goes_on_from_its_backup_and_no_charge_is_forgotten(
@@ -56,39 +57,36 @@ def test_a_training_that_is_lost_goes_on_from_its_backup_and_no_charge_is_forgot
     with pytest.raises(ValueError, match=r"the record outside shows 5: charges were lost.*--add 2"):
         train(tmp_path, 6)
     assert "added by hand: 2 charges (restored the backup" in execute(ADD, tmp_path, missing=2)
-    ppsgd = train(tmp_path, 6)
-    assert ppsgd.rounds_done == 6
-    assert ppsgd.ledger.rounds == 5 + 3
+    again = train(tmp_path, 6)
+    assert again.rounds_done == 6
+    assert again.ledger.rounds == 5 + 3
 
 
 def test_a_budget_is_fixed_before_the_first_training(tmp_path: Path) -> None:
     execute(BUDGET, tmp_path)
-    assert "4" in execute('ppsgd ledger "$DIR"', tmp_path)
+    assert "epsilon = 4" in check_done(ppsgd("ledger", tmp_path / "server")).words
 
 
 def test_a_new_key_of_the_training_is_made_and_shown(tmp_path: Path) -> None:
     train(tmp_path, 1)
-    execute(BACKUP, tmp_path)
-    before = TrainingKey((tmp_path / "server" / KEY).read_bytes()).public
+    shutil.copytree(tmp_path / "server", tmp_path / "backup")
+    before = key_of(tmp_path)
     execute(NEW_KEY, tmp_path)
     train(tmp_path, 2)
-    after = TrainingKey((tmp_path / "server" / KEY).read_bytes()).public
-    assert after != before
-    assert f"ppsgd-server-key = {after}" in execute('ppsgd ledger "$DIR"', tmp_path)
+    assert key_of(tmp_path) != before
 
 
-def test_the_page_names_files_commands_and_fields_that_exist(tmp_path: Path) -> None:
+def key_of(place: Path) -> str:
+    shown = check_done(ppsgd("ledger", place / "server")).words
+    (key,) = re.findall(r"ppsgd-server-key = (\S+)", shown)
+    return str(key)
+
+
+def test_the_page_names_files_and_fields_that_exist(tmp_path: Path) -> None:
     for link in re.findall(r"\]\(\.\./([^)]+)\)", PAGE):
         assert (ROOT / link).exists(), link
     train(tmp_path, 1)
-    shown = execute('ppsgd status "$DIR" --json', tmp_path)
+    shown = check_done(ppsgd("status", tmp_path / "server", "--json")).out
     watched = PAGE.partition("\n## Watch\n")[2].partition("\n## ")[0]
     for field in re.findall(r"^\| `([a-z_.]+)` \|", watched, re.MULTILINE):
         assert f'"{field.rpartition(".")[2]}"' in shown or field == "replies.zeros", field
-    assert {path.name for path in (tmp_path / "server").iterdir()} == {
-        "training.key",
-        "training.lock",
-        "training.sqlite",
-        "training.sqlite-journal",
-        "w-00000001-00000001.arrays",
-    }

@@ -1,6 +1,8 @@
-"""The site: pages that name files, keys, sections and pictures name those that exist."""
+"""The site: pages name files, keys and pictures that exist; commands and code of pages that need
+files of their own work as printed."""
 
 import re
+import shlex
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -10,6 +12,9 @@ import pytest
 
 from flwr_ppsgd.client.policy import KEYS
 from flwr_ppsgd.settings import Settings, keys_of
+from simulations.apps import compare
+from tests.contract.command import ppsgd
+from tests.contract.files import check_done
 from tests.support.paths import ROOT
 from tests.support.recipes import python_block
 
@@ -38,6 +43,62 @@ def test_the_page_on_secure_aggregation_runs(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "the server and any 2 of the other users together" in printed
     assert names["strategy"].ledger.rounds == 3
+
+
+def test_every_command_of_the_page_on_own_data_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``head`` is the only one that is not ours."""
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "own-data.md").read_text("utf-8")
+    shown = ""
+    for kind, code in re.findall(r"```(python|bash)\n(.*?)```", page, re.DOTALL):
+        if kind == "python":
+            exec(compile(code, "own-data.md", "exec"), {})
+            continue
+        for line in code.replace("\\\n", " ").strip().splitlines():
+            program, *words = shlex.split(line)
+            if program == "ppsgd":
+                shown += check_done(ppsgd(*words)).words
+            else:
+                count, source, _, target = words
+                lines = Path(source).read_text().splitlines(keepends=True)
+                Path(target).write_text("".join(lines[: abs(int(count))]))
+    assert "chosen by looking at data: not covered" in shown
+    assert "of 80 users gain" in shown
+    assert "choosing among 8 settings costs" in shown
+    for name in (
+        "exams/users.parquet",
+        "predictions.csv",
+        "sweep/methods.pdf",
+        "sweep/report.html",
+    ):
+        assert Path(name).exists(), name
+
+
+def test_the_code_and_the_command_of_the_page_on_simulation_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedAvg over 200 of 2,000 nodes pulls w by half towards the mean in each round."""
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "simulate.md").read_text("utf-8")
+    names: dict[str, Any] = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, "simulate.md", "exec"), names)
+    (w,) = names["result"].arrays.to_numpy_ndarrays()
+    assert abs(w - 999.5 * (1 - 0.5**5)).max() < 5 * 577 / 200**0.5  # standard errors
+    (command,) = blocks(page, "sh")
+    program, script, app, *options = shlex.split(command)
+    assert (program, ROOT / script) == ("python", Path(compare.__file__))
+    found = compare.main([str(ROOT / app), *options])
+    assert {name: list(points) for name, points in found.items()} == {
+        "ppsgd": [1.0, 4.0],
+        "fedavg": [1.0],  # it has no ε
+    }
+    assert (tmp_path / "runs" / "compare.png").stat().st_size > 0
+    lines = (tmp_path / "runs" / "compare.csv").read_text().splitlines()
+    assert lines[0] == "strategy,epsilon,measure,value"
+    assert any(line.startswith("ppsgd,4.0,local_accuracy,") for line in lines)
 
 
 def test_the_keys_of_secure_sums_are_read() -> None:
@@ -97,15 +158,10 @@ def test_a_diagram_is_whole_and_readable_on_any_page(picture: Path) -> None:
     assert 'class="page"' in text
 
 
-def test_every_picture_is_shown() -> None:
-    shown = {
-        name
-        for page in [ROOT / "README.md", *PAGES]
-        for name in re.findall(r"!\[[^\]]+\]\((?:docs/)?([\w.-]+)\)", page.read_text("utf-8"))
-    }
+def test_every_picture_is_shown_and_there_are_few_pages() -> None:
+    shown = set()
+    for page in [ROOT / "README.md", *PAGES]:
+        shown |= set(re.findall(r"!\[[^\]]+\]\((?:docs/)?([\w.-]+)\)", page.read_text("utf-8")))
     files = {path.name for path in DOCS.iterdir() if path.suffix not in (".md", ".css")}
     assert files == shown
-
-
-def test_there_are_few_pages() -> None:
     assert len(PAGES) <= MOST_PAGES

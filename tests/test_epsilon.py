@@ -61,11 +61,11 @@ def stated(
 @pytest.mark.parametrize(
     ("rate", "z"), [(0.001, 0.4), (0.01, 1.0), (0.1, 0.5), (0.3, 3.0), (0.9, 4.0), (0.999, 1.0)]
 )
-@pytest.mark.parametrize("delta", [1e-3, 1e-6])
 def test_one_round_costs_what_the_definition_says(
-    rate: float, z: float, delta: float, relation: Relation
+    rate: float, z: float, relation: Relation
 ) -> None:
     """The integral is good to 1e-6 of δ: points are 5e-5 standard deviations apart."""
+    delta = 1e-6
     epsilon = stated(rate, z, 1, delta, relation)
     assert exact_delta(rate, z, relation, 1, epsilon) <= delta * (1 + 1e-6)
     if epsilon > 0:
@@ -105,10 +105,7 @@ def lower_bound(
 @pytest.mark.parametrize(
     "releases",
     [
-        [(0.01, 1.0, 300)],
         [(0.2, 0.3, 5)],
-        [(0.001, 0.5, 30)],
-        [(0.5, 10.0, 100)],
         [(1 - 1e-9, 20.0, 60)],
         [(0.05, 2.0, 100), (1.0, 7.0, 1)],
         [(0.001, 0.6, 100), (0.1, 3.0, 50), (0.3, 20.0, 9)],

@@ -1,6 +1,6 @@
 """The examples learn, through the doors that users have."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,7 @@ from tests.support.paths import SHARED
 REAL = SHARED / "zephyr_tags.npz"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_shared_word_weights_help_and_every_run_draws_a_picture(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
-"""ε against closed forms, a second accountant and published figures."""
+"""Calibration, budgets, caps and further bounds; what ε is stands in contract/test_epsilon.py."""
 
-import json
 import math
 import subprocess
 import sys
 from dataclasses import replace
 from typing import get_args
 
-import dp_accounting
 import pytest
 from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, pld, rdp
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
@@ -35,14 +33,6 @@ def spent(release: Release, rounds: int, delta: float = 1e-4) -> Ledger:
     return Ledger(delta).record(release, rounds)
 
 
-def test_recorded_values_for_poisson_sampling() -> None:
-    """q=.01, z=1, 1000 rounds, δ=1e-4."""
-    ledger = spent(POISSON, 1000)
-    assert ledger.epsilon() == pytest.approx(1.513, abs=1e-3)
-    assert ledger.epsilon(method="rdp") == pytest.approx(1.755, abs=1e-3)
-    assert ledger.epsilon("replace-one") == pytest.approx(2.432, abs=2e-3)
-
-
 def gaussian_delta(epsilon: float, mu: float) -> float:
     """δ(ε) of a Gaussian mechanism with shift/std = μ (Balle and Wang 2018, Theorem 8)."""
 
@@ -52,68 +42,6 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
     return phi(mu / 2 - epsilon / mu) - math.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
 
 
-@pytest.mark.parametrize("release", [EVERYONE, FIXED])
-@pytest.mark.parametrize(("relation", "shift"), [("zero-out", 1.0), ("replace-one", 2.0)])
-def test_without_amplification_epsilon_is_that_of_one_gaussian(
-    release: Release, relation: str, shift: float
-) -> None:
-    """T rounds at z are one Gaussian at z/√T; ``FixedSize`` claims no amplification."""
-    epsilon = spent(release, 50).epsilon(relation)  # type: ignore[arg-type]
-    assert gaussian_delta(epsilon, shift * math.sqrt(50) / 20.0) == pytest.approx(1e-4, rel=1e-6)
-
-
-def test_the_trap_of_replace_one_in_dp_accounting() -> None:
-    """Its RDP takes std/sensitivity as given, its PLD doubles the sensitivity itself; ours agree
-    with each other."""
-    one = spent(Release(Poisson(10, 1.0), 1.0, 1.0), 1, delta=1e-5)
-    theirs = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE).compose(
-        GaussianDpEvent(1.0)
-    )
-    assert theirs.get_epsilon(1e-5) == pytest.approx(4.73, abs=0.01)
-    assert one.epsilon("replace-one") == pytest.approx(10.00, abs=0.01)
-    assert one.epsilon("replace-one", "rdp") > one.epsilon("replace-one")
-
-
-def test_rdp_refuses_replace_one_under_poisson_sampling_by_name() -> None:
-    with pytest.raises(ValueError, match="method='pld'"):
-        spent(POISSON, 10).epsilon("replace-one", "rdp")
-
-
-@pytest.mark.parametrize(
-    ("q", "z", "rounds"),
-    [
-        (0.01, 1.0, 1000),
-        (0.01, 5.0, 20_000),
-        (0.1, 30.0, 1000),
-        (0.5, 10.0, 100),
-        (0.01, 0.3, 100),
-        (0.01, 1.0, 1),
-    ],
-)
-@pytest.mark.parametrize("relation", ["zero-out", "replace-one"])
-def test_pld_is_close_to_a_fine_discretisation(
-    q: float, z: float, rounds: int, relation: str
-) -> None:
-    neighbours = {
-        "zero-out": NeighboringRelation.REPLACE_SPECIAL,
-        "replace-one": NeighboringRelation.REPLACE_ONE,
-    }
-    fine = pld.PLDAccountant(neighbours[relation], 1e-4 if z < 5 else 2e-5)
-    fine.compose(PoissonSampledDpEvent(q, GaussianDpEvent(z)), rounds)
-    limit = fine.get_epsilon(1e-4)
-    epsilon = spent(Release(Poisson(1000, q), 1.0, z), rounds).epsilon(relation)  # type: ignore[arg-type]
-    assert limit * (1 - 1e-4) < epsilon < limit * 1.002
-
-
-def test_rdp_agrees_with_dp_accounting_round_by_round() -> None:
-    theirs = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
-    ledger = Ledger(1e-5)
-    for _ in range(20):
-        theirs.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)))
-        ledger = ledger.record(POISSON)
-        assert ledger.epsilon(method="rdp") == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-9)
-
-
 @pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.3])
 @pytest.mark.parametrize("rounds", [1, 30, 10_000])
 def test_the_best_order_is_chosen_as_dp_accounting_does(delta: float, rounds: int) -> None:
@@ -121,37 +49,6 @@ def test_the_best_order_is_chosen_as_dp_accounting_does(delta: float, rounds: in
     theirs.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)), rounds)
     found = spent(POISSON, rounds, delta).epsilon(method="rdp")
     assert found == pytest.approx(theirs.get_epsilon(delta), rel=1e-12, abs=1e-12)
-
-
-def test_tiny_noise_is_priced_in_bounded_work_and_still_as_an_upper_bound() -> None:
-    """z=.01: about ten participations of ε ≈ 5,000 and more each."""
-    assert 10 * 5000 < spent(Release(Poisson(1000, 0.01), 1.0, 0.01), 1000).epsilon() < math.inf
-
-
-def test_equal_releases_are_counted_and_not_listed() -> None:
-    ledger = Ledger(1e-4)
-    for _ in range(1000):
-        ledger = ledger.record(POISSON)
-    assert ledger.releases == ((POISSON, 1000),)
-    assert ledger == spent(POISSON, 1000)
-    assert ledger.record(EVERYONE).record(POISSON).releases == (
-        (POISSON, 1000),
-        (EVERYONE, 1),
-        (POISSON, 1),
-    )
-
-
-def test_mixed_releases_compose() -> None:
-    mixed = spent(POISSON, 100).record(EVERYONE, 10)
-    accountant = pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 1e-4)
-    accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0)), 100).compose(
-        GaussianDpEvent(20.0), 10
-    )
-    assert mixed.epsilon() == pytest.approx(accountant.get_epsilon(1e-4), rel=0.01)
-
-
-def test_fixed_size_rounds_gain_nothing_from_being_mixed_with_poisson_rounds() -> None:
-    assert spent(FIXED, 100).record(POISSON, 1).epsilon() > spent(FIXED, 100).epsilon() * (1 - 1e-3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -173,56 +70,6 @@ def test_the_quick_bound_is_never_below_the_stated_epsilon(release: Release) -> 
         assert spent(release, rounds).quick_epsilon() >= spent(release, rounds).epsilon() * (
             1 - 1e-9
         )
-
-
-def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
-    assert (
-        Ledger(1e-4).epsilon()
-        == Ledger(1e-4).paper_epsilon()
-        == Ledger(1e-4).quick_epsilon()
-        == 0.0
-    )
-    bare = spent(Release(Poisson(10, 0.1), 1.0, 0.0), 1)
-    for epsilon in (
-        bare.epsilon(),
-        bare.epsilon("replace-one"),
-        bare.epsilon(method="rdp"),
-        bare.paper_epsilon(),
-    ):
-        assert math.isinf(epsilon)
-
-
-def test_fixed_size_reports_no_amplification_and_the_papers_number_apart() -> None:
-    z1 = Release(FixedSize(1000, 10), 1.0, 1.0)
-    assert spent(z1, 10).epsilon() > 5 * spent(z1, 10).paper_epsilon()
-
-
-@pytest.mark.parametrize("cohort", [Poisson(1000, 0.01), Poisson(1000, 1.0), FixedSize(1000, 10)])
-@pytest.mark.parametrize("relation", ["zero-out", "replace-one"])
-def test_calibrated_noise_meets_the_target_and_hardly_exceeds_it(
-    cohort: Poisson | FixedSize, relation: str
-) -> None:
-    z = calibrate_noise(epsilon=2.0, delta=1e-5, cohort=cohort, rounds=100, relation=relation)  # type: ignore[arg-type]
-
-    def epsilon(z: float) -> float:
-        return spent(Release(cohort, 1.0, z), 100, 1e-5).epsilon(relation)  # type: ignore[arg-type]
-
-    assert epsilon(z) <= 2.0
-    assert epsilon(z * 0.998) > 2.0
-
-
-def test_recorded_values_of_calibration() -> None:
-    """q=.01, T=1000, ε=1, δ=1e-5: 1.416 by PLD, 1.513 by RDP; rate 1 in closed form."""
-    cohort = Poisson(1000, 0.01)
-    assert calibrate_noise(epsilon=1, delta=1e-5, cohort=cohort, rounds=1000) == pytest.approx(
-        1.416, rel=1e-3
-    )
-    by_rdp = calibrate_noise(epsilon=1, delta=1e-5, cohort=cohort, rounds=1000, method="rdp")
-    assert by_rdp == pytest.approx(1.513, abs=1e-3)
-    exact = dp_accounting.get_sigma_gaussian(1, 1e-5) * math.sqrt(1000)
-    assert calibrate_noise(
-        epsilon=1, delta=1e-5, cohort=Poisson(9, 1.0), rounds=1000
-    ) == pytest.approx(exact, rel=1e-8)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.01, 0.002])
@@ -249,9 +96,10 @@ def test_calibration_asks_the_accountant_a_few_times(
 RARE = Release(Poisson(10**6, 1e-4), clip_norm=1.0, noise_multiplier=0.7327)
 
 
-@pytest.mark.parametrize("release", [POISSON, EVERYONE, FIXED, RARE])
-@pytest.mark.parametrize("max_epsilon", [0.3, 2.0])
-@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    ("release", "max_epsilon", "method"),
+    [(POISSON, 0.3, "rdp"), (RARE, 0.3, "pld"), (RARE, 2.0, "pld"), (RARE, 2.0, "rdp")],
+)
 def test_one_more_than_the_affordable_rounds_is_too_many(
     release: Release, max_epsilon: float, method: Method
 ) -> None:
@@ -276,24 +124,6 @@ def test_rare_rounds_are_calibrated_and_counted_as_dp_accounting_would() -> None
     assert theirs(z) <= 1.0 < theirs(z * 0.998)
     rounds = affordable_rounds(max_epsilon=1.0, delta=1e-6, release=Release(cohort, 1.0, z))
     assert 10**4 <= rounds < 1.001 * 10**4
-
-
-def test_a_budget_below_one_round_affords_none() -> None:
-    assert affordable_rounds(max_epsilon=0.01, delta=1e-5, release=POISSON) == 0
-    assert (
-        affordable_rounds(max_epsilon=5.0, delta=1e-5, release=Release(Poisson(9, 0.5), 1.0, 0.0))
-        == 0
-    )
-
-
-def test_a_ledger_survives_json() -> None:
-    ledger = (
-        spent(POISSON, 7)
-        .record(FIXED, 3, insecure=True)
-        .record(Release(Poisson(5, 0.1), 0.3, 0.0, 70), 2)
-    )
-    assert Ledger.from_json(ledger.to_json()) == ledger
-    json.loads(ledger.to_json(), parse_constant=pytest.fail)
 
 
 def test_insecure_rounds_are_marked_for_ever() -> None:
@@ -330,22 +160,11 @@ def test_a_damaged_ledger_is_refused_in_one_line(text: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
-def test_delta_outside_the_unit_interval_is_refused(delta: float) -> None:
-    with pytest.raises(ValueError, match="delta must be in"):
-        Ledger(delta)
-
-
 def test_unknown_relations_and_methods_are_refused() -> None:
     with pytest.raises(ValueError, match="zero-out, replace-one"):
         spent(POISSON, 1).epsilon("add-remove")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pld, rdp"):
         spent(POISSON, 1).epsilon(method="magic")  # type: ignore[arg-type]
-
-
-def test_a_charge_is_never_taken_back() -> None:
-    with pytest.raises(ValueError, match="never taken back"):
-        spent(POISSON, 3).record(POISSON, -1)
 
 
 def test_delta_is_the_total_that_a_cap_has_been_paid_from() -> None:
@@ -398,15 +217,6 @@ def test_extremes_are_answered_or_refused_at_once() -> None:
         Ledger.from_json("[" * 100_000)
 
 
-@pytest.mark.parametrize("sigma", [1e-3, 0.1, 1.0, 10.0, 1000.0])
-@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-12])
-def test_the_epsilon_of_a_gaussian_agrees_with_dp_accounting(sigma: float, delta: float) -> None:
-    release = Release(Poisson(10, 1.0), 1.0, sigma)
-    assert spent(release, 1, delta).epsilon() == pytest.approx(
-        dp_accounting.get_epsilon_gaussian(sigma, delta), rel=1e-6, abs=1e-9
-    )
-
-
 def test_pricing_leaves_the_root_logger_alone() -> None:
     """absl would put a handler there that prints every package's DEBUG lines."""
     code = (
@@ -416,23 +226,6 @@ def test_pricing_leaves_the_root_logger_alone() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("relation", ["zero-out", "replace-one"])
-@pytest.mark.parametrize("rounds", [1, 100, 30_000, 10**6])
-def test_no_epsilon_is_below_the_exact_one_at_any_delta(relation: Relation, rounds: int) -> None:
-    """As q → 1 the exact value is that of plain Gaussians: total σ of 2, δ from 1e-6 to 1e-15.
-
-    The round-off inside PLD understated it, by 4 % at 30,000 rounds and δ = 1e-14.
-    """
-    z = 2 * math.sqrt(rounds)
-    nearly = Release(Poisson(1000, 1 - 1e-12), clip_norm=1.0, noise_multiplier=z)
-    plain = Release(Poisson(1000, 1.0), clip_norm=1.0, noise_multiplier=z)
-    deltas = [1e-9, 1e-12, 1e-14, 1e-15] if rounds == 10**6 else [10.0**-k for k in range(6, 16)]
-    for delta in deltas:
-        exact = spent(plain, rounds, delta).epsilon(relation)
-        found = spent(nearly, rounds, delta).epsilon(relation)
-        assert exact <= found <= 1.05 * exact, delta
 
 
 @pytest.mark.parametrize("delta", [1e-10, 1e-12, 1e-15])

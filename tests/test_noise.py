@@ -29,7 +29,7 @@ from flwr_ppsgd.noise import (
 RELEASE = Release(Poisson(100, 0.5), clip_norm=3.0, noise_multiplier=2.0)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_normals_have_the_moments_of_a_normal(seed: int) -> None:
     """Mean, variance, skewness and kurtosis, each within 5 standard errors of its own estimate."""
     d = 200_001
@@ -71,14 +71,6 @@ def test_normals_are_independent_within_a_pair_and_between_blocks() -> None:
             assert abs(np.mean(halves[a] ** 2 * halves[b] ** 2) - 1) < 5 * math.sqrt(
                 8 / (BLOCK // 2)
             )
-
-
-def test_the_tail_has_the_mass_it_should() -> None:
-    d = 2_000_000
-    n = np.abs(RandomStream.insecure(2).normals(d))
-    for at in (3.0, 4.0, 4.5):
-        expected = d * math.erfc(at / math.sqrt(2))
-        assert abs(np.sum(n > at) - expected) < 5 * math.sqrt(expected)
 
 
 class OutOfWordsError(Exception):
@@ -351,16 +343,12 @@ def test_truncation_moves_toward_zero_by_less_than_one_step_of_the_grid() -> Non
     g = np.random.default_rng(0).normal(size=500) / 100
     total = GridSum(500, RELEASE)
     total.add(g)
-    kept = (
-        total.noisy(RandomStream.insecure(0))
-        if RELEASE.noise_multiplier == 0
-        else total._multiples * RELEASE.grid
-    )
+    kept = total._multiples * RELEASE.grid
     assert np.all(np.abs(kept) <= np.abs(g))
     assert np.all(np.abs(g - kept) < RELEASE.grid)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_noise_on_the_sum_has_the_std_of_algorithm_1(seed: int) -> None:
     """The last line: std z·C on the sum. 1 % too much or too little fails."""
     d = 500_000

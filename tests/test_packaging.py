@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -19,7 +18,6 @@ import pytest
 
 from tests.support.paths import ROOT
 
-REPOSITORY = ROOT
 PACKAGE = "flwr_ppsgd"
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", PACKAGE)
 WRITTEN = ("config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png")
@@ -31,9 +29,7 @@ print(importlib.metadata.distribution("flwr-ppsgd").locate_file("{PACKAGE}"))
 """
 
 
-def execute(
-    *command: str | Path, cwd: Path, minutes: float = 10
-) -> subprocess.CompletedProcess[str]:
+def execute(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command that cannot see the checkout by its environment or by where it starts."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -42,19 +38,11 @@ def execute(
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "PYTHONNOUSERSITE": "1",
     }
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60 * minutes,
-        check=False,
-    )
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
-def succeed(*command: str | Path, cwd: Path, minutes: float = 10) -> str:
-    done = execute(*command, cwd=cwd, minutes=minutes)
+def succeed(*command: str | Path, cwd: Path) -> str:
+    done = execute(*command, cwd=cwd)
     assert done.returncode == 0, f"{command} gave {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -65,12 +53,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     egg-info behind."""
     sources = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
-        if (REPOSITORY / name).is_dir():
+        if (ROOT / name).is_dir():
             shutil.copytree(
-                REPOSITORY / name, sources / name, ignore=shutil.ignore_patterns("__pycache__")
+                ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__")
             )
         else:
-            shutil.copy(REPOSITORY / name, sources / name)
+            shutil.copy(ROOT / name, sources / name)
     succeed(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=sources)
     return sources / "dist"
 
@@ -101,14 +89,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     succeed(*pip, "install", "--no-deps", "--no-index", "--quiet", wheel, cwd=directory.parent)
     (packages,) = directory.glob("lib/python*/site-packages")
-    shared = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    shared = [place for place in sys.path if Path(place).name == "site-packages"]
     (packages / "dependencies.pth").write_text("\n".join(shared) + "\n", encoding="utf-8")
     return directory
-
-
-@pytest.fixture(scope="module")
-def ppsgd(environment: Path) -> Path:
-    return environment / "bin" / "ppsgd"
 
 
 def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
@@ -118,10 +101,10 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> 
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = (
         path
-        for path in (REPOSITORY / PACKAGE).rglob("*")
+        for path in (ROOT / PACKAGE).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     )
-    assert packed == {path.relative_to(REPOSITORY).as_posix() for path in files}
+    assert packed == {path.relative_to(ROOT).as_posix() for path in files}
     assert {f"{PACKAGE}/py.typed", f"{PACKAGE}/lab/presets/synthetic.toml"} <= packed
 
 
@@ -136,7 +119,7 @@ def test_wheel_and_sdist_say_what_they_are(built: Path, wheel: Path) -> None:
     assert sdist.name == f"flwr_ppsgd-{version}.tar.gz"
     assert shown["License-Expression"] == "Apache-2.0"
     assert shown["Description-Content-Type"] == "text/markdown"
-    assert shown.get_payload() == (REPOSITORY / "README.md").read_text("utf-8")
+    assert shown.get_payload() == (ROOT / "README.md").read_text("utf-8")
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
         shown.get_all("Classifier", [])
     )
@@ -146,17 +129,17 @@ def test_wheel_and_sdist_say_what_they_are(built: Path, wheel: Path) -> None:
 
 
 def test_the_citation_names_this_version() -> None:
-    text = (REPOSITORY / "CITATION.cff").read_text("utf-8")
+    text = (ROOT / "CITATION.cff").read_text("utf-8")
     assert f"\nversion: {pyproject()['project']['version']}\n" in text
 
 
 def test_the_lock_has_the_tested_versions_with_hashes_and_no_address() -> None:
-    text = (REPOSITORY / "requirements.lock").read_text("utf-8")
+    text = (ROOT / "requirements.lock").read_text("utf-8")
     assert "://" not in text
     assert "--index" not in text
     locked = dict(re.findall(r"^([\w.-]+)==(\S+) \\\n    --hash=sha256:", text, re.MULTILINE))
     assert len(locked) == len(re.findall(r"^[^\s#]", text, re.MULTILINE))  # each has a hash
-    tested = (REPOSITORY / "constraints.txt").read_text("utf-8")
+    tested = (ROOT / "constraints.txt").read_text("utf-8")
     pins = {
         plain(name): version
         for name, version in re.findall(r"^(\S+)==(\S+)$", tested, re.MULTILINE)
@@ -173,12 +156,12 @@ def plain(name: str) -> str:
 
 
 def pyproject() -> dict[str, Any]:
-    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
 
 def readme_lines(directory: Path) -> Path:
     """README's Python blocks as a file."""
-    text = (REPOSITORY / "README.md").read_text("utf-8")
+    text = (ROOT / "README.md").read_text("utf-8")
     code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     script = directory / "readme.py"
     script.write_text(code, encoding="utf-8")
@@ -196,10 +179,10 @@ def test_readmes_lines_run_in_an_empty_environment(wheel: Path, tmp_path: Path) 
     """Only what pip installs: a dependency that is not declared shows up here."""
     succeed(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
-    constraints = REPOSITORY / "constraints.txt"
+    constraints = ROOT / "constraints.txt"
     pip = (python, "-m", "pip", "install", "--quiet", "-c", constraints, wheel)
-    succeed(*pip, cwd=tmp_path, minutes=20)
-    shown = succeed(python, readme_lines(tmp_path), cwd=tmp_path, minutes=10)
+    succeed(*pip, cwd=tmp_path)
+    shown = succeed(python, readme_lines(tmp_path), cwd=tmp_path)
     assert "(2, 0.0001)-joint differential privacy" in shown
     command = tmp_path / "venv" / "bin" / "ppsgd"
     assert "run" in succeed(command, "--help", cwd=tmp_path)
@@ -214,24 +197,14 @@ def test_package_is_imported_from_the_wheel(environment: Path, tmp_path: Path) -
     assert all(Path(place).is_relative_to(environment / "lib") for place in places), places
 
 
-def test_version(ppsgd: Path, tmp_path: Path) -> None:
-    assert succeed(ppsgd, "--version", cwd=tmp_path).startswith("flwr_ppsgd 0.")
-
-
-def test_run_writes_a_complete_directory(ppsgd: Path, tmp_path: Path) -> None:
-    succeed(
-        ppsgd,
-        "run",
-        "--rounds",
-        "4",
-        "--set",
-        "population=6",
-        "--set",
-        "features=8",
-        "--out",
-        "out",
-        cwd=tmp_path,
-    )
+def test_the_command_works_and_run_writes_a_complete_directory(
+    environment: Path, tmp_path: Path
+) -> None:
+    ppsgd = environment / "bin" / "ppsgd"
+    version = pyproject()["project"]["version"]
+    assert succeed(ppsgd, "--version", cwd=tmp_path) == f"flwr_ppsgd {version}\n"
+    small = ("--rounds", "4", "--set", "population=6", "--set", "features=8")
+    succeed(ppsgd, "run", *small, "--out", "out", cwd=tmp_path)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(WRITTEN)
     assert all((tmp_path / "out" / name).stat().st_size for name in WRITTEN)
     rows = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -239,15 +212,6 @@ def test_run_writes_a_complete_directory(ppsgd: Path, tmp_path: Path) -> None:
     privacy = valid_json((tmp_path / "out" / "privacy.json").read_text(encoding="utf-8"))
     assert privacy["rounds_charged"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_bad_input_is_one_line_and_exit_status_2(ppsgd: Path, tmp_path: Path) -> None:
-    done = execute(ppsgd, "run", "--set", "clip-nrom=1", "--out", "out", cwd=tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "clip-nrom" in line
-    assert "'clip-norm'" in line
-    assert not list(tmp_path.iterdir())
 
 
 def valid_json(text: str) -> dict[str, object]:

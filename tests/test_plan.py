@@ -27,10 +27,9 @@ def test_it_plans_what_the_recipe_runs(changes: dict[str, Any], task: str) -> No
     """The same z and rounds for either task, and the ε of all of it under both relations."""
     plan = plan_for(**changes)
     expected = recipe(**{"task": task} | FLAT | changes)
-    assert plan.rounds == plan.noise.rounds == expected.rounds
-    assert plan.noise_multiplier == expected.release.noise_multiplier
-    asked = [release.noise_multiplier for release in expected.before.values()]
-    assert list(plan.before.values()) == asked
+    assert plan.recipe.rounds == expected.rounds
+    assert plan.recipe.release == expected.release
+    assert list(plan.recipe.before.values()) == list(expected.before.values())
     ledger = Ledger(1e-5)
     for release in expected.before.values():
         ledger = ledger.record(release)
@@ -43,21 +42,21 @@ def test_noise_in_a_prediction_by_hand() -> None:
     """About σ₁·T/N of the size C: a little more, for the 5 % that the size takes."""
     plan = plan_for(population=6000)
     sigma = noise_alone(2.0, 1e-5)
-    assert plan.rounds == 8
-    assert plan.noise.in_prediction == pytest.approx(sigma * 8 / 6000 / math.sqrt(0.95))
+    assert plan.recipe.rounds == 8
+    assert plan.recipe.noise_in_prediction == pytest.approx(sigma * 8 / 6000 / math.sqrt(0.95))
 
 
 def test_signal_to_noise_by_hand() -> None:
     """(C/√d)/(zC/N): N/(z·√d)."""
     assert plan_for().signal_to_noise is None
     plan = plan_for(dimension=49)
-    assert plan.signal_to_noise == pytest.approx(600 / plan.noise_multiplier / 7)
+    assert plan.signal_to_noise == pytest.approx(600 / plan.recipe.release.noise_multiplier / 7)
 
 
 def test_more_users_or_epsilon_are_plans_of_their_own() -> None:
     plan = plan_for()
-    assert plan.with_more_users == plan_for(population=1200).noise
-    assert plan.with_more_epsilon == plan_for(epsilon=4.0).noise
+    assert plan.with_more_users == plan_for(population=1200).recipe
+    assert plan.with_more_epsilon == plan_for(epsilon=4.0).recipe
 
 
 def test_words_name_what_public_numbers_do_not_say() -> None:
@@ -76,10 +75,10 @@ def test_words_name_what_public_numbers_do_not_say() -> None:
 
 def test_a_secure_sum_is_planned_too() -> None:
     plan = plan_for(secure_honest=500, secure_colluding=10)
-    assert plan.secure is not None
-    assert plan.secure.clients == 600
-    noise = math.sqrt(600 / 500) * plan.noise_multiplier / 600
-    assert plan.noise.in_prediction == pytest.approx(noise * math.sqrt(plan.rounds))
+    assert plan.as_data()["secure"]["clients"] == 600
+    found = plan.recipe
+    noise = math.sqrt(600 / 500) * found.release.noise_multiplier / 600
+    assert found.noise_in_prediction == pytest.approx(noise * math.sqrt(found.rounds))
     assert "may drop out" in plan_text(plan)
 
 

@@ -68,28 +68,6 @@ def test_the_shared_network_is_saved(app: compare.App, tmp_path: Path) -> None:
     network.load_state_dict(torch.load(path), strict=True)
 
 
-def test_the_comparison_is_drawn_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "new" / "compare.png"
-    options = f"--nodes {NODES} --strategies ppsgd fedavg --epsilons 2 8 --picture {picture}"
-    found = compare.main([str(QUICKSTART), *options.split()])
-    assert {name: list(points) for name, points in found.items()} == {
-        "ppsgd": [2.0, 8.0],
-        "fedavg": [2.0],
-    }
-    assert picture.stat().st_size > 0
-    lines = picture.with_suffix(".csv").read_text().splitlines()
-    assert lines[0] == "strategy,epsilon,measure,value"
-    assert any(line.startswith("ppsgd,8.0,local_accuracy,") for line in lines)
-    assert str(picture) in capsys.readouterr().out
-
-
-def test_means_are_weighted_by_the_number_of_rows() -> None:
-    records = [{"accuracy": 1.0, "num-examples": 1}, {"accuracy": 0.0, "num-examples": 3}]
-    assert compare.means(records) == {"accuracy": 0.25}
-
-
 def test_a_directory_without_an_app_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

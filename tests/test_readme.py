@@ -4,8 +4,6 @@ import contextlib
 import io
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,8 @@ import flwr_ppsgd
 import flwr_ppsgd.legacy
 from flwr_ppsgd import simulation
 from flwr_ppsgd.cli import app
+from tests.contract.command import ppsgd
+from tests.contract.files import check_done
 from tests.support.paths import ROOT
 
 README = ROOT / "README.md"
@@ -29,8 +29,8 @@ MOST_BYTES = 6000  # of the front door
 ELSEWHERE = {
     "flower-apps.md": ("test_apps.py", "test_adopters.py"),
     "deployment.md": ("test_deployment_page.py",),
-    "own-data.md": ("test_own_data_page.py",),
-    "simulate.md": ("simulation/test_page.py",),
+    "own-data.md": ("test_docs.py",),
+    "simulate.md": ("test_docs.py",),
 }
 EXECUTED = ("python", "sh", "bash", "diff")
 SHOWN = ("", "text", "bibtex", "toml")  # commands for a terminal, output, settings
@@ -98,7 +98,8 @@ def test_the_start_page_trains_states_its_guarantee_and_personalizes() -> None:
     assert printed.count("To each of the 100 enrolled users") == 1
 
 
-WHOLE = ("README.md", "start.md", *ELSEWHERE)  # pages that are tested above, or elsewhere
+# pages that are tested above, or elsewhere
+WHOLE = ("README.md", "start.md", "secure-aggregation.md", *ELSEWHERE)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +188,7 @@ def run_here(words: list[str]) -> None:
         "--target COLUMN", "--target stars"
     )
     filled = shlex.split(line.replace("FILE", "ratings.csv").replace("1e-5", "1e-3"))
-    ppsgd = Path(sys.executable).with_name("ppsgd")
-    done = subprocess.run([ppsgd, *filled[1:]], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_done(ppsgd(*filled[1:]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))

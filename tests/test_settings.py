@@ -176,17 +176,14 @@ def test_epsilon_calibrates_the_noise_for_the_planned_rounds(cohort: dict[str, A
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, math.nan])
-@pytest.mark.parametrize("rate", [1.0, 0.5])
-def test_calibration_names_delta_where_delta_is_wrong(delta: float, rate: float) -> None:
-    with pytest.raises(ValueError, match=rf"delta must be in \(0, 1\), got {delta}"):
-        read(
-            {"delta": delta, "rate": rate, "epsilon": 1.0}, without=("noise-multiplier",)
-        ).release()
+def test_a_wrong_delta_is_named_before_any_noise_is_calibrated(delta: float) -> None:
+    with pytest.raises(ValueError, match=rf"here.toml: delta must be .* \(0, 0.1\), got {delta}"):
+        read({"delta": delta, "epsilon": 1.0}, without=("noise-multiplier",))
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.inf, math.nan])
 def test_an_epsilon_that_no_noise_gives_is_refused(epsilon: float) -> None:
-    with pytest.raises(ValueError, match=f"epsilon must be positive and finite, got {epsilon}"):
+    with pytest.raises(ValueError, match=f"epsilon must be positive.*, got {epsilon}"):
         read({"epsilon": epsilon}, without=("noise-multiplier",)).release()
 
 
@@ -213,14 +210,6 @@ def test_half_of_a_secure_sum_is_refused(key: str) -> None:
     (other,) = SECURE.keys() - {key}
     with pytest.raises(ValueError, match=f"'{other}' is missing"):
         read({key: SECURE[key]})
-
-
-def test_keys_are_the_fields_with_hyphens() -> None:
-    assert [key_of(name) for name in ("clip_norm", "alpha_q", "step")] == [
-        "clip-norm",
-        "alpha-q",
-        "step",
-    ]
 
 
 def test_a_change_to_one_of_two_alternatives_takes_the_other_one_out() -> None:
@@ -255,17 +244,12 @@ def test_a_strategy_from_a_run_config_that_holds_other_keys_too() -> None:
     assert (ppsgd.ledger.delta, ppsgd.training.evaluate_every) == (1e-5, 5)
 
 
-def test_epsilon_in_a_run_config_calibrates_the_noise_for_the_planned_rounds() -> None:
-    config = {key: value for key, value in RUN_CONFIG.items() if key != "noise-multiplier"}
-    release = PPSGD.from_config({**config, "epsilon": 2.0}).release
-    assert Ledger(1e-5).record(release, 20).epsilon() == pytest.approx(2.0, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         ({"ppsgd-rat": 1}, "unknown key 'ppsgd-rat'"),
         ({"rate": 7.0}, "rate must be in"),
+        ({"noise-multiplier": math.nan}, "run config: noise-multiplier must be"),
         ({"epsilon": 1.0}, "give either noise-multiplier or epsilon: both are set"),
         ({"replies": "weights"}, "'gradient' or 'parameters'"),
         ({"alpha-q": -1.0}, "alpha-q must be in"),

@@ -8,13 +8,11 @@ import pytest
 from flwr_ppsgd import Order
 from flwr_ppsgd.signature import TrainingKey, digest, signed
 from flwr_ppsgd.signature import verify as verify_for
-from tests.test_wire import ORDER
+from tests.test_wire import ORDER, SECURE
 
 W = {"0": b"first array", "1": b"second"}
 KEY = TrainingKey.new()
-FULL = replace(  # no field empty
-    ORDER, task="classification", sparse=(1, 2), variance=(0.5,), plan={"gradient": (2.0, 8)}
-)
+FULL = replace(SECURE, task="classification", sparse=2, variance=(0.5,))  # no field empty
 TRAIN: dict[str, Any] = {"kind": "train", "run": 3}
 
 
@@ -36,13 +34,13 @@ OTHER: dict[str, Any] = {
     "publishes": False,
     "asks": "solution",
     "task": "regression",
-    "sparse": "3-5,9",
+    "sparse": 3,
     "unit": 2.0,
     "size": 3.0,
     "variance": bytes(8),
     "last": True,
     "average": True,
-    "metrics": "loss",
+    "metrics": "accuracy",
     "training": 5,
     "starts": "1,5,5,7",
     "back": 5,
@@ -51,6 +49,17 @@ OTHER: dict[str, Any] = {
     "plan": "gradient=2.0:9",
     "sampled": True,
     "promise": "everything",
+    "stage": 2,
+    "payload": "cd",
+    "secure_population": 101,
+    "secure_clip_norm": 2.0,
+    "secure_noise_multiplier": 1.6,
+    "secure_honest": 71,
+    "secure_colluding": 6,
+    "secure_failure": 2.0**-41,
+    "secure_neighbours": 1,
+    "secure_share": 0.2,
+    "secure_bounds": "2.6",
 }
 
 

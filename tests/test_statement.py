@@ -41,16 +41,13 @@ def promise(release: Release, **changes: Any) -> Promise:
     found = Promise(
         headline=head(release),
         release=release,
-        releases=((release, 3),),
+        stated=Ledger(DELTA).record(release, 3),
+        charged=Ledger(DELTA).record(release, 3),
         publishes=True,
         method="exact",
         rdp=1.0,
-        paper_epsilon=1.0,
-        delta_taken_by_cap=0.0,
-        delta_taken_by_cap_replace_one=0.0,
         delta_taken_by_precision=0.0,
         rounds_trained=3,
-        rounds_charged=3,
     )
     return replace(found, **changes)
 
@@ -124,19 +121,6 @@ def test_delta_is_a_slack_and_not_a_probability_of_failure() -> None:
     text = promise(PLAIN).statement()
     assert "Delta is a small slack in the bound" in text
     assert "at most e^epsilon times its probability without them, plus delta" in text
-
-
-@pytest.mark.parametrize(
-    "change", [{"simulation": "A simulation."}, {"insecure_rounds": 1}, {"cost": math.inf}]
-)
-def test_without_a_guarantee_no_number_is_called_epsilon(change: dict[str, Any]) -> None:
-    found = promise(SECURE, headline=head(SECURE, **change))
-    data = found.as_data()
-    assert data["guarantee"] == "none"
-    numbers = {name: value for name, value in data.items() if name.startswith("epsilon")}
-    assert {value for name, value in numbers.items() if name != "epsilon_bound"} == {"infinite"}
-    for text in texts(found):
-        assert text.startswith("NO GUARANTEE")
 
 
 def test_a_plan_that_gets_dearer_after_a_charge_is_a_caveat() -> None:

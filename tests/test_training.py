@@ -90,30 +90,12 @@ def test_a_w_that_is_not_finite_is_refused_before_anything_is_sent(number: float
         )
 
 
-def test_arrays_that_are_no_record_are_named() -> None:
-    grid = InProcessGrid(client_app(toy_learner), 5)
-    with pytest.raises(ValueError, match=r"initial_arrays must be an ArrayRecord, got a list"):
-        strategy().start(grid, [np.zeros(6)], num_rounds=1)  # type: ignore[arg-type]
-
-
 def test_both_apis_take_the_same_arguments() -> None:
     own = {"initial_parameters", "evaluate_fn"}
     arguments = set(PPSGD.__init__.__annotations__) - {"return"}
     assert set(PPSGDStrategy.__init__.__annotations__) - {"return"} - own == arguments
     assert len(arguments) == 14
     assert arguments | {"recipe"} == set(Training.__dataclass_fields__)
-
-
-@pytest.mark.parametrize("wanted", [1, 2])
-def test_fewer_rounds_than_the_recipe_takes_have_less_noise_each(wanted: int) -> None:
-    """The budget is spent in the rounds that are run; more than the recipe takes are ignored."""
-    made = [PPSGD.auto(population=60, epsilon=2.0, delta=1e-3, rounds=4) for _ in range(2)]
-    for ppsgd, rounds in zip(made, (wanted, 9), strict=True):
-        ppsgd._account.plan(rounds, 0)
-    fewer, all_ = (ppsgd.release.noise_multiplier for ppsgd in made)
-    assert fewer == pytest.approx(all_ * math.sqrt(wanted / 4), rel=1e-9)
-    assert made[0]._account.stated_ledger().epsilon() == pytest.approx(2.0, abs=0.01)
-    assert made[1]._account.last_round == 4
 
 
 @pytest.mark.parametrize("name", ["nodes", "min_online", "wait_timeout"])

@@ -7,20 +7,22 @@ it holds also if z and w are chosen after looking.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from flwr_ppsgd.client.policy import DELTA, MAX_EPSILON, MAX_OWN_EPSILON, OWN_EPSILON, Policy
 from flwr_ppsgd.client.refusal import RefusalCode, RefusedError, limit_refusal
+from flwr_ppsgd.noise import CUT_TAIL
+from flwr_ppsgd.secure.terms import SecureTerms
 from flwr_ppsgd.wire import Order, Plan
 
 FOR_NOISE = 0.9  # of δ; the rest is for what may go wrong in secure sums
 ROUNDING = 1e-9  # relative, on the side of more privacy
-CUT_TAIL = 2.0**-145  # of the noise of one coordinate, as of ``noise``
 LARGEST_EPSILON = 1e6  # beyond it nothing is protected
 LARGEST_EXPONENT = 600.0
 ULP = 2.0**-52
+ROOT_TWO = math.sqrt(2)
 
 
 # --- the closed form
@@ -34,8 +36,9 @@ def delta_of(mu: float, epsilon: float) -> float:
     if mu == 0:
         return 0.0
     at = epsilon / mu - mu / 2
-    above = math.erfc(at / math.sqrt(2)) / 2
-    below = math.erfc((epsilon / mu + mu / 2) / math.sqrt(2)) / 2
+    above = math.erfc(at / ROOT_TWO) / 2
+    beyond = epsilon / mu + mu / 2
+    below = math.erfc(beyond / ROOT_TWO) / 2
     if below == 0 or epsilon > LARGEST_EXPONENT:
         return above
     rounding = (8 + at**2) * ULP * above  # of both terms, which may nearly cancel
@@ -87,32 +90,24 @@ class Agreement:
         factor: f; the bound of everything that leaves is f times the release's own.
     """
 
-    plan: dict[str, tuple[float, int]] = field(default_factory=dict)
+    plan: Plan = field(default_factory=dict)
     terms: dict[str, dict[str, Any]] = field(default_factory=dict)
     last: dict[str, tuple[int, int]] = field(default_factory=dict)
     answers: dict[str, int] = field(default_factory=dict)
     factor: float = 1.0
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """What ``dataclasses.asdict`` gave, after JSON made lists of its pairs."""
-        values = dict(data)
-        for name in ("plan", "last"):
-            values[name] = {part: tuple(pair) for part, pair in data.get(name, {}).items()}
-        return cls(**values)
-
     def with_order(self, order: Order, policy: Policy) -> Self:
         """With the Order's plan, terms and f; RefusedError if they were others before."""
-        fixed = order.terms is not None or policy.needs_plan
-        if fixed and not order.plan and order.publishes:
+        is_fixed = order.terms is not None or policy.needs_plan
+        if is_fixed and not order.plan and order.publishes:
             raise _plan_refusal(
                 order,
                 "an Order without a plan: what the training will cost this user is not known; the "
                 "server's operator has to install the same flwr-ppsgd",
             )
-        plan = dict(order.plan)
-        if fixed and self.plan:
-            _refuse_growth(order, self.plan)
+        plan = order.plan
+        if is_fixed and self.plan:
+            self._refuse_growth(order)
             plan = self.plan
         factor = factor_of(order, policy, plan)
         if self.answers and factor != self.factor:
@@ -121,12 +116,22 @@ class Agreement:
                 f"f = {factor:.3g} in a training that was answered with {self.factor:.3g}: it is "
                 f"fixed before the first answer; set {OWN_EPSILON} and {DELTA} as they were",
             )
-        joined = replace(self, plan=plan, factor=factor)
-        return joined if order.terms is None else joined._with_terms(order)
+        agreed = replace(self, plan=plan, factor=factor)
+        return agreed if order.terms is None else agreed._with_terms(order, order.terms)
 
-    def _with_terms(self, order: Order) -> Self:
-        assert order.terms is not None
-        now = order.terms.to_flat()
+    def _refuse_growth(self, order: Order) -> None:
+        for part, (z, times) in order.plan.items():
+            planned, most = self.plan.get(part, (math.inf, 0))
+            if z < planned or times > most:
+                raise _plan_refusal(
+                    order,
+                    f"the plan has {times} times {part} with noise multiplier {z:g}, and the first "
+                    f"Order of this training had {most} with {planned:g}: it is fixed; nothing is "
+                    "sent",
+                )
+
+    def _with_terms(self, order: Order, terms: SecureTerms) -> Self:
+        now = terms.to_flat()
         for name, value in self.terms.get(order.asks, now).items():
             if now[name] != value:
                 raise _plan_refusal(
@@ -134,7 +139,7 @@ class Agreement:
                     f"{name} of the secure sum was {value} in this training and is {now[name]} "
                     "now: it is fixed; nothing is sent",
                 )
-        z = order.terms.noise_multiplier
+        z = terms.noise_multiplier
         planned, _ = self.plan.get(order.asks, (z, 0))
         if planned != z:
             raise _plan_refusal(
@@ -176,7 +181,9 @@ class Agreement:
     def cost(self, part: str) -> float:
         """(f/z)² of one answer; infinite if the server states no noise."""
         z, _ = self.plan.get(part, (0.0, 0))
-        return (self.factor / z) ** 2 * (1 + ROUNDING) if z else math.inf
+        if z == 0:
+            return math.inf
+        return (self.factor / z) ** 2 * (1 + ROUNDING)
 
     def rest(self, order: Order) -> float:
         """Σ (f/z)² of what is still planned; of one answer, if a round asks a part of the users."""
@@ -194,30 +201,23 @@ def factor_of(order: Order, policy: Policy, plan: Plan) -> float:
     """f: the largest number up to 1 with which the plan costs the user's own ε; 1 without one."""
     if math.isinf(policy.epsilon) or not order.publishes:
         return 1.0
-    if order.sampled:
-        raise _plan_refusal(order, f"a training that samples users has no f: remove {OWN_EPSILON}")
-    if order.metrics and order.terms is None:
-        raise _plan_refusal(order, f"private measures that the server bounds: remove {OWN_EPSILON}")
-    if any(z == 0 for z, _ in plan.values()):
-        raise _plan_refusal(order, f"a training without noise has no ε: remove {OWN_EPSILON}")
+    noiseless = any(z == 0 for z, _ in plan.values())
+    unbounded = bool(order.metrics) and order.terms is None  # measures that the server bounds
+    if order.sampled or noiseless or unbounded:
+        raise _plan_refusal(
+            order,
+            f"{OWN_EPSILON} needs everybody in every round, noise, and no private measures that "
+            "the server bounds: nothing is sent; remove it to take part",
+        )
     mu_squared = sum(times / z**2 for z, times in plan.values())
+    answers = sum(times for _, times in plan.values())
     delta = policy.delta
     if order.terms is not None:
-        delta -= order.terms.release.failure * sum(times for _, times in plan.values())
+        delta -= order.terms.release.failure * answers
     if delta <= 0:
         raise _plan_refusal(order, f"{DELTA} is less than secure sums take from it: raise it")
-    return min(1.0, largest_mu(policy.epsilon, delta) / math.sqrt(mu_squared) * (1 - ROUNDING))
-
-
-def _refuse_growth(order: Order, before: Plan) -> None:
-    for part, (z, times) in order.plan.items():
-        planned, most = before.get(part, (math.inf, 0))
-        if z < planned or times > most:
-            raise _plan_refusal(
-                order,
-                f"the plan has {times} times {part} with noise multiplier {z:g}, and the first "
-                f"Order of this training had {most} with {planned:g}: it is fixed; nothing is sent",
-            )
+    allowed = largest_mu(policy.epsilon, delta) * (1 - ROUNDING)
+    return min(1.0, allowed / math.sqrt(mu_squared))
 
 
 def _plan_refusal(order: Order, reason: str) -> RefusedError:
@@ -285,23 +285,22 @@ class DeviceAccount:
         after = replace(self.with_promise(order), delta=self.delta or policy.delta)
         if policy.limits_own:
             after = replace(after, limit=max(self.limit, policy.max_own_epsilon))
-        cost = agreement.cost(order.asks)
-        if math.isinf(cost):
-            after = after.with_unpriced()
-        else:
-            key = order.server_key
-            by_key = {**self.by_key, key: self.by_key.get(key, 0.0) + cost}
-            after = replace(after, by_key=by_key)._with_cost(order, cost, size)
+        after = after._with_cost(order, agreement.cost(order.asks), size)
         if policy.limits_own:
             after._check_own(policy, after.mu_squared)
         return after
 
     def _with_cost(self, order: Order, cost: float, size: int) -> Self:
+        if math.isinf(cost):
+            return self.with_unpriced()
+        key = order.server_key
+        by_key = {**self.by_key, key: self.by_key.get(key, 0.0) + cost}
         terms = order.terms
         if terms is None:
-            return replace(self, trusted=self.trusted + cost)
+            return replace(self, by_key=by_key, trusted=self.trusted + cost)
         return replace(
             self,
+            by_key=by_key,
             secure=self.secure + cost,
             alone=self.alone + terms.honest * cost,
             failure=self.failure + terms.release.failure,

@@ -15,11 +15,20 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import NDArrays, Scalar
 
-from flwr_ppsgd.client.mods import guarded_mod, refuse_clipping_mods
 from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
 from flwr_ppsgd.client.visit import EVALUATE, TRAIN, ClientSettings, Visit
+from flwr_ppsgd.flower_wrappers import MODS, flower_caller
 from flwr_ppsgd.learner import Learner
-from flwr_ppsgd.wire import ARRAYS, CONFIG, GRADIENT, METRICS, NUM_EXAMPLES, ORDER, SERVER_ROUND
+from flwr_ppsgd.wire import (
+    ARRAYS,
+    CONFIG,
+    GRADIENT,
+    METRICS,
+    NUM_EXAMPLES,
+    ORDER,
+    SERVER_ROUND,
+    Order,
+)
 
 ORDER_FIELDS = ("protocol", "publishes", "clip_norm")  # no stock strategy sends one of these
 
@@ -45,20 +54,30 @@ def client_app(
         mods: Flower client mods, applied to training and evaluation alike. Those that take every
             reply for trained parameters are refused, or kept for stock strategies.
     """
-    guarded = [guarded_mod(mod, local_step is not None) for mod in mods or []]
-    return _GuardedClientApp(ClientSettings(learner_for, local_step, local_steps), guarded)
+    clipping = _clipping_mod(mods or [])
+    if clipping and local_step is None:
+        remedy = "or set local_step to serve stock strategies too"
+        raise ValueError(f"{_about_clipping(clipping)}, {remedy}")
+    settings = ClientSettings(learner_for, local_step, local_steps)
+    return _GuardedClientApp(settings, mods or [], clipping)
 
 
 class _GuardedClientApp(ClientApp):
     """A ClientApp that keeps to its owner's limits, and whose errors tell the server a code only.
 
     It also says what is wrong if it cannot be sent to Flower's workers.
+
+    Args:
+        settings: of ``client_app``.
+        mods: around every answer.
+        clipping: the name of one of them that must not get a gradient, if there is one.
     """
 
-    def __init__(self, settings: ClientSettings, mods: list[Mod]) -> None:
+    def __init__(self, settings: ClientSettings, mods: list[Mod], clipping: str | None) -> None:
         super().__init__(mods=mods)
         self._settings = settings
         self._around = mods
+        self._clipping = clipping
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Admit, answer within all mods, and write; only then does the reply leave."""
@@ -81,6 +100,8 @@ class _GuardedClientApp(ClientApp):
 
     def _reply(self, visit: Visit, message: Message, context: Context) -> Message:
         """The reply after all mods; a mod that writes an error would send what is in it."""
+        if visit.order is not None and self._clipping:
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, _about_clipping(self._clipping))
 
         def answer(message: Message, _: Context) -> Message:
             return Message(RecordDict(visit.answer()), reply_to=message)
@@ -109,6 +130,23 @@ class _GuardedClientApp(ClientApp):
 
 def _within(mod: Mod, call: ClientAppCallable, message: Message, context: Context) -> Message:
     return mod(message, context, call)
+
+
+def _clipping_mod(mods: list[Mod]) -> str | None:
+    """The name of a mod of Flower's, of either API, that takes a reply for trained parameters."""
+    for mod in mods:
+        for each in (mod, *type(mod).__mro__):
+            name = getattr(each, "__name__", "")
+            if name in MODS and str(each.__module__).startswith("flwr."):
+                return str(name)
+    return None
+
+
+def _about_clipping(mod: str) -> str:
+    return (
+        f"mods={mod} clips a reply as trained parameters, and a reply to PPSGD is a gradient, "
+        f"which the server clips already: leave {mod} out of mods"
+    )
 
 
 class PPSGDClient(NumPyClient):
@@ -168,7 +206,8 @@ class PPSGDClient(NumPyClient):
         visit = Visit(self._settings, self._context, kind, records)
         try:
             visit.admit()
-            self._refuse_unserved(visit)
+            if visit.order is not None and kind == TRAIN:
+                _refuse_in_legacy(visit.order)
             reply = visit.answer()
             visit.write(reply)
             return reply
@@ -178,12 +217,12 @@ class PPSGDClient(NumPyClient):
             visit.close()
         raise failure
 
-    def _refuse_unserved(self, visit: Visit) -> None:
-        """Mods that clip, and secure sums: a vector would leave as it is."""
-        if visit.order is None or visit.kind != TRAIN:
-            return
-        refuse_clipping_mods()
-        if visit.order.stage:
-            raise RefusedError(
-                RefusalCode.REFUSED_SECURE, "a secure sum in the legacy API: nothing is sent"
-            )
+
+def _refuse_in_legacy(order: Order) -> None:
+    """Refuse to send a gradient through a mod that clips parameters, and secure sums."""
+    clipping = flower_caller(MODS)
+    if clipping is not None:
+        raise RefusedError(RefusalCode.REFUSED_MESSAGE, _about_clipping(clipping))
+    if order.stage:
+        reason = "a secure sum in the legacy API: nothing is sent"
+        raise RefusedError(RefusalCode.REFUSED_SECURE, reason)

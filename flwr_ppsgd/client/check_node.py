@@ -15,7 +15,6 @@ from base64 import b64encode
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
@@ -50,8 +49,13 @@ def check_connection(address: str, root_certificates: Path, key: Path) -> str:
     if not host or not port.isdigit():
         raise ValueError(f"the address must be HOST:PORT, got {address!r}")
     private = _private_key(key)
-    _check_authority(root_certificates)
-    context = ssl.create_default_context(cafile=str(root_certificates))
+    try:
+        context = ssl.create_default_context(cafile=str(root_certificates))
+    except OSError as error:
+        raise NotLetInError(
+            f"{root_certificates} cannot be read as a certificate ({error.strerror or error}): ask "
+            "the server's operator for the certificate of the authority"
+        ) from None
     connection = http.client.HTTPSConnection(host, int(port), timeout=PATIENCE, context=context)
     try:
         _handshake(connection, address, root_certificates)
@@ -89,26 +93,28 @@ def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def _check_authority(path: Path) -> None:
-    """The certificate authority that is trusted here is readable and has not expired."""
-    remedy = "ask the server's operator for the certificate of the authority"
-    try:
-        certificates = x509.load_pem_x509_certificates(path.read_bytes())
-    except OSError as error:
-        raise NotLetInError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
-    except ValueError:
-        raise NotLetInError(f"{path} holds no certificate: {remedy}") from None
-    now = datetime.datetime.now(datetime.UTC)
-    ends = max(certificate.not_valid_after_utc for certificate in certificates)
-    if ends < now:
-        raise NotLetInError(f"the certificate in {path} expired on {ends:%Y-%m-%d}: {remedy}")
-
-
 def _handshake(connection: http.client.HTTPSConnection, address: str, trusted: Path) -> None:
     try:
         connection.connect()
     except ssl.SSLCertVerificationError as error:
-        raise NotLetInError(_about_certificate(error, address, trusted)) from None
+        shown = f"the certificate that {address} shows"
+        if error.verify_code == EXPIRED:
+            reason = (
+                f"{shown}, or that of its authority in {trusted}, has expired, or this machine's "
+                f"clock is wrong: the server's operator has to renew it; {NOTHING_LOST}"
+            )
+        elif error.verify_code in OTHER_NAME:
+            reason = (
+                f"{shown} is for another name ({error.verify_message}): connect by the name that "
+                "the server's operator gave you"
+            )
+        else:
+            reason = (
+                f"{shown} is not of the authority in {trusted} ({error.verify_message}): somebody "
+                "else answers there, or the authority was replaced; ask the server's operator, and "
+                "send nothing before"
+            )
+        raise NotLetInError(reason) from None
     except ssl.SSLError as error:
         raise NotLetInError(
             f"{address} does not speak TLS ({error.reason}): is it the proxy's port?"
@@ -118,24 +124,6 @@ def _handshake(connection: http.client.HTTPSConnection, address: str, trusted: P
             f"nobody answers at {address} ({error.strerror or error}): the proxy may be down. A "
             f"SuperNode that runs tries again by itself; {NOTHING_LOST}"
         ) from None
-
-
-def _about_certificate(error: ssl.SSLCertVerificationError, address: str, trusted: Path) -> str:
-    if error.verify_code == EXPIRED:
-        return (
-            f"the certificate that {address} shows has expired, or this machine's clock is wrong: "
-            f"the server's operator has to renew it; {NOTHING_LOST}"
-        )
-    if error.verify_code in OTHER_NAME:
-        return (
-            f"the certificate that {address} shows is for another name ({error.verify_message}): "
-            "connect by the name that the server's operator gave you"
-        )
-    return (
-        f"the certificate that {address} shows is not of the authority in {trusted} "
-        f"({error.verify_message}): somebody else answers there, or the authority was replaced; "
-        "ask the server's operator, and send nothing before"
-    )
 
 
 def _ask_to_be_let_in(
@@ -160,7 +148,10 @@ def _ask_to_be_let_in(
 
 def _judge(answer: http.client.HTTPResponse, address: str, key: Path) -> None:
     """NotLetInError unless everything but the heartbeat was right."""
-    code = _code(answer.read())
+    try:
+        code = json.loads(answer.read())["code"]  # Flower's own
+    except (ValueError, KeyError, TypeError):
+        code = None
     if code == INVALID_HEARTBEAT:
         return
     if code == NOT_ACTIVATED:
@@ -182,15 +173,6 @@ def _judge(answer: http.client.HTTPResponse, address: str, key: Path) -> None:
         f"{address} gives an answer that no SuperLink with authentication gives (status "
         f"{answer.status}, code {code}): is it the right port, and the same version of Flower?"
     )
-
-
-def _code(body: bytes) -> int | None:
-    """Flower's own code of an error."""
-    try:
-        code = json.loads(body)["code"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return code if isinstance(code, int) else None
 
 
 def _clock(answer: http.client.HTTPResponse) -> str:

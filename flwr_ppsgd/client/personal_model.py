@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, cast
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import record_from
+from flwr_ppsgd.arrays import vector_record
 from flwr_ppsgd.client.theta import RUN
 from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
 from flwr_ppsgd.client.visit import respond
@@ -72,7 +72,10 @@ class PersonalModel:
         """
         store = _store(Path(state_dir), str(user), run)
         theta = store.newest()
-        shared = record_from(store.last_shared().arrays) if w is None else _record(w)
+        if w is None:
+            shared, _ = store.last_shared()
+        else:
+            shared = _record(w)
         arrays = store.model()
         store.close()
         if arrays is None:
@@ -190,5 +193,5 @@ def _record(w: Published) -> ArrayRecord:
         return w
     if isinstance(w, np.ndarray):
         return ArrayRecord([w])
-    arrays = {name: each for name, each in w.items() if name not in (*BESIDE, SCHEMA_HASH)}
-    return ArrayRecord({name: Array(np.asarray(each)) for name, each in arrays.items()})
+    beside = (*BESIDE, SCHEMA_HASH)
+    return vector_record({name: np.asarray(w[name]) for name in w if name not in beside})

@@ -73,14 +73,14 @@ class Policy:
     @classmethod
     def of(cls, node_config: Mapping[str, Any]) -> Self:
         """What a node config says; RefusedError if a key or a value is wrong."""
+        limits = {}
         try:
-            check_keys(node_config)
-            given = {
-                name: _read(key, node_config[key])
-                for key, name in LIMITS.items()
-                if key in node_config
-            }
-            policy = cls(**given)
+            for key, value in node_config.items():
+                if key in LIMITS:
+                    limits[LIMITS[key]] = _checked_value(key, value)
+                elif key.startswith(PREFIX) and key not in KEYS:
+                    raise ValueError(f"unknown key {key!r}: did you mean {nearest(key, KEYS)!r}?")
+            policy = cls(**limits)
             policy._check_together(node_config)
         except ValueError as error:
             raise RefusedError(RefusalCode.NODE_CONFIG, f"node config: {error}") from None
@@ -99,18 +99,12 @@ class Policy:
             require(0 < self.delta < LARGEST_DELTA, rule, self.delta, remedy)
         if self.limits_own and not node.get(STATE_DIR):
             raise ValueError(f"{MAX_OWN_EPSILON} needs an account on disk: set {STATE_DIR} too")
-        no_stock = {
-            SECURE: self.secure,
-            SERVER_KEY: bool(self.server_key),
-            MAX_OWN_EPSILON: self.limits_own,
-            OWN_EPSILON: self.epsilon < math.inf,
-        }
-        for key, is_set in no_stock.items():
-            if self.stock and is_set:
-                raise ValueError(
-                    f"{STOCK} and {key} exclude each other, because stock strategies have no "
-                    "secure sums, signatures or ε: remove one of them"
-                )
+        if self.stock and (self.secure or self.server_key or self.needs_plan):
+            raise ValueError(
+                f"{STOCK} and each of {SECURE}, {SERVER_KEY}, {MAX_OWN_EPSILON} and {OWN_EPSILON} "
+                "exclude each other, because stock strategies have no secure sums, signatures or "
+                f"ε: remove {STOCK}"
+            )
 
     @property
     def limits_own(self) -> bool:
@@ -146,39 +140,32 @@ class Policy:
             serves_stock: whether the app was built with ``local_step``.
         """
         if self.server_key:
-            self._check_signature(order, kind, arrays, run)
-        if kind == "evaluate" and not delivers(order):
-            self._check_measures()
+            verified = order is not None and verify(
+                order, arrays, self.server_key, kind=kind, run=run
+            )
+            if not verified:
+                raise RefusedError(
+                    RefusalCode.REFUSED_SIGNATURE,
+                    f"a message that is not signed with the key that {SERVER_KEY} pins, for this "
+                    "type of message and this run: nothing is done; if the training has a new key, "
+                    "ask its operator and pin that one",
+                )
+        if kind == "evaluate" and not delivers(order) and not self.measures:
+            raise limit_refusal(
+                f"evaluation on this user's data is not answered, because of {EVALUATE}, {SECURE} "
+                f"or {MAX_OWN_EPSILON}"
+            )
         if order is None:
             self._check_stock(kind, serves_stock)
             return
         if order.terms is not None:
             self._check_terms(order.terms)
-        if self.secure and order.publishes:
+        if self.secure and order.publishes and kind != "evaluate":
             # the check before round one carries no exchange, only the terms
-            secure = order.stage > 0 if kind == "train" else order.terms is not None
-            if kind != "evaluate" and not secure:
+            is_secure = order.stage > 0 if kind == "train" else order.terms is not None
+            if not is_secure:
                 raise limit_refusal(f"a plain sum where {SECURE} is true: nothing is sent")
         self._check_limits(order)
-
-    def _check_signature(
-        self, order: Order | None, kind: str, arrays: Mapping[str, bytes], run: int
-    ) -> None:
-        if order is None or not verify(order, arrays, self.server_key, kind=kind, run=run):
-            raise RefusedError(
-                RefusalCode.REFUSED_SIGNATURE,
-                f"a message that is not signed with the key that {SERVER_KEY} pins, for this type "
-                "of message and this run: nothing is done; if the training has a new key, ask its "
-                "operator and pin that one",
-            )
-
-    def _check_measures(self) -> None:
-        keys = {SECURE: self.secure, MAX_OWN_EPSILON: self.limits_own, EVALUATE: not self.evaluate}
-        for key, is_set in keys.items():
-            if is_set:
-                raise limit_refusal(
-                    f"evaluation on this user's data is not answered, because of {key}"
-                )
 
     def _check_terms(self, terms: SecureTerms) -> None:
         limits = (
@@ -233,13 +220,6 @@ def delivers(order: Order | None) -> bool:
     return order is not None and (order.last or order.asks == "nothing")
 
 
-def check_keys(node_config: Mapping[str, Any]) -> None:
-    """ValueError if a key of ours is not one that is read."""
-    for key in node_config:
-        if key.startswith(PREFIX) and key not in KEYS:
-            raise ValueError(f"unknown key {key!r}: did you mean {nearest(key, KEYS)!r}?")
-
-
 def owner_of(node: Mapping[str, Any]) -> tuple[Path, str] | None:
     """The state directory and the user that a node config names; None without a directory."""
     root = str(node.get(STATE_DIR, ""))
@@ -255,7 +235,7 @@ def owner_of(node: Mapping[str, Any]) -> tuple[Path, str] | None:
     return Path(root), user
 
 
-def _read(key: str, value: Any) -> Any:
+def _checked_value(key: str, value: Any) -> Any:
     """The value of a key, checked: a public key, a switch, or a number of at least 0."""
     if key == SERVER_KEY:
         text = str(value)

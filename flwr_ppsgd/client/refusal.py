@@ -31,7 +31,7 @@ class RefusalCode(StrEnum):
 
 
 class RefusedError(ValueError):
-    """This client does not do what it was asked for.
+    """This client does not do what it was asked for, or its disk does not.
 
     Args:
         code: for the server.
@@ -48,12 +48,6 @@ def limit_refusal(reason: str) -> RefusedError:
     return RefusedError(RefusalCode.REFUSED_POLICY, reason)
 
 
-class DiskError(OSError):
-    """The device's store could not be read or written."""
-
-    code = RefusalCode.DISK
-
-
 class ClientError(Exception):
     """All that the server gets to know about an error: ``CODE: ClassName``.
 
@@ -65,18 +59,19 @@ class ClientError(Exception):
     def __init__(self, code: str, kind: str) -> None:
         super().__init__(code, kind)
         self.code = code
-        self.kind = kind
 
     def __str__(self) -> str:
-        return f"{self.code}: {self.kind}"
+        return ": ".join(self.args)
 
 
 def error_for_server(error: Exception) -> ClientError:
     """The error for the server; the full text goes into this machine's log."""
     code = RefusalCode.LEARNER_FAILED
-    if isinstance(error, RefusedError | DiskError) and isinstance(error.code, RefusalCode):
+    if isinstance(error, RefusedError) and isinstance(error.code, RefusalCode):
         code = error.code
-    told = ClientError(code.value, _class_of(error))
+    # the nearest of its classes that Python itself defines: no name that anyone else chose
+    names = [kind.__name__ for kind in type(error).__mro__ if kind in vars(builtins).values()]
+    told = ClientError(code.value, names[0])
     if code == RefusalCode.LEARNER_FAILED and not _explains_itself(error):
         log.error("The client failed; the server is told %r", str(told), exc_info=error)
     else:
@@ -91,12 +86,3 @@ def _explains_itself(error: Exception) -> bool:
         return False
     innermost, _ = frames[-1]
     return str(innermost.f_globals.get("__name__")).startswith("flwr_ppsgd.")
-
-
-def _class_of(error: Exception) -> str:
-    """The nearest of its classes that Python itself defines: no name that anyone else chose."""
-    for kind in type(error).__mro__:
-        name = kind.__name__
-        if vars(builtins).get(name) is kind:
-            return name
-    return "Exception"

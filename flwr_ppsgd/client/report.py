@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr_ppsgd.checks import printable
 from flwr_ppsgd.client.account import FOR_NOISE, DeviceAccount, epsilon_of
-from flwr_ppsgd.client.refusal import DiskError, RefusedError
+from flwr_ppsgd.client.refusal import RefusedError
 from flwr_ppsgd.client.theta_store import ACCOUNT, DiskStore, users_in
 from flwr_ppsgd.wire import GRADIENT, MASKED
 
@@ -27,11 +27,10 @@ def client_report(state_dir: Path) -> str:
 def _about_user(state_dir: Path, user: str) -> str:
     try:
         store = DiskStore(state_dir, user, read_only=True)
-        store.check_facts()
         parts = [_run_report(store.of_run(run)) for run in store.runs()]
         parts.append(_about_account(user, DeviceAccount(**(store.fact(ACCOUNT) or {}))))
         store.close()
-    except (RefusedError, DiskError) as error:
+    except RefusedError as error:
         parts = [f"User {user!r}\n  {printable(error, LONGEST_SHOWN)}"]
     return "\n\n".join(parts)
 
@@ -52,7 +51,8 @@ def _run_report(store: DiskStore) -> str:
     lines += [f"  no whole one of training {training:016x} is left" for training in lost]
     lines += _what_left(store.notes(store.run))
     try:
-        promise = store.last_shared().promise or "nothing: the server stated no guarantee"
+        _, promise = store.last_shared()
+        promise = promise or "nothing: the server stated no guarantee"
     except ValueError as error:
         promise = f"unknown: {error}"
     lines.append(f"  promised: {printable(promise, LONGEST_SHOWN)}")
@@ -63,25 +63,25 @@ def _what_left(notes: list[dict[str, Any]]) -> list[str]:
     sizes: Counter[str] = Counter()
     for note in notes:
         sizes.update(note["bytes"])
-    named = ", ".join(
-        f"{size:,} bytes of {printable(name, LONGEST_SHOWN)}" for name, size in sizes.items()
-    )
-    replies = [note for note in notes if note["kind"] != "query"]
+    named = [f"{size:,} bytes of {printable(name, LONGEST_SHOWN)}" for name, size in sizes.items()]
+    left = ", ".join(named) or "nothing"
+    replies = len([note for note in notes if note["kind"] != "query"])
     runs = {note["run"] for note in notes}
-    lines = [f"  has left: {named or 'nothing'}; {len(replies)} replies in {len(runs)} Flower runs"]
+    lines = [f"  has left: {left}; {replies} replies in {len(runs)} Flower runs"]
     gradients = [note for note in notes if note["norm"] is not None]
     if gradients:
         alone = set(sizes) == {GRADIENT}
         only = "nothing but the clipped gradient" if alone else "the clipped gradient, and more"
+        last = gradients[-1]
         largest = max(note["norm"] for note in gradients)
         lines.append(
-            f"  that is {only}; its norm was {gradients[-1]['norm']:.4g} the last time, "
-            f"{largest:.4g} at most, clipped to {gradients[-1]['clip_norm']:g}"
+            f"  that is {only}; its norm was {last['norm']:.4g} the last time, "
+            f"{largest:.4g} at most, clipped to {last['clip_norm']:g}"
         )
-    masked = [note for note in notes if MASKED in note["bytes"]]
+    masked = len([note for note in notes if MASKED in note["bytes"]])
     if masked:
         lines.append(
-            f"  masked vectors: {len(masked)}; each hides a gradient that was bounded and had "
+            f"  masked vectors: {masked}; each hides a gradient that was bounded and had "
             "noise added here, and shows nothing until it is summed with others'"
         )
     evaluated = [note for note in notes if note["kind"] == "evaluate" and not note["code"]]

@@ -106,10 +106,8 @@ class MaskedAnswer:
 
 def payload_of(record: Any, order: Order) -> bytes:
     """The bytes that came with an Order; RefusedError unless they are those that it names."""
-    payload = b""
-    if isinstance(record, ConfigRecord) and isinstance(record.get(DATA), bytes):
-        payload = bytes(record[DATA])  # type: ignore[arg-type]
-    if payload_hash(payload) != order.payload:
+    payload = record.get(DATA, b"") if isinstance(record, ConfigRecord) else b""
+    if not isinstance(payload, bytes) or payload_hash(payload) != order.payload:
         raise _secure_refusal("a message of a secure sum that is not the one that its Order names")
     return payload
 
@@ -140,17 +138,14 @@ def _state_record(state: State, order: Order) -> ConfigRecord:
 
 def _kept_state(context: Context, order: Order, kind: type[Kind]) -> Kind:
     """What the node keeps of this round; RefusedError if it is at another point of it."""
-    record = context.state.get(STATE)
     session = _session(context, order)
-    at = (record.get(KIND), record.get(SESSION)) if isinstance(record, ConfigRecord) else None
-    if at != (kind.__name__, session.label):
+    kept: Any = context.state.get(STATE, {})
+    if kept.get(KIND) != kind.__name__ or kept.get(SESSION) != session.label:
         raise _secure_refusal(
             f"exchange {order.stage} of round {order.round}, for which nothing is kept here: it "
             "was answered before, or this node was started anew; nothing is sent"
         )
-    assert isinstance(record, ConfigRecord)
-    flat = {name: bytes(value) for name, value in record.items() if isinstance(value, bytes)}
-    return kind.from_flat(session, flat)
+    return kind.from_flat(session, kept)
 
 
 @contextmanager

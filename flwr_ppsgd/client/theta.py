@@ -8,7 +8,7 @@ newest save that is still part of that history.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 from flwr_ppsgd.algorithm import Vector
@@ -28,7 +28,6 @@ class ThetaStamp:
     """When a θ was last stepped.
 
     Args:
-        run: the Flower run.
         round: the last round taken part in.
         visit: the number of rounds taken part in.
         training: the server's training.
@@ -38,7 +37,6 @@ class ThetaStamp:
         serial: the number of its save on disk; 0 if there is none.
     """
 
-    run: int = 0
     round: int = 0
     visit: int = 0
     training: int = 0
@@ -48,15 +46,9 @@ class ThetaStamp:
     serial: int = 0
 
     def counts_in(self, starts: tuple[int, ...]) -> bool:
-        """Whether the server still has the round of this visit.
-
-        It does if no later start began at or before it.
-        """
+        """Whether the server still has the round of this visit: no later start began before it."""
         later = starts[self.start :]
         return self.round < min(later, default=math.inf)
-
-
-STAMP = tuple(each.name for each in fields(ThetaStamp))
 
 
 @dataclass(frozen=True)
@@ -75,14 +67,14 @@ class Theta:
     stood: Vector | None = None
     seen: int = 0
 
-    def in_training(self, order: Order, run: int) -> Self:
+    def in_training(self, order: Order) -> Self:
         """At the beginning of a visit in the Order's training; another training counts anew."""
         stamp = self.stamp
         stood = self.stood
         if stamp.training != order.training:
             stood = None
             stamp = ThetaStamp(visit=stamp.visit, since=stamp.visit, training=order.training)
-        stamp = fast_replace(stamp, run=run, start=len(order.starts), charges=order.charges)
+        stamp = fast_replace(stamp, start=len(order.starts), charges=order.charges)
         return fast_replace(self, stamp=stamp, stood=stood)
 
     def after_step(self, theta: Vector, round_: int, average: bool = False) -> Self:
@@ -97,12 +89,6 @@ class Theta:
         Each value is weighted by the rounds it stood, not by visits.
         """
         return self._stood_until(round_) / round_ if round_ else self.theta
-
-    def vectors(self) -> dict[str, Vector]:
-        """θ, and Σ θ_t if it is kept."""
-        if self.stood is None:
-            return {"theta": self.theta}
-        return {"theta": self.theta, "stood": self.stood}
 
     def _stood_until(self, round_: int) -> Vector:
         standing = (round_ - self.stamp.round) * self.theta
@@ -122,14 +108,12 @@ def theta_candidates(
     """
     own = [stamp for stamp in stamps if stamp.training == order.training]
     if own:
-        _refuse_fewer_charges(own[0], order)
-        if stepping:
-            _refuse_if_replaced(own[0], order)
+        _refuse_outdated(order, own[0], stepping)
     below = order.round if stepping else order.round + 1
     counting = [each for each in own if each.round < below and each.counts_in(order.starts)]
     if counting:
         return counting
-    if own and own[-1].visit > own[-1].since + 1:
+    if own and own[-1].visit > own[-1].since + 1:  # it is not of the first visit
         log.warning(
             "The server has gone back to round %d and the oldest θ kept here is of round %d: it is "
             "taken as it is",
@@ -137,45 +121,23 @@ def theta_candidates(
             own[-1].round,
         )
         return [own[-1]]
-    others = [stamp for stamp in stamps if stamp.training != order.training] if named else []
+    others = [stamp for stamp in stamps if stamp.training != order.training]
+    if not named or not others:
+        return []
     return [stamp for stamp in others if stamp.training == others[0].training]
 
 
-def still_needed(
-    new: ThetaStamp, kept: Sequence[ThetaStamp], back: int, least: int
-) -> list[ThetaStamp]:
-    """The kept θ that stay beside a new one, of the last few trainings.
-
-    Of its own training those that the server may go back to: all of the last ``back`` rounds, and
-    the last one before them, which is stepped if all of those rounds come again. θ of a round that
-    the server has lost had more visits than the one that was stepped instead.
-
-    Args:
-        new: of the θ that is to be kept.
-        kept: of what is kept already, newest first.
-        back: the number of rounds that the server may go back.
-        least: how many of the training stay in any case.
-    """
-    own = [each for each in kept if each.training == new.training and each.visit < new.visit]
-    needed = 0
-    if back:
-        needed = 1 + len([each for each in own if each.round > new.round - back])
-    others = [each for each in kept if each.training != new.training]
-    recent = list(dict.fromkeys(each.training for each in others))[: TRAININGS - 1]
-    return own[: max(least, needed)] + [each for each in others if each.training in recent]
-
-
-def back_of(order: Order | None) -> int:
-    """The number of rounds that the server may go back."""
-    if order is None or not order.starts:
-        return 0
-    return max(LEAST_BACK, order.back)
-
-
-def _refuse_if_replaced(newest: ThetaStamp, order: Order) -> None:
-    """Refuse an Order that was overtaken: its round is over, or its server started again."""
+def _refuse_outdated(order: Order, newest: ThetaStamp, stepping: bool) -> None:
+    """Refuse a server that has forgotten what it released, and an Order that was overtaken."""
+    if order.charges < newest.charges:
+        raise RefusedError(
+            RefusalCode.REFUSED_CHARGES,
+            f"the server has charged {order.charges} rounds of a training that had charged "
+            f"{newest.charges} before: its store went back in time, so its epsilon is too small; "
+            "nothing is sent; ask its operator to add the missing charges with ppsgd ledger",
+        )
     start = len(order.starts)
-    if (start, order.round) < (newest.start, newest.round):
+    if stepping and (start, order.round) < (newest.start, newest.round):
         raise RefusedError(
             RefusalCode.TOO_LATE,
             f"round {order.round} of the server's start {start} is asked for after round "
@@ -184,12 +146,27 @@ def _refuse_if_replaced(newest: ThetaStamp, order: Order) -> None:
         )
 
 
-def _refuse_fewer_charges(newest: ThetaStamp, order: Order) -> None:
-    """Refuse a server that has forgotten what it released: its ε would be too small."""
-    if order.charges < newest.charges:
-        raise RefusedError(
-            RefusalCode.REFUSED_CHARGES,
-            f"the server has charged {order.charges} rounds of a training that had charged "
-            f"{newest.charges} before: its store went back in time, so its epsilon is too small; "
-            "nothing is sent; ask its operator to add the missing charges with ppsgd ledger",
-        )
+def still_needed(
+    new: ThetaStamp, kept: Sequence[ThetaStamp], order: Order | None, least: int
+) -> list[ThetaStamp]:
+    """The kept θ that stay beside a new one, of the last few trainings.
+
+    Of its own training those that the server may go back to: all of the last rounds that it could
+    have lost, and the last one before them, which is stepped if all of those rounds come again. θ
+    of a round that the server has lost had more visits than the one that was stepped instead.
+
+    Args:
+        new: of the θ that is to be kept.
+        kept: of what is kept already, newest first.
+        order: says how many rounds the server may go back; None of a stock strategy.
+        least: how many of the training stay in any case.
+    """
+    own = [each for each in kept if each.training == new.training and each.visit < new.visit]
+    needed = 0
+    if order is not None and order.starts:
+        first = new.round - max(LEAST_BACK, order.back)
+        needed = 1 + len([each for each in own if each.round > first])
+    others = [each for each in kept if each.training != new.training]
+    trainings = list(dict.fromkeys(each.training for each in others))
+    recent = [each for each in others if each.training in trainings[: TRAININGS - 1]]
+    return own[: max(least, needed)] + recent

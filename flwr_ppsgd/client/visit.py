@@ -5,8 +5,8 @@ What is sent is a function of the user's rows, θ and published values. What is 
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,25 +14,23 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
-from flwr_ppsgd.arrays import bytes_of, decode_vector, vector_record
+from flwr_ppsgd.arrays import bytes_of, decode, vector_record
 from flwr_ppsgd.checks import count, fast_replace, is_number, require
 from flwr_ppsgd.client import secure
 from flwr_ppsgd.client.account import Agreement, DeviceAccount
 from flwr_ppsgd.client.policy import Policy, delivers
 from flwr_ppsgd.client.refusal import (
     ClientError,
-    DiskError,
     RefusalCode,
     RefusedError,
     error_for_server,
     limit_refusal,
 )
-from flwr_ppsgd.client.theta import Theta, back_of
+from flwr_ppsgd.client.theta import Theta
 from flwr_ppsgd.client.theta_store import (
     ACCOUNT,
     STATE_SEEN,
     DiskStore,
-    SharedCopy,
     Store,
     run_of,
     store_of,
@@ -164,7 +162,7 @@ class Visit:
         return self._opened
 
     def _agreement(self, order: Order) -> Agreement:
-        return Agreement.from_json(self._store.fact(run_of(order.training)) or {})
+        return Agreement(**(self._store.fact(run_of(order.training)) or {}))
 
     def _account(self) -> DeviceAccount:
         return DeviceAccount(**(self._store.fact(ACCOUNT) or {}))
@@ -190,14 +188,11 @@ class Visit:
 
     def _train(self, order: Order) -> dict[str, Any]:
         """The bounded vector, private measures, and nothing else."""
+        layout, w = self._read_shared()
         self._publishes = order.publishes
         try:
-            learner = self.settings.learner_for(self.context)
-            as_sent = offers(learner, SinglePrecision) and learner.takes_float32
-            layout, w = self._read_shared(as_sent)
-            check_shared(learner, layout.shape_of)
-            sent = self._respond(learner, w, order)
-        except (RefusedError, DiskError):
+            sent = self._ask_learner(order, layout, w)
+        except RefusedError:
             raise
         except Exception:
             hides = self._policy.secure or self._policy.limits_own
@@ -216,14 +211,18 @@ class Visit:
             reply[METRICS] = MetricRecord({**sent.measures})
         return reply
 
-    def _respond(self, learner: Learner, w: Vector, order: Order) -> VisitAnswer:
-        """What is sent; θ after it is kept when the visit is written."""
+    def _ask_learner(self, order: Order, layout: Layout, w: Vector) -> VisitAnswer:
+        """What the learner sends; θ after it is kept when the visit is written."""
+        learner = self.settings.learner_for(self.context)
+        _check_shared(learner, layout)
+        if not (offers(learner, SinglePrecision) and learner.takes_float32):
+            w = w.astype(np.float64, copy=False)
         if order.asks in BEFORE_ROUNDS:
             sent, _ = respond(learner, w, w, order, self._factor)
             return sent
         # θ is made when the last w of the recipe comes
         initial = learner.initial_theta() if order.asks == "gradient" else np.zeros(0)
-        before = self._theta_before(initial, stepping=True)
+        before = theta_for(self._store, order, initial, stepping=True)
         order = fast_replace(order, visit=before.stamp.visit + 1)
         sent, theta = respond(learner, w, before.theta, order, self._factor)
         self._theta = before.after_step(theta, order.round, order.average)
@@ -240,14 +239,12 @@ class Visit:
             data, self._exchange = secure.answer(self.context, order, payload)
             return {SECURE: ConfigRecord({DATA: data})}
         layout, w = self._read_shared()
-        check_maker(self.settings.learner_for, layout)
+        self._check_maker(layout)
         masked = secure.MaskedAnswer(self.context, order, payload)
         sent = VisitAnswer(None)
         try:
-            learner = self.settings.learner_for(self.context)
-            check_shared(learner, layout.shape_of)
-            sent = self._respond(learner, w, order)
-        except (RefusedError, DiskError):
+            sent = self._ask_learner(order, layout, w)
+        except RefusedError:
             raise
         except Exception:
             log.exception("The learner failed: zero is sent, with this client's share of the noise")
@@ -259,18 +256,19 @@ class Visit:
 
     def _train_locally(self) -> dict[str, Any]:
         """The answer to a stock strategy, with the proximal term of FedProx if it asks for one."""
-        learner = self.settings.learner_for(self.context)
-        size, steps = local_steps(self.settings, self.context.run_config)
-        proximal = float(self._records.get(CONFIG, {}).get("proximal-mu", 0.0))
         layout, w = self._read_shared()
-        theta = self._theta_before(learner.initial_theta(), stepping=False)
+        w = w.astype(np.float64, copy=False)
+        step, steps = local_steps(self.settings, self.context.run_config)
+        proximal = float(self._records.get(CONFIG, {}).get("proximal-mu", 0.0))
+        learner = self.settings.learner_for(self.context)
+        theta = theta_for(self._store, None, learner.initial_theta(), stepping=False)
         trained = w
         for _ in range(steps):  # on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit
             order = Order(0, 0.0, math.inf, "mean", True, visit=theta.stamp.visit + 1)
             gradient, _ = learner.gradients(trained, theta.theta, order)
             _check_vector(learner, "g_w", np.asarray(gradient), w)
             pull = proximal * (trained - w)
-            trained = trained - size * (gradient + pull)
+            trained = trained - step * (gradient + pull)
             theta = theta.after_step(theta.theta, theta.stamp.round)
         self._theta = theta
         metrics = MetricRecord({NUM_EXAMPLES: learner.num_examples})
@@ -283,15 +281,16 @@ class Visit:
         w: everybody's reply to a delivery is the same.
         """
         _, w = self._read_shared()
-        if not self._only_delivers:
-            learner = self.settings.learner_for(self.context)
-            measures = self._measures(learner, w)
-            return {METRICS: MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})}
         try:
-            self._measures(self.settings.learner_for(self.context), w)
+            learner = self.settings.learner_for(self.context)
+            measures = self._measures(learner, w.astype(np.float64, copy=False))
         except Exception:
+            if not self._only_delivers:
+                raise
             log.exception("The personal model could not be made; the server is not told")
-        return {}
+        if self._only_delivers:
+            return {}
+        return {METRICS: MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})}
 
     @property
     def _only_delivers(self) -> bool:
@@ -312,7 +311,7 @@ class Visit:
             if order.last:
                 self._model = model.arrays()
             return {} if self._only_delivers else model.measures()
-        personal = self._theta_before(learner.initial_theta(), stepping=False)
+        personal = theta_for(self._store, order, learner.initial_theta(), stepping=False)
         if order is not None and order.average:
             return learner.evaluate(w, personal.average(order.round))
         return learner.evaluate(w, personal.theta)
@@ -323,7 +322,7 @@ class Visit:
         Whether a learner can be made is not told: it may depend on the data.
         """
         layout, _ = self._read_shared()
-        check_maker(self.settings.learner_for, layout)
+        self._check_maker(layout)
         if self.order is None or not self.order.task:
             return {}
         try:
@@ -337,8 +336,15 @@ class Visit:
             raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
         return {}
 
-    def _read_shared(self, as_sent: bool = False) -> tuple[Layout, Vector]:
-        """w that came with the message, and its form; ``as_sent`` as of ``Layout.flatten``."""
+    def _check_maker(self, layout: Layout) -> None:
+        """Refuse a w that what makes learners knows to be another model's."""
+        try:
+            _check_shared(self.settings.learner_for, layout)
+        except ValueError as error:
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
+
+    def _read_shared(self) -> tuple[Layout, Vector]:
+        """w that came with the message, in float32 if it travels so, and its form."""
         record = self._records.get(ARRAYS)
         if not isinstance(record, ArrayRecord):
             raise RefusedError(
@@ -347,13 +353,10 @@ class Visit:
                 f"the strategy use arrayrecord_key={ARRAYS!r}",
             )
         try:
-            return Layout.read(record, as_sent)
+            layout = Layout.of(record)
+            return layout, layout.flatten(record, as_sent=True)
         except ValueError as error:
             raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
-
-    def _theta_before(self, initial: Vector, *, stepping: bool) -> Theta:
-        run = self.context.run_id
-        return theta_for(self._store, self.order, initial, stepping=stepping, run_id=run)
 
     # --- write
 
@@ -368,13 +371,12 @@ class Visit:
         with store.writing():
             self._write_costs()
             if self._theta is not None:
-                store.put_theta(self._theta, back_of(order))
+                store.put_theta(self._theta, order)
             if self._model is not None:
                 store.put_model(self._model)
             if isinstance(store, DiskStore):
                 if self._theta is not None:
-                    promise = order.promise if order else ""
-                    store.put_shared(SharedCopy(self._arrays(), self._theta.stamp.round, promise))
+                    store.put_shared(self._arrays(), order.promise if order else "")
                 store.note(self._note(reply))
         if order is not None and order.stage:
             self.context.state.pop(secure.STATE, None)
@@ -391,7 +393,7 @@ class Visit:
         answers_stock = self.kind == TRAIN and order is None
         if answers_stock or (self.kind == EVALUATE and not self._only_delivers):
             if store.on_disk:
-                store.put_fact(ACCOUNT, asdict(self._account().with_unpriced()))
+                store.put_fact(ACCOUNT, vars(self._account().with_unpriced()))
             return
         limited = policy.needs_plan or policy.max_epsilon < math.inf
         if order is None or not (store.on_disk or order.terms is not None or limited):
@@ -404,8 +406,8 @@ class Visit:
         else:
             agreement = agreement.with_answer(order)
             account = self._account().with_charge(order, agreement, policy, self._size)
-            store.put_fact(ACCOUNT, asdict(account))
-        store.put_fact(run_of(order.training), asdict(agreement))
+            store.put_fact(ACCOUNT, vars(account))
+        store.put_fact(run_of(order.training), vars(agreement))
 
     def fail(self, error: Exception) -> ClientError:
         """All that the server is told; noted on this machine if it can be.
@@ -431,28 +433,30 @@ class Visit:
 
     def _note(self, reply: Mapping[str, Any], code: str = "") -> dict[str, Any]:
         """What is written down about a reply."""
-        gradient = reply.get(GRADIENT)
         order = self.order
-        note: dict[str, Any] = {
+        sizes = {}
+        for name, record in reply.items():
+            if isinstance(record, ArrayRecord):
+                sizes[name] = sum(len(array.data) for array in record.values())
+            else:
+                sizes[name] = len(record.deflate())
+        return {
             "run": self.context.run_id,
             "kind": self.kind,
             "round": order.round if order else None,
-            "bytes": {name: _num_bytes(record) for name, record in reply.items()},
-            "norm": None if gradient is None else _norm(gradient),
+            "bytes": sizes,
+            "norm": _norm(reply[GRADIENT]) if GRADIENT in reply else None,
             "clip_norm": order.clip_norm if order else None,
             "code": code,
         }
-        if order is not None and order.stage:
-            note["stage"] = order.stage
-        return note
 
 
-def check_maker(learner_for: Callable[[Context], Learner], layout: Layout) -> None:
-    """Refuse a w that what makes learners knows to be another model's."""
-    try:
-        check_shared(learner_for, layout.shape_of)
-    except ValueError as error:
-        raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
+def _norm(record: ArrayRecord) -> float:
+    squares = 0.0
+    with np.errstate(all="ignore"):
+        for array in record.values():
+            squares += float(np.square(decode(array), dtype=np.float64).sum())
+    return math.sqrt(squares)
 
 
 def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tuple[float, int]:
@@ -460,32 +464,19 @@ def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tupl
 
     Whether stock strategies are answered at all, no run config decides: see ``Policy``.
     """
-    size: Any = settings.local_step
-    if size is None:
-        size = run_config.get("local-step")
+    step: Any = settings.local_step
+    if step is None:
+        step = run_config.get("local-step")
     steps: Any = settings.local_steps
     if steps is None:
         steps = run_config.get("local-steps", 1)
     rule = "local-step must be a positive number"
     remedy = "set it in the run config, or pass local_step to client_app"
     try:
-        require(is_number(size) and 0 < size < math.inf, rule, size, remedy)
-        return float(size), count("local-steps", steps)
+        require(is_number(step) and 0 < step < math.inf, rule, step, remedy)
+        return float(step), count("local-steps", steps)
     except ValueError as error:
         raise limit_refusal(str(error)) from None
-
-
-def _num_bytes(record: Any) -> int:
-    """The number of bytes of a record."""
-    if isinstance(record, ArrayRecord):
-        return sum(len(array.data) for array in record.values())
-    return len(record.deflate())
-
-
-def _norm(record: ArrayRecord) -> float:
-    with np.errstate(all="ignore"):
-        parts = [np.square(decode_vector(each), dtype=np.float64) for each in record.values()]
-    return math.sqrt(sum(float(part.sum()) for part in parts))
 
 
 # --- what is sent, and what is kept
@@ -527,27 +518,20 @@ def respond(
 
 def answer_before(learner: Solver, w: Vector, order: Order, factor: float = 1.0) -> Vector:
     """The answer to what is asked before the first round, bounded by f times the clip norm."""
-    if order.asks == "columns":
-        return clip(own_columns(learner, order) / order.size, factor * order.clip_norm)
     if order.asks == "unit":
-        value = learner.spread()
-    elif order.asks == "size":
+        return factor * scalar_pair(learner.spread())
+    if order.asks == "size":
         origin = learner.origin(w) if offers(learner, OriginProvider) else np.zeros_like(w)
-        value = length(learner.solution(origin, order))
-    else:
-        value = math.sqrt(own_columns(learner, order).sum())
-    return factor * scalar_pair(value)
-
-
-def own_columns(learner: Solver, order: Order) -> Vector:
-    """1 for each sparse column that the user has, else 0; ValueError if there are others."""
-    own = np.asarray(learner.own_columns(), dtype=np.float64)
-    if own.shape != (len(order.sparse),):
+        return factor * scalar_pair(length(learner.solution(origin, order)))
+    columns = np.asarray(learner.own_columns(), dtype=np.float64)
+    if columns.shape != (order.sparse,):
         raise ValueError(
-            f"the server counts {len(order.sparse)} sparse columns and this learner has "
-            f"{own.size}: give auto(sparse=…) and the learner the same columns"
+            f"the server counts {order.sparse} sparse columns and this learner has "
+            f"{columns.size}: give auto(sparse=…) and the learner the same columns"
         )
-    return own
+    if order.asks == "count":
+        return factor * scalar_pair(math.sqrt(columns.sum()))
+    return clip(columns / order.size, factor * order.clip_norm)
 
 
 def solver_of(learner: object, order: Order) -> Solver:
@@ -595,15 +579,10 @@ def num_tested(learner: Learner) -> int:
     return int(learner.num_examples)
 
 
-def check_shared(model: object, shapes: Mapping[str, Sequence[int]]) -> None:
-    """ValueError if a learner, or what makes one, knows its shared parameters and has others.
-
-    Args:
-        model: the learner; one without ``check_shared`` takes what comes.
-        shapes: of the server's arrays, by name.
-    """
+def _check_shared(model: object, layout: Layout) -> None:
+    """ValueError if a learner, or what makes one, knows its shared parameters and has others."""
     if offers(model, SharedChecker):
-        model.check_shared(shapes)
+        model.check_shared(layout.shape_of)
 
 
 def _check_vector(learner: object, name: str, vector: Vector, at: Vector) -> None:

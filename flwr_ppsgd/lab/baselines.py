@@ -6,12 +6,11 @@ personal models, around any w or around none, are those of ``evaluation``.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from flwr_ppsgd.algorithm import Poisson, Release, Steps, Vector
+from flwr_ppsgd.algorithm import Poisson, Release, Steps
 from flwr_ppsgd.lab.engine import Indices, Setting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.measures import badness, measure_of
@@ -61,12 +60,14 @@ class LocalStepsEngine(LinearEngine):
         """All local steps of these users, and target −= s·k·Σ_i clip(mean gradient, C)/D."""
         parts = []
         columns = len(self._local_step)
-        widths = self.population.widths[users].tolist()
-        sums = [np.zeros((width, columns), self.dtype) for width in widths]  # of gradients
+        sums = []  # of each user's gradients
+        for width in self.population.widths[users].tolist():
+            sums.append(np.zeros((width, columns), self.dtype))
         for step in range(1, self._count + 1):
             visits = (self.visits[users] - 1) * self._count + step
             batch = self.population.batch(users, visits, self.dtype)
-            residual = self._residual(batch, [-self._local_step * total for total in sums])
+            moves = [-self._local_step * total for total in sums]
+            residual = self._residual(batch, moves)
             for total, (samples, own) in zip(sums, batch.slices(), strict=True):
                 total += own.T @ residual[samples]  # noqa: PLW2901 - in place
             parts.append((batch, residual))
@@ -74,22 +75,10 @@ class LocalStepsEngine(LinearEngine):
         self._subtract_clipped(target, parts, squares / self._count**2)
 
 
-class FineTuned(NamedTuple):
-    """The result of fine-tuning one w.
-
-    Args:
-        step: the best of the steps that were tried.
-        by_user: the main measure of each measured user.
-        measures: all measures, over all measured users.
-    """
-
-    step: float
-    by_user: Vector
-    measures: dict[str, float]
-
-
-def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) -> list[FineTuned]:
-    """For each w, the θ_i that each user trains alone on top of it, with the best of ``steps``.
+def fine_tune(
+    table: Table, w: Matrix, steps: Sequence[float], passes: float
+) -> list[dict[str, float]]:
+    """For each w, what users measure who train θ_i alone on top of it, with the best of ``steps``.
 
     The best step is chosen on validation rows if there are any. Free of charge: it uses the
     published w and the user's own data (billboard lemma).
@@ -102,7 +91,7 @@ def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) ->
     """
     columns = int(table.widths.sum()) * len(steps) * table.outputs
     at_once = max(1, NUMBERS_AT_ONCE // columns)
-    found: list[FineTuned] = []
+    found: list[dict[str, float]] = []
     for start in range(0, w.shape[1], at_once):
         found += _fine_tune_settings(table, w[:, start : start + at_once], steps, passes)
     return found
@@ -110,7 +99,7 @@ def fine_tune(table: Table, w: Matrix, steps: Sequence[float], passes: float) ->
 
 def _fine_tune_settings(
     table: Table, w: Matrix, steps: Sequence[float], passes: float
-) -> list[FineTuned]:
+) -> list[dict[str, float]]:
     """``fine_tune`` of some w: every w with every step is a setting of local learning."""
     silent = Release(Poisson(len(table), 1.0), clip_norm=1.0, noise_multiplier=0.0)
     count = len(steps)
@@ -122,12 +111,12 @@ def _fine_tune_settings(
         engine.visits[:] = visit
         engine.visit(np.flatnonzero(most >= visit))
     measures = engine.measures(final=True)
-    by_user = engine.by_user()
     chosen_by = measure_of(measures[0])
     found = []
     for first in range(0, len(settings), count):
-        places = range(first, first + count)
-        errors = [badness(chosen_by, measures[place][chosen_by]) for place in places]
+        errors = []
+        for place in range(first, first + count):
+            errors.append(badness(chosen_by, measures[place][chosen_by]))
         best = first + int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
-        found.append(FineTuned(steps[best - first], by_user[best], measures[best]))
+        found.append(measures[best])
     return found

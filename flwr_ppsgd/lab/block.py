@@ -34,7 +34,6 @@ from flwr_ppsgd.lab.tasks import LinearTask
 from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.wire import Layout, Order
 
-USER_DIGITS = 4  # of each user's measure in a row
 DIGITS = 10  # of a measure over all users in a row
 MEGABYTE = 1e6
 
@@ -124,9 +123,8 @@ def run_block(
         on_report(round_, best)
 
     for report in train(engine, rounds, every, after_round):
-        by_user = engine.by_user() if report.round == rounds else {}
         for place, measures in sorted(report.measures.items()):
-            row = _rounded_row(points[place], report.round, measures, by_user.get(place))
+            row = _rounded_row(points[place], report.round, measures)
             rows.append(replace(row, diverged=place in report.diverged))
         best = _best_of(report) or best
     if not measured_once:
@@ -175,12 +173,11 @@ def _fine_tuned_rows(base: Experiment, engine: Engine, points: Sequence[Point]) 
     each = [engine.w(place).reshape(table.features, -1) for place in engine.places]
     w = np.stack(each, axis=1).astype(base.precision)  # d × settings × K
     steps = [float(step) for step in base.fine_tune_steps.split(",")]
-    rows = []
     results = fine_tune(table, w, steps, base.fine_tune_passes)
-    for place, tuned in zip(engine.places, results, strict=True):
-        rounds = base.training.rounds
-        rows.append(_rounded_row(points[place], rounds, tuned.measures, tuned.by_user))
-    return rows
+    return [
+        _rounded_row(points[place], base.training.rounds, measures)
+        for place, measures in zip(engine.places, results, strict=True)
+    ]
 
 
 def _solved_rows(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
@@ -209,24 +206,16 @@ def _solved_row(
 ) -> SweepRow:
     """What personal models reach on test rows, and on validation rows if there are any."""
     measures = {**for_choosing(overall(validation)), **overall(people)}
-    main = measure_of(people[0].measures)
-    by_user = np.array([person.measures[main] for person in people])
-    return _rounded_row(point, rounds, measures, by_user)
+    return _rounded_row(point, rounds, measures)
 
 
-def _rounded_row(
-    point: Point, round_: int, measures: Mapping[str, float], by_user: Vector | None
-) -> SweepRow:
-    """With the measures that are finite, and few digits; users are left out if one of them has
-    none."""
+def _rounded_row(point: Point, round_: int, measures: Mapping[str, float]) -> SweepRow:
+    """With the measures that are finite, and few digits."""
     finite = {}
     for name, value in measures.items():
         if math.isfinite(value):
             finite[name] = float(f"{value:.{DIGITS}g}")
-    users = None
-    if by_user is not None and np.isfinite(by_user).all():
-        users = tuple(float(f"{value:.{USER_DIGITS}g}") for value in by_user.tolist())
-    return SweepRow(point, round_, finite, by_user=users)
+    return SweepRow(point, round_, finite)
 
 
 def _best_of(report: Report) -> Best | None:

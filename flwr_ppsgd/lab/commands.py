@@ -4,30 +4,23 @@ Nothing heavy is imported before a command needs it: help and lists answer at on
 """
 
 import enum
-import functools
-import inspect
 import logging
 import re
-import shlex
 import signal
-import sys
 import tomllib
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from flwr_ppsgd.cli import INTERRUPTED, given, show
-from flwr_ppsgd.lab.data_options import DataOptions, typed_options
 
 if TYPE_CHECKING:
     from flwr_ppsgd.lab.experiment import Experiment
 
 MOST_EXTENSIONS = 3  # of a grid, in one command
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = ["", "K", "M", "G", "T"]  # of bytes, each 1000 of the one before
 
-BUDGET = {"epsilon": "2", "delta": "1e-5"}  # what has no default, with an example
 SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
     "Training": "method population rate cohort-size cohort-mean cap rounds passes step alpha-q "
     "clip-norm total-batch average sparse replies batch-size",
@@ -36,7 +29,7 @@ SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
     "Data": "data data-checksum schema schema-checksum users min-train user-column target-column "
     "test-column time-column feature-columns exclude-columns categorical-columns text-columns "
     "encoding impute test-fraction task data-seed features",
-    "Model": "model loss bias scale standardise target-shift representation "
+    "Model": "model loss bias scale target-shift representation "
     "representation-features representation-seed",
     "Measuring": "evaluate-every evaluations select-on validation-fraction baselines "
     "fine-tune-passes fine-tune-steps local-steps drop-exhausted precision",
@@ -58,52 +51,34 @@ class EngineName(enum.StrEnum):
     flower = "flower"
 
 
+Text: TypeAlias = str | None
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated."),
 ]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        metavar="FILE",
-        help="Users' rows: .npz, .csv, .parquet, TFF's .sqlite, flwrlabs/femnist.",
-    ),
+FILES = "Users' rows: .csv, .parquet, .npz, TFF's .sqlite, flwrlabs/femnist."
+Data = Annotated[Text, typer.Option("--data", metavar="FILE", help=FILES)]
+Delta = Annotated[
+    float | None,
+    typer.Option(help="δ, well below 1 over the number of users; must be given with --data."),
 ]
-
-
-def takes_data_options(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of ``DataOptions``; it gets what was typed as one value,
-    ``about``.
-
-    Args:
-        only: the options that it has, if not all.
-    """
-    options = [option for option in typed_options() if not only or option.name in only]
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_data_options(**typed: Any) -> None:
-            values = {option.name: typed.pop(option.name) for option in options}
-            command(**typed, about=DataOptions(**values))
-
-        parameters = dict(inspect.signature(command).parameters)
-        del parameters["about"]
-        for option in options:
-            metavar, text = (option.metadata[key] for key in ("metavar", "help"))
-            flag = f"--{option.name.replace('_', '-')}"
-            hint = Annotated[option.type, typer.Option(flag, metavar=metavar, help=text)]  # type: ignore[name-defined]
-            parameters[option.name] = inspect.Parameter(
-                option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint
-            )
-        with_data_options.__annotations__ = {
-            name: each.annotation for name, each in parameters.items()
-        }
-        signature = inspect.Signature(list(parameters.values()))
-        with_data_options.__signature__ = signature  # type: ignore[attr-defined]
-        return with_data_options
-
-    return decorate
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Show what was found in the data, and the statement.")
+]
+# which columns are what: the most frequent keys of an experiment file about data
+SchemaFile = Annotated[
+    Text, typer.Option(metavar="FILE", help="What is public about the rows, from look --write.")
+]
+User = Annotated[Text, typer.Option(metavar="COLUMN", help="Names the user; default: user.")]
+Target = Annotated[Text, typer.Option(metavar="COLUMN", help="What to predict; default: y.")]
+TaskName = Annotated[
+    Text, typer.Option(metavar="TASK", help="classification, regression or multi-label.")
+]
+Exclude = Annotated[Text, typer.Option(metavar="A,B,…", help="Columns that are not used.")]
+Categorical = Annotated[Text, typer.Option(metavar="A,B,…", help="Columns of categories.")]
+Impute = Annotated[
+    Text, typer.Option(metavar="RULE", help="For gaps: drop (the row), zero or own-mean.")
+]
 
 
 @app.command()
@@ -116,15 +91,8 @@ def experiments() -> None:
 
 
 @app.command()
-@takes_data_options()
-def look(
-    data: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="Users' rows: .csv, .parquet, .npz, TFF's .sqlite, flwrlabs/femnist.",
-        ),
-    ],
+def look(  # noqa: PLR0917 - typer's own way
+    data: Annotated[str, typer.Argument(metavar="FILE", help=FILES)],
     write: Annotated[
         Path | None,
         typer.Option(
@@ -132,17 +100,25 @@ def look(
         ),
     ] = None,
     settings: Set = None,
-    *,
-    about: DataOptions,
+    schema: SchemaFile = None,
+    user: User = None,
+    target: Target = None,
+    task: TaskName = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    impute: Impute = None,
 ) -> None:
     """Before anything else: users, rows, features, scales, gaps, the task, trivial answers."""
     from flwr_ppsgd.lab import inspect as looking
     from flwr_ppsgd.lab.problem import AUTO, Problem
     from flwr_ppsgd.lab.schema import OWN_MEAN, write_schema
 
-    kept = {"impute": OWN_MEAN, "representation": AUTO}
-    flat = {"data": data, **({} if about.schema else kept), **about.to_flat()}
-    problem = Problem.of(flat | _overrides(settings or [])).found()
+    flat: dict[str, Any] = {"data": data}
+    if not schema:
+        flat |= {"impute": OWN_MEAN, "representation": AUTO}
+    flat |= _data_keys(schema, user, target)
+    flat |= _column_keys(task, exclude, categorical, impute)
+    problem = Problem.of(flat | _overrides(settings)).found()
     seen = problem.as_by_default()
     show(looking.data_report(problem.per_user(), seen.per_user()))
     if write is not None:
@@ -151,7 +127,6 @@ def look(
 
 
 @app.command(epilog=SETTINGS_HELP)
-@takes_data_options()
 def run(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
         Path | None,
@@ -164,10 +139,7 @@ def run(  # noqa: PLR0917 - typer's own way
         float | None,
         typer.Option(help="ε that everything together may cost; must be given with --data."),
     ] = None,
-    delta: Annotated[
-        float | None,
-        typer.Option(help="δ, well below 1 over the number of users; must be given with --data."),
-    ] = None,
+    delta: Delta = None,
     rounds: Annotated[int | None, typer.Option(help="The number of rounds.")] = None,
     settings: Set = None,
     engine: Annotated[
@@ -180,22 +152,24 @@ def run(  # noqa: PLR0917 - typer's own way
     out: Annotated[
         Path | None, typer.Option(help="Output directory; default: a new one under runs/.")
     ] = None,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Show what was found in the data, and the statement."),
-    ] = False,
-    *,
-    about: DataOptions,
+    verbose: Verbose = False,
+    schema: SchemaFile = None,
+    user: User = None,
+    target: Target = None,
+    task: TaskName = None,
+    exclude: Exclude = None,
+    categorical: Categorical = None,
+    impute: Impute = None,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
-    budget = given({"epsilon": epsilon, "delta": delta, "rounds": rounds})
-    overrides = given({"data": data}) | about.to_flat() | _overrides(settings or []) | budget
-    if data is not None and experiment is None:
-        _check_budget(overrides, BUDGET)
     from flwr_ppsgd.lab import screen
     from flwr_ppsgd.lab.experiment import Experiment
     from flwr_ppsgd.lab.outputs import check_free, free_directory, read_run
 
+    overrides = given({"data": data}) | _data_keys(schema, user, target)
+    overrides |= _column_keys(task, exclude, categorical, impute)
+    overrides |= _overrides(settings)
+    overrides |= given({"epsilon": epsilon, "delta": delta, "rounds": rounds})
     chosen = Experiment.load(experiment, overrides)
     if out is None:
         out = free_directory(experiment.stem if experiment else Path(chosen.problem.data).stem)
@@ -218,21 +192,6 @@ def run(  # noqa: PLR0917 - typer's own way
     if not saved.rounds_trained:
         raise RuntimeError(
             "the budget max-epsilon pays for no round at all: raise it, or noise-multiplier"
-        )
-
-
-def _check_budget(overrides: Mapping[str, Any], examples: Mapping[str, str]) -> None:
-    """ValueError with the whole command if ε or δ is missing: there is no default for them."""
-    has = set(overrides)
-    if "noise-multiplier" in has:  # of the paper's method, in place of ε
-        has.add("epsilon")
-    missing = [key for key in examples if key not in has]
-    if missing:
-        options = " ".join(f"--{key} {examples[key]}" for key in missing)
-        raise ValueError(
-            f"{' and '.join(missing)} must be given, there is no default. Say what you can afford, "
-            "delta well below 1 over the number of users, as in: "
-            f"ppsgd {shlex.join(sys.argv[1:])} {options}"
         )
 
 
@@ -265,7 +224,6 @@ def _train_and_save(experiment: "Experiment", out: Path, engine: EngineName) -> 
 
 
 @app.command()
-@takes_data_options()
 def sweep(  # noqa: PLR0917 - typer's own way
     experiment: Annotated[
         Path | None,
@@ -275,10 +233,7 @@ def sweep(  # noqa: PLR0917 - typer's own way
         ),
     ] = None,
     data: Data = None,
-    delta: Annotated[
-        float | None,
-        typer.Option(help="δ, well below 1 over the number of users; must be given with --data."),
-    ] = None,
+    delta: Delta = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Output directory. Give the same one again to resume a sweep."),
@@ -300,14 +255,11 @@ def sweep(  # noqa: PLR0917 - typer's own way
             "--extend", help="Widen the grid where a best setting is at its end, up to three times."
         ),
     ] = False,
-    *,
-    about: DataOptions,
+    schema: SchemaFile = None,
+    user: User = None,
+    target: Target = None,
 ) -> None:
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
-    typed = given({"data": data, "delta": delta})
-    overrides = about.to_flat() | _overrides(settings or []) | typed
-    if data is not None and experiment is None:
-        _check_budget(overrides, {"delta": BUDGET["delta"]})
     from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
     from flwr_ppsgd.lab.problem import SYNTHETIC
     from flwr_ppsgd.lab.screen import SweepBar, progress_bar
@@ -315,7 +267,8 @@ def sweep(  # noqa: PLR0917 - typer's own way
     from flwr_ppsgd.lab.sweep import Sweep
     from flwr_ppsgd.lab.workers import run_sweep
 
-    grid = Sweep.load(experiment, overrides)
+    overrides = _data_keys(schema, user, target) | _overrides(settings)
+    grid = Sweep.load(experiment, overrides | given({"data": data, "delta": delta}))
     limit = _memory_limit(memory)
     if out is None:
         source = experiment or Path(data or "sweep")
@@ -358,11 +311,11 @@ def _memory_limit(size: str | None) -> int | None:
     """``8GB``, ``500MB`` or a number of bytes."""
     if size is None:
         return None
-    found = re.fullmatch(r"([0-9.]+)\s*([KMGT]?B?)", size.strip().upper())
-    try:
-        return int(float(found[1]) * UNITS[found[2]]) if found else int(size)
-    except (ValueError, KeyError):
-        raise ValueError(f"--memory {size}: write it as 8GB or 500MB") from None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", size.strip().upper())
+    if found is None:
+        raise ValueError(f"--memory {size}: write it as 8GB or 500MB")
+    unit: int = 1000 ** UNITS.index(found[2])
+    return int(float(found[1]) * unit)
 
 
 @app.command()
@@ -388,13 +341,12 @@ def plot(
 
 
 @app.command("predict")
-@takes_data_options("schema", "user")
 def predict_rows(
     directory: Annotated[Path, typer.Argument(help="The directory of a run.")],
     data: Annotated[Path, typer.Option("--data", metavar="FILE", help="New rows.")],
     out: Annotated[Path, typer.Option(help="Where predictions go.")] = Path("predictions.csv"),
-    *,
-    about: DataOptions,
+    schema: SchemaFile = None,
+    user: User = None,
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
     from flwr_ppsgd.lab.outputs import write_predictions
@@ -402,12 +354,10 @@ def predict_rows(
 
     if out.exists():
         raise ValueError(f"{out} is there already: choose another file with --out")
-    found = predict_file(directory, data, about.user, about.schema)
+    found = predict_file(directory, data, user, schema)
     write_predictions(out, found)
-    counts: dict[str, int] = {}
-    for one in found:
-        counts[one.model] = counts.get(one.model, 0) + 1
-    words = ", ".join(f"{count:,} {model}" for model, count in counts.items())
+    counts = found["model"].value_counts().items()
+    words = ", ".join(f"{count:,} {model}" for model, count in counts)
     show(f"Written: {out} ({len(found):,} rows: {words}). For its users' eyes alone.")
 
 
@@ -437,7 +387,7 @@ def audit(
     from flwr_ppsgd.server.strategy import PPSGD
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
-    training = Experiment.load(experiment, _overrides(settings or [])).training
+    training = Experiment.load(experiment, _overrides(settings)).training
     flat = training.to_flat()
     for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "enrolled"):
         flat.pop(key, None)
@@ -453,10 +403,21 @@ def audit(
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
 
 
-def _overrides(settings: list[str]) -> dict[str, Any]:
+def _data_keys(schema: Text, user: Text, target: Text) -> dict[str, Any]:
+    """The flat keys of options about a file."""
+    return given({"schema": schema, "user-column": user, "target-column": target})
+
+
+def _column_keys(task: Text, exclude: Text, categorical: Text, impute: Text) -> dict[str, Any]:
+    """The flat keys of options about its other columns."""
+    keys = {"exclude-columns": exclude, "categorical-columns": categorical}
+    return given({**keys, "task": task, "impute": impute})
+
+
+def _overrides(settings: list[str] | None) -> dict[str, Any]:
     """``--set clip-norm=1.5`` as TOML values; a bare word is a string, ``inf`` is a number."""
     values: dict[str, Any] = {}
-    for setting in settings:
+    for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"--set {setting}: write it as KEY=VALUE")
@@ -465,16 +426,14 @@ def _overrides(settings: list[str]) -> dict[str, Any]:
 
 
 def _toml_value(text: str) -> Any:
-    """A TOML value. ``.2`` is a number to a person, though not to TOML."""
+    """A TOML value, a number or a text. ``.2`` is a number to a person, though not to TOML."""
     text = re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
     try:
         parsed = tomllib.loads(f"value = {text}")
+        if list(parsed) == ["value"]:
+            return parsed["value"]
     except tomllib.TOMLDecodeError:
-        return _number_or_text(text)
-    return parsed["value"] if list(parsed) == ["value"] else _number_or_text(text)
-
-
-def _number_or_text(text: str) -> float | str:
+        pass
     try:
         return float(text)
     except ValueError:

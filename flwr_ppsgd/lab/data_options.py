@@ -1,18 +1,6 @@
-"""What a person says about a file of users' rows: the options that commands share."""
+"""What a person says about a file of users' rows."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any
-
-
-def _option(key: str, metavar: str = "", help_text: str = "") -> Any:
-    """A field that stands for a setting.
-
-    Args:
-        key: the flat setting.
-        metavar: of the command-line option, if there is one.
-        help_text: of that option, in one line.
-    """
-    return field(default=None, metadata={"key": key, "metavar": metavar, "help": help_text})
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,52 +8,42 @@ class DataOptions:
     """Which columns are the user, the target, categories and test rows; None leaves it to the file.
 
     Several columns are separated by commas. With a schema nothing else is said or looked for.
-    ``text`` are columns of text, made shares of hashed words; in ``test``, 1 marks test rows.
+
+    Args:
+        schema: a file that says what is public about the rows.
+        user: the column that names the user; "user" by default.
+        target: the columns to predict; "y" by default.
+        task: classification, regression or multi-label; found in the values by default.
+        features: the columns to predict from; all others by default.
+        exclude: columns that are not used.
+        categorical: columns of categories.
+        text: columns of text, made shares of hashed words.
+        test: the column in which 1 marks test rows; "test" by default.
+        time: the column that orders a user's rows: the last ones are test rows.
+        test_fraction: each user's test part, if no column marks it.
+        impute: for gaps: drop (the row), zero or own-mean.
+        encoding: of a .csv.
+        split_seed: decides which rows are test rows.
     """
 
-    schema: str | None = _option(
-        "schema", "FILE", "What is public about the rows, from look --write."
-    )
-    user: str | None = _option("user-column", "COLUMN", "Names the user; default: user.")
-    target: str | None = _option("target-column", "COLUMN", "What to predict; default: y.")
-    task: str | None = _option("task", "TASK", "classification, regression or multi-label.")
-    features: str | None = _option("feature-columns")
-    exclude: str | None = _option("exclude-columns", "A,B,…", "Columns that are not used.")
-    categorical: str | None = _option("categorical-columns", "A,B,…", "Columns of categories.")
-    text: str | None = _option("text-columns")
-    test: str | None = _option("test-column")
-    time: str | None = _option("time-column")
-    test_fraction: float | None = _option("test-fraction")
-    impute: str | None = _option("impute", "RULE", "For gaps: drop (the row), zero or own-mean.")
-    encoding: str | None = _option("encoding")
+    schema: str | None = None
+    user: str | None = None
+    target: str | None = None
+    task: str | None = None
+    features: str | None = None
+    exclude: str | None = None
+    categorical: str | None = None
+    text: str | None = None
+    test: str | None = None
+    time: str | None = None
+    test_fraction: float | None = None
+    impute: str | None = None
+    encoding: str | None = None
     split_seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.test and self.time:
+        if self.test and (self.time or self.test_fraction is not None):
             raise ValueError(
-                f"give a test column or a time column, not both, got {self.test!r} and "
-                f"{self.time!r}: either one decides the test part"
+                f"a test column ({self.test!r}) and a time column or test fraction are both given: "
+                "either one decides the test part, so give one of them"
             )
-        if self.test and self.test_fraction is not None:
-            raise ValueError(
-                f"test column {self.test!r} and a test fraction are both given: give one of them"
-            )
-
-    def to_flat(self) -> dict[str, Any]:
-        """The settings that typed options stand for."""
-        found = {}
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is not None and "key" in option.metadata:
-                found[option.metadata["key"]] = value
-        return found
-
-
-def typed_options() -> list[Any]:
-    """The fields of ``DataOptions`` that are options of commands."""
-    return [option for option in fields(DataOptions) if option.metadata.get("metavar")]
-
-
-def names_in(text: str | None) -> list[str]:
-    """The columns in a list with commas."""
-    return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -1,6 +1,5 @@
-"""Files that survive a crash, for results, sweeps and caches: complete or not there."""
+"""Files that survive a crash, for results and sweeps: complete or not there."""
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ PRIVATE_FILE = database.PRIVATE_FILE
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` in one move when the block ends.
 
     After a failure the old file is as it was.
@@ -21,7 +20,6 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
     Args:
         path: the file to replace, or a new one.
         mode: permissions of the new file, less the umask.
-        sync: wait for the disk. False is for what can be had again: it may be lost with the power.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -29,14 +27,12 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            if sync:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    if sync:
-        database.sync(path.parent)
+    database.sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -53,32 +49,9 @@ def append(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def whole_lines(content: bytes) -> list[bytes]:
-    """The lines that end in a newline; a torn last one is left out."""
-    whole, _, _ = content.rpartition(b"\n")
-    return whole.splitlines()
-
-
 def cut_torn_line(path: Path) -> None:
     """Remove what a crash has left of an unfinished last line."""
     with path.open("r+b") as file:
         whole, newline, _ = file.read().rpartition(b"\n")
         file.truncate(len(whole) + len(newline))
         os.fsync(file.fileno())
-
-
-@contextmanager
-def locked(path: Path, *, mode: int = 0o666, wait: bool = True) -> Iterator[None]:
-    """Hold the lock file ``path`` for the length of the block.
-
-    Args:
-        path: the lock file; it is made if it is missing, and stays.
-        mode: its permissions, less the umask.
-        wait: False raises BlockingIOError if another process holds the lock.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(descriptor)

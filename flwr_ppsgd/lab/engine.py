@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, measure_of, summary
+from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, summary
 from flwr_ppsgd.noise import random_stream
 
 DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
@@ -82,13 +82,9 @@ class Engine(ABC):
         """w of one setting as a flat vector, or its average iterate if the engine keeps those."""
 
     @abstractmethod
-    def measured_parts(self) -> dict[str, Vector]:
-        """Of "test" and "validation" those that there are, with the number of rows of each user
-        who measures there."""
-
-    @abstractmethod
-    def measure_users(self, part: str) -> dict[str, NDArray[Any]]:
-        """Each measure of all settings: users who measure there × settings."""
+    def measure_users(self, part: str) -> tuple[dict[str, NDArray[Any]], Vector]:
+        """Each measure of all settings on "test" or "validation" rows, users who have some ×
+        settings, and how many each has; both are empty if nobody has any."""
 
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained, by place.
@@ -96,28 +92,16 @@ class Engine(ABC):
         If there are validation rows, they are measured on those, by names that begin with
         "validation_", and only if this is the ``final`` time on test rows too.
         """
-        parts = self.measured_parts()
-        found: dict[str, Vector] = {}
         with np.errstate(all="ignore"):
-            if "validation" in parts:
-                found = for_choosing(summary(self.measure_users("validation"), parts["validation"]))
-            if TEST in parts and (final or not found):
-                found |= summary(self.measure_users(TEST), parts[TEST])
-        return {
-            place: {name: float(values[place]) for name, values in found.items()}
-            for place in self.places
-        }
-
-    def by_user(self) -> dict[int, Vector]:
-        """The main measure of each user who has test rows, for every setting still trained."""
-        if TEST not in self.measured_parts():
-            return {}
-        with np.errstate(all="ignore"):
-            found = self.measure_users(TEST)
-        if not found:
-            return {}
-        main = found[measure_of(found)]
-        return {place: main[:, place] for place in self.places}
+            by_user, weights = self.measure_users("validation")
+            found = for_choosing(summary(by_user, weights))
+            if final or not found:
+                by_user, weights = self.measure_users(TEST)
+                found |= summary(by_user, weights)
+        by_place = {}
+        for place in self.places:
+            by_place[place] = {name: float(values[place]) for name, values in found.items()}
+        return by_place
 
     def drop(self, places: Collection[int]) -> None:
         """Stop reporting the settings at these places."""

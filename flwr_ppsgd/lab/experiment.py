@@ -32,7 +32,6 @@ from flwr_ppsgd.settings import (
     typed_value,
     with_keys,
 )
-from flwr_ppsgd.training import Training
 from flwr_ppsgd.wire import spans_of
 
 DEFAULT = "synthetic"
@@ -47,7 +46,6 @@ PARTS = ("training", "problem")  # the fields of an experiment that hold setting
 FOUND_IN_DATA = (  # keys of a problem that are known once its data are found
     "data",
     "data-checksum",
-    "standardise",
     "schema",
     "schema-checksum",
     "representation-features",
@@ -104,8 +102,6 @@ class Experiment:
     local_steps: int = 5
 
     def __post_init__(self) -> None:
-        # what a strategy would refuse; no noise is calibrated for it
-        Training.of(**self.training.arguments(self.training.release_without_noise()))
         replies = self.training.replies
         remedy = "the clients of experiments send gradients"
         require(replies == "gradient", "replies must be 'gradient' here", replies, remedy)
@@ -226,8 +222,11 @@ class Experiment:
                 one for own data if ``overrides`` name any.
             overrides: flat keys and values.
         """
-        changes = overrides or {}
-        default = _default_for(with_keys(changes))
+        changes = with_keys(overrides or {})
+        default = DEFAULT
+        if "data" in changes:
+            paper = changes.get("method") == PAPER or any(key in changes for key in ASKS_FOR_PAPER)
+            default = OWN_DATA_PAPER if paper else OWN_DATA
         source = source_of(path, default)
         flat = override(read_toml(source), changes)
         return cls.read(flat, where=source_name(source, path))
@@ -283,14 +282,6 @@ def source_of(path: Path | None, default: str) -> Path | Traversable:
 def source_name(source: Path | Traversable, path: Path | None) -> str:
     """How errors name a source."""
     return source.name if path is None else str(path)
-
-
-def _default_for(changes: Mapping[str, Any]) -> str:
-    """The experiment to start from if none is named."""
-    if "data" not in changes:
-        return DEFAULT
-    paper = changes.get("method") == PAPER or any(key in changes for key in ASKS_FOR_PAPER)
-    return OWN_DATA_PAPER if paper else OWN_DATA
 
 
 def experiment_keys() -> list[str]:
@@ -364,11 +355,11 @@ def _refuse_without(flat: Mapping[str, Any], keys: list[str]) -> None:
     """ValueError unless these keys are given: there is no default for ε or δ."""
     missing = [key for key in keys if key not in flat]
     if missing:
-        examples = {"epsilon": "epsilon=2.0", "delta": "delta=1e-5"}
-        sets = " ".join(f"--set {examples[key]}" for key in missing)
+        examples = {"epsilon": "--epsilon 2", "delta": "--delta 1e-5"}
+        options = " ".join(examples[key] for key in missing)
         raise ValueError(
             f"{' and '.join(missing)} must be given, there is no default: say what you can afford, "
-            f"as in {sets} (delta well below 1 over the number of users)"
+            f"delta well below 1 over the number of users, as in: ppsgd … {options}"
         )
 
 

@@ -7,14 +7,14 @@ public.
 
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.data_options import DataOptions, names_in
+from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.schema import (
     BUCKETS,
     CATEGORY,
@@ -31,6 +31,7 @@ from flwr_ppsgd.lab.schema import (
 )
 from flwr_ppsgd.lab.tables import GAPS, RawTable, Values, as_number
 from flwr_ppsgd.models.representation import looks_like_images
+from flwr_ppsgd.settings import split_names
 from flwr_ppsgd.wire import spans_of
 
 MOST_WORDS = 64  # of a column that is taken as categories without being asked
@@ -46,7 +47,8 @@ DATE = re.compile(
     r"|\d\d?:\d\d(:\d\d)?"  # 12:30
 )
 TRUTH = {"true": 1.0, "false": 0.0}
-EPOCHS = tuple((9e8 * unit, 2.3e9 * unit) for unit in (1, 1e3, 1e6, 1e9))  # 1998 to 2042
+FIRST_SECOND, LAST_SECOND = 9e8, 2.3e9  # of timestamps: 1998 to 2042
+SECONDS = (1.0, 1e3, 1e6, 1e9)  # in the units of timestamps
 USE = "--set feature-columns= uses it"
 REASONS = {  # why a column is left out, and the option that changes it
     "date": "dates (--set time-column= tests on each user's last rows)",
@@ -117,10 +119,10 @@ def find_columns(
 ) -> tuple[tuple[Column, ...], list[str]]:
     """The kind of each column that is not special, found by looking; and notes, one for each kind
     of decision."""
-    asked = dict.fromkeys(names_in(options.categorical), CATEGORY)
-    asked |= dict.fromkeys(names_in(options.text), TEXT)
-    features = names_in(options.features)
-    exclude = names_in(options.exclude)
+    asked = dict.fromkeys(split_names(options.categorical or ""), CATEGORY)
+    asked |= dict.fromkeys(split_names(options.text or ""), TEXT)
+    features = split_names(options.features or "")
+    exclude = split_names(options.exclude or "")
     for name in (*asked, *features, *exclude):
         table.column(name)
     pictures = [name for name in table.shapes if name in table.columns and name not in special]
@@ -164,10 +166,12 @@ def _reason_against(name: str, values: Values) -> str:
         return ""
     if values.dtype.kind in "Mm":
         return "date"
-    if is_text(values) and _is_nested(values):
-        return "nested"
-    if is_text(values) and not _is_truth(values):
-        return _reason_against_words(values)
+    if is_text(values):
+        first = next((value for value in values if value is not None), None)
+        if isinstance(first, list | dict | np.ndarray | bytes):
+            return "nested"
+        if not _is_truth(values):
+            return _reason_against_words(values)
     numbers = as_numbers(values)
     return _reason_against_numbers(name, numbers[np.isfinite(numbers)], len(numbers))
 
@@ -175,21 +179,16 @@ def _reason_against(name: str, values: Values) -> str:
 def _reason_against_numbers(name: str, there: NDArray[np.float64], rows: int) -> str:
     if not len(there):
         return "empty"
-    reason = ""
-    if (there == np.rint(there)).all():
-        if any(low <= there.min() and there.max() <= high for low, high in EPOCHS):
-            reason = "timestamp"
-        elif _are_days(there):
-            reason = "date"
-        elif _are_row_ids(name, there):
-            reason = "row id"
-    constant = len(there) == rows and there.min() == there.max()
-    return "constant" if constant else reason
-
-
-def _is_nested(values: Values) -> bool:
-    first = next((value for value in values if value is not None), None)
-    return isinstance(first, list | dict | np.ndarray | bytes)
+    if len(there) == rows and there.min() == there.max():
+        return "constant"
+    if (there != np.rint(there)).any():
+        return ""
+    for second in SECONDS:
+        if there.min() / second >= FIRST_SECOND and there.max() / second <= LAST_SECOND:
+            return "timestamp"
+    if _are_days(there):
+        return "date"
+    return "row id" if _are_row_ids(name, there) else ""
 
 
 def _is_truth(values: Values) -> bool:
@@ -203,7 +202,8 @@ def _reason_against_words(values: Values) -> str:
     if not there:
         return "empty"
     looked_at = there[:DATES_LOOKED_AT]
-    if sum(DATE.fullmatch(word) is not None for word in looked_at) > 0.9 * len(looked_at):
+    dates = [word for word in looked_at if DATE.fullmatch(word)]
+    if len(dates) > 0.9 * len(looked_at):
         return "date"
     if len(there) == 1 and (codes >= 0).all():
         return "constant"
@@ -217,17 +217,20 @@ def _are_days(numbers: NDArray[np.float64]) -> bool:
         return False
     month = numbers // 100 % 100
     day = numbers % 100
-    return bool(((month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)).all())
+    is_month = (month >= 1) & (month <= 12)
+    is_day = (day >= 1) & (day <= 31)
+    return bool((is_month & is_day).all())
 
 
 def _are_row_ids(name: str, numbers: NDArray[np.float64]) -> bool:
     """Whether whole numbers count the rows, or are all different and named like an id."""
     if len(numbers) < 2:
         return False
-    if len(numbers) >= FEWEST_NUMBERED and (np.diff(numbers) == 1).all():
+    unnamed = re.fullmatch(r"column \d+", name) is not None
+    counted = bool((np.diff(numbers) == 1).all())
+    if counted and (unnamed or len(numbers) >= FEWEST_NUMBERED):
         return True
-    unnamed = re.fullmatch(r"column \d+", name) is not None and (np.diff(numbers) == 1).all()
-    return unnamed or (ID.search(name) is not None and len(np.unique(numbers)) == len(numbers))
+    return ID.search(name) is not None and len(np.unique(numbers)) == len(numbers)
 
 
 def _found_column(table: RawTable, name: str, values: Values) -> Column:
@@ -261,19 +264,20 @@ def is_flag(values: NDArray[Any]) -> bool:
 
 def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
     notes = []
-    words = [column for column in found if column.kind == CATEGORY]
+    words = []
+    for column in found:
+        if column.kind == CATEGORY:
+            words.append(f"{column.name!r} ({len(column.words)} words)")
     if words:
-        named = list_names([f"{column.name!r} ({len(column.words)} words)" for column in words])
-        notes.append(f"taken as categories: {named} (--exclude leaves them out)")
+        notes.append(f"taken as categories: {list_names(words)} (--exclude leaves them out)")
     for kind in (HASHED, TEXT):
         names = [repr(column.name) for column in found if column.kind == kind]
         if names:
             notes.append(f"{kind}, in {BUCKETS:,} columns each: {list_names(names)}")
     for reason, names in left_out.items():
         if REASONS[reason]:
-            notes.append(
-                f"left out, {REASONS[reason]}: {list_names([repr(name) for name in names])}"
-            )
+            quoted = [repr(name) for name in names]
+            notes.append(f"left out, {REASONS[reason]}: {list_names(quoted)}")
     return notes
 
 
@@ -289,8 +293,6 @@ def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
 def encode_columns(table: RawTable, schema: Schema) -> Values:
     """rows × features, dense or CSR; gaps and what is no number are NaN."""
     used = schema.used_columns
-    if len(used) == 1 and np.ndim(table.columns[used[0].name]) == 2:
-        return _array(table, used[0])
     blocks = []
     for column in used:
         values = table.columns[column.name]
@@ -306,10 +308,13 @@ def encode_columns(table: RawTable, schema: Schema) -> Values:
             if column.kind == FLAG:
                 numbers = np.clip(numbers, 0.0, 1.0)
             blocks.append(numbers[:, None])
+    if len(blocks) == 1 and np.ndim(table.columns[used[0].name]) == 2:
+        return blocks[0]  # as it is stored: bytes stay bytes
     encoded = sum(column.features for column in used if column.kind in (CATEGORY, HASHED, TEXT))
     if encoded > MOST_DENSE or any(column.kind == SPARSE for column in used):
         return sparse.csr_array(sparse.hstack([sparse.csr_array(block) for block in blocks]))
-    return np.hstack([b.toarray() if sparse.issparse(b) else b for b in blocks])
+    dense = [block.toarray() if sparse.issparse(block) else block for block in blocks]
+    return np.hstack(dense)
 
 
 def _array(table: RawTable, column: Column) -> Values:
@@ -328,18 +333,14 @@ def _one_hot(values: Values, column: Column) -> sparse.csr_array:
     """One column for each word, or for each bucket of a hash; a gap or another word has none."""
     words, codes = as_texts(values)
     if column.kind == HASHED:
-        places = [bucket_of(word) if word else -1 for word in words]
+        found = [bucket_of(word) if word else -1 for word in words]
     else:
         order = {word: place for place, word in enumerate(column.words)}
-        places = [order.get(word, -1) for word in words]
-    return _indicators(np.array([*places, -1])[codes], column.features)
-
-
-def _indicators(places: NDArray[np.intp], width: int) -> sparse.csr_array:
-    """A one in each row at its place; −1 is nowhere."""
+        found = [order.get(word, -1) for word in words]
+    places = np.array([*found, -1])[codes]
     rows = np.flatnonzero(places >= 0)
     entries = (np.ones(len(rows)), (rows, places[rows]))
-    return sparse.csr_array(entries, shape=(len(places), width))
+    return sparse.csr_array(entries, shape=(len(places), column.features))
 
 
 def bucket_of(word: str) -> int:
@@ -347,7 +348,7 @@ def bucket_of(word: str) -> int:
     return zlib.crc32(word.encode()) % BUCKETS
 
 
-def _shares_of_words(values: Values, bucket: Callable[[str], int] = bucket_of) -> sparse.csr_array:
+def _shares_of_words(values: Values) -> sparse.csr_array:
     """The share of each word's bucket among the words of a row."""
     texts, codes = as_texts(values)
     ends = [0]
@@ -355,7 +356,7 @@ def _shares_of_words(values: Values, bucket: Callable[[str], int] = bucket_of) -
     shares: list[float] = []
     for text in (*texts, ""):  # the last one is for gaps, −1
         words = WORD.findall(text.lower())
-        places += [bucket(word) for word in words]
+        places += [bucket_of(word) for word in words]
         shares += [1 / len(words) for _ in words]
         ends.append(len(places))
     table = sparse.csr_array((shares, places, ends), shape=(len(texts) + 1, BUCKETS))

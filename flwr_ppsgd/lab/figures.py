@@ -6,7 +6,6 @@ Nothing here trains. The numbers of each figure of a sweep stand beside it as CS
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from flwr_ppsgd.lab import summary
 from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
 from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, measure_of, on_test
 from flwr_ppsgd.lab.outputs import (
@@ -41,6 +41,7 @@ from flwr_ppsgd.lab.rows import (
     FEDAVG_SOLVED,
     FINE_TUNED,
     SOLVED,
+    TRIVIAL,
     RunRow,
     Selection,
     SweepRow,
@@ -53,14 +54,6 @@ from flwr_ppsgd.lab.summary import (
     PERSONALIZED,
     ZERO_OUT,
     Summary,
-    UserSpread,
-    at_level,
-    best,
-    best_curves,
-    ending,
-    levels_of,
-    summarise,
-    ways_at,
 )
 from flwr_ppsgd.learner import LOCAL as LOCAL_PREFIX
 from flwr_ppsgd.learner import SHARED as SHARED_PREFIX
@@ -68,6 +61,8 @@ from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.statement import rounded_up
 
 Look: TypeAlias = dict[str, Any]  # how a curve is drawn
+Curves: TypeAlias = dict[str, tuple[pd.DataFrame, Look]]  # points and look, by label
+Drawn: TypeAlias = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it shows
 
 # Okabe and Ito, then Tol: safe for colour blindness
 COLOURS = (
@@ -84,7 +79,6 @@ MEASURE_NAMES = {
 PICTURE_FORMATS = ("png", "pdf", "svg")
 DOTS = 130  # of a picture per inch
 ONE_PANEL = (7.2, 5.2)  # inches
-MOST_PANELS = 6
 MOST_TICKS = 6
 SMALL_LETTERS = 8
 LETTERS = 64  # in a line below or above a panel that stands alone
@@ -106,16 +100,7 @@ WAYS: dict[str, tuple[str, Look]] = {
     GLOBAL: ("global (α = ∞)", {"color": "black", "ls": "--", "marker": "s"}),
     LOCAL: ("local (α = 0)", {"color": "black", "ls": "-", "marker": "o"}),
 }
-NUMBERS = {  # columns of a figure's CSV, and what they are called in a frame
-    "noise-multiplier": "level",
-    "round": "round",
-    "epsilon": "epsilon",
-    "value": "value",
-    "standard error": "error",
-    "seeds": "seeds",
-    "step": "step",
-    "clip-norm": "clip-norm",
-}
+NUMBERS = ["level", "round", "epsilon", "value", "error", "seeds", "step", "clip-norm"]
 
 
 # --- axes
@@ -204,15 +189,18 @@ def _short_epsilon(epsilon: float) -> str:
 def draw_run(directory: Path) -> None:
     """The pictures of a run: its users if they were told apart, and its learning curve."""
     rows = [row for row in read_run(directory).rows if row.measures]
-    people = read_people(directory)
-    if people is not None and rows:
-        draw_people(directory, rows[-1], people)
-    if not rows or (people is not None and len(rows) < 2):
+    if not rows:
         return
-    ratio = read_config(directory).get("alpha-q")
+    people = read_people(directory)
     label = "solved"
-    if not people and ratio is not None:
-        label = f"αQ = {ratio:g}".replace("inf", "∞")
+    if people:
+        draw_people(directory, rows[-1], people)
+        if len(rows) < 2:
+            return
+    else:
+        ratio = read_config(directory).get("alpha-q")
+        if ratio is not None:
+            label = f"αQ = {ratio:g}".replace("inf", "∞")
     title = f"Personalized-Private-SGD, {label}"
     measure = measure_of(rows[0].measures)
     learning_curves({label: rows}, measure, directory / PICTURE, title, OUTSIDE)
@@ -299,11 +287,13 @@ def _draw_models(axes: Axes, main: str, measures: Mapping[str, float]) -> None:
 def _draw_gains(axes: Axes, main: str, gains: NDArray[np.float64]) -> None:
     """Each user with themselves: the personal model against the one from own rows alone."""
     ordered = np.sort(gains)
-    colours = np.where(ordered > SAME, COLOURS[2], np.where(ordered < -SAME, COLOURS[1], "0.75"))
-    axes.bar(np.arange(len(ordered)), ordered, width=1.0, color=colours.tolist())
-    axes.axhline(0, color="0.3", lw=0.8)
     better = int((ordered > SAME).sum())
     worse = int((ordered < -SAME).sum())
+    colours = ["0.75"] * len(ordered)
+    colours[:worse] = [COLOURS[1]] * worse
+    colours[len(ordered) - better :] = [COLOURS[2]] * better
+    axes.bar(np.arange(len(ordered)), ordered, width=1.0, color=colours)
+    axes.axhline(0, color="0.3", lw=0.8)
     axes.set_title(
         f"gain over own rows alone, user by user: {better} better, {worse} worse, "
         f"{len(ordered) - better - worse} the same",
@@ -327,7 +317,7 @@ def draw_sweep(
         directory: where to write.
         formats: of pictures: png, pdf, svg.
     """
-    found = summarise(rows)
+    found = summary.summarise(rows)
     written = draw_figures(found, directory, formats)
     best_settings = directory / BEST
     write_table(best_settings, found.table)
@@ -346,50 +336,26 @@ def cost_text(cost: Selection) -> str:
 
 
 def draw_figures(found: Summary, directory: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Figure 1; Figure 2 and all methods if there is any ε; how users fare if they were told apart.
-
-    None if every setting diverged.
-    """
+    """Figure 1; Figure 2 and all methods if there is any ε; nothing if every setting diverged."""
     if found.every.empty:
         return []
-    figures = [figure_methods(found), figure_1(found), figure_2(found), figure_users(found)]
-    written: list[Path] = []
-    for drawn in figures:
-        if drawn is not None:
-            written += drawn.save(directory, formats)
+    figures = {
+        "methods": figure_methods(found),
+        "figure-1": figure_1(found),
+        "figure-2": figure_2(found),
+    }
+    written = []
+    for name, drawn in figures.items():
+        if drawn is None:
+            continue
+        figure, numbers = drawn
+        for kind in formats:
+            written.append(directory / f"{name}.{kind}")
+            figure.savefig(written[-1], dpi=DOTS)
+        plt.close(figure)
+        written.append(directory / f"{name}.csv")
+        write_table(written[-1], numbers)
     return written
-
-
-@dataclass(frozen=True)
-class DrawnFigure:
-    """A figure and the numbers it shows.
-
-    Args:
-        name: of the files.
-        figure: the picture.
-        numbers: its numbers.
-    """
-
-    name: str
-    figure: Figure
-    numbers: pd.DataFrame
-
-    def save(self, directory: Path, formats: Sequence[str]) -> list[Path]:
-        """Pictures in all formats, and the numbers."""
-        written = [directory / f"{self.name}.{kind}" for kind in formats]
-        for path in written:
-            self.figure.savefig(path, dpi=DOTS)
-        plt.close(self.figure)
-        numbers = directory / f"{self.name}.csv"
-        write_table(numbers, self.numbers)
-        return [*written, numbers]
-
-
-def alpha_name(a: float) -> str:
-    """α in words."""
-    if a == 0:
-        return WAYS[LOCAL][0]
-    return WAYS[GLOBAL][0] if math.isinf(a) else f"αQ = {a:g}"
 
 
 def styles(values: Sequence[float]) -> dict[float, Look]:
@@ -407,50 +373,54 @@ def styles(values: Sequence[float]) -> dict[float, Look]:
 
 def _csv_rows(curve: pd.DataFrame, label: str) -> pd.DataFrame:
     """The points of a curve, as rows of a figure's CSV."""
-    chosen = curve[list(NUMBERS.values())].set_axis(list(NUMBERS), axis=1)
+    named = {"level": "noise-multiplier", "error": summary.ERROR}
+    chosen = curve[NUMBERS].rename(columns=named)
     chosen.insert(0, "curve", label)
     return chosen
 
 
-def _on_test_rows(curve: pd.DataFrame) -> pd.DataFrame:
-    """With what was reached on test rows in place of what settings were chosen by."""
-    return curve.assign(value=curve["reported"], error=curve["reported_error"])
+def _alpha_curves(every: pd.DataFrame, measure: str) -> Curves:
+    """A curve for each αQ of the paper's method, with its best step."""
+    curves = summary.best_curves(every, measure)
+    looks = styles(sorted(curves))
+    named = {0.0: WAYS[LOCAL][0], math.inf: WAYS[GLOBAL][0]}
+    return {named.get(a, f"αQ = {a:g}"): (curves[a], look) for a, look in looks.items()}
 
 
-def figure_1(found: Summary) -> DrawnFigure | None:
+def figure_1(found: Summary) -> Drawn | None:
     """A panel for each noise level, a curve for each αQ with its best step at each round.
 
     Bands are one standard error over seeds. None if the recipe was run alone: it is measured once.
     """
-    curves = best_curves(found.every, found.measure)
+    curves = _alpha_curves(found.every, found.measure)
     if not curves:
         return None
-    named = {alpha_name(a): (curves[a], look) for a, look in styles(sorted(curves)).items()}
+    stepped = pd.concat([curve for curve, _ in curves.values()])
     for method in BASELINES:
-        for curve in best_curves(found.every, found.measure, method).values():
-            named[METHODS[method][0]] = (curve, METHODS[method][1])
-    levels = levels_of(pd.concat(curves.values())) or [0.0]
+        label, look = METHODS[method]
+        for curve in summary.best_curves(found.every, found.measure, method).values():
+            curves[label] = (curve, look)
+    levels = summary.levels_of(stepped) or [0.0]
     figure, panels = _panels(len(levels))
     numbers = []
     for panel, level in zip(panels.flat, levels, strict=False):
-        for label, (curve, look) in named.items():
-            here = at_level(curve, level)
+        for label, (curve, look) in curves.items():
+            here = summary.at_level(curve, level)
             _draw_curve(panel, here, label, look)
             numbers.append(_csv_rows(here.assign(level=level), label))
         title = f"noise multiplier z = {level:.4g}" if level else "without noise: no guarantee"
         panel.set(xlabel="round", title=title)
         whole_rounds(panel)
         if level:
-            shown = at_level(pd.concat(curves.values()), level)
-            spent = shown.groupby("round")["epsilon"].max()
+            spent = summary.at_level(stepped, level).groupby("round")["epsilon"].max()
             epsilon_axis(panel, spent.index.tolist(), spent.tolist(), found.kind, small=True)
         measure_axis(panel, found.measure)
-    ends = [float(curve["value"].iloc[-1]) for curve, _ in named.values()]
+    ends = [float(curve["value"].iloc[-1]) for curve, _ in curves.values()]
     _limit_ordinate(panels.flat[0], found, ends)
     for panel in panels[:, 0]:
         panel.set_ylabel(name_of_measure(found.measure))
     _finish(figure, panels.flat[0], "Best step at each round", found)
-    return DrawnFigure("figure-1", figure, pd.concat(numbers))
+    return figure, pd.concat(numbers)
 
 
 def _limit_ordinate(axes: Axes, found: Summary, ends: Sequence[float]) -> None:
@@ -487,150 +457,87 @@ def _draw_curve(axes: Axes, curve: pd.DataFrame, label: str, look: Look) -> None
         axes.fill_between(later["round"], low, high, color=look["color"], alpha=0.18, lw=0)
 
 
-def figure_2(found: Summary) -> DrawnFigure | None:
+def figure_2(found: Summary) -> Drawn | None:
     """The measure against ε at the end of training, with a standard error over seeds.
 
     A curve for each αQ with its best step, and in grey the best over αQ. None without any ε.
     """
-    ends = ending(found.every)
-    curves = best_curves(ends, found.measure)
+    curves = _alpha_curves(summary.last_rounds(found.every), found.measure)
     noisy = found.table[found.table["noise-multiplier"] > 0]
     if not curves or noisy.empty:
         return None
-    named = {alpha_name(a): (curves[a], look) for a, look in styles(sorted(curves)).items()}
-    figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")
-    numbers = _draw_against_epsilon(axes, {**named, **_method_curves(ends, found.measure)})
-    axes.plot(
-        noisy[EPSILON],
-        noisy[on_test(found.measure)],
-        "o-",
-        color="0.55",
-        lw=7,
-        ms=13,
-        alpha=0.55,
-        zorder=0,
-        label="best over αQ",
-    )
-    _epsilon_axes(axes, found)
+    figure, axes, numbers = _draw_against_epsilon(found, curves)
+    reached = noisy[on_test(found.measure)]
+    grey: Look = {"color": "0.55", "lw": 7, "ms": 13, "alpha": 0.55, "zorder": 0}
+    axes.plot(noisy[EPSILON], reached, "o-", label="best over αQ", **grey)
     _limit_ordinate(axes, found, found.table[on_test(found.measure)].tolist())
     _finish(figure, axes, "At the end of training, best step of each", found)
-    return DrawnFigure("figure-2", figure, numbers)
+    return figure, numbers
 
 
-def figure_methods(found: Summary) -> DrawnFigure | None:
+def figure_methods(found: Summary) -> Drawn | None:
     """The measure against ε for every method, each with its best setting; None without any ε."""
-    ends = ending(found.every)
+    ends = summary.last_rounds(found.every)
     levels = [level for level in found.table["noise-multiplier"] if level > 0]
     if not levels:
         return None
-    ways = [ways_at(ends, level, found.measure) for level in levels]
-    named = {}
+    ways = [summary.ways_at(ends, level, found.measure) for level in levels]
+    curves: Curves = {}
     for way, (label, look) in WAYS.items():
         points = pd.concat([own[way] for own in ways])
         if not points.empty:
-            named[label] = (points.drop_duplicates(), look)
-    figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")
-    numbers = _draw_against_epsilon(axes, {**named, **_method_curves(ends, found.measure)})
+            curves[label] = (points.drop_duplicates(), look)
+    figure, axes, numbers = _draw_against_epsilon(found, curves)
     for height in found.table.loc[found.table["noise-multiplier"] == 0, on_test(found.measure)]:
         axes.axhline(height, label="best without noise", color=COLOURS[0], ls=":", lw=1.8)
     if LOCAL_SOLVED in found.table:
         height = found.table[LOCAL_SOLVED].iloc[0]
         axes.axhline(height, label="own rows alone, solved", color=COLOURS[2], ls="--", lw=1.8)
-    trivial = found.best_trivial()
-    if trivial is not None:
+    if TRIVIAL in found.table:
         low, high = axes.get_ylim()
-        label = f"without features: {trivial:.3g}"
-        axes.axhline(trivial, label=label, color="0.7", ls=(0, (1, 3)), lw=1.8)
+        height = found.table[TRIVIAL].iloc[0]
+        label = f"without features: {height:.3g}"
+        axes.axhline(height, label=label, color="0.7", ls=(0, (1, 3)), lw=1.8)
         axes.set_ylim(low, high)  # it may lie far outside
-    _epsilon_axes(axes, found)
     _finish(figure, axes, "Every method at the end of training, best setting of each", found)
-    return DrawnFigure("methods", figure, numbers)
+    return figure, numbers
 
 
-def _method_curves(ends: pd.DataFrame, measure: str) -> dict[str, tuple[pd.DataFrame, Look]]:
-    """The best of each baseline that was run, and the recipe, at each noise level."""
-    found = {}
+def _draw_against_epsilon(found: Summary, curves: Curves) -> tuple[Figure, Axes, pd.DataFrame]:
+    """What is reported at the end against ε, with error bars; and the numbers.
+
+    The best of each baseline and the recipe stand beside the curves. Local learning, which costs
+    nothing, is a level.
+    """
+    ends = summary.last_rounds(found.every)
+    every = dict(curves)
     for method, (label, look) in METHODS.items():
         own = ends[ends["method"] == method]
         if not own.empty:
-            found[label] = (best(own, measure, ["level"]), look)
-    return found
-
-
-def _draw_against_epsilon(
-    axes: Axes, named: Mapping[str, tuple[pd.DataFrame, Look]]
-) -> pd.DataFrame:
-    """What is reported at the end against ε, with error bars; the numbers. Local learning, which
-    costs nothing, is a level."""
+            every[label] = (summary.best(own, found.measure, ["level"]), look)
+    figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")
     numbers = []
-    for label, (points, look) in named.items():
+    for label, (curve, look) in every.items():
+        points = curve.assign(value=curve["reported"], error=curve["reported_error"])
         if points["level"].isna().all():
-            height = float(points["reported"].iloc[0])
+            points = points.head(1)
+            height = float(points["value"].iloc[0])
             axes.axhline(height, label=label, lw=1.8, **{**look, "marker": ""})
-            numbers.append(_csv_rows(_on_test_rows(points.head(1)), label))
-            continue
-        noisy = _on_test_rows(points[points["level"] > 0])
-        errors = noisy["error"].fillna(0.0)
-        axes.errorbar(
-            noisy["epsilon"],
-            noisy["value"],
-            yerr=errors if errors.any() else None,
-            label=label,
-            lw=1.8,
-            ms=5,
-            capsize=3,
-            **look,
-        )
-        numbers.append(_csv_rows(noisy, label))
-    return pd.concat(numbers)
-
-
-def _epsilon_axes(axes: Axes, found: Summary) -> None:
+        else:
+            points = points[points["level"] > 0]
+            errors = points["error"].fillna(0.0)
+            bars = {"yerr": errors, "capsize": 3} if errors.any() else {}
+            axes.errorbar(
+                points["epsilon"], points["value"], label=label, lw=1.8, ms=5, **bars, **look
+            )
+        numbers.append(_csv_rows(points, label))
     measure = on_test(found.measure)
     label = f"ε that a deployment would cost ({found.kind})"
     axes.set(xlabel=textwrap.fill(label, LETTERS), ylabel=name_of_measure(measure))
     axes.set_xscale("log")
     measure_axis(axes, measure)
     plain_numbers(axes.xaxis)
-
-
-def figure_users(found: Summary) -> DrawnFigure | None:
-    """What each user gains against learning alone, in order; None if users were not told apart."""
-    spread = found.spread
-    if not spread:
-        return None
-    places = {round(k * (len(spread) - 1) / (MOST_PANELS - 1)) for k in range(MOST_PANELS)}
-    shown = [spread[place] for place in sorted(places)]
-    figure, panels = _panels(len(shown))
-    for panel, own in zip(panels.flat, shown, strict=False):
-        _user_panel(panel, own)
-    name, _, _ = name_of_measure(on_test(found.measure)).partition(" (")
-    for panel in panels[:, 0]:
-        panel.set_ylabel(f"gain in {name} against local learning")
-    title = "Each user against themselves alone, in the order of the gain, at the end of training"
-    _finish(figure, panels.flat[0], title, found)
-    numbers = []
-    for own in spread:
-        users = pd.DataFrame(own.users).rename_axis("user").reset_index()
-        users.insert(0, "epsilon", own.epsilon)
-        numbers.append(users)
-    return DrawnFigure("users", figure, pd.concat(numbers))
-
-
-def _user_panel(panel: Axes, own: UserSpread) -> None:
-    users = np.linspace(0, 100, len(own.users[LOCAL]))
-    for name, width in ((PERSONALIZED, 3), (GLOBAL, 1.2)):
-        look = WAYS[name][1]
-        gains = np.sort(own.gains(name))
-        panel.plot(users, gains, label=name, color=look["color"], ls=look["ls"], lw=width)
-    gains = np.sort(own.gains(PERSONALIZED))
-    panel.axhline(0, color="black", lw=0.8)
-    panel.fill_between(users, 0, gains, color=COLOURS[0], alpha=0.15, lw=0)
-    spent = "without noise" if math.isinf(own.epsilon) else f"ε = {rounded_up(own.epsilon)}"
-    gained = float(np.mean(gains > 0))
-    lost = float(np.mean(gains < 0))
-    panel.set(xlabel="% of users", title=f"{spent}: {gained:.0%} gain, {lost:.0%} lose")
-    panel.grid(alpha=0.3, lw=0.5)
+    return figure, axes, pd.concat(numbers)
 
 
 def _finish(figure: Figure, named: Axes, title: str, found: Summary) -> None:

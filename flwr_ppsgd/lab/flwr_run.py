@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def run_app(app: Path, nodes: int, changes: str = "") -> None:
         directory = Path(temporary)
         environment = _environment(directory)
         resources = f"num-supernodes={nodes} client-resources-num-cpus=1"
-        command = [_program("flwr"), "run", str(app.resolve()), "--stream"]
+        command = ["flwr", "run", str(app.resolve()), "--stream"]
         command += ["--federation-config", resources]
         if changes:
             command += ["--run-config", changes]
@@ -72,8 +71,13 @@ def run_app(app: Path, nodes: int, changes: str = "") -> None:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """Flower with a home of its own, free ports, no telemetry, and no second torch."""
-    http_port, control_port = _free_ports(2)
+    """Flower's programs beside this Python, with a home of their own, free ports, no telemetry, and
+    no second torch."""
+    with socket.socket() as http, socket.socket() as control:
+        http.bind(("127.0.0.1", 0))
+        control.bind(("127.0.0.1", 0))
+        http_port = http.getsockname()[1]
+        control_port = control.getsockname()[1]
     programs = str(Path(sys.executable).parent)
     return {
         **os.environ,
@@ -118,7 +122,7 @@ def _superlink(environment: dict[str, str]) -> Iterator[None]:
     """
     port = environment["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]
     control = "127.0.0.1:" + environment["FLWR_LOCAL_CONTROL_API_PORT"]
-    command = [_program("flower-superlink"), "--insecure", "--simulation"]
+    command = ["flower-superlink", "--insecure", "--simulation"]
     command += ["--isolation", "subprocess"]
     command += ["--host", "127.0.0.1", "--port", port, "--control-api-address", control]
     process = subprocess.Popen(
@@ -160,7 +164,7 @@ def _await_health(port: str, process: subprocess.Popen[bytes]) -> None:
 def _check_finished(directory: Path, environment: dict[str, str]) -> None:
     """``flwr run`` ends with 0 even if the run failed; ``flwr list`` knows."""
     listing = subprocess.run(
-        [_program("flwr"), "list", "--format", "json"],
+        ["flwr", "list", "--format", "json"],
         env=environment,
         cwd=directory,
         capture_output=True,
@@ -176,19 +180,3 @@ def _check_finished(directory: Path, environment: dict[str, str]) -> None:
         ) from None
     if status != COMPLETED:
         raise FlowerRunError(f"Flower reports the run as {status}: see its log above")
-
-
-def _program(name: str) -> str:
-    """The program beside this Python, or else the one on the path."""
-    beside = Path(sys.executable).parent / name
-    if beside.exists():
-        return str(beside)
-    return shutil.which(name) or str(beside)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

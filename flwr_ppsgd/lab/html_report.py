@@ -1,14 +1,12 @@
-"""One self-contained page about a sweep or a run: the result, its picture, the guarantee, rows.
+"""One self-contained page about a sweep or a run: the result, its picture, the guarantee.
 
-Nothing here trains. The page holds its figures and its rows; it needs no network, no script and no
-font of its own.
+Nothing here trains. The page holds its figures; it needs no network, no script and no font of its
+own.
 """
 
 import base64
-import gzip
 import importlib.resources
 import math
-import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -51,10 +49,6 @@ from flwr_ppsgd.statement import OUTSIDE, rounded_up
 Context: TypeAlias = dict[str, Any]  # what the template shows, by name
 
 TEMPLATE = "report.html.jinja"
-MOST_EMBEDDED = 8_000_000  # bytes of compressed rows in a page; beyond, it only names the file
-READABLE = 2.65  # pixels of a figure per pixel of a small screen at which its text can be read
-PNG = b"\x89PNG"
-PNG_HEAD = 24  # bytes, of which the last 8 are width and height
 EPSILONS = ("epsilon", EPSILON)
 NAMES = {
     "epsilon": "ε guaranteed",
@@ -81,10 +75,6 @@ FIGURES = {
     "methods": (
         "Every method. The measure at the end of training against ε, each with its best setting; "
         "without noise, and without features."
-    ),
-    "users": (
-        "Users. What each user gains against local learning, in the order of the gain: above 0 a "
-        "user is better off than alone."
     ),
 }
 OF_A_RUN = {
@@ -149,7 +139,8 @@ def _sweep_context(directory: Path, config: Mapping[str, Any]) -> Context:
         "best_title": "Best settings",
         "best": _html_table(found.table, BEST_CAPTION),
         "remarks": remarks,
-        "file": _file(directory / ROWS, f"{len(rows)} rows, one for each setting and round"),
+        "file": ROWS,
+        "rows": f"{len(rows)} rows, one for each setting and round",
     }
 
 
@@ -201,28 +192,21 @@ def _who(config: Mapping[str, Any]) -> str:
 def _run_context(directory: Path, config: Mapping[str, Any]) -> Context:
     run = read_run(directory)
     paths = [directory / name for name in (USERS_PICTURE, PICTURE)]
-    rows = pd.DataFrame(
-        [
-            {
-                **row.measures,
-                "epsilon": row.epsilon,
-                EPSILON: row.deployed_epsilon,
-                "round": row.round,
-            }
-            for row in run.rows
-        ]
-    )
-    what = f"{len(rows)} rows, one for each evaluated round"
+    records = []
+    for row in run.rows:
+        cost = {"epsilon": row.epsilon, EPSILON: row.deployed_epsilon}
+        records.append({**row.measures, **cost, "round": row.round})
+    rows = pd.DataFrame(records)
     return {
-        "results": _run_lines(run.last_measures(), read_people(directory) or {}),
+        "results": _run_lines(run.last_measures(), read_people(directory)),
         "pictures": [_picture(path, OF_A_RUN) for path in paths if path.exists()],
         "lead": f"{run.rounds_trained} rounds of Personalized-Private-SGD. {_who(config)}.",
         "guarantee": run.statement,
         "best_title": "At the end",
         "best": _html_table(rows.tail(1), "The last evaluated round"),
-        "remarks": [],
         "every": _html_table(rows, "Every evaluated round"),
-        "file": _file(directory / METRICS, what),
+        "file": METRICS,
+        "rows": f"{len(rows)} rows, one for each evaluated round",
     }
 
 
@@ -237,21 +221,10 @@ def _run_lines(measures: Mapping[str, float], people: Mapping[str, list[Any]]) -
     return [f"{text}; {gain}" if gain else text, MEASURED]
 
 
-def _picture(path: Path, captions: Mapping[str, str]) -> dict[str, Any]:
-    """A PNG inside the page. On a small screen it scrolls in its frame and stays readable."""
-    data = path.read_bytes()
-    if not data.startswith(PNG) or len(data) < PNG_HEAD:
-        raise ValueError(
-            f"{path}: not a PNG picture: restore it, or remove it and the page goes without"
-        )
-    width, height = struct.unpack(">II", data[PNG_HEAD - 8 : PNG_HEAD])
-    return {
-        "text": captions[path.stem],
-        "source": _data_url("image/png", data),
-        "width": width,
-        "height": height,
-        "least_width": round(width / READABLE),
-    }
+def _picture(path: Path, captions: Mapping[str, str]) -> dict[str, str]:
+    """A PNG inside the page."""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return {"text": captions[path.stem], "source": f"data:image/png;base64,{data}"}
 
 
 def _html_table(frame: pd.DataFrame, caption: str) -> dict[str, Any] | None:
@@ -261,19 +234,6 @@ def _html_table(frame: pd.DataFrame, caption: str) -> dict[str, Any] | None:
     keys = sorted(frame.columns, key=lambda key: key not in EPSILONS)
     rows = [[_format_value(row[key], key) for key in keys] for row in frame.to_dict("records")]
     return {"caption": caption, "columns": [_name(key) for key in keys], "rows": rows}
-
-
-def _file(path: Path, what: str) -> dict[str, Any]:
-    """Rows beside the page, and a copy in it if they are not too many."""
-    packed = gzip.compress(path.read_bytes(), mtime=0)
-    found = {"what": what, "name": path.name, "size": math.ceil(len(packed) / 1000)}
-    if len(packed) > MOST_EMBEDDED:
-        return found
-    return {**found, "source": _data_url("application/gzip", packed)}
-
-
-def _data_url(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _name(key: str) -> str:
@@ -287,16 +247,9 @@ def _format_value(value: Any, key: str = "") -> str:
         return ", ".join(_format_value(item, key) for item in value)
     if value is None or value == "":
         return "–"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return _format_number(value, key) if isinstance(value, float) else str(value)
-
-
-def _format_number(value: float, key: str) -> str:
-    if math.isnan(value):
-        return "–"
+    if not isinstance(value, float):
+        return str(value)
     if key == "alpha-q" and value in (0, math.inf):
         return "∞ (global)" if value else "0 (local)"
-    if math.isinf(value):
-        return "∞"
-    return rounded_up(value) if key in EPSILONS else f"{value:.4g}"
+    text = rounded_up(value) if key in EPSILONS else f"{value:.4g}"
+    return text.replace("inf", "∞").replace("nan", "–")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
 
 from flwr_ppsgd.lab.features import ID, list_names
 from flwr_ppsgd.lab.per_user import PerUser
@@ -61,12 +60,14 @@ def trivial(data: PerUser) -> TrivialAnswers | None:
     for user in np.flatnonzero(data.test_sizes).tolist():
         rows = data.rows(user, test=True)
         of_pooled.append(_faults(data, rows, pooled))
-        of_own.append(_faults(data, rows, _answer(data, data.rows(user, test=False))))
-    means = [float(np.concatenate(found).mean()) for found in (of_pooled, of_own)]
+        own = _answer(data, data.rows(user, test=False))
+        of_own.append(_faults(data, rows, own))
+    pooled_fault = float(np.concatenate(of_pooled).mean())
+    own_fault = float(np.concatenate(of_own).mean())
     if data.task == "regression":
-        return TrivialAnswers("rmse", math.sqrt(means[0]), math.sqrt(means[1]))
+        return TrivialAnswers("rmse", math.sqrt(pooled_fault), math.sqrt(own_fault))
     measure = "accuracy" if data.task == "classification" else "precision_at_1"
-    return TrivialAnswers(measure, 1 - means[0], 1 - means[1])
+    return TrivialAnswers(measure, 1 - pooled_fault, 1 - own_fault)
 
 
 def _answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
@@ -75,7 +76,8 @@ def _answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
         return data.amounts(rows).mean(axis=0)
     if data.task == "classification":
         return np.bincount(data.y[rows], minlength=data.outputs).argmax()
-    return np.asarray(data.y[rows].sum(axis=0)).reshape(-1).argmax()
+    counts = data.y[rows].sum(axis=0)
+    return np.asarray(counts).argmax()
 
 
 def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.float64]:
@@ -84,11 +86,11 @@ def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.fl
         return np.asarray(((data.amounts(rows) - answer) ** 2).mean(axis=1))
     if data.task == "classification":
         return np.asarray(data.y[rows] != answer, dtype=np.float64)
-    right = np.asarray(data.y[rows][:, [answer]].toarray()).reshape(-1)
-    return 1.0 - right
+    right = data.y[rows][:, [answer]].toarray()
+    return np.asarray(1.0 - right[:, 0])
 
 
-def suspects(data: PerUser) -> list[str]:
+def suspected_leaks(data: PerUser) -> list[str]:
     """Features that predict the target alone, as a leak would."""
     trained = np.flatnonzero(data.train_rows)
     if len(trained) < FEWEST_ROWS or data.task == "multi-label":
@@ -127,14 +129,6 @@ def _explained_variance(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.flo
     return np.where(varies, common / np.where(varies, total, 1.0), 0.0)
 
 
-def smoothness(data: PerUser) -> float:
-    """L = 2·E‖x‖² of a linear model with squared loss on the training rows, w and θ together."""
-    x, _, _ = data.part(test=False)
-    if sparse.issparse(x):
-        return float(2 * x.power(2).sum() / x.shape[0])
-    return float(2 * np.einsum("nd,nd->", x, x) / len(x))
-
-
 def brief(seen: PerUser) -> list[str]:
     """The lines that a run or a sweep begins with."""
     found = trivial(seen)
@@ -157,7 +151,7 @@ def hints(seen: PerUser) -> list[str]:
             f"taken as numbers, but named like an id: {list_names(ids, MOST_NAMED)} (--categorical "
             "makes them one-hot, --exclude leaves them out)"
         )
-    leaks = suspects(seen)
+    leaks = suspected_leaks(seen)
     if leaks:
         lines.append(
             f"suspected leak, predicts the target alone: {list_names(leaks, MOST_NAMED)} "
@@ -191,17 +185,12 @@ def data_report(raw: PerUser, seen: PerUser) -> str:
         seen: as a model sees them.
     """
     spread = ", ".join(f"{value:g}" for value in np.quantile(raw.train_sizes, QUANTILES))
-    size = f"{seen.features * seen.outputs:,} shared parameters"
-    if seen.representation is None:  # else all rows would be computed for it
-        bound = smoothness(seen)
-        size += f"; L = {bound:.3g} for squared loss, as a model sees the rows: steps above "
-        size += f"{2 / max(bound, 1e-300):.2g} may diverge"
     lines = [
         seen.describe(1),
         f"training rows per user (least, quarter, half, three quarters, most): {spread}",
         *brief(seen),
         *_scales(raw),
-        size,
+        f"{seen.features * seen.outputs:,} shared parameters",
         f"All of this was {LOOKED} by any epsilon. --write schema.toml writes down what a run "
         "would take to be public, for you to read and declare.",
     ]
@@ -214,9 +203,8 @@ def _scales(raw: PerUser) -> list[str]:
 
     if raw.is_sparse or not raw.feature_names:
         return []
-    names = [name for name in _number_columns(raw.schema) if name in raw.feature_names][
-        :MOST_LISTED
-    ]
+    names = [name for name in _number_columns(raw.schema) if name in raw.feature_names]
+    names = names[:MOST_LISTED]
     if not names:
         return []
     places = [raw.feature_names.index(name) for name in names]

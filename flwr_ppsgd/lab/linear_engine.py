@@ -79,14 +79,14 @@ class LinearEngine(Engine):
 
     def _take_steps(self, settings: Sequence[Setting]) -> None:
         """What differs between settings, one number for each; of θ, one for each column."""
-        denominator = settings[0].release.denominator
-        shared = np.array([setting.steps.shared for setting in settings]) / denominator
-        noise = np.array([setting.release.usual_noise_std for setting in settings])
-        personal = np.array([setting.steps.personal for setting in settings])
-        self._clip = np.array([setting.release.clip_norm for setting in settings])
-        self._shared_step = shared  # s_w/D
-        self._noise_step = (shared * noise).astype(self.dtype)
-        self._personal_step = np.repeat(personal, self.population.outputs).astype(self.dtype)
+        releases = [setting.release for setting in settings]
+        shared = np.array([setting.steps.shared for setting in settings])
+        personal = np.array([setting.steps.personal for setting in settings], self.dtype)
+        noise = np.array([release.usual_noise_std for release in releases])
+        self._clip = np.array([release.clip_norm for release in releases])
+        self._shared_step = shared / releases[0].denominator  # s_w/D
+        self._noise_step = (self._shared_step * noise).astype(self.dtype)
+        self._personal_step = np.repeat(personal, self.population.outputs)
         self._has_noise = bool(self._noise_step.any())
         self._has_theta = bool(personal.any())
 
@@ -128,9 +128,10 @@ class LinearEngine(Engine):
         for at, (samples, own) in enumerate(batch.slices()):
             gradient = own.T @ residual[samples]  # r_i × columns, in own coordinates
             np.einsum("rc,rc->c", gradient, gradient, out=squares[at])
-            if self._has_theta:
-                gradient *= self._personal_step
-                thetas[at] -= gradient
+            if not self._has_theta:
+                continue
+            gradient *= self._personal_step
+            thetas[at] -= gradient
             if self._average:
                 moment = self._own_rows(self._theta_moment, int(users[at]))
                 moment -= self.round * gradient
@@ -138,14 +139,16 @@ class LinearEngine(Engine):
 
     def _residual(self, batch: Batch, thetas: Sequence[Floats]) -> Floats:
         """prediction − y at (w, θ_i), divided by m_i if gradients are means: samples × columns."""
-        scores = np.zeros((len(batch.y), len(self._personal_step)), self.dtype)
+        samples, outputs = batch.y.shape
+        scores = np.zeros((samples, len(self._personal_step)), self.dtype)
         scores[:, self._shared] = batch.x @ self._v
-        for theta, (samples, own) in zip(thetas, batch.slices(), strict=bool(thetas)):
-            scores[samples] += own @ theta
-        by_setting = scores.reshape(len(scores), -1, self.population.outputs)
+        if thetas:
+            for theta, (own_samples, own) in zip(thetas, batch.slices(), strict=True):
+                scores[own_samples] += own @ theta
+        by_setting = scores.reshape(samples, -1, outputs)
         if self._has_noise:
-            noise = np.asarray(batch.x @ self._noise)
-            by_setting -= noise[:, None, :] * self._noise_step[:, None]
+            noise = np.asarray(batch.x @ self._noise)[:, None, :]  # samples × 1 × K
+            by_setting -= noise * self._noise_step[:, None]
         residual = predict(by_setting, self.population.loss)
         residual -= batch.y[:, None, :]
         shares = np.repeat(self._shares[batch.users], batch.counts).astype(self.dtype)
@@ -211,28 +214,24 @@ class LinearEngine(Engine):
         own = columns.reshape(len(columns), -1, self.population.outputs)[:, place]
         return own.reshape(-1).astype(np.float64)
 
-    def measured_parts(self) -> dict[str, Vector]:
-        """The parts on which users measure, with the number of rows of each measured user."""
-        if isinstance(self.population, FreshPopulation):
-            return {}
-        parts = self.population.parts.items()
-        return {name: part.sizes[part.measured_users].astype(np.float64) for name, part in parts}
-
-    def measure_users(self, part: str) -> dict[str, Floats]:
-        """Each measure of every setting, measured users × settings."""
-        assert not isinstance(self.population, FreshPopulation)
-        w = self._shared_w()
+    def measure_users(self, part: str) -> tuple[dict[str, Floats], Vector]:
+        """Each measure of every setting, measured users × settings, and their numbers of rows."""
+        if isinstance(self.population, FreshPopulation) or part not in self.population.parts:
+            return {}, np.empty(0)
+        rows = self.population.parts[part]
         place = 1 + list(self.population.parts).index(part)
         found: dict[str, list[Vector]] = {}
-        for user, scores in self.population.parts[part].scores(w, SAMPLES_AT_ONCE):
+        for user, common in rows.scores(self._shared_w(), SAMPLES_AT_ONCE):
+            scores = common
             if self._has_theta:
                 own = self.population.coordinates(user, self.dtype)[place]
-                scores += own @ self._personal(user)  # noqa: PLW2901 - in place
+                scores = common + own @ self._personal(user)
             by_setting = scores.reshape(len(scores), len(self.settings), -1)
             measures = self.population.user_measures(part, user, by_setting)
             for name, values in measures.items():
                 found.setdefault(name, []).append(values)
-        return {name: np.array(values) for name, values in found.items()}
+        by_user = {name: np.array(values) for name, values in found.items()}
+        return by_user, rows.sizes[rows.measured_users].astype(np.float64)
 
     def measures(self, *, final: bool = False) -> dict[int, dict[str, float]]:
         """All measures of every setting that is still trained; of fresh samples, the excess risk
@@ -243,7 +242,8 @@ class LinearEngine(Engine):
         squares = np.zeros_like(w, np.float64)
         with np.errstate(all="ignore"):
             for user, optimum in enumerate(self.population.problem.optima):
-                squares += (w + self._personal(user) - optimum[:, None]) ** 2
+                errors = w + self._personal(user) - optimum[:, None]
+                squares += errors**2
             risks = self.population.problem.variances @ squares / len(self.population)
         return {place: {"excess_risk": float(risks[place])} for place in self.places}
 
@@ -260,12 +260,16 @@ def bytes_for(
         dtype: the precision of w and θ.
     """
     columns = settings * population.outputs
-    parameters = (population.features + int(population.widths.sum())) * columns
-    samples = min(SAMPLES_AT_ONCE, len(population) * population.batch_size)
-    samples = max(samples, population.batch_size)
-    work = samples * (5 * columns + 3 * population.features) + 3 * population.features * columns
-    numbers = parameters * (2 if average else 1) + work
-    return population.bytes + np.dtype(dtype).itemsize * numbers
+    features = population.features
+    size = population.batch_size
+    w = features * columns
+    theta = int(population.widths.sum()) * columns
+    kept = w + theta
+    if average:
+        kept *= 2
+    samples = max(size, min(SAMPLES_AT_ONCE, len(population) * size))
+    work = samples * (5 * columns + 3 * features) + 3 * w
+    return population.bytes + np.dtype(dtype).itemsize * (kept + work)
 
 
 def subtract_product(target: Floats, x: Features, residual: Floats) -> None:

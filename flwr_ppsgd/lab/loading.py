@@ -4,13 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.data_options import DataOptions, names_in
+from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.features import (
     as_numbers,
     as_texts,
@@ -22,6 +21,7 @@ from flwr_ppsgd.lab.features import (
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
 from flwr_ppsgd.lab.schema import CATEGORY, MISSING, OWN_MEAN, ZERO, Schema, Task
 from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_table_file
+from flwr_ppsgd.settings import split_names
 
 MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
 MOST_CLASSES_WITH_GAPS = 20
@@ -71,8 +71,9 @@ def _read_source(
 
     if public.is_public(source):
         return public.read_public(source, options, users)
-    text = {options.user or "user", *names_in(options.categorical), *names_in(options.text)}
     if schema is None:
+        text = [options.user or "user"]
+        text += [*split_names(options.categorical or ""), *split_names(options.text or "")]
         return read_table_file(Path(source), text, options.encoding or "")
     # as text, so that no word in a row changes how other rows are read
     return read_table_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
@@ -84,33 +85,30 @@ def _read_source(
 def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[str, ...], list[str]]:
     """A schema found by looking at everybody's rows; what was looked for; notes."""
     user = options.user or "user"
-    for name in (user, "x") if table.only_x else (user,):
-        table.column(name)
-    targets = tuple(names_in(options.target) or ["y"])
-    for name in targets:
-        table.column(name)
-    notes = []
+    targets = tuple(split_names(options.target or "") or ["y"])
     test = options.test or ""
     time = options.time or ""
+    notes = []
     if "test" in table.columns and not test:
         if time or options.test_fraction is not None:
             notes.append("column 'test' left out: another split was asked for")
         else:
             test = "test"
-    for name in (test, time):
+    x = ("x",) if table.only_x else ()
+    for name in (user, *x, *targets, test, time):
         if name:
             table.column(name)
     special = {user, *targets, test, time, "test"}
     _check_rows(table, user, special)
     columns, column_notes = find_columns(table, options, special)
-    task, classes, why = find_task(table, targets, options.task)
-    notes += [*column_notes, *why]
+    task, classes, task_notes = find_task(table, targets, options.task)
+    notes += [*column_notes, *task_notes]
     if classes:
         notes.append(f"classes are {list_names(classes, MOST_CLASSES_SHOWN)}")
     if not any(column.features for column in columns):
-        left_out = "; ".join(note for note in column_notes if note.startswith("left out"))
+        left_out = [note for note in column_notes if note.startswith("left out")]
         what = "there is no feature column beside user, target, test and time"
-        raise table.refuse(f"{what}; {left_out}" if left_out else what, "add one")
+        raise table.refuse("; ".join([what, *left_out]), "add one")
     dtypes = {str(table.columns[column.name].dtype) for column in columns if column.width > 1}
     schema = Schema(
         user=user,
@@ -124,11 +122,31 @@ def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[st
         test_fraction=0.2 if options.test_fraction is None else options.test_fraction,
         split_seed=options.split_seed,
         dtype="uint8" if dtypes == {"uint8"} else "float64",
-        separator=table.lines.separator if table.lines else "",
-        decimal=table.lines.decimal if table.lines else "",
-        encoding=table.lines.encoding if table.lines else "",
     )
+    if table.lines:
+        schema = replace(
+            schema,
+            separator=table.lines.separator,
+            decimal=table.lines.decimal,
+            encoding=table.lines.encoding,
+        )
     return schema.with_hash(), _chosen_by_looking(schema, options), notes
+
+
+def _check_rows(table: RawTable, user: str, special: set[str]) -> None:
+    """ValueError unless all columns have one value per row, and there is a row."""
+    rows = np.shape(table.columns[user])
+    if len(rows) != 1:
+        raise table.refuse(f"{user!r} must have one value per row, got shape {rows}", "give one")
+    for name, values in table.columns.items():
+        matters = name in special or name == "x" or not table.only_x
+        if matters and np.shape(values)[:1] != rows:
+            raise table.refuse(
+                f"{name!r} has shape {np.shape(values)} and {user!r} has {rows[0]} rows",
+                "they must be the same rows",
+            )
+    if not rows[0]:
+        raise table.refuse("there are no rows", "give at least one row for each user")
 
 
 def _chosen_by_looking(schema: Schema, options: DataOptions) -> tuple[str, ...]:
@@ -155,66 +173,58 @@ def find_task(
     that fill 0 … K−1 up to K = 64, others up to 20 values. Several columns are labels if all values
     are 0 and 1. Words are classes.
     """
-    values = table.columns[targets[0]]
-    named = f"detected from {', '.join(targets)!r}: "
-    several = len(targets) > 1 or np.ndim(values) == 2
-    if several:
-        return _find_several(table, targets, asked, named)
-    words = is_text(values) or values.dtype.kind == "b"
-    if words and asked == "regression":
+    name = targets[0]
+    values = table.columns[name]
+    if np.ndim(values) == 2 and values.shape[1] == 1 and not sparse.issparse(values):
+        values = values[:, 0]
+    if len(targets) > 1 or np.ndim(values) == 2:
+        return _task_of_several(table, targets, asked)
+    if is_text(values) or values.dtype.kind == "b":
+        kind = "classification"
+        why = "its values are words"
+        labels = _sorted_labels({word for word in as_texts(values)[0] if word})
+    else:
         numbers = as_numbers(values)
-        bad = np.flatnonzero(~np.isfinite(numbers))
-        if bad.size:
-            shown = str(np.asarray(values)[bad[0]])
-            raise table.refuse(
-                f"column {targets[0]!r} is not a number ({shown!r})",
-                "leave out --task regression if it is a class, or name another --target",
-                int(bad[0]),
-            )
-        return "regression", (), []
-    if words:
-        classes = _sorted_labels({word for word in as_texts(values)[0] if word})
-        note = f"{named}classification, since its values are words (--task changes it)"
-        return _classes(table, targets, classes), classes, [] if asked else [note]
-    numbers = as_numbers(values)
-    there = np.unique(numbers[np.isfinite(numbers)])
-    whole = bool((there == np.rint(there)).all())
-    filled = whole and len(there) > 0 and there[0] == 0 and there[-1] == len(there) - 1
-    most = MOST_CLASSES if filled else MOST_CLASSES_WITH_GAPS
-    real = values.dtype.kind == "f"
-    kind = "regression" if real or len(there) > most else "classification"
-    why = "it has many different whole numbers"
-    if kind == "classification":
-        why = f"it has only {len(there)} different whole numbers"
-    elif real:
-        why = "its values are real numbers"
-        if whole:
-            why += ", though all values are whole numbers: they may be classes"
-    notes = [] if asked else [f"{named}{kind}, since {why} (--task changes it)"]
+        kind, why, labels = _task_of_numbers(numbers, real=values.dtype.kind == "f")
+    notes = [] if asked else [_detected(targets, kind, why)]
     if (asked or kind) == "regression":
         return "regression", (), notes
-    if not whole:
-        raise table.refuse(
-            f"column {targets[0]!r} does not hold class numbers", "use --task regression"
-        )
-    labels = [int(value) for value in there]
-    if filled or (labels and labels[0] == 0 and labels[-1] < MOST_CLASSES):
-        labels = list(range(labels[-1] + 1))
-    classes = table.classes or tuple(str(label) for label in labels)
-    return _classes(table, targets, classes), classes, notes
-
-
-def _classes(table: RawTable, targets: Sequence[str], classes: Sequence[str]) -> Task:
+    classes = table.classes or labels
+    if not classes:
+        what = f"column {name!r} does not hold class numbers"
+        raise table.refuse(what, "use --task regression")
     if len(classes) < 2:
-        shown = f"one class, {classes[0]!r}" if classes else "no class"
-        raise table.refuse(
-            f"column {targets[0]!r} has {shown}", "there is nothing to learn: name another --target"
-        )
-    return "classification"
+        what = f"column {name!r} has one class, {classes[0]!r}"
+        raise table.refuse(what, "there is nothing to learn: name another --target")
+    return "classification", classes, notes
 
 
-def _find_several(
-    table: RawTable, targets: Sequence[str], asked: str | None, named: str
+def _detected(targets: Sequence[str], kind: str, why: str) -> str:
+    return f"detected from {', '.join(targets)!r}: {kind}, since {why} (--task changes it)"
+
+
+def _task_of_numbers(
+    numbers: NDArray[np.float64], *, real: bool
+) -> tuple[str, str, tuple[str, ...]]:
+    """The task, why, and the classes; none unless all numbers are whole."""
+    there = np.unique(numbers[np.isfinite(numbers)])
+    whole = bool((there == np.rint(there)).all())
+    labels = [int(number) for number in there] if whole else []
+    filled = labels == list(range(len(labels)))
+    most = MOST_CLASSES if filled else MOST_CLASSES_WITH_GAPS
+    if labels and labels[0] == 0 and labels[-1] < MOST_CLASSES:
+        labels = list(range(labels[-1] + 1))
+    classes = tuple(str(label) for label in labels)
+    if real:
+        doubt = ", though all values are whole numbers: they may be classes" if whole else ""
+        return "regression", f"its values are real numbers{doubt}", classes
+    if len(there) > most:
+        return "regression", "it has many different whole numbers", classes
+    return "classification", f"it has only {len(there)} different whole numbers", classes
+
+
+def _task_of_several(
+    table: RawTable, targets: Sequence[str], asked: str | None
 ) -> tuple[Task, tuple[str, ...], list[str]]:
     """The task of several target columns, or of an array of them."""
     values = _stack_targets(table, targets)
@@ -223,19 +233,18 @@ def _find_several(
     names = names or tuple(str(place) for place in range(width))
     if sparse.issparse(values):
         return "multi-label", names, []
-    labels = bool(np.isin(values, (0, 1)).all())
-    kind = asked or ("multi-label" if labels else "regression")
-    why = "all values are 0 and 1" if labels else "there are several numbers"
-    notes = [] if asked else [f"{named}{kind}, since {why} (--task changes it)"]
-    if kind == "classification":
-        if width > 1:
-            raise table.refuse(
-                f"{targets[0]!r} has {width} columns", "classes need one: use --task multi-label"
-            )
-        return find_task(replace(table, columns={targets[0]: values[:, 0]}), targets[:1], asked)
-    if width == 1 and kind == "regression":
-        return "regression", (), notes
-    return ("multi-label" if kind == "multi-label" else "regression"), names, notes
+    if asked == "classification":
+        raise table.refuse(
+            f"{targets[0]!r} has {width} columns", "classes need one: use --task multi-label"
+        )
+    kind: Task = "regression"
+    why = "there are several numbers"
+    if np.isin(values, (0, 1)).all():
+        kind = "multi-label"
+        why = "all values are 0 and 1"
+    if asked:
+        return ("multi-label" if asked == "multi-label" else "regression"), names, []
+    return kind, names, [_detected(targets, kind, why)]
 
 
 def _stack_targets(table: RawTable, targets: Sequence[str]) -> Values:
@@ -255,24 +264,6 @@ def _sorted_labels(labels: set[str]) -> tuple[str, ...]:
 
 
 # --- rows of known form
-
-
-def check_columns(table: RawTable, schema: Schema) -> None:
-    """ValueError unless the file has the columns of the schema, and no others."""
-    known = schema.special() | {column.name for column in schema.columns}
-    for name in (schema.user, *schema.target, schema.test, schema.time):
-        if name and name not in table.columns:
-            raise table.refuse(missing_name(name, table.columns, "column"), "the schema has it")
-    for column in schema.columns:
-        if column.name not in table.columns:
-            what = missing_name(column.name, table.columns, "column")
-            raise table.refuse(what, "the schema lists it: take it out, or add it to the file")
-    for name in table.columns:
-        if name not in known and name != "test" and not table.only_x:
-            raise table.refuse(
-                f"column {name!r} is not in the schema",
-                f'add {name!r} = "left out" to its columns, or take it out of the file',
-            )
 
 
 def group_by_user(
@@ -295,41 +286,51 @@ def group_by_user(
             are refused if it is "".
         looked: what was chosen by looking.
     """
+    import pandas
+
     strict = impute is not None
     check_columns(table, schema)
     if impute and impute not in IMPUTE:
         raise ValueError(f"impute must be one of {', '.join(IMPUTE)}, got {impute!r}")
     x = encode_columns(table, schema)
-    labels, user = _users(table, schema, strict)
     y, readable = _targets(table, schema)
-    if strict and not readable.all():
-        raise _refused_target(table, schema, _first_place(~readable))
-    kept = readable & (user >= 0)
-    gaps = _gaps(x)
+    labels, user = _users(table, schema)
+    rows = pandas.DataFrame({"user": user, "readable": readable, "gap": _rows_with_gaps(x)})
+    rows = rows.assign(time=_row_times(table, schema), test=_marked_rows(table, schema))
     notes = list(table.notes)
-    if strict and gaps.any():
-        notes += _gap_notes(table, schema, x, gaps, impute or "")
-        if impute == DROP:
-            kept &= ~gaps
-    rows = np.flatnonzero(kept)
     if strict:
-        present = np.unique(user[rows])
-        user = np.searchsorted(present, user)
-        labels = tuple(labels[place] for place in present.tolist())
+        _refuse_rows(table, schema, rows)
+        notes += _gap_notes(table, schema, x, rows["gap"].to_numpy(), impute or "")
+    rows = rows[rows["readable"] & (rows["user"] >= 0)]
+    if impute == DROP:
+        rows = rows[~rows["gap"]]
+    if strict:  # without users who have lost all of their rows
+        places, present = pandas.factorize(rows["user"], sort=True)
+        rows = rows.assign(user=places)
+        labels = tuple(labels[place] for place in present)
         notes += _same_numbers(labels)
-    time = _row_times(table, schema, strict)
-    order = rows[np.lexsort((time[rows], user[rows]))]  # stable: without a time, as in the file
-    offsets = np.searchsorted(user[order], np.arange(len(labels) + 1)).astype(np.intp)
-    test = _test_rows(table, schema, order, offsets, strict)
+    # without a time that can be read a row is the user's first; equal ones stay as in the file
+    rows = rows.sort_values(["user", "time"], na_position="first", kind="stable")
+    offsets = np.searchsorted(rows["user"], np.arange(len(labels) + 1)).astype(np.intp)
+    by_time = bool(schema.time)
+    if schema.test:
+        test = rows["test"].to_numpy() == 1
+    else:
+        split = Split(schema.test_fraction, schema.split_seed)
+        test = split.mask(offsets, by_time=by_time)
+        if strict:
+            notes.append(split.words(by_time=by_time))
+    order = rows.index.to_numpy()
     if strict:
         _refuse_test_only(table, labels, offsets, test, order)
-        if not schema.test:
-            notes.append(_split(schema).words(by_time=bool(schema.time)))
     if len(order) < len(user) or (np.diff(order) != 1).any():
         x = x[order]
         y = y[order]
-    if gaps.any():
-        x = _fill_gaps(x, user[order], ~test, schema.missing)
+    if rows["gap"].any():
+        x = _fill_gaps(x, rows["user"].to_numpy(), ~test, schema.missing)
+    shape = next(iter(table.shapes.values()), ())
+    if schema.picture:
+        shape = schema.picture.shape
     return PerUser(
         source=table.source,
         x=x,
@@ -339,46 +340,42 @@ def group_by_user(
         users=labels,
         task=schema.task,
         outputs=schema.outputs,
-        std=255.0 if schema.dtype == "uint8" else 1.0,
+        divisor=255.0 if schema.dtype == "uint8" else 1.0,
         feature_names=schema.feature_names() or table.feature_names,
         target_names=schema.classes,
         notes=tuple(dict.fromkeys(notes)),
-        shape=next(iter(table.shapes.values()), ()) if not schema.picture else schema.picture.shape,
-        by_time=bool(schema.time),
+        shape=shape,
+        by_time=by_time,
         schema=schema,
         looked=looked,
     )
 
 
-def _check_rows(table: RawTable, user: str, special: set[str]) -> None:
-    """ValueError unless all columns have one value per row, and there is a row."""
-    rows = np.shape(table.columns[user])
-    if len(rows) != 1:
-        raise table.refuse(f"{user!r} must have one value per row, got shape {rows}", "give one")
-    for name, values in table.columns.items():
-        matters = name in special or name == "x" or not table.only_x
-        if matters and np.shape(values)[:1] != rows:
+def check_columns(table: RawTable, schema: Schema) -> None:
+    """ValueError unless the file has the columns of the schema, and no others."""
+    listed = [column.name for column in schema.columns]
+    for name in (*schema.special(), *listed):
+        if name not in table.columns:
+            what = missing_name(name, table.columns, "column")
+            raise table.refuse(what, "the schema lists it: take it out, or add it to the file")
+    known = {*schema.special(), *listed, "test"}
+    for name in table.columns:
+        if name not in known and not table.only_x:
             raise table.refuse(
-                f"{name!r} has shape {np.shape(values)} and {user!r} has {rows[0]} rows",
-                "they must be the same rows",
+                f"column {name!r} is not in the schema",
+                f'add {name!r} = "left out" to its columns, or take it out of the file',
             )
-    if not rows[0]:
-        raise table.refuse("there are no rows", "give at least one row for each user")
 
 
-def _users(table: RawTable, schema: Schema, strict: bool) -> tuple[tuple[str, ...], Indices]:
+def _users(table: RawTable, schema: Schema) -> tuple[tuple[str, ...], Indices]:
     """The users in order, and for each row the number of its user; −1 is nobody."""
     words, codes = as_texts(table.columns[schema.user])
-    if strict and (codes < 0).any():
-        raise table.refuse(
-            f"column {schema.user!r} is empty", "every row needs its user", _first_place(codes < 0)
-        )
     labels = schema.enrolled
     if labels is None:
         labels = _sorted_labels({word for word in words if word})
     places = {label: place for place, label in enumerate(labels)}
-    number = [places.get(word, -1) for word in words]
-    return labels, np.array([*number, -1], dtype=np.intp)[codes]
+    numbers = [places.get(word, -1) for word in words]
+    return labels, np.array([*numbers, -1], dtype=np.intp)[codes]
 
 
 def _same_numbers(labels: Sequence[str]) -> list[str]:
@@ -387,8 +384,8 @@ def _same_numbers(labels: Sequence[str]) -> list[str]:
     for label in labels:
         number = as_number(label)
         if number is not None:
-            found.setdefault(number, []).append(label)
-    several = [" and ".join(map(repr, group)) for group in found.values() if len(group) > 1]
+            found.setdefault(number, []).append(repr(label))
+    several = [" and ".join(group) for group in found.values() if len(group) > 1]
     if not several:
         return []
     return [f"users are text: {', '.join(several[:MOST_SHOWN])} are not the same"]
@@ -397,13 +394,7 @@ def _same_numbers(labels: Sequence[str]) -> list[str]:
 def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]]:
     """Targets as in ``PerUser``, and which rows have one that can be read."""
     if schema.task == "classification":
-        values = table.columns[schema.target[0]]
-        if np.ndim(values) == 2:
-            values = np.asarray(values)[:, 0]
-        words, codes = as_texts(values)
-        order = {class_name(name): place for place, name in enumerate(schema.classes)}
-        places = [order.get(class_name(word), -1) for word in words]
-        numbers = np.array([*places, -1], dtype=np.int64)[codes]
+        numbers = class_numbers(table.columns[schema.target[0]], schema.classes)
         return np.maximum(numbers, 0), numbers >= 0
     found = _stack_targets(table, schema.target)
     if found.shape[1] != schema.outputs:
@@ -413,73 +404,81 @@ def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]
         )
     if sparse.issparse(found):
         return found, np.ones(found.shape[0], dtype=np.bool_)
+    allowed = np.isfinite(found)
     if schema.task == "multi-label":
-        readable = np.asarray(np.isin(found, (0, 1)).all(axis=1))
-        return sparse.csr_array(np.where(readable[:, None], found, 0.0)), readable
-    readable = np.asarray(np.isfinite(found).all(axis=1))
+        allowed = np.isin(found, (0, 1))
+    readable = np.asarray(allowed.all(axis=1))
     amounts = np.where(readable[:, None], found, 0.0)
+    if schema.task == "multi-label":
+        return sparse.csr_array(amounts), readable
     return (amounts[:, 0] if schema.outputs == 1 else amounts), readable
 
 
-def class_name(word: str) -> str:
+def class_numbers(values: Values, classes: Sequence[str]) -> NDArray[np.int64]:
+    """The place of each value among the classes; −1 if it is none of them."""
+    if np.ndim(values) == 2:
+        values = np.asarray(values)[:, 0]
+    words, codes = as_texts(values)
+    order = {_plain_name(name): place for place, name in enumerate(classes)}
+    places = [order.get(_plain_name(word), -1) for word in words]
+    return np.array([*places, -1], dtype=np.int64)[codes]
+
+
+def _plain_name(word: str) -> str:
     """A class as text: 1 for 1.0 and for 01."""
     number = as_number(word)
-    return str(int(number)) if number is not None and number == np.rint(number) else word
+    if number is None or number != np.rint(number):
+        return word
+    return str(int(number))
 
 
-def _refused_target(table: RawTable, schema: Schema, row: int) -> ValueError:
-    name = ", ".join(schema.target)
-    if schema.task == "multi-label":
-        what = f"{name!r} is neither 0 nor 1"
-        return table.refuse(what, "multi-label targets are 0 and 1", row)
-    kind = "is empty" if schema.task == "classification" else "is not a finite number"
-    return table.refuse(f"column {name!r} {kind}", "leave the row out", row)
-
-
-def _row_times(table: RawTable, schema: Schema, strict: bool) -> NDArray[np.float64]:
-    """Each row's time as a number; without one that can be read a row is the user's first."""
+def _row_times(table: RawTable, schema: Schema) -> NDArray[np.float64]:
+    """Each row's time as a number; NaN if it cannot be read, 0 without a time column."""
     import pandas
 
     if not schema.time:
         return np.zeros(table.rows)
     values = table.columns[schema.time]
-    found = np.full(len(values), np.nan)
-    if values.dtype.kind != "M":
-        found = as_numbers(values, table.decimal)
-    if values.dtype.kind == "M" or is_text(values):
-        dates = pandas.to_datetime(
-            pandas.Series(values), utc=True, errors="coerce", format="ISO8601"
-        )
-        seconds = (dates - pandas.Timestamp(0, tz="UTC")).dt.total_seconds().to_numpy()
-        found = np.where(np.isfinite(found), found, seconds)
-    bad = ~np.isfinite(found)
-    if strict and bad.any():
-        row = _first_place(bad)
-        shown = str(np.asarray(values)[row])
-        raise table.refuse(
-            f"column {schema.time!r} is not a time ({shown!r})", "write 2024-01-31 or a number", row
-        )
-    return np.where(bad, -np.inf, found)
+    is_date = values.dtype.kind == "M"
+    if not is_date and not is_text(values):
+        return as_numbers(values)
+    series = pandas.Series(values)
+    dates = pandas.to_datetime(series, utc=True, errors="coerce", format="ISO8601")
+    seconds = (dates - pandas.Timestamp(0, tz="UTC")).dt.total_seconds().to_numpy()
+    if is_date:
+        return np.asarray(seconds)
+    numbers = as_numbers(values, table.decimal)
+    return np.where(np.isfinite(numbers), numbers, seconds)
 
 
-def _split(schema: Schema) -> Split:
-    return Split(schema.test_fraction, schema.split_seed)
-
-
-def _test_rows(
-    table: RawTable, schema: Schema, order: Indices, offsets: Indices, strict: bool
-) -> NDArray[np.bool_]:
-    """Which rows, sorted by user, are test rows."""
+def _marked_rows(table: RawTable, schema: Schema) -> NDArray[np.intp]:
+    """1 for test rows, 0 for training rows, −1 for neither; all 0 without a column that says so."""
     if not schema.test:
-        time = np.arange(len(order)) if schema.time else None
-        return _split(schema).mask(offsets, time)
+        return np.zeros(table.rows, dtype=np.intp)
     words, codes = as_texts(table.columns[schema.test])
-    known = [TEST_WORDS.get(class_name(word.lower()), -1) for word in words]
-    flags = np.array([*known, -1])[codes]
-    if strict and (flags < 0).any():
-        what = f"column {schema.test!r} is neither 0 nor 1"
-        raise table.refuse(what, "1 marks the rows of the test part", _first_place(flags < 0))
-    return np.asarray(flags[order] == 1)
+    marks = [TEST_WORDS.get(_plain_name(word.lower()), -1) for word in words]
+    return np.array([*marks, -1])[codes]
+
+
+def _refuse_rows(table: RawTable, schema: Schema, rows: Values) -> None:
+    """ValueError that names the first row without a user, target, time or mark."""
+    what = f"column {schema.user!r} is empty"
+    table.refuse_first(rows["user"] < 0, what, "every row needs its user")
+    target = ", ".join(schema.target)
+    kinds = {
+        "classification": f"column {target!r} is empty",
+        "multi-label": f"{target!r} is neither 0 nor 1",
+        "regression": f"column {target!r} is not a finite number",
+    }
+    remedy = "leave the row out, or use another --task"
+    table.refuse_first(~rows["readable"], kinds[schema.task], remedy)
+    unknown = rows["time"].isna()
+    if unknown.any():
+        values = np.asarray(table.columns[schema.time])[unknown]
+        what = f"column {schema.time!r} is not a time ({str(values[0])!r})"
+        table.refuse_first(unknown, what, "write 2024-01-31 or a number")
+    what = f"column {schema.test!r} is neither 0 nor 1"
+    table.refuse_first(rows["test"] < 0, what, "1 marks the rows of the test part")
 
 
 def _refuse_test_only(
@@ -500,13 +499,15 @@ def _refuse_test_only(
     )
 
 
-def _gaps(x: Values) -> NDArray[np.bool_]:
+# --- gaps
+
+
+def _rows_with_gaps(x: Values) -> NDArray[np.bool_]:
     """Which rows have a feature that is missing or not finite."""
     if sparse.issparse(x):
+        rows = np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
         found = np.zeros(x.shape[0], dtype=np.bool_)
-        bad = ~np.isfinite(x.data)
-        if bad.any():
-            found[np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))[bad]] = True
+        found[rows[~np.isfinite(x.data)]] = True
         return found
     if x.dtype.kind in "biu":
         return np.zeros(len(x), dtype=np.bool_)
@@ -517,72 +518,41 @@ def _gap_notes(
     table: RawTable, schema: Schema, x: Values, gaps: NDArray[np.bool_], impute: str
 ) -> list[str]:
     """What is done about gaps; ValueError if there is no rule."""
-    row = _first_place(gaps)
-    values = x[[row]].toarray()[0] if sparse.issparse(x) else x[row]
-    place = _first_place(~np.isfinite(values))
-    names = schema.feature_names()
+    if not gaps.any():
+        return []
     if not impute:
+        row = int(np.argmax(gaps))
+        values = x[[row]].toarray()[0] if sparse.issparse(x) else x[row]
+        place = int(np.argmax(~np.isfinite(values)))
+        names = schema.feature_names()
         name = f"column {names[place]!r}" if names else f"x, feature {place},"
         exclude = f", or --exclude {names[place]}" if names else ""
-        rules = ", ".join(IMPUTE)
-        raise table.refuse(
-            f"{name} is not a finite number", f"add --impute with one of {rules}{exclude}", row
-        )
+        remedy = f"add --impute with one of {', '.join(IMPUTE)}{exclude}"
+        raise table.refuse(f"{name} is not a finite number", remedy, row)
     count = int(gaps.sum())
-    if impute == DROP:
-        if gaps.all():
-            raise table.refuse("every row has a gap", "use --impute own-mean, or --exclude")
-        return [f"left out {count:,} rows with gaps (impute = drop)"]
-    return [f"{count:,} rows have gaps, filled with: {MISSING[impute]}"]
+    if impute != DROP:
+        return [f"{count:,} rows have gaps, filled with: {MISSING[impute]}"]
+    if gaps.all():
+        raise table.refuse("every row has a gap", "use --impute own-mean, or --exclude")
+    return [f"left out {count:,} rows with gaps (impute = drop)"]
 
 
 def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: str) -> Values:
     """x, sorted by user, with 0 or the mean of the user's own training rows in its gaps."""
+    import pandas
+
     if sparse.issparse(x):
         x = x.copy()
         x.data[~np.isfinite(x.data)] = 0.0
         return x
     x = np.array(x, dtype=np.float64)
-    rows, columns = np.nonzero(~np.isfinite(x))
-    x[rows, columns] = np.nan
-    if missing == ZERO:
-        x[rows, columns] = 0.0
-        return x
-    users = int(user.max(initial=-1)) + 1
-    for column in np.unique(columns).tolist():
-        there = trained & np.isfinite(x[:, column])
-        counts = np.bincount(user[there], minlength=users)
-        sums = np.bincount(user[there], weights=x[there, column], minlength=users)
-        here = rows[columns == column]
-        x[here, column] = (sums / np.maximum(counts, 1))[user[here]]
+    columns = np.flatnonzero(~np.isfinite(x).all(axis=0))
+    found = x[:, columns]
+    found[~np.isfinite(found)] = np.nan
+    if missing == OWN_MEAN:
+        known = pandas.DataFrame(found[trained])
+        means = known.groupby(user[trained]).mean()
+        of_rows = means.reindex(user).to_numpy()
+        found = np.where(np.isnan(found), of_rows, found)
+    x[:, columns] = np.nan_to_num(found)
     return x
-
-
-def _first_place(found: NDArray[np.bool_]) -> int:
-    """The first place that is True."""
-    return int(np.flatnonzero(found)[0])
-
-
-def public_statistics(path: str | Path, data: PerUser) -> tuple[Any, Any]:
-    """(mean, std) for ``PerUser.standardise``.
-
-    Args:
-        path: an .npz with the arrays ``mean`` and ``std``, or a .csv with the columns ``feature``,
-            ``mean`` and ``std``.
-        data: what they are for; a .csv is looked up by its feature names.
-    """
-    table = read_table_file(Path(path), ["feature"])
-    mean = as_numbers(table.column("mean"))
-    std = as_numbers(table.column("std"))
-    if Path(path).suffix == ".npz":
-        return mean, std
-    if not data.feature_names:
-        raise ValueError(
-            f"{path}: the features of {data.source} have no names: give an .npz with mean and std"
-        )
-    features = np.asarray(table.column("feature")).tolist()
-    for name in data.feature_names:
-        if name not in features:
-            raise ValueError(f"{path}: {missing_name(name, features, 'feature')}")
-    places = [features.index(name) for name in data.feature_names]
-    return mean[places], std[places]

@@ -1,11 +1,10 @@
 """The cohort engine for networks: the gradients of a whole cohort in one call of the network."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
@@ -14,6 +13,7 @@ from flwr_ppsgd.learner import Batches, Rows, as_array
 from flwr_ppsgd.models.additive_linear import Matrix
 from flwr_ppsgd.models.torch_model import SplitModel
 
+Group: TypeAlias = tuple[Indices, tuple[Tensor, Tensor]]  # users, and x and y of their minibatches
 ROWS_AT_ONCE = 256  # in one call of the network that measures
 
 
@@ -69,7 +69,7 @@ class NetworkEngine(Engine):
             for place in self.places:
                 self._step(place, groups, normals)
 
-    def _groups(self, users: Indices) -> list[tuple[Indices, tuple[Tensor, Tensor]]]:
+    def _groups(self, users: Indices) -> list[Group]:
         """Users whose minibatches have the same size m, and those: users × m × …"""
         by_size: dict[int, list[tuple[int, Rows, Rows]]] = {}
         for user in users.tolist():
@@ -78,17 +78,12 @@ class NetworkEngine(Engine):
         groups = []
         for _, members in sorted(by_size.items()):
             own, xs, ys = zip(*members, strict=True)
-            self._model.settle_loss((xs[0], ys[0]))
-            rows = (self._model.tensor(np.stack(xs)), self._model.tensor(np.stack(ys)))
-            groups.append((np.array(own), rows))
+            x = self._model.tensor(np.stack(xs))
+            y = self._model.tensor(np.stack(ys))
+            groups.append((np.array(own), (x, y)))
         return groups
 
-    def _step(
-        self,
-        place: int,
-        groups: Sequence[tuple[Indices, tuple[Tensor, Tensor]]],
-        normals: Vector,
-    ) -> None:
+    def _step(self, place: int, groups: Sequence[Group], normals: Vector) -> None:
         """Move θ_i of everyone in the cohort, and w by the noisy sum of clipped gradients."""
         release = self.settings[place].release
         steps = self.settings[place].steps
@@ -125,36 +120,30 @@ class NetworkEngine(Engine):
             thetas = thetas - self._theta_moments[place] / self.round
         return np.asarray(thetas)
 
-    def measured_parts(self) -> dict[str, Vector]:
-        """The parts on which users measure, with the number of rows of each measured user."""
-        found = {}
-        for name, part in self._parts.items():
-            sizes = [len(x) for x, _ in part if len(x)]
-            if sizes:
-                found[name] = np.array(sizes, dtype=np.float64)
-        return found
-
-    def measure_users(self, part: str) -> dict[str, Matrix]:
-        """Each measure, measured users × settings; NaN for settings that are no longer trained."""
-        rows = self._parts[part]
-        users = [user for user, (x, _) in enumerate(rows) if len(x)]
-        tests = [rows[user] for user in users]
+    def measure_users(self, part: str) -> tuple[dict[str, Matrix], Vector]:
+        """Each measure, measured users × settings, and their numbers of rows; NaN for settings that
+        are no longer trained."""
+        users = []
+        tests = []
+        for user, rows in enumerate(self._parts[part]):
+            if len(rows[0]):
+                users.append(user)
+                tests.append(rows)
+        if not users:
+            return {}, np.empty(0)
         found: dict[str, Matrix] = {}
+        shape = (len(users), len(self.settings))
         for place in self.places:
             thetas = self._thetas_of(place)[users]
             each = evaluate_users(self._model, self.w(place), thetas, tests)
             for name in each[0]:
-                empty = np.full((len(users), len(self.settings)), np.nan)
-                found.setdefault(name, empty)[:, place] = [one[name] for one in each]
-        return found
+                values = found.setdefault(name, np.full(shape, np.nan))
+                values[:, place] = [measures[name] for measures in each]
+        return found, np.array([len(x) for x, _ in tests], dtype=np.float64)
 
 
 def cohort_gradients(
-    model: SplitModel,
-    w: Vector,
-    thetas: Matrix,
-    rows: tuple[Tensor, Tensor],
-    reduction: Reduction,
+    model: SplitModel, w: Vector, thetas: Matrix, rows: tuple[Tensor, Tensor], reduction: Reduction
 ) -> tuple[Matrix, Matrix]:
     """(∇_w, ∇_θ) of many users, users × parameters each, in float64.
 
@@ -184,16 +173,12 @@ def _gradients_by_user(gradients: dict[str, Tensor]) -> Matrix:
 
 
 def evaluate_users(
-    model: SplitModel,
-    w: Vector,
-    thetas: Matrix,
-    tests: Sequence[tuple[Rows, Rows]],
+    model: SplitModel, w: Vector, thetas: Matrix, tests: Sequence[tuple[Rows, Rows]]
 ) -> list[dict[str, float]]:
-    """``SplitModel.evaluate`` of many users, in a few large calls of the network.
+    """``SplitModel.evaluate`` of many users: those with the same number of rows go together.
 
-    Users with similar numbers of rows go together. The rows of shorter tests are repeated to the
-    longest among them, and what is predicted for the repeated ones is thrown away. If rows are not
-    arrays of one shape (several inputs, or texts of any length), users are measured one by one.
+    If rows are not arrays of one shape (several inputs, or texts of any length), users are measured
+    one by one.
 
     Args:
         model: the network.
@@ -210,38 +195,27 @@ def evaluate_users(
         return model.predict(shared, personal, x, training=False)
 
     of_all = torch.func.vmap(predict, randomness="different")
-    sizes = [len(x) for x, _ in tests]
+    by_size: dict[int, list[int]] = {}
+    for user, (x, _) in enumerate(tests):
+        by_size.setdefault(len(x), []).append(user)
     measured: dict[int, dict[str, float]] = {}
-    for users in _of_similar_size(sizes):
-        longest = sizes[users[-1]]
-        stacked = np.stack([_repeat_rows(as_array(tests[user][0]), longest) for user in users])
-        with torch.no_grad():
-            scores = of_all(model.personal_tensors(thetas[users]), model.tensor(stacked))
-        for user, padded in zip(users, scores, strict=True):
-            y = model.tensor(tests[user][1])
-            measured[user] = model.measures(padded[: sizes[user]], y)
+    for size, users in by_size.items():
+        at_once = max(1, ROWS_AT_ONCE // size)
+        for start in range(0, len(users), at_once):
+            group = users[start : start + at_once]
+            x = model.tensor(np.stack([as_array(tests[user][0]) for user in group]))
+            with torch.no_grad():
+                scores = of_all(model.personal_tensors(thetas[group]), x)
+            for user, own in zip(group, scores, strict=True):
+                measured[user] = model.measures(own, model.tensor(tests[user][1]))
     return [measured[user] for user in range(len(tests))]
-
-
-def _of_similar_size(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """All places, sorted by size, in groups whose length times largest size is ROWS_AT_ONCE."""
-    group: list[int] = []
-    for place in np.argsort(sizes, kind="stable").tolist():
-        if group and (len(group) + 1) * sizes[place] > ROWS_AT_ONCE:
-            yield group
-            group = []
-        group.append(place)
-    if group:
-        yield group
 
 
 def _alike(parts: Sequence[Rows]) -> bool:
     """Whether these are arrays or tensors, whose rows have the same shape and dtype."""
-    kinds = {(getattr(x, "shape", (0,))[1:], getattr(x, "dtype", None)) for x in parts}
-    shaped = all(hasattr(x, "shape") for x in parts)
-    return shaped and len(kinds) == 1
-
-
-def _repeat_rows(array: NDArray[Any], size: int) -> NDArray[Any]:
-    """The rows again and again, up to ``size`` of them."""
-    return array[np.arange(size) % len(array)]
+    kinds = set()
+    for x in parts:
+        if not hasattr(x, "shape"):
+            return False
+        kinds.add((x.shape[1:], getattr(x, "dtype", None)))
+    return len(kinds) == 1

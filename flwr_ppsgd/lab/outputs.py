@@ -6,14 +6,12 @@ which the next start removes; rows of a block that is not complete are recognise
 twice.
 """
 
-import csv
-import io
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +20,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from flwr_ppsgd.database import FileLock
 from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.problem import SYNTHETIC
 from flwr_ppsgd.lab.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     from flwr_ppsgd.lab.block import BlockPlan
     from flwr_ppsgd.lab.evaluation import UserResult
-    from flwr_ppsgd.lab.predict import Prediction
     from flwr_ppsgd.lab.run import Outcome
     from flwr_ppsgd.lab.sweep import Sweep
 
@@ -104,7 +102,12 @@ def save(outcome: "Outcome", out: Path, draw: Draw | None = None) -> None:
         _write_run(outcome, temporary)
         if draw is not None:
             draw(temporary)
-        _move(temporary, out)
+        if out.exists():  # an empty directory of the user's, perhaps the current one
+            for path in temporary.iterdir():
+                os.replace(path, out / path.name)
+        else:
+            temporary.chmod(READABLE_FOLDER)
+            os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -140,27 +143,19 @@ def _by_name(w: "ArrayRecord") -> dict[str, NDArray[Any]]:
 
 def _write_people(people: Sequence["UserResult"], names: Sequence[object], directory: Path) -> None:
     """One row per user: measures, gain over learning alone, and what was chosen."""
+    import pandas as pd
     import pyarrow as pa
     from pyarrow import parquet
 
-    columns = _columns(people, names)
-    table = pa.table(columns).replace_schema_metadata({"guarantee": USERS_OUTSIDE})
+    records = []
+    for person in people:
+        record: dict[str, Any] = {"user": str(names[person.user]), "test_rows": person.weight}
+        record |= {"gain": person.gain, **person.measures}
+        record |= {f"chosen-{name}": value for name, value in person.chosen.items()}
+        records.append(record)
+    table = pa.Table.from_pandas(pd.DataFrame(records), preserve_index=False)
     with disk.replacing(directory / USERS) as file:
-        parquet.write_table(table, file)
-
-
-def _columns(people: Sequence["UserResult"], names: Sequence[object]) -> dict[str, list[Any]]:
-    """Everything that is known about users, by column."""
-    columns: dict[str, list[Any]] = {
-        "user": [str(names[person.user]) for person in people],
-        "test_rows": [person.weight for person in people],
-        "gain": [person.gain for person in people],
-    }
-    for name in dict.fromkeys(name for person in people for name in person.measures):
-        columns[name] = [person.measures.get(name) for person in people]
-    for name in dict.fromkeys(name for person in people for name in person.chosen):
-        columns[f"chosen-{name}"] = [person.chosen.get(name) for person in people]
-    return columns
+        parquet.write_table(table.replace_schema_metadata({"guarantee": USERS_OUTSIDE}), file)
 
 
 def read_model(directory: Path) -> dict[str, NDArray[Any]]:
@@ -174,34 +169,21 @@ def read_model(directory: Path) -> dict[str, NDArray[Any]]:
         ) from None
 
 
-def write_predictions(path: Path, predictions: "Iterable[Prediction]") -> None:
+def write_predictions(path: Path, predictions: "pd.DataFrame") -> None:
     """One row for each row of the new file. Only the owner may read it."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("row", "user", "prediction", "model"))
-    for one in predictions:
-        writer.writerow((one.row, one.user, one.value, one.model))
+    text = predictions.to_csv(index=False, lineterminator="\n")
     with disk.replacing(path, mode=disk.PRIVATE_FILE) as file:
-        file.write(text.getvalue().encode())
+        file.write(text.encode())
 
 
-def read_people(directory: Path) -> dict[str, list[Any]] | None:
-    """The columns of the users' file of a run; None if there is none."""
+def read_people(directory: Path) -> dict[str, list[Any]]:
+    """The columns of the users' file of a run; empty if there is none."""
     from pyarrow import parquet
 
     if not (directory / USERS).exists():
-        return None
+        return {}
     found: dict[str, list[Any]] = parquet.read_table(directory / USERS).to_pydict()
     return found
-
-
-def _move(temporary: Path, out: Path) -> None:
-    if out.exists():  # an empty directory of the user's, perhaps the current one
-        for path in temporary.iterdir():
-            os.replace(path, out / path.name)
-    else:
-        temporary.chmod(READABLE_FOLDER)
-        os.replace(temporary, out)
 
 
 @dataclass(frozen=True)
@@ -263,13 +245,8 @@ def open_sweep(out: Path, sweep: "Sweep", *, extend: bool = False) -> Iterator["
     if not (out / CONFIG).exists() and not _only_begun(out):
         check_free(out)
     out.mkdir(exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(disk.locked(out / LOCK, wait=False))
-        except BlockingIOError:
-            raise ValueError(
-                f"{out}: another sweep is writing here: wait for it, or choose another --out"
-            ) from None
+    busy = f"{out}: another sweep is writing here: wait for it, or choose another --out"
+    with closing(FileLock(out / LOCK, 0.0, busy)):
         _check_same_settings(out, sweep.to_flat(), GRID if extend else ())
         yield SweepStore(out, sweep.base.training.rounds)
 
@@ -284,18 +261,17 @@ def _only_begun(out: Path) -> bool:
 
 def _check_same_settings(out: Path, flat: Mapping[str, Any], growing: Sequence[str]) -> None:
     """Write the settings, or compare them with those that are there, lists that grow left out."""
-    if not (out / CONFIG).exists():
-        disk.write_text(out / CONFIG, tomli_w.dumps(flat))
-        return
-    there = read_config(out)
-    for key in sorted((flat.keys() | there.keys()) - set(growing)):
-        if flat.get(key) != there.get(key):
-            raise ValueError(
-                f"{out} holds the results of another experiment: its {key} is {there.get(key)}, "
-                f"here it is {flat.get(key)}: choose another --out"
-            )
-    if growing:
-        disk.write_text(out / CONFIG, tomli_w.dumps(flat))
+    if (out / CONFIG).exists():
+        there = read_config(out)
+        for key in sorted((flat.keys() | there.keys()) - set(growing)):
+            if flat.get(key) != there.get(key):
+                raise ValueError(
+                    f"{out} holds the results of another experiment: its {key} is "
+                    f"{there.get(key)}, here it is {flat.get(key)}: choose another --out"
+                )
+        if not growing:
+            return
+    disk.write_text(out / CONFIG, tomli_w.dumps(flat))
 
 
 def read_rows(directory: Path) -> list[SweepRow]:
@@ -303,8 +279,16 @@ def read_rows(directory: Path) -> list[SweepRow]:
     path = directory / ROWS
     if not path.exists():
         return []
-    lines = disk.whole_lines(path.read_bytes())
-    return [_read_row(line, number, path) for number, line in enumerate(lines, 1)]
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            rows.append(SweepRow.from_json(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}: line {number} is not a row of a sweep ({error!r}): restore the file"
+            ) from None
+    return rows
 
 
 def finished_rows(directory: Path) -> list[SweepRow]:
@@ -314,20 +298,7 @@ def finished_rows(directory: Path) -> list[SweepRow]:
         raise ValueError(
             f"{directory}: no setting is finished yet: run ppsgd sweep --out {directory}"
         )
-    if not any(row.measures for row in rows):
-        raise ValueError(
-            f"{directory / ROWS}: not the rows of a sweep (nothing is measured): restore the file"
-        )
     return rows
-
-
-def _read_row(line: bytes, number: int, path: Path) -> SweepRow:
-    try:
-        return SweepRow.from_json(json.loads(line))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: line {number} is not a row of a sweep ({error!r}): restore the file"
-        ) from None
 
 
 class SweepStore:
@@ -354,42 +325,33 @@ class SweepStore:
                 self._finished.add(row.point)
 
     def plan(self, proposed: "BlockPlan") -> "BlockPlan":
-        """The plan this directory was begun with, or ``proposed`` from now on.
+        """The plan this directory was begun with, with blocks for settings that were added since;
+        or ``proposed`` from now on.
 
         Which settings stand side by side decides the last digits of their rows.
         """
         path = self._out / PLAN
-        if not path.exists():
-            keys = [[point.key() for point in block] for block in proposed.blocks]
-            plan = {"bytes": proposed.bytes, "blocks": keys}
-            disk.write_text(path, json.dumps(plan) + "\n")
-            return proposed
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        kept = self._add_blocks(kept, proposed)
-        size = kept["bytes"]
+        size = proposed.bytes
+        blocks = list(proposed.blocks)
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            blocks = [tuple(Point.of(key) for key in keys) for keys in kept["blocks"]]
+            there = {point for block in blocks for point in block}
+            size = kept["bytes"]
+            for block in proposed.blocks:
+                added = tuple(point for point in block if point not in there)
+                if added:
+                    blocks.append(added)
+                    size = max(size, proposed.bytes)
         if size > proposed.limit:
             raise ValueError(
                 f"{self._out} was begun with blocks of {size / 1e6:.0f} MB and the limit is now "
                 f"{proposed.limit / 1e6:.0f} MB: raise --memory, or begin anew with another --out"
             )
-        blocks = tuple(tuple(Point.of(key) for key in keys) for keys in kept["blocks"])
+        keys = [[point.key() for point in block] for block in blocks]
+        disk.write_text(path, json.dumps({"bytes": size, "blocks": keys}) + "\n")
         jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // size))
-        return replace(proposed, blocks=blocks, jobs=jobs, bytes=size)
-
-    def _add_blocks(self, kept: dict[str, Any], proposed: "BlockPlan") -> dict[str, Any]:
-        """The plan that is there, with blocks for settings that were added to the grid."""
-        there = {Point.of(key) for keys in kept["blocks"] for key in keys}
-        added = []
-        for block in proposed.blocks:
-            new = [point.key() for point in block if point not in there]
-            if new:
-                added.append(new)
-        if not added:
-            return kept
-        size = max(kept["bytes"], proposed.bytes)
-        grown = {"bytes": size, "blocks": [*kept["blocks"], *added]}
-        disk.write_text(self._out / PLAN, json.dumps(grown) + "\n")
-        return grown
+        return replace(proposed, blocks=tuple(blocks), jobs=jobs, bytes=size)
 
     def missing(self, blocks: Iterable[Sequence[Point]]) -> list[Sequence[Point]]:
         """The blocks that are not complete."""
@@ -409,11 +371,11 @@ class SweepStore:
 
 def planned_settings(directory: Path) -> int | None:
     """The number of settings that a sweep was to run; None if it is not known."""
-    try:
-        plan = json.loads((directory / PLAN).read_text(encoding="utf-8"))
-        return sum(len(block) for block in plan["blocks"])
-    except (OSError, ValueError, KeyError, TypeError):
+    path = directory / PLAN
+    if not path.exists():
         return None
+    plan = json.loads(path.read_text(encoding="utf-8"))
+    return sum(len(block) for block in plan["blocks"])
 
 
 def write_selection(directory: Path, costs: Iterable[Selection]) -> None:
@@ -424,19 +386,11 @@ def write_selection(directory: Path, costs: Iterable[Selection]) -> None:
 
 def read_selection(directory: Path) -> list[Selection]:
     """What choosing costs; empty if it is not known."""
-    try:
-        rows = json.loads((directory / SELECTION).read_text(encoding="utf-8"))
-        return [
-            Selection(
-                float(row["noise_multiplier"]),
-                float(row["epsilon"]),
-                int(row["settings"]),
-                float(row["selected"]),
-            )
-            for row in rows
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
+    path = directory / SELECTION
+    if not path.exists():
         return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return [Selection(**row) for row in rows]
 
 
 def write_table(path: Path, table: "pd.DataFrame") -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
@@ -18,7 +18,6 @@ from flwr_ppsgd.models.representation import NONE, Representation, Shape
 
 Indices: TypeAlias = NDArray[np.intp]
 Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
-ROWS_AT_ONCE = 1 << 14
 MOST_NAMED = 5  # users that a message names
 
 
@@ -39,23 +38,20 @@ class Split:
         rule = "the test fraction must be between 0 and 1"
         require(0 < self.fraction < 1, rule, self.fraction, "try 0.2")
 
-    def mask(self, offsets: Indices, time: NDArray[Any] | None) -> NDArray[np.bool_]:
-        """The test rows of users whose rows are sorted by user."""
-        bounds = offsets.tolist()
-        test = np.zeros(bounds[-1], dtype=np.bool_)
-        for user, start in enumerate(bounds[:-1]):
-            stop = bounds[user + 1]
-            n = stop - start
+    def mask(self, offsets: Indices, *, by_time: bool) -> NDArray[np.bool_]:
+        """The test rows of users whose rows are sorted by user, and perhaps by time."""
+        test = np.zeros(int(offsets[-1]), dtype=np.bool_)
+        for user, start in enumerate(offsets[:-1].tolist()):
+            n = int(offsets[user + 1]) - start
             wanted = max(1, round(self.fraction * n))
             count = min(wanted, n - 1)
-            if time is None:
+            order = np.arange(n)
+            if not by_time:
                 order = generator("split", self.seed, user).permutation(n)
-            else:
-                order = np.argsort(time[start:stop], kind="stable")
             test[start + order[n - count :]] = True
         return test
 
-    def words(self, by_time: bool) -> str:
+    def words(self, *, by_time: bool) -> str:
         """How the test part was chosen, for people."""
         which = "last" if by_time else "randomly chosen"
         return f"test part: the {which} {self.fraction:.0%} of each user's rows"
@@ -97,8 +93,8 @@ class PerUser:
 
     Args:
         source: where the rows come from, for messages.
-        x: rows × d as they are stored (bytes stay bytes), dense or CSR. A model sees
-            (x − mean) / std, and a last column of ones if ``bias`` is set.
+        x: rows × d as they are stored (bytes stay bytes), dense or CSR. A model sees x / divisor,
+            and a last column of ones if ``bias`` is set.
         y: class numbers 0 … K−1; real numbers, one or more per row; or, for multi-label tasks,
             rows × K of zeros and ones in CSR.
         test: which rows belong to the test part of their user.
@@ -106,15 +102,14 @@ class PerUser:
         users: each user's label in the source.
         task: what y stands for.
         outputs: K.
-        mean: subtracted from x.
-        std: x is divided by it.
+        divisor: 255 for pixels.
         bias: whether a model sees a last feature that is always 1.
         feature_names: a name for each column of x, or none.
         target_names: a name for each output, or none.
         notes: what a reader decided or left out, in sentences: print them.
         own: what users have done to their rows; x and y are as after it.
         shape: of one row, such as (28, 28) for images; () if it is not known.
-        representation: Φ: a model sees Φ((x − mean) / std). None: rows as they are.
+        representation: Φ: a model sees Φ(x / divisor). None: rows as they are.
         representation_names: what it is called in settings.
         validation: which rows are for choosing settings: neither training rows nor test rows.
         by_time: whether each user's rows are in the order of their time.
@@ -132,8 +127,7 @@ class PerUser:
     users: tuple[str, ...]
     task: Task
     outputs: int
-    mean: Vector | float = 0.0
-    std: Vector | float = 1.0
+    divisor: float = 1.0
     bias: bool = False
     feature_names: tuple[str, ...] = ()
     target_names: tuple[str, ...] = ()
@@ -168,7 +162,8 @@ class PerUser:
     @property
     def all_kinds(self) -> tuple[str, ...]:
         """The kind of each feature; a bias is used as it is."""
-        return (*(self.kinds or ("as-is",) * self.width), *("as-is",) * self.bias)
+        kinds = self.kinds or ("as-is",) * self.width
+        return (*kinds, "as-is") if self.bias else kinds
 
     @property
     def is_sparse(self) -> bool:
@@ -191,9 +186,13 @@ class PerUser:
             raise ValueError(
                 f"{self.source}: there is no user number {user}: they go from 0 to {len(self) - 1}"
             )
-        start = int(self.offsets[user])
-        stop = int(self.offsets[user + 1])
-        return start + np.flatnonzero(self._part(test)[start:stop])
+        span = self.span(user)
+        chosen = np.flatnonzero(self._part(test)[span])
+        return chosen + int(span.start)
+
+    def span(self, user: int) -> slice:
+        """All rows of one user."""
+        return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
 
     def matrix(self, rows: Indices) -> Matrix:
         """What a model sees of these rows: dense, float64."""
@@ -240,10 +239,8 @@ class PerUser:
         """
         apart = np.zeros(len(self.test), dtype=np.bool_)
         trained = np.flatnonzero(self._part(False))
-        offsets = self._offsets_of(False)
-        time = np.arange(len(trained)) if self.by_time else None
-        apart[trained] = split.mask(offsets, time)
-        words = split.words(self.by_time).replace("test part", "validation part")
+        apart[trained] = split.mask(self._offsets_of(False), by_time=self.by_time)
+        words = split.words(by_time=self.by_time).replace("test part", "validation part")
         note = words.replace("rows", "training rows, for choosing settings")
         return replace(self, validation=apart, notes=(*self.notes, note))
 
@@ -279,31 +276,6 @@ class PerUser:
             note += ", since rows look like images (representation = 'none' for the pixels)"
         return replace(changed, notes=(*self.notes, note))
 
-    def standardise(self, mean: ArrayLike, std: ArrayLike) -> "PerUser":
-        """A model sees (x − mean) / std.
-
-        The statistics must be public: none is ever computed from users' rows, since no privacy
-        would be charged for it.
-
-        Args:
-            mean: one number, or one per feature, in the source's units.
-            std: the same, above 0.
-        """
-        mean = self._statistic("mean", mean)
-        std = self._statistic("std", std)
-        wrong = np.flatnonzero(~(np.atleast_1d(std) > 0))
-        if wrong.size:
-            column = self.column_name(int(wrong[0]))
-            raise ValueError(
-                f"{self.source}: public std of {column} must be above 0: leave that column out, or "
-                "use 1"
-            )
-        if self.is_sparse and mean.any():
-            raise ValueError(
-                f"{self.source}: x is sparse and a mean would fill it: give mean 0, and std alone"
-            )
-        return replace(self, mean=mean, std=std)
-
     def with_at_least(self, train_rows: int) -> "PerUser":
         """Without the users who have fewer training rows; a note names them."""
         sizes = self.train_sizes
@@ -321,7 +293,8 @@ class PerUser:
 
     def only(self, users: Sequence[int] | Indices) -> "PerUser":
         """These users alone, renumbered in this order."""
-        spans = [np.arange(self.offsets[user], self.offsets[user + 1]) for user in users]
+        every = np.arange(len(self.test))
+        spans = [every[self.span(int(user))] for user in users]
         rows = np.concatenate(spans)
         sizes = [len(span) for span in spans]
         return replace(
@@ -335,6 +308,19 @@ class PerUser:
             own=None if self.own is None else self.own.only(users),
         )
 
+    def with_rows(self, x: Table, y: Table) -> "PerUser":
+        """These rows in place of all others, as training rows of a single user."""
+        rows = x.shape[0]
+        return replace(
+            self,
+            x=x,
+            y=y,
+            test=np.zeros(rows, dtype=np.bool_),
+            validation=None,
+            offsets=np.array([0, rows]),
+            users=self.users[:1],
+        )
+
     def describe(self, batch_size: int = 10) -> str:
         """What was found, in lines to print.
 
@@ -342,42 +328,23 @@ class PerUser:
             batch_size: users with fewer training rows are named.
         """
         sizes = self.train_sizes
-        tested = self.test_sizes
-        lines = [self._summary(), *self.notes]
+        rows = f"{sizes.sum():,} training rows ({sizes.min()} to {sizes.max()} each)"
+        if self.validation is not None:
+            rows += f", {int(self.validation.sum()):,} validation rows"
+        rows += f", {self.test_sizes.sum():,} test rows"
+        kind = " (sparse)" if self.is_sparse else ""
+        task = _TASK_WORDS[self.task].format(self.outputs)
+        about = f"{rows}, {self.features:,} features{kind}, {task}"
+        lines = [f"{self.source}: {len(self):,} users, {about}", *self.notes]
         short = np.flatnonzero(sizes < batch_size)
         if short.size:
             named = _name_users(self.users, short, sizes)
             lines.append(f"fewer than {batch_size} training rows, so smaller minibatches: {named}")
-        unmeasured = np.flatnonzero(tested == 0)
+        unmeasured = np.flatnonzero(self.test_sizes == 0)
         if unmeasured.size:
             named = _name_users(self.users, unmeasured, sizes)
             lines.append(f"no test rows, so trained but not measured: {named}")
         return "\n".join(lines)
-
-    def _summary(self) -> str:
-        sizes = self.train_sizes
-        tested = self.test_sizes.sum()
-        apart = ""
-        if self.validation is not None:
-            apart = f"{int(self.validation.sum()):,} validation rows, "
-        kind = " (sparse)" if self.is_sparse else ""
-        task = _TASK_WORDS[self.task].format(self.outputs)
-        return (
-            f"{self.source}: {len(self):,} users, {sizes.sum():,} training rows ({sizes.min()} to "
-            f"{sizes.max()} each), {apart}{tested:,} test rows, {self.features:,} features{kind}, "
-            f"{task}"
-        )
-
-    def _statistic(self, name: str, values: ArrayLike) -> NDArray[np.float64]:
-        """Public statistics as an array: finite, one number or one per feature."""
-        found = np.asarray(values, dtype=np.float64)
-        width = self.x.shape[1]
-        if found.shape not in ((), (width,)) or not np.isfinite(found).all():
-            raise ValueError(
-                f"{self.source}: public {name} must be finite, one number or {width}, got "
-                f"{found.shape}: give one for each feature column"
-            )
-        return found
 
     @property
     def train_rows(self) -> NDArray[np.bool_]:
@@ -394,33 +361,22 @@ class PerUser:
 
     def _features_of(self, rows: Indices, dtype: DTypeLike) -> Table:
         if self.is_sparse:
-            return self._scaled_sparse(self.x[rows]).astype(dtype)
-        dense = np.empty((len(rows), self.features), dtype=dtype)
-        inner = dense[:, : self.features - self.bias]
+            x = self.x[rows].astype(dtype)
+            if not self.bias:
+                return x
+            ones = np.ones((len(rows), 1), dtype=dtype)
+            return sparse.csr_array(sparse.hstack([x, ones]))
+        dense = np.ones((len(rows), self.features), dtype=dtype)
+        inner = dense[:, : self.width]
         if self.representation is None:
-            for start in range(0, len(rows), ROWS_AT_ONCE):  # no second copy of everything
-                some = slice(start, start + ROWS_AT_ONCE)
-                self._scale(self.x[rows[some]], out=inner[some])
+            np.divide(self.x[rows], self.divisor, out=inner, casting="unsafe")
         else:
             inner[:] = self._represented_rows.of(rows)
-        dense[:, self.features - self.bias :] = 1.0
         return dense
-
-    def _scale(self, x: NDArray[Any], out: NDArray[Any]) -> None:
-        np.subtract(x, self.mean, out=out, casting="unsafe")
-        np.divide(out, self.std, out=out, casting="unsafe")
 
     @functools.cached_property
     def _represented_rows(self) -> "_RepresentedRows":
         return _RepresentedRows(self)
-
-    def _scaled_sparse(self, x: Table) -> Table:
-        if np.any(self.std != 1.0):
-            x = sparse.csr_array(x * (1 / np.asarray(self.std)))
-        if self.bias:
-            ones = np.ones((x.shape[0], 1))
-            x = sparse.csr_array(sparse.hstack([x, ones]))
-        return x
 
     def amounts(self, rows: Indices) -> Matrix:
         """Targets of regression in the units of the source: rows × K."""
@@ -428,7 +384,8 @@ class PerUser:
         if self.own is None:
             return found
         user = np.searchsorted(self.offsets, rows, side="right") - 1
-        back: Matrix = found * self.own.unit[user][:, None] + self.own.centre[user]
+        unit = self.own.unit[user, None]
+        back: Matrix = found * unit + self.own.centre[user]
         return back
 
     @property
@@ -464,10 +421,9 @@ class _RepresentedRows:
     def _compute(self, user: int) -> None:
         data = self._data
         assert data.representation is not None
-        span = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
-        scaled = np.empty(data.x[span].shape)
-        data._scale(data.x[span], out=scaled)
-        self._values[span] = data.representation(scaled)
+        span = data.span(user)
+        pixels = np.divide(data.x[span], data.divisor, dtype=np.float64)
+        self._values[span] = data.representation(pixels)
         self._known[user] = True
 
 

@@ -48,7 +48,7 @@ BY_SCHEMA = (
     "encoding",
     "impute",
     "test_fraction",
-    "standardise",
+    "task",
 )
 # what the rows do not depend on: a file is read once, whatever is said about these
 NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_shift")
@@ -57,6 +57,9 @@ NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_s
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A data set, how it is read, and the model. Empty text is the reader's own choice.
+
+    ``user_column``, ``target_column`` and so on up to ``impute`` are the options of the same names
+    in ``DataOptions``, as are ``task`` and ``test_fraction``.
 
     Args:
         data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or a folder with its
@@ -68,27 +71,13 @@ class Problem:
         schema_checksum: of that file, as of the data.
         users: the largest number of users; the first ones are taken.
         min_train: leave out users with fewer training rows.
-        user_column: in own files, the column that names the user.
-        target_column: the column to predict; several are separated by commas.
-        test_column: the column that marks test rows.
-        time_column: the column that orders a user's rows.
-        feature_columns: the columns to predict from, separated by commas.
-        exclude_columns: columns that are not used, separated by commas.
-        categorical_columns: columns of categories, made one-hot, or hashed if there are many.
-        text_columns: columns of text, made shares of hashed words.
-        encoding: of a .csv; UTF-8 by default.
-        impute: for features that are missing: drop (the row), zero, or own-mean; they are refused
-            by default.
-        test_fraction: each user's test part; the last rows if there is a time column.
         select_on: "validation" sets a part of each user's training rows apart, on which settings
             are compared; test rows are then measured once, at the end. "test" compares on test
             rows, as the paper does.
         validation_fraction: the share of a user's training rows that is set apart.
-        task: classification, regression or multi-label; detected if it is not given.
-        standardise: a file of *public* means and standard deviations.
-        scale: without such a file: "own" (each user's own mean and deviation, on the device) or
-            "none"; "device" is what method = "auto" does: raw rows, which the personal model
-            scales, and images of unit length.
+        scale: "own" (each user's own mean and deviation, on the device) or "none"; "device" is what
+            method = "auto" does: raw rows, which the personal model scales, and images of unit
+            length.
         bias: add a column of ones.
         data_seed: of the synthetic problem, of the test part, of minibatches and of a network's
             first values.
@@ -125,7 +114,6 @@ class Problem:
     select_on: str = "test"
     validation_fraction: float = 0.2
     task: str = ""
-    standardise: str = ""
     scale: str = "none"
     bias: bool = False
     data_seed: int = 0
@@ -150,8 +138,8 @@ class Problem:
             rule = f"{key_of(name)} must be at least {least}"
             require(value is None or value >= least, rule, value, "raise it")
         changed = [name for name in BY_SCHEMA if getattr(self, name) != _DEFAULTS[name]]
-        if self.schema and (changed or self.task):
-            key = key_of(changed[0] if changed else "task")
+        if self.schema and changed:
+            key = key_of(changed[0])
             raise ValueError(f"{key} is for data without a schema, which decides it: leave it out")
         if self.representation in (AUTO, NO_REPRESENTATION):
             return
@@ -203,10 +191,7 @@ class Problem:
                 f"{data}: the file has changed since it was used here (checksum {checksum}, then "
                 f"{self.data_checksum}): put the old one back, or begin anew without data-checksum"
             )
-        standardise = self.standardise
-        if standardise:
-            standardise = str(Path(standardise).resolve())
-        found = replace(self, data=data, data_checksum=checksum, standardise=standardise)
+        found = replace(self, data=data, data_checksum=checksum)
         if not self.schema:
             return found
         from flwr_ppsgd.lab.schema import Schema
@@ -301,20 +286,17 @@ def _users_with_bias(problem: Problem, bias: bool) -> "PerUser":
 
 @functools.lru_cache(maxsize=2)
 def _read_users(problem: Problem) -> "PerUser":
-    from flwr_ppsgd.lab.loading import load, public_statistics
+    from flwr_ppsgd.lab.loading import load
     from flwr_ppsgd.lab.per_user import Split
-    from flwr_ppsgd.lab.scaling import own_scaled, with_kinds
+    from flwr_ppsgd.lab.scaling import scale_own_rows, with_kinds
 
     data = load(problem.data, problem.options(), min_train=problem.min_train, users=problem.users)
-    if problem.standardise:
-        mean, std = public_statistics(problem.standardise, data)
-        data = data.standardise(mean, std)
     if problem.select_on == "validation":
         data = data.with_validation(Split(problem.validation_fraction, problem.data_seed + 1))
     data = _represent(data, problem)
     if problem.scale == DEVICE:
         return with_kinds(data)
-    return own_scaled(data) if problem.scale == "own" else data
+    return scale_own_rows(data) if problem.scale == "own" else data
 
 
 def _represent(data: "PerUser", problem: Problem) -> "PerUser":
@@ -337,8 +319,8 @@ def _represent(data: "PerUser", problem: Problem) -> "PerUser":
     )
     if found is None:
         return data
-    if RANDOM_CONVOLUTION in names and not np.any(data.std != 1.0):
-        data = data.standardise(0.0, 255.0)  # pixels: no user scales them column by column
+    if RANDOM_CONVOLUTION in names:
+        data = replace(data, divisor=255.0)  # pixels: no user scales them column by column
     return data.with_representation(found, names, looked=chosen)
 
 

@@ -5,8 +5,6 @@ JSON, folders of .parquet files and of pictures. Without a network, what is on d
 one line says what is missing. Nothing is written beside a source.
 """
 
-import contextlib
-import importlib
 import json
 import logging
 import os
@@ -27,14 +25,12 @@ from flwr_ppsgd.lab.tables import (
     RawTable,
     grey_picture,
     mean_of_one_hots,
-    need_module,
     read_parquet,
     stack_pictures,
     table_of,
 )
 from flwr_ppsgd.lab.tff import Clients
 
-FEMNIST = "flwrlabs/femnist"
 WRITER = "writer_id"  # the columns of federated EMNIST on the hub
 CHARACTER = "character"
 DIGITS = tuple(str(digit) for digit in range(10))
@@ -122,13 +118,15 @@ def _digits(table: RawTable, options: DataOptions) -> RawTable:
 
 def _hub(name: str, options: DataOptions) -> RawTable:
     """The train split of a data set of the hub."""
-    package = need_module("flwr_datasets", f"{name}: a data set of the hub")
-    partitioners = importlib.import_module("flwr_datasets.partitioner")
-    natural = partitioners.NaturalIdPartitioner(options.user or WRITER)
+    import flwr_datasets
+    from flwr_datasets.partitioner import NaturalIdPartitioner
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a warning for each attempt
+    natural = NaturalIdPartitioner(options.user or WRITER)
     try:
-        with warnings.catch_warnings(), _without_warnings("huggingface_hub"):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "not tested" for any data set but the best known ones
-            federated = package.FederatedDataset(
+            federated = flwr_datasets.FederatedDataset(
                 dataset=name, partitioners={"train": natural}, shuffle=False
             )
             rows = federated.load_split("train")
@@ -136,18 +134,6 @@ def _hub(name: str, options: DataOptions) -> RawTable:
         reason = printable(error, MOST_LETTERS)
         raise ValueError(f"{name}: cannot be loaded ({reason}): {OFFLINE}") from None
     return table_of(rows.with_format("arrow")[:], name)
-
-
-@contextlib.contextmanager
-def _without_warnings(name: str) -> Iterator[None]:
-    """Without a logger's warnings, such as one for each attempt to reach the hub."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 # --- LEAF

@@ -71,7 +71,6 @@ class SweepRow:
         round: the number of rounds trained so far.
         measures: over all users; what is not finite is left out.
         diverged: its measures grew without bound; it has no later row.
-        by_user: at the end, the main measure of each user; None if users are not told apart.
         deployed_epsilon: what the rounds would cost a deployment; None until it is worked out. The
             sweep itself guarantees nothing: it has simulation noise.
         paper_epsilon: what the paper would print for cohorts of a fixed size. Not a guarantee.
@@ -81,7 +80,6 @@ class SweepRow:
     round: int
     measures: Mapping[str, float]
     diverged: bool = False
-    by_user: tuple[float, ...] | None = None
     deployed_epsilon: float | None = None
     paper_epsilon: float | None = None
 
@@ -108,7 +106,6 @@ class SweepRow:
             "round": self.round,
             **self.measures,
             "diverged": self.diverged,
-            "by_user": self.by_user,
             "epsilon": _to_json(guaranteed),
             "deployed_epsilon": _to_json(self.deployed_epsilon),
             "paper_epsilon": _to_json(self.paper_epsilon),
@@ -117,13 +114,11 @@ class SweepRow:
     @classmethod
     def from_json(cls, flat: Mapping[str, Any]) -> Self:
         """The row that stands in a file; KeyError, TypeError or ValueError if it is none."""
-        by_user = flat["by_user"]
         return cls(
             point=Point.of(flat),
             round=int(flat["round"]),
             measures=_measures(flat, SWEEP_KEYS),
             diverged=flat["diverged"],
-            by_user=None if by_user is None else tuple(by_user),
             deployed_epsilon=_from_json(flat["deployed_epsilon"]),
             paper_epsilon=_from_json(flat["paper_epsilon"]),
         )

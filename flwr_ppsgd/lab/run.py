@@ -4,7 +4,7 @@ import functools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -41,17 +41,6 @@ SIMULATION = "simulation noise (the cohort engine sums in floating point)."
 OnRound: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there is so far, charges
 
 
-class RunAccount(Protocol):
-    """Whatever can say what a run released and what that guarantees."""
-
-    @property
-    def release(self) -> Release: ...
-    @property
-    def ledger(self) -> Ledger: ...
-    def privacy_statement(self) -> str: ...
-    def privacy_data(self) -> dict[str, object]: ...
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a run leaves behind.
@@ -67,7 +56,7 @@ class Outcome:
     """
 
     experiment: Experiment
-    strategy: RunAccount
+    strategy: "PPSGD | SimulatedAccount"
     w: ArrayRecord
     rows: list[RunRow]
     stopped: bool = False
@@ -232,10 +221,15 @@ class SimulatedAccount:
 def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """A simulation that guarantees nothing: the paper's method on a cohort engine, with the same w
     and θ many times faster; the recipe as in ``run``, with a seed."""
-    if experiment.training.automatic:
-        return run(_with_seed(experiment), on_round)
-    _check_alone(experiment)
     training = experiment.training
+    if training.automatic:
+        if experiment.drop_exhausted:
+            raise ValueError("drop-exhausted is for method = 'paper': leave it out here")
+        if training.insecure_seed is None:  # with the seed anybody can take the noise away again
+            seeded = replace(training, insecure_seed=secrets.randbits(SEED_BITS))
+            experiment = replace(experiment, training=seeded)
+        return run(experiment, on_round)
+    _check_alone(experiment)
     simulated = SimulatedAccount(training, (EXHAUSTED,) if experiment.drop_exhausted else ())
     engine = experiment.task.engine([simulated.setting], training.insecure_seed)
     latest = Result()
@@ -263,13 +257,3 @@ def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Ou
     w = Layout.of(initial).unflatten(engine.w(0), like=initial)
     _check_finite(experiment, w, rows)
     return Outcome(experiment, simulated, w, rows, stopped)
-
-
-def _with_seed(experiment: Experiment) -> Experiment:
-    """With a seed, which is written down: whoever knows it can take the noise away again."""
-    if experiment.drop_exhausted:
-        raise ValueError("drop-exhausted is for method = 'paper': leave it out here")
-    if experiment.training.insecure_seed is not None:
-        return experiment
-    training = replace(experiment.training, insecure_seed=secrets.randbits(SEED_BITS))
-    return replace(experiment, training=training)

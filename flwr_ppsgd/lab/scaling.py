@@ -1,4 +1,4 @@
-"""Features on raw scales without public numbers: each user's own mean and deviation, on the device.
+"""Features on raw scales: each user's own mean and deviation, on the device.
 
 A user computes them from the own training rows and they never leave the device, so they cost no
 privacy. Which columns are numbers is the schema's.
@@ -18,98 +18,82 @@ FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought t
 SAME = 1e-9  # a deviation of at most this share of the mean is round-off
 
 
-def own_scaled(data: PerUser) -> PerUser:
+def scale_own_rows(data: PerUser) -> PerUser:
     """(x − m_i) / s_i with each user's own mean and deviation, cut at ±5, for columns of numbers;
     targets of regression alike, without the cut.
 
     A column that is constant in a user's training rows is 0, in that user's other rows too.
     """
     columns = np.zeros(0, dtype=np.intp)
-    if not _is_standardised(data) and data.schema is not None:
+    if data.divisor == 1.0 and data.schema is not None:
         kinds = np.array(data.schema.model_kinds())
         columns = np.flatnonzero(kinds == "number")
-    amounts = data.task == "regression"
-    if not len(columns) and not amounts:
+    notes = []
+    if len(columns):
+        named = list_names([data.column_name(column) for column in columns.tolist()])
+        notes.append(f"scaled on each device by the user's own mean and deviation: {named}")
+    if data.task == "regression":
+        notes.append(
+            "targets: in each user's own deviations from the own mean; RMSE stays in the units of "
+            "the source"
+        )
+    if not notes:
         return data
-    mean, std = _own_statistics(data, columns)
-    own = OwnScale(columns, mean, std, *_own_targets(data))
+    own = _own_scale(data, columns)
     x = _scale_columns(data, own) if len(columns) else data.x
-    y = _scaled_targets(data, own) if amounts else data.y
-    return replace(data, x=x, y=y, own=own, notes=(*data.notes, *_scaling_notes(data, own)))
+    y = _scale_targets(data, own) if data.task == "regression" else data.y
+    return replace(data, x=x, y=y, own=own, notes=(*data.notes, *notes))
 
 
 def with_kinds(data: PerUser) -> PerUser:
     """With the kind of each column, by which every device scales its own rows under the recipe.
 
-    Pixels, representations and what public numbers have scaled are used as they are.
+    Pixels and representations are used as they are.
     """
     if data.representation is not None or data.schema is None:
         return replace(data, kinds=("as-is",) * data.width)
-    kinds = data.schema.model_kinds()
-    if _is_standardised(data):
-        kinds = tuple("as-is" if kind == "number" else kind for kind in kinds)
-    return replace(data, kinds=kinds)
+    return replace(data, kinds=data.schema.model_kinds())
 
 
-def own_scaled_new(one: PerUser, x: Table) -> PerUser:
+def scale_new_rows(one: PerUser, x: Table) -> PerUser:
     """New rows of a single user, as that user's model sees them; their targets are not known.
 
     Args:
         one: that user alone, with rows that were scaled.
         x: the new rows as the source has them.
     """
-    rows = x.shape[0]
-    bare = replace(
-        one,
-        x=sparse.csr_array(x) if one.is_sparse else x,
-        y=np.zeros(rows),
-        test=np.zeros(rows, dtype=np.bool_),
-        validation=None,
-        offsets=np.array([0, rows]),
-    )
+    rows = sparse.csr_array(x) if one.is_sparse else x
+    new = one.with_rows(rows, np.zeros(x.shape[0]))
     if one.own is None or not len(one.own.columns):
-        return bare
-    return replace(bare, x=_scale_columns(bare, one.own))
+        return new
+    return replace(new, x=_scale_columns(new, one.own))
 
 
-def _is_standardised(data: PerUser) -> bool:
-    """Whether public numbers have scaled the columns, or they are bytes."""
-    return bool(np.any(data.std != 1.0) or np.any(data.mean != 0.0))
-
-
-def _own_statistics(
-    data: PerUser, columns: Indices
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means and deviations of each user's training rows: users × columns."""
+def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
+    """Means and deviations of each user's training rows; of classes, targets stay as they are."""
     mean = np.zeros((len(data), len(columns)))
     std = np.full((len(data), len(columns)), np.inf)
-    if not len(columns):
-        return mean, std
+    centre = np.zeros((len(data), data.outputs))
+    unit = np.ones(len(data))
     for user in range(len(data)):
-        own = _dense_columns(data.x, data.rows(user, test=False), columns)
-        if len(own):
-            mean[user] = own.mean(axis=0)
-            found = own.std(axis=0)
-            std[user] = np.where(found > SAME * np.abs(mean[user]), found, np.inf)
-    return mean, std
+        rows = data.rows(user, test=False)
+        if not len(rows):
+            continue
+        x = _dense_columns(data.x, rows, columns)
+        mean[user] = x.mean(axis=0)
+        deviation = x.std(axis=0)
+        varies = deviation > SAME * np.abs(mean[user])
+        std[user, varies] = deviation[varies]
+        if data.task == "regression":
+            y = data.targets(rows)
+            centre[user] = y.mean(axis=0)
+            deviation = np.sqrt(y.var(axis=0).mean())
+            if deviation > SAME * np.abs(y).max():
+                unit[user] = deviation
+    return OwnScale(columns, mean, std, centre, unit)
 
 
-def _own_targets(data: PerUser) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean (users × K) and deviation of each user's training targets; 0 and 1 for classes."""
-    centres = np.zeros((len(data), data.outputs))
-    units = np.ones(len(data))
-    if data.task != "regression":
-        return centres, units
-    for user in range(len(data)):
-        own = data.targets(data.rows(user, test=False))
-        if len(own):
-            centres[user] = own.mean(axis=0)
-            found = float(np.sqrt(own.var(axis=0).mean()))
-            units[user] = found if found > SAME * float(np.abs(own).max()) else 1.0
-    return centres, units
-
-
-def _scaled_targets(data: PerUser, own: OwnScale) -> NDArray[np.float64]:
+def _scale_targets(data: PerUser, own: OwnScale) -> NDArray[np.float64]:
     """Targets as each user's model sees them."""
     sizes = np.diff(data.offsets)
     centre = np.repeat(own.centre, sizes, axis=0)
@@ -123,7 +107,7 @@ def _scale_columns(data: PerUser, own: OwnScale) -> Table:
     """x with the columns of ``own`` scaled, as a copy; other columns of CSR stay sparse."""
     filled = _dense_columns(data.x, slice(None), own.columns)
     for user in range(len(data)):
-        here = slice(int(data.offsets[user]), int(data.offsets[user + 1]))
+        here = data.span(user)
         away = (filled[here] - own.mean[user]) / own.std[user]
         filled[here] = np.clip(away, -FARTHEST, FARTHEST)
     if not data.is_sparse:
@@ -141,16 +125,3 @@ def _dense_columns(x: Table, rows: Any, columns: Indices) -> NDArray[np.float64]
     if sparse.issparse(taken):
         taken = taken.toarray()
     return np.array(taken, dtype=np.float64)
-
-
-def _scaling_notes(data: PerUser, own: OwnScale) -> list[str]:
-    notes = []
-    if len(own.columns):
-        named = list_names([data.column_name(column) for column in own.columns.tolist()])
-        notes.append(f"scaled on each device by the user's own mean and deviation: {named}")
-    if data.task == "regression":
-        notes.append(
-            "targets: in each user's own deviations from the own mean; RMSE stays in the units of "
-            "the source"
-        )
-    return notes

@@ -8,14 +8,13 @@ does not list changes nothing but what that user's own rows say.
 import hashlib
 import json
 import os
-import tomllib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, get_type_hints
 
-from flwr_ppsgd.checks import nearest, one_of
+from flwr_ppsgd.checks import one_of
 from flwr_ppsgd.lab.disk import PRIVATE_FILE
+from flwr_ppsgd.settings import check_known, key_of, keys_of, name_of, read_toml, typed_value
 from flwr_ppsgd.wire import places_in
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
@@ -53,9 +52,10 @@ WRITTEN = """\
 # only few users' rows show (a rare word, a class), and declare the rest to be public.
 # Then: ppsgd run --data {name} --schema FILE
 """
-OF_COLUMNS = """
-[columns]  # in order: "number", "flag" (0 and 1), "text", "hashed", "left out", or a list of words
-"""
+OF_COLUMNS = (
+    '[columns]  # in order: "number", "flag" (0 and 1), "text", "hashed", "left out", '
+    "or a list of words"
+)
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,15 @@ class Column:
     def to_toml(self) -> str:
         """Its value: a kind, a list of words, or a table."""
         if self.kind == CATEGORY:
-            return _toml(list(self.words))
+            return _toml(self.words)
         if self.kind in PLAIN and self.width == 1:
             return _toml(self.kind)
-        given = {"kind": self.kind, "width": self.width}
-        more = {"flags": self.flags, "shape": list(self.shape)}
-        parts = {**given, **{key: value for key, value in more.items() if value}}
-        return "{" + ", ".join(f"{key} = {_toml(value)}" for key, value in parts.items()) + "}"
+        parts = [f"kind = {_toml(self.kind)}, width = {self.width}"]
+        if self.flags:
+            parts.append(f"flags = {_toml(self.flags)}")
+        if self.shape:
+            parts.append(f"shape = {_toml(self.shape)}")
+        return "{" + ", ".join(parts) + "}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,35 +213,33 @@ class Schema:
     def to_toml(self, name: str = "the data") -> str:
         """The text of a schema file about a file of this name."""
         lines = []
-        for key, value in self._keys_and_values():
-            hint = _HINTS.get(key, "")
-            lines.append(f"{key} = {_toml(value)}{hint}")
-        columns = [f"{_toml(column.name)} = {column.to_toml()}" for column in self.columns]
-        return WRITTEN.format(name=name) + "\n".join(lines) + OF_COLUMNS + "\n".join(columns) + "\n"
-
-    def _keys_and_values(self) -> Iterator[tuple[str, Any]]:
         for one in fields(self):
             value = getattr(self, one.name)
             if one.name == "enrolled":
                 value = ALL if value is None else list(value)
-            elif one.name in ("target", "classes"):
-                value = list(value)
-            if one.name not in ("columns", "sha256") and value not in (None, "", []):
-                yield one.name.replace("_", "-"), value
+            if one.name in ("columns", "sha256") or value in (None, "", ()):
+                continue
+            key = key_of(one.name)
+            lines.append(f"{key} = {_toml(value)}{_HINTS.get(key, '')}")
+        lines.append(OF_COLUMNS)
+        for column in self.columns:
+            lines.append(f"{_toml(column.name)} = {column.to_toml()}")
+        return WRITTEN.format(name=name) + "\n".join(lines) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """From a file; ValueError in one line that names it."""
+        found = read_toml(path, "correct it, or check the name")
+        for key in found:
+            check_known(key, KEYS, str(path))
+        for key in ("user", "target", "task", "columns"):
+            if key not in found:
+                raise ValueError(f"{path}: {key!r} is missing: add it, or write the schema anew")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
         try:
-            content = path.read_bytes()
-            found = tomllib.loads(content.decode())
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror}): check the name") from None
-        except ValueError as error:  # not TOML, or not UTF-8
-            raise ValueError(f"{path}: not a schema ({error}): correct it") from None
-        try:
-            return cls(**_check_arguments(found), sha256=hashlib.sha256(content).hexdigest())
-        except (ValueError, TypeError) as error:
+            values = {name_of(key): _value_of(key, value) for key, value in found.items()}
+            return cls(**values, sha256=digest)
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
     def with_hash(self) -> Self:
@@ -254,41 +254,23 @@ _HINTS = {
     "missing": '  # "own-mean" (of the user\'s training rows, else 0) or "zero"',
     "scaling": '  # "own": each user\'s own mean and deviation; or "none"',
 }
-_LISTS = ("target", "classes", "enrolled")
-_TYPES: dict[str, Any] = {
-    "test-fraction": (int, float),
-    "split-seed": int,
-    "representation-features": int,
-    "representation-seed": int,
-    "columns": dict,
-}
+KEYS = [key for key in keys_of(Schema) if key != "sha256"]  # of a schema file
 
 
-def _check_arguments(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a schema; ValueError names a key that is unknown, missing or of a wrong
-    type."""
-    known = [one.name.replace("_", "-") for one in fields(Schema) if one.name != "sha256"]
-    for key in found:
-        if key not in known:
-            raise ValueError(f"unknown key {key!r}: did you mean {nearest(key, known)!r}?")
-    for key in ("user", "target", "task", "columns"):
-        if key not in found:
-            raise ValueError(f"{key!r} is missing: add it, or write the schema anew")
-    values: dict[str, Any] = {}
-    for key, value in found.items():
-        name = key.replace("-", "_")
-        if key == "enrolled" and value == ALL:
-            continue
-        if key == "target" and isinstance(value, str):
-            values[name] = (value,)
-        elif key in _LISTS:
-            values[name] = _texts(key, value)
-        elif isinstance(value, bool) or not isinstance(value, _TYPES.get(key, str)):
-            raise ValueError(f"{key} has a value of a wrong type, got {value!r}: correct it")
-        else:
-            values[name] = value
-    values["columns"] = tuple(_column(name, value) for name, value in found["columns"].items())
-    return values
+def _value_of(key: str, value: Any) -> Any:
+    """A value of a schema file as the schema's; ValueError if it has a wrong type."""
+    if key == "columns":
+        columns = typed_value(key, value, dict)
+        return tuple(_column(name, kind) for name, kind in columns.items())
+    if key == "enrolled" and value == ALL:
+        return None
+    if key == "target" and isinstance(value, str):
+        return (value,)
+    if key in ("target", "classes", "enrolled"):
+        return _texts(key, value)
+    if key == "task":
+        return value
+    return typed_value(key, value, get_type_hints(Schema)[name_of(key)])
 
 
 def _texts(key: str, value: Any) -> tuple[str, ...]:
@@ -331,10 +313,10 @@ def write_schema(schema: Schema, path: Path, name: str) -> None:
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
-    except FileExistsError:
-        raise ValueError(f"{path} is there already: choose another name, or remove it") from None
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror}): choose another") from None
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}): choose another name, or remove it"
+        ) from None
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(schema.to_toml(name))
 

@@ -95,7 +95,7 @@ def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Li
             lines.append(("", up_to_colons(privacy[key])))
     lines.append(("outside", up_to_colons(privacy["outside_the_guarantee"])))
     lines.append(("training", _rounds_text(experiment, saved)))
-    return lines + _result_lines(experiment, saved.last_measures(), read_people(out) or {})
+    return lines + _result_lines(experiment, saved.last_measures(), read_people(out))
 
 
 def next_lines(experiment: Experiment, out: Path) -> list[Line]:
@@ -152,11 +152,16 @@ def _result_lines(
     if answers:
         values["without features"] = min(answers, key=lambda value: badness(main, value))
     parts = [f"{name} {value:.4g}" for name, value in values.items()]
-    parts += [text for text in (gain_text(people),) if text]
-    lines = [(MEASURE_LABELS.get(main, main), "   ".join([*parts, "(not private)"]))]
+    gain = gain_text(people)
+    if gain:
+        parts.append(gain)
+    parts.append("(not private)")
+    lines = [(MEASURE_LABELS.get(main, main), "   ".join(parts))]
     reached = badness(main, values["personal"]) + SAME
-    as_good = [name for name in ADVICE if name in values and reached >= badness(main, values[name])]
-    return lines + [("", ADVICE[name]) for name in as_good[:1]]
+    for name, advice in ADVICE.items():
+        if name in values and reached >= badness(main, values[name]):
+            return [*lines, ("", advice)]
+    return lines
 
 
 def values_by_model(measures: Mapping[str, float]) -> dict[str, float]:

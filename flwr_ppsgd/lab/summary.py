@@ -1,4 +1,4 @@
-"""What the rows of a sweep say, as data frames: means over seeds, the best settings, each user.
+"""What the rows of a sweep say, as data frames: means over seeds, and the best settings.
 
 A frame has a row for each setting and round. ``method``, ``alpha-q``, ``noise-multiplier``,
 ``step``, ``clip-norm`` and ``target-epsilon`` name the setting; at α = 0, where nothing is
@@ -6,13 +6,11 @@ released, noise and clip norm are missing.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from flwr_ppsgd.lab.measures import badness, measure_of, on_test
 from flwr_ppsgd.lab.rows import BASELINES, CAVEAT, OWN_TRIVIAL, PPSGD, TRIVIAL, GridEdge, SweepRow
@@ -20,6 +18,7 @@ from flwr_ppsgd.settings import AUTO, key_of
 from flwr_ppsgd.statement import rounded_up
 
 SETTING = ["method", "alpha-q", "noise-multiplier", "step", "clip-norm", "target-epsilon"]
+CHOSEN = ["alpha-q", "step", "clip-norm"]  # what a sweep of the paper's method chooses
 SAME_EPSILON = 0.02  # by which part two ε may differ and count as one noise level
 ZERO_OUT = "zero-out neighbours"
 PAPERS = "as the paper counts it for cohorts of a fixed size, not a guarantee"
@@ -30,23 +29,24 @@ LOCAL_SOLVED = "local-solved"  # own rows alone, solved as the recipe does
 OWN_ROWS = "local_"  # before the name of a measure: of a model from own rows alone
 PEEKED = "if chosen on test"
 ERROR = "standard error"
-R_SQUARED = "R²"
 EPSILON = "deployed_epsilon"
-COLUMNS = ("noise-multiplier", EPSILON, "alpha-q", "step", "clip-norm")
 TRIVIAL_WORDS = {
     TRIVIAL: "Without features, with everyone's mean or most frequent class",
     OWN_TRIVIAL: "Without features, with each user's own",
 }
 
 
+# --- frames
+
+
 def frame_of(rows: Iterable[SweepRow]) -> pd.DataFrame:
     """A row for each setting, seed and round; a measure of a setting that diverged is missing."""
     records = []
     for row in rows:
-        setting = {key_of(name): value for name, value in vars(row.point).items()}
-        measures = {} if row.diverged else row.measures
-        own = {"round": row.round, "diverged": row.diverged, "by_user": row.by_user}
-        records.append({**measures, **setting, **own, "epsilon": row.shown_epsilon()})
+        record: dict[str, Any] = {} if row.diverged else dict(row.measures)
+        record |= {key_of(name): value for name, value in vars(row.point).items()}
+        record |= {"round": row.round, "diverged": row.diverged, "epsilon": row.shown_epsilon()}
+        records.append(record)
     frame = pd.DataFrame(records)
     numbers = [*SETTING[1:], "epsilon"]
     frame[numbers] = frame[numbers].astype(float)
@@ -60,8 +60,8 @@ def means(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
     ``reported_error`` the same on test rows, if they were opened there. ``level`` is the noise
     level; that of the recipe is the one of the paper's method that costs the same ε.
     """
-    tested = on_test(measure)
-    groups = frame.assign(_tested=frame[tested]).groupby([*SETTING, "round"], dropna=False)
+    frame = frame.assign(_tested=frame[on_test(measure)])
+    groups = frame.groupby([*SETTING, "round"], dropna=False)
     found = groups.agg(
         epsilon=("epsilon", "first"),
         value=(measure, "mean"),
@@ -81,18 +81,15 @@ def means(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 def _with_levels(found: pd.DataFrame) -> pd.DataFrame:
     found = found.assign(level=found["noise-multiplier"])
-    ends = ending(found)
+    ends = last_rounds(found)
     paper = ends[(ends["method"] == PPSGD) & ends["level"].notna()]
-    levels = paper.drop_duplicates("level").set_index("level")["epsilon"].to_dict()
+    levels = paper.drop_duplicates("level").set_index("level")["epsilon"]
     for index, spent in found.loc[found["method"] == AUTO, "epsilon"].items():
-        same = [z for z, other in levels.items() if _is_same(spent, other)]
-        if same:
-            found.loc[index, "level"] = same[0]
+        for level, other in levels.items():
+            if spent == other or abs(spent - other) <= SAME_EPSILON * min(spent, other):
+                found.loc[index, "level"] = level
+                break
     return found
-
-
-def _is_same(one: float, other: float) -> bool:
-    return one == other or abs(one - other) <= SAME_EPSILON * min(one, other)
 
 
 def best(candidates: pd.DataFrame, measure: str, by: Sequence[str] = ()) -> pd.DataFrame:
@@ -123,7 +120,7 @@ def levels_of(found: pd.DataFrame) -> list[float]:
     return sorted(found["level"].dropna().unique().tolist())
 
 
-def ending(every: pd.DataFrame) -> pd.DataFrame:
+def last_rounds(every: pd.DataFrame) -> pd.DataFrame:
     """The last round of each setting that got to the end; the recipe is measured once."""
     is_recipe = every["method"] == AUTO
     last = every.loc[~is_recipe, "round"].max()
@@ -142,7 +139,7 @@ def ways_at(ends: pd.DataFrame, level: float, measure: str) -> dict[str, pd.Data
 
 
 def best_table(
-    every: pd.DataFrame, measure: str, trivial: float | None = None, alone: float | None = None
+    every: pd.DataFrame, measure: str, trivial: float | None, alone: float | None
 ) -> pd.DataFrame:
     """The best setting for each noise level at the end of training, and what stands beside it.
 
@@ -152,104 +149,69 @@ def best_table(
         trivial: what is reached without features; None if it is not known.
         alone: what the recipe's users reach from own rows alone; None if it was not run.
     """
-    ends = ending(every)
-    stepped = ends[ends["method"] == PPSGD]
-    only_recipe = stepped.empty
-    candidates = ends[ends["method"] == AUTO] if only_recipe else stepped
+    ends = last_rounds(every)
+    candidates = ends[ends["method"] == PPSGD]
+    if candidates.empty:  # the recipe was run alone: nothing was chosen
+        candidates = ends[ends["method"] == AUTO].assign(**dict.fromkeys(CHOSEN, math.nan))
     rows = []
     for level in levels_of(candidates):
         here = at_level(candidates, level)
         chosen = best(here, measure).iloc[0]
         row: dict[str, Any] = {"noise-multiplier": level, EPSILON: here["epsilon"].max()}
-        for key in COLUMNS[2:]:
-            row[key] = math.nan if only_recipe else chosen[key]
+        row |= {key: chosen[key] for key in CHOSEN}
         row[measure] = chosen["value"]
         if on_test(measure) != measure:
             row[on_test(measure)] = chosen["reported"]
             sign = badness(measure, 1.0)
             row[PEEKED] = sign * (sign * here["reported"]).min()
         row[ERROR] = chosen["reported_error"]
-        for name, way in ways_at(ends, level, measure).items():
-            row[name] = _reported_value(way)
-        for method in (*BASELINES, AUTO):
-            own = ends[(ends["method"] == method) & (ends["level"] == level)]
-            if not own.empty:
-                row[method] = _reported_value(best(own, measure))
+        row |= _other_ways(ends, level, measure)
         if alone is not None:
             row[LOCAL_SOLVED] = alone
         if trivial is not None:
             row[TRIVIAL] = trivial
-            if on_test(measure) == "rmse":
-                row[R_SQUARED] = 1 - (chosen["reported"] / trivial) ** 2
         rows.append(row)
-    table = pd.DataFrame(rows, columns=None if rows else list(COLUMNS))
-    one_seed = ERROR in table and table[ERROR].isna().all()
+    if not rows:
+        return pd.DataFrame(columns=["noise-multiplier", EPSILON, *CHOSEN])
+    table = pd.DataFrame(rows)
+    one_seed = table[ERROR].isna().all()
     return table.drop(columns=ERROR) if one_seed else table
 
 
-def _reported_value(chosen: pd.DataFrame) -> float:
-    return math.nan if chosen.empty else float(chosen["reported"].iloc[0])
-
-
-@dataclass(frozen=True)
-class UserSpread:
-    """Each user's measure at one noise level, mean over seeds.
-
-    Args:
-        epsilon: of the best of 0 < α < ∞.
-        measure: what is measured.
-        users: of local learning, global learning and the best of 0 < α < ∞.
-    """
-
-    epsilon: float
-    measure: str
-    users: dict[str, NDArray[np.float64]]
-
-    def share(self, compare: Callable[[Any, Any], Any]) -> float:
-        """The share of users whose personalized error compares so with both other errors."""
-        sign = badness(self.measure, 1.0)
-        errors = {name: sign * values for name, values in self.users.items()}
-        better_end = np.minimum(errors[LOCAL], errors[GLOBAL])
-        return float(np.mean(compare(errors[PERSONALIZED], better_end)))
-
-    def gains(self, name: str) -> NDArray[np.float64]:
-        """What each user gains against learning alone; a loss is negative."""
-        return np.asarray(badness(self.measure, 1.0) * (self.users[LOCAL] - self.users[name]))
-
-    def text(self) -> str:
-        """How many users personalization serves better than both ends."""
-        where = f"At epsilon = {rounded_up(self.epsilon)}"
-        if math.isinf(self.epsilon):
-            where = "Without noise"
-        return (
-            f"{where} personalization is better than both local and global learning for "
-            f"{self.share(np.less):.0%} of users, and at least as good for "
-            f"{self.share(np.less_equal):.0%}."
-        )
-
-
-def spreads(frame: pd.DataFrame, every: pd.DataFrame, measure: str) -> list[UserSpread]:
-    """For each noise level at which users were told apart and all three ways were run."""
-    measured = frame[frame["by_user"].notna()]
-    ends = ending(every)
-    found = []
-    for level in levels_of(ends[ends["method"] == PPSGD]):
-        ways = ways_at(ends, level, measure)
-        users = {}
-        for name, way in ways.items():
-            lists = _lists_of(measured, way)
-            if len({len(own) for own in lists}) == 1:
-                users[name] = np.mean(lists, axis=0)
-        if len(users) == len(ways):
-            found.append(UserSpread(float(ways[PERSONALIZED]["epsilon"].iloc[0]), measure, users))
+def _other_ways(ends: pd.DataFrame, level: float, measure: str) -> dict[str, float]:
+    """What both ends of α, the best between them, each baseline and the recipe report."""
+    ways = ways_at(ends, level, measure)
+    for method in (*BASELINES, AUTO):
+        own = ends[(ends["method"] == method) & (ends["level"] == level)]
+        if not own.empty:
+            ways[method] = best(own, measure)
+    found = {}
+    for name, way in ways.items():
+        found[name] = math.nan if way.empty else float(way["reported"].iloc[0])
     return found
 
 
-def _lists_of(measured: pd.DataFrame, way: pd.DataFrame) -> list[tuple[float, ...]]:
-    """Each seed's measures by user, of one setting."""
-    if way.empty:
-        return []
-    return list(measured.merge(way[SETTING], on=SETTING)["by_user"])
+def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[GridEdge, ...]:
+    """Where the best settings lie at the ends of the lists of a grid.
+
+    0 and ∞ are the natural ends of αQ, and at α = 0 there is no clip norm.
+    """
+    found = []
+    for key in CHOSEN:
+        values = sorted(settings[key].dropna().unique().tolist())
+        if key == "alpha-q":
+            values = [value for value in values if 0 < value < math.inf]
+        if len(values) < 2:
+            continue
+        chosen = table[key].unique().tolist()
+        for end, next_to in (values[:2], values[:-3:-1]):
+            if end in chosen:
+                beyond = float(f"{end**2 / next_to:.3g}")
+                found.append(GridEdge(key, end, beyond))
+    return tuple(found)
+
+
+# --- in words
 
 
 @dataclass(frozen=True)
@@ -260,7 +222,6 @@ class Summary:
         measure: by which settings are compared.
         every: each setting at each reported round, as of ``means``.
         table: the best setting for each noise level.
-        spread: how users fare at each noise level.
         kind: which ε is meant.
         settings: the number of settings, seeds apart.
         diverged: the number of those that diverged.
@@ -272,29 +233,22 @@ class Summary:
     measure: str
     every: pd.DataFrame
     table: pd.DataFrame
-    spread: list[UserSpread]
     kind: str
     settings: int
     diverged: int
     smallest_step: float
     edges: tuple[GridEdge, ...]
-    trivial: dict[str, float] = field(default_factory=dict)
-
-    def best_trivial(self) -> float | None:
-        """The better answer without features; None if it is not known."""
-        return min(
-            self.trivial.values(), key=lambda value: badness(self.measure, value), default=None
-        )
+    trivial: dict[str, float]
 
     def text(self) -> str:
-        """The table, and what there is to say about ε, about users and about the grid."""
+        """The table, and what there is to say about ε and about the grid."""
         lines = [self.count_text()]
         if not self.every.empty:
             lines.append(table_text(self.table, self.measure))
         lines += self.remarks()
         if self.kind == PAPERS:
             lines.append(f"Epsilon here is {PAPERS}: rows.jsonl has the honest one beside it.")
-        return "\n".join([*lines, *(own.text() for own in self.spread)])
+        return "\n".join(lines)
 
     def count_text(self) -> str:
         """How many settings there are, and how many of them diverged."""
@@ -310,8 +264,15 @@ class Summary:
 
     def remarks(self) -> list[str]:
         """On which rows settings were chosen, ends of the grid, answers without features."""
-        trivial = [f"{TRIVIAL_WORDS[name]}: {value:.4g}." for name, value in self.trivial.items()]
-        lines = [self.chosen_on(), *self.edge_lines(), *trivial, self._not_beaten()]
+        lines = [self.chosen_on()]
+        for edge in self.edges:
+            lines.append(
+                f"The best {edge.key}, {edge.value:g}, is at the end of its list: ppsgd sweep "
+                f"--extend adds {edge.beyond:.3g}."
+            )
+        for name, value in self.trivial.items():
+            lines.append(f"{TRIVIAL_WORDS[name]}: {value:.4g}.")
+        lines.append(self._not_beaten())
         return [line for line in lines if line]
 
     def chosen_on(self) -> str:
@@ -331,14 +292,6 @@ class Summary:
             f"Choosing on test rows instead would make {tested} look better by "
             f"{optimism.mean():.2g} on average, and by {optimism.max():.2g} at most."
         )
-
-    def edge_lines(self) -> list[str]:
-        """A line for each end of the grid at which a best setting lies."""
-        return [
-            f"The best {edge.key}, {edge.value:g}, is at the end of its list: ppsgd sweep --extend "
-            f"adds {edge.beyond:.3g}."
-            for edge in self.edges
-        ]
 
     def _not_beaten(self) -> str:
         """Where no setting beats an answer without features."""
@@ -361,27 +314,28 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
     measured = [row for row in rows if row.measures and row.point.method not in TRIVIAL_WORDS]
     going_on = [row for row in measured if not row.diverged]
     measure = measure_of((going_on or measured)[0].measures)
+    tested = on_test(measure)
     frame = frame_of(rows)
-    for name in (measure, on_test(measure)):
+    for name in (measure, tested):
         if name not in frame:
             frame[name] = math.nan
     is_trivial = frame["method"].isin(TRIVIAL_WORDS)
-    answers = frame[is_trivial].set_index("method")[on_test(measure)].dropna()
+    answers = frame[is_trivial].set_index("method")[tested].dropna()
     trivial = {str(method): float(value) for method, value in answers.items()}
+    best_answer = min(trivial.values(), key=lambda value: badness(measure, value), default=None)
     frame = frame[~is_trivial]
     every = means(frame, measure)
     recipe = frame[frame["method"] == AUTO]
-    own = OWN_ROWS + on_test(measure)
-    alone = float(recipe[own].mean()) if not recipe.empty and own in recipe else None
-    best_trivial = min(trivial.values(), key=lambda value: badness(measure, value), default=None)
-    table = best_table(every, measure, best_trivial, alone)
+    alone = None
+    if not recipe.empty and OWN_ROWS + tested in recipe:
+        alone = float(recipe[OWN_ROWS + tested].mean())
+    table = best_table(every, measure, best_answer, alone)
     settings = frame.drop_duplicates(SETTING)
     papers = any(row.paper_epsilon is not None for row in rows)
     return Summary(
         measure=measure,
         every=every,
         table=table,
-        spread=spreads(frame, every, measure),
         kind=PAPERS if papers else ZERO_OUT,
         settings=len(settings),
         diverged=len(frame[frame["diverged"]].drop_duplicates(SETTING)),
@@ -389,25 +343,6 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
         edges=edges_of(table, settings[settings["method"] == PPSGD]),
         trivial=trivial,
     )
-
-
-def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[GridEdge, ...]:
-    """Where the best settings lie at the ends of the lists of a grid.
-
-    0 and ∞ are the natural ends of αQ, and at α = 0 there is no clip norm.
-    """
-    found = []
-    for key in ("step", "alpha-q", "clip-norm"):
-        values = sorted(settings[key].dropna().unique().tolist())
-        if key == "alpha-q":
-            values = [value for value in values if 0 < value < math.inf]
-        if len(values) < 2:
-            continue
-        chosen = table[key].unique().tolist()
-        for end, next_to in ((values[0], values[1]), (values[-1], values[-2])):
-            if end in chosen:
-                found.append(GridEdge(key, end, float(f"{end**2 / next_to:.3g}")))
-    return tuple(found)
 
 
 def table_text(table: pd.DataFrame, measure: str) -> str:
@@ -421,14 +356,6 @@ def table_text(table: pd.DataFrame, measure: str) -> str:
             "Best setting for each noise level at the end of training, chosen on validation rows. "
             f"{tested} and all columns after it are on test rows:"
         )
-    shown = pd.DataFrame({name: table[name].map(_cell_for(name)) for name in table})
-    return "\n".join([head, shown.to_string(index=False), CAVEAT])
-
-
-def _cell_for(name: str) -> Callable[[float], str]:
-    def cell(value: float) -> str:
-        if math.isnan(value):
-            return "-"
-        return rounded_up(value) if name == EPSILON else f"{value:.4g}"
-
-    return cell
+    formats = dict.fromkeys(table, "{:.4g}".format) | {EPSILON: rounded_up}
+    shown = table.to_string(index=False, na_rep="-", formatters=formats)
+    return "\n".join([head, shown, CAVEAT])

@@ -173,12 +173,14 @@ class Sweep:
 
     def to_flat(self) -> dict[str, Any]:
         """All settings, resolved; a key with more than one value is a list."""
-        lists = {key: list(values) for key, values in self.grid.items() if len(values) > 1}
-        if self.base.training.automatic and len(self.recipes) > 1:
+        lists: dict[str, Sequence[Any]] = {**self.grid, "method": self.methods}
+        if self.base.training.automatic:
             lists["epsilon"] = [epsilon for _, epsilon in self.recipes]
-        if len(self.methods) > 1:
-            lists["method"] = list(self.methods)
-        return {**self.base.to_flat(), **lists}
+        flat = self.base.to_flat()
+        for key, values in lists.items():
+            if len(values) > 1:
+                flat[key] = list(values)
+        return flat
 
 
 def recipe_of(base: Experiment, point: Point) -> Experiment:

@@ -30,12 +30,7 @@ class Synthetic:
     label_noise: float = 0.01
 
     @classmethod
-    def draw(
-        cls,
-        users: int,
-        features: int,
-        seed: int,
-    ) -> "Synthetic":
+    def draw(cls, users: int, features: int, seed: int) -> "Synthetic":
         """A problem that depends on the seed alone."""
         truth = generator("synthetic", seed)
         common = truth.normal(0, 10, features)
@@ -49,33 +44,20 @@ class Synthetic:
         """The diagonal of Σ: 1, 1/2, …, 1/d."""
         return 1 / np.arange(1, self.optima.shape[1] + 1)
 
-    def batch(
-        self,
-        user: int,
-        visit: int,
-        size: int,
-    ) -> tuple[Matrix, Matrix]:
+    def batch(self, user: int, visit: int, size: int) -> tuple[Matrix, Matrix]:
         """Fresh samples, which depend on (seed, user, visit) alone."""
         x, y = self.batches(np.array([user]), np.array([visit]), size)
         return x[0], y[0]
 
     def batches(
-        self,
-        users: NDArray[np.intp],
-        visits: NDArray[np.intp],
-        size: int,
+        self, users: NDArray[np.intp], visits: NDArray[np.intp], size: int
     ) -> tuple[Matrix, Matrix]:
         """The same for many users at once: users × size × d, and users × size × 1."""
         features = self.optima.shape[1]
         values = size * features
         source = generator()
         drawn = np.empty((len(users), values + size))
-        for row, user, visit in zip(
-            drawn,
-            users.tolist(),
-            visits.tolist(),
-            strict=True,
-        ):
+        for row, user, visit in zip(drawn, users.tolist(), visits.tolist(), strict=True):
             reseed(source, "sample", self.seed, user, visit)
             source.standard_normal(out=row)
         standard = drawn[:, :values].reshape(-1, size, features)  # users × size × d
@@ -93,12 +75,7 @@ class Synthetic:
 class FreshSamples:
     """An endless stream of one user's samples of the synthetic problem."""
 
-    def __init__(
-        self,
-        problem: Synthetic,
-        user: int,
-        size: int,
-    ) -> None:
+    def __init__(self, problem: Synthetic, user: int, size: int) -> None:
         self._truth = problem
         self._user = user
         self._size = size
@@ -115,12 +92,7 @@ class FreshSamples:
 class SyntheticLearner(AdditiveLinear):
     """An additive linear learner that is measured against the truth behind its data."""
 
-    def __init__(
-        self,
-        problem: Synthetic,
-        user: int,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, problem: Synthetic, user: int, batch_size: int) -> None:
         self._samples = FreshSamples(problem, user, batch_size)
         super().__init__(self._samples, problem.optima.shape[1])
         self._truth = problem

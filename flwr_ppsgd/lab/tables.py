@@ -8,7 +8,6 @@ import codecs
 import csv
 import io
 import itertools
-import math
 import re
 import warnings
 import zipfile
@@ -39,14 +38,15 @@ MOST_LETTERS = 200  # of another library's error
 TEXT_FILES = (".csv", ".tsv", ".txt")
 ENDINGS = (*TEXT_FILES, ".parquet", ".npz")
 ASKED = {"user": " (--user names the column)", "y": " (--target names the column)"}
-UNREADABLE = (  # what numpy raises for a damaged file
+# what numpy raises for a damaged file
+UNREADABLE = (
     OSError,
     ValueError,
     EOFError,
-    zipfile.BadZipFile,
-    zlib.error,
     AttributeError,
     TypeError,
+    zipfile.BadZipFile,
+    zlib.error,
 )
 
 
@@ -77,20 +77,19 @@ class RawTable:
     @property
     def rows(self) -> int:
         """The number of rows."""
-        for values in self.columns.values():
-            return int(np.shape(values)[0]) if np.ndim(values) or sparse.issparse(values) else 0
-        return 0
+        first = next(iter(self.columns.values()))
+        return int(first.shape[0])
 
     @property
     def decimal(self) -> str:
         """What stands before the decimals of a number in text."""
         return self.lines.decimal if self.lines else "."
 
-    def column(self, name: str, what: str = "") -> Values:
+    def column(self, name: str) -> Values:
         """The column of this name; ValueError with the nearest name if there is none."""
         if name in self.columns:
             return self.columns[name]
-        what = what or ("array" if self.source.endswith(".npz") else "column")
+        what = "array" if self.source.endswith(".npz") else "column"
         raise ValueError(f"{self.source}: {missing_name(name, self.columns, what)}")
 
     def refuse(self, what: str, remedy: str, row: int | None = None) -> ValueError:
@@ -99,6 +98,11 @@ class RawTable:
         if row is not None:
             where = f" in row {row}" if self.lines is None else f" in line {self.lines.line(row)}"
         return ValueError(f"{self.source}: {what}{where}: {remedy}")
+
+    def refuse_first(self, wrong: Values, what: str, remedy: str) -> None:
+        """``refuse`` with the first row that is wrong, if there is one."""
+        if wrong.any():
+            raise self.refuse(what, remedy, int(np.argmax(np.asarray(wrong))))
 
 
 def missing_name(name: str, there: Iterable[Any], what: str) -> str:
@@ -180,9 +184,8 @@ class CsvHead:
 
     def refuse_ragged(self) -> None:
         """ValueError that names the first line that is too short or too long, if there is one."""
-        wrong = [
-            (line, len(record)) for line, record in self.records() if len(record) != len(self.names)
-        ]
+        counts = [(line, len(record)) for line, record in self.records()]
+        wrong = [(line, count) for line, count in counts if count != len(self.names)]
         if wrong:
             line, count = wrong[0]
             more = f" (and {len(wrong) - 1:,} more lines are wrong)" if len(wrong) > 1 else ""
@@ -200,17 +203,19 @@ def read_csv(
     decimal: str = "",
 ) -> RawTable:
     """The columns of a .csv; arguments as of ``read_table_file``."""
-    pandas = need_module("pandas", f"{path}: a {path.suffix} file")
+    import pandas
+
     head, rows, notes = _head_of(path, encoding, separator, decimal)
     numbers = []
-    for place, name in enumerate(head.names if text is not None else ()):
-        if name not in (text or ()) and all(_is_number(row, place, head.decimal) for row in rows):
-            numbers.append(name)
+    if text is not None:
+        for place, name in enumerate(head.names):
+            if name not in text and all(_is_number(row, place, head.decimal) for row in rows):
+                numbers.append(name)
     try:
-        frame = _parse_csv(pandas, head, numbers)
-        words = [name for name in numbers if frame[name].dtype.kind not in "iufb"]
-        if words:  # not in the head, but further down
-            frame = _parse_csv(pandas, head, [name for name in numbers if name not in words])
+        frame = _parse_csv(head, numbers)
+        still = [name for name in numbers if frame[name].dtype.kind in "iufb"]
+        if still != numbers:  # there are words further down
+            frame = _parse_csv(head, still)
     except UnicodeDecodeError:
         raise _wrongly_encoded(path, head.encoding) from None
     except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
@@ -218,13 +223,15 @@ def read_csv(
         reason = printable(error, MOST_LETTERS)
         raise ValueError(f"{path}: cannot be read as csv ({reason}): export it again") from None
     last = frame[head.names[-1]]
-    if last.isna().any() or (last.dtype.kind not in "iufb" and (last == "").any()):
+    if last.isna().any() or last.eq("").any():
         head.refuse_ragged()
     return RawTable(str(path), dict(frame.items()), notes=tuple(notes), lines=head)
 
 
-def _parse_csv(pandas: Any, head: CsvHead, numbers: Collection[str]) -> Any:
+def _parse_csv(head: CsvHead, numbers: Collection[str]) -> Any:
     """The data frame, in which all other columns than ``numbers`` are text."""
+    import pandas
+
     with warnings.catch_warnings():
         warnings.simplefilter("error", pandas.errors.ParserWarning)
         return pandas.read_csv(
@@ -263,8 +270,11 @@ def _head_of(
         raise ValueError(f"{path}: cannot be read as csv, since it is empty: export it again")
     if len(start) == HEAD_BYTES:
         text = text[: text.rfind("\n") + 1] or text
-    above = _lines_above(text)
-    text = "".join(text.splitlines(keepends=True)[above:])
+    lines = text.splitlines(keepends=True)
+    above = 0
+    while not lines[above].strip() or lines[above].startswith("#"):  # empty, or a comment
+        above += 1
+    text = "".join(lines[above:])
     separator = separator or max(SEPARATORS, key=lambda one: _rows_agree(text, one))
     header, *rows = _records(text, separator)
     names, notes = distinct_names([name.strip() for name in header])
@@ -273,13 +283,6 @@ def _head_of(
     if decimal == ",":
         notes.append("numbers have a decimal comma")
     return CsvHead(path, encoding, separator, decimal, tuple(names), above + 1), rows, notes
-
-
-def _lines_above(text: str) -> int:
-    """The number of lines above the header: empty, or comments that begin with #."""
-    lines = text.splitlines()
-    above = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), lines)
-    return len(list(above))
 
 
 def _records(text: str, separator: str) -> list[list[str]]:
@@ -344,12 +347,12 @@ def _wrongly_encoded(path: Path, encoding: str) -> ValueError:
 
 def read_parquet(files: Sequence[Path], source: str) -> RawTable:
     """The columns of .parquet files, one below the other; pictures as grey bytes."""
-    need_module("pandas", f"{source}: a .parquet file")
-    arrow = need_module("pyarrow", f"{source}: a .parquet file")
-    parquet = need_module("pyarrow.parquet", f"{source}: a .parquet file")
+    import pyarrow
+    from pyarrow import parquet
+
     try:
         tables = [parquet.read_table(file) for file in files]
-        table = arrow.concat_tables(tables, promote_options="default")
+        table = pyarrow.concat_tables(tables, promote_options="default")
     except Exception as error:  # Arrow has errors of several kinds
         reason = printable(error, MOST_LETTERS)
         raise ValueError(f"{source}: cannot be read as parquet ({reason}): export it") from None
@@ -387,9 +390,10 @@ def _pixels_of(values: Sequence[Any], where: str) -> NDArray[np.uint8] | None:
 
 def grey_picture(file: Any, where: str) -> NDArray[np.uint8]:
     """The grey bytes of a picture."""
-    image = need_module("PIL.Image", where)
+    from PIL import Image
+
     try:
-        with image.open(file) as picture:
+        with Image.open(file) as picture:
             return np.asarray(picture.convert("L"), dtype=np.uint8)
     except OSError as error:
         reason = printable(error, MOST_LETTERS)
@@ -409,21 +413,6 @@ def stack_pictures(pictures: Iterable[NDArray[np.uint8]], where: str) -> NDArray
     return np.stack(found)
 
 
-def need_module(name: str, for_what: str) -> Any:
-    """An optional package; ValueError with the pip command if it is not installed."""
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.partition(".")[0]
-        extra = "data" if package == "flwr_datasets" else "lab"
-        raise ValueError(
-            f"{for_what} needs the package {package!r}, which is not installed: pip install "
-            f"'flwr-ppsgd[{extra}]'"
-        ) from None
-
-
 # --- .npz
 
 
@@ -439,7 +428,7 @@ def read_npz(path: Path) -> RawTable:
             columns[name] = array
     if "x" in columns and columns["x"].ndim > 2:
         shapes["x"] = columns["x"].shape[1:]
-        columns["x"] = columns["x"].reshape(len(columns["x"]), math.prod(shapes["x"]))
+        columns["x"] = columns["x"].reshape(len(columns["x"]), -1)
     elif "indptr" in arrays:
         columns["x"] = _sparse_x(arrays, path)
     if "y" not in columns and "tag_indptr" in arrays:
@@ -450,49 +439,31 @@ def read_npz(path: Path) -> RawTable:
     return RawTable(str(path), columns, shapes, True, vocabulary, labels_named)
 
 
-_SPARSE_PARTS = (
-    "indptr",
-    "indices",
-    "counts",
-    "data",
-    "shape",
-    "length",
-    "vocab",
-    "tag_indptr",
-    "tag_indices",
-    "tag_names",
-)
-
-
-class PickledError(ValueError):
-    """An array of Python objects: reading it would run code that came with the file."""
+_SPARSE_PARTS = {
+    *("indptr", "indices", "counts", "data", "shape", "length", "vocab"),
+    *("tag_indptr", "tag_indices", "tag_names"),
+}
 
 
 def arrays_of(path: Path) -> Arrays:
     """All arrays of an .npz file, by name."""
+    arrays: Arrays = {}
+    name = ""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: _array_of(file, name, path) for name in file.files}
-    except PickledError:
-        raise
+            for name in file.files:
+                arrays[name] = file[name]
     except UNREADABLE as error:
+        if "pickle" in str(error) and name:
+            raise ValueError(
+                f"{path}: array {name!r} holds Python objects, which are never read (reading them "
+                "would run code from the file): save it as numbers or text, as in "
+                f"numpy.array({name}, dtype=str)"
+            ) from None
         raise ValueError(
             f"{path}: cannot be read as npz ({error}): save it again with numpy.savez"
         ) from None
-
-
-def _array_of(file: Any, name: str, path: Path) -> NDArray[Any]:
-    try:
-        array: NDArray[Any] = file[name]
-    except ValueError as error:
-        if "pickle" not in str(error):
-            raise
-        raise PickledError(
-            f"{path}: array {name!r} holds Python objects, which are never read (reading them "
-            "would run code from the file): save it as numbers or text, as in "
-            f"numpy.array({name}, dtype=str)"
-        ) from None
-    return array
+    return arrays
 
 
 def mean_of_one_hots(
@@ -537,25 +508,19 @@ def _csr(
         data: the name of the values; None if all of them are 1.
         width: the number of columns; None if the largest index decides.
     """
-    for name in (*keys, *([data] if data else [])):
+    names = (*keys, data) if data else keys
+    for name in names:
         if name not in arrays:
             raise ValueError(f"{path}: {missing_name(name, arrays, 'array')}")
     starts, places = (arrays[key].astype(np.int64) for key in keys)
     values = arrays[data].astype(np.float64) if data else np.ones(len(places))
-    rises = len(starts) and starts[0] == 0 and (np.diff(starts) >= 0).all()
-    if not rises or starts[-1] != len(places) or len(values) != len(places):
-        raise ValueError(
-            f"{path}: {keys[0]!r} must rise from 0 to the length of {keys[1]!r}, {len(places)}, "
-            f"and {data or keys[1]!r} must be as long: save the arrays of one CSR matrix"
-        )
     columns = width or int(places.max(initial=-1)) + 1
-    bad = np.flatnonzero((places < 0) | (places >= columns))
-    if bad.size:
-        row = int(np.searchsorted(starts, bad[0], side="right")) - 1
+    try:
+        table = sparse.csr_array((values, places, starts), shape=(len(starts) - 1, columns))
+        table.check_format(full_check=True)
+    except ValueError as error:
         raise ValueError(
-            f"{path}: {keys[1]!r} has column {places[bad[0]]} in row {row} and there are {columns} "
-            "columns: correct it"
-        )
-    table = sparse.csr_array((values, places, starts), shape=(len(starts) - 1, columns))
+            f"{path}: {', '.join(names)} are not those of one CSR matrix ({error}): save them again"
+        ) from None
     table.sum_duplicates()
     return table

@@ -1,141 +1,71 @@
 """The SQLite files of TensorFlow Federated, and the ``tf.train.Example`` messages in them.
 
-TensorFlow is not needed.
+TensorFlow is not needed: Flower's own protobuf reads the messages.
 """
 
 import contextlib
+import functools
+import importlib
 import lzma
 import os
 import shutil
 import sqlite3
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+Feature: TypeAlias = list[Any]  # of bytes, floats or whole numbers
 
-Feature: TypeAlias = list[bytes] | NDArray[np.float32] | NDArray[np.int64]
-Field: TypeAlias = tuple[int, int | memoryview]  # its number; its value, or its bytes
+# what of tf.train.Example is read; on the wire a map is a list of entries
+DEFINITION = """
+name: "example.proto" package: "tff" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature"
+  field { name: "bytes_list" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".tff.BytesList" }
+  field { name: "float_list" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".tff.FloatList" }
+  field { name: "int64_list" number: 3 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".tff.Int64List" }
+}
+message_type { name: "Entry"
+  field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+  field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".tff.Feature" }
+}
+message_type { name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: ".tff.Entry" }
+}
+message_type { name: "Example"
+  field { name: "features" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".tff.Features" }
+}
+"""  # noqa: E501
 
-VARINT = 0  # wire types
-FIXED64 = 1
-BYTES = 2
-FIXED32 = 5
 
-BYTES_LIST = 1  # the kinds of a feature
-FLOAT_LIST = 2
-
-NAME = 1  # the fields of a map's entry
-VALUE = 2
-
-HEADER_SIZE = 100  # of an SQLite file
-LARGEST_PAGE = 65536
+@functools.cache
+def _example_class() -> Any:
+    """The class of ``tf.train.Example``."""
+    protobuf = "google.protobuf"
+    text_format = importlib.import_module(f"{protobuf}.text_format")
+    file_class = importlib.import_module(f"{protobuf}.descriptor_pb2").FileDescriptorProto
+    pool = importlib.import_module(f"{protobuf}.descriptor_pool").DescriptorPool()
+    pool.Add(text_format.Parse(DEFINITION, file_class()))
+    found = pool.FindMessageTypeByName("tff.Example")
+    return importlib.import_module(f"{protobuf}.message_factory").GetMessageClass(found)
 
 
 def parse_example(message: bytes) -> dict[str, Feature]:
-    """The features of a serialized ``tf.train.Example``.
-
-    Example { Features features = 1 }; Features { map<string, Feature> feature = 1 }; an entry { key
-    = 1, value = 2 }; Feature { BytesList = 1 | FloatList = 2 | Int64List = 3 }; each list {
-    repeated value = 1 }, packed or not.
-    """
+    """The features of a serialized ``tf.train.Example``; ValueError if it is damaged."""
+    broken = importlib.import_module("google.protobuf.message").DecodeError
+    try:
+        example = _example_class().FromString(message)
+    except broken:
+        raise ValueError("not a whole tf.train.Example") from None
     features: dict[str, Feature] = {}
-    for _, body in _fields(memoryview(message)):
-        for _, entry in _fields(_as_message(body)):
-            parts = dict(_fields(_as_message(entry)))
-            name = bytes(_as_message(parts[NAME])).decode()
-            value = _as_message(parts.get(VALUE, memoryview(b"")))
-            features[name] = _feature(value)
+    for entry in example.features.feature:
+        features[entry.key] = []
+        for _, values in entry.value.ListFields():
+            features[entry.key] = list(values.value)
     return features
-
-
-def _feature(message: memoryview) -> Feature:
-    for kind, body in _fields(message):
-        values = [value for _, value in _fields(_as_message(body))]
-        if kind == BYTES_LIST:
-            return [bytes(_as_message(value)) for value in values]
-        if kind == FLOAT_LIST:
-            parts = [bytes(_as_message(value)) for value in values]
-            return np.frombuffer(b"".join(parts), dtype="<f4")
-        return _whole_numbers(values)
-    return []
-
-
-def _whole_numbers(values: list[int | memoryview]) -> NDArray[np.int64]:
-    whole: list[int] = []
-    for value in values:
-        if isinstance(value, int):
-            whole.append(value)
-        else:
-            whole += _varints(value)
-    return np.array(whole, dtype=np.uint64).view(np.int64)
-
-
-def _fields(message: memoryview) -> Iterator[Field]:
-    """The fields of a message, one after the other."""
-    place = 0
-    while place < len(message):
-        tag, place = _varint(message, place)
-        number = tag >> 3
-        wire_type = tag & 7
-        if wire_type == VARINT:
-            value, place = _varint(message, place)
-            yield number, value
-            continue
-        length, place = _field_length(message, wire_type, place)
-        end = place + length
-        if end > len(message):
-            raise ValueError("a tf.train.Example ends in the middle of a field")
-        yield number, message[place:end]
-        place = end
-
-
-def _field_length(
-    message: memoryview,
-    wire_type: int,
-    place: int,
-) -> tuple[int, int]:
-    """The number of bytes of a value, and where they begin."""
-    if wire_type == BYTES:
-        return _varint(message, place)
-    if wire_type == FIXED64:
-        return 8, place
-    if wire_type == FIXED32:
-        return 4, place
-    raise ValueError(f"a tf.train.Example has no wire type {wire_type}")
-
-
-def _varint(message: memoryview, place: int) -> tuple[int, int]:
-    """The number that begins at ``place``, modulo 2⁶⁴, and the place after it."""
-    value = 0
-    shift = 0
-    while True:
-        if place >= len(message) or shift > 63:
-            raise ValueError("a tf.train.Example ends in the middle of a number")
-        byte = message[place]
-        value |= (byte & 127) << shift
-        place += 1
-        shift += 7
-        if byte < 128:
-            return value & (1 << 64) - 1, place
-
-
-def _varints(packed: memoryview) -> list[int]:
-    values = []
-    place = 0
-    while place < len(packed):
-        value, place = _varint(packed, place)
-        values.append(value)
-    return values
-
-
-def _as_message(value: int | memoryview) -> memoryview:
-    if isinstance(value, int):
-        raise ValueError("a tf.train.Example has a number where a message was expected")
-    return value
 
 
 class Clients:
@@ -159,39 +89,36 @@ class Clients:
             path: .sqlite, or .sqlite.lzma.
             unpacked_in: the folder into which an .lzma file is unpacked, once.
         """
-        if path.suffix == ".lzma":
-            path = _unpack(path, unpacked_in)
-        _refuse_truncated(path)
-        address = f"{path.resolve().as_uri()}?mode=ro"
         try:
+            if path.suffix == ".lzma":
+                path = _unpack(path, unpacked_in)
+            address = f"{path.resolve().as_uri()}?mode=ro"
             with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
+                (pages,) = connection.execute("PRAGMA page_count").fetchone()
+                (page,) = connection.execute("PRAGMA page_size").fetchone()
+                if path.stat().st_size < pages * page:  # SQLite would fill the last page with zeros
+                    raise sqlite3.DatabaseError(f"it has fewer than {pages * page:,} bytes")
                 yield cls(connection, str(path))
-        except sqlite3.Error as error:
-            raise _broken_file_error(path, str(error)) from None
+        except (sqlite3.Error, lzma.LZMAError, EOFError) as error:
+            raise ValueError(
+                f"{path}: not a complete SQLite file of TensorFlow Federated ({error}): download "
+                "it again"
+            ) from None
 
     def ids(self, split: str) -> list[str]:
         """The client ids of a split, sorted."""
-        query = (
-            "SELECT DISTINCT client_id FROM client_metadata WHERE split_name = ? ORDER BY client_id"
-        )
-        rows = self._connection.execute(query, (split,))
-        found = [str(client) for (client,) in rows]
+        query = "SELECT DISTINCT split_name, client_id FROM client_metadata ORDER BY client_id"
+        rows = self._connection.execute(query).fetchall()
+        found = [str(client) for name, client in rows if name == split]
         if not found:
-            names = ", ".join(self._splits())
+            names = ", ".join(sorted({str(name) for name, _ in rows}))
             raise ValueError(
                 f"{self._source}: there is no split {split!r} among {names}: is it the right file?"
             )
         return found
 
-    def _splits(self) -> list[str]:
-        query = "SELECT DISTINCT split_name FROM client_metadata ORDER BY split_name"
-        return [str(split) for (split,) in self._connection.execute(query)]
-
     def examples(
-        self,
-        split: str,
-        client: str,
-        most: int | None = None,
+        self, split: str, client: str, most: int | None = None
     ) -> Iterator[dict[str, Feature]]:
         """A client's examples in the file's order.
 
@@ -207,7 +134,7 @@ class Clients:
         for number, (blob,) in enumerate(rows):
             try:
                 yield parse_example(blob)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{self._source}: example {number} of client {client!r} in {split!r} is "
                     f"damaged ({error}): download the file again"
@@ -223,46 +150,13 @@ def _unpack(path: Path, folder: Path) -> Path:
     if target.is_file() and target.stat().st_mtime_ns >= path.stat().st_mtime_ns:
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        dir=folder,
-        prefix=f".{path.stem}.",
-        delete=False,
-    ) as file:
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         try:
             with lzma.open(path) as packed:
                 shutil.copyfileobj(packed, file, 1 << 20)
             file.flush()
             os.replace(file.name, target)
-        except BaseException as error:
+        except BaseException:
             Path(file.name).unlink(missing_ok=True)
-            if isinstance(error, EOFError | lzma.LZMAError):
-                raise _broken_file_error(path, str(error)) from None
             raise
     return target
-
-
-def _refuse_truncated(path: Path) -> None:
-    """By the header: 16 bytes of magic, the page size at 16, the number of pages at 28."""
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: there is no such file: download it from TensorFlow Federated and put it there"
-        )
-    with path.open("rb") as file:
-        header = file.read(HEADER_SIZE)
-    if len(header) < HEADER_SIZE or not header.startswith(b"SQLite format 3\0"):
-        raise _broken_file_error(path, "it does not begin as one")
-    (page,) = struct.unpack(">H", header[16:18])
-    (pages,) = struct.unpack(">I", header[28:32])
-    if page == 1:
-        page = LARGEST_PAGE
-    expected = page * pages
-    found = path.stat().st_size
-    counted = header[24:28] == header[92:96]  # else the number of pages is not valid
-    if counted and found < expected:
-        raise _broken_file_error(path, f"it has {found:,} of {expected:,} bytes")
-
-
-def _broken_file_error(path: Path, why: str) -> ValueError:
-    return ValueError(
-        f"{path}: not a complete SQLite file of TensorFlow Federated ({why}): download it again"
-    )

@@ -18,17 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flwr_ppsgd.algorithm import Steps
-from flwr_ppsgd.checks import require
 
 if TYPE_CHECKING:
     from flwr_ppsgd.epsilon import Relation
 
 _BETWEEN = np.geomspace(1e-3, 1e3, 121)
 ALPHA_Q_GRID = (0.0, *(float(f"{alpha_q:.3g}") for alpha_q in _BETWEEN), math.inf)
-LARGEST = 1e300
-EASED = (
-    30.0  # of L, for advice on α: measured on synthetic problems (simulations/pictures/advice.py)
-)
+# L is divided by it for advice on α: measured on synthetic problems, simulations/pictures/advice.py
+EASED = 30.0
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,6 @@ class Minimiser:
     shared: float
     personal: float = 0.0
     offset: float = 0.0
-
-    def __post_init__(self) -> None:
-        _not_negative("Minimiser.shared", self.shared, LARGEST)
-        _not_negative("Minimiser.personal", self.personal, LARGEST)
-        _not_negative("Minimiser.offset", self.offset, LARGEST)
 
     @classmethod
     def additive_norms(cls, population: int, distance: float, spread: float = 0.0) -> "Minimiser":
@@ -95,25 +87,16 @@ class Minimiser:
 
 @dataclass(frozen=True)
 class RiskBound:
-    """What a theorem says at one α.
-
-    At α = 0 and α = ∞, L_α, σ²_tot and ‖z*‖_α may be infinite or 0. ``bias`` and ``deviation`` are
-    then the limits of the products.
+    """What a theorem says at one α; at α = 0 and α = ∞, the limit.
 
     Args:
         alpha: α.
-        smoothness: L_α.
-        variance: σ²_tot.
-        norm: ‖z*‖_α.
         bias: 4L_α‖z*‖²_α/n.
         deviation: 3σ_tot‖z*‖_α/√n.
         steps: the steps for which the bound holds.
     """
 
     alpha: float
-    smoothness: float
-    variance: float
-    norm: float
     bias: float
     deviation: float
     steps: Steps
@@ -151,37 +134,29 @@ class Theorem:
         return _product(alpha, slope) + constant
 
     def steps(self, alpha: float, minimiser: Minimiser) -> Steps:
-        """s_w = αη and s_θ = η/D for η = min(1/(4L_α), ‖z*‖_α/(√n σ_tot))."""
-        if math.isinf(alpha):
-            return self._global_steps(minimiser)
-        return Steps.from_theory(
-            alpha=alpha,
-            denominator=self.denominator,
-            rounds=self.rounds,
-            smoothness=self.smoothness_at(alpha),
-            deviation=math.sqrt(self.variance_at(alpha)),
-            norm=math.sqrt(minimiser.squared_norm(alpha)),
-        )
+        """s_w = αη and s_θ = η/D for η = min(1/(4L_α), ‖z*‖_α/(√n σ_tot)).
 
-    def _global_steps(self, minimiser: Minimiser) -> Steps:
-        """At α = ∞, η is 0 and αη tends to min(1/(4a), √(lim α‖z*‖²_α / (nA)))."""
+        At α = ∞, η is 0 and αη tends to min(1/(4a), √(lim α‖z*‖²_α / (nA))).
+        """
+        if math.isfinite(alpha):
+            eta = 1 / (4 * self.smoothness_at(alpha))
+            deviation = math.sqrt(self.rounds) * math.sqrt(self.variance_at(alpha))
+            if deviation > 0:
+                eta = min(eta, math.sqrt(minimiser.squared_norm(alpha)) / deviation)
+            return Steps.from_paper(eta, alpha, self.denominator)
         longest = 1 / (4 * self.smoothness[0])
         noise = self.rounds * self.variance[0]
-        if minimiser.personal or not noise:
-            return Steps(longest, personal=0.0)
-        return Steps(min(longest, math.sqrt(minimiser.shared / noise)), personal=0.0)
+        if noise and not minimiser.personal:
+            longest = min(longest, math.sqrt(minimiser.shared / noise))
+        return Steps(longest, personal=0.0)
 
     def bound(self, alpha: float, minimiser: Minimiser) -> RiskBound:
         """4L_α‖z*‖²_α/n + 3σ_tot‖z*‖_α/√n, and the steps for which it holds."""
-        _not_negative("alpha", alpha, math.inf)
         steep = minimiser.weighted_norm(self.smoothness[0], 0.0, alpha)
         flat = minimiser.weighted_norm(0.0, self.smoothness[1], alpha)
         spread = minimiser.weighted_norm(*self.variance, alpha)
         return RiskBound(
             alpha=alpha,
-            smoothness=self.smoothness_at(alpha),
-            variance=self.variance_at(alpha),
-            norm=math.sqrt(minimiser.squared_norm(alpha)),
             bias=4 * max(steep, flat) / self.rounds,
             deviation=3 * math.sqrt(spread / self.rounds),
             steps=self.steps(alpha, minimiser),
@@ -227,8 +202,6 @@ def theorem_4_5(
         variance_theta: σ̄²_θ of the same gradient.
         noise_std: σ_ζ = zC/N, the noise on the *average*.
     """
-    _at_least_one("population", population)
-    _check_numbers(rounds, dimension, smoothness, noise_std)
     shared = variance_w / population + dimension * noise_std**2
     return Theorem(
         smoothness=(smoothness, smoothness / population),
@@ -268,9 +241,6 @@ def theorem_b_4(
         noise_std: σ_ζ = zC/(qN); C = G clips nothing.
         squared_gradient: (1/N) Σ ‖∇_w f_i(z*)‖², which is 0 in the additive model.
     """
-    _at_least_one("population", population)
-    require(0 < rate <= 1, "rate must be in (0, 1]", rate, "set rate")
-    _check_numbers(rounds, dimension, smoothness, noise_std)
     expected = rate * population
     sampling = (1 - rate) * squared_gradient
     shared = (variance_w + sampling) / expected + dimension * noise_std**2
@@ -346,12 +316,10 @@ def threshold_samples(
     return pairs * ratio**2 / (dimension * math.log(1 / delta))
 
 
-def favours_local(
-    *, population: int, rate: float, batch_size: int, dimension: int, sigma: float, noise_std: float
-) -> bool:
-    """N·d_w·σ_ζ² ≥ (N−1)σ²/(qm): the variance term of Algorithm 3 does not fall with α.
-
-    This is Lemma 4.6 with the noise that is really used.
+def threshold_noise_multiplier(
+    *, population: int, rate: float, batch_size: int, dimension: int, sigma: float, clip_norm: float
+) -> float:
+    """z* = (σ/C)·√((N−1)·qN/(m·d_w)): from it on, the variance term of Theorem B.4 grows with α.
 
     Args:
         population: N.
@@ -359,17 +327,8 @@ def favours_local(
         batch_size: m.
         dimension: d_w, the number of shared parameters.
         sigma: σ of one sample's gradient at the minimiser.
-        noise_std: σ_ζ = zC/(qN).
+        clip_norm: C; the noise on w has σ_ζ = zC/(qN).
     """
-    noise = population * dimension * noise_std**2
-    sampling = (population - 1) * sigma**2 / (rate * batch_size)
-    return noise >= sampling
-
-
-def threshold_noise_multiplier(
-    *, population: int, rate: float, batch_size: int, dimension: int, sigma: float, clip_norm: float
-) -> float:
-    """z* = (σ/C)·√((N−1)·qN/(m·d_w)): from it on ``favours_local`` holds, with σ_ζ = zC/(qN)."""
     users = (population - 1) * rate * population
     return sigma / clip_norm * math.sqrt(users / (batch_size * dimension))
 
@@ -382,22 +341,3 @@ def squared_loss_smoothness(radius: float) -> float:
 def _product(factor: float, value: float) -> float:
     """factor·value, where ∞·0 is 0."""
     return factor * value if value else 0.0
-
-
-def _not_negative(name: str, value: float, largest: float) -> None:
-    finite = "" if math.isinf(largest) else " and finite"
-    require(0 <= value <= largest, f"{name} must not be negative{finite}", value, f"set {name}")
-
-
-def _at_least_one(name: str, value: float) -> None:
-    require(value >= 1, f"{name} must be at least 1", value, f"set {name}")
-
-
-def _check_numbers(rounds: int, dimension: int, smoothness: float, noise_std: float) -> None:
-    """The numbers that all theorems ask for."""
-    _at_least_one("rounds", rounds)
-    _at_least_one("dimension", dimension)
-    positive = "must be positive and finite"
-    require(0 < smoothness < math.inf, f"smoothness {positive}", smoothness, "set smoothness")
-    not_negative = "must be 0 or more and finite"
-    require(0 <= noise_std < math.inf, f"noise_std {not_negative}", noise_std, "set noise_std")

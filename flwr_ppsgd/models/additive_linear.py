@@ -1,8 +1,8 @@
 """The additive linear model in numpy."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -148,15 +148,14 @@ class AdditiveLinear:
 
     def own_columns(self) -> Vector:
         """1 for each sparse column that is not 0 in every own row."""
-        return self._problem(1.0).own_columns()
+        return self._problem(1.0).own_columns
 
-    def personal_model(self, w: Vector, variance: Vector, order: Order) -> "LinearModel":
+    def personal_model(self, w: Vector, variance: Vector, order: Order) -> "MixtureModel":
         """The user's mixture around w, with the rows on which it is measured."""
-        problem = self._problem(order.unit)
-        mixture = personal_model(problem, w.reshape(self._shape), variance)
-        return LinearModel(mixture, self)
+        mixture = personal_model(self._problem(order.unit), w.reshape(self._shape), variance)
+        return MixtureModel(mixture, self.measure)
 
-    def stepped_model(self, w: Vector) -> "LinearModel":
+    def stepped_model(self, w: Vector) -> "MixtureModel":
         """The user's mixture around a w that steps have trained, as if it had no noise.
 
         Such a w predicts targets as they are, and the mixture's in units of the user's own.
@@ -164,10 +163,10 @@ class AdditiveLinear:
         problem = self._problem(1.0)
         shared = w.reshape(self._shape) / problem.unit
         mixture = personal_model(problem, shared, np.zeros(1))
-        return LinearModel(mixture, self)
+        return MixtureModel(mixture, self.measure)
 
     def measure(self, model: Mixture) -> dict[str, float]:
-        """Measures of a model's predictions on the test part."""
+        """Measures of a model's predictions on the test part; nothing if there is none."""
         if self._test is None:
             return {}
         x, y = self._test
@@ -193,27 +192,37 @@ class AdditiveLinear:
 
 
 @dataclass(frozen=True)
-class LinearModel:
-    """A user's mixture, measured on the user's test rows.
+class MixtureModel:
+    """A user's mixture, and how it is measured on the user's test rows.
 
     Args:
         mixture: the personal model.
-        learner: whose model it is.
+        measure: of a model.
+        measure_alone: of the model from own rows alone, if it sees other columns.
+        has_shared_loss: whether the scores of w alone are on the scale of the targets.
+        beside: arrays that are saved with the mixture.
     """
 
     mixture: Mixture
-    learner: AdditiveLinear
+    measure: Callable[[Mixture], dict[str, float]]
+    measure_alone: Callable[[Mixture], dict[str, float]] | None = None
+    has_shared_loss: bool = True
+    beside: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def measures(self) -> dict[str, float]:
         """Of the personal model, of own rows alone (``local_…``), of w alone (``shared_…``)."""
         if not self.mixture.has_location:
             return {}
-        found = self.learner.measure(self.mixture)
-        others = {LOCAL: self.mixture.alone, SHARED: self.mixture.shared_alone}
-        for prefix, other in others.items():
-            if other is not None:
-                measures = self.learner.measure(other)
-                found |= {prefix + name: value for name, value in measures.items()}
+        found = self.measure(self.mixture)
+        if self.mixture.alone is not None:
+            measure = self.measure_alone or self.measure
+            of_alone = measure(self.mixture.alone)
+            found |= {LOCAL + name: value for name, value in of_alone.items()}
+        if self.mixture.shared_alone is not None:
+            of_shared = self.measure(self.mixture.shared_alone)
+            if not self.has_shared_loss:
+                of_shared.pop("loss", None)
+            found |= {SHARED + name: value for name, value in of_shared.items()}
         return found
 
     @property
@@ -223,7 +232,7 @@ class LinearModel:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""
-        return self.mixture.to_arrays()
+        return {**self.mixture.to_arrays(), **self.beside}
 
 
 def measures_of(scores: Matrix, y: Matrix, task: Task) -> dict[str, float]:

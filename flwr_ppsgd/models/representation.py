@@ -99,7 +99,7 @@ class RandomConvolution:
     def __call__(self, x: Floats) -> Floats:
         """Rows × features, of images as rows of pixels."""
         columns = x.shape[1]
-        height, _, channels = self._working_shape(columns)
+        _, height, _, channels = self._working_shape(columns)
         cells, filters = self._cells_and_filters(columns)
         across, down = _gabor_factors(self.seed, channels, filters)
         bands = _bands(down, height)
@@ -127,28 +127,29 @@ class RandomConvolution:
     def _images(self, x: Floats) -> Singles:
         """Height × width × channels × n, on a scale of 1, averaged down to the working size."""
         n, columns = x.shape
-        full = image_shape(self.shape, columns)
-        factor = _shrink_factor(full)
-        height, width, channels = self._working_shape(columns)
+        factor, height, width, channels = self._working_shape(columns)
         largest = abs(x).max(axis=1, keepdims=True)
         largest[~(largest > 0)] = 1.0
-        images = (x / largest).reshape(n, *full)
+        images = (x / largest).reshape(n, *image_shape(self.shape, columns))
         used = images[:, : height * factor, : width * factor]
         blocks = used.reshape(n, height, factor, width, factor, channels)
         small = blocks.mean(axis=(2, 4))  # n × height × width × channels
         return np.asarray(small.transpose(1, 2, 3, 0), dtype=np.float32)
 
-    def _working_shape(self, columns: int) -> tuple[int, int, int]:
-        """Height, width and channels at the working size."""
+    def _working_shape(self, columns: int) -> tuple[int, int, int, int]:
+        """By what factor an image is averaged down, and its height, width and channels then."""
         height, width, channels = image_shape(self.shape, columns)
-        factor = _shrink_factor((height, width, channels))
-        return height // factor, width // factor, channels
+        factor = max(1, min(height, width) // WORKING_SIDE)
+        return factor, height // factor, width // factor, channels
 
     def _cells_and_filters(self, columns: int) -> tuple[int, int]:
         """The number of cells in an image, and of filters, so that there are enough features."""
-        height, width, _ = self._working_shape(columns)
-        cells = _cells(height) * _cells(width)
-        return cells, max(1, round(self.features / cells))
+        _, height, width, _ = self._working_shape(columns)
+        down = height // _cell_side(height)
+        across = width // _cell_side(width)
+        cells = down * across
+        filters = max(1, round(self.features / cells))
+        return cells, filters
 
 
 @functools.lru_cache(maxsize=8)
@@ -161,16 +162,19 @@ def _gabor_factors(seed: int, channels: int, count: int) -> tuple[Singles, Singl
     """
     source = np.random.default_rng([seed, FILTER, 9])
     drawn = source.random((count, 4))
-    direction = math.pi * drawn[:, :1]
+    # filters × 1 each
+    direction = math.pi * drawn[:, 0:1]
     wavelength = 3 + 7 * drawn[:, 1:2]
     deviation = 0.7 * FILTER * (0.25 + 0.25 * drawn[:, 2:3])
-    phase = 2 * math.pi * drawn[:, 3:]
+    phase = 2 * math.pi * drawn[:, 3:4]
+    # filters × 13 each
     position = np.arange(FILTER) - FILTER // 2
     window = np.exp(-(position**2) / (2 * deviation**2))
     turns = 2 * math.pi * position
     u = turns * np.cos(direction) / wavelength + phase
     v = turns * np.sin(direction) / wavelength
     constant = np.ones_like(u)
+    # filters × 3 × 13
     across = np.stack([window * np.cos(u), -window * np.sin(u), constant], axis=1)
     down = np.stack([window * np.cos(v), window * np.sin(v), 0 * constant], axis=1)
     total = np.einsum("fka,fkd->f", across, down)
@@ -178,18 +182,13 @@ def _gabor_factors(seed: int, channels: int, count: int) -> tuple[Singles, Singl
     filters = np.einsum("fka,fkd->fad", across, down)
     norms = np.linalg.norm(filters, axis=(1, 2))
     down /= norms[:, None, None]
-    colours = _colours(seed, channels, count)
+    colours = np.ones((count, 1))  # how much each filter sees of each channel
+    if channels > 1:
+        source = np.random.default_rng([seed, FILTER, 9, channels])
+        colours = unit_rows(source.normal(size=(count, channels)))
     coloured = across[:, :, :, None] * colours[:, None, None, :]
     across = coloured.reshape(count, 3, FILTER * channels)
     return across.astype(np.float32), down.astype(np.float32)
-
-
-def _colours(seed: int, channels: int, count: int) -> Floats:
-    """Filters × channels: how much each filter sees of each channel, of unit norm."""
-    if channels == 1:
-        return np.ones((count, 1))
-    source = np.random.default_rng([seed, FILTER, 9, channels])
-    return unit_rows(source.normal(size=(count, channels)))
 
 
 def _bands(down: Singles, height: int) -> Singles:
@@ -239,19 +238,12 @@ def _pool_cells(responses: Singles) -> Singles:
     return np.asarray(by_image.reshape(n, -1))
 
 
-def _shrink_factor(shape: tuple[int, int, int]) -> int:
-    """By how much an image is averaged down."""
-    return max(1, min(shape[:2]) // WORKING_SIDE)
-
-
 def _cell_side(length: int) -> int:
-    """The side of a cell along an edge: 5 pixels, or a fifth of the edge if that is more."""
+    """The side of a cell along an edge: 5 pixels, or a fifth of the edge if that is more.
+
+    Pixels that are left over at the end of the edge are not used.
+    """
     return min(length, max(POOL, length // POOL))
-
-
-def _cells(length: int) -> int:
-    """The number of cells along an edge; the pixels that are left over at its end are not used."""
-    return length // _cell_side(length)
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,7 @@ SCALING = "scaling_"  # begins the names of a saved model's scaling
 NOT_SAVED = ("scaling", "alone", "shared_alone")
 
 
-@functools.cache
-def _threads() -> ThreadpoolController:
-    return ThreadpoolController()
+_threads = functools.cache(ThreadpoolController)  # looking for BLAS takes a while
 
 
 def one_blas_thread() -> AbstractContextManager[Any]:
@@ -83,16 +81,6 @@ class PublicColumns:
     def width(self) -> int:
         """The number of columns of w."""
         return len(self.numbers) + self.ones
-
-    @property
-    def sparse_shared(self) -> Flags:
-        """Per column of w, whether it is sparse."""
-        return np.append(self.sparse, [False] * self.ones).astype(np.bool_)
-
-    @property
-    def chance(self) -> float:
-        """What is subtracted from targets of 0 and 1: 1/K, or ½ for yes or no."""
-        return 1 / max(2, self.outputs)
 
 
 def spread(targets: ArrayLike) -> float:
@@ -170,8 +158,8 @@ class OwnProblem:
         support: the places of X's columns among those of w.
         rows: X, n × support.
         targets: Y, n × outputs.
-        has: per sparse column, whether some raw row is not 0 there.
-        location: ȳ; 0 in classification.
+        own_columns: 1.0 for each sparse column in which some raw row is not 0, else 0.0.
+        location: ȳ, NaN without rows; 0 in classification.
         unit: v; 1 in classification.
     """
 
@@ -180,7 +168,7 @@ class OwnProblem:
     support: Places
     rows: Matrix
     targets: Matrix
-    has: Flags
+    own_columns: Vector
     location: float = 0.0
     unit: float = 1.0
 
@@ -195,9 +183,11 @@ class OwnProblem:
         scaled = scaling(training)
         support = np.flatnonzero(scaled.any(axis=0))
         own = scaled.take(support, axis=1)
-        has = np.asarray(training[:, columns.sparse].any(axis=0))
+        has_column = training[:, columns.sparse].any(axis=0)
+        own_columns = np.asarray(has_column, dtype=np.float64)
         if columns.task == "classification":
-            return cls(columns, scaling, support, own, _class_targets(values, columns), has)
+            classes = _class_targets(values, columns)
+            return cls(columns, scaling, support, own, classes, own_columns)
         remedy = "give as many targets as rows"
         require(values.size == len(training), "a row has one target", values.shape, remedy)
         centred, mean = _subtract_mean(values.reshape(-1))
@@ -205,7 +195,8 @@ class OwnProblem:
         degrees = max(len(centred), 1) - 1 + UNIT_DEGREES
         own_unit = math.sqrt(squares / degrees)
         scores = centred[:, None] / own_unit
-        return cls(columns, scaling, support, own, scores, has, float(mean), own_unit)
+        location = float(mean) if len(centred) else math.nan
+        return cls(columns, scaling, support, own, scores, own_columns, location, own_unit)
 
     @property
     def primal(self) -> bool:
@@ -225,10 +216,6 @@ class OwnProblem:
         """tr XX', 0 if it is tiny."""
         trace = float((self.rows**2).sum())
         return trace if trace > LEAST_TRACE else 0.0
-
-    def own_columns(self) -> Vector:
-        """1.0 for each sparse column that this user has, else 0.0."""
-        return self.has.astype(np.float64)
 
     def predictions(self, shared: Matrix) -> Matrix:
         """Xw, n × outputs."""
@@ -262,29 +249,6 @@ def solution(problem: OwnProblem, shared: Matrix) -> Matrix:
 
 
 @dataclass(frozen=True, eq=False)
-class KernelFits:
-    """One kernel's models for every λ and β, and their errors on rows left out.
-
-    Args:
-        of_targets: (K + λI)⁻¹Y, λ × rows × outputs.
-        of_shared: (K + λI)⁻¹Xw, likewise: a model of β has the difference of the two.
-        scores: L, the mean squares of errors on rows left out, λ × β.
-    """
-
-    of_targets: Matrix
-    of_shared: Matrix
-    scores: Matrix
-
-    def coefficients(self, weights: Matrix) -> Matrix:
-        """Dual coefficients of the weighted mean, rows × outputs, for weights λ × β."""
-        total = weights.sum(axis=1)
-        of_beta = weights @ BETAS
-        own = np.tensordot(total, self.of_targets, axes=1)
-        shared = np.tensordot(of_beta, self.of_shared, axes=1)
-        return np.asarray(own - shared)
-
-
-@dataclass(frozen=True, eq=False)
 class Kernel:
     """One family of own models, by its matrix K = BB' between own rows, B'B = diag(s).
 
@@ -296,6 +260,7 @@ class Kernel:
         scale: the trace of K divided by n, which every λ is multiplied by.
         intercept: whether the model has a constant without penalty. Rows and targets have mean
             zero then: the constant is 0, and differs only if a row is left out.
+        rate: of an RBF kernel, exp(−rate·‖x − x'‖²).
     """
 
     name: str
@@ -304,9 +269,10 @@ class Kernel:
     squares: Vector
     scale: float = 1.0
     intercept: bool = False
+    rate: float = 0.0
 
-    def fit(self, targets: Matrix, predictions: Matrix) -> KernelFits:
-        """All models around β·Xw, and their exact errors on rows left out.
+    def fit(self, targets: Matrix, predictions: Matrix) -> tuple[Matrix, Matrix]:
+        """The duals of all models around β·Xw, and their mean squares on rows left out.
 
         The residual of a model is λ(K + λI)⁻¹(Y − β·Xw). On a row left out it is that divided by
         1 − leverage, the diagonal of K(K + λI)⁻¹.
@@ -314,6 +280,9 @@ class Kernel:
         Args:
             targets: Y.
             predictions: Xw.
+
+        Returns:
+            (K + λI)⁻¹Y beside (K + λI)⁻¹Xw, λ × rows × 2·outputs, and L, λ × β.
         """
         n, outputs = targets.shape
         both = np.hstack([targets, predictions])  # every model is linear in both
@@ -327,20 +296,31 @@ class Kernel:
             free = 1 - basis_squares @ inverse
             if self.intercept:
                 free -= 1 / n
-            errors = residuals / free[:, None]
-            of_targets, of_shared = np.hsplit(errors, 2)
+            of_targets, of_shared = np.hsplit(residuals / free[:, None], 2)
             for which, beta in enumerate(BETAS):
                 left_out = of_targets - beta * of_shared
                 scores[place, which] = (left_out**2).sum() / n
             duals[place] = residuals / ridge
-        of_targets, of_shared = np.split(duals, 2, axis=2)
-        return KernelFits(of_targets, of_shared, scores)
+        return duals, scores
 
 
-def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
-    """The user's kernels, and the rates of those that are RBF: exp(−rate·‖x − x'‖²).
+def mean_duals(duals: Matrix, weights: Matrix) -> Matrix:
+    """Of the weighted mean of one kernel's models, rows × outputs.
 
-    RBF kernels are for dense columns and 5 to 500 rows that are not all equal.
+    Args:
+        duals: of ``Kernel.fit``.
+        weights: λ × β.
+    """
+    of_targets, of_shared = np.split(duals, 2, axis=2)
+    own = np.tensordot(weights.sum(axis=1), of_targets, axes=1)
+    shared = np.tensordot(weights @ BETAS, of_shared, axes=1)
+    return np.asarray(own - shared)
+
+
+def candidates(problem: OwnProblem) -> list[Kernel]:
+    """The user's kernels: the linear one, the offset, then RBF kernels of three widths.
+
+    The last are for dense columns and 5 to 500 rows that are not all equal.
     """
     n = len(problem.rows)
     regression = problem.columns.task == "regression"
@@ -354,20 +334,20 @@ def candidates(problem: OwnProblem) -> tuple[list[Kernel], Vector]:
     length = np.full(rank, float(n))
     offset = Kernel("offset", OFFSET / n, ones, length, intercept=regression)
     kernels = [linear, offset]
-    no_rates = np.zeros(0)
     if problem.columns.sparse.any() or not LEAST_RBF_ROWS <= n <= MOST_RBF_ROWS:
-        return kernels, no_rates
+        return kernels
     distances = squared_distances(problem.rows, problem.rows)
     different = distances[distances > LEAST_TRACE]
     if not different.size:
-        return kernels, no_rates
-    rates = np.array(WIDTHS) / np.median(different)
-    for width, rate in zip(WIDTHS, rates, strict=True):
+        return kernels
+    typical = np.median(different)
+    for width in WIDTHS:
+        rate = width / typical
         matrix = np.exp(-rate * distances)
         squares, vectors = _eigenpairs(matrix)
         basis = vectors * np.sqrt(squares)
-        kernels.append(Kernel(f"rbf {width}", REFINEMENT, basis, squares))
-    return kernels, rates
+        kernels.append(Kernel(f"rbf {width}", REFINEMENT, basis, squares, rate=rate))
+    return kernels
 
 
 def squared_distances(left: Matrix, right: Matrix) -> Matrix:
@@ -443,9 +423,9 @@ class Mixture:
         rows: the user's own rows, if there are RBF kernels.
         rates: of the RBF kernels.
         coefficients: dual ones, rates × rows × outputs.
-        location: ȳ; 0 in classification.
+        location: ȳ; 0 in classification. NaN in regression without rows: there is nothing to
+            predict with.
         unit: v; 1 in classification.
-        has_location: False in regression without rows: there is no ȳ, and nothing to predict with.
         trust: s.
         beta: β̄, the mean β.
         kernels: the names of the kernels; none below two rows.
@@ -463,13 +443,17 @@ class Mixture:
     coefficients: Matrix
     location: float
     unit: float
-    has_location: bool
     trust: float
     beta: float
     kernels: NDArray[np.str_]
     weights: Vector
     alone: "Mixture | None" = None
     shared_alone: "Mixture | None" = None
+
+    @property
+    def has_location(self) -> bool:
+        """Whether there is something to predict with."""
+        return not math.isnan(self.location)
 
     @property
     def choices(self) -> dict[str, float]:
@@ -538,15 +522,11 @@ def personal_model(problem: OwnProblem, shared: Matrix, variance: Vector) -> Mix
         alone = _linear_model(problem, 0.0 * shared, problem.targets.sum(axis=0))
         return replace(only_shared, trust=trust, beta=1.0, alone=alone, shared_alone=only_shared)
     with one_blas_thread():
-        kernels, rates = candidates(problem)
+        kernels = candidates(problem)
         predictions = problem.predictions(shared)
         fits = [kernel.fit(problem.targets, predictions) for kernel in kernels]
-
-        def mix(trust: float) -> Mixture:
-            return _mix(problem, shared, trust, kernels=kernels, fits=fits, rates=rates)
-
-        model = mix(trust)
-        alone = mix(0.0)
+        model = _mix(problem, shared, trust, kernels, fits)
+        alone = _mix(problem, shared, 0.0, kernels, fits)
     return replace(model, alone=alone, shared_alone=only_shared)
 
 
@@ -554,16 +534,16 @@ def _mix(
     problem: OwnProblem,
     shared: Matrix,
     trust: float,
-    *,
     kernels: Sequence[Kernel],
-    fits: Sequence[KernelFits],
-    rates: Vector,
+    fits: Sequence[tuple[Matrix, Matrix]],
 ) -> Mixture:
-    """The mixture of all candidates; the first two kernels are the linear one and the offset."""
-    scores = np.array([fit.scores for fit in fits])
+    """The mixture of all candidates."""
+    scores = np.array([own_scores for _, own_scores in fits])
     priors = np.array([kernel.prior for kernel in kernels])
     weights = mixture_weights(scores, priors, trust, problem.targets)
-    duals = [fit.coefficients(own) for fit, own in zip(fits, weights, strict=True)]
+    duals = []
+    for (own_duals, _), own_weights in zip(fits, weights, strict=True):
+        duals.append(mean_duals(own_duals, own_weights))
     linear, offset, *rbf = duals
     beta = float((weights @ BETAS).sum())
     slopes = beta * shared
@@ -574,7 +554,7 @@ def _mix(
     return replace(
         _linear_model(problem, slopes, constant),
         rows=problem.rows if rbf else problem.rows[:0],
-        rates=rates,
+        rates=np.array([kernel.rate for kernel in kernels[2:]]),
         coefficients=np.array(rbf),
         trust=trust,
         beta=beta,
@@ -595,7 +575,6 @@ def _linear_model(problem: OwnProblem, slopes: Matrix, offset: Vector) -> Mixtur
         coefficients=np.zeros((0, 0, len(offset))),
         location=problem.location,
         unit=problem.unit,
-        has_location=problem.columns.task == "classification" or len(problem.rows) > 0,
         trust=0.0,
         beta=0.0,
         kernels=np.array([], dtype=np.str_),
@@ -653,11 +632,12 @@ def _drop_unusable(rows: Matrix, targets: Matrix) -> tuple[Matrix, Matrix]:
 
 def _class_targets(values: Matrix, columns: PublicColumns) -> Matrix:
     """One-hot − 1/K, of class indices; or of rows of 0 and 1 minus 1/K."""
+    chance = 1 / max(2, columns.outputs)
     if values.ndim == 2:
-        return values - columns.chance
+        return values - chance
     classes = values.astype(np.intp)
     known = bool(np.isin(values, np.arange(columns.outputs)).all())
     rule = f"classes must be whole numbers from 0 to {columns.outputs - 1}"
     require(known, rule, values[:5].tolist(), "number the classes in their public order")
     one_hot = np.eye(columns.outputs)[classes]
-    return np.asarray(one_hot - columns.chance)
+    return np.asarray(one_hot - chance)

@@ -44,66 +44,53 @@ class BatchParts:
         if hasattr(batch, "_asdict"):
             batch = batch._asdict()
         if isinstance(batch, Mapping):
-            x, y = self._of_mapping(batch)
+            parts = dict(batch)
         elif isinstance(batch, list | tuple):
-            x, y = self._of_sequence(batch)
+            parts = dict(enumerate(batch))
         else:
             raise ValueError(
                 f"a batch is a {type(batch).__name__}, not (x, y) or a mapping: let the loader "
                 "return one of those"
             )
-        return map_parts(x, _finite_tensor), _finite_tensor(y, "target")
+        target = self._find_target(batch)
+        inputs = self._find_inputs(list(parts), target)
+        missing = [part for part in (*inputs, target) if part not in parts]
+        if missing or not inputs:
+            raise ValueError(
+                f"a batch has the parts {list(parts)}, and {missing} were asked for: name parts "
+                "that it has with inputs and target"
+            )
+        x: Any = {str(part): parts[part] for part in inputs}
+        if not isinstance(batch, Mapping):
+            x = tuple(x.values())
+            if len(x) == 1:
+                (x,) = x
+            if isinstance(x, list) and any(isinstance(part, Tensor) for part in x):
+                x = tuple(x)  # torch's loaders turn tuples into lists
+        return map_parts(x, _finite_tensor), _finite_tensor(parts[target], "target")
 
-    def _of_mapping(self, batch: Mapping[Any, Any]) -> tuple[Rows, Rows]:
-        target = self.target
-        if target is None:
+    def _find_target(self, batch: Any) -> Part:
+        if self.target is not None:
+            return self.target
+        if isinstance(batch, Mapping):
             known = [name for name in batch if name in TARGETS]
-            if len(known) != 1:
-                raise ValueError(
-                    f"which of a batch's parts {sorted(batch)} is the target is not known (usual "
-                    f'names are {", ".join(TARGETS)}): add target="…", the name of one of them'
-                )
-            target = known[0]
-        names = self._input_parts()
-        if names is None:
-            names = [name for name in batch if name != target]
-        missing = [name for name in (*names, target) if name not in batch]
-        if missing or not names:
+            if len(known) == 1:
+                return known[0]  # type: ignore[no-any-return]
             raise ValueError(
-                f"a batch has the parts {sorted(batch)}, and inputs={names}, target={target!r} "
-                "were asked for: name parts that it has"
+                f"which of a batch's parts {list(batch)} is the target is not known (usual names "
+                f'are {", ".join(TARGETS)}): add target="…", the name of one of them'
             )
-        return {str(name): batch[name] for name in names}, batch[target]
-
-    def _of_sequence(self, batch: Sequence[Any]) -> tuple[Rows, Rows]:
         size = len(batch)
-        places = self._input_parts()
-        target = self.target
-        if size != 2 and (places is None or target is None):
-            raise ValueError(
-                f"a batch has {size} parts where (x, y) has 2: say which are which, such as "
-                f"inputs={list(range(size - 1))}, target={size - 1}"
-            )
-        if target is None:
-            target = 1
-        if places is None:
-            places = [0 if target == 1 else 1]
-        valid = range(size)
-        wrong = [place for place in (*places, target) if place not in valid]
-        if wrong:
-            raise ValueError(
-                f"a batch has {size} parts, and {wrong} were asked for: inputs and target are "
-                f"positions from 0 to {size - 1}"
-            )
-        chosen = tuple(batch[int(place)] for place in places)
-        x = chosen[0] if len(chosen) == 1 else chosen
-        if isinstance(x, list) and any(isinstance(part, Tensor) for part in x):
-            x = tuple(x)  # torch's loaders turn tuples into lists
-        return x, batch[int(target)]
+        if size == 2:
+            return 1
+        raise ValueError(
+            f"a batch has {size} parts where (x, y) has 2: say which are which, such as "
+            f"inputs={list(range(size - 1))}, target={size - 1}"
+        )
 
-    def _input_parts(self) -> list[Part] | None:
+    def _find_inputs(self, parts: list[Part], target: Part) -> list[Part]:
         if self.inputs is None:
-            return None
+            return [part for part in parts if part != target]
         if isinstance(self.inputs, str | int):
             return [self.inputs]
         return list(self.inputs)
@@ -154,33 +141,23 @@ def _finite_tensor(values: Rows, part: Part) -> Tensor:
 # --- a network's inputs and outputs
 
 
-@dataclass(frozen=True)
 class NetworkInputs:
     """How tensors reach a network: on its device, floats in its precision, whole numbers as they
     are; parts of a mapping by keyword, those of a tuple by position.
 
     Args:
-        network: the name of its class.
-        takes: the names of ``forward``'s parameters.
-        takes_any: whether ``forward`` takes any keyword.
-        device: of the network.
-        dtype: of its first parameter.
+        module: the network.
     """
 
-    network: str
-    takes: tuple[str, ...]
-    takes_any: bool
-    device: torch.device
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, module: nn.Module, device: torch.device, dtype: torch.dtype) -> "NetworkInputs":
-        """Those of this module."""
+    def __init__(self, module: nn.Module) -> None:
+        first = next(module.parameters())
+        self.device = first.device
+        self._dtype = first.dtype
+        self._network = type(module).__name__
         parameters = inspect.signature(module.forward).parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        takes = tuple(each.name for each in parameters if each.kind in by_name)
-        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-        return cls(type(module).__name__, takes, takes_any, device, dtype)
+        self._takes = [each.name for each in parameters if each.kind in by_name]
+        self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
     def call(self, x: Rows) -> Call:
         """(positional, keyword) arguments of the network."""
@@ -189,13 +166,13 @@ class NetworkInputs:
             return tensors, {}
         if not isinstance(x, Mapping):
             return (tensors,), {}
-        unknown = [name for name in tensors if name not in self.takes]
+        unknown = [name for name in tensors if name not in self._takes]
         if len(tensors) == 1 and unknown:  # one input needs no name
             return tuple(tensors.values()), {}
-        if unknown and not self.takes_any:
+        if unknown and not self._takes_any:
             raise ValueError(
-                f"a batch has the inputs {list(tensors)} and {self.network}.forward takes "
-                f"{list(self.takes)}: name those that it takes with inputs=[…]"
+                f"a batch has the inputs {list(tensors)} and {self._network}.forward takes "
+                f"{self._takes}: name those that it takes with inputs=[…]"
             )
         return (), tensors
 
@@ -203,7 +180,7 @@ class NetworkInputs:
         """One part as a tensor; floats in the network's precision."""
         tensor = _as_tensor(values, part)
         if tensor.is_floating_point():
-            return tensor.to(self.device, self.dtype)
+            return tensor.to(self.device, self._dtype)
         return tensor.to(self.device)
 
 

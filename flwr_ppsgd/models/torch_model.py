@@ -80,20 +80,16 @@ class SplitModel:
         self._additive = additive
         self._patterns = list_patterns(personal)
         refuse_without_values(module)
-        device = _device_for(module, device)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         own = copy.deepcopy(module).to(device)
         self._module = own  # its values never change: w and θ are passed to each call
-        self._channels_last = _allows_channels_last(own)
-        if self._channels_last:
-            own.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._parameters = dict(own.named_parameters())
         names = [*self._shared, *self._personal]
         precisions = {self._parameters[name].dtype for name in names}
         self._dtype = torch.float64 if torch.float64 in precisions else torch.float32
-        first = next(own.parameters())
-        network = own.network if isinstance(own, AdditiveModule) else own
-        self._inputs = NetworkInputs.of(network, device, first.dtype)
-        self._objective = BatchLoss(loss, device)
+        self._inputs = NetworkInputs(own)
+        self._objective = BatchLoss(loss, self._inputs.device)
 
     # --- w and θ
 
@@ -136,12 +132,7 @@ class SplitModel:
 
     def shared_tensors(self, w: Vector) -> dict[str, Tensor]:
         """The shared parameters by name."""
-        tensors = self._split(w, self._shared, "w")
-        if self._channels_last:
-            for name, tensor in tensors.items():
-                if tensor.ndim == 4:
-                    tensors[name] = tensor.clone(memory_format=torch.channels_last)
-        return tensors
+        return self._split(w, self._shared, "w")
 
     def personal_tensors(self, thetas: Vector | Matrix) -> dict[str, Tensor]:
         """The personal parameters by name, of one user or with one row per user."""
@@ -164,14 +155,14 @@ class SplitModel:
         """
         if theta is None:
             theta = self.initial_theta()
-        shared = self._split(self._flat_shared(w), self._shared, "w")
+        shared = self.shared_tensors(self._flat_shared(w))
         values = self._combine(shared, self.personal_tensors(theta))
         module = copy.deepcopy(self._module).eval()
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if name in values:
                     parameter.copy_(values[name])
-        return module.to(memory_format=torch.contiguous_format)  # type: ignore[no-any-return, call-overload]
+        return module
 
     # --- predictions, losses, gradients
 
@@ -184,8 +175,7 @@ class SplitModel:
         parameters = self._combine(shared, personal)
         positional, named = self._inputs.call(x)
         output = torch.func.functional_call(self._module, parameters, positional, named)
-        scores = scores_of(output, self._inputs.network)
-        return scores.contiguous() if self._channels_last else scores
+        return scores_of(output, type(self._module).__name__)
 
     def loss(
         self, shared: Tensors, personal: Tensors, rows: tuple[Rows, Rows], reduction: Reduction
@@ -194,15 +184,6 @@ class SplitModel:
         x, y = rows
         prediction = self.predict(shared, personal, x, training=True)
         return self._objective.total(prediction, self.tensor(y), reduction)
-
-    def settle_loss(self, rows: tuple[Rows, Rows]) -> None:
-        """Find out how the loss reduces, on rows of one user: ``torch.func`` hides the values."""
-        if self._objective.settled:
-            return
-        shared = self.shared_tensors(self.initial_w())
-        personal = self.personal_tensors(self.initial_theta())
-        with torch.no_grad():
-            self.loss(shared, personal, rows, "mean")
 
     def gradients(
         self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
@@ -293,7 +274,7 @@ class SplitModel:
             return w
         if not self._additive:
             return 0.0 * self.initial_theta()
-        parts = self._split(w, self._shared, "w")
+        parts = self.shared_tensors(w)
         return flat_vector(parts[name] for name in self._personal)
 
     def features(self, w: ArrayRecord | Vector | None, x: Rows) -> Matrix:
@@ -345,10 +326,11 @@ class SplitModel:
             )
         tensor = torch.tensor(vectors, dtype=self._dtype, device=self._inputs.device)
         parts = torch.split(tensor, sizes, dim=-1)
-        return {
-            name: part.reshape(*users, *self._parameters[name].shape)
-            for name, part in zip(names, parts, strict=True)
-        }
+        tensors = {}
+        for name, part in zip(names, parts, strict=True):
+            shape = self._parameters[name].shape
+            tensors[name] = part.reshape(*users, *shape)
+        return tensors
 
     def _flat_shared(self, w: ArrayRecord | Sequence[NDArray[Any]] | Vector) -> Vector:
         if isinstance(w, list | tuple):
@@ -393,51 +375,30 @@ class AdditiveHead(SplitModel):
             raise ValueError(
                 f"head must have shape {shape}, got {found}: give num_features × num_outputs"
             )
-        module = AdditiveModule(network, start)
-        super().__init__(module, "personal", loss, device=device)
-
-    @property
-    def additive(self) -> bool:
-        """θ is added to the shared head."""
-        return True
-
-    @functools.cached_property
-    def is_head(self) -> bool:
-        """Whether the network is frozen."""
-        return self._shared == ["head"]
-
-    @functools.cached_property
-    def head(self) -> "LinearHead":
-        """The head, on the outputs of the network."""
-        features, outputs = self._parameters["personal"].shape
-        return LinearHead("network", (features, outputs), transposed=False)
-
-    def shared_head(self, w: Vector) -> Vector:
-        """The shared head in w."""
-        return flat_vector([self._split(w, self._shared, "w")["head"]])
+        module = HeadedNetwork(network, start)
+        super().__init__(module, "head.*", loss, additive=True, device=device)
 
 
-class AdditiveModule(nn.Module):
-    """(head + personal)ᵀΦ(x) with a network Φ: the module of an ``AdditiveHead``.
+class HeadedNetwork(nn.Module):
+    """A linear layer ``head`` without a bias on the outputs of a network.
 
     Args:
         network: Φ.
-        head: the shared head at the start.
+        head: the layer at the start, features × outputs.
     """
 
     def __init__(self, network: nn.Module, head: Tensor) -> None:
         super().__init__()
+        self.head = nn.utils.skip_init(nn.Linear, *head.shape, bias=False)  # type: ignore[no-untyped-call]
         self.network = network
-        first = next(network.parameters(), None)
-        dtype = torch.get_default_dtype() if first is None else first.dtype
-        device = None if first is None else first.device
-        self.head = nn.Parameter(head.to(device, dtype))
-        self.personal = nn.Parameter(torch.zeros_like(self.head))
+        first = next(network.parameters(), torch.zeros(0))
+        self.head.weight = nn.Parameter(head.T.contiguous().to(first))
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         output = self.network(*inputs, **named)
         features = scores_of(output, type(self.network).__name__)
-        return features.flatten(1) @ (self.head + self.personal)
+        scores: Tensor = self.head(features.flatten(1))
+        return scores
 
 
 # --- which parameters are shared and which are personal
@@ -512,17 +473,12 @@ def _refuse_running_statistics(module: nn.Module) -> None:
 
 
 def refuse_without_values(module: nn.Module) -> None:
-    """ValueError if a parameter has no values, or no shape."""
+    """ValueError if a parameter has no values."""
     for name, value in module.named_parameters():
-        if isinstance(value, UninitializedParameter):
+        if isinstance(value, UninitializedParameter) or value.is_meta:
             raise ValueError(
-                f"parameter {name!r} has no shape yet: call the network once on a batch before it "
-                "is split"
-            )
-        if value.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device and has no values: load the network's "
-                'weights first (module.to_empty(device="cpu"), then load_state_dict)'
+                f"parameter {name!r} has no values yet: load the network's weights, or call it "
+                "once on a batch if it has lazy layers, before it is split"
             )
 
 
@@ -559,60 +515,22 @@ def refuse_other_shared(
             )
 
 
-def _device_for(module: nn.Module, device: str | torch.device | None) -> torch.device:
-    """Where to compute: as named, a GPU if there is one for "auto", or where the module is."""
-    if device is None:
-        return next(module.parameters()).device
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ValueError(
-            f'device must be "auto" or a torch device, got {device!r}: such as "cpu" or "cuda:0"'
-        ) from None
-    if found.type == "meta":
-        raise ValueError('device="meta" holds no values: use "auto" or "cpu"')
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f'device={device!r}, but torch sees no GPU here: use device="auto" or "cpu"'
-        )
-    return found
-
-
-def _allows_channels_last(module: nn.Module) -> bool:
-    """Whether no code but torch's own sees the layout of tensors inside a module.
-
-    Channels-last makes small convolutions twice as fast, but a ``view`` in somebody's ``forward``
-    or hook fails on it.
-    """
-    for part in module.modules():
-        is_torchs = type(part).__module__.startswith("torch.nn.modules.")
-        if not is_torchs and type(part) is not AdditiveModule:
-            return False
-        if part._forward_hooks or part._forward_pre_hooks:
-            return False
-    return True
-
-
 # --- the linear layer at the end
 
 
 @dataclass(frozen=True)
 class LinearHead:
-    """The linear layer at the end of a network: an ``nn.Linear``, or that of an ``AdditiveHead``.
+    """The ``nn.Linear`` at the end of a network.
 
     Args:
-        layer: the name of the layer, or of what computes its features.
+        layer: its name.
         shape: features × outputs, without a bias.
         bias: whether there is one; it is then the last row of the matrix.
-        transposed: whether weights are outputs × features, as ``nn.Linear`` has them.
     """
 
     layer: str
     shape: tuple[int, int]
-    bias: bool = False
-    transposed: bool = True
+    bias: bool
 
     @classmethod
     def of(cls, module: nn.Module, names: list[str]) -> "LinearHead | None":
@@ -635,22 +553,16 @@ class LinearHead:
         """The layer's parameters as columns × outputs; a bias is the weight of a column of ones."""
         features, outputs = self.shape
         vector = np.asarray(vector, dtype=np.float64)
-        weights = vector[: features * outputs]
-        if not self.transposed:
-            return weights.reshape(features, outputs)
-        matrix: Matrix = weights.reshape(outputs, features).T
-        if not self.bias:
-            return matrix
-        return np.vstack([matrix, vector[features * outputs :]])
+        weights = vector[: features * outputs].reshape(outputs, features)
+        bias = vector[features * outputs :].reshape(-1, outputs)
+        return np.vstack([weights.T, bias])
 
     def vector(self, matrix: Matrix) -> Vector:
         """The other way round."""
-        if not self.transposed:
-            return matrix.reshape(-1)
-        weights = matrix[: self.shape[0]].T.reshape(-1)
-        if not self.bias:
-            return weights
-        return np.concatenate([weights, matrix[-1]])
+        features, _ = self.shape
+        weights = matrix[:features].T.reshape(-1)
+        bias = matrix[features:].reshape(-1)
+        return np.concatenate([weights, bias])
 
     def columns(self, task: Task) -> PublicColumns:
         """What is public about the features: they are used as they are."""
@@ -668,15 +580,10 @@ class LinearHead:
             module: the network.
             predict: calls it.
         """
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
+        calls: list[tuple[Tensor, Tensor]] = []
 
-        def note(part: nn.Module, given: tuple[Any, ...], made: Any) -> None:
-            if self.transposed:
-                inputs.append(given[0])
-                outputs.append(made)
-            else:
-                inputs.append(scores_of(made, type(part).__name__).flatten(1))
+        def note(_: nn.Module, given: tuple[Any, ...], made: Any) -> None:
+            calls.append((given[0], made))
 
         handle = module.get_submodule(self.layer).register_forward_hook(note)
         try:
@@ -684,12 +591,13 @@ class LinearHead:
                 scores = predict()
         finally:
             handle.remove()
-        if len(inputs) != 1 or inputs[0].ndim != 2:
+        if len(calls) != 1:
             return None
-        if outputs and not _is_link_of(outputs[0], scores):
+        seen, made = calls[0]
+        if seen.ndim != 2 or not _is_link_of(made, scores):
             return None
-        seen: Matrix = inputs[0].double().cpu().numpy()
-        return seen
+        features: Matrix = seen.double().cpu().numpy()
+        return features
 
 
 def _is_link_of(made: Tensor, scores: Tensor) -> bool:

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.checks import count, one_of, require
 from flwr_ppsgd.learner import (
-    LOCAL,
     OWN_THETA,
     OWN_W,
     SHARED,
@@ -25,7 +24,7 @@ from flwr_ppsgd.learner import (
     all_rows,
     as_array,
 )
-from flwr_ppsgd.models.additive_linear import Loss, measures_of
+from flwr_ppsgd.models.additive_linear import Loss, MixtureModel, measures_of
 from flwr_ppsgd.models.solve import (
     Mixture,
     OwnProblem,
@@ -47,9 +46,6 @@ ROWS_AT_ONCE = 256
 LOCAL_STEP = 0.001  # of local epochs with Adam, or with the user's class of optimizers
 LOCAL_EPOCHS = 5  # what a message is made of if w is more than a linear layer
 PERSONAL_EPOCHS = 20  # of θ, at the last w
-MOST_TRIED = 8  # samples by which a reducing loss is recognised
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
-HALF_TOLERANCE = 2e-2
 HALF = (torch.bfloat16, torch.float16)
 LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
@@ -60,8 +56,8 @@ LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 class BatchLoss:
     """A loss as the algorithm needs it: the mean or the sum over the samples of a minibatch.
 
-    A loss that reduces by itself (a scalar for several samples) is recognised by its value on a
-    few samples: their mean, or their sum. One that is neither is refused.
+    A loss of torch that takes the mean is asked for the samples' own losses instead. Any other loss
+    that returns one number for several samples is called for each of them alone.
 
     Args:
         loss: "softmax" (cross-entropy, targets are class numbers), "squared" (½ of the squared
@@ -71,29 +67,30 @@ class BatchLoss:
 
     def __init__(self, loss: Loss | LossFunction, device: torch.device) -> None:
         self._named = isinstance(loss, str)
-        self._reduces_by: Literal["mean", "sum"] | None = None
-        self.settled = self._named  # whether it is known how the loss reduces
         if isinstance(loss, str):
             one_of("loss", loss, LOSSES)
             self._loss = LOSSES[loss]
         elif isinstance(loss, nn.Module):
-            self._loss = copy.deepcopy(loss).to(device)
+            own: Any = copy.deepcopy(loss).to(device)
+            if getattr(own, "reduction", None) == "mean":
+                own.reduction = "none"
+            self._loss = own
         else:
             self._loss = loss
 
     def total(self, prediction: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
         """The mean or the sum of the samples' losses."""
         y = self._reshape_targets(prediction, y)
-        losses = self._call(prediction, y)
         samples = len(y)
+        losses = self._call(prediction, y)
         if losses.ndim == 0:
-            return self._rescale(losses, prediction, y, reduction)
+            rows = [slice(row, row + 1) for row in range(samples)]
+            losses = torch.stack([self._call(prediction[row], y[row]) for row in rows])
         if len(losses) != samples:
             raise ValueError(
                 f"the loss returned {len(losses)} numbers for {samples} samples: return one for "
                 'each sample (reduction="none")'
             )
-        self.settled = True
         if losses.ndim > 1:
             losses = losses.flatten(1).mean(dim=1)
         return losses.mean() if reduction == "mean" else losses.sum()
@@ -122,40 +119,6 @@ class BatchLoss:
         else:
             return None
         return float(right.double().mean())
-
-    def _rescale(self, loss: Tensor, prediction: Tensor, y: Tensor, reduction: Reduction) -> Tensor:
-        """A loss that has reduced by itself, as if it had by ``reduction``."""
-        samples = len(y)
-        if samples == 1:
-            return loss
-        if self._reduces_by is None:
-            self._reduces_by = self._recognise(prediction.detach(), y)
-            self.settled = True
-        if self._reduces_by == reduction:
-            return loss
-        return loss * samples if reduction == "sum" else loss / samples
-
-    def _recognise(self, prediction: Tensor, y: Tensor) -> Literal["mean", "sum"]:
-        """Whether a loss of several samples is their mean or their sum."""
-        few = min(len(y), MOST_TRIED)
-        with torch.no_grad():
-            whole = self._loss(prediction[:few], y[:few]).double()
-            rows = [slice(row, row + 1) for row in range(few)]
-            single = [self._loss(prediction[row], y[row]) for row in rows]
-        each = torch.stack(single).double()
-        tolerance = TOLERANCE.get(prediction.dtype, HALF_TOLERANCE)
-        is_mean = torch.isclose(whole, each.mean(), rtol=tolerance, atol=0.0)
-        is_sum = torch.isclose(whole, each.sum(), rtol=tolerance, atol=0.0)
-        if is_mean and is_sum:
-            named = getattr(self._loss, "reduction", "mean")
-            return "sum" if named == "sum" else "mean"
-        if is_mean or is_sum:
-            return "mean" if is_mean else "sum"
-        raise ValueError(
-            f"the loss returned {float(whole):.4g} for {few} samples, which is neither the mean "
-            f"({float(each.mean()):.4g}) nor the sum ({float(each.sum()):.4g}) of their losses: "
-            'use one with reduction="none", which returns a loss for each sample'
-        )
 
     def _call(self, prediction: Tensor, y: Tensor) -> Tensor:
         try:
@@ -293,22 +256,18 @@ class PersonalTraining:
         optimizer = self._make_optimizer(parameters, step)
         for number in range(self.steps):
             rows = batches((visit - 1) * self.steps + number + 1)
-            optimizer.step(functools.partial(self._closure, parameters, loss, rows))
 
-    def _closure(
-        self,
-        parameters: Sequence[Tensor],
-        loss: Callable[[tuple[Rows, Rows]], Tensor],
-        rows: tuple[Rows, Rows],
-    ) -> float:
-        value = loss(rows)
-        if self.weight_decay:
-            squares = sum(parameter.square().sum() for parameter in parameters)
-            value = value + 0.5 * self.weight_decay * squares
-        gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        return float(value.detach())
+            def closure(rows: tuple[Rows, Rows] = rows) -> float:
+                value = loss(rows)
+                if self.weight_decay:
+                    squares = sum(parameter.square().sum() for parameter in parameters)
+                    value = value + 0.5 * self.weight_decay * squares
+                gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                return float(value.detach())
+
+            optimizer.step(closure)
 
     def _make_optimizer(self, parameters: Sequence[Tensor], step: float) -> torch.optim.Optimizer:
         made = self.optimizer or torch.optim.SGD
@@ -394,9 +353,11 @@ class SplitLearner:
         """
         head = self.model.head
         problem = self._problem(w, order.unit) if self.model.is_head else None
-        if head is None or problem is None:
-            return self._local_epochs(w, order) - w
-        return head.vector(solution(problem, head.matrix(w)))
+        if head is not None and problem is not None:
+            return head.vector(solution(problem, head.matrix(w)))
+        training = replace(self._own_training(LOCAL_EPOCHS), weight_decay=0.0)
+        local = _local_order(max(1, order.visit))
+        return self._train(training, w, self.initial_theta(), local, of_w=True) - w
 
     def spread(self) -> float:
         """The standard deviation of the user's own targets."""
@@ -416,15 +377,43 @@ class SplitLearner:
         head = self.model.head
         problem = self._problem(w, order.unit)
         if head is None or problem is None:
-            return TrainedModel(self, w, self._train_personal(w))
-        shared = head.matrix(self.model.shared_head(w))
+            training = self._own_training(PERSONAL_EPOCHS)
+            theta = self._train(training, w, self.initial_theta(), _local_order(1))
+            return TrainedModel(self, w, theta)
+        model = self.model
+        shared = head.matrix(model.shared_head(w))
         mixture = personal_model(problem, shared, variance)
-        alone = mixture.alone
-        if not self.model.is_head:  # these features depend on what others have
-            own_features = self._problem(None, order.unit)
-            assert own_features is not None
-            alone = personal_model(own_features, np.zeros_like(shared), np.zeros(1)).alone
-        return HeadModel(self, w, mixture, alone)
+        if not (model.is_head or model.additive):
+            mixture = replace(mixture, shared_alone=None)
+        _, outputs = head.shape
+        measure = self._measure_on(w, outputs)
+        if model.is_head:
+            return MixtureModel(mixture, measure, beside={OWN_W: w})
+        # the features depend on what others have: own rows alone see the network as it was made
+        own_problem = self._problem(None, order.unit)
+        assert own_problem is not None
+        alone = personal_model(own_problem, np.zeros_like(shared), np.zeros(1)).alone
+        return MixtureModel(
+            replace(mixture, alone=alone),
+            measure,
+            measure_alone=self._measure_on(None, outputs),
+            # a trained network's scores have a scale of their own
+            has_shared_loss=self.task == "regression",
+            beside={OWN_W: w},
+        )
+
+    def _measure_on(self, w: Vector | None, outputs: int) -> Callable[[Mixture], dict[str, float]]:
+        """How models are measured on the features that w makes of the test part."""
+        rows = functools.cache(lambda: self.test_rows(w, outputs))
+
+        def measure(model: Mixture) -> dict[str, float]:
+            found = rows()
+            if found is None:
+                return {}
+            x, y = found
+            return measures_of(model.predict(x), y, self.task)
+
+        return measure
 
     def test_rows(self, w: Vector | None, outputs: int) -> tuple[Matrix, Matrix] | None:
         """Features and targets of the test part, classes as rows of 0 and 1; None without one.
@@ -492,47 +481,33 @@ class SplitLearner:
         columns = head.columns(self.task)
         return OwnProblem.of(np.concatenate(features), np.concatenate(targets), columns, unit)
 
-    def _local_epochs(self, w: Vector, order: Order) -> Vector:
-        """w after the user's own training from it; θ that is not added to w is trained along."""
-        shared = self.model.shared_tensors(w)
-        personal = self.model.personal_tensors(self.initial_theta())
-        trained = list(shared.values())
-        if not self.model.additive:
-            trained += personal.values()
-        training = replace(self._own_training(LOCAL_EPOCHS), weight_decay=0.0)
-        training.train(
-            trained,
-            self._batches,
-            lambda rows: self.model.loss(shared, personal, rows, "mean"),
-            step=LOCAL_STEP,
-            visit=max(1, order.visit),
-        )
-        return flat_vector(shared.values())
-
-    def _train_personal(self, w: Vector) -> Vector:
-        """θ after epochs of the user's own training at this w."""
-        training = self._own_training(PERSONAL_EPOCHS)
-        order = Order(1, LOCAL_STEP, math.inf, "mean", False, visit=1)
-        return self._train_theta(training, w, self.initial_theta(), order)
-
-    def _train_theta(
+    def _train(
         self,
         training: PersonalTraining,
         w: Vector,
         theta: Vector,
         order: Order,
+        *,
+        of_w: bool = False,
     ) -> Vector:
-        """θ after the steps of one visit, with the Order's step and reduction."""
+        """θ after the steps of one visit, with the Order's step and reduction.
+
+        Or w after them; a θ that is not added to w is then trained along.
+        """
         shared = self.model.shared_tensors(w)
         personal = self.model.personal_tensors(theta)
+        trained = shared if of_w else personal
+        moved = list(trained.values())
+        if of_w and not self.model.additive:
+            moved += personal.values()
         training.train(
-            list(personal.values()),
+            moved,
             self._batches,
             lambda rows: self.model.loss(shared, personal, rows, order.reduction),
             step=order.step,
             visit=order.visit,
         )
-        return flat_vector(personal.values())
+        return flat_vector(trained.values())
 
     def _own_training(self, epochs: int) -> PersonalTraining:
         """The user's own training under ``PPSGD.auto``; rows that fit in memory are read once."""
@@ -551,7 +526,12 @@ class TrainedSplitLearner(SplitLearner):
         """θ after this visit, in place of θ − s_θ·g_θ; s_θ = 0 leaves it as it is."""
         if order.step == 0:
             return theta
-        return self._train_theta(self._training, w, theta, order)
+        return self._train(self._training, w, theta, order)
+
+
+def _local_order(visit: int) -> Order:
+    """The steps of a user's own training under ``PPSGD.auto``, of which nothing is sent."""
+    return Order(1, LOCAL_STEP, math.inf, "mean", False, visit=visit)
 
 
 def _adam(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -581,61 +561,6 @@ def flat_vector(tensors: Iterable[Tensor], single: bool = False) -> Vector:
     values = torch.cat(parts).cpu()
     values = values.float() if single else values.double()
     return values.numpy()
-
-
-# --- personal models
-
-
-@dataclass(frozen=True)
-class HeadModel:
-    """A user's mixture on the features below the last layer.
-
-    Args:
-        learner: whose model it is.
-        w: the shared parameters, which make the features.
-        mixture: the personal model.
-        alone: one from own rows alone, on the network as it was made.
-    """
-
-    learner: SplitLearner
-    w: Vector
-    mixture: Mixture
-    alone: Mixture | None
-
-    def measures(self) -> dict[str, float]:
-        """Of the personal model, of own rows alone (``local_…``), and of w alone (``shared_…``).
-
-        The last only if w has the last layer.
-        """
-        model = self.learner.model
-        task = self.learner.task
-        outputs = len(self.mixture.offset)
-        rows = self.learner.test_rows(self.w, outputs)
-        if rows is None or not self.mixture.has_location:
-            return {}
-        x, y = rows
-        found = measures_of(self.mixture.predict(x), y, task)
-        if self.alone is not None:
-            own = rows if model.is_head else self.learner.test_rows(None, outputs)
-            assert own is not None
-            of_alone = measures_of(self.alone.predict(own[0]), y, task)
-            found |= {LOCAL + name: value for name, value in of_alone.items()}
-        shared = self.mixture.shared_alone
-        if shared is not None and (model.is_head or model.additive):
-            of_shared = measures_of(shared.predict(x), y, task)
-            if task == "classification" and not model.is_head:
-                del of_shared["loss"]  # a trained network's scores have a scale of their own
-            found |= {SHARED + name: value for name, value in of_shared.items()}
-        return found
-
-    @property
-    def choices(self) -> dict[str, float]:
-        """What the mixture is made of."""
-        return self.mixture.choices
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything that predicts."""
-        return {**self.mixture.to_arrays(), OWN_W: self.w}
 
 
 @dataclass(frozen=True)

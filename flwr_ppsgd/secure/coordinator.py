@@ -5,7 +5,6 @@ are added as they come: memory does not grow with their number.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -49,22 +48,19 @@ class SecureStage(IntEnum):
     REVEALED = 4
 
 
-@dataclass
 class Coordinator(Generic[Node]):
     """One secure sum, from the first keys to the sum.
 
     Args:
         session: the sum, and its terms.
         size: the number of coordinates.
-        stream: for the graph; a secret one.
+        stream: for the graph; None is a secret one.
     """
 
-    session: Session
-    size: int
-    stream: RandomStream = field(default_factory=RandomStream.secret)
-
-    def __post_init__(self) -> None:
-        self._rules = self.session.terms.rules
+    def __init__(self, session: Session, size: int, stream: RandomStream | None = None) -> None:
+        self.session = session
+        self._stream = stream or RandomStream.secret()
+        self._rules = session.terms.rules
         self._stage = SecureStage.KEYS
         self._probe = KeyPair.new()
         self._keys: dict[Node, PublicKeys] = {}
@@ -79,7 +75,7 @@ class Coordinator(Generic[Node]):
         self._survivors: set[int] = set()  # U₃
         self._revealed: dict[int, dict[int, bytes]] = {}  # by owner and holder
         self._answered: set[int] = set()
-        self._total: Words = np.zeros(self.size, np.uint64)
+        self._total: Words = np.zeros(size, np.uint64)
 
     # --- exchange 1
 
@@ -111,7 +107,7 @@ class Coordinator(Generic[Node]):
         self._public = list(self._keys.values())
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._count = len(self._nodes)
-        self._graph = draw_graph(self._design(), self._count, self.stream)
+        self._graph = draw_graph(self._design(), self._count, self._stream)
         rosters = {}
         for node, place in self._places.items():
             others = {other: self._public[other] for other in self._graph[place]}
@@ -210,18 +206,18 @@ class Coordinator(Generic[Node]):
             self._take_off_pair_masks(total, place, members)
         return total.view(np.int64)
 
-    def _take_off_pair_masks(self, total: Words, gone: int, members: bytes) -> None:
-        """Take off what the survivors share with somebody who is gone."""
-        neighbours = sorted(self._graph[gone] & self._survivors)
+    def _take_off_pair_masks(self, total: Words, dropped: int, members: bytes) -> None:
+        """Take off what the survivors share with somebody who dropped out."""
+        neighbours = sorted(self._graph[dropped] & self._survivors)
         if not neighbours:
             return
-        pair = KeyPair(self._secret(gone))
-        if pair.public != self._public[gone].mask:
-            raise NoSumError(f"client {self._nodes[gone]} gave shares of something else")
+        pair = KeyPair(self._secret(dropped))
+        if pair.public != self._public[dropped].mask:
+            raise NoSumError(f"client {self._nodes[dropped]} gave shares of something else")
         for other in neighbours:
             secret = pair.secret_with(self._public[other].mask)
-            key = pair_key(secret, self.session, (gone, other), members)
-            if other < gone:
+            key = pair_key(secret, self.session, (dropped, other), members)
+            if other < dropped:
                 subtract_mask(total, key)
             else:
                 add_mask(total, key)

@@ -14,12 +14,12 @@ from typing import Self, TypeAlias
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
+
+from flwr_ppsgd.noise import AT_ONCE, RandomStream
 
 Words: TypeAlias = NDArray[np.uint64]
 
@@ -30,8 +30,6 @@ SHARE_SIZE = 33
 PRIME = 2**256 + 297  # the smallest prime above 2^256
 PURPOSE = b"flwr_ppsgd secure sum 2"
 NONCE = bytes(12)
-BLOCK = 1 << 15  # words of a mask at once: they stay in the cache
-ZEROS = bytes(8 * BLOCK)
 
 
 # --- keys
@@ -119,9 +117,13 @@ def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, 
         raise ValueError(f"{threshold} shares cannot come from {len(holders)} holders")
     higher = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients = [*higher, int.from_bytes(secret)]  # the highest power first
-    return {
-        holder: _polynomial_at(coefficients, holder + 1).to_bytes(SHARE_SIZE) for holder in holders
-    }
+    shares = {}
+    for holder in holders:
+        value = 0
+        for coefficient in coefficients:  # Horner's rule
+            value = (value * (holder + 1) + coefficient) % PRIME
+        shares[holder] = value.to_bytes(SHARE_SIZE)
+    return shares
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
@@ -133,22 +135,13 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
     if len(shares) < threshold:
         raise ValueError(f"{threshold} shares are needed, got {len(shares)}")
     holders = tuple(sorted(shares)[:threshold])
-    terms = [
-        int.from_bytes(shares[holder]) * weight
-        for holder, weight in zip(holders, _weights(holders), strict=True)
-    ]
-    secret = sum(terms) % PRIME
+    secret = 0
+    for holder, weight in zip(holders, _weights(holders), strict=True):
+        secret += int.from_bytes(shares[holder]) * weight
+    secret %= PRIME
     if secret >> (8 * KEY_SIZE):
         raise ValueError("the shares belong to no secret")
     return secret.to_bytes(KEY_SIZE)
-
-
-def _polynomial_at(coefficients: list[int], at: int) -> int:
-    """A polynomial's value, by Horner's rule."""
-    value = 0
-    for coefficient in coefficients:
-        value = (value * at + coefficient) % PRIME
-    return value
 
 
 @functools.lru_cache(maxsize=256)
@@ -182,10 +175,10 @@ def subtract_mask(total: Words, key: bytes) -> None:
 
 def _apply(operation: np.ufunc, total: Words, key: bytes) -> None:
     """Combine ``total`` with the key's stream of ChaCha20 as 64-bit words."""
-    stream = Cipher(ChaCha20(key, nonce=bytes(16)), mode=None).encryptor()
-    buffer = np.empty(min(BLOCK, total.size), dtype="<u8")
-    for start in range(0, total.size, BLOCK):
-        block = total[start : start + BLOCK]
-        words = buffer[: block.size]
-        stream.update_into(ZEROS[: words.nbytes], words.view(np.uint8).data)
-        operation(block, words, out=block)
+    stream = RandomStream(key)
+    space = np.empty(min(AT_ONCE, total.size), np.uint64)
+    for start in range(0, total.size, AT_ONCE):
+        block = total[start : start + AT_ONCE]
+        mask = space[: block.size]
+        stream.fill(mask)
+        operation(block, mask, out=block)

@@ -136,33 +136,34 @@ def _neighbours_to_connect(participants: int, honest: int, failure: float) -> in
 def _log_apart(participants: int, honest: int) -> tuple[Vector, Vector]:
     """log C(h, s) and log p_s for parts of s = 1 … h/2 honest survivors.
 
-    p_s: a random cycle of s of one part, h − s of the other and r = n − h who are gone has no place
-    at which the parts meet. Those who are gone cut the cycle into r gaps, i of which hold the first
-    part: C(r, i)·C(s−1, i−1) ways, and C(h−s+r−i−1, h−s) for the other part in the gaps that are
-    left. One who is gone is held fixed, which counts every cycle r/n times.
+    p_s: a random cycle of s of one part, h − s of the other and r = n − h who dropped out has no
+    place at which the parts meet. Those who dropped out cut the cycle into r gaps, i of which hold
+    the first part: C(r, i)·C(s−1, i−1) ways, and C(h−s+r−i−1, h−s) for the other part in the gaps
+    that are left. One of them is held fixed, which counts every cycle r/n times.
     """
-    gone = participants - honest
+    dropped = participants - honest
     parts = np.arange(1, honest // 2 + 1)
-    log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, 2 * participants)))])
+    logs = np.log(np.arange(1, 2 * participants))
+    log_factorials = np.concatenate([[0.0], np.cumsum(logs)])
 
     def log_binomial(n: NDArray[np.int64] | int, k: NDArray[np.int64] | int) -> Vector:
-        found: Vector = log_factorials[n] - log_factorials[k] - log_factorials[np.subtract(n, k)]
+        others = np.subtract(n, k)
+        found: Vector = log_factorials[n] - log_factorials[k] - log_factorials[others]
         return found
 
     ways = log_binomial(honest, parts)
-    if gone < 2:  # one gap holds one part only
+    if dropped < 2:  # one gap holds one part only
         return ways, np.full(len(parts), -math.inf)
     apart = np.empty(len(parts))
     for place, first in enumerate(parts.tolist()):
         other = honest - first
-        gaps = np.arange(1, min(gone - 1, first) + 1)
-        terms = (
-            log_binomial(gone, gaps)
-            + log_binomial(first - 1, gaps - 1)
-            + log_binomial(other + gone - gaps - 1, other)
-        )
-        all_cycles = log_binomial(participants, gone) + ways[place]
-        total = np.logaddexp.reduce(terms) + math.log(participants / gone)
+        gaps = np.arange(1, min(dropped - 1, first) + 1)
+        choice_of_gaps = log_binomial(dropped, gaps)
+        first_in_gaps = log_binomial(first - 1, gaps - 1)
+        other_in_rest = log_binomial(other + dropped - gaps - 1, other)
+        total = np.logaddexp.reduce(choice_of_gaps + first_in_gaps + other_in_rest)
+        total += math.log(participants / dropped)
+        all_cycles = log_binomial(participants, dropped) + ways[place]
         apart[place] = total - all_cycles
     return ways, apart
 
@@ -178,10 +179,12 @@ def _most_colluders(rules: SecureSum, participants: int, neighbours: int) -> int
 
 def _chance_of_no_sum(rules: SecureSum, participants: int, found: Design) -> float:
     """At most the chance that too few of somebody's share-holders stay, if h + t stay in all."""
+    spare = found.neighbours - found.threshold(found.neighbours)
+    if spare < 0:
+        return 1.0
     dropouts = participants - rules.least
     among = _among_neighbours(participants, dropouts, found.neighbours)
-    spare = found.neighbours - found.threshold(found.neighbours)
-    return participants * float(among[spare + 1 :].sum()) if spare >= 0 else 1.0
+    return participants * float(among[spare + 1 :].sum())
 
 
 def _among_neighbours(participants: int, marked: int, neighbours: int) -> Vector:

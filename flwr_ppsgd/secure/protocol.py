@@ -128,12 +128,13 @@ class Shares:
     @classmethod
     def from_bytes(cls, data: bytes, participants: int) -> Self:
         _check_form(len(data) >= HASH_SIZE, f"{len(data)} bytes")
-        parts = unpack_parts(data[HASH_SIZE:], SEALED_SIZE + 2 * HASH_SIZE, participants)
-        key_hash = SEALED_SIZE + HASH_SIZE
-        portions = {
-            place: SealedShares(part[:SEALED_SIZE], part[SEALED_SIZE:key_hash], part[key_hash:])
-            for place, part in parts.items()
-        }
+        width = SEALED_SIZE + 2 * HASH_SIZE
+        portions = {}
+        for place, part in unpack_parts(data[HASH_SIZE:], width, participants).items():
+            sealed = part[:SEALED_SIZE]
+            of_seed = part[SEALED_SIZE:-HASH_SIZE]
+            of_key = part[-HASH_SIZE:]
+            portions[place] = SealedShares(sealed, of_seed, of_key)
         return cls(data[:HASH_SIZE], portions)
 
 
@@ -269,13 +270,13 @@ class KeysSent:
         """Exchange 2: give every neighbour a share of a fresh seed and of the mask key."""
         found = check_roster(roster, self.session)
         # two participants with one key would be one person, or a mirror of this one
-        pairs = [self.public, *roster.neighbours.values()]
-        halves = [half for pair in pairs for half in pair]
+        halves = list(self.public)
+        for keys in roster.neighbours.values():
+            halves += keys
         _check_request(len(set(halves)) == len(halves), "a public key comes twice")
-        channels = {
-            other: _secret_with(self.channel, keys.channel)
-            for other, keys in roster.neighbours.items()
-        }
+        channels = {}
+        for other, keys in roster.neighbours.items():
+            channels[other] = _secret_with(self.channel, keys.channel)
         seed = secrets.token_bytes(KEY_SIZE)
         threshold = found.threshold(len(channels))
         of_seed = split(seed, threshold, channels.keys())
@@ -283,12 +284,11 @@ class KeysSent:
         owner = roster.place
         portions = {}
         for holder, secret in channels.items():
-            key = _channel_key(secret, self.session, owner, holder)
-            portions[holder] = SealedShares(
-                encrypt(key, of_seed[holder] + of_key[holder]),
-                share_hash(of_seed[holder], self.session, SEED, owner, holder),
-                share_hash(of_key[holder], self.session, KEY, owner, holder),
-            )
+            channel_key = _channel_key(secret, self.session, owner, holder)
+            sealed = encrypt(channel_key, of_seed[holder] + of_key[holder])
+            seed_share = share_hash(of_seed[holder], self.session, SEED, owner, holder)
+            key_share = share_hash(of_key[holder], self.session, KEY, owner, holder)
+            portions[holder] = SealedShares(sealed, seed_share, key_share)
         shares = Shares(seed_hash(seed, self.session, owner), portions)
         return SharesSent(self.session, self.mask, seed, roster, channels), shares
 
@@ -406,10 +406,13 @@ class VectorSent:
         needed = survivors_needed(self.session.terms.rules, self.participants)
         found = f"{len(survivors)} survivors, fewer than {needed}"
         _check_request(len(survivors) >= needed, found)
-        return {
-            other: pair[:SHARE_SIZE] if other in survivors else pair[SHARE_SIZE:]
-            for other, pair in self.held.items()
-        }
+        revealed = {}
+        for other, pair in self.held.items():
+            if other in survivors:
+                revealed[other] = pair[:SHARE_SIZE]
+            else:
+                revealed[other] = pair[SHARE_SIZE:]
+        return revealed
 
     def to_flat(self) -> Flat:
         return {

@@ -69,14 +69,6 @@ class SecureTerms:
         """The release, as far as a client needs it; its grid is that of the server."""
         return _release(self)
 
-    @property
-    def complete(self) -> bool:
-        """Whether all participants of every sum under these terms share masks with each other.
-
-        Only then is it certain that a server that lies about survivors never gets one vector alone.
-        """
-        return self.rules.is_complete(self.population)
-
     def metrics(self, names: Sequence[str]) -> PrivateMetrics | None:
         """The private measures of these names; ValueError if the bounds are not theirs."""
         bounds = [float(bound) for bound in self.bounds.split(",")] if self.bounds else []

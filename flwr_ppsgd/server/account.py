@@ -4,7 +4,6 @@ Charges are on the disk before anything is released. The statement follows from 
 """
 
 import functools
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,9 +42,11 @@ class ServerAccount:
     def __init__(self, training: Training) -> None:
         self.training = training
         self.ledger = Ledger(training.delta)
+        self.training_id = 0  # names this training to its clients
         self.rounds_done = 0
         self.last_round = -1  # of the plan; -1 if there is none
-        self.checkpoint: Checkpoint | None = None  # w that was found
+        self.checkpoint: Checkpoint | None = None  # w of the last round, as far as it is known
+        self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
         self._store = Store(training.checkpoint_dir)
@@ -60,16 +61,12 @@ class ServerAccount:
         if self._budget is not None:
             self._budget.close()
 
-    def reopen(self) -> bool:
-        """Take the lock again after ``close``, and go on from the disk as after a restart.
-
-        Whether that was needed.
-        """
+    def reopen(self) -> None:
+        """Take the lock again after ``close``, and go on from the disk as after a restart."""
         if self._store.is_open and (self._budget is None or self._budget.is_open):
-            return False
+            return
         self._store.open()
         self._load()
-        return True
 
     def _load(self) -> None:
         """Go on from what the store holds."""
@@ -77,13 +74,16 @@ class ServerAccount:
             if self.training.recipe is None:
                 self._settle()
             found = self._store.load()
+            self.training_id = self._store.owner
             self.ledger = self._store.ledger(self.training.delta)
             self._begun = False
-            self.checkpoint = found
             if found is not None:
-                self.rounds_done = found.round
                 charged = self.ledger.rounds
                 log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
+            if self.training.checkpoint_dir is not None:
+                self.checkpoint = found
+                self.rounds_done = found.round if found else 0
+                self.state = dict(found.state) if found else {}
             self._join_budget()
         except BaseException:
             self.close()
@@ -102,7 +102,8 @@ class ServerAccount:
     def _join_budget(self) -> None:
         """Join the budget that the training is under, if there is one."""
         directory = self.training.budget_dir
-        owner, place = next(iter(self._store.notes("budget")), (None, None))
+        joined = self._store.notes("budget")
+        owner, place = joined[0] if joined else (None, None)
         if directory is None:
             if place is not None:
                 raise ValueError(
@@ -110,7 +111,9 @@ class ServerAccount:
                 )
             return
         self._budget = Budget(directory)
-        self._budget.admit(self.training.release, self.training.delta, self.training.insecure)
+        self._budget.admit(
+            self.training.release, self.training.delta, self.training.insecure_seed is not None
+        )
         if place is None:
             if self.ledger.rounds:
                 raise ValueError(
@@ -124,12 +127,7 @@ class ServerAccount:
                 f"this training is under the budget in {place}, not under the one in "
                 f"{directory}: set budget_dir to the former"
             )
-        self._budget.catch_up(self.training_id, self._store.counts())
-
-    @property
-    def training_id(self) -> int:
-        """Names this training to its clients."""
-        return self._store.owner
+        self._budget.catch_up(self.training_id, self._store.charges())
 
     @functools.cached_property
     def key(self) -> TrainingKey:
@@ -155,16 +153,16 @@ class ServerAccount:
         if self._budget is not None:
             self._budget.reserve()
 
-    def save(self, arrays: Mapping[str, bytes], state: Mapping[str, Vector]) -> None:
-        """Write w of the round just published, if it is due.
+    def save(self, arrays: Mapping[str, bytes]) -> None:
+        """Keep w of the round just published, on the disk if it is due.
 
         Args:
             arrays: w as named serialised arrays.
-            state: what the next round needs besides w.
         """
+        self.checkpoint = Checkpoint(self.rounds_done, dict(arrays), dict(self.state))
         due = self.rounds_done % self.training.checkpoint_every == 0
         if due or self.rounds_done == self.last_round:
-            self._store.save(self.rounds_done, arrays, state)
+            self._store.save(self.rounds_done, arrays, self.state)
 
     # --- what was released before the first round
 
@@ -176,15 +174,19 @@ class ServerAccount:
     def pending(self) -> list[str]:
         """What is still to be asked for before the first round."""
         recipe = self.training.recipe
+        if recipe is None:
+            return []
         known = dict(self._store.notes("sum"))
-        return [name for name in recipe.before if name not in known] if recipe else []
+        return [name for name in recipe.before if name not in known]
 
     @property
     def values(self) -> RecipeValues:
         """u, C and k, as far as they were released."""
         recipe = self.training.recipe
+        if recipe is None:
+            return RecipeValues()
         sums = {name: np.array(numbers) for name, numbers in self._store.notes("sum")}
-        return values_of(recipe, sums) if recipe else RecipeValues()
+        return values_of(recipe, sums)
 
     def _releases_before(self) -> list[tuple[Release, int]]:
         """What is still to be released before the first round, each once."""
@@ -218,7 +220,7 @@ class ServerAccount:
         require(whole, rule, rounds, "it is the total, restarts included")
         if self.training.recipe is not None:
             rounds = self._within_recipe(wanted)
-        self.last_round = self._within_budget_dir(self._within_max_epsilon(rounds))
+        self.last_round = self._within_budgets(rounds)
         if self.training.steps.publishes:
             self._plan_charges(self.last_round)
         return self.last_round
@@ -239,15 +241,11 @@ class ServerAccount:
             self._settle()
         return rounds
 
-    @functools.cached_property
-    def affordable_rounds(self) -> int | None:
-        """How many rounds the budget pays for, in all; None if there is no limit."""
-        if self.training.max_epsilon is None or not self.training.steps.publishes:
+    def affordable_rounds(self, at_most: int = MOST_ROUNDS) -> int | None:
+        """How many rounds the budget pays for, those charged included; None if it has no limit."""
+        limit = self.training.max_epsilon
+        if limit is None or not self.training.steps.publishes:
             return None
-        return self._paid_by_max_epsilon(self.training.max_epsilon, MOST_ROUNDS)
-
-    def _paid_by_max_epsilon(self, limit: float, at_most: int) -> int:
-        """How many rounds, those charged included, beside everything else that is released."""
         release = self.training.release
         others = [each for each in self.ledger.releases if each[0] != release]
         return affordable_rounds(
@@ -258,49 +256,37 @@ class ServerAccount:
             also=[*others, *self._releases_before()],
         )
 
-    @property
     def _charged_rounds(self) -> int:
         """How many of all charges are for rounds: a round that is charged twice counts twice."""
         release = self.training.release
         return sum(times for charged, times in self.ledger.releases if charged == release)
 
-    def _within_max_epsilon(self, rounds: int) -> int:
-        """How many of ``rounds`` rounds, counted over the whole training, max_epsilon pays for."""
-        limit = self.training.max_epsilon
-        if limit is None or not self.training.steps.publishes:
-            return rounds
-        charged = self._charged_rounds
-        ahead = max(0, rounds - self.rounds_done)
-        self._affordable = self._paid_by_max_epsilon(limit, charged + ahead)
-        paid = min(rounds, self.rounds_done + max(0, self._affordable - charged))
-        if paid < rounds:
-            log.warning(
-                "The budget max_epsilon=%g pays for %d of %d rounds: the run ends there. For all "
-                "of them raise noise_multiplier (now %g), sample fewer users, or raise "
-                "max_epsilon.",
-                limit,
-                paid,
-                rounds,
-                self.training.release.noise_multiplier,
-            )
-        return paid
-
-    def _within_budget_dir(self, rounds: int) -> int:
-        """How many of ``rounds`` rounds the budget of all trainings has room for now."""
-        if self._budget is None or not self.training.steps.publishes:
-            return rounds
+    def _within_budgets(self, rounds: int) -> int:
+        """How many of ``rounds`` rounds, counted over the whole training, are paid for."""
         release = self.training.release
-        room = self.rounds_done + self._budget.affords(release, self._releases_before())
-        if room < rounds:
-            log.warning(
-                "The budget in %s has room for %d of %d rounds: the run ends there. For more raise "
-                "noise_multiplier (now %g), or sample fewer users.",
-                self._budget.directory,
-                room,
-                rounds,
-                release.noise_multiplier,
-            )
-        return min(rounds, room)
+        if not self.training.steps.publishes:
+            return rounds
+        paid_by = {}
+        charged = self._charged_rounds()
+        ahead = max(0, rounds - self.rounds_done)
+        affordable = self.affordable_rounds(at_most=charged + ahead)
+        if affordable is not None:
+            self._affordable = affordable
+            paid = self.rounds_done + max(0, affordable - charged)
+            paid_by[f"max_epsilon={self.training.max_epsilon:g} pays for"] = paid
+        if self._budget is not None:
+            room = self._budget.affords(release, self._releases_before())
+            paid_by[f"in {self._budget.directory} has room for"] = self.rounds_done + room
+        for budget, paid in paid_by.items():
+            if paid < rounds:
+                log.warning(
+                    "The budget %s %d of %d rounds: the run ends there. For all of them "
+                    "raise noise_multiplier (now %g), sample fewer users, or allow a larger "
+                    "epsilon.",
+                    *(budget, paid, rounds, release.noise_multiplier),
+                )
+                rounds = paid
+        return rounds
 
     def _plan_charges(self, rounds: int) -> None:
         """Write the plan down. One that grows after any charge is a choice, and a caveat."""
@@ -325,18 +311,18 @@ class ServerAccount:
         limit = self.training.max_epsilon
         if limit is None:
             return
-        if release == self.training.release:
-            charged = self._charged_rounds
-            if charged >= self._affordable:  # look far enough ahead not to ask again soon
-                self._affordable = self._paid_by_max_epsilon(limit, 2 * charged + 1)
-            if charged < self._affordable:
-                return
-        after = self.ledger.record(release).epsilon()
-        if release != self.training.release and after <= limit:
+        in_rounds = release == self.training.release
+        if in_rounds and self._charged_rounds() < self._affordable:
+            return
+        after = self.ledger.record(release)
+        if after.quick_epsilon() <= limit:
+            return
+        cost = after.epsilon()
+        if cost <= limit:
             return
         asked = f"round {request.round}" if request.round else f"asking for the {request.what}"
         raise PrivacyBudgetExhausted(
-            f"{asked} would bring epsilon to {rounded_up(after)} at delta={self.ledger.delta:g}, "
+            f"{asked} would bring epsilon to {rounded_up(cost)} at delta={self.ledger.delta:g}, "
             f"above max_epsilon={limit:g} ({rounded_up(self.ledger.epsilon())} already spent). Run "
             "fewer rounds, sample fewer users, or raise noise_multiplier (now "
             f"{release.noise_multiplier:g})."
@@ -347,7 +333,7 @@ class ServerAccount:
         if not self.training.steps.publishes:
             return
         release = request.release
-        insecure = self.training.insecure
+        insecure = self.training.insecure_seed is not None
         if self._budget is not None:
             self._budget.charge(self.training_id, request.round, release)
         self._store.charge(request.round, release, insecure=insecure)
@@ -364,7 +350,7 @@ class ServerAccount:
 
     def stated_ledger(self) -> Ledger:
         """The ledger for which ε is stated: what was released, and planned rounds that were not."""
-        insecure = self.training.insecure
+        insecure = self.training.insecure_seed is not None
         missing = max(0, self._store.planned[0] - self.ledger.rounds)
         ledger = self.ledger
         for release, times in self._releases_before() if missing else ():
@@ -376,14 +362,15 @@ class ServerAccount:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        return _short_promise(*self._basis_of_promise())
+        return _in_one_line(self._headline())
 
-    def _basis_of_promise(self) -> tuple[Ledger, int, str, SecureSum | None, Allowance | None]:
-        """What the headline follows from."""
+    def _headline(self) -> Headline:
         unit = "node" if "node" in self._store.caveats.values() else "user"
         allowance = None if self._budget is None else self._budget.allowance
         secure = self.training.release.aggregation
-        return self.stated_ledger(), self.training.population, unit, secure, allowance
+        return _headline_of_plan(
+            self.stated_ledger(), self.training.population, unit, secure, allowance
+        )
 
     def promise(self, size: int = 0, simulation: str = "", terms: tuple[str, ...] = ()) -> Promise:
         """Everything that is stated about this training.
@@ -395,7 +382,7 @@ class ServerAccount:
         """
         check_accountant()
         stated = self.stated_ledger()
-        head = replace(_headline_of_plan(*self._basis_of_promise()), simulation=simulation)
+        head = replace(self._headline(), simulation=simulation)
         # δ is the total: what finite precision takes is paid from it
         cut = cut_probability(size, stated.rounds, self.training.release.noise_shares)
         if self._budget is None:
@@ -409,24 +396,19 @@ class ServerAccount:
         return Promise(
             headline=head,
             release=self.training.release,
-            releases=stated.releases,
+            stated=stated,
+            charged=self.ledger,
             publishes=self.training.steps.publishes,
             method=bound.method,
             rdp=by_rdp,
-            paper_epsilon=stated.paper_epsilon(),
-            delta_taken_by_cap=stated.delta_added(),
-            delta_taken_by_cap_replace_one=stated.delta_added("replace-one"),
             delta_taken_by_precision=cut * (1 + math.exp(min(bound.epsilon, 600.0))),
-            delta_taken_by_neighbours=stated.failure,
             rounds_trained=self.rounds_done,
-            rounds_charged=self.ledger.rounds,
             metrics=self.training.metrics,
             recipe=self.training.recipe,
             values=self.values,
             caveats=self._caveat_sentences(),
             evaluated=bool(self._store.notes("evaluation")),
             terms=terms,
-            ledger=json.loads(self.ledger.to_json()),
         )
 
     def epsilon_so_far(self) -> float:
@@ -440,7 +422,9 @@ class ServerAccount:
         if self.ledger.insecure_rounds or why_delta_is_void(delta, self.training.population):
             return math.inf
         quick = self.ledger.quick_epsilon()
-        return min(quick, _epsilon_of(self.stated_ledger())) if self._store.planned[0] else quick
+        if not self._store.planned[0]:
+            return quick
+        return min(quick, _epsilon_of(self.stated_ledger()))
 
     def note_evaluation(self) -> None:
         """From now on every statement says that there was evaluation on client data."""
@@ -453,12 +437,18 @@ class ServerAccount:
             self._store.note_caveat(caveat, unit)
 
     def _caveat_sentences(self) -> tuple[str, ...]:
-        own = self._store.caveats.items()
-        shared = self._budget.caveats if self._budget is not None else {}
-        texts = dict.fromkeys([*(text for text, unit in own if unit == "user"), *shared])
-        found = [f"{text[:1].upper()}{text[1:]}." for text in texts]
-        lost = "; ".join(text for text, unit in own if unit == "node")
-        if lost:
+        texts: dict[str, None] = {}  # in order, each once
+        of_nodes = []
+        for text, unit in self._store.caveats.items():
+            if unit == "node":
+                of_nodes.append(text)
+            else:
+                texts[text] = None
+        if self._budget is not None:
+            texts |= dict.fromkeys(self._budget.caveats)
+        found = [text[:1].upper() + text[1:] + "." for text in texts]
+        if of_nodes:
+            lost = "; ".join(of_nodes)
             found.insert(0, f"User-level privacy across restarts of a node is NOT claimed: {lost}.")
         return tuple(found)
 
@@ -503,8 +493,9 @@ class ServerAccount:
         if self.training.checkpoint_dir is not None:
             self._store.record_fact(fact)
             return
-        shown = level if self.training.insecure else logging.DEBUG
-        log.log(shown, "server-private: %s", words)
+        if self.training.insecure_seed is None:
+            level = logging.DEBUG
+        log.log(level, "server-private: %s", words)
 
 
 def headline_of(ledger: Ledger) -> Headline:
@@ -519,6 +510,7 @@ def headline_of(ledger: Ledger) -> Headline:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def _headline_of_plan(
     stated: Ledger,
     population: int,
@@ -526,6 +518,7 @@ def _headline_of_plan(
     secure: SecureSum | None,
     allowance: Allowance | None,
 ) -> Headline:
+    """The same in every round of a plan."""
     head = replace(headline_of(stated), population=population, unit=unit, secure=secure)
     if allowance is not None:  # its trainings together have no bound against all others
         exchanged = allowance.epsilon_replace_one()
@@ -539,15 +532,7 @@ def _headline_of_plan(
 
 
 @functools.lru_cache(maxsize=64)
-def _short_promise(
-    stated: Ledger,
-    population: int,
-    unit: str,
-    secure: SecureSum | None,
-    allowance: Allowance | None,
-) -> tuple[float, str]:
-    """ε and one line for clients: the same in every round of a plan."""
-    head = _headline_of_plan(stated, population, unit, secure, allowance)
+def _in_one_line(head: Headline) -> tuple[float, str]:
     return head.epsilon, head.in_one_line()
 
 

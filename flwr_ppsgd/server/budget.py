@@ -172,12 +172,7 @@ class Budget(SealedRows):
         return math.fsum(parts)
 
     def affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
-        """How many more releases of this kind fit.
-
-        Args:
-            release: the kind.
-            first: what has to fit before them, each with how often.
-        """
+        """How many more releases of this kind fit, after ``first``, each with how often."""
         with self.transaction():
             return self._affords(release, first)
 
@@ -187,13 +182,7 @@ class Budget(SealedRows):
             self._require_room(round_, release)
 
     def admit(self, release: Release, delta: float, insecure: bool) -> None:
-        """ValueError unless a training with these settings can be under the budget.
-
-        Args:
-            release: what it publishes in a round.
-            delta: δ at which it states its ε.
-            insecure: whether its noise comes from a known seed.
-        """
+        """ValueError unless a training with these settings can be under the budget."""
         allowance = self.allowance
         remedy = f"use delta={allowance.delta:g}"
         rule = f"delta must be that of the budget in {self.directory}"
@@ -214,25 +203,18 @@ class Budget(SealedRows):
         """Write one release down, if it fits; PrivacyBudgetExhausted if it does not.
 
         Only when this has returned may anything be released.
-
-        Args:
-            training: the id of the training.
-            round_: its round.
-            release: what is released.
         """
         with self.transaction() as add:
             self._require_room(round_, release)
             self._charge(add, training, round_, release)
 
-    def catch_up(self, training: int, counts: Mapping[Release, int]) -> None:
-        """Write down charges that a training's store shows and the budget does not.
+    def catch_up(self, training: int, charges: Mapping[tuple[Release, bool], int]) -> None:
+        """Write down what a training has charged, as of ``Store.charges``, and the budget lacks.
 
-        Args:
-            training: its id.
-            counts: how often its store shows each release.
+        No training under a budget has a known seed.
         """
         with self.transaction() as add:
-            for release, times in counts.items():
+            for (release, _insecure), times in charges.items():
                 kind = self.kinds.index(release) if release in self.kinds else -1
                 for _ in range(times - self.tally[training, kind, False]):
                     self._charge(add, training, 0, release)

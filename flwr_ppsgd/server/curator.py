@@ -34,8 +34,9 @@ log = logging.getLogger("flwr.ppsgd")
 
 Look: TypeAlias = Callable[[], Online]  # tells who is online
 
-ITERATES = "iterates"  # in the state beside w
-VARIANCE = "variance"
+# in the state beside w:
+ITERATES = "iterates"  # Σ_{t<n} w_t, or over the second half of the rounds
+VARIANCE = "variance"  # ν
 ROOM_FOR_NAMES = 1 << 16  # bytes, of the names of arrays
 
 
@@ -47,57 +48,30 @@ class Curator:
     """The holder of the secret randomness and the open round of one training.
 
     Args:
-        training: all its settings.
+        training: all its settings. The account holds them, since a plan may change them.
     """
 
     def __init__(self, training: Training) -> None:
+        self.enrolment = Enrolment(training.nodes, training.enrolled)  # before a file is opened
         self.account = ServerAccount(training)
-        self.enrolment = Enrolment(training.nodes, training.enrolled, self.account.note_problem)
+        self.enrolment.tell = self.account.note_problem
         self._sum: OpenSum | None = None
-        self._useless = 0  # rounds in a row in which nobody could be used
-        self._iterates: Vector | None = None  # Σ_{t<n} w_t, or over the second half of the rounds
-        self._variance = np.zeros(1)  # ν
-        self._load_state()
-
-    def reopen(self) -> bool:
-        """Go on after ``account.close``, as after a restart; whether that was needed."""
-        reopened = self.account.reopen()
-        if reopened:
-            self._load_state()
-        return reopened
-
-    def _load_state(self) -> None:
-        found = self.account.checkpoint
-        if found is not None:
-            self._iterates = found.state.get(ITERATES)
-            self._variance = found.state.get(VARIANCE, self._variance)
-
-    @property
-    def training(self) -> Training:
-        """All settings."""
-        return self.account.training
-
-    def save(self, arrays: Mapping[str, bytes]) -> None:
-        """Keep w of the round just published, and what the next round needs besides."""
-        state = {} if self.training.recipe is None else {VARIANCE: self._variance}
-        if self._iterates is not None:
-            state[ITERATES] = self._iterates
-        self.account.save(arrays, state)
+        self._useless = 0  # sums in a row in which nobody could be used
 
     # --- one sum: asked for, taken, charged, published
 
-    def request(self, round_: int, length: int) -> SumRequest:
+    def request(self, round_: int, length: int = 0) -> SumRequest:
         """What is asked for in a round, of a w with this number of parameters."""
-        training = self.training
-        what = "gradient" if training.recipe is None else "solution"
+        training = self.account.training
+        what: Asked = "gradient" if training.recipe is None else "solution"
         if not training.steps.publishes:
             return SumRequest(what, round_, training.release, 0)
         return SumRequest(what, round_, training.release, length, training.metrics)
 
     def request_before(self, name: str) -> SumRequest:
         """What is asked for once before the first round: a number of each user, or own columns."""
-        recipe = cast(Recipe, self.training.recipe)
-        return SumRequest(name, 0, recipe.before[name], recipe.length(name))
+        recipe = cast(Recipe, self.account.training.recipe)
+        return SumRequest(cast(Asked, name), 0, recipe.before[name], recipe.length(name))
 
     def open_sum(self, request: SumRequest, look: Look, nbytes: int, run: int = 0) -> OpenSum:
         """Budget and room on the disk, then the cohort from the enrolled population.
@@ -110,19 +84,21 @@ class Curator:
             nbytes: the size of w, for which there must be room.
             run: the number of Flower's run.
         """
-        self.reopen()
-        # the mean of w, and ν
-        beside = 16 * request.length if self.averages or self.training.recipe else 0
-        self.account.reserve(nbytes + beside + ROOM_FOR_NAMES)
+        self.account.reopen()
+        training = self.account.training
+        state = 16 * request.length if self.averages or training.recipe else 0  # the mean of w, ν
+        self.account.reserve(nbytes + state + ROOM_FOR_NAMES)
         self.account.check(request)
         online = self._online(look)
-        seed = self.training.insecure_seed
+        seed = training.insecure_seed
         cohort = request.release.cohort
         uniforms = random_stream(seed, "cohort", request.round).uniforms(cohort.population)
-        drawn = self.enrolment.nodes(cohort.members(uniforms).tolist())
+        known = self.enrolment.known
+        places = cohort.members(uniforms).tolist()
+        drawn = [known[place] for place in places if place < len(known)]  # others are free
         asked = [online[node] for node in drawn if node in online]
         offline = len(drawn) - len(asked)
-        if self.training.secure:
+        if training.secure:
             session = Session(
                 training=self.account.training_id,
                 run=run,
@@ -159,80 +135,73 @@ class Curator:
             self.account.charge(opened.request)
             opened.charged = True
 
-    def _close(self, opened: OpenSum) -> Vector | None:
-        """Charge, then the noisy sum; None if a secure sum has none."""
+    def publish(
+        self, opened: OpenSum, w: Vector, columns: int, heard: bool = True
+    ) -> tuple[Vector, dict[str, float]]:
+        """(w − s_w·(noisy sum)/D, ε so far and private measures).
+
+        Charged before either exists. At α = 0 nothing is released or charged. A sum before the
+        first round is noted, and leaves w as it is.
+
+        Args:
+            opened: the sum.
+            w: the shared parameters at which it was asked for.
+            columns: of users' rows, if w has a row for each of them; else its length.
+            heard: whether the clients were really asked; False if somebody else drives the rounds
+                and brings neither replies nor failures.
+        """
         self._charge(opened)
+        training = self.account.training
         request = opened.request
         name = "noise" if request.round else request.what
-        noisy = opened.close(random_stream(self.training.insecure_seed, name, request.round))
+        noisy = opened.close(random_stream(training.insecure_seed, name, request.round))
+        self._note_outcome(opened)
+        if opened.telling and (heard or not request.round):
+            self._useless = 0 if opened.usable else self._useless + 1
+        if not request.round:
+            prior = np.zeros(request.length)  # zeros leave the prior
+            self.account.note_sum(request.what, prior if noisy is None else noisy)
+            return w, {}
+        if training.average:
+            self._add_to_mean(w)
+        self.account.rounds_done = request.round
+        released: dict[str, float] = {}
+        if noisy is not None and training.steps.publishes:
+            w, released = self._step(w, noisy, columns)
+        return w, {"epsilon": self.account.epsilon_so_far(), **released}
+
+    def _note_outcome(self, opened: OpenSum) -> None:
+        """What came back, for the operator."""
         if opened.why_lost:
-            self.account.note_problem(f"round {request.round} has no sum: {opened.why_lost}")
+            round_ = opened.request.round
+            self.account.note_problem(f"round {round_} has no sum: {opened.why_lost}")
             log.warning(
                 "A round has no sum: nothing was unmasked, and it is charged all the same. Lower "
                 "honest or colluding if that happens often."
             )
         facts = opened.facts()
         self.account.tell_operator(facts, facts_in_words(facts), logging.INFO)
-        return noisy
-
-    def publish_before(self, opened: OpenSum) -> None:
-        """Release a sum before the first round; NobodyUsableError if nobody's answer had a form.
-
-        A mistake that everybody makes ends the run here, with one release charged.
-        """
-        request = opened.request
-        noisy = self._close(opened)
-        if noisy is None:
-            noisy = np.zeros(request.length)  # which leave the prior
-        self.account.note_sum(request.what, noisy)
-        if opened.telling and not opened.usable:
-            raise NobodyUsableError(
-                f"none of {len(opened.nodes)} clients gave a usable answer when everybody was "
-                f"asked for the {request.what} ({self._what_was_said(opened)}). That release is "
-                "charged: look at a client's log, correct it, and start again"
-            )
-
-    def publish(
-        self, opened: OpenSum, w: Vector, columns: int, heard: bool = True
-    ) -> tuple[Vector, dict[str, float]]:
-        """(w − s_w·(noisy sum)/D, ε so far and private measures).
-
-        Charged before either exists. At α = 0 nothing is released or charged.
-
-        Args:
-            opened: the sum of a round.
-            w: the shared parameters at which it was asked for.
-            columns: of users' rows, if w has a row for each of them; else its length.
-            heard: whether the clients were really asked; False if somebody else drives the rounds
-                and brings neither replies nor failures.
-        """
-        noisy = self._close(opened)
-        if self.training.average:
-            self._iterates = w.copy() if self._iterates is None else self._iterates + w
-        self.account.rounds_done = opened.request.round
-        released: dict[str, float] = {}
-        if noisy is not None and self.training.steps.publishes:
-            w, released = self._step(w, noisy, columns)
-        if heard and opened.telling:
-            self._useless = 0 if opened.usable else self._useless + 1
-        return w, {"epsilon": self.account.epsilon_so_far(), **released}
 
     def _step(self, w: Vector, noisy: Vector, columns: int) -> tuple[Vector, dict[str, float]]:
         """What follows from a released sum: the new w, and private measures."""
-        training = self.training
+        training = self.account.training
         total = noisy[: len(w)]
         step: float | Vector = training.steps.shared
         if training.recipe is not None:
             step = self._recipe_step(training.recipe, total, columns)
         moved = server_step(w, total, training.release, step)
         if self._averages_half and 2 * self.account.rounds_done > self.account.planned_rounds:
-            self._iterates = moved if self._iterates is None else self._iterates + moved
+            self._add_to_mean(moved)
         if training.metrics is None:
             return moved, {}
         # the noise of a secure sum is that of all clients in it
         z = training.release.usual_noise_std / training.release.clip_norm
         added = replace(training.release, aggregation=None, noise_multiplier=z)
         return moved, training.metrics.decode(noisy[len(w) :], added)
+
+    def _add_to_mean(self, w: Vector) -> None:
+        state = self.account.state
+        state[ITERATES] = state[ITERATES] + w if ITERATES in state else w.copy()
 
     def _recipe_step(self, recipe: Recipe, total: Vector, columns: int) -> float | Vector:
         """C·g: users sent −solution/C, and the server adds g times their noisy mean to w."""
@@ -241,7 +210,8 @@ class Curator:
         mean = (-values.size / release.denominator) * total.reshape(columns, -1)
         sigma = values.size * release.usual_noise_std / release.denominator
         gain = server_gain(mean, sigma, shares_of_columns(recipe, values, columns))
-        self._variance = published_variance(self._variance, gain, sigma)
+        variance = self.account.state.get(VARIANCE, np.zeros(1))
+        self.account.state[VARIANCE] = published_variance(variance, gain, sigma)
         if len(gain) == 1:
             return values.size * float(gain[0])
         return values.size * np.repeat(gain, mean.shape[1])
@@ -251,22 +221,29 @@ class Curator:
     def refuse_to_go_on(self) -> None:
         """NobodyUsableError if everyone asked has failed, twice in a row.
 
-        Once is enough in the first release, if all have failed alike: a mistake in the app. What
-        was released is charged. A round that asked too few clients to say anything changes nothing.
+        Once is enough before the first round, and in the first release if all have failed alike: a
+        mistake in the app. What was released is charged. A round that asked too few clients to say
+        anything changes nothing.
         """
         opened = self._sum
         if opened is None or not self._useless:
             return
+        round_ = opened.request.round
         mistake = self.account.ledger.rounds == 1 and opened.all_failed_alike
-        if self._useless < 2 and not mistake:
+        if round_ and self._useless < 2 and not mistake:
             return
-        done = self.account.rounds_done
-        rounds = f"rounds {done - 1} and {done}" if self._useless > 1 else f"round {done}"
+        when = f"in round {round_}"
+        if not round_:
+            when = f"when everybody was asked for the {opened.request.what}"
+        elif self._useless > 1:
+            when = f"in rounds {round_ - 1} and {round_}"
         self._useless = 0
+        said = f"the first: {opened.first_failure or 'no reply'}"
+        if self.account.training.checkpoint_dir is not None:
+            said = self.account.where_facts_are()
         raise NobodyUsableError(
-            f"in {rounds} each client that was asked gave an error, a malformed reply or none "
-            f"({self._what_was_said(opened)}). What was released is charged: look at a client's "
-            "log, correct it, and start again"
+            f"{when} each client that was asked gave an error, a malformed reply or none ({said}). "
+            "What was released is charged: look at a client's log, correct it, and start again"
         )
 
     def refuse_if_nobody_obeys(self, asked: int, refusals: Sequence[str]) -> None:
@@ -284,25 +261,20 @@ class Curator:
                 "`ppsgd client-report`, correct it, and start again"
             )
 
-    def _what_was_said(self, opened: OpenSum) -> str:
-        """Where failures are written down; the first one itself if they are not."""
-        if self.training.checkpoint_dir is not None:
-            return self.account.where_facts_are()
-        return f"the first: {opened.first_failure or 'no reply'}"
-
     def say_whether_it_can_learn(self, size: int) -> None:
         """Log, from public numbers alone, what signal to noise the planned rounds can reach.
 
         Args:
             size: the number of shared parameters.
         """
-        release = self.training.release
+        training = self.account.training
+        release = training.release
         left = self.account.last_round - self.account.rounds_done
-        if left < 1 or not self.training.steps.publishes or release.noise_multiplier == 0:
+        if left < 1 or not training.steps.publishes or release.noise_multiplier == 0:
             return
-        users = self.training.population
-        if self.training.recipe is not None:
-            noise = self.training.recipe.noise_in_prediction
+        users = training.population
+        if training.recipe is not None:
+            noise = training.recipe.noise_in_prediction
             log.info(
                 "Noise in a prediction: at most about %.2g of the size of users' models", noise
             )
@@ -331,7 +303,7 @@ class Curator:
     @property
     def _averages_half(self) -> bool:
         """Whether w is the mean over the second half of the rounds: with the recipe's cohorts."""
-        recipe = self.training.recipe
+        recipe = self.account.training.recipe
         return recipe is not None and recipe.release.cohort.rate < 1
 
     @property
@@ -340,29 +312,31 @@ class Curator:
 
         Of Poisson cohorts w is a mean over T/2 rounds.
         """
+        variance = self.account.state.get(VARIANCE, np.zeros(1))
         if not self._averages_half:
-            return self._variance
-        return self._variance * 2 / max(1, self.account.planned_rounds)
+            return variance
+        return variance * 2 / max(1, self.account.planned_rounds)
 
     @property
     def averages(self) -> bool:
         """Whether what is published in the end is a mean over rounds."""
-        return self.training.average or self._averages_half
+        return self.account.training.average or self._averages_half
 
     def mean_of_rounds(self, w: Vector) -> Vector:
         """The mean that is published in place of ``w``, if there is one; before round 1 ``w``."""
-        if self._iterates is None:
+        total = self.account.state.get(ITERATES)
+        if total is None:
             return w
         rounds = self.account.rounds_done
         if self._averages_half:
             rounds -= self.account.planned_rounds // 2
-        return self._iterates / rounds
+        return total / rounds
 
     # --- who is asked besides
 
     def evaluators(self, round_: int, look: Look) -> list[Identity]:
         """The enrolled nodes online, if evaluation is due in this round; else nobody."""
-        every = self.training.evaluate_every
+        every = self.account.training.evaluate_every
         if not every or (round_ % every and round_ != self.account.last_round):
             return []
         self.account.note_evaluation()
@@ -381,61 +355,52 @@ class Curator:
 
     # --- Orders
 
-    def order(self, round_: int) -> Order:
-        """What every client gets to know about the training, and is asked in a round."""
-        training = self.training
-        release = training.release
+    def order(self, request: SumRequest, stage: int = 0) -> Order:
+        """What every client gets to know about the training, and is asked.
+
+        Args:
+            request: the sum that is asked for, or whose w comes along.
+            stage: which exchange of a secure sum this is; 0 if it is none.
+        """
+        training = self.account.training
         recipe = training.recipe
-        persistent = training.checkpoint_dir is not None
-        asks: Asked = "solution" if recipe else "gradient"
+        release = request.release
+        measures = request.metrics.bounds if request.metrics else ()
+        values = self.account.values
         # everything that is released about a user: its noise multiplier, and how often
         plan: dict[str, tuple[float, int]] = {}
         rounds = self.account.planned_rounds
         if training.steps.publishes and rounds:
-            before = recipe.before if recipe else {}
-            plan = {name: (each.noise_multiplier, 1) for name, each in before.items()}
-            plan[asks] = (release.noise_multiplier, rounds)
+            for name, before in recipe.before.items() if recipe else ():
+                plan[name] = (before.noise_multiplier, 1)
+            name = "solution" if recipe else "gradient"
+            plan[name] = (training.release.noise_multiplier, rounds)
+        # after a crash w may fall back to the checkpoint before the last one
+        back = 0 if training.checkpoint_dir is None else 2 * training.checkpoint_every
         epsilon, promise = self.account.promise_to_clients()
-        values = self.account.values
         return Order(
-            round=round_,
+            round=request.round,
             step=training.steps.personal,
             clip_norm=release.clip_norm,
-            reduction=release.reduction,
+            reduction=training.release.reduction,
             publishes=training.steps.publishes,
-            asks=asks,
+            asks=request.what,
             task=recipe.task if recipe else "",
-            sparse=recipe.sparse if recipe else (),
+            sparse=len(recipe.sparse) if recipe else 0,
             unit=values.unit,
-            size=values.size,
+            size=values.count if request.what == "columns" else values.size,
             average=training.average,
-            metrics=tuple(training.metrics.bounds) if training.metrics else (),
+            metrics=tuple(measures),
             training=self.account.training_id,
             starts=self.account.starts(),
-            # w may fall back to the checkpoint before the last one
-            back=2 * training.checkpoint_every if persistent else 0,
+            back=back,
             charges=self.account.ledger.rounds,
             epsilon=epsilon,
             promise=printable(promise, LONGEST_PROMISE),
-            terms=SecureTerms.of(release, training.metrics) if release.aggregation else None,
+            terms=SecureTerms.of(release, request.metrics) if release.aggregation else None,
+            stage=stage,
             plan=plan,
-            sampled=release.cohort.rate < 1,
-        )
-
-    def sum_order(self, request: SumRequest, stage: int = 0) -> Order:
-        """What is asked of each client for a sum, or for one exchange of a secure one."""
-        order = replace(self.order(request.round), stage=stage)
-        if request.round:
-            return order
-        values = self.account.values
-        release = request.release
-        return replace(
-            order,
-            clip_norm=release.clip_norm,
-            asks=cast(Asked, request.what),
-            size=values.count if request.what == "columns" else values.size,
-            metrics=(),
-            terms=SecureTerms.of(release, None) if release.aggregation else None,
+            sampled=training.release.cohort.rate < 1,
         )
 
     def evaluation_order(self, round_: int, *, last: bool, measured: bool = True) -> Order:
@@ -446,8 +411,8 @@ class Curator:
             last: whether this w is the last one: the device then makes its personal model.
             measured: whether measures are asked for, or nothing.
         """
-        order = self.order(round_)
-        if self.training.recipe is None:
+        order = self.order(self.request(round_))
+        if self.account.training.recipe is None:
             return order
         asks: Asked = order.asks if measured else "nothing"
         return replace(order, asks=asks, last=last, variance=tuple(self.variance.tolist()))

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -140,12 +140,9 @@ class Enrolment:
     Args:
         population: the number of places.
         enrolled: who has them, and how long to wait for them.
-        tell: called with what the operator should know about nodes. Flower's log holds no names.
     """
 
-    def __init__(
-        self, population: int, enrolled: Enrolled, tell: Callable[[str], None] = log.debug
-    ) -> None:
+    def __init__(self, population: int, enrolled: Enrolled) -> None:
         self.known: Sequence[Identity] = []
         self.open = enrolled.nodes is None
         self.caveats: dict[str, None] = {}  # why a place may not be one user, oldest first
@@ -154,7 +151,8 @@ class Enrolment:
         self._wait_timeout = enrolled.wait_timeout
         self._begun = False
         self._warned = False
-        self._tell = tell
+        # what the operator should know about nodes: Flower's log holds no names
+        self.tell: Callable[[str], None] = log.debug
         self._doubled: set[Identity] = set()
         self._strangers: set[OnlineNode] = set()  # not enrolled, and reported
         self._latest: Online = ()
@@ -167,10 +165,6 @@ class Enrolment:
                     f"is {population}: the denominator and the guarantee rest on that number, make "
                     "them equal"
                 )
-
-    def nodes(self, places: Iterable[int]) -> list[Identity]:
-        """The nodes at these places of the population; a free place is nobody."""
-        return [self.known[place] for place in places if place < len(self.known)]
 
     def refresh(self, look: Callable[[], Online]) -> Mapping[Identity, Identity]:
         """Who is online now, and at which address.
@@ -291,7 +285,7 @@ class Enrolment:
                 "counts as zero. Unregister one of them, or enrol by public key"
             )
             names = [printable(own, LONGEST_NAME) for own in sorted(map(str, doubled))]
-            self._tell(
+            self.tell(
                 "enrolled names under which two nodes are online, so that nobody has the place: "
                 f"{', '.join(names[:MOST_TOLD])}"
             )
@@ -311,7 +305,7 @@ class Enrolment:
         )
         for node in fresh[:MOST_TOLD]:
             name = printable(node.name, LONGEST_NAME)
-            self._tell(
+            self.tell(
                 f"node {node.address} (name {name!r}, {node.fingerprint}) is online and not "
                 "enrolled: it takes no part"
             )

@@ -171,13 +171,15 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         Args:
             total: the number of rounds; unless given, the number that ``auto`` has planned.
         """
-        if total is None and self.training.recipe is None:
+        if total is None and self._account.training.recipe is None:
             raise ValueError("server_config needs the number of rounds: only auto plans one")
         planned = self._account.plan(total, 0)
         self._curator.say_whether_it_can_learn(self._layout.size)
         if planned > self._account.rounds_done:
             return planned - self._first
-        return 0 if self.training.recipe is None else 1  # in which w is delivered once more
+        return (
+            0 if self._account.training.recipe is None else 1
+        )  # in which w is delivered once more
 
     def server_config(self, total: int | None = None) -> ServerConfig:
         """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout.
@@ -186,7 +188,8 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
             total: as of ``remaining_rounds``.
         """
         return ServerConfig(
-            num_rounds=self.remaining_rounds(total), round_timeout=self.training.round_timeout
+            num_rounds=self.remaining_rounds(total),
+            round_timeout=self._account.training.round_timeout,
         )
 
     def averaged(self, parameters: Parameters) -> Parameters:
@@ -208,19 +211,20 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         round_ = self._absolute(server_round)
         self._parameters_sent = parameters
         self._w = self._flatten(parameters)
-        if self.training.recipe is not None and round_ > self._account.last_round:
+        if self._account.training.recipe is not None and round_ > self._account.last_round:
             return []
-        request = self._curator.request(round_, len(self._w))
         pending = self._account.pending
         if pending:
             request = self._curator.request_before(pending[0])
+        else:
+            request = self._curator.request(round_, len(self._w))
         nbytes = sum(map(len, parameters.tensors))
         with self._account.noting_errors():
             opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
         ((_, payloads),) = self._curator.exchanges(opened)
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
-        if self.training.replies == "gradient":
-            order = self._curator.sum_order(request)
+        if self._account.training.replies == "gradient":
+            order = self._curator.order(request)
             config = self._signed_config(order, parameters, "train", client_manager)
         return _NeverFalse(_for_each(payloads, FitIns(parameters, config), client_manager))
 
@@ -253,13 +257,11 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
     def _publish(self, opened: OpenSum, heard: bool) -> tuple[Parameters, dict[str, Scalar]]:
         """The new w, saved, and what is released along with it."""
         parameters = self._parameters_sent
-        if not opened.request.round:
-            self._curator.publish_before(opened)
-            return parameters, {}
         w, released = self._curator.publish(opened, self._w, self._layout.columns, heard)
         if w is not self._w:
             parameters = self._parameters(w, parameters)
-        self._curator.save({str(place): data for place, data in enumerate(parameters.tensors)})
+        if opened.request.round:
+            self._account.save({str(place): data for place, data in enumerate(parameters.tensors)})
         self._curator.refuse_to_go_on()
         return parameters, {**released}
 
@@ -272,12 +274,12 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
             return []
         asked = self._curator.evaluators(round_, lambda: _nodes_online(client_manager))
         measured = bool(asked)
-        last = self.training.recipe is not None and round_ >= self._account.last_round
+        last = self._account.training.recipe is not None and round_ >= self._account.last_round
         if last and not asked:
             asked = self._curator.everybody(lambda: _nodes_online(client_manager))
         parameters = self.averaged(parameters)
         config: dict[str, Scalar] = {SERVER_ROUND: round_}
-        if self.training.replies == "gradient":
+        if self._account.training.replies == "gradient":
             order = self._curator.evaluation_order(round_, last=last, measured=measured)
             config = self._signed_config(order, parameters, "evaluate", client_manager)
         chosen = _for_each(asked, EvaluateIns(parameters, config), client_manager)
@@ -336,14 +338,14 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
 
     def _vector_in_result(self, result: FitRes, request: SumRequest) -> Vector:
         """What one client sent; an exception if nothing of it can be used."""
-        if not self.training.steps.publishes:
+        if not self._account.training.steps.publishes:
             return np.zeros(0)  # at α = 0 a client has nothing to say
         tensors = result.parameters.tensors
         if not request.round:  # one array, which the legacy API does not name
             answer = {GRADIENT: record_from({ANSWER: tensors[0]})} if len(tensors) == 1 else {}
             return vector_in(answer, GRADIENT, answer_layout(request.length))
         record = {ARRAYS: record_of(tensors)} if tensors else {}
-        if self.training.replies == "parameters":
+        if self._account.training.replies == "parameters":
             return cast(Vector, self._w - vector_in(record, ARRAYS, self._layout))
         self._warn_of_stock_clients(result)
         gradient = vector_in(record, ARRAYS, self._layout)
@@ -351,7 +353,9 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
 
     def _warn_of_stock_clients(self, result: FitRes) -> None:
         """Tell the operator once that a client looks like one that returns parameters."""
-        known = set(self.training.metrics.bounds) if self.training.metrics else set()
+        known = (
+            set(self._account.training.metrics.bounds) if self._account.training.metrics else set()
+        )
         stock = result.num_examples != 1 or set(result.metrics) - known
         if stock and not self._warned:
             self._warned = True

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from flwr_ppsgd.arrays import vector_record
 from flwr_ppsgd.secure.coordinator import SecureStage
 from flwr_ppsgd.server.rounds import Sent, UnusableError
-from flwr_ppsgd.server.superlink import last_line
 from flwr_ppsgd.wire import (
     ANSWER,
     ARRAYS,
@@ -56,14 +55,6 @@ def answered_node(reply: Message, asked: Mapping[str, int]) -> int | None:
         return source
     node = asked.get(answered)
     return node if node == source or reply.has_error() else None
-
-
-def content_of(reply: Message) -> RecordDict:
-    """The records of a reply; UnusableError if the client failed."""
-    if reply.has_error():
-        detail = f"error {reply.error.code}: {last_line(str(reply.error.reason))}"
-        raise UnusableError("client error", detail)
-    return reply.content
 
 
 def vector_in(content: Mapping[str, Any], name: str, layout: Layout) -> NDArray[Any]:
@@ -127,24 +118,28 @@ def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     numbers = [finite_measures(own) for own in measures]
     weights = [max(0.0, own.pop(NUM_EXAMPLES, 1.0)) for own in numbers]
-    largest = LARGEST_WEIGHT * statistics.median(weights) if weights else 0.0
+    if not weights:
+        return {}
+    largest = LARGEST_WEIGHT * statistics.median(weights)
     sums: dict[str, float] = {}
     totals: dict[str, float] = {}
     for own, given in zip(numbers, weights, strict=True):
         weight = min(given, largest)
         for name, value in own.items():
-            if name not in sums and (len(sums) >= MOST_MEASURES or not _may_be_named(name)):
+            printable = 0 < len(name) <= LONGEST_NAME and name.isprintable()
+            if not printable or name in OURS:
                 continue
-            power = 2 if name.endswith(ROOT) else 1
-            sums[name] = sums.get(name, 0.0) + weight * value**power
+            if name not in sums and len(sums) >= MOST_MEASURES:
+                continue
+            summed = value**2 if name.endswith(ROOT) else value
+            sums[name] = sums.get(name, 0.0) + weight * summed
             totals[name] = totals.get(name, 0.0) + weight
-    means = {name: total / totals[name] for name, total in sums.items() if totals[name] > 0}
-    return {name: math.sqrt(mean) if name.endswith(ROOT) else mean for name, mean in means.items()}
-
-
-def _may_be_named(name: str) -> bool:
-    """Whether a client may call a measure so."""
-    return name not in OURS and 0 < len(name) <= LONGEST_NAME and name.isprintable()
+    means = {}
+    for name, total in totals.items():
+        if total > 0:
+            mean = sums[name] / total
+            means[name] = math.sqrt(mean) if name.endswith(ROOT) else mean
+    return means
 
 
 # --- clients that return parameters, NumPyClients among them

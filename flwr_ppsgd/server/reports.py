@@ -20,7 +20,7 @@ from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.server import budget as budgets
 from flwr_ppsgd.server.account import headline_of
 from flwr_ppsgd.server.budget import Budget
-from flwr_ppsgd.server.rounds import facts_in_words
+from flwr_ppsgd.server.rounds import counts_in_words, facts_in_words
 from flwr_ppsgd.server.sealed import SealedRows
 from flwr_ppsgd.server.store import LOCK, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
@@ -31,7 +31,6 @@ STATES = {
     False: "not at work, as far as this machine shows",
     None: "unknown whether it is at work",
 }
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 # --- ppsgd ledger
@@ -80,7 +79,7 @@ def add_charges(directory: Path, count: int, reason: str) -> None:
     try:
         store.add_by_hand(count, reason)
         for _, place in store.notes("budget"):
-            Budget(Path(place)).catch_up(store.owner, store.counts())
+            Budget(Path(place)).catch_up(store.owner, store.charges())
     finally:
         store.close()
 
@@ -115,27 +114,25 @@ def _missing_rows(rows: SealedRows) -> str:
 
 
 def _training_text(directory: Path, store: Store) -> str:
-    key = directory / KEY
     ledger = store.ledger(store.setting("delta"))
-    starts = ", ".join(map(str, store.notes("start")))
+    starts = store.notes("start")
+    before = ", ".join(map(str, starts)) or "none"
     planned, rounds = store.planned
     lines = [
         f"{directory}",
         f"training {store.owner}",
-        *_charges(store),
-        f"charged: {store.charge_count} releases",
-        *_releases(store),
+        *_lines_of_rows(store),
         f"planned: {planned} charges in {rounds} rounds",
-        f"starts of the server: {len(store.notes('start'))}, before rounds {starts or 'none'}",
+        f"starts of the server: {len(starts)}, before rounds {before}",
         f"evaluation on client data: {'yes' if store.notes('evaluation') else 'no'}",
         f"insecure rounds: {ledger.insecure_rounds}",
-        *_caveats(store),
         f"spent: {_epsilons(ledger)}",
     ]
-    if key.is_file():
-        lines.append(f"clients may pin ppsgd-server-key = {TrainingKey(key.read_bytes()).public}")
     if planned > ledger.rounds:
         lines.append(f"planned: {_epsilons(_planned_ledger(store, ledger))}")
+    key = directory / KEY
+    if key.is_file():
+        lines.append(f"clients may pin ppsgd-server-key = {TrainingKey(key.read_bytes()).public}")
     for _, place in store.notes("budget"):
         lines.append(f"under the budget in {place}, whose epsilon is the guarantee")
     try:
@@ -143,7 +140,7 @@ def _training_text(directory: Path, store: Store) -> str:
         whole = f"w of round {found.round} is whole" if found else "no w is saved"
     except StoreError as error:
         whole = str(error)
-    lines += [f"check: {whole}", _check_of_record(store)]
+    lines.append(f"check: {whole}")
     return "\n  ".join(lines)
 
 
@@ -159,48 +156,37 @@ def _budget_text(budget: Budget) -> str:
         f"(replace-one) at delta = {allowance.delta:g}, for all trainings together",
         f"filter: {allowance.filter}{order}",
         f"trainings: {len(trainings)}",
-        *_charges(budget),
-        f"charged: {budget.charge_count} releases, {share:.2%} of the budget",
-        *_releases(budget),
-        *_caveats(budget),
-        _check_of_record(budget),
+        f"spent: {share:.2%} of the budget",
+        *_lines_of_rows(budget),
     ]
     return "\n  ".join(lines)
 
 
-def _charges(rows: SealedRows) -> list[str]:
-    """A line for each charge."""
+def _lines_of_rows(rows: SealedRows) -> list[str]:
+    """A line for each charge, kind of release and caveat, and whether any is missing."""
     lines = []
+    counts: Counter[int] = Counter()
     for place, (round_, kind, insecure, training) in enumerate(rows.charge_rows(), 1):
         whose = "" if training == rows.owner else f", training {training}"
         how = ", insecure" if insecure else ""
         lines.append(f"charge {place}: round {round_}, release {kind + 1}{how}{whose}")
-    return lines
-
-
-def _releases(rows: SealedRows) -> list[str]:
-    counts: Counter[int] = Counter()
-    for (_, kind, _), times in rows.tally.items():
-        counts[kind] += times
-    return [
-        f"  release {kind + 1}: {counts[kind]} x {release}"
-        for kind, release in enumerate(rows.kinds)
-    ]
-
-
-def _caveats(rows: SealedRows) -> list[str]:
-    added = [f"added by hand: {times} charges ({reason})" for times, reason in rows.notes("added")]
-    return [*added, *(f"caveat: {caveat}" for caveat in rows.caveats)]
-
-
-def _check_of_record(rows: SealedRows) -> str:
+        counts[kind] += 1
+    lines.append(f"charged: {rows.charge_count} releases")
+    for kind, release in enumerate(rows.kinds):
+        lines.append(f"  release {kind + 1}: {counts[kind]} x {release}")
+    for times, reason in rows.notes("added"):
+        lines.append(f"added by hand: {times} charges ({reason})")
+    for caveat in rows.caveats:
+        lines.append(f"caveat: {caveat}")
+    known = rows.outside_record()
     lost = _missing_rows(rows)
     if lost:
-        return f"check: MISSING: {lost}"
-    known = rows.outside_record()
-    if known is None:
-        return "check: the record outside is missing"
-    return f"check: the record outside shows {known.charges} charges, none is missing"
+        lines.append(f"check: MISSING: {lost}")
+    elif known is None:
+        lines.append("check: the record outside is missing")
+    else:
+        lines.append(f"check: the record outside shows {known.charges} charges, none is missing")
+    return lines
 
 
 def _text_of_all(stores: Sequence[Store]) -> str:
@@ -251,63 +237,64 @@ def status_of(directory: Path) -> dict[str, Any]:
     """
     store = _read_store(directory)
     ledger = store.ledger(store.setting("delta"))
-    spent = headline_of(ledger)
     stated = headline_of(_planned_ledger(store, ledger))
     known = store.outside_record()
-    replies: dict[str, Any] = {"rounds": 0, "used": 0, "zeros": Counter()}
-    last: dict[str, dict[str, Any]] = {}  # the newest round, error and problem
-    for at, fact in store.facts():
-        if "used" in fact:
-            replies["rounds"] += 1
-            replies["used"] += fact["used"]
-            replies["zeros"].update(fact["zeros"])
-            last["round"] = {"time": at, **fact}
-        for what in fact.keys() & {"error", "problem"}:
-            last[what] = {"time": at, "text": fact[what]}
-    saved = [entry["round"] for entry in store.notes("checkpoint")[-1:]]
+    missing = known.charges - store.charge_count if known else 0
+    facts = _summary_of_facts(store)
+    done = [entry["round"] for entry in store.notes("checkpoint")[-1:]]
+    if facts["last_round"] is not None:
+        done.append(facts["last_round"]["round"])
     used = 0
     for path in directory.iterdir():
         with suppress(FileNotFoundError):  # old ones may vanish meanwhile
             used += path.stat().st_size
-    if "round" in last:
-        saved.append(last["round"]["round"])
     return {
         "directory": str(directory),
         "training": store.owner,
         "running": _is_locked(directory / LOCK),
-        "rounds": {"done": max(saved, default=0), "planned": store.planned[1]},
-        "charges": {
-            "made": store.charge_count,
-            "missing": max(0, known.charges - store.charge_count) if known else 0,
-        },
+        "rounds": {"done": max(done, default=0), "planned": store.planned[1]},
+        "charges": {"made": store.charge_count, "missing": max(0, missing)},
         "lost": _missing_rows(store),
         "epsilon": {
-            "spent": json_number(spent.epsilon),
+            "spent": json_number(headline_of(ledger).epsilon),
             "planned": json_number(stated.epsilon),
             "delta": ledger.delta,
             "why_void": stated.why_void(),
             "budget_dir": "".join(place for _, place in store.notes("budget")),
         },
-        "replies": {**replies, "zeros": dict(replies["zeros"])},
-        "last_round": last.get("round"),
-        "last_error": last.get("error"),
-        "last_problem": last.get("problem"),
-        "disk": {
-            "used_bytes": used,
-            "free_bytes": shutil.disk_usage(directory).free,
-        },
+        **facts,
+        "disk": {"used_bytes": used, "free_bytes": shutil.disk_usage(directory).free},
     }
+
+
+def _summary_of_facts(store: Store) -> dict[str, Any]:
+    """Replies of all rounds together, and the newest round, error and problem."""
+    rounds = 0
+    replies = 0
+    zeros: Counter[str] = Counter()
+    last: dict[str, Any] = {"last_round": None, "last_error": None, "last_problem": None}
+    for at, fact in store.facts():
+        if "used" in fact:
+            rounds += 1
+            replies += fact["used"]
+            zeros.update(fact["zeros"])
+            last["last_round"] = {"time": at, **fact}
+        for what in ("error", "problem"):
+            if what in fact:
+                last[f"last_{what}"] = {"time": at, "text": fact[what]}
+    return {"replies": {"rounds": rounds, "used": replies, "zeros": dict(zeros)}, **last}
 
 
 def status_text(status: Mapping[str, Any]) -> str:
     """The same for people."""
+    rounds = status["rounds"]
     epsilon = status["epsilon"]
     spent = _epsilon_in_words(epsilon["spent"])
     planned = _epsilon_in_words(epsilon["planned"])
     lines = [
         f"{status['directory']} (for the server's operator alone)",
         f"training {status['training']}: {STATES[status['running']]}",
-        f"rounds: {status['rounds']['done']} of {status['rounds']['planned']} done",
+        f"rounds: {rounds['done']} of {rounds['planned']} done",
         f"epsilon: {spent} spent, {planned} planned, at delta = {epsilon['delta']:g} (zero-out)",
     ]
     if epsilon["why_void"]:
@@ -321,17 +308,19 @@ def status_text(status: Mapping[str, Any]) -> str:
     if last is None:
         lines.append("replies: none are noted")
     else:
-        _, _, counts = facts_in_words({"round": 0, **status["replies"]}).partition(" ")
-        lines.append(f"replies in {status['replies']['rounds']} rounds: {counts}")
+        replies = status["replies"]
+        counts = counts_in_words(replies["used"], replies["zeros"])
+        lines.append(f"replies in {replies['rounds']} rounds: {counts}")
         lines.append(f"last round: {facts_in_words(last)} ({_at(last['time'])})")
     for what in ("error", "problem"):
         found = status[f"last_{what}"]
-        text = "none" if found is None else f"{found['text']} ({_at(found['time'])})"
+        text = "none"
+        if found is not None:
+            text = f"{found['text']} ({_at(found['time'])})"
         lines.append(f"last {what}: {text}")
-    disk = status["disk"]
-    lines.append(
-        f"disk: {_size_text(disk['used_bytes'])} used, {_size_text(disk['free_bytes'])} free"
-    )
+    used = status["disk"]["used_bytes"] / 1e6
+    free = status["disk"]["free_bytes"] / 1e6
+    lines.append(f"disk: {used:,.1f} MB used, {free:,.0f} MB free")
     return "\n  ".join(lines)
 
 
@@ -346,8 +335,12 @@ def _is_locked(path: Path) -> bool | None:
         number = str(path.stat().st_ino)
     except OSError:
         return None
-    locks = [line.split() for line in held]
-    return any("FLOCK" in lock and lock[-3].rpartition(":")[2] == number for lock in locks)
+    for line in held:
+        lock = line.split()
+        _, _, inode = lock[-3].rpartition(":")
+        if "FLOCK" in lock and inode == number:
+            return True
+    return False
 
 
 def _epsilon_in_words(epsilon: float | str) -> str:
@@ -358,12 +351,3 @@ def _epsilon_in_words(epsilon: float | str) -> str:
 def _at(time: float) -> str:
     """A time for people, in UTC."""
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _size_text(size: float) -> str:
-    """A number of bytes for people."""
-    for unit in UNITS[:-1]:
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} {UNITS[-1]}"

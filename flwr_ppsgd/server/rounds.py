@@ -15,6 +15,7 @@ from flwr_ppsgd.noise import GridSum, RandomStream
 from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError, SecureStage
 from flwr_ppsgd.secure.terms import Session
 from flwr_ppsgd.training import Identity
+from flwr_ppsgd.wire import Asked
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -50,7 +51,7 @@ class SumRequest:
         metrics: private measures that follow them, if there are any.
     """
 
-    what: str
+    what: Asked
     round: int
     release: Release
     length: int
@@ -196,14 +197,8 @@ class SecureOpenSum(OpenSum):
     """A sum of masked vectors, to which the clients have added the noise.
 
     Four exchanges: keys, shares, masked vectors, revealed shares. If too few clients stay, nothing
-    can be unmasked, and there is no sum.
-
-    Args:
-        request: what is asked for.
-        nodes: who is asked.
-        offline: how many were drawn and were not there to be asked.
-        session: what names this sum to the clients, and its terms.
-        stream: draws everybody's neighbours.
+    can be unmasked, and there is no sum. ``session`` names it to the clients, with its terms;
+    ``stream`` draws everybody's neighbours.
     """
 
     def __init__(
@@ -257,8 +252,15 @@ class SecureOpenSum(OpenSum):
 
 def facts_in_words(facts: Mapping[str, Any]) -> str:
     """One line, with names for a program that reads it."""
-    zeros = facts["zeros"]
-    reasons = "".join(f" {name.replace(' ', '-')}={n}" for name, n in zeros.items())
-    head = f"round={facts['round']} replies={facts['used']} zeros={sum(zeros.values())}{reasons}"
+    line = f"round={facts['round']} {counts_in_words(facts['used'], facts['zeros'])}"
     failure = facts.get("first_failure")
-    return f"{head}; the first: {failure}" if failure else head
+    return f"{line}; the first: {failure}" if failure else line
+
+
+def counts_in_words(used: int, zeros: Mapping[str, int]) -> str:
+    """How many replies counted, and how many did not, by reason."""
+    words = [f"replies={used}", f"zeros={sum(zeros.values())}"]
+    for reason, times in zeros.items():
+        name = reason.replace(" ", "-")
+        words.append(f"{name}={times}")
+    return " ".join(words)

@@ -322,9 +322,7 @@ class SealedRows:
     def note_caveat(self, caveat: str, unit: str = "user") -> None:
         """Add what every statement must say from now on; each caveat once.
 
-        Args:
-            caveat: the words.
-            unit: who is protected: "user", or "node" if a user may come back as another node.
+        ``unit`` is who is protected: "user", or "node" if a user may come back as another node.
         """
         if self.caveats.get(caveat) != unit:
             self.note("caveat", [caveat, unit])

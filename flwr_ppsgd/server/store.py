@@ -164,10 +164,7 @@ class Store(SealedRows):
     def charge(self, round_: int, release: Release, *, insecure: bool = False) -> None:
         """Write one release down. Only when this has returned may anything be released.
 
-        Args:
-            round_: the absolute round; 0 before the first.
-            release: what is released.
-            insecure: whether its noise comes from a known seed.
+        Round 0 is before the first; ``insecure`` if its noise comes from a known seed.
         """
         with self.transaction() as add:
             self._charge(add, self.owner, round_, release, insecure)
@@ -186,13 +183,6 @@ class Store(SealedRows):
                 found[release, False] += self.added
         return found
 
-    def counts(self) -> Counter[Release]:
-        """How often each release was charged."""
-        found: Counter[Release] = Counter()
-        for (release, _), times in self.charges().items():
-            found[release] += times
-        return found
-
     def ledger(self, delta: float) -> Ledger:
         """The charges, counted: their order does not matter for ε."""
         ledger = Ledger(delta)
@@ -203,8 +193,10 @@ class Store(SealedRows):
     @property
     def planned(self) -> tuple[int, int]:
         """The largest numbers of charges and rounds that were planned: the last plan has both."""
-        last = self.notes("plan")[-1:]
-        return (last[0]["charges"], last[0]["rounds"]) if last else (0, 0)
+        plans = self.notes("plan")
+        if not plans:
+            return 0, 0
+        return plans[-1]["charges"], plans[-1]["rounds"]
 
     # --- facts that are the server's alone
 
@@ -269,9 +261,7 @@ class Store(SealedRows):
     def keep(self, name: str, make: Callable[[], bytes]) -> bytes:
         """The content of a small file, made if it is missing; StoreError if it was changed.
 
-        Args:
-            name: of the file.
-            make: its content, the first time. In memory, every time.
+        In memory it is made anew each time.
         """
         if self.directory is None:
             return make()
@@ -282,7 +272,7 @@ class Store(SealedRows):
         return database.read_verified(path, self.notes(name)[-1])
 
     def _save(self, checkpoint: Checkpoint) -> None:
-        name = ARRAYS.replace("*", f"{checkpoint.round:08d}-{self.charge_count:08d}")
+        name = f"w-{checkpoint.round:08d}-{self.charge_count:08d}.arrays"
         try:
             parts = _parts_of(checkpoint)
             sha256 = database.write_file(self._beside(name), parts, self._reserve_file)
@@ -300,7 +290,8 @@ class Store(SealedRows):
     def _remove_old_arrays(self) -> None:
         """Keep the newest files of w; older ones go, and what a crash has left without a row."""
         there = {path.name for path in self._arrays()}
-        known = [entry["file"] for entry in self.notes("checkpoint") if entry["file"] in there]
+        noted = [entry["file"] for entry in self.notes("checkpoint")]
+        known = [name for name in noted if name in there]
         for path in self._beside(".").glob(f"{ARRAYS}*"):
             if path.name not in known[-KEPT:]:
                 path.unlink()
@@ -315,11 +306,15 @@ class Store(SealedRows):
 
 def _parts_of(checkpoint: Checkpoint) -> list[bytes | memoryview]:
     """A line of JSON with names and sizes, then the arrays, then the state."""
-    vectors = [np.ascontiguousarray(vector, np.float64) for vector in checkpoint.state.values()]
-    state: list[memoryview] = [vector.data.cast("B") for vector in vectors]
-    parts: list[bytes | memoryview] = [*checkpoint.arrays.values(), *state]
-    sizes = [len(part) for part in parts]
-    head = {"arrays": list(checkpoint.arrays), "state": list(checkpoint.state), "sizes": sizes}
+    parts: list[bytes | memoryview] = list(checkpoint.arrays.values())
+    for vector in checkpoint.state.values():
+        numbers = np.ascontiguousarray(vector, np.float64)
+        parts.append(numbers.data.cast("B"))
+    head = {
+        "arrays": list(checkpoint.arrays),
+        "state": list(checkpoint.state),
+        "sizes": [len(part) for part in parts],
+    }
     return [json.dumps(head).encode() + b"\n", *parts]
 
 
@@ -329,23 +324,26 @@ def _checkpoint_of(round_: int, content: bytes) -> Checkpoint:
     head = json.loads(content[:start])
     ends = itertools.accumulate(head["sizes"], initial=start)
     parts = [content[a:b] for a, b in itertools.pairwise(ends)]
-    count = len(head["arrays"])
-    arrays = dict(zip(head["arrays"], parts[:count], strict=True))
-    state = zip(head["state"], parts[count:], strict=True)
-    return Checkpoint(round_, arrays, {name: np.frombuffer(part) for name, part in state})
+    arrays = dict(zip(head["arrays"], parts, strict=False))
+    vectors = parts[len(arrays) :]
+    state = {}
+    for name, part in zip(head["state"], vectors, strict=True):
+        state[name] = np.frombuffer(part)
+    return Checkpoint(round_, arrays, state)
 
 
 def _most_expensive(kinds: Iterable[Release]) -> list[Release]:
     """Of each price one release, unless another has no more noise and no more sampling."""
-    prices = {
-        (release.noise_multiplier, release.cohort.rate if release.amplifies else 1.0): release
-        for release in kinds
-    }
-    return [
-        release
-        for (noise, rate), release in prices.items()
-        if not any(z <= noise and q >= rate and (z, q) != (noise, rate) for z, q in prices)
-    ]
+    prices = {}
+    for release in kinds:
+        rate = release.cohort.rate if release.amplifies else 1.0
+        prices[release.noise_multiplier, rate] = release
+
+    def is_dominated(noise: float, rate: float) -> bool:
+        others = prices.keys() - {(noise, rate)}
+        return any(z <= noise and q >= rate for z, q in others)
+
+    return [release for price, release in prices.items() if not is_dominated(*price)]
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:

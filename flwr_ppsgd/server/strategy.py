@@ -36,7 +36,6 @@ from flwr_ppsgd.server.replies import (
     ParameterClients,
     answer_layout,
     answered_node,
-    content_of,
     finite_measures,
     mean_of,
     measures_in,
@@ -52,9 +51,10 @@ from flwr_ppsgd.server.rounds import (
     Payloads,
     Sent,
     SumRequest,
+    UnusableError,
 )
-from flwr_ppsgd.server.superlink import ask, refusals_of
-from flwr_ppsgd.settings import RUN_CONFIG, Settings, named_in_keys
+from flwr_ppsgd.server.superlink import ask, last_line, refusals_of
+from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.signature import digest, signed
 from flwr_ppsgd.statement import rounded_up
 from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
@@ -96,9 +96,7 @@ class CuratedStrategy:
             more: arguments of the strategy, which come before the run config's.
         """
         settings = Settings.from_run_config(run_config)
-        given = {**settings.arguments(), **more}
-        with named_in_keys(RUN_CONFIG):
-            return cls(**given)
+        return cls(**{**settings.arguments(), **more})
 
     @classmethod
     def auto(
@@ -149,7 +147,7 @@ class CuratedStrategy:
     @property
     def training(self) -> Training:
         """All settings."""
-        return self._curator.training
+        return self._account.training
 
     @property
     def ledger(self) -> Ledger:
@@ -165,7 +163,7 @@ class CuratedStrategy:
     @property
     def affordable_rounds(self) -> int | None:
         """How many rounds the budget pays for; None if there is no limit."""
-        return self._account.affordable_rounds
+        return self._account.affordable_rounds()
 
     @property
     def rounds_done(self) -> int:
@@ -242,19 +240,19 @@ class PPSGD(CuratedStrategy, Strategy):
         self._arrays = ArrayRecord()  # w as it was sent last
         self._layout = Layout((), (), ())  # its names and shapes
         self._w: Vector = np.zeros(0)  # the same as one vector
+        self._nbytes = 0  # the size of its serialised arrays
         self._asked: list[Metadata] = []
         self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
-        self._latest: ArrayRecord | None = None  # w of the last round
 
     @property
     def release(self) -> Release:
         """What is published in a round."""
-        return self.training.release
+        return self._account.training.release
 
     @property
     def steps(self) -> Steps:
         """How far w and θ move."""
-        return self.training.steps
+        return self._account.training.steps
 
     def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
         """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
@@ -285,7 +283,7 @@ class PPSGD(CuratedStrategy, Strategy):
         """Log the settings that make up the promise."""
         refuse_dp_strategy("PPSGD")
         log.info("\t├──> %s", self.release)
-        if self.training.recipe is None:
+        if self._account.training.recipe is None:
             log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
         log.info("\t└──> %s", self._account.where_facts_are())
 
@@ -321,7 +319,7 @@ class PPSGD(CuratedStrategy, Strategy):
                 true, the training ends there. Flower's strategies have it from 1.43 on.
             on_round: called with the round and the result so far, at the moments of evaluate_fn.
         """
-        timeout = self.training.round_timeout if timeout is None else timeout
+        timeout = self._account.training.round_timeout if timeout is None else timeout
         train_config = _checked_config(train_config)
         evaluate_config = _checked_config(evaluate_config)
         self._check_arrays(initial_arrays)
@@ -330,9 +328,12 @@ class PPSGD(CuratedStrategy, Strategy):
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._first_arrays(initial_arrays))
             if last > first:
-                self._curator.say_whether_it_can_learn(self._layout_of(result.arrays).size)
-                self._check_clients(grid, result.arrays, timeout)
-                self._ask_before(grid, result.arrays, timeout)
+                self._note_sent(result.arrays)
+                self._curator.say_whether_it_can_learn(self._layout.size)
+                self._check_clients(grid, timeout)
+                for name in self._account.pending:
+                    request = self._curator.request_before(name)
+                    self._run_sum(request, grid, ConfigRecord(), timeout)
             for round_ in range(first, last + 1):
                 if round_ > first:
                     self._run_round(round_, result, grid, timeout, train_config)
@@ -371,8 +372,6 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _plan(self, num_rounds: int | None) -> tuple[int, int]:
         """The round to go on from, and the last one that the budget pays for."""
-        if self._curator.reopen():
-            self._latest = None
         rounds = self._account.plan(num_rounds, FLOWER_ROUNDS)
         first = self.rounds_done
         if num_rounds and num_rounds <= first:
@@ -386,47 +385,50 @@ class PPSGD(CuratedStrategy, Strategy):
     def _first_arrays(self, initial: ArrayRecord) -> ArrayRecord:
         """The w to go on from: that of the last round, if there was one and it has this form."""
         found = self._account.checkpoint
-        if self._latest is None and found is not None:
-            self._latest = record_from(found.arrays)
-        if self._latest is None:
+        if found is None:
             return initial
-        refuse_other_model(self._layout_of(self._latest), self._layout_of(initial))
-        return self._latest
+        latest = record_from(found.arrays)
+        refuse_other_model(self._layout_of(latest), self._layout_of(initial))
+        return latest
 
-    def _check_clients(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+    def _check_clients(self, grid: Grid, timeout: float) -> None:
         """Ask a few clients whether they would obey an Order: no data are read, nothing charged."""
-        if self.training.replies == "parameters":
+        if self._account.training.replies == "parameters":
             return
         nodes = self._curator.everybody(lambda: present_in(grid))[:ENOUGH_ASKED]
-        order = self._curator.order(self.rounds_done)
-        content = self._signed_content(order, arrays, MessageType.QUERY, grid)
-        messages = _messages(dict.fromkeys(nodes, content), MessageType.QUERY)
-        refusals = refusals_of(grid, messages, timeout, _bytes_in(arrays))
+        order = self._curator.order(self._curator.request(self.rounds_done))
+        content = self._signed_content(order, self._arrays, MessageType.QUERY, grid)
+        messages = _messages(nodes, content, MessageType.QUERY)
+        refusals = refusals_of(grid, messages, timeout, self._nbytes)
         self._curator.refuse_if_nobody_obeys(len(messages), refusals)
-
-    def _ask_before(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
-        """Ask everybody for what the recipe releases before the first round, unless it was."""
-        self._note_sent(arrays)
-        for name in self._account.pending:
-            request = self._curator.request_before(name)
-            opened = self._run_exchanges(request, grid, ConfigRecord(), timeout)
-            self._curator.publish_before(opened)
 
     def _run_round(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
     ) -> None:
-        if self.training.secure:
+        if self._account.training.secure:
             refuse_dp_strategy("PPSGD")
             self._note_sent(result.arrays)
             request = self._curator.request(round_, len(self._w))
-            opened = self._run_exchanges(request, grid, config, timeout)
-            result.arrays, metrics = self._publish(opened)
+            result.arrays, metrics = self._run_sum(request, grid, config, timeout)
         else:
             messages = self.configure_train(round_, result.arrays, config, grid)
-            replies = ask(grid, messages, timeout, _bytes_in(result.arrays))
+            replies = ask(grid, messages, timeout, self._nbytes)
             result.arrays, metrics = self.aggregate_train(round_, replies)
+            self._curator.refuse_to_go_on()
         result.train_metrics_clientapp[round_] = metrics
+
+    def _run_sum(
+        self, request: SumRequest, grid: Grid, config: ConfigRecord, timeout: float
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Ask for a sum and publish it: one exchange if it is plain, four if it is secure."""
+        run = grid.run.run_id if self._account.training.secure else 0
+        opened = self._curator.open_sum(request, lambda: present_in(grid), self._nbytes, run)
+        for stage, payloads in self._curator.exchanges(opened):
+            messages = self._exchange_messages(request, stage, payloads, config, grid)
+            self._take_replies(opened, stage, ask(grid, messages, timeout, self._nbytes))
+        published = self._publish(opened)
         self._curator.refuse_to_go_on()
+        return published
 
     def _log_round(self, round_: int, last: int, result: Result) -> None:
         """One line: ε so far, and the measures that exist."""
@@ -445,30 +447,18 @@ class PPSGD(CuratedStrategy, Strategy):
         if round_ or len(parts) > 1:
             log.info("[ROUND %d/%d] %s", round_, last, " · ".join(parts))
 
-    def _run_exchanges(
-        self, request: SumRequest, grid: Grid, config: ConfigRecord, timeout: float
-    ) -> OpenSum:
-        """Ask for a sum: one exchange if it is plain, four if it is secure, each with a timeout."""
-        run = grid.run.run_id if self.training.secure else 0
-        nbytes = _bytes_in(self._arrays)
-        opened = self._curator.open_sum(request, lambda: present_in(grid), nbytes, run)
-        for stage, payloads in self._curator.exchanges(opened):
-            messages = self._exchange_messages(request, stage, payloads, config, grid)
-            self._take_replies(opened, stage, ask(grid, messages, timeout, nbytes))
-        return opened
-
     def _deliver(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
         """Bring the last w of the recipe to everybody; the reply is empty, whatever it is.
 
         Nodes that have answered the last evaluation have it already.
         """
-        if self.training.recipe is None:
+        if self._account.training.recipe is None:
             return
         everybody = self._curator.everybody(lambda: present_in(grid))
         nodes = [node for node in everybody if node not in self._delivered]
         order = self._curator.evaluation_order(self.rounds_done, last=True, measured=False)
         content = self._signed_content(order, arrays, MessageType.EVALUATE, grid)
-        messages = _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
+        messages = _messages(nodes, content, MessageType.EVALUATE)
         for _ in ask(grid, messages, timeout, size=0):
             pass
 
@@ -479,14 +469,15 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> list[Message]:
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
         refuse_dp_strategy("PPSGD")
-        if self.training.secure:
+        if self._account.training.secure:
             raise ValueError(
                 "a secure sum takes four exchanges per round, and configure_train is one: call "
                 "start, which runs them, or leave out aggregation"
             )
+        config = _checked_config(config)
         self._note_sent(arrays)
         request = self._curator.request(server_round, len(self._w))
-        opened = self._curator.open_sum(request, lambda: present_in(grid), _bytes_in(arrays))
+        opened = self._curator.open_sum(request, lambda: present_in(grid), self._nbytes)
         ((stage, payloads),) = self._curator.exchanges(opened)
         return self._exchange_messages(request, stage, payloads, config, grid)
 
@@ -507,13 +498,13 @@ class PPSGD(CuratedStrategy, Strategy):
             return []
         arrays = self.averaged(arrays)
         config = _checked_config(config)
-        if self.training.replies == "parameters":
+        if self._account.training.replies == "parameters":
             content = self._parameter_clients.content("evaluate", arrays, config, server_round)
         else:
             last = server_round == self._account.last_round
             order = self._curator.evaluation_order(server_round, last=last)
             content = self._signed_content(order, arrays, MessageType.EVALUATE, grid, config=config)
-        return _messages(dict.fromkeys(nodes, content), MessageType.EVALUATE)
+        return _messages(nodes, content, MessageType.EVALUATE)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -536,13 +527,16 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _layout_of(self, arrays: ArrayRecord) -> Layout:
         """Names and shapes of w; of clients that return parameters, without their buffers."""
-        return Layout.of(arrays, is_buffer if self.training.replies == "parameters" else None)
+        return Layout.of(
+            arrays, is_buffer if self._account.training.replies == "parameters" else None
+        )
 
     def _note_sent(self, arrays: ArrayRecord) -> None:
         """Remember the w that goes out, by which replies are read."""
         self._arrays = arrays
         self._layout = self._layout_of(arrays)
         self._w = self._layout.flatten(arrays)
+        self._nbytes = sum(len(array.data) for array in arrays.values())
 
     def _publish(self, opened: OpenSum) -> tuple[ArrayRecord, MetricRecord]:
         """The new w, saved, and what is released along with it."""
@@ -550,8 +544,8 @@ class PPSGD(CuratedStrategy, Strategy):
         arrays = self._arrays
         if w is not self._w:
             arrays = self._layout.unflatten(w, like=arrays)
-        self._curator.save(bytes_of(arrays))
-        self._latest = arrays
+        if opened.request.round:
+            self._account.save(bytes_of(arrays))
         return arrays, MetricRecord({**released})
 
     def _signed_content(
@@ -590,20 +584,21 @@ class PPSGD(CuratedStrategy, Strategy):
         grid: Grid,
     ) -> list[Message]:
         """One message to each node of an exchange; those who get the same share its content."""
-        config = _checked_config(config)
         contents: dict[bytes, RecordDict] = {}
-        if self.training.replies == "parameters":
+        if self._account.training.replies == "parameters":
             content = self._parameter_clients.content("fit", self._arrays, config, request.round)
             contents[b""] = content
         else:
-            order = self._curator.sum_order(request, stage)
+            order = self._curator.order(request, stage)
             arrays = self._arrays if stage in (PLAIN_STAGE, SecureStage.MASKED) else None
             for payload in set(payloads.values()):
                 contents[payload] = self._signed_content(
                     order, arrays, MessageType.TRAIN, grid, config=config, payload=payload
                 )
-        by_node = {node: contents[payload] for node, payload in payloads.items()}
-        messages = _messages(by_node, MessageType.TRAIN)
+        messages = [
+            Message(contents[payload], cast(int, node), MessageType.TRAIN)
+            for node, payload in payloads.items()
+        ]
         # a grid fills in the message ids when it sends them
         self._asked = [message.metadata for message in messages]
         return messages
@@ -623,10 +618,13 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
-        training = self.training
+        training = self._account.training
         if training.replies == "parameters":
             self._parameter_clients.note_kind(reply)
-        content = content_of(reply)
+        if reply.has_error():
+            detail = f"error {reply.error.code}: {last_line(str(reply.error.reason))}"
+            raise UnusableError("client error", detail)
+        content = reply.content
         if stage:
             return secure_message_in(content, stage, request.size)
         if not training.steps.publishes:
@@ -652,11 +650,6 @@ def _checked_config(config: ConfigRecord | None) -> ConfigRecord:
     return config
 
 
-def _messages(contents: Mapping[Identity, RecordDict], kind: str) -> list[Message]:
-    """One message to each node."""
-    return [Message(content, cast(int, node), kind) for node, content in contents.items()]
-
-
-def _bytes_in(arrays: ArrayRecord) -> int:
-    """The number of bytes of the serialised arrays."""
-    return sum(len(array.data) for array in arrays.values())
+def _messages(nodes: Iterable[Identity], content: RecordDict, kind: str) -> list[Message]:
+    """The same content to each node."""
+    return [Message(content, cast(int, node), kind) for node in nodes]

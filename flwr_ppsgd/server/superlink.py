@@ -24,7 +24,6 @@ from flwr.serverapp import Grid
 log = logging.getLogger("flwr.ppsgd")
 
 POLL_SECONDS = 1.0
-LOCAL_POLL_SECONDS = 0.1
 CHECK_SECONDS = 120.0  # to wait for remote nodes' answers to a check
 REFUSALS = ("refused-", "node-config")  # in the codes with which our clients refuse
 MALFORMED = 2  # Flower's code for a client that raised
@@ -78,19 +77,11 @@ def refusals_of(
     counts as one that would obey. Who does not answer in time, or could not be run at all (an app
     that cannot be pickled for Ray), counts as one that would not. All answers
     are waited for: in a simulation, a check that is still at work on a node would put the node's
-    state back to what it was before the first round.
-
-    Args:
-        grid: the nodes.
-        messages: a check for each of them.
-        timeout: in seconds.
-        size: of w, in bytes.
+    state back to what it was before the first round. Arguments as of ``ask``.
     """
     if _is_remote(grid):  # in a simulation nobody is offline, but Ray may start slowly
         timeout = min(timeout, CHECK_SECONDS)
-        replies = list(ask(grid, messages, timeout, size))
-    else:
-        replies = list(_poll_replies(grid, messages, timeout))
+    replies = list(ask(grid, messages, timeout, size))
     refused = []
     for error in (reply.error for reply in replies if reply.has_error()):
         if error.code == NOT_RUN or any(word in str(error.reason) for word in REFUSALS):
@@ -105,19 +96,6 @@ def last_line(reason: str) -> str:
     """The last line of an error that comes with a traceback, as Ray's do, without colours."""
     lines = [line.strip() for line in COLOURS.sub("", reason).splitlines() if line.strip()]
     return lines[-1].removesuffix("'>") if len(lines) > 1 else reason
-
-
-def _poll_replies(grid: Grid, messages: Sequence[Message], timeout: float) -> Iterator[Message]:
-    """Replies of a grid in this process or on this machine, as they come."""
-    deadline = time.monotonic() + timeout
-    waiting = set(grid.push_messages(messages))
-    while waiting:
-        for reply in grid.pull_messages(sorted(waiting)):
-            waiting.discard(reply.metadata.reply_to_message_id)
-            yield reply
-        if not waiting or time.monotonic() >= deadline:
-            return
-        time.sleep(LOCAL_POLL_SECONDS)
 
 
 def _is_remote(grid: Grid) -> bool:

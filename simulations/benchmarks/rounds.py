@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_ppsgd import Order, Poisson, client_app, torch_client
 from flwr_ppsgd.client.theta import Theta, ThetaStamp
-from flwr_ppsgd.client.theta_store import DiskStore, SharedCopy
+from flwr_ppsgd.client.theta_store import DiskStore
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import ARRAYS, METRICS, NUM_EXAMPLES, ORDER
@@ -195,10 +195,9 @@ def theta_ms(size: int, repetitions: int = 20) -> tuple[float, float]:
             seen = stamps[0].serial if stamps else 0
             with store.writing():
                 store.note({"bytes": {}})
-                store.put_shared(SharedCopy({"w": w}, 1, ""))
-                store.put_theta(
-                    Theta(vector, ThetaStamp(visit=visit, round=visit), seen=seen), back=0
-                )
+                store.put_shared({"w": w}, "")
+                stamp = ThetaStamp(visit=visit, round=visit)
+                store.put_theta(Theta(vector, stamp, seen=seen), None)
             between = time.perf_counter()
             store.load(store.stamps()[0])
             store.close()

@@ -108,12 +108,12 @@ def network(count: int = 1) -> Comparison:
     engine = NetworkEngine(model, batches, [setting] * count, seed=1)
     module = model.module_with(model.initial_w()).train()
     draws = map(batches[0], itertools.count(1))
-    loop = autograd_loop(module, draws, setting, personal="personal")
+    loop = autograd_loop(module, draws, setting, personal="head.weight")
     return against(loop, engine, settings=count, repetitions=16, rounds=10)
 
 
 COHORTS: tuple[tuple[str, Callable[[], Comparison], float], ...] = (
-    ("one setting, 784×10, Q=10, ε every round", one_setting, 1.5),
+    ("one setting, 784×10, Q=10, ε every round", one_setting, 1),
     ("63 settings, the same", linear_sweep, 8),
     ("99 settings, synthetic, N=1000, d=100, Q=N", synthetic_sweep, 8),
     ("36 settings, sparse 5000×80, N=500, Q=10, float32", words_sweep, 8),

@@ -39,16 +39,14 @@ COMPONENTS = {
 MODULES = [Path(__file__).with_name(name) for name in ("server_app.py", "client_app.py")]
 
 
-class Story:
+class Example:
     """What happens, and what is to be true afterwards."""
 
-    def __init__(
-        self, directory: Path, federation: Federation, api: str, data: Path | None
-    ) -> None:
+    def __init__(self, directory: Path, federation: Federation, api: str) -> None:
         self.directory = directory
         self.federation = federation
         self.server = directory / "server"
-        sizes = split(directory, data)
+        sizes = split(directory)
         self.app = write_app(
             directory / "deployed",
             MODULES,
@@ -105,7 +103,7 @@ class Story:
         return stamps[0].visit if stamps else 0
 
     def wait_for_round(self, number: int) -> None:
-        wait_for(f"round {number}", lambda: self.rounds_done() >= number, seconds=400)
+        wait_for(f"round {number}", lambda: self.rounds_done() >= number)
         self.say(f"round {self.rounds_done()} of {ROUNDS} is done; visits: {self.all_visits()}")
 
     def all_visits(self) -> dict[str, int]:
@@ -130,31 +128,29 @@ class Story:
         return self.federation.run(self.app)
 
 
-def tell(story: Story, api: str) -> list[str]:
+def run_example(example: Example, api: str) -> list[str]:
     """Everything in order; what turned out wrong."""
-    story.start_all()
-    run = story.federation.run(story.app)
-    story.say(f"flwr run ({api} API): run {run}")
-    story.wait_for_round(2)
-    story.lose_a_supernode(USERS[1])
-    story.wait_for_round(story.rounds_done() + 1)
-    between = story.all_visits()
-    run = story.lose_the_superlink()
-    story.say(f"flwr run again: run {run}")
-    wait_for(
-        "the run to end", lambda: story.federation.status(run).startswith("finished"), seconds=600
-    )
-    story.say(f"run {run}: {story.federation.status(run)}")
-    return check(story, between, story.federation.status(run))
+    example.start_all()
+    run = example.federation.run(example.app)
+    example.say(f"flwr run ({api} API): run {run}")
+    example.wait_for_round(2)
+    example.lose_a_supernode(USERS[1])
+    example.wait_for_round(example.rounds_done() + 1)
+    between = example.all_visits()
+    run = example.lose_the_superlink()
+    example.say(f"flwr run again: run {run}")
+    wait_for("the run to end", lambda: example.federation.status(run).startswith("finished"))
+    example.say(f"run {run}: {example.federation.status(run)}")
+    return check(example, between, example.federation.status(run))
 
 
-def check(story: Story, between: dict[str, int], status: str) -> list[str]:
+def check(example: Example, between: dict[str, int], status: str) -> list[str]:
     """θ went on from where it was, w has had all rounds, and every release is charged."""
-    store = Store.read(story.server)
+    store = Store.read(example.server)
     final = store.load()
     charges = store.charge_count
-    visits = story.all_visits()
-    story.say(
+    visits = example.all_visits()
+    example.say(
         f"visits: {visits}; rounds in w: {final.round if final else 0}; charges in the ledger: "
         f"{charges}"
     )
@@ -170,29 +166,29 @@ def check(story: Story, between: dict[str, int], status: str) -> list[str]:
         ),
     }
     for claim, holds in claims.items():
-        story.say(f"{'yes' if holds else 'NO '}  {claim}")
+        example.say(f"{'yes' if holds else 'NO '}  {claim}")
     if final is not None:
-        show_models(story, final)
-        print("\n" + status_text(status_of(story.server)) + "\n")
+        show_models(example, final)
+        print("\n" + status_text(status_of(example.server)) + "\n")
     return [claim for claim, holds in claims.items() if not holds]
 
 
-def show_models(story: Story, final: Checkpoint) -> None:
+def show_models(example: Example, final: Checkpoint) -> None:
     """What a user's machine can do now: predict with w + θ, and show what left it."""
     w = record_from(final.arrays)
     for user in USERS:
-        model = PersonalModel.load(story.directory / user / "state", user, w=w)
-        learner = learner_from(str(story.directory / user / "data.npz"), 1)
+        model = PersonalModel.load(example.directory / user / "state", user, w=w)
+        learner = learner_from(str(example.directory / user / "data.npz"), 1)
         shared, personal = (
             learner.evaluate(model.w, theta)["mse"] for theta in (0 * model.theta, model.theta)
         )
-        story.say(f"{user}: test error with w alone {shared:.4g}, with w + θ {personal:.4g}")
-    print("\n" + client_report(story.directory / USERS[0] / "state"))
+        example.say(f"{user}: test error with w alone {shared:.4g}, with w + θ {personal:.4g}")
+    print("\n" + client_report(example.directory / USERS[0] / "state"))
 
 
-def split(directory: Path, data: Path | None) -> tuple[int, int]:
+def split(directory: Path) -> tuple[int, int]:
     """One file for each user, in that user's own directory; (features, outputs)."""
-    made = synthetic() if data is None else from_file(data)
+    made = synthetic()
     for user, arrays in zip(USERS, made, strict=True):
         (directory / user).mkdir(parents=True, exist_ok=True)
         np.savez(directory / user / "data.npz", **arrays)
@@ -210,19 +206,6 @@ def synthetic() -> list[dict[str, Any]]:
             size=(200, 1)
         )
         users.append({"x": x[:150], "y": y[:150], "x_test": x[150:], "y_test": y[150:]})
-    return users
-
-
-def from_file(path: Path) -> list[dict[str, Any]]:
-    """The first users of a file that ``flwr_ppsgd.lab.loading.load`` reads."""
-    from flwr_ppsgd.lab.loading import load
-
-    table = load(path, min_train=20)
-    users = []
-    for user in range(len(USERS)):
-        train, test = (table.rows(user, test=part) for part in (False, True))
-        x, y = table.matrix, table.targets
-        users.append({"x": x(train), "y": y(train), "x_test": x(test), "y_test": y(test)})
     return users
 
 
@@ -269,9 +252,6 @@ def main() -> int:
         help="Flower's API (default: message)",
     )
     parser.add_argument(
-        "--data", type=Path, help="a per-user file of your own instead of the synthetic one"
-    )
-    parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="work in DIR and leave everything there"
     )
     given = parser.parse_args()
@@ -282,7 +262,7 @@ def main() -> int:
         directory = (given.keep or Path(temporary)).resolve()
         try:
             with Federation(directory) as federation:
-                failed = tell(Story(directory, federation, given.api, given.data), given.api)
+                failed = run_example(Example(directory, federation, given.api), given.api)
         except KeyboardInterrupt:
             return 130
         except RuntimeError as error:

@@ -30,7 +30,7 @@ from cryptography.x509.oid import NameOID
 
 CONNECTION = "deployment"
 PROXY_CONFIG = Path(__file__).with_name("nginx.conf")
-PATIENCE = 180.0
+PATIENCE = 1800.0  # seconds: far more than anything takes, however busy the machine is
 _SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -197,6 +197,21 @@ class Federation:
     def ca_certificate(self) -> Path:
         """What every client has, and so every stranger may have."""
         return self._keys / "ca.crt"
+
+    def restore(self, names: Sequence[str]) -> None:
+        """End all processes but these and the proxy, and start those that are not running."""
+        for name in self._processes.keys() - {*names, "proxy"}:
+            self.kill(name)
+        for name in names:
+            process = self._processes.get(name)
+            if process is not None and process.poll() is None:
+                continue
+            if name == "superlink":
+                self.start_superlink()
+            else:
+                self.start_supernode(name)
+        if self._entrance == self.proxy_port and "proxy" not in self._processes:
+            self.start_proxy()
 
     def stop(self, name: str) -> None:
         """As an operator would, or a machine that shuts down: SIGTERM."""
@@ -366,13 +381,18 @@ def write_app(
     return directory
 
 
-def wait_for(what: str, happened: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Look twice a second; RuntimeError where it does not happen in time."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"waited {seconds:g} s in vain for {what}")
-        time.sleep(0.5)
+def wait_for(what: str, happened: Callable[[], bool]) -> None:
+    """Look again and again; RuntimeError if it does not happen in half an hour."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        began = time.monotonic()
+        if happened():
+            return
+        now = time.monotonic()
+        if now > deadline:
+            raise RuntimeError(f"waited {PATIENCE:g} s in vain for {what}")
+        # a look may start a process of Flower's: most of the time is for those who are waited for
+        time.sleep(max(0.5, 2 * (now - began)))
 
 
 def make_key_pair(path: Path) -> Path:

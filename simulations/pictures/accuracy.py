@@ -2,11 +2,10 @@
 
     python simulations/pictures/accuracy.py --data mnist_writer.npz --out docs
 
-Three pictures, and the numbers behind each as a .csv beside it: accuracy.png, gains.png (each
-user's gain over learning alone) and trust.png (how far users trust w as ε falls). Everything but
-the recipe is chosen on a validation part of the users' training rows; test rows are opened once.
-The sweep of the paper's method takes half an hour: ``--paper FILE.csv`` takes its rows from an
-earlier accuracy.csv instead.
+Two pictures, and the numbers behind each as a .csv beside it: accuracy.png and gains.png (each
+user's gain over learning alone). Everything but the recipe is chosen on a validation part of the
+users' training rows; test rows are opened once. The sweep of the paper's method takes half an hour:
+``--paper FILE.csv`` takes its rows from an earlier accuracy.csv instead.
 """
 
 import argparse
@@ -46,7 +45,6 @@ PAPER = "the paper's method on pixels, tuned"
 TUNED = "global, then fine-tuned, on pixels, tuned"
 FEDAVG = "FedAvg, then solved, on pixels, tuned"
 SWEPT = {PAPER: "", TUNED: "fine-tuned", FEDAVG: "fedavg-solved"}
-TRUSTED = ("0", "0 to ½", "½ to 1", "1")
 Points = dict[float, list[float]]  # by ε, one number per seed
 
 
@@ -179,32 +177,6 @@ def draw_gains(runs: Mapping[float, Sequence[Outcome]], out: Path) -> None:
     _write(out / "gains.csv", ["epsilon", "user, sorted", "gain"], rows)
 
 
-def draw_trust(runs: Mapping[float, Sequence[Outcome]], out: Path) -> None:
-    """The share of users by the β that they chose, at every ε."""
-    shares = {epsilon: _shares(outcomes[0]) for epsilon, outcomes in runs.items()}
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    bottom = np.zeros(len(shares))
-    labels = [f"{epsilon:g}" for epsilon in shares]
-    for place, name in enumerate(TRUSTED):
-        values = np.array([share[place] for share in shares.values()])
-        axes.bar(labels, values, bottom=bottom, color=COLOURS[place], label=f"β {name}")
-        bottom += values
-    axes.set_xlabel(f"ε at δ = {DELTA:g}")
-    axes.set_ylabel("share of users")
-    axes.set_title("how far users trust the shared model (β, their own choice)", fontsize=10)
-    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    _save(figure, out / "trust.png")
-    rows = [[epsilon, *[f"{one:.4f}" for one in share]] for epsilon, share in shares.items()]
-    _write(out / "trust.csv", ["epsilon", *TRUSTED], rows)
-
-
-def _shares(outcome: Outcome) -> list[float]:
-    """How many users chose β near 0, below ½, above ½, near 1."""
-    trusts = np.array([person.chosen["beta"] for person in outcome.people])
-    counts, _ = np.histogram(trusts, bins=[-0.01, 0.05, 0.5, 0.95, 1.01])
-    return [float(count) / len(trusts) for count in counts]
-
-
 def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -238,7 +210,6 @@ def main() -> None:
     measure = measure_of(runs[EPSILONS[0]][0].rows[-1].measures)
     draw_accuracy(found, measure, given.out)
     draw_gains(runs, given.out)
-    draw_trust(runs, given.out)
 
 
 if __name__ == "__main__":

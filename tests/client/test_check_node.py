@@ -108,18 +108,12 @@ def test_another_authority_is_refused_before_anything_is_signed(
     assert Answer.seen == {}
 
 
-AGES = {
-    "server": ({"server_age": 400}, r"127.0.0.1:\d+ shows has expired.*θ stays on this machine"),
-    "authority": ({"authority_age": 400}, r"the certificate in .*ca.crt expired on 20"),
-}
-
-
-@pytest.mark.parametrize("whose", AGES)
-def test_an_expired_certificate(whose: str, place: Path) -> None:
-    ages, expected = AGES[whose]
+@pytest.mark.parametrize("ages", [{"server_age": 400}, {"authority_age": 400}])
+def test_an_expired_certificate(ages: dict[str, int], place: Path) -> None:
     make_certificates(place, **ages)
     with answering(place) as address:
-        assert re.search(expected, refusal(address, place))
+        line = refusal(address, place)
+    assert re.search(r"127.0.0.1:\d+ shows.* has expired.*θ stays on this machine", line)
 
 
 def test_another_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +163,8 @@ def test_keys_that_are_none(place: Path) -> None:
 
 
 def test_an_authority_that_is_none(place: Path) -> None:
-    assert "holds no certificate" in refusal("127.0.0.1:1", place, ca=place / "key")
-    assert "cannot be read" in refusal("127.0.0.1:1", place, ca=place / "nowhere")
+    for path in (place / "key", place / "nowhere"):
+        assert "cannot be read as a certificate" in refusal("127.0.0.1:1", place, ca=path)
 
 
 def test_the_command(place: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_error_that_cannot_be_noted_is_still_only_a_code(
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     on = context(state_dir=str(blocked / "states"))
-    with pytest.raises(ClientError, match=r"^disk: OSError$"):
+    with pytest.raises(ClientError, match=r"^disk: ValueError$"):
         by_message(on, ORDER, "train")
     assert "could not be noted" in caplog.text
     assert not on.state

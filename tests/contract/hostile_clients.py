@@ -3,16 +3,11 @@
 Everything goes through names that users have. What a reply holds is found in an honest one.
 """
 
-import contextlib
 import io
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
-import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
@@ -20,44 +15,19 @@ from flwr.server import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from numpy.typing import NDArray
 
-from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, cli, client_app
+from flwr_ppsgd import PPSGD, Poisson, Release, client_app
 from flwr_ppsgd.legacy import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.contract.command import ppsgd
+from tests.contract.targets import DELTA, SIZE, STEPS, USERS, Floats, Target, flat, user_of
 
-Floats = NDArray[np.float64]
 App = Callable[[Message, Context], Message]
 Meddle = Callable[[list[Message], list[Message]], list[Message]]
-SIZE = 6
-USERS = 5
-STEPS = Steps(shared=1.0, personal=0.5)
-DELTA = 1e-4
-
-
-@dataclass
-class Target:
-    """f = ½‖w + θ − target‖²: both gradients are w + θ − target."""
-
-    target: Floats
-    num_examples: int = 3
-
-    def initial_theta(self) -> Floats:
-        return np.zeros(len(self.target))
-
-    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
-        gradient = w + theta - self.target
-        return gradient, gradient
-
-    def evaluate(self, w: Floats, theta: Floats) -> dict[str, float]:
-        return {"distance": float(np.sum((w + theta - self.target) ** 2))}
 
 
 def target(user: int) -> Floats:
     """Longer than the clip norm: a user's first gradient is clipped."""
     return 2 * np.random.default_rng(user).normal(size=SIZE)
-
-
-def user_of(context: Context) -> int:
-    return int(context.node_config["partition-id"])
 
 
 def learner_for(context: Context) -> Target:
@@ -69,10 +39,6 @@ APP: ClientApp = client_app(learner_for)
 
 def w0(size: int = SIZE) -> ArrayRecord:
     return ArrayRecord([np.zeros(size)])
-
-
-def flat(arrays: ArrayRecord) -> Floats:
-    return np.concatenate([array.reshape(-1) for array in arrays.to_numpy_ndarrays()])
 
 
 def release(
@@ -194,17 +160,10 @@ def content_bytes(message: Message) -> bytes:
 
 
 def ppsgd_command(*arguments: object) -> str:
-    """What ``ppsgd`` prints, as its entry point runs it."""
-    printed = io.StringIO()
-    typed = ["ppsgd", *map(str, arguments)]
-    with (
-        mock.patch.object(sys, "argv", typed),
-        contextlib.redirect_stdout(printed),
-        pytest.raises(SystemExit) as ended,
-    ):
-        cli.main()
-    assert not ended.value.code
-    return printed.getvalue()
+    """What ``ppsgd`` prints if it succeeds."""
+    ended = ppsgd(*arguments)
+    assert ended.status == 0, ended.err
+    return ended.out
 
 
 class Named(ClientProxy):

@@ -85,7 +85,7 @@ def wait_for(child: int) -> None:
 
 
 def kills(directory: Path) -> None:
-    """Train for ever and die by SIGKILL, again and again; then train three rounds more.
+    """Train for ever and die by SIGKILL, again and again.
 
     Half of the servers live until they have published something.
     """
@@ -102,8 +102,6 @@ def kills(directory: Path) -> None:
         wait_for(child)
         say("killed")
         wait_for(in_child(lambda: show(directory)))
-    wait_for(in_child(lambda: _three_more(directory)))
-    wait_for(in_child(lambda: show(directory)))
 
 
 def _beats(pipe: int) -> Note:
@@ -112,14 +110,6 @@ def _beats(pipe: int) -> Note:
             os.write(pipe, b".")
 
     return note
-
-
-def _three_more(directory: Path) -> None:
-    before = strategy(checkpoint_dir=directory / "server")
-    total = before.rounds_done + 3
-    before.close()
-    say("total", rounds=total)
-    train(directory, total)
 
 
 def limits(directory: Path) -> None:

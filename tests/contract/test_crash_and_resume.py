@@ -111,13 +111,6 @@ def test_a_training_goes_on_with_the_w_that_was_published_last(crashes: list[Eve
     assert compared > 0
 
 
-def test_after_crashes_the_number_of_rounds_is_still_the_total(crashes: list[Event]) -> None:
-    (total,) = [event["rounds"] for event in crashes if event["event"] == "total"]
-    before, after = [event for event in crashes if event["event"] == "found"][-2:]
-    assert before["rounds_done"] == total - 3
-    assert after == {"event": "found", "ledger": before["ledger"] + 3, "rounds_done": total}
-
-
 def test_rounds_are_absolute_after_a_restart(tmp_path: Path) -> None:
     train(tmp_path, 3)
     again = strategy(checkpoint_dir=tmp_path)

@@ -30,6 +30,7 @@ from flwr_ppsgd import (
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.command import ppsgd
+from tests.contract.files import privacy_of
 from tests.contract.targets import Floats, flat, user_of
 
 USERS = 8
@@ -164,7 +165,7 @@ def test_linear_models_get_the_same_w_in_all_ways(tmp_path: Path, case: str) -> 
     np.testing.assert_allclose(as_cohort, w, rtol=0, atol=rounding(release))
 
 
-def test_flowers_own_simulation_gives_the_same_w(tmp_path: Path) -> None:
+def test_flowers_own_simulation_gives_the_same_w_and_statement(tmp_path: Path) -> None:
     """``flwr run`` and Ray, with replies in whatever order they come.
 
     Everyone takes part: Flower draws the ids of its nodes, so which user has which coin is chance.
@@ -172,8 +173,11 @@ def test_flowers_own_simulation_gives_the_same_w(tmp_path: Path) -> None:
     release, keys = CASES["everyone"]
     initial = ArrayRecord([np.zeros((FEATURES, 1))])
     w = by_messages(release, client_app(linear_learner), initial)
-    by_ray = by_command(tmp_path, "flower", data_file(tmp_path), {**SETTINGS, **keys})
-    np.testing.assert_array_equal(by_ray, w)
+    data = data_file(tmp_path)
+    settings = {**SETTINGS, **keys}
+    np.testing.assert_array_equal(by_command(tmp_path, "flower", data, settings), w)
+    by_command(tmp_path, "process", data, settings)
+    assert privacy_of(tmp_path / "flower") == privacy_of(tmp_path / "process")
 
 
 # Networks: float32, so the order of additions inside a gradient shows in the last digits.

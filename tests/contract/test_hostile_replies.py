@@ -4,7 +4,6 @@ w is compared to the last bit with a round in which the hostile user stays silen
 """
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +46,6 @@ from tests.contract.hostile_clients import (
     w0,
     without_first,
 )
-from tests.contract.superlink import SuperLink
 
 Arrays = list[Array]
 SEED = {"insecure_seed": 1}
@@ -293,19 +291,6 @@ def test_what_else_a_reply_holds_is_ignored() -> None:
     np.testing.assert_array_equal(w, expected)
 
 
-def test_an_empty_cohort_still_steps_by_noise_and_is_charged() -> None:
-    asked = []
-
-    def watched(message: Message, context: Context) -> Message:
-        asked.append(is_training(message))
-        return APP(message, context)
-
-    ppsgd = strategy(release=release(rate=0.01), **SEED)
-    assert np.all(trained(ppsgd, grid(watched), rounds=3) != 0)
-    assert not any(asked)
-    assert ppsgd.ledger.rounds == 3
-
-
 def test_metrics_and_report_do_not_tell_how_many_replied() -> None:
     def report(meddle: Meddle) -> tuple[Any, Any]:
         ppsgd = strategy()
@@ -449,49 +434,3 @@ def test_in_the_legacy_api_too_nobody_at_all_still_releases() -> None:
     w, charges = legacy_w(lambda _: [])
     assert np.all(w != 0)
     assert charges == 1
-
-
-# --- a SuperLink
-
-LONG = 60.0  # seconds: Flower itself would wait for more than an hour
-
-
-def within_a_minute(run: Callable[[], Floats]) -> Floats:
-    """What ``run`` returns, if it does so before a minute has passed."""
-    found: list[Floats] = []
-    thread = threading.Thread(target=lambda: found.append(run()), daemon=True)
-    thread.start()
-    thread.join(LONG)
-    assert not thread.is_alive(), "a reply that never comes holds the round"
-    return found[0]
-
-
-def over_superlink(
-    uploads: Callable[[int, int], bool], round_timeout: float, slow: float = 0.0
-) -> Floats:
-    ppsgd = strategy(round_timeout=round_timeout, **SEED)
-    with SuperLink(uploads, slow=slow).grid() as on:
-        w = within_a_minute(lambda: trained(ppsgd, on, rounds=1))
-    assert ppsgd.ledger.rounds == 1
-    return w
-
-
-def test_a_reply_that_is_announced_and_never_uploaded_is_missing_at_the_timeout() -> None:
-    """The others' are read, whatever their order; w is as if this user had stayed silent."""
-    w = over_superlink(lambda user, _: user != 0, round_timeout=2.0)
-    silent, _ = w_and_charges(without_first)
-    np.testing.assert_array_equal(w, silent)
-
-
-def test_a_reply_that_is_uploaded_late_counts_while_its_round_is_open() -> None:
-    """It is tried again after the others, and read once it is there."""
-    w = over_superlink(lambda user, requests: user != 0 or requests > 25, round_timeout=LONG)
-    expected, _ = w_and_charges(lambda _, replies: replies)
-    np.testing.assert_array_equal(w, expected)
-
-
-def test_what_cannot_be_read_before_the_timeout_is_missing() -> None:
-    """Each reply takes more than the time of the round: a hostile one has thousands of objects."""
-    w = over_superlink(lambda *_: True, round_timeout=1.0, slow=0.6)
-    nobody, _ = w_and_charges(lambda *_: [])
-    np.testing.assert_array_equal(w, nobody)

@@ -49,6 +49,14 @@ RULES = SecureSum(honest=4, colluding=1)
 SIX = {"release": release(population=6, aggregation=RULES)}
 CODE = r"^[a-z-]+: \w+$"  # all that a server gets to know of an error
 KEY = "ed25519:" + "A" * 43 + "="
+DELTA = 1e-5
+OWN_LIMIT = {"ppsgd-max-own-epsilon": 1.0, "ppsgd-delta": DELTA}
+
+
+def limited(tmp_path: Path, epsilon: float, **more: Any) -> dict[str, Any]:
+    """The node config of a user with a limit on the own account."""
+    place = {"ppsgd-state-dir": str(tmp_path / "device"), "ppsgd-user": "ann"}
+    return {**place, "ppsgd-max-own-epsilon": epsilon, "ppsgd-delta": DELTA, **more}
 
 
 def unread(context: Context) -> Target:
@@ -145,28 +153,35 @@ def legacy_reply(node: Mapping[str, Any], learner: Any = None, **settings: Any) 
     return arrays
 
 
-def test_before_round_one_a_server_hears_that_nobody_would_obey() -> None:
+@pytest.mark.parametrize("limit", ["ppsgd-max-clip-norm", "ppsgd-max-own-epsilon"])
+def test_before_round_one_a_server_hears_that_nobody_would_obey(limit: str, tmp_path: Path) -> None:
     """Nothing is charged, and nobody's data are read."""
 
-    def limited(message: Message, context: Context) -> Message:
-        context.node_config["ppsgd-max-clip-norm"] = 0.5
-        return APP(message, context)
+    def owned(message: Message, context: Context) -> Message:
+        own = limited(tmp_path / str(user_of(context)), 1.0)
+        context.node_config.update(own if limit in own else {limit: 0.5})
+        return client_app(unread)(message, context)
 
-    ppsgd = strategy()
-    with pytest.raises(RuntimeError, match=r"none of 5 clients .*refused"):
-        trained(ppsgd, grid(limited))
+    ppsgd = strategy(release=release(z=2.0))
+    with pytest.raises(RuntimeError, match=r"none of 5 clients would obey.*refused-policy"):
+        trained(ppsgd, grid(owned))
     assert ppsgd.ledger.rounds == 0
 
 
-def test_evaluation_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("limit", ["ppsgd-evaluate", "ppsgd-max-own-epsilon"])
+def test_evaluation_can_be_switched_off_and_is_under_a_limit(
+    limit: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Twelve evaluations at chosen w tell a user's data."""
-    app = OwnedNode({"ppsgd-evaluate": False})
-    result = strategy(evaluate_every=1).start(grid(app), w0(), num_rounds=1)
+    own = limited(tmp_path, 100.0)
+    app = OwnedNode(own if limit in own else {limit: False})
+    ppsgd = strategy(release=release(z=2.0), evaluate_every=1)
+    result = ppsgd.start(grid(app), w0(), num_rounds=1)
     assert result.evaluate_metrics_clientapp[1]["distance"] > 0  # type: ignore[operator]
     kinds = [reply.metadata.message_type for reply in app.replies]
     assert "train" in kinds
     assert "evaluate" not in kinds
-    assert all("ppsgd-evaluate" in line for line in limits_in(caplog))
+    assert all(limit in line for line in limits_in(caplog))
 
 
 # --- stock strategies
@@ -249,6 +264,7 @@ def test_a_client_that_pins_a_key_obeys_that_training_alone(
 
 
 def test_nothing_that_a_pinned_client_obeys_can_be_changed_on_the_way(tmp_path: Path) -> None:
+    """Neither a field, nor w, nor the type of the message, nor the run."""
     ppsgd = strategy(checkpoint_dir=tmp_path)
     trained(ppsgd, grid(), rounds=1)
     context = new_context(node=pinned(tmp_path))
@@ -261,6 +277,14 @@ def test_nothing_that_a_pinned_client_obeys_can_be_changed_on_the_way(tmp_path: 
     for message in changed:
         with pytest.raises(Exception, match="refused"):
             APP(message, context)
+    for kind in ("evaluate", "query"):
+        replayed = Message(messages[0].content, messages[0].metadata.dst_node_id, kind)
+        with pytest.raises(Exception, match="refused-signature"):
+            APP(replayed, context)
+    elsewhere = new_context(node=pinned(tmp_path))
+    elsewhere.run_id = 77
+    with pytest.raises(Exception, match="refused-signature"):
+        APP(messages[0], elsewhere)
     assert not APP(messages[0], context).has_error()
     again.close()
 
@@ -358,16 +382,18 @@ def wicked(signs: tuple[int, int, int]) -> Wicked:
     return Wicked(np.array([*signs, 0.5, 0.5, 0.5]))
 
 
+@pytest.mark.parametrize("limit", ["ppsgd-secure", "ppsgd-max-own-epsilon"])
 def test_an_order_that_publishes_nothing_gets_the_same_bytes_whatever_the_learner_does(
-    caplog: pytest.LogCaptureFixture,
+    limit: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server chooses w: whether a learner fails there would tell its data, a bit at a time."""
+    own = limited(tmp_path, 1.0)
     local = strategy(steps=Steps(shared=0.0, personal=0.5))
     asked = first_message(local, grid())
     answers = set()
     for signs in SIGNS:
         app = client_app(lambda _, signs=signs: wicked(signs))  # type: ignore[misc]
-        reply = app(asked, new_context(node=SECURE_ONLY))
+        reply = app(asked, new_context(node=own if limit in own else SECURE_ONLY))
         assert not reply.has_error()
         answers.add(content_bytes(reply))
     assert answers == {b""}
@@ -411,6 +437,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "secure and stock": ({"ppsgd-secure": True, "ppsgd-stock": True}, "exclude each other"),
     "a key and stock": ({"ppsgd-server-key": KEY, "ppsgd-stock": True}, "exclude each other"),
     "a directory and no user": ({"ppsgd-state-dir": "x"}, "ppsgd-user"),
+    "no delta": ({**OWN_LIMIT, "ppsgd-delta": 0.0}, "ppsgd-delta must be above 0"),
+    "a delta not given": ({"ppsgd-max-own-epsilon": 1.0}, "ppsgd-delta must be above 0"),
+    "half a delta": ({**OWN_LIMIT, "ppsgd-delta": 0.5}, "ppsgd-delta must be above 0"),
+    "an account and no directory": (OWN_LIMIT, "set ppsgd-state-dir too"),
+    "an account and stock": (
+        {**OWN_LIMIT, "ppsgd-state-dir": "x", "ppsgd-user": "ann", "ppsgd-stock": True},
+        "exclude each other",
+    ),
 }
 
 

@@ -22,7 +22,7 @@ from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerApp, ServerAppComponents
 from flwr.serverapp.strategy import FedAvg
 
-from flwr_ppsgd import PPSGD, AdditiveLinear, Minibatches, Order, SecureSum, Steps, client_app
+from flwr_ppsgd import PPSGD, AdditiveLinear, Minibatches, Order, SecureSum, client_app
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.hostile_clients import (
@@ -45,10 +45,10 @@ from tests.contract.hostile_clients import (
     user_of,
     w0,
 )
+from tests.contract.test_node_limits import DELTA, limited, unread
 from tests.contract.test_recipe import USERS as PEOPLE
 from tests.contract.test_recipe import Users, kept_by
 
-DELTA = 1e-5
 SIX = release(z=2.0, population=6, aggregation=SecureSum(honest=4, colluding=1))
 
 
@@ -57,24 +57,8 @@ def gaussian(answers: int, z: float, delta: float = DELTA) -> float:
     return float(dp_accounting.get_epsilon_gaussian(z / math.sqrt(answers), delta))
 
 
-def limited(tmp_path: Path, epsilon: float, **more: Any) -> dict[str, Any]:
-    """The node config of a user with a limit on the own account."""
-    return {
-        "ppsgd-state-dir": str(tmp_path / "device"),
-        "ppsgd-user": "ann",
-        "ppsgd-max-own-epsilon": epsilon,
-        "ppsgd-delta": DELTA,
-        **more,
-    }
-
-
 def answers(app: OwnedNode) -> int:
     return [is_training(reply) for reply in app.replies].count(True)
-
-
-def unread(context: Context) -> Target:
-    assert user_of(context), "data were read"
-    return learner_for(context)
 
 
 # --- the limit
@@ -89,17 +73,6 @@ def test_a_plan_that_fits_is_answered_and_one_that_does_not_is_refused_at_once(
     app = OwnedNode(node)
     trained(strategy(release=release(z=2.0)), grid(app), rounds)
     assert answers(app) == (2 if rounds == 2 else 0)
-
-
-def test_whoever_would_refuse_says_so_before_anything_is_charged(tmp_path: Path) -> None:
-    def everybody(message: Message, context: Context) -> Message:
-        context.node_config.update(limited(tmp_path / str(user_of(context)), 1.0))
-        return client_app(unread)(message, context)
-
-    ppsgd = strategy(release=release(z=2.0))
-    with pytest.raises(RuntimeError, match=r"none of 5 clients would obey.*refused-policy"):
-        trained(ppsgd, grid(everybody), rounds=2)
-    assert ppsgd.ledger.rounds == 0
 
 
 def test_one_account_holds_over_all_trainings_and_servers(tmp_path: Path) -> None:
@@ -138,14 +111,6 @@ def test_without_a_limit_the_account_is_kept_all_the_same(tmp_path: Path) -> Non
     assert answers(later) == 0
 
 
-def test_no_evaluation_is_answered_under_a_limit(tmp_path: Path) -> None:
-    app = OwnedNode(limited(tmp_path, 100.0))
-    strategy(release=release(z=2.0), evaluate_every=1).start(grid(app), w0(), num_rounds=2)
-    kinds = [reply.metadata.message_type for reply in app.replies]
-    assert kinds.count("train") == 2
-    assert "evaluate" not in kinds
-
-
 OUTSIDE: dict[str, Callable[[Any], Any]] = {
     "a stock strategy": lambda on: FedAvg().configure_train(1, w0(), ConfigRecord(), on),
     "no noise": lambda on: strategy(release=release(z=0.0)).configure_train(
@@ -164,37 +129,6 @@ def test_what_has_no_epsilon_is_refused_under_a_limit(kind: str, tmp_path: Path)
     (message,) = [each for each in OUTSIDE[kind](on) if each.metadata.dst_node_id == first]
     (reply,) = on.send_and_receive([message])
     assert "refused-policy" in str(reply.error.reason)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"ppsgd-delta": 0.0}, "ppsgd-delta must be above 0"),
-        ({"ppsgd-delta": 0.5}, "ppsgd-delta must be above 0"),
-        ({"ppsgd-state-dir": ""}, "set ppsgd-state-dir too"),
-        ({"ppsgd-stock": True}, "exclude each other"),
-    ],
-)
-def test_a_wrong_limit_is_one_line(
-    change: dict[str, Any], says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = OwnedNode({**limited(tmp_path, 1.0), **change}, client_app(unread))
-    trained(strategy(), grid(app), rounds=1)
-    assert not app.replies
-    assert says in caplog.text
-
-
-def test_a_limit_without_a_delta_is_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    node = limited(tmp_path, 1.0)
-    del node["ppsgd-delta"]
-    app = OwnedNode(node, client_app(unread))
-    trained(strategy(), grid(app), rounds=1)
-    assert not app.replies
-    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert lines
-    assert all("ppsgd-delta must be above 0 and below 0.1, got 0" in line for line in lines)
 
 
 class Failing(Target):
@@ -220,20 +154,6 @@ def test_a_learner_that_fails_costs_what_an_answer_costs_under_a_limit(tmp_path:
     once = OwnedNode(node)
     trained(strategy(release=release(z=2.0)), grid(once), rounds=1)
     assert answers(once) == 1
-
-
-def test_what_publishes_nothing_gets_the_same_bytes_under_a_limit(tmp_path: Path) -> None:
-    """No account would count it."""
-    node = limited(tmp_path, 1.0)
-    local = strategy(steps=Steps(shared=0.0, personal=0.5))
-    on = grid()
-    messages = local.configure_train(1, w0(), ConfigRecord(), on)
-    on.push_messages(messages)
-    replies = {
-        content_bytes(client_app(learner)(messages[0], new_context(node=node)))
-        for learner in (failing, learner_for)
-    }
-    assert replies == {b""}
 
 
 def test_a_damaged_account_is_refused_and_nothing_is_sent(
@@ -552,29 +472,7 @@ def test_who_answers_no_evaluation_gets_the_last_w_all_the_same(legacy: bool) ->
     assert not any(measures for user, measures in measured if not user)
 
 
-# --- a message in another's place
-
-
-def test_a_train_order_is_not_obeyed_as_evaluation_or_in_another_run(tmp_path: Path) -> None:
-    first = strategy(checkpoint_dir=tmp_path)
-    trained(first, grid(), rounds=1)
-    lines = ppsgd_command("ledger", tmp_path).splitlines()
-    (line,) = [line for line in lines if "ppsgd-server-key" in line]
-    node = {"ppsgd-server-key": line.partition(" = ")[2].strip()}
-    again = strategy(checkpoint_dir=tmp_path)
-    on = grid()
-    messages = again.configure_train(2, w0(), ConfigRecord(), on)
-    on.push_messages(messages)
-    for kind in ("evaluate", "query"):
-        replayed = Message(messages[0].content, messages[0].metadata.dst_node_id, kind)
-        with pytest.raises(Exception, match="refused-signature"):
-            APP(replayed, new_context(node=node))
-    elsewhere = new_context(node=node)
-    elsewhere.run_id = 77
-    with pytest.raises(Exception, match="refused-signature"):
-        APP(messages[0], elsewhere)
-    assert not APP(messages[0], new_context(node=node)).has_error()
-    again.close()
+# --- what leaves once, or not at all
 
 
 def test_shares_of_a_round_leave_once_whatever_a_node_remembers(tmp_path: Path) -> None:
@@ -599,9 +497,6 @@ def test_shares_of_a_round_leave_once_whatever_a_node_remembers(tmp_path: Path) 
 
     trained(strategy(release=SIX), grid(asked_again, users=6), rounds=1)
     assert len(outcomes) == 1
-
-
-# --- vectors that cannot be bounded
 
 
 class Odd(Target):

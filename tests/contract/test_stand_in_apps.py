@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
+from flwr_ppsgd.lab import flwr_run
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support.paths import ROOT
-from tests.support.recipes import CONFIG, apply_page, change, imported, write_app
+from tests.support.recipes import CONFIG, PACKAGE, apply_page, change, imported, write_app
 
 KINDS = ("message", "legacy")
-NODES = 100  # as in the recipe
+NODES = 20  # the page has 100
 STATEMENT = "user-level joint differential privacy"
 BACK_TO_FEDAVG = {
     "message": ("strategy = PPSGD.auto(", "strategy = FedAvg(fraction_evaluate=fraction_evaluate)"),
@@ -28,15 +28,7 @@ BACK_TO_FEDAVG = {
 }
 QUICKSTARTS = ROOT.parent / "shared" / "apps"
 WRITERS = ROOT.parent / "shared" / "data" / "mnist_writer.npz"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small networks are several times slower on threads that share busy cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(app: Path, nodes: int) -> None:
@@ -46,6 +38,15 @@ def run(app: Path, nodes: int) -> None:
     config: dict[str, Any] = {**CONFIG, "final-model": str(app / "final_model.pt")}
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
     server.app(InProcessGrid(client.app, nodes, config), context)
+
+
+def apply_page_for(nodes: int, kind: str, app: Path) -> None:
+    """The page's lines, for fewer users than it has."""
+    apply_page(kind, app)
+    server = app / PACKAGE / "server_app.py"
+    text = server.read_text(encoding="utf-8")
+    assert text.count("population=100") == 1
+    server.write_text(text.replace("population=100", f"population={nodes}"), encoding="utf-8")
 
 
 def last_measures(kind: str, caplog: pytest.LogCaptureFixture) -> dict[str, float]:
@@ -66,16 +67,20 @@ def test_the_apps_run_as_they_are(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_the_pages_lines_they_train_and_state_their_guarantee(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing else changes: what the app saved before, it saves now, and it loads again."""
+    """Nothing else changes: the app's own evaluation, and what it saves, which loads again."""
     caplog.set_level(logging.INFO, logger="flwr")
     app = write_app(kind, tmp_path / "app")
-    apply_page(kind, app)
+    apply_page_for(NODES, kind, app)
     run(app, NODES)
     assert caplog.text.count(STATEMENT) == 1
     assert set(last_measures(kind, caplog)) == {"accuracy", "local_accuracy", "shared_accuracy"}
     if kind == "message":
+        assert "Central: {'accuracy'" in capsys.readouterr().out
         net = imported(app, "task").Net()
         net.load_state_dict(torch.load(app / "final_model.pt"), strict=True)
 
@@ -95,6 +100,20 @@ def test_going_back_to_fedavg_is_one_line(
 
 
 @pytest.mark.long
+def test_the_recipe_in_a_real_flower_simulation(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``flwr run`` with Ray, which ``test_four_ways`` tries with another app in every run."""
+    app = write_app("message", tmp_path / "app")
+    apply_page_for(4, "message", app)
+    final = app / "saved.pt"
+    flwr_run.run_app(app, nodes=4, changes=f"final-model='{final}'")
+    shown = capfd.readouterr()
+    assert STATEMENT in shown.out + shown.err
+    imported(app, "task").Net().load_state_dict(torch.load(final), strict=True)
+
+
+@pytest.mark.long
 @pytest.mark.skipif(not QUICKSTARTS.is_dir(), reason="Flower's quickstarts are not at hand")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pages_lines_fit_flowers_own_quickstart(
@@ -106,7 +125,7 @@ def test_the_pages_lines_fit_flowers_own_quickstart(
     app = tmp_path / "app"
     shutil.copytree(QUICKSTARTS / f"quickstart-{kind}", app)
     apply_page(kind, app)
-    run(app, NODES)
+    run(app, 100)
     assert STATEMENT in caplog.text
     reached = last_measures(kind, caplog)
     assert reached["accuracy"] >= max(0.9, reached["local_accuracy"], reached["shared_accuracy"])
@@ -132,9 +151,10 @@ def test_a_mistake_of_all_clients_ends_after_the_first_release_and_is_shown_once
 ) -> None:
     """The server is told a code; here both share a process, and its log has the client's line."""
     app = write_app("message", tmp_path / "app")
-    apply_page("message", app)
+    apply_page_for(NODES, "message", app)
     change(app, "client_app", "app = torch_client(", MISTAKES[mistake])
-    with pytest.raises(RuntimeError, match=r"learner-failed: \w+Error\)\. That release is charged"):
+    said = r"learner-failed: \w+Error\)\. What was released is charged"
+    with pytest.raises(RuntimeError, match=said):
         run(app, NODES)
     shown = [record for record in caplog.records if "the server is told" in record.getMessage()]
     assert len(shown) == 1

@@ -1,5 +1,7 @@
 """One ClientApp under any strategy, one strategy over any ClientApp, one grid for all of them."""
 
+import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,15 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedProx, Strateg
 
 from flwr_ppsgd import PPSGD, Order, Steps, client_app
 from flwr_ppsgd.legacy import PPSGDClient
+from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.hostile_clients import (
     SIZE,
     USERS,
+    App,
     Floats,
     Meddle,
     MeddlingGrid,
+    OwnedNode,
     Target,
     flat,
     grid,
@@ -104,6 +109,15 @@ def test_one_training_after_another_on_the_same_nodes() -> None:
     last = FedAvg().start(on, private, num_rounds=1).arrays
     for arrays in (first, private, last):
         assert np.linalg.norm(flat(arrays) - CENTRE) < np.linalg.norm(CENTRE)
+
+
+@pytest.mark.parametrize("bad", [{}, {"local-step": "x"}, {"local-step": 0}, {"local-step": True}])
+def test_a_stock_client_needs_a_step(bad: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """If its owner lets it serve stock strategies and the app says nothing of a step."""
+    on = InProcessGrid(OwnedNode({"ppsgd-stock": True}), USERS, bad)  # type: ignore[arg-type]
+    (reply, *_) = on.send_and_receive(FedAvg().configure_train(1, w0(), ConfigRecord(), on))
+    assert reply.error.reason == "ClientError: refused-policy: ValueError"
+    assert "local-step must be a positive number" in caplog.text
 
 
 def test_other_record_keys_get_one_clear_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,7 +231,7 @@ def ordinary_on_w0(message: Message, context: Context) -> Message:  # noqa: ARG0
     return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
 
 
-def useless(name: str) -> Meddle:
+def useless(name: str, record: str) -> Meddle:
     replies = {
         "one array more": ArrayRecord({"0": Array(np.ones(SIZE)), "1": Array(np.ones(SIZE))}),
         "another name": ArrayRecord({"b": Array(np.ones(SIZE))}),
@@ -226,16 +240,19 @@ def useless(name: str) -> Meddle:
     }
 
     def meddle(messages: list[Message], _: list[Message]) -> list[Message]:
-        return [Message(RecordDict({"arrays": replies[name]}), reply_to=messages[0])]
+        return [Message(RecordDict({record: replies[name]}), reply_to=messages[0])]
 
     return meddle
 
 
+@pytest.mark.parametrize("record", ["arrays", "fitres.parameters"])
 @pytest.mark.parametrize("name", ["one array more", "another name", "NaN", "none"])
-def test_parameters_that_cannot_be_used_count_as_zero(name: str) -> None:
+def test_parameters_that_cannot_be_used_count_as_zero(name: str, record: str) -> None:
+    """As the clients of either API send them."""
     ppsgd = parameters_strategy()
-    w = trained(ppsgd, MeddlingGrid(useless(name), ordinary_on_w0), rounds=1)
-    np.testing.assert_array_equal(w, 0.0)
+    w = trained(ppsgd, MeddlingGrid(useless(name, record), ordinary_on_w0), rounds=1)
+    moved = (name, record) == ("another name", "fitres.parameters")  # there they are numbered
+    assert np.any(w) == moved
     assert ppsgd.ledger.rounds == 1
 
 
@@ -246,8 +263,7 @@ class PullsToItsTarget(NumPyClient):
         self.user = user
 
     def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> Any:
-        assert config["server_round"] == 1
-        assert config["lr"] == 0.1
+        assert set(config) == {"server_round", "lr"}
         moved = [array + 0.5 * (target(self.user) - array) for array in parameters]
         return moved, 10**6, {"loss": 1.0}
 
@@ -267,6 +283,51 @@ def test_numpy_clients_are_driven_under_the_message_api() -> None:
     result = ppsgd.start(on, w0(), num_rounds=1, train_config=config)
     np.testing.assert_allclose(flat(result.arrays), 0.5 * CENTRE, atol=1e-6)
     assert result.evaluate_metrics_clientapp[0] == {"distance": 0.0, "loss": 2.0}
+
+
+def test_a_message_holds_both_forms_until_all_who_answer_are_of_one_kind() -> None:
+    """One who fails, or lies about its kind, must not keep the others from their form."""
+    ppsgd = parameters_strategy()
+    arrays = w0()
+    seen: list[list[str]] = []
+    both = ["arrays", "config", "fitins.parameters", "fitins.config"]
+
+    def play(app: App, lies: bool = False) -> None:
+        nonlocal arrays
+        on = grid(app)
+        config = ConfigRecord({"lr": 0.1})
+        messages = ppsgd.configure_train(len(seen) + 1, arrays, config, on)
+        seen.append(list(messages[0].content))
+        replies = list(on.send_and_receive(messages))
+        if lies:
+            replies[0] = Message(RecordDict({"arrays": arrays}), reply_to=messages[0])
+        arrays, _ = ppsgd.aggregate_train(len(seen), replies)
+
+    numbered = ClientApp(client_fn=numpy_client)
+
+    def first_fails(message: Message, context: Context) -> Message:
+        if user_of(context) == 0:
+            raise RuntimeError("no data")
+        return numbered(message, context)
+
+    play(numbered)
+    play(numbered)
+    play(first_fails)
+    play(numbered, lies=True)
+    play(ordinary)
+    play(ordinary)
+    assert seen == [both, both[2:], both[2:], both, both, both[:2]]
+
+
+def test_a_learner_for_that_cannot_be_pickled_is_named_when_it_is_sent() -> None:
+    lock = threading.Lock()
+
+    def locked(context: Context) -> Target:
+        with lock:
+            return learner_for(context)
+
+    with pytest.raises(TypeError, match=r"learner_for=<function .*locked.*module-level function"):
+        pickle.dumps(client_app(locked))
 
 
 def test_a_stock_client_without_the_setting_gets_a_line_that_names_it(

@@ -1,9 +1,8 @@
-"""The app of the fault tests: clients that note what they are asked and fail as a file beside
-their data tells them.
+"""The app of the fault tests: clients note what they are asked, and fail if a file says so.
 
-``fault`` in a node's directory holds one word and is used up: raise, exit (the process dies), hang.
-The server notes w after every round, and dies between charge and release where a file
-``die-after-charge`` lies in its directory.
+``fault`` in a node's directory is used up: ``raise``, ``exit`` (the process dies), ``hang SECONDS``
+or, in a secure sum, ``die ROUND EXCHANGE``. The server notes w after every round, and dies between
+charge and release if its directory has a file ``die-after-charge`` with the number of the round.
 """
 
 import json
@@ -14,22 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message
 from flwr.client import Client
 from flwr.clientapp import ClientApp
-from flwr.common import Parameters, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerApp as LegacyServerApp
 from flwr.server import ServerAppComponents
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Order, Release, client_app
-from flwr_ppsgd.client.app import PPSGDClient
-from flwr_ppsgd.server.legacy import PPSGDStrategy
+from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.server.store import Store
+from flwr_ppsgd.wire import ORDER
 
 Floats = NDArray[np.float64]
 SIZE = 6
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Target:
@@ -38,18 +42,16 @@ class Target:
     num_examples = 1
 
     def __init__(self, place: Path, run: str) -> None:
-        self._place, self._run = place, run
+        self._place = place
+        self._notes = place / f"{run}.jsonl"
         self._y = np.load(place / "y.npy")
 
     def initial_theta(self) -> Floats:
         return np.zeros(SIZE)
 
     def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:
-        with (self._place / f"{self._run}.jsonl").open("a") as log:
-            log.write(
-                json.dumps({"visit": order.visit, "round": order.round, "start": len(order.starts)})
-                + "\n"
-            )
+        with self._notes.open("a") as notes:
+            notes.write(json.dumps({"visit": order.visit, "round": order.round}) + "\n")
         self._fail()
         gradient = w + theta - self._y
         return gradient, gradient
@@ -58,21 +60,34 @@ class Target:
         return {"distance": float(np.sum((w + theta - self._y) ** 2))}
 
     def _fail(self) -> None:
-        told = self._place / "fault"
-        if not told.exists():
+        path = self._place / "fault"
+        if not path.exists() or path.read_text().startswith("die"):
             return
-        fault = told.read_text().strip()
-        told.unlink()
+        fault, *seconds = path.read_text().split()
+        path.unlink()
         if fault == "raise":
-            raise RuntimeError("told to raise")
+            raise RuntimeError("asked to raise")
         if fault == "exit":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault.startswith("hang"):
-            time.sleep(float(fault.split()[1]))
+            die()
+        time.sleep(float(seconds[0]))
+
+
+def place_of(context: Context) -> Path:
+    return Path(str(context.node_config["place"]))
 
 
 def learner_for(context: Context) -> Target:
-    return Target(Path(str(context.node_config["place"])), str(context.run_config["ppsgd-run"]))
+    return Target(place_of(context), str(context.run_config["ppsgd-run"]))
+
+
+def dying_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    path = place_of(context) / "fault"
+    if path.exists() and ORDER in message.content:
+        order = Order.from_flat(message.content[ORDER])
+        if path.read_text().split() == ["die", str(order.round), str(order.stage)]:
+            path.unlink()
+            die()
+    return call_next(message, context)
 
 
 def note(out: Path, round_: int, w: Floats) -> None:
@@ -83,33 +98,32 @@ def note(out: Path, round_: int, w: Floats) -> None:
 
 
 class Dying(Store):
-    """A store whose process dies once, right after a charge is on the disk and before anything
-    is released."""
+    """A store whose process dies once, after a charge is on the disk and before the release."""
 
     def charge(self, round_: int, release: Release, *, insecure: bool = False) -> None:
         super().charge(round_, release, insecure=insecure)
         assert self.directory is not None
-        told = self.directory / "die-after-charge"
-        if told.exists() and int(told.read_text()) == round_:
-            told.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+        path = self.directory / "die-after-charge"
+        if path.exists() and int(path.read_text()) == round_:
+            path.unlink()
+            die()
 
 
-def place_of(config: dict[str, Any]) -> Path:
-    """Where this run writes; made with a store that can be told to die."""
+def out_of(context: Context) -> Path:
+    """Where this run writes, with a store that can be made to die."""
     import flwr_ppsgd.server.account
 
     vars(flwr_ppsgd.server.account)["Store"] = Dying
-    return Path(str(config["checkpoint-dir"]))
+    return Path(str(context.run_config["checkpoint-dir"]))
 
 
-client = client_app(learner_for)
+client = client_app(learner_for, mods=[dying_mod])
 server = ServerApp()
 
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    out = place_of(context.run_config)
+    out = out_of(context)
     strategy = PPSGD.from_config(context.run_config)
     strategy.start(
         grid,
@@ -120,28 +134,23 @@ def main(grid: Grid, context: Context) -> None:
     (out / "statement.txt").write_text(strategy.privacy_statement())
 
 
-class Noting(PPSGDStrategy):
-    """The legacy strategy, noting w as the other server does."""
-
-    out: Path
-
-    def evaluate(self, server_round: int, parameters: Parameters) -> None:
-        note(self.out, self._first + server_round, parameters_to_ndarrays(parameters)[0])
-
-
 def client_fn(context: Context) -> Client:
     return PPSGDClient(learner_for(context), context).to_client()
 
 
 def server_fn(context: Context) -> ServerAppComponents:
-    out = place_of(context.run_config)
-    strategy = Noting.from_config(
-        context.run_config, initial_parameters=ndarrays_to_parameters([np.zeros(SIZE)])
+    out = out_of(context)
+
+    def evaluate(round_: int, arrays: list[Any], _: Any) -> None:
+        note(out, round_, arrays[0])
+
+    strategy = PPSGDStrategy.from_config(
+        context.run_config,
+        initial_parameters=ndarrays_to_parameters([np.zeros(SIZE)]),
+        evaluate_fn=evaluate,
     )
-    strategy.out = out
-    return ServerAppComponents(
-        strategy=strategy, config=strategy.server_config(int(context.run_config["rounds"]))
-    )
+    rounds = strategy.server_config(int(context.run_config["rounds"]))
+    return ServerAppComponents(strategy=strategy, config=rounds)
 
 
 legacy_client = ClientApp(client_fn=client_fn)

@@ -3,45 +3,82 @@ the rounds that completed, and the ledger has every release."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.client.theta import Theta
 from flwr_ppsgd.server.store import NAME, Store
-from simulations.deployment.federation import Federation, wait_for, write_app
+from simulations.deployment.federation import CONNECTION, Federation, wait_for, write_app
 from tests.support.kept import kept_in
 
 USERS = ("ada", "ben", "cleo")
-STEP, ALPHA_Q = 0.2, 0.5
+STEP = 0.2
+ALPHA_Q = 0.5
 COMPONENTS = {
     "message": {"serverapp": "faulty_app:server", "clientapp": "faulty_app:client"},
     "legacy": {"serverapp": "faulty_app:legacy_server", "clientapp": "faulty_app:legacy_client"},
 }
 MODULE = Path(__file__).with_name("faulty_app.py")
+QUIET = 2.0  # seconds that a command of Flower's takes on a machine with nothing else to do
 
 
 class Deployment:
     """One SuperLink and a SuperNode for each user; any number of trainings, each under a name of
-    its own."""
+    its own.
 
-    def __init__(self, directory: Path, *, secure: bool = True) -> None:
+    Args:
+        directory: where everything is kept.
+        users: the SuperNodes, by name.
+        secure: whether there are TLS and authentication.
+    """
+
+    def __init__(
+        self, directory: Path, users: Sequence[str] = USERS, *, secure: bool = True
+    ) -> None:
         self.directory = directory
-        self.federation = Federation(directory, secure=secure)
+        self.users = users
         self.secure = secure
+        self.federation = Federation(directory, secure=secure)
+        self._runs: list[int] = []
 
-    def start(self, users: tuple[str, ...] = USERS, *, proxy: bool = False) -> None:
-        self.federation.start_superlink()
+    def start(self, *, proxy: bool = False, port: int | None = None) -> None:
+        """The SuperNodes, after the SuperLink unless that has been started with a port to use."""
+        if port is None:
+            self.federation.start_superlink()
         if proxy:
             self.federation.start_proxy()
-        for number, user in enumerate(users):
+        for number, user in enumerate(self.users):
             self.place(user).mkdir(exist_ok=True)
             np.save(self.place(user) / "y.npy", np.random.default_rng(number).normal(size=6))
             if self.secure:
                 self.federation.register(user)
-            self.federation.start_supernode(user, self.node_config(user))
+            self.federation.start_supernode(user, self.node_config(user), port=port)
+
+    @contextmanager
+    def cleaned(self) -> Iterator[None]:
+        """However a test ends, the next one finds no fault, no run, and all processes."""
+        try:
+            yield
+        finally:
+            for user in self.users:
+                for name in ("fault", "disk"):
+                    (self.place(user) / name).unlink(missing_ok=True)
+            self.federation.restore(["superlink", *self.users])
+            for run in self._runs:
+                with suppress(RuntimeError):  # it has ended
+                    self.federation.flwr("stop", str(run), CONNECTION)
+            self._runs.clear()
+
+    def seconds(self, quiet: float) -> float:
+        """What takes this many seconds on a quiet machine may take so many now."""
+        began = time.monotonic()
+        self.federation.flwr("list", CONNECTION, "--format", "json")
+        return quiet * max(1.0, (time.monotonic() - began) / QUIET)
 
     def node_config(self, user: str) -> dict[str, str | int]:
         return {
@@ -62,8 +99,8 @@ class Deployment:
     def begin(self, name: str, rounds: int, *, api: str = "message", **changes: object) -> int:
         """``flwr run`` of a training; under a name that was there before, it goes on."""
         self.server(name).mkdir(exist_ok=True)
-        config = {
-            "population": len(USERS),
+        config: dict[str, Any] = {
+            "population": len(self.users),
             "rate": 1.0,
             "clip-norm": 1.0,
             "noise-multiplier": 0.5,
@@ -72,20 +109,24 @@ class Deployment:
             "alpha-q": ALPHA_Q,
             "rounds": rounds,
             "min-online": 0.6,
-            "round-timeout": 60.0,
+            "round-timeout": self.seconds(60.0),
             "checkpoint-dir": str(self.server(name)),
             "ppsgd-run": name,
-            **({"enrolled": ",".join(USERS)} if self.secure else {}),
-            **{key.replace("_", "-"): value for key, value in changes.items()},
         }
+        if self.secure:
+            config["enrolled"] = ",".join(self.users)
+        config |= {key.replace("_", "-"): value for key, value in changes.items()}
         app = write_app(self.directory / f"{api}-app", [MODULE], COMPONENTS[api], config)
-        return self.federation.run(app)
+        run = self.federation.run(app)
+        self._runs.append(run)
+        return run
 
-    def finish(self, run: int, seconds: float = 400) -> str:
-        wait_for(
-            "the run to end", lambda: self.federation.status(run).startswith("finished"), seconds
-        )
+    def finish(self, run: int) -> str:
+        wait_for("the run to end", lambda: self.has_ended(run))
         return self.federation.status(run)
+
+    def has_ended(self, run: int) -> bool:
+        return self.federation.status(run).startswith("finished")
 
     def rounds_done(self, name: str) -> int:
         if not (self.server(name) / NAME).exists():
@@ -93,20 +134,28 @@ class Deployment:
         found = Store.read(self.server(name)).load()
         return found.round if found else 0
 
-    def wait_for_round(self, name: str, number: int, seconds: float = 300) -> None:
-        wait_for(f"round {number}", lambda: self.rounds_done(name) >= number, seconds)
+    def wait_for_round(self, name: str, number: int, run: int | None = None) -> None:
+        """Until this round is done, or until the run has ended, if one is given."""
 
-    def wait_for_visit(self, name: str, user: str, round_: int, seconds: float = 200) -> None:
+        def happened() -> bool:
+            ended = run is not None and self.has_ended(run)
+            return ended or self.rounds_done(name) >= number
+
+        wait_for(f"round {number}", happened)
+
+    def wait_for_visit(self, name: str, user: str, round_: int) -> None:
         """Until this user's client is at work in a round."""
-        wait_for(
-            f"{user} in round {round_}",
-            lambda: any(n["round"] == round_ for n in self.notes(name, user)),
-            seconds,
-        )
+
+        def at_work() -> bool:
+            return round_ in [note["round"] for note in self.notes(name, user)]
+
+        wait_for(f"{user} in round {round_}", at_work)
 
     def notes(self, name: str, user: str) -> list[dict[str, int]]:
         path = self.place(user) / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
     def kept(self, name: str, user: str) -> Theta | None:
         return kept_in(self.place(user) / "state", user, name)
@@ -114,8 +163,9 @@ class Deployment:
     def charges(self, name: str) -> list[int]:
         return [round_ for round_, *_ in Store.read(self.server(name)).charge_rows()]
 
-    def log(self) -> str:
-        return self.federation.log("superlink")
+    def facts(self, name: str) -> list[dict[str, Any]]:
+        """What the server has noted for its operator alone."""
+        return [fact for _, fact in Store.read(self.server(name)).facts()]
 
 
 def replayed(deployment: Deployment, name: str, user: str) -> tuple[NDArray[np.float64], list[int]]:
@@ -127,8 +177,10 @@ def replayed(deployment: Deployment, name: str, user: str) -> tuple[NDArray[np.f
     """
     save = deployment.kept(name, user)
     visits = {note["visit"]: note["round"] for note in deployment.notes(name, user)}
-    rounds = [visits[visit] for visit in range(1, (save.stamp.visit if save else 0) + 1)]
-    y, theta = np.load(deployment.place(user) / "y.npy"), np.zeros(6)
+    count = save.stamp.visit if save else 0
+    rounds = [visits[visit] for visit in range(1, count + 1)]
+    y = np.load(deployment.place(user) / "y.npy")
+    theta = np.zeros(6)
     for round_ in rounds:
         w = np.load(deployment.server(name) / f"w-{round_ - 1}.npy")
         theta = theta - STEP * (w + theta - y)
@@ -140,12 +192,16 @@ def check(
 ) -> None:
     """Every θ is its replay, of rounds that follow each other, and every round of w is charged.
 
-    users: the rounds in which each θ must have been stepped, where the test knows them.
+    Args:
+        deployment: where the training was.
+        name: of the training.
+        rounds: the number that w has had.
+        users: the rounds in which each θ must have been stepped, where the test knows them.
     """
     assert deployment.rounds_done(name) == rounds
     charges = deployment.charges(name)
     assert sorted(set(charges)) == list(range(1, rounds + 1)), charges
-    for user in USERS:
+    for user in deployment.users:
         theta, stepped = replayed(deployment, name, user)
         save = deployment.kept(name, user)
         if save is not None:
@@ -153,7 +209,3 @@ def check(
         assert stepped == sorted(set(stepped)), f"{user} was stepped twice in a round: {stepped}"
         if users and user in users:
             assert stepped == users[user], user
-
-
-def pause(seconds: float) -> None:
-    time.sleep(seconds)

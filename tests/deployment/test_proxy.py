@@ -6,9 +6,9 @@ import re
 import shutil
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli_w
@@ -17,7 +17,6 @@ from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.supernode import fleet_http_client
 
 from flwr_ppsgd.client.check_node import NotLetInError, check_connection
-from flwr_ppsgd.server.store import Store
 from simulations.deployment.federation import (
     PROXY_CONFIG,
     Federation,
@@ -27,7 +26,7 @@ from simulations.deployment.federation import (
     wait_for,
     write_app,
 )
-from tests.deployment.harness import COMPONENTS, MODULE, USERS, Deployment, check, pause
+from tests.deployment.harness import COMPONENTS, MODULE, USERS, Deployment, check
 
 needs_nginx = pytest.mark.skipif(not has_nginx(), reason="nginx is not installed")
 REFUSED = {"/v1/fleet/register-node", "/v1/fleet/unregister-node"}
@@ -58,11 +57,17 @@ def test_nginx_takes_the_configuration_and_its_log_is_off(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     made = Deployment(tmp_path_factory.mktemp("proxied"))
     with made.federation:
         made.start(proxy=True)
         yield made
+
+
+@pytest.fixture
+def deployment(started: Deployment) -> Iterator[Deployment]:
+    with started.cleaned():
+        yield started
 
 
 class Stranger:
@@ -88,7 +93,6 @@ class Stranger:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
         )
 
     def post(self, path: str, body: bytes = b"", method: str = "POST") -> int:
@@ -129,7 +133,7 @@ def test_a_proxy_that_is_down_in_the_middle_of_a_round(deployment: Deployment) -
     run = deployment.begin("down", 3, min_online=1.0)
     deployment.wait_for_visit("down", USERS[0], 1)
     deployment.federation.kill("proxy")
-    pause(15)
+    time.sleep(15)
     deployment.federation.start_proxy()
     assert deployment.finish(run) == "finished:completed"
     check(deployment, "down", 3)
@@ -235,13 +239,13 @@ def test_a_taken_name_and_a_supernode_under_another_key(deployment: Deployment) 
     shutil.copy(deployment.place(ada) / "y.npy", deployment.place("mallory"))
     wait_for("mallory", lambda: online(federation) == len(USERS) + 1)
     deployment.finish(deployment.begin("named", 1, min_online=0.5))
-    problems = [entry["problem"] for entry in told(deployment, "named")]
+    problems = problems_of(deployment, "named")
     assert problems == [
         "enrolled names under which two nodes are online, so that nobody has the place: ada"
     ]
     keys = ",".join(map(federation.public_key, USERS))
     deployment.finish(deployment.begin("keyed", 1, min_online=1.0, enrolled=keys))
-    (problem,) = (entry["problem"] for entry in told(deployment, "keyed"))
+    (problem,) = problems_of(deployment, "keyed")
     assert re.fullmatch(r"node \d+ \(name 'ada', key:\w{64}\) is online and not .*", problem)
     check(deployment, "keyed", 1, {user: [1] for user in USERS})
     federation.stop("mallory")
@@ -256,7 +260,6 @@ def online(federation: Federation) -> int:
     return federation.flwr("supernode", "list", "deployment", "--format", "json").count('"online"')
 
 
-def told(deployment: Deployment, name: str) -> list[dict[str, Any]]:
+def problems_of(deployment: Deployment, name: str) -> list[str]:
     """What the operator was told of in a training, besides rounds."""
-    found = [fact for _, fact in Store.read(deployment.server(name)).facts()]
-    return [entry for entry in found if "problem" in entry]
+    return [fact["problem"] for fact in deployment.facts(name) if "problem" in fact]

@@ -12,7 +12,6 @@ from scipy import sparse
 
 from flwr_ppsgd.algorithm import Poisson, Release, Steps, clip
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
-from flwr_ppsgd.lab.block import run_block
 from flwr_ppsgd.lab.engine import Setting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.population import Table
@@ -105,7 +104,6 @@ def test_one_local_step_is_global_learning(tmp_path: Path) -> None:
     for place in fedavg.places:
         np.testing.assert_allclose(fedavg.w(place), common.w(place), atol=1e-10)
         assert fedavg.measures()[place] == pytest.approx(common.measures()[place])
-        np.testing.assert_allclose(fedavg.by_user()[place], common.by_user()[place])
 
 
 def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
@@ -115,8 +113,7 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
     test = own.parts["test"]
     w = np.random.default_rng(1).normal(size=(own.features, 2, own.outputs))
     found = fine_tune(own, w, [0.1, 1e9], passes=2)
-    assert [step for step, _, _ in found] == [0.1, 0.1]
-    for at, (_, by_user, measures) in enumerate(found):
+    for at, measures in enumerate(found):
         accuracies = []
         for user in test.measured_users.tolist():
             theta = np.zeros(w[:, at].shape)
@@ -129,7 +126,6 @@ def test_fine_tuning_is_local_learning_on_top_of_w(tmp_path: Path) -> None:
             y = test.y[test.rows_of(user)]
             scores = test.x[test.rows_of(user)] @ (w[:, at] + theta)
             accuracies.append(np.mean(scores.argmax(axis=1) == y.argmax(axis=1)))
-        np.testing.assert_allclose(by_user, accuracies)
         assert measures["accuracy"] == pytest.approx(
             np.average(accuracies, weights=test.sizes[test.measured_users])
         )
@@ -166,16 +162,3 @@ def test_epsilon_becomes_the_noise_that_costs_it(sweep: Sweep) -> None:
         release = Release(training.cohort(), 1.0, z)
         spent.append(Ledger(training.delta).record(release, 6).epsilon())
     assert spent == pytest.approx([1.0, 4.0], rel=1e-3)
-
-
-@pytest.mark.parametrize("method", ["ppsgd", *BASELINES])
-def test_the_last_row_of_a_setting_holds_each_user(sweep: Sweep, method: str) -> None:
-    points = [point for point in sweep.points() if point.method == method]
-    rows = run_block(sweep.base.to_flat(), points, lambda *_: None)
-    last = [row for row in rows if row.round == 6]
-    assert sorted(row.point for row in last) == points
-    for row in last:
-        assert row.by_user is not None
-        assert len(row.by_user) == len([user for user in range(USERS) if user % 4])
-        mean = np.mean(row.by_user)
-        assert row.measures["accuracy_mean_user"] == pytest.approx(mean, abs=1e-3)

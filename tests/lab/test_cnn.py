@@ -47,11 +47,17 @@ def from_channels_last(parameters: list[Floats]) -> dict[str, torch.Tensor]:
 
 def flat(model: AdditiveHead, head: Floats, parameters: list[Floats]) -> Floats:
     """(w, W) as the model's flat shared vector, from the authors' layout."""
-    values = {"head": torch.as_tensor(head)}
+    values = {"head.weight": torch.as_tensor(head).T}
     values |= {f"network.{name}": value for name, value in from_channels_last(parameters).items()}
     names = list(model.initial_arrays())
     assert set(names) == set(values)
     return np.concatenate([values[name].reshape(-1).numpy() for name in names])
+
+
+def by_class(heads: Floats) -> Floats:
+    """Users' heads as ``nn.Linear`` has them, outputs × features, each as one row."""
+    transposed: Floats = heads.reshape(USERS, FEATURES, -1).transpose(0, 2, 1)
+    return transposed.reshape(USERS, -1)
 
 
 def shared_vector(model: AdditiveHead) -> Floats:
@@ -74,12 +80,11 @@ def test_a_round_is_that_of_the_authors_code(clip: str) -> None:
     w = flat(model, RECORDED["w"], parameters("param"))
     sent = []
     for user in range(USERS):
-        theta = RECORDED["th"][user].reshape(-1)
+        theta = by_class(RECORDED["th"])[user]
         g_w, g_theta = model.gradients(w, theta, rows(user), "mean")
         assert np.linalg.norm(g_w) == pytest.approx(RECORDED["user_grad_norm"][user], rel=1e-8)
-        np.testing.assert_allclose(
-            g_theta.reshape(32, 10), RECORDED[f"C{clip}_gth"][user], rtol=0, atol=1e-8
-        )
+        expected = by_class(RECORDED[f"C{clip}_gth"])[user]
+        np.testing.assert_allclose(g_theta, expected, rtol=0, atol=1e-8)
         vector, _ = client_step(theta, g_w, g_theta, float(clip), 1.0)
         sent.append(vector)
     release = Release(FixedSize(USERS, USERS), clip_norm=float(clip), noise_multiplier=0.0)
@@ -91,22 +96,20 @@ def test_a_round_is_that_of_the_authors_code(clip: str) -> None:
 def test_a_cohort_at_once_has_the_gradients_of_the_authors_code() -> None:
     model = paper_cnn(0, dtype=torch.float64)
     w = flat(model, RECORDED["w"], parameters("param"))
-    thetas = RECORDED["th"].reshape(USERS, -1)
+    thetas = by_class(RECORDED["th"])
     x, y = zip(*[rows(user) for user in range(USERS)], strict=True)
     batch = (model.tensor(np.stack(x)), model.tensor(np.stack(y)))
     g_w, g_theta = cohort_gradients(model, w, thetas, batch, "mean")
     norms = np.linalg.norm(g_w, axis=1)
     np.testing.assert_allclose(norms, RECORDED["user_grad_norm"].reshape(-1), rtol=1e-8)
-    expected = RECORDED["C0.1_gth"].reshape(USERS, -1)
+    expected = by_class(RECORDED["C0.1_gth"])
     np.testing.assert_allclose(g_theta, expected, rtol=0, atol=1e-8)
 
 
 def test_the_loss_is_that_of_the_authors_code() -> None:
     model = paper_cnn(0, dtype=torch.float64)
     w = flat(model, RECORDED["w"], parameters("param"))
-    losses = [
-        model.evaluate(w, RECORDED["th"][i].reshape(-1), rows(i))["loss"] for i in range(USERS)
-    ]
+    losses = [model.evaluate(w, by_class(RECORDED["th"])[i], rows(i))["loss"] for i in range(USERS)]
     np.testing.assert_allclose(losses, RECORDED["loss"], rtol=1e-8)
 
 
@@ -120,7 +123,7 @@ def test_it_has_26000_shared_and_320_personal_parameters() -> None:
 def test_it_starts_as_widely_spread_as_the_authors_network() -> None:
     """Standard deviations of n normal values agree to about 5/√(2n) on either side."""
     arrays = paper_cnn(3).initial_arrays()
-    golden = {"head": torch.as_tensor(RECORDED["w"])}
+    golden = {"head.weight": torch.as_tensor(RECORDED["w"]).T}
     golden |= {
         f"network.{name}": value for name, value in from_channels_last(parameters("param")).items()
     }

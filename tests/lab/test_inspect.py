@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.inspect import brief, data_report, smoothness, suspects, trivial
+from flwr_ppsgd.lab.inspect import brief, data_report, suspected_leaks, trivial
 from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.per_user import PerUser
-from flwr_ppsgd.lab.scaling import own_scaled
+from flwr_ppsgd.lab.scaling import scale_own_rows
 from tests.support.own_data import per_user
 
 
@@ -31,7 +31,7 @@ def test_trivial_rmse_is_pooled_over_test_rows() -> None:
     assert found is not None
     assert found.pooled == pytest.approx(np.sqrt((3**2 + 7**2) / 2))
     assert found.own == pytest.approx(2)
-    scaled = trivial(own_scaled(rows()))  # in the units of the source
+    scaled = trivial(scale_own_rows(rows()))  # in the units of the source
     assert scaled is not None
     assert (scaled.pooled, scaled.own) == pytest.approx((found.pooled, found.own))
 
@@ -57,15 +57,8 @@ def test_a_feature_that_is_the_target_is_suspected(task: str) -> None:
     noise = draw.normal(size=200)
     x = np.stack([noise, 5 * y + 0.01 * noise, np.ones(200)], axis=1)
     data = rows(user=np.repeat([0, 1], 100), x=x, y=y, test=np.arange(200) % 10 == 0)
-    assert suspects(data) == ["feature 1"]
+    assert suspected_leaks(data) == ["feature 1"]
     assert "suspected leak" in "\n".join(brief(data))
-
-
-def test_smoothness_is_twice_the_mean_square() -> None:
-    data = rows()
-    trained = np.array([0, 1, 2, 4, 5, 6])
-    assert smoothness(data) == pytest.approx(2 * np.mean(trained**2))
-    assert smoothness(data.with_bias()) == pytest.approx(2 * np.mean(trained**2) + 2)
 
 
 def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) -> None:
@@ -73,12 +66,12 @@ def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) 
     lines = [f"{row % 4},{row // 2},{1990 + row % 30},{row % 2},{row / 10}" for row in range(80)]
     path.write_text("user,filmId,year,seen,y\n" + "\n".join(lines))
     data = load(path, DataOptions(categorical="seen"))
-    text = data_report(data, own_scaled(data).with_bias())
+    text = data_report(data, scale_own_rows(data).with_bias())
     for part in (
         "features: 'filmId', 'year', 'seen' in 2 columns (0, 1), a constant",
         "named like an id: filmId (--categorical",
         "suspected leak, predicts the target alone: column 'filmId'",
-        "steps above",
+        "shared parameters",
         "chosen by looking at data: not covered",
         "--write schema.toml",
     ):

@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
 from scipy import sparse
 
-from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
+from flwr_ppsgd import Order
 from flwr_ppsgd.lab.cnn import paper_cnn
 from flwr_ppsgd.lab.learners import linear_learner, network_learner
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import Layout
 from tests.support.own_data import per_user
 
@@ -53,14 +51,13 @@ def order(visit: int, **changes: Any) -> Order:
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_a_model_sees_standardised_features_and_a_bias(kind: str) -> None:
+def test_a_model_sees_features_and_a_bias(kind: str) -> None:
     data, rows = table(kind=kind), np.array([1, 20])
-    raw = data.matrix(rows)
-    std = np.array([1.0, 2, 3, 4])
-    mean = np.zeros(4) if kind == "sparse" else std / 2
-    seen = data.standardise(mean, std).with_bias()
+    seen = data.with_bias()
     assert seen.features == 5
-    np.testing.assert_allclose(seen.matrix(rows), np.hstack([(raw - mean) / std, np.ones((2, 1))]))
+    np.testing.assert_array_equal(
+        seen.matrix(rows), np.hstack([data.matrix(rows), np.ones((2, 1))])
+    )
     x, y, offsets = seen.part(test=True, shift=0.1, dtype=np.float32)
     assert sparse.issparse(x) == (kind == "sparse")
     np.testing.assert_array_equal(offsets, [0, 2, 4, 6])
@@ -69,20 +66,6 @@ def test_a_model_sees_standardised_features_and_a_bias(kind: str) -> None:
     )
     np.testing.assert_allclose(y[0], np.eye(3)[0] - 0.1, rtol=1e-6)
     assert {x.dtype, y.dtype} == {np.dtype(np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("mean", "std", "kind", "message"),
-    [
-        (0, [1, 1, 0, 1], "dense", "std of feature 2 must be above 0"),
-        (0, [1, 1], "dense", r"std must be finite, one number or 4, got \(2,\)"),
-        (float("nan"), 1, "dense", "mean must be finite"),
-        (1, 1, "sparse", "x is sparse and a mean would fill it"),
-    ],
-)
-def test_bad_public_statistics_are_refused(mean: Any, std: Any, kind: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"table: .*{message}"):
-        table(kind=kind).standardise(mean, std)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -148,24 +131,6 @@ def test_a_user_without_test_rows_measures_nothing() -> None:
 def test_what_does_not_fit_is_refused(task: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"table: .*{message}"):
         linear_learner(table(task), **{"user": 0, "batch_size": 2, "seed": 0, **changes})
-
-
-def learner_for(context: Context) -> Any:
-    return linear_learner(
-        table().with_bias(), int(context.node_config["partition-id"]), batch_size=3, seed=0
-    )
-
-
-def test_it_trains_through_the_strategy() -> None:
-    """Through a real client app: the loss falls on users' test parts."""
-    release = Release(Poisson(USERS, 1.0), clip_norm=10.0, noise_multiplier=0.0)
-    strategy = PPSGD(
-        release=release, steps=Steps(shared=0.1, personal=0.1), delta=1e-4, evaluate_every=1
-    )
-    grid = InProcessGrid(client_app(learner_for), num_nodes=USERS)
-    result = strategy.start(grid=grid, initial_arrays=ArrayRecord([np.zeros((5, 3))]), num_rounds=4)
-    losses = [float(str(record["loss"])) for record in result.evaluate_metrics_clientapp.values()]
-    assert losses[-1] < losses[0]
 
 
 def test_a_network_learns_from_a_table() -> None:

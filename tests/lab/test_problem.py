@@ -132,16 +132,6 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_standardisation_takes_public_statistics_and_a_bias_column(tmp_path: Path) -> None:
-    np.savez(tmp_path / "public.npz", mean=np.full(4, 2.0), std=np.full(4, 0.5))
-    data = read(
-        write(tmp_path), standardise=str(tmp_path / "public.npz"), bias=True
-    ).problem.per_user()
-    rows = data.rows(0, test=False)
-    np.testing.assert_allclose(data.matrix(rows)[:, :4], (arrays()["x"][rows] - 2) / 0.5)
-    assert (data.matrix(rows)[:, 4] == 1).all()
-
-
 def test_a_user_drops_out_after_whole_minibatches_only(tmp_path: Path) -> None:
     """2 passes over n_i samples in minibatches of 3: ⌊2n_i/3⌋ visits; rounds are the sum over 4
     users a round."""
@@ -175,9 +165,15 @@ def test_every_preset_is_read_and_says_what_it_is(tmp_path: Path) -> None:
         data |= {"delta": 1e-5} if name.startswith("own-data") else {}
         data |= {"epsilon": 2.0} if name in ("own-data", "own-data-paper") else {}
         single = name in ("own-data", "own-data-paper", "synthetic")
-        loaded = (Experiment if single else Sweep).load(Path(name), data)
-        assert loaded is not None
         assert len(what) > 20
+        if single:
+            Experiment.load(Path(name), data)
+            continue
+        sweep = Sweep.load(Path(name), data)
+        rows_of_their_own = sweep.base.problem.data != "synthetic"
+        linear = sweep.base.problem.model == "linear"
+        honest = sweep.base.training.cohort_size is None  # ε, which the recipe can be planned for
+        assert ("auto" in sweep.methods) == (rows_of_their_own and linear and honest), name
 
 
 def load_text(name: str) -> str:

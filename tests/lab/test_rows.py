@@ -13,7 +13,6 @@ WHOLE = SweepRow(
     6,
     {"loss": 0.5, "accuracy": 0.25},
     diverged=True,
-    by_user=(0.1, 0.4),
     deployed_epsilon=2.5,
     paper_epsilon=1.5,
 )

@@ -8,7 +8,7 @@ from scipy import sparse
 
 from flwr_ppsgd.lab.learners import linear_learner
 from flwr_ppsgd.lab.per_user import PerUser
-from flwr_ppsgd.lab.scaling import FARTHEST, own_scaled, with_kinds
+from flwr_ppsgd.lab.scaling import FARTHEST, scale_own_rows, with_kinds
 from tests.support.own_data import per_user
 
 ROWS = 80
@@ -34,7 +34,7 @@ def table(**changes: Any) -> PerUser:
 
 def test_numbers_are_scaled_by_own_training_rows_and_flags_stay() -> None:
     data = table()
-    seen = own_scaled(data)
+    seen = scale_own_rows(data)
     np.testing.assert_array_equal(seen.x[:, 1], data.x[:, 1])
     for user in range(2):
         own = seen.x[seen.rows(user, test=False)][:, [0, 2]]
@@ -45,8 +45,8 @@ def test_numbers_are_scaled_by_own_training_rows_and_flags_stay() -> None:
 def test_a_test_row_changes_nothing_else() -> None:
     far = columns()["year"].copy()
     far[3] = 1e9
-    seen = own_scaled(table())
-    other = own_scaled(table(year=far))
+    seen = scale_own_rows(table())
+    other = scale_own_rows(table(year=far))
     kept = seen.rows(0, test=False)
     np.testing.assert_array_equal(seen.x[kept], other.x[kept])
     assert other.x[3, 0] == FARTHEST
@@ -54,7 +54,7 @@ def test_a_test_row_changes_nothing_else() -> None:
 
 def test_targets_are_in_own_deviations_and_rmse_in_the_units_of_the_source() -> None:
     data = table()
-    seen = own_scaled(data)
+    seen = scale_own_rows(data)
     for user in range(2):
         own = seen.rows(user, test=False)
         np.testing.assert_allclose(seen.targets(own).mean(), 0, atol=1e-12)
@@ -71,7 +71,7 @@ def test_targets_are_in_own_deviations_and_rmse_in_the_units_of_the_source() -> 
 def test_a_column_that_is_constant_in_own_training_rows_is_0_in_other_rows_too() -> None:
     constant = np.where(np.arange(ROWS) < 40, 1234.5, np.arange(ROWS) + 0.5)
     constant[3] = 99.0  # a test row
-    seen = own_scaled(table(year=constant))
+    seen = scale_own_rows(table(year=constant))
     assert not seen.x[:40, 0].any()
     assert seen.x[40:, 0].any()
 
@@ -79,16 +79,18 @@ def test_a_column_that_is_constant_in_own_training_rows_is_0_in_other_rows_too()
 def test_numbers_in_a_sparse_table_are_scaled_and_categories_are_not() -> None:
     films = np.array([f"f{place}" for place in range(ROWS)], dtype=object)
     data = per_user(columns(film=films), categorical="film")
-    seen = own_scaled(data)
+    seen = scale_own_rows(data)
     assert sparse.issparse(seen.x)
-    np.testing.assert_allclose(seen.x[:, :3].toarray(), own_scaled(table()).x)
+    np.testing.assert_allclose(seen.x[:, :3].toarray(), scale_own_rows(table()).x)
     assert (seen.x[:, 3:] != data.x[:, 3:]).nnz == 0
 
 
-def test_what_has_a_public_scale_is_left_alone() -> None:
-    data = table(y=np.arange(ROWS) % 2).standardise([2000, 0, 0], [10, 1, 1])
-    assert own_scaled(data).own is None
-    assert with_kinds(data).kinds == ("as-is",) * 3
+def test_pixels_are_left_alone() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (ROWS, 9), dtype=np.uint8)
+    data = per_user({**columns(y=np.arange(ROWS) % 2), "pixels": pixels}, features="pixels")
+    assert scale_own_rows(data).own is None
+    assert with_kinds(data).kinds == ("as-is",) * 9
+    np.testing.assert_array_equal(data.matrix(np.arange(ROWS)), pixels / 255)
 
 
 def test_the_recipe_gets_the_kinds_of_columns_and_raw_rows() -> None:

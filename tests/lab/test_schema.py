@@ -46,7 +46,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(given.x, found.x)
     np.testing.assert_array_equal(given.test, found.test)
     assert (given.looked, given.notes) == ((), ())
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="File exists"):
         write_schema(found.schema, tmp_path / "schema.toml", "data.csv")
 
 
@@ -145,7 +145,7 @@ def test_who_is_enrolled_can_be_listed(tmp_path: Path) -> None:
         (("task =", 'missing = "guess"\ntask ='), ("schema.toml", "missing", "own-mean")),
         (("task =", "test-fraction = 2\ntask ="), ("schema.toml", "test-fraction", "2")),
         (("task =", "split-seed = true\ntask ="), ("schema.toml", "split-seed", "True")),
-        (("[columns]", "[columns"), ("schema.toml", "not a schema")),
+        (("[columns]", "[columns"), ("schema.toml", "cannot be read")),
         (('task = "classification"\n', ""), ("schema.toml", "'task' is missing")),
     ],
 )

@@ -217,14 +217,6 @@ def test_epsilon_at_tiny_noise_is_finite_and_silent(tmp_path: Path) -> None:
     assert 0 < honest < math.inf
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_finished_sweep_has_nothing_left_to_do(small: Sweep, tmp_path: Path) -> None:
-    assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 30
-    before = (tmp_path / "out" / store.ROWS).read_bytes()
-    assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 0
-    assert (tmp_path / "out" / store.ROWS).read_bytes() == before
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.usefixtures("quick")
 def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(
@@ -286,10 +278,6 @@ def test_a_worker_that_dies_is_one_clear_line(
 
 def die(*_: object) -> None:
     os._exit(9)
-
-
-def test_memory_that_is_free_is_known() -> None:
-    assert 10**8 < workers.free_memory() < 10**15
 
 
 def test_the_shipped_sweep_is_the_full_size_problem() -> None:

@@ -13,7 +13,6 @@ from flwr_ppsgd.lab.theory import (
     EASED,
     Minimiser,
     Theorem,
-    favours_local,
     noise_scale,
     squared_loss_smoothness,
     sufficient_constant,
@@ -27,41 +26,37 @@ from simulations.pictures.bound import ABOVE, ALPHA_QS, BELOW, PROBLEM, curves
 ALPHAS = (0.0, 1e-3, 0.1, 0.5, 1.0, 7.0, 1e4, math.inf)
 
 
+def theorem(**changes: float) -> Theorem:
+    """Theorem 4.5 with numbers that a reader can redo by hand."""
+    given = {"population": 4, "rounds": 16, "dimension": 2, "smoothness": 3.0}
+    noise = {"variance_w": 8.0, "variance_theta": 4.0, "noise_std": 0.5}
+    return theorem_4_5(**{**given, **noise, **changes})  # type: ignore[arg-type]
+
+
+def sampled(**changes: float) -> Theorem:
+    """Theorem B.4 without sampling, minibatch noise or privacy noise, but for changes."""
+    given = {"population": 1, "rate": 1.0, "rounds": 1, "dimension": 1, "smoothness": 1.0}
+    noise = {"variance_w": 0.0, "variance_theta": 0.0, "noise_std": 0.0}
+    return theorem_b_4(**{**given, **noise, **changes})  # type: ignore[arg-type]
+
+
 def test_theorem_4_5_by_hand() -> None:
     """N=4, n=16, d=2, L=3, σ_w²=8, σ_θ²=4, σ_ζ=1/2, α=1/2, ‖z*‖²_α = 2/α + 5 = 9.
 
     L_α = 3·max(1/2, 1/4) = 3/2; σ² = (4 + 4)/4 + 1/2·2·1/4 = 9/4; η = min(1/6, 3/(4·3/2)) = 1/6;
     bound 4·3/2·9/16 + 3·(3/2)·3/4 = 27/8 + 27/8.
     """
-    theorem = theorem_4_5(
-        population=4,
-        rounds=16,
-        dimension=2,
-        smoothness=3.0,
-        variance_w=8.0,
-        variance_theta=4.0,
-        noise_std=0.5,
-    )
-    bound = theorem.bound(0.5, Minimiser(shared=2.0, personal=5.0))
-    assert (bound.smoothness, bound.variance, bound.norm) == (1.5, 2.25, 3.0)
+    bound = theorem().bound(0.5, Minimiser(shared=2.0, personal=5.0))
+    assert (theorem().smoothness_at(0.5), theorem().variance_at(0.5)) == (1.5, 2.25)
     assert (bound.bias, bound.deviation, bound.total) == (27 / 8, 27 / 8, 27 / 4)
     assert bound.steps == Steps.from_paper(eta=1 / 6, alpha=0.5, denominator=4)
 
 
 def test_where_noise_is_large_the_step_is_the_norm_over_the_noise() -> None:
     """The second branch of η: σ_ζ² = 79 makes σ² = 81, so η = 3/(4·9) = 1/12 < 1/6."""
-    noise = math.sqrt(79.0)
-    theorem = theorem_4_5(
-        population=4,
-        rounds=16,
-        dimension=2,
-        smoothness=3.0,
-        variance_w=8.0,
-        variance_theta=4.0,
-        noise_std=noise,
-    )
-    bound = theorem.bound(0.5, Minimiser(shared=2.0, personal=5.0))
-    assert bound.variance == pytest.approx(81)
+    noisy = theorem(noise_std=math.sqrt(79.0))
+    bound = noisy.bound(0.5, Minimiser(shared=2.0, personal=5.0))
+    assert noisy.variance_at(0.5) == pytest.approx(81)
     assert bound.steps.shared == pytest.approx(1 / 24)
     assert bound.steps.personal == pytest.approx(1 / 48)
 
@@ -69,19 +64,10 @@ def test_where_noise_is_large_the_step_is_the_norm_over_the_noise() -> None:
 def test_theorem_b_4_by_hand() -> None:
     """N = 4, q = 1/2: qN = 2. σ² = (α·6 + α·(1/2)·4 + 5)/2 + α·3 at α = 2: (12 + 4 + 5)/2 + 6 =
     16.5; L_α = max(2 + 1, 1/2)."""
-    theorem = theorem_b_4(
-        population=4,
-        rate=0.5,
-        rounds=10,
-        dimension=3,
-        smoothness=1.0,
-        variance_w=6.0,
-        variance_theta=5.0,
-        noise_std=1.0,
-        squared_gradient=4.0,
-    )
-    assert (theorem.smoothness_at(2.0), theorem.smoothness_at(0.0)) == (3.0, 0.5)
-    assert theorem.variance_at(2.0) == pytest.approx(16.5)
+    variances = {"variance_w": 6.0, "variance_theta": 5.0, "squared_gradient": 4.0}
+    found = sampled(population=4, rate=0.5, dimension=3, noise_std=1.0, **variances)
+    assert (found.smoothness_at(2.0), found.smoothness_at(0.0)) == (3.0, 0.5)
+    assert found.variance_at(2.0) == pytest.approx(16.5)
 
 
 def test_the_smoothness_of_sampling_needs_the_q_that_the_statement_drops() -> None:
@@ -89,18 +75,8 @@ def test_the_smoothness_of_sampling_needs_the_q_that_the_statement_drops() -> No
     lemma would be false."""
     q, theta = 0.1, 3.0
     second_moment = q * (theta / q) ** 2
-    theorem = theorem_b_4(
-        population=1,
-        rate=q,
-        rounds=1,
-        dimension=1,
-        smoothness=1.0,
-        variance_w=0.0,
-        variance_theta=0.0,
-        noise_std=0.0,
-    )
     risk = theta**2 / 2
-    assert second_moment == pytest.approx(2 * theorem.smoothness_at(0.0) * risk)
+    assert second_moment == pytest.approx(2 * sampled(rate=q).smoothness_at(0.0) * risk)
     assert second_moment > 2 * 1.0 * risk
 
 
@@ -110,9 +86,9 @@ def test_the_smoothness_of_sampling_needs_the_q_that_the_statement_drops() -> No
 )
 def test_the_ends_are_the_limits(kind: Minimiser) -> None:
     """α = 10^±12 comes arbitrarily near to what is returned at 0 and ∞, or both are infinite."""
-    theorem = Theorem((2.0, 0.3), (5.0, 0.7), rounds=4, denominator=10.0)
+    found = Theorem((2.0, 0.3), (5.0, 0.7), rounds=4, denominator=10.0)
     for end, near in ((0.0, 1e-14), (math.inf, 1e14)):
-        at, by = theorem.bound(end, kind), theorem.bound(near, kind)
+        at, by = found.bound(end, kind), found.bound(near, kind)
         for name in ("bias", "deviation"):
             if math.isinf(getattr(at, name)):
                 assert getattr(by, name) > 1e5
@@ -124,16 +100,9 @@ def test_the_ends_are_the_limits(kind: Minimiser) -> None:
 
 def test_global_learning_by_hand() -> None:
     """α = ∞, equal users: 4L‖v‖²/n + 3‖v‖√((σ²/N + dσ_ζ²)/n), s_w = min(1/(4L), ‖v‖/√(nA))."""
-    theorem = theorem_4_5(
-        population=5,
-        rounds=9,
-        dimension=2,
-        smoothness=1.0,
-        variance_w=10.0,
-        variance_theta=10.0,
-        noise_std=1.0,
-    )
-    bound = theorem.bound(math.inf, Minimiser.additive_norms(5, distance=3.0))
+    variances = {"variance_w": 10.0, "variance_theta": 10.0}
+    found = theorem(population=5, rounds=9, smoothness=1.0, noise_std=1.0, **variances)
+    bound = found.bound(math.inf, Minimiser.additive_norms(5, distance=3.0))
     assert (bound.bias, bound.deviation) == pytest.approx((4.0, 3 * 3 * 2 / 3))
     assert bound.steps == Steps(shared=0.25, personal=0.0)
 
@@ -143,16 +112,9 @@ def test_local_learning_pays_nothing_for_privacy() -> None:
 
     θ* = (1, 0) and (0, 3): Σ‖θ_i*‖² = 10, of which 2·2.5 is that of the mean (.5, 1.5).
     """
+    users = Minimiser(shared=2.5, personal=5.0, offset=0.5)
     quiet, loud = (
-        theorem_4_5(
-            population=2,
-            rounds=8,
-            dimension=9,
-            smoothness=1.0,
-            variance_w=1.0,
-            variance_theta=4.0,
-            noise_std=noise,
-        ).bound(0.0, Minimiser(shared=2.5, personal=5.0, offset=0.5))
+        theorem(population=2, rounds=8, smoothness=1.0, noise_std=noise).bound(0.0, users)
         for noise in (0.0, 1e6)
     )
     assert quiet.bias == pytest.approx(4 * 10 / 16)
@@ -161,11 +123,8 @@ def test_local_learning_pays_nothing_for_privacy() -> None:
 
 
 def test_users_who_differ_rule_out_global_learning() -> None:
-    theorem = Theorem((1.0, 0.1), (1.0, 0.1), rounds=10, denominator=10.0)
-    assert (
-        theorem.bound(math.inf, Minimiser.additive_norms(2, distance=1.5, spread=0.5)).total
-        == math.inf
-    )
+    users = Minimiser.additive_norms(2, distance=1.5, spread=0.5)
+    assert theorem(population=2).bound(math.inf, users).total == math.inf
 
 
 @pytest.mark.parametrize("alpha", ALPHAS[1:-1])
@@ -198,41 +157,6 @@ def test_lemma_4_6_by_hand() -> None:
         constant=3.0,
     )
     assert found == pytest.approx(216 / 1800)
-
-
-@pytest.mark.parametrize(("factor", "local"), [(0.999, False), (1.001, True)])
-def test_the_threshold_for_algorithm_3_with_the_noise_in_use(factor: float, local: bool) -> None:
-    """N·d·σ_ζ² against (N−1)σ²/(qm): B.4's deviation rises with α on one side and falls on the
-    other."""
-    n, q, m, d, sigma, c = 50, 0.2, 5, 8, 3.0, 2.0
-    z = factor * threshold_noise_multiplier(
-        population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, clip_norm=c
-    )
-    noise = z * c / (q * n)
-    assert (
-        favours_local(population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, noise_std=noise)
-        is local
-    )
-    theorem = theorem_b_4(
-        population=n,
-        rate=q,
-        rounds=10,
-        dimension=d,
-        smoothness=1.0,
-        variance_w=sigma**2 / m,
-        variance_theta=sigma**2 / m,
-        noise_std=noise,
-    )
-    deviations = [theorem.bound(a, Minimiser.additive_norms(n, 1.0)).deviation for a in ALPHAS]
-    assert deviations == sorted(deviations, reverse=not local)
-
-
-def test_the_threshold_by_hand() -> None:
-    """N = 3, q = 1/2, m = 2, d = 3, σ = C: z* = √(2·1.5/6)."""
-    found = threshold_noise_multiplier(
-        population=3, rate=0.5, batch_size=2, dimension=3, sigma=4.0, clip_norm=4.0
-    )
-    assert found == pytest.approx(math.sqrt(0.5))
 
 
 def test_theorem_4_1_by_hand() -> None:
@@ -306,72 +230,27 @@ def test_the_best_alpha_is_an_end_for_equal_users_unless_the_bias_decides() -> N
     """Lemma 4.6: with much noise local, with none global; where only L matters, α ≈ 1/D, the kink
     of L_α."""
     equal = Minimiser.additive_norms(100, 1.0)
-    given = {"population": 100, "rate": 0.1, "rounds": 10**9, "dimension": 10, "smoothness": 1.0}
-    noisy = theorem_b_4(**given, variance_w=1.0, variance_theta=1.0, noise_std=1.0)  # type: ignore[arg-type]
-    quiet = theorem_b_4(**given, variance_w=1.0, variance_theta=1.0, noise_std=0.0)  # type: ignore[arg-type]
-    once = {**given, "rounds": 1}
-    biased = theorem_b_4(**once, variance_w=0.0, variance_theta=0.0, noise_std=0.0)  # type: ignore[arg-type]
+    given = {"population": 100, "rate": 0.1, "dimension": 10}
+    long = {**given, "rounds": 10**9, "variance_w": 1.0, "variance_theta": 1.0}
+    noisy = sampled(**long, noise_std=1.0)
+    quiet = sampled(**long)
+    biased = sampled(**given)
     assert noisy.best(equal).alpha == 0.0
     assert quiet.best(equal).alpha == math.inf
     assert biased.best(equal).alpha == pytest.approx(1 / 11, rel=0.12)
 
 
-def test_steps_from_theory_by_hand() -> None:
+def test_steps_of_a_theorem_by_hand() -> None:
     """η = min(1/(4·2), 3/(2·1)) = 1/8, then min(1/8, 3/(2·24)) = 1/16."""
-    given = {"alpha": 0.5, "denominator": 4.0, "rounds": 4, "smoothness": 2.0, "norm": 3.0}
-    assert Steps.from_theory(**given, deviation=1.0) == Steps(shared=1 / 16, personal=1 / 32)  # type: ignore[arg-type]
-    assert Steps.from_theory(**given, deviation=24.0) == Steps(shared=1 / 32, personal=1 / 64)  # type: ignore[arg-type]
-    assert Steps.from_theory(**given, deviation=0.0) == Steps(shared=1 / 16, personal=1 / 32)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"smoothness": 0.0}, {"deviation": math.nan}, {"norm": -1.0}, {"rounds": 0}]
-)
-def test_steps_from_theory_refuse_what_no_theorem_gives(wrong: dict[str, float]) -> None:
-    given = {
-        "alpha": 0.5,
-        "denominator": 4.0,
-        "rounds": 4,
-        "smoothness": 2.0,
-        "norm": 3.0,
-        "deviation": 1.0,
-    }
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must"):
-        Steps.from_theory(**{**given, **wrong})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"rate": 0.0}, {"population": 0}, {"smoothness": 0.0}, {"noise_std": math.nan}]
-)
-def test_a_theorem_refuses_numbers_without_meaning(wrong: dict[str, float]) -> None:
-    given = {
-        "population": 4,
-        "rate": 0.5,
-        "rounds": 10,
-        "dimension": 3,
-        "smoothness": 1.0,
-        "variance_w": 6.0,
-        "variance_theta": 5.0,
-        "noise_std": 1.0,
-    }
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-        theorem_b_4(**{**given, **wrong})  # type: ignore[arg-type]
+    minimiser = Minimiser(shared=0.0, personal=9.0, offset=1.0)
+    for deviation, eta in ((1.0, 1 / 8), (24.0, 1 / 16), (0.0, 1 / 8)):
+        found = Theorem((0.0, 2.0), (0.0, deviation**2), rounds=4, denominator=4.0)
+        assert found.steps(0.5, minimiser) == Steps(shared=eta / 2, personal=eta / 4)
 
 
 def test_smoothness_over_a_factor_is_the_theorem_for_that_smoothness() -> None:
-    def theorem(smoothness: float) -> Theorem:
-        return theorem_b_4(
-            population=20,
-            rate=0.5,
-            rounds=30,
-            dimension=4,
-            smoothness=smoothness,
-            variance_w=1.0,
-            variance_theta=2.0,
-            noise_std=0.1,
-        )
-
-    assert theorem(8.0).for_smoothness_over(4.0) == theorem(2.0)
+    larger = sampled(population=20, smoothness=8.0)
+    assert larger.for_smoothness_over(4.0) == sampled(population=20, smoothness=2.0)
 
 
 @pytest.mark.parametrize(("sigma", "distance", "end"), [(0.03, 3.0, 0.0), (10.0, 100.0, math.inf)])
@@ -380,18 +259,33 @@ def test_a_smaller_smoothness_makes_the_bound_follow_the_noise(
 ) -> None:
     """For L itself the bias leads, and αQ = 1 on both sides of Lemma 4.6's threshold; for L/30 the
     bound is smallest at the right end."""
-    theorem = theorem_b_4(
-        population=200,
-        rate=1.0,
-        rounds=50,
-        dimension=40,
-        smoothness=2.0,
-        variance_w=sigma**2 / 5,
-        variance_theta=sigma**2 / 5,
-        noise_std=14.0 / 200,
-    )
+    variances = {"variance_w": sigma**2 / 5, "variance_theta": sigma**2 / 5}
+    given = {"population": 200, "rounds": 50, "dimension": 40, "smoothness": 2.0}
+    found = sampled(**given, **variances, noise_std=14.0 / 200)
     minimiser = Minimiser.additive_norms(200, distance)
-    strict = theorem.best(minimiser)
+    strict = found.best(minimiser)
     assert strict.bias > strict.deviation
-    assert strict.alpha * theorem.denominator == 1.0
-    assert theorem.for_smoothness_over(EASED).best(minimiser).alpha * theorem.denominator == end
+    assert strict.alpha * found.denominator == 1.0
+    assert found.for_smoothness_over(EASED).best(minimiser).alpha * found.denominator == end
+
+
+@pytest.mark.parametrize(("factor", "local"), [(0.999, False), (1.001, True)])
+def test_the_threshold_for_algorithm_3_with_the_noise_in_use(factor: float, local: bool) -> None:
+    """N·d·σ_ζ² against (N−1)σ²/(qm): B.4's deviation rises with α on one side and falls on the
+    other."""
+    n, q, m, d, sigma, c = 50, 0.2, 5, 8, 3.0, 2.0
+    z = factor * threshold_noise_multiplier(
+        population=n, rate=q, batch_size=m, dimension=d, sigma=sigma, clip_norm=c
+    )
+    theorem = theorem_b_4(
+        population=n,
+        rate=q,
+        rounds=10,
+        dimension=d,
+        smoothness=1.0,
+        variance_w=sigma**2 / m,
+        variance_theta=sigma**2 / m,
+        noise_std=z * c / (q * n),
+    )
+    deviations = [theorem.bound(a, Minimiser.additive_norms(n, 1.0)).deviation for a in ALPHAS]
+    assert deviations == sorted(deviations, reverse=not local)

@@ -8,7 +8,6 @@ import pytest
 
 from flwr_ppsgd.lab.block import run_block
 from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.measures import on_test
 from flwr_ppsgd.lab.per_user import Split
@@ -113,12 +112,3 @@ def test_rmse_is_that_of_all_rows_together() -> None:
     found = mean_of(replies)
     assert found["rmse"] == pytest.approx(np.sqrt(3))
     assert found["loss"] == pytest.approx(3)
-
-
-def test_both_engines_agree_on_measures_over_all_test_rows(tmp_path: Path) -> None:
-    path = write(tmp_path, "regression")
-    experiment = Experiment.read({**FLAT, "data": str(path)}, where="here")
-    one = run(experiment).rows[-1].measures
-    other = run_as_cohort(experiment).rows[-1].measures
-    for name, value in one.items():
-        assert other[name] == pytest.approx(value, rel=1e-9), name

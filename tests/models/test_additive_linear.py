@@ -70,20 +70,6 @@ def test_a_sum_is_the_mean_times_the_minibatch(loss: Loss) -> None:
     np.testing.assert_allclose(total, ROWS * mean, rtol=1e-14)
 
 
-def test_a_gradient_by_hand() -> None:
-    """x = (1, 2), y = 1, w + θ = (1, 1): the residual is 3 − 1 = 2, the gradient 2·x = (2, 4)."""
-    learner = AdditiveLinear(Fixed(np.array([[1.0, 2.0]]), np.array([[1.0]])), 2)
-    g_w, _ = learner.gradients(np.array([1.0, 0.0]), np.array([0.0, 1.0]), order("mean"))
-    assert g_w.tolist() == [2.0, 4.0]
-
-
-def test_parameters_are_flattened_by_rows() -> None:
-    """x = (1, 0), residuals (−3, −5): the gradient's d×K matrix is [[−3, −5], [0, 0]]."""
-    learner = AdditiveLinear(Fixed(np.array([[1.0, 0.0]]), np.array([[3.0, 5.0]])), 2, 2)
-    g_w, _ = learner.gradients(np.zeros(4), np.zeros(4), order("mean"))
-    assert g_w.tolist() == [-3, -5, 0, 0]
-
-
 def test_squared_measures_by_hand() -> None:
     """Scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1+9), one of two
     classes right."""

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context
-from flwr.client import mod as legacy
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import (
-    LocalDpMod,
-    adaptiveclipping_mod,
-    arrays_size_mod,
-    fixedclipping_mod,
-    message_size_mod,
-)
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 from torch import nn
 
 from flwr_ppsgd import PPSGD, Poisson, Release, SecureSum, Steps, shared_arrays, torch_client
@@ -91,48 +82,11 @@ def test_loaders_that_return_one_loader_are_told_so(caplog: pytest.LogCaptureFix
 
 
 ALL_ANSWERED = "replies=3 zeros=0"
-SIZES = [message_size_mod, arrays_size_mod]
-CLIPPING = [fixedclipping_mod, adaptiveclipping_mod, LocalDpMod(1.0, 1.0, 1.0, 1e-3)]
-LEGACY = [legacy.fixedclipping_mod, legacy.adaptiveclipping_mod, legacy.LocalDpMod(1, 1, 1, 1e-3)]
 
 
 def ppsgd() -> PPSGD:
     release = Release(Poisson(3, 1.0), clip_norm=1.0, noise_multiplier=1.0)
     return PPSGD(release=release, steps=Steps.from_ratio(0.1, 0.3), delta=1e-3)
-
-
-@pytest.mark.parametrize("mod", SIZES)
-def test_flowers_size_mods_work(mod: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert ALL_ANSWERED in one_round(torch_client(network, "1.*", pairs, mods=[mod]), caplog)
-
-
-@pytest.mark.parametrize("mod", [*CLIPPING, *LEGACY])
-def test_mods_that_clip_parameters_are_refused(mod: Any) -> None:
-    """LocalDpMod would send w + clip(g − w) plus noise in place of a gradient, unnoticed."""
-    with pytest.raises(
-        ValueError, match=r"a reply to PPSGD is a gradient.*out of mods.*local_step"
-    ):
-        torch_client(network, "1.*", pairs, mods=[mod])
-
-
-@pytest.mark.parametrize("mod", CLIPPING)
-def test_where_stock_strategies_are_served_they_are_refused_under_ppsgd(
-    mod: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = torch_client(network, "1.*", pairs, mods=[mod], local_step=0.1)
-    found = one_round(pickle.loads(pickle.dumps(app)), caplog)
-    assert ALL_ANSWERED not in found
-    assert "leave" in found
-
-
-def test_and_serve_the_stock_strategy_they_are_for() -> None:
-    app = torch_client(network, "1.*", pairs, mods=[fixedclipping_mod], local_step=0.1)
-    stock = FedAvg(fraction_evaluate=0.0)
-    wrapped = DifferentialPrivacyClientSideFixedClipping(stock, 0.01, 1.0, 3)
-    arrays = shared_arrays(network(), "1.*")
-    result = wrapped.start(InProcessGrid(app, 3), arrays, num_rounds=1)
-    before = arrays.to_numpy_ndarrays()[0]
-    assert (result.arrays.to_numpy_ndarrays()[0] != before).any()
 
 
 def seeded_network() -> nn.Module:

@@ -169,13 +169,13 @@ def test_other_names_are_given() -> None:
     batch = {"pixels": torch.ones(2, 1), "digit": torch.tensor([0, 1]), "writer": ["ada"] * 2}
     x, _ = LoaderBatches([batch], BatchParts("pixels", "digit"))(1)
     assert list(x) == ["pixels"]
-    with pytest.raises(ValueError, match=r"parts \['digit', 'pixels', 'writer'\].*target="):
+    with pytest.raises(ValueError, match=r"parts \['pixels', 'digit', 'writer'\].*target="):
         batches([batch])
-    with pytest.raises(ValueError, match=r"inputs=\['picture'\].*name parts that it has"):
+    with pytest.raises(ValueError, match=r"\['picture'\] were asked for: name parts that it has"):
         LoaderBatches([batch], BatchParts("picture", "digit"))
     with pytest.raises(ValueError, match=r"part 'writer' of a batch is not a tensor.*inputs="):
         LoaderBatches([batch], BatchParts(target="digit"))
-    with pytest.raises(ValueError, match=r"has 3 parts, and \[3\] were asked for"):
+    with pytest.raises(ValueError, match=r"parts \[0, 1, 2\], and \[3\] were asked for"):
         LoaderBatches([tuple(batch.values())], BatchParts(inputs=[0, 1], target=3))
 
 

@@ -85,12 +85,6 @@ def test_the_aggregation_is_in_the_ledgers_json(release: Release) -> None:
     assert release_from_dict(json.loads(json.dumps(release_to_dict(release)))) == release
 
 
-def test_a_secure_sum_is_another_release_than_a_plain_one() -> None:
-    assert SECURE != SAMPLED
-    ledger = Ledger(1e-5).record(SECURE, 2).record(SAMPLED, 2)
-    assert len(ledger.releases) == 2
-
-
 def test_a_budget_prices_a_secure_sum_without_amplification() -> None:
     allowance = Allowance.of(2.0, 1e-5, "gaussian")
     with pytest.raises(ValueError, match="no price for sampled users"):

@@ -190,11 +190,6 @@ def test_survivors_needed_are_those_that_always_suffice() -> None:
     assert survivors_needed(RULES, CLIENTS) == 270
 
 
-def test_thousands_of_clients_have_about_a_hundred_neighbours() -> None:
-    found = design(SecureSum(honest=4000, colluding=500), 5000)
-    assert 80 < found.neighbours < 120
-
-
 def test_what_no_graph_can_protect_is_refused() -> None:
     """Up to 400 clients the complete graph stands in."""
     assert design(SecureSum(honest=160, colluding=10), 300).complete

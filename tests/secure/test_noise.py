@@ -62,7 +62,7 @@ def test_a_learner_that_fails_sends_its_share_of_the_noise(bad: np.ndarray | Non
     assert np.all(failed != 0)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_h_shares_are_the_noise_that_is_charged(seed: int) -> None:
     """Mean, variance and kurtosis of the sum of h shares, within 5 standard errors."""
     d = 50_000
@@ -74,29 +74,12 @@ def test_h_shares_are_the_noise_that_is_charged(seed: int) -> None:
     assert abs((normal**4).mean() - 3) < 5 * math.sqrt(96 / d)
 
 
-def test_the_tails_of_the_sum_are_those_of_a_normal() -> None:
-    d = 200_000
-    shares = inputs(RELEASE, [np.zeros(d)] * RULES.honest, 11)
-    normal = np.abs(shares.sum(axis=0) * RELEASE.grid / RELEASE.noise_std)
-    for at in (2.0, 3.0, 4.0):
-        expected = d * math.erfc(at / math.sqrt(2))
-        assert abs(np.sum(normal > at) - expected) < 5 * math.sqrt(expected)
-
-
 def test_each_share_is_independent_of_the_others() -> None:
     d = 20_000
     shares = inputs(RELEASE, [np.zeros(d)] * 4) * RELEASE.grid / RELEASE.share_std
     for one in range(4):
         for other in range(one):
             assert abs(np.mean(shares[one] * shares[other])) < 5 / math.sqrt(d)
-
-
-def test_everyone_present_adds_more_noise_than_is_charged() -> None:
-    """All n = 10 of h = 8: variance × n/h."""
-    d = 100_000
-    shares = inputs(RELEASE, [np.zeros(d)] * 10, 4)
-    variance = (shares.sum(axis=0) * RELEASE.grid).var() / RELEASE.noise_std**2
-    assert abs(variance / (10 / 8) - 1) < 5 * math.sqrt(2 / d)
 
 
 @pytest.mark.parametrize("z", [0.3, 1.0, 37.0, 5e3])

@@ -1,4 +1,4 @@
-"""The terms are in every key of a session, and say whether the graph is complete."""
+"""The terms are in every key of a session, and hold the release and its measures."""
 
 from dataclasses import replace
 
@@ -34,19 +34,6 @@ def test_every_field_is_in_the_label() -> None:
     assert len(labels) == 1 + len(others)
     again = Session(SecureTerms.from_flat(TERMS.to_flat()), training=7, run=3, start=1, round=5)
     assert again.label == SESSION.label
-
-
-@pytest.mark.parametrize(
-    ("population", "neighbours", "complete"),
-    [(200, 0, True), (201, 0, False), (201, 200, True), (400, 399, True), (401, 399, False)],
-)
-def test_the_graph_is_complete_up_to_200_and_on_request_up_to_400(
-    population: int, neighbours: int, complete: bool
-) -> None:
-    rules = SecureSum(honest=180, colluding=2, neighbours=neighbours)
-    release = Release(Poisson(population, 1.0), 1.0, 4.0, aggregation=rules)
-    assert SecureTerms.of(release, None).complete == complete
-    assert (release.failure == 0) == complete
 
 
 def test_a_client_gets_the_release_and_its_measures_from_the_terms() -> None:

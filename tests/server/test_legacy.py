@@ -30,7 +30,6 @@ from flwr_ppsgd import PrivateMetrics, Steps
 from flwr_ppsgd.client.app import PPSGDClient
 from flwr_ppsgd.server.legacy import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
-from tests.support.kept import kept_by
 from tests.support.toy import SIZE, Floats, release, toy_learner
 
 ONE = np.full(SIZE, 0.1)
@@ -87,29 +86,6 @@ def run_legacy(server_strategy: Any, rounds: int, grid: InProcessGrid) -> Any:
     return app(grid, grid.context(grid.get_node_ids()[0]))
 
 
-def recording(ppsgd: Any) -> list[Parameters]:
-    """Every w that the strategy publishes, in order."""
-    published: list[Parameters] = []
-    aggregate = ppsgd.aggregate_fit
-
-    def record(*arguments: Any) -> Any:
-        parameters, metrics = aggregate(*arguments)
-        published.append(parameters)
-        return parameters, metrics
-
-    ppsgd.aggregate_fit = record
-    return published
-
-
-def test_theta_stays_in_the_nodes_state() -> None:
-    grid = InProcessGrid(ClientApp(client_fn=client_fn), 5)
-    run_legacy(legacy(), 3, grid)
-    kept = kept_by(grid.context(grid.get_node_ids()[2]))
-    assert kept is not None
-    assert (kept.stamp.round, kept.stamp.visit) == (3, 3)
-    assert np.any(kept.theta != 0)
-
-
 def test_aggregating_without_configuring_is_refused() -> None:
     with pytest.raises(ValueError, match="without being configured"):
         legacy().aggregate_fit(1, [], [])
@@ -119,20 +95,6 @@ def test_initial_parameters_are_required() -> None:
     with pytest.raises(ValueError, match="initial_parameters"):
         legacy(initial_parameters=None)
     assert legacy().initialize_parameters(manager()).tensors
-
-
-def test_alpha_zero_sends_nothing_and_costs_nothing() -> None:
-    ppsgd = legacy(release=release(z=1.0), steps=Steps.from_ratio(0.5, 0.0))
-    published = recording(ppsgd)
-    run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
-    np.testing.assert_array_equal(parameters_to_ndarrays(published[-1])[0], 0.0)
-    assert ppsgd.ledger.epsilon() == 0.0
-
-
-def test_evaluation_is_averaged_over_users() -> None:
-    ppsgd = legacy(evaluate_every=1)
-    run_legacy(ppsgd, 2, InProcessGrid(ClientApp(client_fn=client_fn), 5))
-    assert "Evaluation on the users' own data was on" in ppsgd.privacy_statement()
 
 
 def evaluated(loss: float, count: int, **metrics: Any) -> tuple[ClientProxy, EvaluateRes]:

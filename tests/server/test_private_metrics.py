@@ -158,17 +158,3 @@ def test_a_share_outside_the_unit_interval_is_refused(share: float) -> None:
 def test_measures_need_a_positive_bound(bounds: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="bound"):
         PrivateMetrics(bounds)
-
-
-def test_ordinary_clients_know_nothing_of_private_measures() -> None:
-    with pytest.raises(ValueError, match="replies='gradient'"):
-        strategy(metrics=LOSS, replies="parameters")
-
-
-def test_a_reply_with_measures_for_a_server_that_wants_none_is_only_its_gradient() -> None:
-    ppsgd, on = strategy(), grid()
-    (message, *_) = opened(ppsgd, on)
-    reply = answer(message, np.full(SIZE, 0.1))
-    reply.content[METRICS] = MetricRecord({"loss": 1.0})
-    _, metrics = ppsgd.aggregate_train(1, [reply])
-    assert set(metrics) == {"epsilon"}

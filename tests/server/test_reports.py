@@ -1,6 +1,5 @@
 """``ppsgd ledger`` and ``ppsgd status``: beside a running training, nothing locked or changed."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -161,18 +160,6 @@ def test_a_running_or_damaged_training_is_not_added_to(tmp_path: Path) -> None:
     assert (tmp_path / NAME).read_bytes() == content
 
 
-def test_a_directory_without_a_training_is_refused(tmp_path: Path) -> None:
-    for act in (
-        lambda: describe([tmp_path]),
-        lambda: add_charges(tmp_path, 1, "x"),
-        lambda: status_of(tmp_path),
-        lambda: back_up(tmp_path, tmp_path / "copy"),
-    ):
-        with pytest.raises(StoreError, match=r"no training in .*: name a checkpoint directory"):
-            act()
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_training_that_has_not_begun_is_refused_in_one_line(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with pytest.raises(StoreError, match="no training has begun there"):
@@ -278,21 +265,6 @@ def test_replies_by_reason_the_last_error_and_the_last_problem(tmp_path: Path) -
     assert "no data here (20" in words
     assert "last error: OSError: the disk is full (20" in words
     assert "last problem: two nodes under one name: ada (20" in words
-
-
-def test_the_command_prints_words_or_json(tmp_path: Path) -> None:
-    ppsgd = train(tmp_path, 2)
-    run = CliRunner()
-    words = run.invoke(app, ["status", str(tmp_path)])
-    assert words.exit_code == 0
-    spent = rounded_up(ppsgd.ledger.epsilon())
-    assert "rounds: 2 of 2 done" in words.output
-    assert f"epsilon: {spent} spent, {spent} planned, at delta = 0.001" in words.output
-    shown = json.loads(run.invoke(app, ["status", str(tmp_path), "--json"]).output)
-    expected = status_of(tmp_path)
-    for data in (shown, expected):
-        assert data["disk"].pop("free_bytes") > 0  # others use the disk meanwhile
-    assert shown == expected
 
 
 def test_the_command_backs_up_once_and_names_what_it_needs(tmp_path: Path) -> None:

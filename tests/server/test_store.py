@@ -5,9 +5,8 @@ import os
 import shutil
 import signal
 import sqlite3
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -117,19 +116,6 @@ def test_other_settings_are_named_and_nothing_changes(place: Path) -> None:
 
 
 # --- one writer
-
-
-def test_a_second_writer_is_refused_and_a_reader_is_not(place: Path) -> None:
-    store = opened(place)
-    store.charge(1, NOISY)
-    with pytest.raises(StoreError, match=r"in use by another training.*another checkpoint_dir"):
-        Store(place)
-    reader = Store.read(place)
-    assert reader.charge_count == 1
-    with pytest.raises(StoreError, match="readonly"):
-        reader.note("start", 1)
-    store.charge(2, NOISY)
-    assert Store.read(place).charge_count == 2
 
 
 def test_threads_charge_one_after_the_other(place: Path) -> None:
@@ -264,15 +250,6 @@ def test_a_training_may_move_and_another_begin_in_its_place(place: Path) -> None
     train(moved, 1, first=3)
     train(place, 1)
     assert Store.read(moved).charge_count == 3
-
-
-def test_a_training_that_was_deleted_with_its_record_begins_anew(place: Path) -> None:
-    train(place, 2)
-    (record,) = home().iterdir()
-    shutil.rmtree(place)
-    record.unlink()
-    train(place, 1)
-    assert Store.read(place).charge_count == 1
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}\n", b"\xff\xfe", "flipped"])
@@ -509,52 +486,6 @@ def test_a_w_that_could_not_be_saved_is_saved_before_another_round_runs(
     found = store.load()
     assert found is not None
     assert found.round == 1
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """File systems of so many KiB."""
-    mounted: list[Path] = []
-
-    def mount(kib: int) -> Path:
-        path = tmp_path / f"disk-{kib}"
-        path.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(path)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("a file system can be mounted by root only")
-        mounted.append(path)
-        return path
-
-    yield mount
-    for path in mounted:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_on_a_disk_of_any_size_a_round_is_sent_only_if_all_of_it_fits(
-    small_disk: Callable[[int], Path],
-) -> None:
-    """w has 200 kB: what was reserved for it is enough, however little is left besides."""
-    w = {"0": bytes(200_000)}
-    finished = []
-    for kib in [4, 100, 200, *range(260, 340, 4), 520, 820]:
-        place = small_disk(kib) / "server"
-        sent = saved = 0
-        try:
-            with closing(opened(place)) as store:
-                for round_ in range(1, 4):
-                    store.reserve(200_100)
-                    sent = round_
-                    store.charge(round_, NOISY)
-                    store.save(round_, w, {})
-                    saved = round_
-        except (OSError, StoreError) as error:
-            check_one_line(error)
-        assert sent == saved
-        finished.append(saved)
-    assert finished[0] == 0
-    assert finished[-1] == 3
 
 
 # --- kills

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from flwr_ppsgd import (
-    PPSGD,
     Poisson,
     Release,
     Steps,
@@ -35,6 +35,7 @@ from flwr_ppsgd.training import Enrolled
 from flwr_ppsgd.wire import GRADIENT, ORDER
 from tests.support.toy import (
     SIZE,
+    Toy,
     answer,
     flat,
     grid,
@@ -98,39 +99,6 @@ def test_the_released_step_is_a_whole_number_of_grid_steps() -> None:
     np.testing.assert_array_equal(k, np.rint(k))
 
 
-def test_alpha_zero_sends_no_gradient_and_costs_nothing() -> None:
-    ppsgd, on = strategy(release=release(z=1.0), steps=Steps.from_ratio(0.5, 0.0)), grid()
-    replies = list(on.send_and_receive(opened(ppsgd, on)))
-    assert all(len(reply.content) == 0 for reply in replies)
-    arrays, metrics = ppsgd.aggregate_train(1, replies)
-    np.testing.assert_array_equal(flat(arrays), 0.0)
-    assert metrics["epsilon"] == ppsgd.ledger.epsilon() == 0.0
-    assert "epsilon is 0" in ppsgd.privacy_statement()
-
-
-def test_local_learning_still_learns() -> None:
-    result = strategy(steps=Steps.from_ratio(0.5, 0.0), evaluate_every=10).start(
-        grid(), w0(), num_rounds=10
-    )
-    first, last = (result.evaluate_metrics_clientapp[t]["distance"] for t in (0, 10))
-    assert isinstance(first, float)
-    assert last == pytest.approx(first * 0.5**20, rel=1e-6)
-
-
-def test_cohorts_are_independent_coins_over_the_population() -> None:
-    """2,000 rounds at q=.1 over 50 users: each user's share, the spread of sizes, and independence
-    of neighbours."""
-    ppsgd, on, rounds = strategy(release=release(population=50, rate=0.1)), grid(50), 2000
-    first, drawn = min(on.get_node_ids()), np.zeros((2000, 50))
-    for t in range(rounds):
-        for message in ppsgd.configure_train(t + 1, w0(), ConfigRecord(), on):
-            drawn[t, message.metadata.dst_node_id - first] = 1
-    assert np.all(np.abs(drawn.mean(axis=0) - 0.1) < 5 * math.sqrt(0.09 / rounds))
-    assert abs(drawn.sum(axis=1).var() - 4.5) < 5 * 4.5 * math.sqrt(2.2 / rounds)
-    covariance = np.cov(drawn.T) - np.diag(np.diag(np.cov(drawn.T)))
-    assert np.all(np.abs(covariance) < 6 * 0.09 / math.sqrt(rounds))
-
-
 def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:
     """A second call goes on with the same w; one that asks for no more rounds than were done says
     so."""
@@ -145,8 +113,14 @@ def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:
     assert ppsgd.ledger.rounds == 4
 
 
-def test_zero_rounds_return_the_initial_w() -> None:
-    np.testing.assert_array_equal(flat(strategy().start(grid(), w0(ONE), num_rounds=0).arrays), ONE)
+def test_rounds_whose_w_was_never_saved_are_run_again_and_stay_charged(tmp_path: Path) -> None:
+    """It was stopped before the first checkpoint: the initial w is that of round 0."""
+    ppsgd = strategy(release=release(z=1.0), checkpoint_dir=tmp_path, checkpoint_every=10)
+    ppsgd.start(grid(), w0(), num_rounds=5, should_stop=lambda round_, _: round_ == 3)
+    seen: list[int] = []
+    ppsgd.start(grid(), w0(), num_rounds=5, on_round=lambda round_, _: seen.append(round_))
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert (ppsgd.rounds_done, ppsgd.ledger.rounds) == (5, 8)
 
 
 def test_rounds_seen_by_evaluate_fn_are_absolute() -> None:
@@ -231,19 +205,6 @@ def test_an_enrolled_list_names_the_population() -> None:
         strategy(enrolled=[1, 2, 3, 3])
 
 
-def test_an_insecure_seed_repeats_the_run_and_voids_every_report() -> None:
-    def run() -> PPSGD:
-        ppsgd = strategy(release=release(z=1.0), insecure_seed=5)
-        ppsgd.final = flat(ppsgd.start(grid(), w0(), num_rounds=3).arrays)  # type: ignore[attr-defined]
-        return ppsgd
-
-    first, second = run(), run()
-    np.testing.assert_array_equal(first.final, second.final)  # type: ignore[attr-defined]
-    assert first.ledger.insecure_rounds == 3
-    assert first.privacy_statement().startswith("NO GUARANTEE")
-    assert first.privacy_data()["guarantee"] == "none"
-
-
 def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
     assert [
         rounded_up(x) for x in (1.95161, 1.2340000001, 12345.6, 0.00012341, 2.0, 0.0, math.inf)
@@ -256,15 +217,6 @@ def test_a_promise_is_never_printed_smaller_than_it_is() -> None:
         "0",
         "inf",
     ]
-
-
-def test_the_order_says_whether_minibatches_are_summed() -> None:
-    for total_batch, reduction in ((None, "mean"), (70, "sum")):
-        r = Release(Poisson(5, 1.0), 1.0, 0.0, total_batch)
-        (message, *_) = opened(strategy(release=r), grid())
-        order = message.content[ORDER]
-        assert order["reduction"] == reduction
-        assert "visit" not in order
 
 
 def test_layers_keep_their_names_shapes_and_dtypes() -> None:
@@ -367,16 +319,15 @@ def test_control_characters_of_a_client_never_reach_the_log(
     assert all(line.isprintable() for line in private)
 
 
-@pytest.mark.parametrize(("population", "hopeless"), [(10, True), (100_000, False)])
+@pytest.mark.parametrize(("size", "hopeless"), [(60_000, True), (4, False)])
 def test_before_round_one_it_is_said_whether_this_can_learn(
-    population: int, hopeless: bool, caplog: pytest.LogCaptureFixture
+    size: int, hopeless: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """√T·qN/(z·√d) for T = 4, z = 2, d = 60,000: 0.04 for ten users, 408 for a hundred thousand."""
-    ppsgd = strategy(release=release(population=population, z=2.0))
-    ppsgd._account.plan(4, 0)
+    """√T·qN/(z·√d) for T = 4, N = 10, z = 2: 0.04 for 60,000 parameters, 5 for four."""
+    on = InProcessGrid(client_app(lambda _: Toy(np.zeros(size))), 10)
     with caplog.at_level("INFO", logger="flwr.ppsgd"):
-        ppsgd._curator.say_whether_it_can_learn(60_000)
-    expected = math.sqrt(4) * population / (2.0 * math.sqrt(60_000))
+        strategy(release=release(population=10, z=2.0)).start(on, w0(np.zeros(size)), num_rounds=4)
+    expected = math.sqrt(4) * 10 / (2.0 * math.sqrt(size))
     assert f"at best {expected:.2g}" in caplog.text
     assert ("cannot learn" in caplog.text) == hopeless
 

@@ -277,26 +277,6 @@ def test_the_head_of_an_object_is_as_flower_writes_it() -> None:
     assert add_header_to_object_body(b"body", value).partition(b"\x00")[2] == b"body"
 
 
-class TwoPolls(InProcessGrid):
-    """A grid whose replies come one per poll."""
-
-    polls = 0
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        self.polls += 1
-        return super().pull_messages(list(message_ids)[:1])
-
-
-def test_a_check_waits_for_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check still at work on a node would put its state back to before the first round."""
-    monkeypatch.setattr(superlink, "LOCAL_POLL_SECONDS", 0.0)
-    on = TwoPolls(client_app(toy_learner), 3)
-    content = RecordDict({"arrays": w0()})
-    messages = [Message(content, node, "query") for node in on.get_node_ids()]
-    superlink.refusals_of(on, messages, 5.0, W_BYTES)
-    assert on.polls == 3
-
-
 def test_of_an_error_with_a_traceback_its_last_line_counts() -> None:
     reason = (
         "<class 'RayTaskError'>:<'\x1b[36mray::run()\x1b[39m\n  File x\nError: refused-policy'>"
@@ -309,9 +289,8 @@ def test_clients_that_flower_cannot_run_are_seen_before_the_first_round() -> Non
     """Such as an app that cannot be pickled for Ray: nothing is charged."""
 
     class Broken(InProcessGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            pushed = [self._pushed.pop(message_id) for message_id in message_ids]
-            return [Message(Error(0, "cannot be pickled"), reply_to=each) for each in pushed]
+        def send_and_receive(self, messages: Iterable[Message], **_: Any) -> Any:
+            return [Message(Error(0, "cannot be pickled"), reply_to=each) for each in messages]
 
     server = strategy()
     with pytest.raises(NobodyUsableError, match=r"cannot be pickled\. Nothing was charged"):

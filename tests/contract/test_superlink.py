@@ -1,6 +1,7 @@
-"""A SuperLink in this process: Flower's own grid and handlers, without a network between them.
+"""Replies that a SuperLink announces and does not have hold no round beyond its timeout.
 
-Nodes work while the server asks for replies, so that nothing here depends on clocks.
+The SuperLink is in this process: Flower's own grid and handlers, without a network between them.
+Nodes work while the server asks for replies.
 """
 
 import threading
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
@@ -28,7 +30,17 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.servicer.fleet import fleet_handlers
 from flwr.superlink.servicer.runtime import runtime_handlers
 
-from tests.contract.hostile_clients import APP, USERS, App
+from tests.contract.hostile_clients import (
+    APP,
+    USERS,
+    App,
+    Floats,
+    Meddle,
+    MeddlingGrid,
+    strategy,
+    trained,
+    without_first,
+)
 
 MEMORY = ":flwr-in-memory:"
 Upload = Callable[[int, int], bool]
@@ -206,3 +218,34 @@ class RuntimeClient:
 
     def ConfirmMessageReceived(self, request: Any) -> Any:  # noqa: N802
         return self._link.handle("confirm_message_received", request)
+
+
+def over_superlink(uploads: Upload, round_timeout: float, slow: float = 0.0) -> Floats:
+    """w after one round."""
+    ppsgd = strategy(round_timeout=round_timeout, insecure_seed=1)
+    with SuperLink(uploads, slow=slow).grid() as on:
+        w = trained(ppsgd, on, rounds=1)
+    assert ppsgd.ledger.rounds == 1
+    return w
+
+
+def in_process(meddle: Meddle) -> Floats:
+    return trained(strategy(insecure_seed=1), MeddlingGrid(meddle), rounds=1)
+
+
+def test_a_reply_that_is_announced_and_never_uploaded_is_missing_at_the_timeout() -> None:
+    """The others' are read, whatever their order; w is as if this user had stayed silent."""
+    w = over_superlink(lambda user, _: user != 0, round_timeout=4.0)
+    np.testing.assert_array_equal(w, in_process(without_first))
+
+
+def test_a_reply_that_is_uploaded_late_counts_while_its_round_is_open() -> None:
+    """It is tried again after the others, and read once it is there."""
+    w = over_superlink(lambda user, requests: user != 0 or requests > 25, round_timeout=3600.0)
+    np.testing.assert_array_equal(w, in_process(lambda _, replies: replies))
+
+
+def test_what_cannot_be_read_before_the_timeout_is_missing() -> None:
+    """Each reply takes more than the time of the round: a hostile one has thousands of objects."""
+    w = over_superlink(lambda *_: True, round_timeout=1.0, slow=0.6)
+    np.testing.assert_array_equal(w, in_process(lambda *_: []))
