@@ -62,8 +62,9 @@ bench: $(BIN)/.installed         ## speeds, as ratios within one run
 	$(BIN)/python -m simulations.benchmarks
 
 NEIGHBOURS := simulations/benchmarks/neighbours
-bench-neighbours: $(BIN)/.installed .venv-pfl/.installed .venv-fedjax/.installed   ## beside pfl and fedjax, as ratios within one run
+bench-neighbours: $(BIN)/.installed .venv-pfl/.installed .venv-fedjax/.installed   ## beside pfl and fedjax, as ratios within one run; DATA=FILE for the time to a result
 	$(BIN)/python -m simulations.benchmarks.neighbours --pfl .venv-pfl/bin/python --fedjax .venv-fedjax/bin/python
+	$(BIN)/python -m simulations.benchmarks.neighbours.time_to_result --pfl .venv-pfl/bin/python $(if $(DATA),--data $(DATA))
 
 docs: $(BIN)/.docs               ## build the site in build/site; a warning is an error
 	$(BIN)/mkdocs build --strict --quiet

@@ -38,9 +38,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows.npz"
         if asked.data is None:
-            np.savez(path, **made_up_rows())
+            write_made_up_rows(path)
         else:
-            np.savez(path, **unit_rows(asked.data))
+            write_unit_rows(asked.data, path)
         rows = read_rows(path)
         ours, seconds = train_own(rows)
         cohort = Poisson(rows.users, rate=1.0)
@@ -56,27 +56,28 @@ def main() -> None:
     print(f"pfl, {theirs['chosen']:41s}{theirs['accuracy']:.4f} {theirs['seconds']:8.1f}")
 
 
-def made_up_rows(users: int = 300, rows: int = 60, features: int = 40) -> dict[str, np.ndarray]:
+def write_made_up_rows(path: Path, users: int = 300, rows: int = 60, features: int = 40) -> None:
     """Half of the rows are for tests; each user's classes are partly everybody's."""
     source = np.random.default_rng(3)
     common = source.standard_normal((features, 5))
     own = 0.5 * source.standard_normal((users, features, 5))
     x = source.standard_normal((users, rows, features))
     y = (x @ (common + own)).argmax(axis=2)  # users × rows
-    return {
-        "x": x.reshape(-1, features) / np.sqrt(features),
-        "y": y.ravel(),
-        "user": np.repeat(np.arange(users), rows),
-        "test": np.tile(np.arange(rows) % 2 == 0, users),
-    }
+    np.savez(
+        path,
+        x=x.reshape(-1, features) / np.sqrt(features),
+        y=y.ravel(),
+        user=np.repeat(np.arange(users), rows),
+        test=np.tile(np.arange(rows) % 2 == 0, users),
+    )
 
 
-def unit_rows(path: Path) -> dict[str, np.ndarray]:
+def write_unit_rows(source: Path, path: Path) -> None:
     """The file's rows at norm 1, as both sides get them."""
-    with np.load(path) as data:
+    with np.load(source) as data:
         x = data["x"].reshape(len(data["x"]), -1).astype(np.float64)
         x /= np.linalg.norm(x, axis=1, keepdims=True)
-        return {"x": x, "y": data["y"], "user": data["user"], "test": data["test"]}
+        np.savez(path, x=x, y=data["y"], user=data["user"], test=data["test"])
 
 
 def train_own(rows: Rows) -> tuple[float, float]:
@@ -96,7 +97,9 @@ def train_own(rows: Rows) -> tuple[float, float]:
     result = strategy.start(grid, initial)
     seconds = time.process_time() - start
     *_, measures = result.evaluate_metrics_clientapp.values()
-    return float(measures["accuracy"]), seconds
+    accuracy = measures["accuracy"]
+    assert isinstance(accuracy, float)
+    return accuracy, seconds
 
 
 def run_pfl(python: str, path: Path, noise: dict[int, float]) -> dict[str, float | str]:
