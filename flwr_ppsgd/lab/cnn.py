@@ -33,24 +33,7 @@ def paper_cnn(
         if isinstance(part, nn.Conv2d | nn.Linear):
             _start(part, coins)
     head = torch.randn(FEATURES, classes, generator=coins) / math.sqrt(FEATURES)
-    return AdditiveHead(
-        network.to(dtype),
-        FEATURES,
-        classes,
-        loss=_MeanSquare(),
-        head=head,
-    )
-
-
-class _MeanSquare:
-    """``mean_square``, which also says what its targets are, so that the head can be solved."""
-
-    def __call__(self, prediction: Tensor, y: Tensor) -> Tensor:
-        return mean_square(prediction, y)
-
-    def targets(self, y: Tensor, outputs: int) -> Tensor:
-        """samples × K."""
-        return shifted_targets(y, outputs)
+    return AdditiveHead(network.to(dtype), FEATURES, classes, loss=mean_square, head=head)
 
 
 def mean_square(prediction: Tensor, y: Tensor) -> Tensor:
