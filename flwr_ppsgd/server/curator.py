@@ -156,8 +156,10 @@ class Curator:
         name = "noise" if request.round else request.what
         noisy = opened.close(random_stream(training.insecure_seed, name, request.round))
         self._note_outcome(opened)
-        if opened.telling and (heard or not request.round):
-            self._useless = 0 if opened.usable else self._useless + 1
+        if opened.usable:
+            self._useless = 0
+        elif opened.telling and (heard or not request.round):
+            self._useless += 1
         if not request.round:
             prior = np.zeros(request.length)  # zeros leave the prior
             self.account.note_sum(request.what, prior if noisy is None else noisy)

@@ -324,6 +324,21 @@ def test_two_rounds_in_which_nobody_could_be_used_end_the_run_and_are_charged(us
     assert ppsgd.ledger.rounds == 3
 
 
+def test_a_round_between_them_in_which_somebody_replied_lets_the_run_go_on() -> None:
+    """However few were asked in it."""
+    failed = True  # a first round that fails would end the run
+
+    def every_second_at_most(messages: list[Message], replies: list[Message]) -> list[Message]:
+        nonlocal failed
+        failed = len(messages) >= 10 and not failed
+        return [] if failed else replies
+
+    users = 20
+    ppsgd = strategy(release=release(population=users, rate=0.5), insecure_seed=1)
+    trained(ppsgd, MeddlingGrid(every_second_at_most, users=users), rounds=30)
+    assert ppsgd.ledger.rounds == 30
+
+
 @pytest.mark.parametrize("users", [3, 12])
 def test_a_mistake_that_everybody_makes_costs_the_first_release_alone(users: int) -> None:
     ppsgd = strategy(release=release(population=users))
