@@ -167,6 +167,7 @@ def draw(found: Points, measure: str, not_private: Sequence[str], path: Path) ->
     ticks = sorted({epsilon for by_epsilon in found.values() for epsilon in by_epsilon})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
     axes.set_xticks([], minor=True)
+    axes.margins(y=0.1)  # room for the labels of level lines
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.supxlabel(OUTSIDE, fontsize=8, color="0.3")
