@@ -236,6 +236,11 @@ class DiskStore:
             raise self._damage_error(f"{name!r} is not what was written")
         return json.loads(row[1])
 
+    def check_facts(self) -> None:
+        """RefusedError if any fact was changed."""
+        for (name,) in self._rows("SELECT name FROM fact"):
+            self.fact(name)
+
     def replies(self) -> int:
         """The number of replies that were noted."""
         ((number,),) = self._rows("SELECT IFNULL(MAX(id), 0) FROM sent")

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shutil
 import sqlite3
 import stat
 from collections.abc import Callable
@@ -176,7 +177,7 @@ def test_a_store_of_another_user_is_refused(
     assert not any(reply.has_error() for reply in replies[2:])
 
 
-@pytest.mark.parametrize("part", ["fact", "array", "sent", "page"])
+@pytest.mark.parametrize("part", ["fact", "agreement", "array", "sent", "page"])
 def test_a_changed_row_is_refused_or_shown(tmp_path: Path, part: str) -> None:
     """What was agreed, what is kept and what it cost: nothing is answered on a damaged store."""
     on = Nodes(tmp_path, nodes=1)
@@ -188,15 +189,35 @@ def test_a_changed_row_is_refused_or_shown(tmp_path: Path, part: str) -> None:
         content = path.read_bytes()
         path.write_bytes(content[:4096] + bytes(4096) + content[8192:])
     else:
-        text = {"fact": "value", "array": "about", "sent": "line"}[part]
+        change = {
+            "fact": "UPDATE fact SET value = value || ' '",
+            "agreement": "UPDATE fact SET value = value || ' ' WHERE name != 'account'",
+            "array": "UPDATE array SET about = about || ' '",
+            "sent": "UPDATE sent SET line = line || ' '",
+        }[part]
         with sqlite3.connect(path) as file:
-            file.execute(f"UPDATE {part} SET {text} = {text} || ' '")
+            assert file.execute(change).rowcount
         file.close()
     (reply,) = one_round(ppsgd, on, 3)
     assert reply.has_error() == (part != "sent")
     if part != "sent":
         assert "theta-damaged" in told(reply)
     assert "is damaged" in client_report(tmp_path)
+
+
+def test_a_store_that_went_back_in_time_is_refused_while_the_node_runs(tmp_path: Path) -> None:
+    on = Nodes(tmp_path, nodes=1)
+    ppsgd = strategy(release=release(1))
+    ppsgd.start(on, w0(), num_rounds=2)
+    shutil.copytree(tmp_path / "0", tmp_path / "backup")
+    one_round(ppsgd, on, 3)
+    shutil.rmtree(tmp_path / "0")
+    (tmp_path / "backup").rename(tmp_path / "0")
+    (reply,) = one_round(ppsgd, on, 4)
+    assert "theta-damaged" in told(reply)
+    on.restart()
+    (reply,) = one_round(ppsgd, on, 4)
+    assert not reply.has_error()
 
 
 @pytest.mark.parametrize("place", ["write_file", "fsync"])
