@@ -46,9 +46,18 @@ from tests.contract.hostile_clients import (
     trained,
     without_first,
 )
+from tests.support.time_limit import time_limit
 
 MEMORY = ":flwr-in-memory:"
+LIMIT = 300  # seconds for a test that takes a few
 Upload = Callable[[int, int], bool]
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    """A grid that waits for ever ends its test."""
+    with time_limit(LIMIT):
+        yield
 
 
 class SuperLink:
@@ -277,7 +286,7 @@ def test_an_order_that_an_insider_forges_is_refused_if_the_key_is_pinned(tmp_pat
     with link.grid() as on:  # whose messages say that they are from the server
         trained(strategy(checkpoint_dir=tmp_path), on, rounds=1)
         content = orders[0].content
-        moved = {name: Array(w.numpy() + 9) for name, w in content["arrays"].items()}
+        moved = {name: Array(w.numpy() + 9) for name, w in content.array_records["arrays"].items()}
         forgery = Message(RecordDict({**content, "arrays": ArrayRecord(moved)}), victim, "train")
         received = link.push_and_receive(forgery, insider)
     assert received is not None
