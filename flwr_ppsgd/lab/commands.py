@@ -389,7 +389,7 @@ def audit(
     logging.getLogger("flwr").setLevel(logging.ERROR)  # withheld replies are part of it
     training = Experiment.load(experiment, _overrides(settings)).training
     flat = training.to_flat()
-    for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "enrolled"):
+    for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "enrolled", "evaluate-every"):
         flat.pop(key, None)
     release = training.release()
     found = auditing.audit(
