@@ -350,6 +350,20 @@ def test_a_restart_after_the_first_round_asks_nobody_for_numbers_again(tmp_path:
     assert dict(again.ledger.releases) == dict(whole.ledger.releases)
 
 
+@pytest.mark.parametrize("changes", [{"epsilon": 20.0}, {"delta": 1e-4}, {"population": 13}])
+def test_a_restart_with_another_budget_is_refused_by_name(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    users = Users("regression")
+    first = PPSGD.auto(**users.auto(checkpoint_dir=tmp_path))
+    first.start(users.grid(), users.w)
+    first.close()
+    again = PPSGD.auto(**users.auto(checkpoint_dir=tmp_path, **changes))
+    with pytest.raises(ValueError, match="other privacy settings"):
+        again.start(users.grid(), users.w)
+    assert again.ledger.rounds == first.ledger.rounds
+
+
 # --- delivery
 
 
@@ -413,6 +427,30 @@ def test_the_last_w_has_one_reply_from_all_whatever_happens_on_a_device() -> Non
     assert sorted(user for user, _ in replies) == list(range(USERS))
     assert all(reply.has_content() and len(reply.content) == 0 for _, reply in replies)
     assert sorted(kept_by(grid)) == list(range(1, USERS))
+
+
+def test_before_the_first_round_nobody_tells_whether_a_learner_can_be_made() -> None:
+    """It may depend on the data; what cannot be made counts as zero."""
+    users = Users("regression")
+    replies: dict[int, Message] = {}
+
+    def learner(context: Context) -> AdditiveLinear:
+        if user_of(context) == 0:
+            raise RuntimeError("rows that cannot be read")
+        return users.learner(context)
+
+    app = client_app(learner)
+
+    def heard(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if message.metadata.message_type == "query":
+            replies[user_of(context)] = reply
+        return reply
+
+    grid = InProcessGrid(heard, USERS)  # type: ignore[arg-type]
+    PPSGD.auto(**users.auto()).start(grid, users.w)
+    assert 0 in replies
+    assert all(reply.has_content() and len(reply.content) == 0 for reply in replies.values())
 
 
 def test_in_the_legacy_api_too_the_last_w_is_answered_with_nothing() -> None:
