@@ -46,6 +46,7 @@ class ServerAccount:
         self.rounds_done = 0
         self.last_round = -1  # of the plan; -1 if there is none
         self.checkpoint: Checkpoint | None = None  # w of the last round, as far as it is known
+        self._is_saved = True  # whether the store has it
         self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
@@ -56,10 +57,14 @@ class ServerAccount:
     # --- what outlives the process
 
     def close(self) -> None:
-        """Give up the lock on the checkpoint directory."""
-        self._store.close()
-        if self._budget is not None:
-            self._budget.close()
+        """Keep the last w, if that was not due yet, and give up the lock on the directory."""
+        try:
+            if self._store.is_open:
+                self._save_checkpoint()
+        finally:
+            self._store.close()
+            if self._budget is not None:
+                self._budget.close()
 
     def reopen(self) -> None:
         """Take the lock again after ``close``, and go on from the disk as after a restart."""
@@ -82,6 +87,7 @@ class ServerAccount:
                 log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
             if self.training.checkpoint_dir is not None:
                 self.checkpoint = found
+                self._is_saved = True
                 self.rounds_done = found.round if found else 0
                 self.state = dict(found.state) if found else {}
             self._join_budget()
@@ -154,15 +160,21 @@ class ServerAccount:
             self._budget.reserve()
 
     def save(self, arrays: Mapping[str, bytes]) -> None:
-        """Keep w of the round just published, on the disk if it is due.
+        """Keep w of the round just published, on the disk if it is due; else ``close`` does.
 
         Args:
             arrays: w as named serialised arrays.
         """
         self.checkpoint = Checkpoint(self.rounds_done, dict(arrays), dict(self.state))
+        self._is_saved = False
         due = self.rounds_done % self.training.checkpoint_every == 0
         if due or self.rounds_done == self.last_round:
-            self._store.save(self.rounds_done, arrays, self.state)
+            self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        if self.checkpoint is not None and not self._is_saved:
+            self._store.save(self.checkpoint)
+            self._is_saved = True
 
     # --- what was released before the first round
 
