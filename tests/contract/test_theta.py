@@ -193,9 +193,7 @@ def test_theta_is_a_replay_of_the_published_rounds(
             machine.die()
 
     def server(**changes: object) -> PPSGD:
-        return strategy(
-            RELEASE, checkpoint_dir=machine.server, checkpoint_every=every, **changes
-        )
+        return strategy(RELEASE, checkpoint_dir=machine.server, checkpoint_every=every, **changes)
 
     grid = Mortal(app, history, fate, machine.die, state_dir)
     deaths = 0

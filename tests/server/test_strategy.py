@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
