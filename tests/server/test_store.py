@@ -507,7 +507,7 @@ def die_at(stage: str, place: Path) -> None:
     if stage == "charged":
         die()
     if stage == "array written":
-        database.sync = die  # the last that is done with a file  # type: ignore[assignment]
+        database.sync = die  # type: ignore[assignment]  # the last that is done with a file
     store.save(Checkpoint(2, W))
     die()
 
