@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, MessageType, MetricRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
@@ -29,9 +29,9 @@ from flwr_ppsgd.client.refusal import (
 from flwr_ppsgd.client.theta import Theta
 from flwr_ppsgd.client.theta_store import (
     ACCOUNT,
-    STATE_SEEN,
     DiskStore,
     Store,
+    note_replies,
     run_of,
     store_of,
     theta_for,
@@ -68,9 +68,6 @@ from flwr_ppsgd.wire import (
 
 log = logging.getLogger("flwr.ppsgd")
 
-TRAIN = "train"
-EVALUATE = "evaluate"
-CHECK = "query"
 PRECISIONS = (np.dtype(np.float32), np.dtype(np.float64))  # of what may enter a sum
 
 
@@ -139,10 +136,10 @@ class Visit:
             run=self.context.run_id,
             serves_stock=self.settings.local_step is not None,
         )
-        if order is None or (self.kind == EVALUATE and delivers(order)):
+        if order is None or (self.kind == MessageType.EVALUATE and delivers(order)):
             return
         known = self._agreement(order)
-        plain = self.kind == TRAIN and order.publishes and not order.stage
+        plain = self.kind == MessageType.TRAIN and order.publishes and not order.stage
         if plain and (order.terms is not None or known.terms):
             raise RefusedError(
                 RefusalCode.REFUSED_SECURE,
@@ -176,9 +173,9 @@ class Visit:
 
     def answer(self) -> dict[str, Any]:
         """The records of the reply."""
-        if self.kind == CHECK:
+        if self.kind == MessageType.QUERY:
             return self._check()
-        if self.kind == EVALUATE:
+        if self.kind == MessageType.EVALUATE:
             return self._evaluate()
         if self.order is None:
             return self._train_locally()
@@ -379,24 +376,23 @@ class Visit:
                     store.put_shared(self._arrays(), order.promise if order else "")
                 store.note(self._note(reply))
         if order is not None and order.stage:
-            self.context.state.pop(secure.STATE, None)
-            if self._exchange is not None:
-                self.context.state[secure.STATE] = self._exchange
+            secure.keep_state(self.context, self._exchange)
         if isinstance(store, DiskStore):
-            self.context.state[STATE_SEEN] = ConfigRecord({"replies": store.replies()})
+            note_replies(self.context, store)
 
     def _write_costs(self) -> None:
         """Count what leaves, as of what is in the store now: others may have written."""
         order = self.order
         store = self._store
         policy = self._policy
-        answers_stock = self.kind == TRAIN and order is None
-        if answers_stock or (self.kind == EVALUATE and not self._only_delivers):
-            if store.on_disk:
+        on_disk = isinstance(store, DiskStore)
+        answers_stock = self.kind == MessageType.TRAIN and order is None
+        if answers_stock or (self.kind == MessageType.EVALUATE and not self._only_delivers):
+            if on_disk:
                 store.put_fact(ACCOUNT, vars(self._account().with_unpriced()))
             return
         limited = policy.needs_plan or policy.max_epsilon < math.inf
-        if order is None or not (store.on_disk or order.terms is not None or limited):
+        if order is None or not (on_disk or order.terms is not None or limited):
             return
         if not self._publishes and order.stage != 4:
             return

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
+from flwr.app import MessageType
 from flwr.common import (
     EvaluateIns,
     EvaluateRes,
@@ -224,7 +225,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
         if self.training.replies == "gradient":
             order = self._curator.order(request)
-            config = self._signed_config(order, parameters, "train", client_manager)
+            config = self._signed_config(order, parameters, MessageType.TRAIN, client_manager)
         return _NeverFalse(_for_each(payloads, FitIns(parameters, config), client_manager))
 
     def aggregate_fit(
@@ -280,7 +281,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         config: dict[str, Scalar] = {SERVER_ROUND: round_}
         if self.training.replies == "gradient":
             order = self._curator.evaluation_order(round_, last=last, measured=measured)
-            config = self._signed_config(order, parameters, "evaluate", client_manager)
+            config = self._signed_config(order, parameters, MessageType.EVALUATE, client_manager)
         chosen = _for_each(asked, EvaluateIns(parameters, config), client_manager)
         if not chosen:
             self._end(round_)
