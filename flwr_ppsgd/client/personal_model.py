@@ -16,13 +16,13 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import vector_record
+from flwr_ppsgd.arrays import Layout, vector_record
 from flwr_ppsgd.client.theta import RUN
 from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
 from flwr_ppsgd.client.visit import respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver, offers
 from flwr_ppsgd.models.solve import Mixture
-from flwr_ppsgd.wire import BESIDE, SCHEMA_HASH, SIZE, UNIT, VARIANCE, Layout, Order, OrderTask
+from flwr_ppsgd.wire import BESIDE, SCHEMA_HASH, SIZE, UNIT, VARIANCE, Order, OrderTask
 
 STEP = 0.1  # of θ, for somebody who never took part
 VISITS = 100

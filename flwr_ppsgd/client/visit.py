@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MessageType, MetricReco
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
-from flwr_ppsgd.arrays import bytes_of, decode, vector_record
+from flwr_ppsgd.arrays import Layout, bytes_of, decode, vector_record
 from flwr_ppsgd.checks import count, fast_replace, is_number, require
 from flwr_ppsgd.client import secure
 from flwr_ppsgd.client.account import Agreement, DeviceAccount
@@ -48,6 +48,7 @@ from flwr_ppsgd.learner import (
     TrainingMeasurer,
     offers,
 )
+from flwr_ppsgd.noise import PRECISIONS
 from flwr_ppsgd.recipe import scalar_pair
 from flwr_ppsgd.wire import (
     ANSWER,
@@ -61,14 +62,11 @@ from flwr_ppsgd.wire import (
     NUM_EXAMPLES,
     ORDER,
     SECURE,
-    Layout,
     Order,
     answer_length,
 )
 
 log = logging.getLogger("flwr.ppsgd")
-
-PRECISIONS = (np.dtype(np.float32), np.dtype(np.float64))  # of what may enter a sum
 
 
 class VisitAnswer(NamedTuple):

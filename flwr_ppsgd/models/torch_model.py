@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from flwr_ppsgd.algorithm import Reduction, Vector
+from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.models.representation import RandomConvolution
@@ -35,7 +36,6 @@ from flwr_ppsgd.models.torch_training import (
     flat_vector,
 )
 from flwr_ppsgd.recipe import Matrix, Task
-from flwr_ppsgd.wire import Layout
 
 Shapes: TypeAlias = Mapping[str, Sequence[int]]
 Tensors: TypeAlias = Mapping[str, Tensor]

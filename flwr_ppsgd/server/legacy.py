@@ -23,7 +23,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
-from flwr_ppsgd.arrays import NUMPY, bytes_of, record_from, record_of
+from flwr_ppsgd.arrays import NUMPY, Layout, bytes_of, is_buffer, record_from, record_of
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.recipe import Recipe
 from flwr_ppsgd.server.curator import Curator
@@ -32,11 +32,10 @@ from flwr_ppsgd.server.replies import (
     answer_layout,
     finite_measures,
     mean_of,
-    refuse_other_model,
     vector_in,
 )
 from flwr_ppsgd.server.rounds import OpenSum, SumRequest, UnusableError
-from flwr_ppsgd.server.strategy import CuratedStrategy
+from flwr_ppsgd.server.strategy import CuratedStrategy, refuse_other_model
 from flwr_ppsgd.signature import digest, signed
 from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
 from flwr_ppsgd.wire import (
@@ -45,9 +44,7 @@ from flwr_ppsgd.wire import (
     GRADIENT,
     NUM_EXAMPLES,
     SERVER_ROUND,
-    Layout,
     Order,
-    is_buffer,
 )
 
 log = logging.getLogger("flwr.ppsgd")

@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps, Vector
-from flwr_ppsgd.arrays import bytes_of, record_from
+from flwr_ppsgd.arrays import Layout, bytes_of, is_buffer, record_from
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
@@ -39,7 +39,6 @@ from flwr_ppsgd.server.replies import (
     finite_measures,
     mean_of,
     measures_in,
-    refuse_other_model,
     secure_message_in,
     vector_in,
     with_named_arrays,
@@ -69,9 +68,7 @@ from flwr_ppsgd.wire import (
     SIZE,
     UNIT,
     VARIANCE,
-    Layout,
     Order,
-    is_buffer,
     payload_hash,
 )
 
@@ -185,6 +182,16 @@ class CuratedStrategy:
     def close(self) -> None:
         """Give up the lock on ``checkpoint_dir``, so that another strategy can go on there."""
         self._account.close()
+
+
+def refuse_other_model(so_far: Layout, initial: Layout) -> None:
+    """ValueError if a training would go on with another model than it began with."""
+    difference = so_far.difference(initial)
+    if difference:
+        raise ValueError(
+            f"the training so far and the initial parameters have {difference}: continue with the "
+            "same model, or start anew in another checkpoint_dir"
+        )
 
 
 class PPSGD(CuratedStrategy, Strategy):
