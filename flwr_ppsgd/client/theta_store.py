@@ -426,7 +426,7 @@ def store_of(context: Context, training: int) -> Store:
     return store
 
 
-def note_replies(context: Context, store: DiskStore) -> None:
+def keep_reply_count(context: Context, store: DiskStore) -> None:
     """Keep in the node how far its store has come: ``store_of`` refuses one that goes back."""
     context.state[STATE_SEEN] = ConfigRecord({"replies": store.replies()})
 

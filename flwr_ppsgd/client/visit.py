@@ -31,7 +31,7 @@ from flwr_ppsgd.client.theta_store import (
     ACCOUNT,
     DiskStore,
     Store,
-    note_replies,
+    keep_reply_count,
     run_of,
     store_of,
     theta_for,
@@ -376,7 +376,7 @@ class Visit:
         if order is not None and order.stage:
             secure.keep_state(self.context, self._exchange)
         if isinstance(store, DiskStore):
-            note_replies(self.context, store)
+            keep_reply_count(self.context, store)
 
     def _write_costs(self) -> None:
         """Count what leaves, as of what is in the store now: others may have written."""

@@ -216,7 +216,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         else:
             request = self._curator.request(round_, len(self._w))
         nbytes = sum(map(len, parameters.tensors))
-        with self._account.noting_errors():
+        with self._account.facts.noting_errors():
             opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
         ((_, payloads),) = self._curator.exchanges(opened)
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
@@ -248,7 +248,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
                 unusable = UnusableError("client error", _message_of(failure))
                 opened.count_as_zero(failure[0].cid, unusable)
         heard = bool(results or failures)
-        with self._account.noting_errors():
+        with self._account.facts.noting_errors():
             return self._publish(opened, heard)
 
     def _publish(self, opened: OpenSum, heard: bool) -> tuple[Parameters, dict[str, Scalar]]:
@@ -293,7 +293,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         """Means over users, weighted by their number of examples. Outside the guarantee."""
         round_ = self._absolute(server_round)
         said = [_message_of(failure) for failure in failures]
-        self._account.note_failed_evaluations(round_, said, len(results))
+        self._account.facts.note_failed_evaluations(round_, said, len(results))
         measures = [
             {**result.metrics, "loss": result.loss, NUM_EXAMPLES: result.num_examples}
             for _, result in results
@@ -354,7 +354,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         stock = result.num_examples != 1 or set(result.metrics) - known
         if stock and not self._warned:
             self._warned = True
-            self._account.note_problem(
+            self._account.facts.note_problem(
                 "A client reports its number of examples or metrics, as stock clients do and "
                 "PPSGDClient does not: its parameters are taken for a gradient. Use PPSGDClient, "
                 "or PPSGDStrategy(replies='parameters')"

@@ -248,19 +248,3 @@ class SecureOpenSum(OpenSum):
         """The sum; None if there is none."""
         self.closed = True
         return self._total
-
-
-def facts_in_words(facts: Mapping[str, Any]) -> str:
-    """One line, with names for a program that reads it."""
-    line = f"round={facts['round']} {counts_in_words(facts['used'], facts['zeros'])}"
-    failure = facts.get("first_failure")
-    return f"{line}; the first: {failure}" if failure else line
-
-
-def counts_in_words(used: int, zeros: Mapping[str, int]) -> str:
-    """How many replies counted, and how many did not, by reason."""
-    words = [f"replies={used}", f"zeros={sum(zeros.values())}"]
-    for reason, times in zeros.items():
-        name = reason.replace(" ", "-")
-        words.append(f"{name}={times}")
-    return " ".join(words)

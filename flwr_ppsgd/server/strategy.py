@@ -292,7 +292,7 @@ class PPSGD(CuratedStrategy, Strategy):
         log.info("\t├──> %s", self.release)
         if self.training.recipe is None:
             log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
-        log.info("\t└──> %s", self._account.where_facts_are())
+        log.info("\t└──> %s", self._account.facts.where())
 
     # --- a whole training
 
@@ -331,7 +331,7 @@ class PPSGD(CuratedStrategy, Strategy):
         evaluate_config = _checked_config(evaluate_config)
         self._check_arrays(initial_arrays)
         # once it is closed, another strategy may go on in checkpoint_dir
-        with closing(self), self._account.noting_errors():
+        with closing(self), self._account.facts.noting_errors():
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._first_arrays(initial_arrays))
             if last > first:
@@ -521,7 +521,7 @@ class PPSGD(CuratedStrategy, Strategy):
         answered = list(replies)
         good = [reply for reply in answered if reply.has_content()]
         failures = [str(reply.error.reason) for reply in answered if reply.has_error()]
-        self._account.note_failed_evaluations(server_round, failures, len(good))
+        self._account.facts.note_failed_evaluations(server_round, failures, len(good))
         for reply in answered:
             self._parameter_clients.note_kind(reply)
         if server_round == self._account.last_round:
