@@ -45,7 +45,7 @@ _PLANNED = re.compile(r"([a-z]+)=([0-9.e+-]{1,30}):([1-9][0-9]{0,14})")
 Asked: TypeAlias = Literal["gradient", "solution", "unit", "size", "count", "columns", "nothing"]
 BEFORE_ROUNDS = ("unit", "size", "count", "columns")  # asked once, of everybody
 OrderTask: TypeAlias = Literal["", "regression", "classification"]
-Plan: TypeAlias = Mapping[str, tuple[float, int]]  # by what is asked for: z, how often
+Plan: TypeAlias = Mapping[str, tuple[float, int]]  # by what is asked for: z, number of times
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Order:
         promise: the guarantee in one line, for the owner of the client.
         terms: of a secure sum, in every Order of a training that has one; None: the server adds the
             noise.
-        stage: which exchange of a secure sum this is, 1 to 4; 0 if it is none.
+        stage: which exchange of a secure sum this is, 1 to 4; 0 of a plain one.
         payload: the hash of the message of a secure sum that came along; empty if there is none.
         server_key: the public key of the training; empty if the Order is not signed.
         signature: over all other fields, the arrays that travel along, the type of the message and

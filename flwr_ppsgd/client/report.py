@@ -1,4 +1,4 @@
-"""What a device's store says, in words, for whoever runs it."""
+"""What a device's store says, in words, for its owner."""
 
 import math
 from collections import Counter

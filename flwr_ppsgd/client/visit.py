@@ -379,20 +379,24 @@ class Visit:
             keep_reply_count(self.context, store)
 
     def _write_costs(self) -> None:
-        """Count what leaves, as of what is in the store now: others may have written."""
+        """Count what leaves, as of what is in the store now: others may have written.
+
+        In a node's own state, which is lost with the run, only what a limit or a secure sum needs.
+        """
         order = self.order
         store = self._store
         policy = self._policy
         on_disk = isinstance(store, DiskStore)
+        is_measured = self.kind == MessageType.EVALUATE and not self._only_delivers
         answers_stock = self.kind == MessageType.TRAIN and order is None
-        if answers_stock or (self.kind == MessageType.EVALUATE and not self._only_delivers):
+        if is_measured or answers_stock:
             if on_disk:
                 store.put_fact(ACCOUNT, vars(self._account().with_unpriced()))
             return
-        limited = policy.needs_plan or policy.max_epsilon < math.inf
-        if order is None or not (on_disk or order.terms is not None or limited):
+        if order is None or not (self._publishes or order.stage == 4):
             return
-        if not self._publishes and order.stage != 4:
+        is_limited = policy.needs_plan or policy.max_epsilon < math.inf
+        if not (on_disk or is_limited or order.terms is not None):
             return
         agreement = self._agreement(order).with_order(order, policy)
         if order.stage == 4:

@@ -400,7 +400,7 @@ class ServerAccount:
 
         Args:
             size: the number of coordinates that each release has.
-            simulation: why this is a simulation; empty if it is none.
+            simulation: why this is a simulation; empty if it is not one.
             terms: further terms of a simulation.
         """
         check_accountant()

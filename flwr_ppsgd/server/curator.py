@@ -356,7 +356,7 @@ class Curator:
 
         Args:
             request: the sum that is asked for, or whose w comes along.
-            stage: which exchange of a secure sum this is; 0 if it is none.
+            stage: which exchange of a secure sum this is; 0 of a plain one.
         """
         training = self.account.training
         recipe = training.recipe
