@@ -39,7 +39,7 @@ from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import rounded_up
 from flwr_ppsgd.wire import ARRAYS, GRADIENT, ORDER, Layout, Order
 
-DIRECTIONS = 2  # and one more for canaries with an ε of their own
+DIRECTIONS = 2  # by turns, one a round; and one more for canaries with an ε of their own
 OVER_NORM = 10.0  # canaries send vectors of this many clip norms
 DROPPED = 0.3  # share of replies withheld: dividing by the number received then shows
 EMPTY_EVERY = 5  # in every fifth round nobody replies at all
@@ -181,7 +181,7 @@ def audit(
         make: builds the strategy; it enrols the nodes that come.
         planned_rounds: the rounds for which ε is computed.
         size: the number of coordinates of w.
-        seed: decides whose replies are withheld and who sends what, nothing else.
+        seed: decides whose replies are withheld and the directions, nothing else.
     """
     strategy = make()
     release = strategy.release
@@ -203,10 +203,14 @@ def audit(
 
 
 def rounds_of_audit(release: Release, size: int) -> int:
-    """As many as bring the standard error of the gain to ``WANTED``, within reason."""
+    """As many as bring the standard error of the gain to ``WANTED``, within reason.
+
+    n replies along one direction move it by n, and the noise stays: a round tells n² as much as one
+    with a single reply.
+    """
     expected = (1 - DROPPED) * release.expected_users
     replying = max(1.0, min(most_replies(size), expected))
-    per_round = replying**2 / DIRECTIONS * (1 - 1 / EMPTY_EVERY)
+    per_round = replying**2 * (1 - 1 / EMPTY_EVERY)
     wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
     messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
     affordable = min(MOST_ROUNDS, messages / replying, MOST_RELEASED / size)
@@ -264,7 +268,7 @@ class Canaries:
         strategy: what is audited.
         size: the number of coordinates.
         rounds: the number of rounds.
-        seed: decides who is lost and who sends what.
+        seed: decides who is lost and the directions.
 
     ``counts`` says how many canaries sent each direction, rounds × directions; ``released`` is on
     the scale of the sum, rounds × coordinates.
@@ -351,7 +355,7 @@ class Canaries:
             return self._app(message, context)
         if not self._lets_through(round_, user, stage):
             raise RuntimeError("lost")
-        direction = DIRECTIONS if has_factor else int(self._source.integers(DIRECTIONS))
+        direction = DIRECTIONS if has_factor else round_ % DIRECTIONS
         self.counts[round_ - 1, direction] += 1
         self._vector = OVER_NORM * self._release.clip_norm * self.directions[direction]
         if stage or has_factor:
