@@ -461,7 +461,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("a file system can be mounted by root only")
+        pytest.skip("no file system can be mounted here: that takes CAP_SYS_ADMIN")
     yield mounted
     subprocess.run(["umount", str(mounted)], check=True)
 
