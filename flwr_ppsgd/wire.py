@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -122,6 +122,40 @@ class Order:
     signature: str = ""
     protocol: int = PROTOCOL
     visit: int = 0
+
+    @classmethod
+    def own_step(cls, step: float, visit: int, *, publishes: bool = False) -> "Order":
+        """For a step that a device takes by itself: no server asks for it, and no bound holds.
+
+        Args:
+            step: s_θ.
+            visit: the number of the step.
+            publishes: whether the gradient of w is wanted too.
+        """
+        return cls(0, step, math.inf, "mean", publishes, visit=visit)
+
+    @classmethod
+    def delivery(cls, task: str, published: Mapping[str, Any]) -> "Order":
+        """What brings the last w of the recipe to a device.
+
+        Args:
+            task: the recipe's, "classification" or "regression".
+            published: what is published beside w, as of ``PPSGD.published``.
+        """
+        variance = np.asarray(published[VARIANCE]).reshape(-1)
+        return cls(
+            round=0,
+            step=0.0,
+            clip_norm=1.0,
+            reduction="mean",
+            publishes=False,
+            asks="nothing",
+            task=cast(OrderTask, task),
+            unit=float(np.asarray(published[UNIT])),
+            size=float(np.asarray(published[SIZE])),
+            variance=tuple(variance.tolist()),
+            last=True,
+        )
 
     def to_flat(self) -> dict[str, Any]:
         """The Order as one flat record; lists are texts with commas, empty texts are left out.

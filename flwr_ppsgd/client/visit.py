@@ -259,7 +259,7 @@ class Visit:
         theta = theta_for(self._store, None, learner.initial_theta(), stepping=False)
         trained = w
         for _ in range(steps):  # on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit
-            order = Order(0, 0.0, math.inf, "mean", True, visit=theta.stamp.visit + 1)
+            order = Order.own_step(0.0, theta.stamp.visit + 1, publishes=True)
             gradient, _ = learner.gradients(trained, theta.theta, order)
             _check_vector(learner, "g_w", np.asarray(gradient), w)
             pull = proximal * (trained - w)

@@ -18,7 +18,7 @@ from flwr_ppsgd.client.visit import model_around, num_tested
 from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combine, measure_of, worst_tenth
 from flwr_ppsgd.learner import LOCAL, DescribedModel, Learner, OwnModel, Solver
 from flwr_ppsgd.models.additive_linear import AdditiveLinear
-from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
+from flwr_ppsgd.wire import VARIANCE, Order
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -65,20 +65,7 @@ def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | Non
     """
     if VARIANCE not in beside:
         return None
-    variance = np.asarray(beside[VARIANCE]).reshape(-1)
-    return Order(
-        round=0,
-        step=0.0,
-        clip_norm=1.0,
-        reduction="mean",
-        publishes=False,
-        asks="nothing",
-        task=cast(OrderTask, task),
-        unit=float(beside[UNIT]),
-        size=float(beside[SIZE]),
-        variance=tuple(variance.tolist()),
-        last=True,
-    )
+    return Order.delivery(task, beside)
 
 
 @dataclass(frozen=True)
