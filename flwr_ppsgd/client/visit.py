@@ -547,7 +547,7 @@ def solver_of(learner: object, order: Order) -> Solver:
     return learner
 
 
-def model_around(learner: Learner, w: Vector, order: Order) -> OwnModel:
+def model_around(learner: object, w: Vector, order: Order) -> OwnModel:
     """The user's own model around the published w: what is kept under ``auto``."""
     variance = np.array(order.variance) if order.variance else np.zeros(1)
     return solver_of(learner, order).personal_model(w, variance, order)
