@@ -73,7 +73,9 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
     """
     points = sweep.points()
     task = sweep.base.task
-    single = task.bytes(1)
+    methods = list(dict.fromkeys(point.method for point in points))
+    recipe_bytes = task.recipe_bytes() if AUTO in methods else 0
+    single = recipe_bytes if methods == [AUTO] else max(task.bytes(1), recipe_bytes)
     if single > memory:
         raise ValueError(
             f"{sweep.where}: a single setting needs {single / MEGABYTE:.0f} MB, the limit is "
@@ -84,7 +86,6 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
     while most > 1 and task.bytes(most) > memory / jobs:
         most -= 1
     seeds = sorted({point.seed for point in points})
-    methods = list(dict.fromkeys(point.method for point in points))
     blocks: list[tuple[Point, ...]] = []
     for seed, method in itertools.product(seeds, methods):
         own = [point for point in points if (point.seed, point.method) == (seed, method)]
@@ -92,8 +93,11 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
         wanted = min(math.ceil(jobs / len(seeds)), len(own))
         parts = max(needed, wanted)
         blocks += [tuple(own[part::parts]) for part in range(parts)]
-    largest = max(len(block) for block in blocks)
-    return BlockPlan(tuple(blocks), jobs, task.bytes(largest), memory)
+    side_by_side = max((len(block) for block in blocks if block[0].method != AUTO), default=0)
+    largest = recipe_bytes
+    if side_by_side:
+        largest = max(largest, task.bytes(side_by_side))
+    return BlockPlan(tuple(blocks), jobs, largest, memory)
 
 
 def run_block(

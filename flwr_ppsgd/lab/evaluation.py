@@ -3,6 +3,7 @@
 For simulations, which hold everyone's data. It is outside the guarantee.
 """
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,25 +81,51 @@ def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | Non
     )
 
 
-def remember_model(learner: Learner) -> Learner:
-    """Let a learner that can solve make its personal model once for each w.
+@dataclass(frozen=True)
+class MeasuredModel:
+    """What a personal model reached. The model itself is in the device's store alone."""
 
-    In a simulation the model that a device keeps is the one that is measured.
+    found: dict[str, float]
+    choices: Mapping[str, float]
+
+    def measures(self) -> dict[str, float]:
+        """As of the model."""
+        return self.found
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """RuntimeError: they are not kept twice."""
+        raise RuntimeError("a model that was measured is not kept here: read the device's store")
+
+
+def remember_measures(learner: Learner) -> Learner:
+    """Let a learner that can solve make the personal model around the last w once.
+
+    In a simulation the model that a device keeps is the one that is measured. Models of all users
+    would not fit into memory twice, so that only their measures are kept here.
     """
     if not isinstance(learner, Solver):
         return learner
     make = learner.personal_model
-    made: dict[tuple[object, ...], OwnModel] = {}
+    known: dict[tuple[object, ...], MeasuredModel] = {}
 
     def model_once(w: Vector, variance: Vector, order: Order) -> OwnModel:
-        key = (w.tobytes(), variance.tobytes(), order.unit, order.size)
-        if key not in made:
-            made.clear()
-            made[key] = make(w, variance, order)
-        return made[key]
+        if not order.last:
+            return make(w, variance, order)
+        digest = hashlib.sha256(w.tobytes()).digest()
+        key = (digest, variance.tobytes(), order.unit, order.size)
+        if key in known:
+            return known[key]
+        model = make(w, variance, order)
+        known.clear()
+        known[key] = MeasuredModel(model.measures(), _choices(model))
+        return model
 
     setattr(learner, "personal_model", model_once)  # noqa: B010 - a method, for mypy
     return cast(Learner, learner)
+
+
+def _choices(model: OwnModel) -> Mapping[str, float]:
+    return model.choices if isinstance(model, DescribedModel) else {}
 
 
 def results_of(
@@ -131,8 +158,7 @@ def results_of(
                 model = model_around(learner, w, order)
             measures = model.measures()
             if measures:
-                chosen = model.choices if isinstance(model, DescribedModel) else {}
-                people.append(UserResult(user, rows, measures, chosen))
+                people.append(UserResult(user, rows, measures, _choices(model)))
             else:
                 without += 1
     if without:

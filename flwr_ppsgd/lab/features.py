@@ -31,8 +31,7 @@ from flwr_ppsgd.lab.schema import (
 )
 from flwr_ppsgd.lab.tables import GAPS, RawTable, Values, as_number, is_number_or_gap
 from flwr_ppsgd.models.representation import looks_like_images
-from flwr_ppsgd.settings import split_names
-from flwr_ppsgd.wire import spans_of
+from flwr_ppsgd.settings import spans_of, split_names
 
 MOST_WORDS = 64  # of a column that is taken as categories without being asked
 MOST_ONE_HOT = 1000  # words of a category that was asked for; beyond, they are hashed

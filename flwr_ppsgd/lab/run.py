@@ -19,7 +19,7 @@ from flwr_ppsgd.lab.evaluation import (
     UserResult,
     delivery_order,
     overall,
-    remember_model,
+    remember_measures,
     results_of,
 )
 from flwr_ppsgd.lab.experiment import EXHAUSTED, Experiment
@@ -76,7 +76,7 @@ def train_in_process(experiment: Experiment, on_round: OnRound | None = None) ->
 
     @functools.lru_cache(maxsize=MOST_LEARNERS)
     def learner_of(user: int) -> Learner:
-        return remember_model(task.learner(user))
+        return remember_measures(task.learner(user))
 
     def learner_for(context: Context) -> Learner:
         return learner_of(int(context.node_config["partition-id"]))
