@@ -39,7 +39,10 @@ FEWEST_NUMBERED = 10  # rows, to take 1, 2, 3, … as row ids
 DATES_LOOKED_AT = 100
 MOST_LISTED = 8
 WORD = re.compile(r"\w+")
-ID = re.compile(r"(^|[_\W])(id|ID|Id|index|code)$|[a-z]I[dD]$|Unnamed: \d+|__index_level_\d+__")
+ID = re.compile(
+    r"(^|[_\W])(id|ID|Id|index|code)$|[a-z]I[dD]$"
+    r"|^column \d+$|^Unnamed: \d+$|^__index_level_\d+__$"  # without a name, perhaps in pandas
+)
 MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 DATE = re.compile(
     r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?"  # 2024-01-31, with a time or without
@@ -254,9 +257,7 @@ def _are_row_ids(name: str, numbers: NDArray[np.float64]) -> bool:
     """Whether whole numbers count the rows, or are all different and named like an id."""
     if len(numbers) < 2:
         return False
-    unnamed = re.fullmatch(r"column \d+", name) is not None
-    counted = bool((np.diff(numbers) == 1).all())
-    if counted and (unnamed or len(numbers) >= FEWEST_NUMBERED):
+    if len(numbers) >= FEWEST_NUMBERED and (np.diff(numbers) == 1).all():
         return True
     return ID.search(name) is not None and len(np.unique(numbers)) == len(numbers)
 

@@ -96,8 +96,11 @@ def suspected_leaks(data: PerUser) -> list[str]:
     if len(trained) < FEWEST_ROWS or data.task == "multi-label":
         return []
     shares = _explained_variance(data, trained)
-    found = np.flatnonzero(shares > SUSPICIOUS)
-    return [data.column_name(column) for column in found.tolist()]
+    found = np.flatnonzero(shares > SUSPICIOUS).tolist()
+    if not data.feature_names or data.schema is None:
+        return [f"feature {place}" for place in found]
+    columns = [column.name for column in data.schema.used_columns for _ in range(column.features)]
+    return list(dict.fromkeys(f"column {columns[place]!r}" for place in found))
 
 
 def _explained_variance(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ from flwr_ppsgd.lab.per_user import Indices, PerUser
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.lab.scaling import scale_new_rows, scale_own_rows
 from flwr_ppsgd.lab.schema import OWN_MEAN, Schema
-from flwr_ppsgd.lab.tables import RawTable, read_table_file
+from flwr_ppsgd.lab.tables import UTF_8, RawTable, read_table_file
 from flwr_ppsgd.models.solve import Mixture
 from flwr_ppsgd.wire import SCHEMA_HASH
 
@@ -103,7 +103,11 @@ class _PersonalModels:
                 f"{data}: new rows need columns with names, as those of {self.trained.source}: "
                 "train on a .csv or .parquet file, and give one here"
             )
-        self.table = read_table_file(data, None, named.encoding)
+        # what is found in the head of a file may differ from the run's
+        encoding = "" if named.encoding in (UTF_8, "utf-16") else named.encoding
+        self.table = read_table_file(data, None, encoding)
+        if not self.table.rows:
+            raise self.table.refuse("there are no rows", "give at least one")
         for column in named.used_columns:
             self.table.column(column.name)
         self.users = _users_of(self.table, named.user)

@@ -160,11 +160,23 @@ def _result_lines(
         parts.append(gain)
     parts.append("(not private)")
     lines = [(MEASURE_LABELS.get(main, main), "   ".join(parts))]
-    reached = badness(main, values["personal"]) + SAME
-    for name, advice in ADVICE.items():
-        if name in values and reached >= badness(main, values[name]):
-            return [*lines, ("", advice)]
-    return lines
+    advice = advice_on(main, values)
+    return [*lines, ("", advice)] if advice else lines
+
+
+def advice_on(main: str, values: Mapping[str, float]) -> str:
+    """What to do if the best of the simpler answers is as good as the personal models; else empty.
+
+    Args:
+        main: the measure.
+        values: of the personal models and of the keys of ``ADVICE`` that were measured.
+    """
+    simpler = [name for name in ADVICE if name in values]
+    if not simpler:
+        return ""
+    best = min(simpler, key=lambda name: badness(main, values[name]))
+    beaten = badness(main, values["personal"]) + SAME < badness(main, values[best])
+    return "" if beaten else ADVICE[best]
 
 
 def values_by_model(measures: Mapping[str, float]) -> dict[str, float]:

@@ -30,7 +30,9 @@ GAPS = ["", "NA", "N/A", "n/a", "NaN", "nan", "<NA>", "NULL", "null", "None", "#
 SEPARATORS = (",", ";", "\t", "|")
 HEAD_BYTES = 1 << 16
 HEAD_ROWS = 1000
+UTF_8 = "utf-8-sig"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+WIDE = ("utf-16", "utf-32", "utf_16", "utf_32")  # encodings in which letters have zero bytes
 DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 DECIMAL_POINT = re.compile(r"-?\d+\.\d+")
 MOST_SHOWN = 12  # names that an error lists
@@ -261,9 +263,9 @@ def _head_of(
     with path.open("rb") as file:
         start = file.read(HEAD_BYTES)
     if not encoding:
-        encoding = "utf-16" if start.startswith(UTF_16) else "utf-8-sig"
-        if encoding == "utf-8-sig" and b"\0" in start:
-            raise ValueError(f"{path}: not a text file, whatever its name says: export it as csv")
+        encoding = "utf-16" if start.startswith(UTF_16) else UTF_8
+    if b"\0" in start and not encoding.startswith(WIDE):
+        raise ValueError(f"{path}: not a text file, whatever its name says: export it as csv")
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(start)
     except LookupError:
@@ -339,9 +341,10 @@ def distinct_names(names: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _wrongly_encoded(path: Path, encoding: str) -> ValueError:
-    name = "utf-8" if encoding == "utf-8-sig" else encoding
+    name = "utf-8" if encoding == UTF_8 else encoding
     return ValueError(
-        f"{path}: the text is not {name}: name its encoding, as in --set encoding=latin-1"
+        f"{path}: the text is not {name}: save it as UTF-8, or name its encoding, as in --set "
+        "encoding=latin-1"
     )
 
 

@@ -88,6 +88,16 @@ def test_a_class_without_rows_makes_no_leak() -> None:
     assert suspected_leaks(data) == []
 
 
+def test_a_leak_is_called_as_in_the_file(tmp_path: Path) -> None:
+    """--exclude takes the name of a column, not of one of its words."""
+    path = tmp_path / "answers.csv"
+    lines = [
+        f"{row // 6},{'no' if row % 3 else 'yes'},{row % 7},{row % 3 // 1}" for row in range(30)
+    ]
+    path.write_text("user,answer,age,y\n" + "\n".join(lines).replace(",2\n", ",1\n"))
+    assert suspected_leaks(load(path)) == ["column 'answer'"]
+
+
 def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) -> None:
     path = tmp_path / "films.csv"
     lines = [f"{row % 4},{row // 2},{1990 + row % 30},{row % 2},{row / 10}" for row in range(80)]

@@ -406,6 +406,12 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "left out, row ids (--set feature-columns= uses it): 'column 1'",
         ("a",),
     ),
+    "an index of some of the rows": (
+        ",user,a,y\n17,1,2,0\n9,1,7,1\n20,2,5,1\n",
+        {},
+        "left out, row ids (--set feature-columns= uses it): 'column 1'",
+        ("a",),
+    ),
     "an id": (
         "user,a,order_id,y\n1,2,17,0\n1,7,12,1\n2,5,99,1\n",
         {},
