@@ -5,8 +5,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-EXTRAS = {"torch": "torch", "matplotlib": "plots", "ray": "simulation", "pyarrow": "data"}
-
 
 def lazy_names(
     package: str, homes: Mapping[str, str]
@@ -35,8 +33,7 @@ def _module(name: str, home: str) -> Any:
     try:
         return importlib.import_module(home)
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get(str(error.name).partition(".")[0])
-        if extra is None:
+        if error.name != "torch":
             raise
-        command = f"pip install 'flwr-ppsgd[{extra}]'"
-        raise ImportError(f"{name} needs {error.name}, which is not installed: {command}") from None
+        command = "pip install 'flwr-ppsgd[torch]'"
+        raise ImportError(f"{name} needs torch, which is not installed: {command}") from None

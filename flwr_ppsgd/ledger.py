@@ -3,6 +3,7 @@
 The :class:`Ledger` is data: which releases, how often. ε is worked out from it on demand.
 """
 
+import functools
 import json
 import math
 from collections import defaultdict
@@ -481,6 +482,7 @@ def affordable_rounds(
     return rounds_of(found)
 
 
+@functools.lru_cache(maxsize=256)
 def _cap_probability(release: Release) -> float:
     """P[Bin(N, q) > B]; 0 if no secret sampling is claimed, which a cap would weaken."""
     cohort = release.cohort

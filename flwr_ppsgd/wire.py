@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
 
@@ -47,9 +47,7 @@ LONGEST_NAME = 200  # characters: of a measure, a key, a signature
 LONGEST_SHOWN = 80  # characters of a wrong value that an error shows
 MOST_METRICS = 100
 MOST_STARTS = 1_000_000
-MOST_COLUMNS = 10_000_000
 _NUMBER = re.compile(r"[1-9][0-9]{0,14}")
-_SPAN = re.compile(r"([0-9]{1,8})(?:-([0-9]{1,8}))?")
 _PLANNED = re.compile(r"([a-z]+)=([0-9.e+-]{1,30}):([1-9][0-9]{0,14})")
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchNorm's buffers
 
@@ -308,34 +306,6 @@ def answer_length(order: Order) -> int:
 def payload_hash(payload: bytes) -> str:
     """By which an Order names the message of a secure sum that comes along; empty without one."""
     return hashlib.sha256(payload).hexdigest() if payload else ""
-
-
-def spans_of(places: Sequence[int]) -> str:
-    """Increasing places as text: ``(3, 4, 5, 9)`` is "3-5,9"."""
-    spans: list[list[int]] = []
-    for place in places:
-        if spans and place == spans[-1][1] + 1:
-            spans[-1][1] = place
-        else:
-            spans.append([place, place])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return ",".join(texts)
-
-
-def places_in(text: str) -> tuple[int, ...]:
-    """The places that ``spans_of`` wrote; ValueError unless they increase."""
-    places: list[int] = []
-    for span in _words(text):
-        found = _SPAN.fullmatch(span)
-        if found is None:
-            raise ValueError(f"sparse must be places such as 3-5,9, got {_short_repr(text)}")
-        first = int(found[1])
-        last = int(found[2] or first)
-        after = places[-1] if places else -1
-        if not after < first <= last < MOST_COLUMNS:
-            raise ValueError(f"sparse must be increasing places below {MOST_COLUMNS}, got {span}")
-        places.extend(range(first, last + 1))
-    return tuple(places)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 
 settings.register_profile(
     "fuzz",
-    max_examples=20_000,
+    max_examples=10_000,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -60,8 +60,8 @@ class BlockPlan:
     def __str__(self) -> str:
         sizes = [len(block) for block in self.blocks]
         return (
-            f"{sum(sizes)} settings in {len(sizes)} blocks of at most {max(sizes)}, {self.jobs} at "
-            f"a time, about {self.bytes / MEGABYTE:.0f} MB each (limit "
+            f"{sum(sizes)} trainings in {len(sizes)} blocks of at most {max(sizes)}, {self.jobs} "
+            f"at a time, about {self.bytes / MEGABYTE:.0f} MB each (limit "
             f"{self.limit / MEGABYTE:.0f} MB in all)"
         )
 

@@ -178,7 +178,7 @@ def run(  # noqa: PLR0917 - typer's own way
         logging.getLogger("flwr").setLevel(logging.WARNING)
     screen.show_lines(screen.data_lines(chosen))
     if verbose:
-        _describe(chosen)
+        show(chosen.describe())
     stopped = _train_and_save(chosen, out, engine)
     saved = read_run(out)
     screen.show_lines(screen.outcome_lines(chosen, out, saved))
@@ -193,12 +193,6 @@ def run(  # noqa: PLR0917 - typer's own way
         raise RuntimeError(
             "the budget max-epsilon pays for no round at all: raise it, or noise-multiplier"
         )
-
-
-def _describe(experiment: "Experiment") -> None:
-    text = experiment.describe()
-    if text:
-        show(text)
 
 
 def _train_and_save(experiment: "Experiment", out: Path, engine: EngineName) -> bool:
@@ -262,7 +256,7 @@ def sweep(  # noqa: PLR0917 - typer's own way
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
     from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
     from flwr_ppsgd.lab.problem import SYNTHETIC
-    from flwr_ppsgd.lab.screen import SweepBar, progress_bar
+    from flwr_ppsgd.lab.screen import SweepBar, data_lines, progress_bar, show_lines
     from flwr_ppsgd.lab.summary import summarise
     from flwr_ppsgd.lab.sweep import Sweep
     from flwr_ppsgd.lab.workers import run_sweep
@@ -271,11 +265,11 @@ def sweep(  # noqa: PLR0917 - typer's own way
     grid = Sweep.load(experiment, overrides | given({"data": data, "delta": delta}))
     limit = _memory_limit(memory)
     if out is None:
-        source = experiment or Path(data or "sweep")
-        out = RUNS / source.stem
+        name = "sweep" if data is None else f"{Path(data).stem}-sweep"
+        out = RUNS / (name if experiment is None else experiment.stem)
     if extend and (out / CONFIG).exists():
         grid = grid.with_values_of(read_config(out))
-    _describe(grid.base)
+    show_lines([*data_lines(grid.base), *(("", note) for note in grid.base.training_notes())])
     if grid.base.problem.data != SYNTHETIC and not grid.base.trivial():
         raise ValueError(
             f"{grid.base.problem.data}: there are no test rows, so settings cannot be compared: "

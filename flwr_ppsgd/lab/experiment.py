@@ -27,12 +27,12 @@ from flwr_ppsgd.settings import (
     override,
     part_of,
     read_toml,
+    spans_of,
     split_names,
     to_flat,
     typed_value,
     with_keys,
 )
-from flwr_ppsgd.wire import spans_of
 
 DEFAULT = "synthetic"
 OWN_DATA = "own-data"
@@ -193,6 +193,11 @@ class Experiment:
             else:
                 minibatch = 1 if self.problem.scale == DEVICE else self.problem.batch_size
                 lines += [data.describe(minibatch), *brief(data)]
+        return "\n".join([*lines, *self.training_notes()])
+
+    def training_notes(self) -> list[str]:
+        """What follows from the settings and is worth a line before a training."""
+        lines = []
         if self.passes is not None:
             rounds = f"{self.passes:g} passes are {self.training.rounds:,} rounds"
             lines.append(f"{rounds}, {self.conditions()[-1]}")
@@ -202,7 +207,7 @@ class Experiment:
             noise = self.training.recipe().noise_in_prediction
             small = DROWNED_WORDS if noise > DROWNED else ""
             lines.append(f"{self.training.rounds} rounds; {NOISE_WORDS.format(noise)}{small}")
-        return "\n".join(lines)
+        return lines
 
     def to_flat(self) -> dict[str, Any]:
         """All settings that are given, by their flat keys."""

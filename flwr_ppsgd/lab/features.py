@@ -29,10 +29,9 @@ from flwr_ppsgd.lab.schema import (
     Column,
     Schema,
 )
-from flwr_ppsgd.lab.tables import GAPS, RawTable, Values, as_number
+from flwr_ppsgd.lab.tables import GAPS, RawTable, Values, as_number, is_number_or_gap
 from flwr_ppsgd.models.representation import looks_like_images
-from flwr_ppsgd.settings import split_names
-from flwr_ppsgd.wire import spans_of
+from flwr_ppsgd.settings import spans_of, split_names
 
 MOST_WORDS = 64  # of a column that is taken as categories without being asked
 MOST_ONE_HOT = 1000  # words of a category that was asked for; beyond, they are hashed
@@ -41,20 +40,27 @@ DATES_LOOKED_AT = 100
 MOST_LISTED = 8
 WORD = re.compile(r"\w+")
 ID = re.compile(r"(^|[_\W])(id|ID|Id|index|code)$|[a-z]I[dD]$|Unnamed: \d+|__index_level_\d+__")
+MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 DATE = re.compile(
     r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?"  # 2024-01-31, with a time or without
     r"|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}( .*)?"  # 31.1.2024
-    r"|\d\d?:\d\d(:\d\d)?"  # 12:30
+    rf"|([a-z]+,? )?(\d\d?\.?[- ]{MONTH}|{MONTH} \d\d?),?[- ]\d{{2,4}}( .*)?"  # 31 Jan 2024
+    r"|\d\d?:\d\d(:\d\d)?",  # 12:30
+    re.IGNORECASE,
 )
+LIKE_NUMBER = re.compile(r"[-+$€£]*[\d.,' ]*\d[\d.,' ]*%?")  # 1234.5, but $1,234 and 5 % too
 TRUTH = {"true": 1.0, "false": 0.0}
 FIRST_SECOND, LAST_SECOND = 9e8, 2.3e9  # of timestamps: 1998 to 2042
 SECONDS = (1.0, 1e3, 1e6, 1e9)  # in the units of timestamps
+LARGEST = np.float64(1e60)  # of a number: products of squares are finite
 USE = "--set feature-columns= uses it"
 REASONS = {  # why a column is left out, and the option that changes it
     "date": "dates (--set time-column= tests on each user's last rows)",
     "timestamp": f"timestamps (--set time-column= tests on each user's last rows, {USE})",
     "row id": f"row ids ({USE})",
     "words": "many words (--categorical or --set text-columns= uses them)",
+    "mixed": "not plain numbers (leave cells empty for gaps, write 1234.5; --categorical uses "
+    "them)",
     "nested": "nested (write one column for each number)",
     "empty": "empty",
     "constant": "the same in every row",
@@ -90,12 +96,21 @@ def _label(value: Any) -> str:
 
 
 def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
-    """float64, with NaN for gaps and for what is no number; true and false are 1 and 0."""
+    """float64, with NaN for gaps, for what is no number and for what is beyond ``LARGEST``; true
+    and false are 1 and 0."""
     if getattr(values.dtype, "kind", "O") in "biuf" and isinstance(values.dtype, np.dtype):
-        return np.array(values, dtype=np.float64)
-    words, codes = as_texts(values)
-    found = [_number_of_word(word, decimal) for word in words]
-    return np.array([*found, np.nan])[codes]
+        numbers = np.array(values, dtype=np.float64)
+    else:
+        words, codes = as_texts(values)
+        found = [_number_of_word(word, decimal) for word in words]
+        numbers = np.array([*found, np.nan])[codes]
+    numbers[~is_usable(numbers)] = np.nan
+    return numbers
+
+
+def is_usable(numbers: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which numbers are there, and not beyond ``LARGEST``."""
+    return np.asarray((numbers >= -LARGEST) & (numbers <= LARGEST))
 
 
 def _number_of_word(word: str, decimal: str) -> float:
@@ -142,9 +157,12 @@ def find_columns(
             found.append(_asked_column(name, values, asked[name]))
             continue
         elif not features:
-            reason = _reason_against(name, values)
+            reason = _reason_against(name, values, table.decimal)
         if reason:
-            left_out.setdefault(reason, []).append(name)
+            shown = repr(name)
+            if reason == "mixed":
+                shown = f"{name!r} (as {_odd_word(values, table.decimal)!r})"
+            left_out.setdefault(reason, []).append(shown)
             found.append(Column(name, LEFT_OUT))
         else:
             found.append(_found_column(table, name, values))
@@ -160,7 +178,7 @@ def _asked_column(name: str, values: Values, kind: str) -> Column:
     return Column(name, CATEGORY, tuple(words))
 
 
-def _reason_against(name: str, values: Values) -> str:
+def _reason_against(name: str, values: Values, decimal: str) -> str:
     """Why a column is not used unless it is asked for; empty if it is."""
     if np.ndim(values) == 2:
         return ""
@@ -171,7 +189,7 @@ def _reason_against(name: str, values: Values) -> str:
         if isinstance(first, list | dict | np.ndarray | bytes):
             return "nested"
         if not _is_truth(values):
-            return _reason_against_words(values)
+            return _reason_against_words(values, decimal)
     numbers = as_numbers(values)
     return _reason_against_numbers(name, numbers[np.isfinite(numbers)], len(numbers))
 
@@ -196,7 +214,14 @@ def _is_truth(values: Values) -> bool:
     return bool(words) and words <= set(TRUTH)
 
 
-def _reason_against_words(values: Values) -> str:
+def _odd_word(values: Values, decimal: str) -> str:
+    """The first word that is neither a number nor a gap; empty if there is none."""
+    words = as_texts(values)[0]
+    odd = [word for word in words if not is_number_or_gap(word, decimal)]
+    return odd[0] if odd else ""
+
+
+def _reason_against_words(values: Values, decimal: str) -> str:
     words, codes = as_texts(values)
     there = [word for word in words if word]
     if not there:
@@ -207,8 +232,11 @@ def _reason_against_words(values: Values) -> str:
         return "date"
     if len(there) == 1 and (codes >= 0).all():
         return "constant"
-    few = len(there) <= MOST_WORDS and 2 * len(there) <= len(codes)
-    return "" if few else "words"
+    if len(there) <= MOST_WORDS and 2 * len(there) <= len(codes):
+        return ""
+    like_numbers = [word for word in there if LIKE_NUMBER.fullmatch(word)]
+    mixed = 2 * len(like_numbers) > len(there) and _odd_word(values, decimal)
+    return "mixed" if mixed else "words"
 
 
 def _are_days(numbers: NDArray[np.float64]) -> bool:
@@ -276,9 +304,13 @@ def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> li
             notes.append(f"{kind}, in {BUCKETS:,} columns each: {list_names(names)}")
     for reason, names in left_out.items():
         if REASONS[reason]:
-            quoted = [repr(name) for name in names]
-            notes.append(f"left out, {REASONS[reason]}: {list_names(quoted)}")
+            notes.append(f"left out, {REASONS[reason]}: {list_names(names)}")
     return notes
+
+
+def count_of(number: int, noun: str) -> str:
+    """The number with its noun, as in 1 user and 2,000 users."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
@@ -304,7 +336,6 @@ def encode_columns(table: RawTable, schema: Schema) -> Values:
             blocks.append(_one_hot(values, column))
         else:
             numbers = as_numbers(values, table.decimal)
-            numbers[np.isinf(numbers)] = np.nan
             if column.kind == FLAG:
                 numbers = np.clip(numbers, 0.0, 1.0)
             blocks.append(numbers[:, None])

@@ -169,7 +169,7 @@ def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[Sweep
         planned = finished
     lists = [key for key in GRID if isinstance(config.get(key), list)]
     grid = ", ".join(f"{len(config[key])} of {_name(key)}" for key in lists)
-    text = f"{planned} settings of Personalized-Private-SGD"
+    text = f"{planned} trainings of Personalized-Private-SGD"
     text += f": {grid}. " if grid else ". "
     text += f"{_who(config)}, {last} rounds, δ = {_format_value(config.get('delta'))}."
     if finished < planned:

@@ -13,9 +13,11 @@ from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.features import (
     as_numbers,
     as_texts,
+    count_of,
     encode_columns,
     find_columns,
     is_text,
+    is_usable,
     list_names,
 )
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
@@ -25,6 +27,7 @@ from flwr_ppsgd.settings import split_names
 
 MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
 MOST_CLASSES_WITH_GAPS = 20
+FEWEST_ROWS = 20  # to take a target with nearly as many values as rows as no class
 MOST_SHOWN = 3
 MOST_CLASSES_SHOWN = 10
 DROP = "drop"
@@ -89,15 +92,18 @@ def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[st
     test = options.test or ""
     time = options.time or ""
     notes = []
-    if "test" in table.columns and not test:
+    if "test" in table.columns and "test" not in (test, user, *targets):
         if time or options.test_fraction is not None:
             notes.append("column 'test' left out: another split was asked for")
         else:
             test = "test"
     x = ("x",) if table.only_x else ()
-    for name in (user, *x, *targets, test, time):
-        if name:
-            table.column(name)
+    named = [name for name in (user, *targets, test, time) if name]
+    for name in (*x, *named):
+        table.column(name)
+        if named.count(name) > 1:
+            what = f"column {name!r} has two roles among user, target, test and time"
+            raise table.refuse(what, "name another column for one of them")
     special = {user, *targets, test, time, "test"}
     _check_rows(table, user, special)
     columns, column_notes = find_columns(table, options, special)
@@ -183,9 +189,19 @@ def find_task(
         kind = "classification"
         why = "its values are words"
         labels = _sorted_labels({word for word in as_texts(values)[0] if word})
+        if not asked and table.rows >= FEWEST_ROWS and len(labels) > table.rows / 2:
+            raise table.refuse(
+                f"column {name!r} has {len(labels):,} different words in {table.rows:,} rows",
+                "name another --target, or write amounts as plain numbers (1234.5)",
+            )
     else:
         numbers = as_numbers(values)
-        kind, why, labels = _task_of_numbers(numbers, real=values.dtype.kind == "f")
+        # with gaps whole numbers are stored as real ones
+        real = values.dtype.kind == "f" and not np.isnan(values).any()
+        kind, why, labels = _task_of_numbers(numbers, real=real)
+        if len(numbers) > 1 and (numbers == numbers[0]).all():
+            what = f"column {name!r} is {numbers[0]:g} in every row"
+            raise table.refuse(what, "there is nothing to learn: name another --target")
     notes = [] if asked else [_detected(targets, kind, why)]
     if (asked or kind) == "regression":
         return "regression", (), notes
@@ -215,7 +231,7 @@ def _task_of_numbers(
     if labels and labels[0] == 0 and labels[-1] < MOST_CLASSES:
         labels = list(range(labels[-1] + 1))
     classes = tuple(str(label) for label in labels)
-    if real:
+    if real or not whole:
         doubt = ", though all values are whole numbers: they may be classes" if whole else ""
         return "regression", f"its values are real numbers{doubt}", classes
     if len(there) > most:
@@ -297,13 +313,13 @@ def group_by_user(
     labels, user = _users(table, schema)
     rows = pandas.DataFrame({"user": user, "readable": readable, "gap": _rows_with_gaps(x)})
     rows = rows.assign(time=_row_times(table, schema), test=_marked_rows(table, schema))
+    incomplete = rows["gap"] | ~rows["readable"] | (rows["user"] < 0)
+    rows["dropped"] = incomplete & (impute == DROP)
     notes = list(table.notes)
     if strict:
         _refuse_rows(table, schema, rows)
-        notes += _gap_notes(table, schema, x, rows["gap"].to_numpy(), impute or "")
-    rows = rows[rows["readable"] & (rows["user"] >= 0)]
-    if impute == DROP:
-        rows = rows[~rows["gap"]]
+        notes += _gap_notes(table, schema, x, rows, impute or "")
+    rows = rows[rows["readable"] & (rows["user"] >= 0) & ~rows["dropped"]]
     if strict:  # without users who have lost all of their rows
         places, present = pandas.factorize(rows["user"], sort=True)
         rows = rows.assign(user=places)
@@ -404,7 +420,7 @@ def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]
         )
     if sparse.issparse(found):
         return found, np.ones(found.shape[0], dtype=np.bool_)
-    allowed = np.isfinite(found)
+    allowed = is_usable(found)
     if schema.task == "multi-label":
         allowed = np.isin(found, (0, 1))
     readable = np.asarray(allowed.all(axis=1))
@@ -462,23 +478,24 @@ def _marked_rows(table: RawTable, schema: Schema) -> NDArray[np.intp]:
 
 def _refuse_rows(table: RawTable, schema: Schema, rows: Values) -> None:
     """ValueError that names the first row without a user, target, time or mark."""
-    what = f"column {schema.user!r} is empty"
-    table.refuse_first(rows["user"] < 0, what, "every row needs its user")
+    kept = rows[~rows["dropped"]]
+    remedy = "--impute drop leaves such rows out"
+    table.refuse_first(kept["user"] < 0, f"column {schema.user!r} is empty", remedy)
     target = ", ".join(schema.target)
     kinds = {
         "classification": f"column {target!r} is empty",
         "multi-label": f"{target!r} is neither 0 nor 1",
         "regression": f"column {target!r} is not a finite number",
     }
-    remedy = "leave the row out, or use another --task"
-    table.refuse_first(~rows["readable"], kinds[schema.task], remedy)
-    unknown = rows["time"].isna()
+    table.refuse_first(~kept["readable"], kinds[schema.task], remedy)
+    unknown = kept["time"].isna()
     if unknown.any():
-        values = np.asarray(table.columns[schema.time])[unknown]
-        what = f"column {schema.time!r} is not a time ({str(values[0])!r})"
+        value = table.columns[schema.time][unknown.idxmax()]
+        what = f"column {schema.time!r} is not a time ({str(value)!r})"
         table.refuse_first(unknown, what, "write 2024-01-31 or a number")
     what = f"column {schema.test!r} is neither 0 nor 1"
-    table.refuse_first(rows["test"] < 0, what, "1 marks the rows of the test part")
+    remedy = "1 marks the rows of the test part (--set test-fraction=0.2 chooses others)"
+    table.refuse_first(kept["test"] < 0, what, remedy)
 
 
 def _refuse_test_only(
@@ -507,34 +524,38 @@ def _rows_with_gaps(x: Values) -> NDArray[np.bool_]:
     if sparse.issparse(x):
         rows = np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
         found = np.zeros(x.shape[0], dtype=np.bool_)
-        found[rows[~np.isfinite(x.data)]] = True
+        found[rows[~is_usable(x.data)]] = True
         return found
     if x.dtype.kind in "biu":
         return np.zeros(len(x), dtype=np.bool_)
-    return np.asarray(~np.isfinite(x).all(axis=1))
+    return np.asarray(~is_usable(x).all(axis=1))
 
 
-def _gap_notes(
-    table: RawTable, schema: Schema, x: Values, gaps: NDArray[np.bool_], impute: str
-) -> list[str]:
+def _gap_notes(table: RawTable, schema: Schema, x: Values, rows: Values, impute: str) -> list[str]:
     """What is done about gaps; ValueError if there is no rule."""
-    if not gaps.any():
+    names = schema.feature_names()
+    if impute == DROP:
+        if rows["dropped"].all():
+            raise table.refuse("every row has a gap", "use --impute own-mean, or --exclude")
+        count = count_of(int(rows["dropped"].sum()), "row")
+        note = f"left out {count} with gaps, or without a user or a target (impute = drop)"
+        return [note] if rows["dropped"].any() else []
+    places = np.flatnonzero(rows["gap"])
+    if not len(places):
         return []
+    taken = x[places].toarray() if sparse.issparse(x) else x[places]
+    gaps = ~is_usable(taken)
     if not impute:
-        row = int(np.argmax(gaps))
-        values = x[[row]].toarray()[0] if sparse.issparse(x) else x[row]
-        place = int(np.argmax(~np.isfinite(values)))
-        names = schema.feature_names()
+        place = int(np.argmax(gaps[0]))
         name = f"column {names[place]!r}" if names else f"x, feature {place},"
         exclude = f", or --exclude {names[place]}" if names else ""
         remedy = f"add --impute with one of {', '.join(IMPUTE)}{exclude}"
-        raise table.refuse(f"{name} is not a finite number", remedy, row)
-    count = int(gaps.sum())
-    if impute != DROP:
-        return [f"{count:,} rows have gaps, filled with: {MISSING[impute]}"]
-    if gaps.all():
-        raise table.refuse("every row has a gap", "use --impute own-mean, or --exclude")
-    return [f"left out {count:,} rows with gaps (impute = drop)"]
+        raise table.refuse(f"{name} is not a finite number", remedy, int(places[0]))
+    counts = gaps.sum(axis=0)
+    columns = [f"{names[place]!r} ({counts[place]:,})" for place in np.flatnonzero(counts) if names]
+    where = f": {list_names(columns)}" if columns else ""
+    filled = f"filled with {MISSING[impute]} (--impute {impute})"
+    return [f"gaps in {count_of(len(places), 'row')}, {filled}{where}"]
 
 
 def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: str) -> Values:
@@ -543,12 +564,12 @@ def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: st
 
     if sparse.issparse(x):
         x = x.copy()
-        x.data[~np.isfinite(x.data)] = 0.0
+        x.data[~is_usable(x.data)] = 0.0
         return x
     x = np.array(x, dtype=np.float64)
-    columns = np.flatnonzero(~np.isfinite(x).all(axis=0))
+    columns = np.flatnonzero(~is_usable(x).all(axis=0))
     found = x[:, columns]
-    found[~np.isfinite(found)] = np.nan
+    found[~is_usable(found)] = np.nan
     if missing == OWN_MEAN:
         known = pandas.DataFrame(found[trained])
         means = known.groupby(user[trained]).mean()

@@ -76,7 +76,7 @@ class SplitModel:
         additive: bool = False,
         device: str | torch.device | None = None,
     ) -> None:
-        self._shared, self._personal = split_names(module, personal, additive)
+        self._shared, self._personal = split_parameters(module, personal, additive)
         self._additive = additive
         self._patterns = list_patterns(personal)
         refuse_without_values(module)
@@ -409,7 +409,7 @@ def list_patterns(personal: str | Sequence[str]) -> list[str]:
     return [personal] if isinstance(personal, str) else list(personal)
 
 
-def split_names(
+def split_parameters(
     module: nn.Module, personal: str | Sequence[str], additive: bool = False
 ) -> tuple[list[str], list[str]]:
     """The names of the (shared, personal) parameters; with ``additive`` all are shared.

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
-from flwr_ppsgd.algorithm import Release, SecureSum, Vector
+from flwr_ppsgd.algorithm import Release, Vector
 from flwr_ppsgd.checks import is_whole, printable, require
-from flwr_ppsgd.epsilon import EpsilonBound, Relation, check_accountant
+from flwr_ppsgd.epsilon import EpsilonBound, check_accountant
 from flwr_ppsgd.ledger import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.noise import cut_probability
 from flwr_ppsgd.recipe import RecipeValues, values_of
-from flwr_ppsgd.server.budget import Allowance, Budget
+from flwr_ppsgd.server.budget import Budget
 from flwr_ppsgd.server.rounds import SumRequest
 from flwr_ppsgd.server.store import Checkpoint, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
@@ -46,6 +46,7 @@ class ServerAccount:
         self.rounds_done = 0
         self.last_round = -1  # of the plan; -1 if there is none
         self.checkpoint: Checkpoint | None = None  # w of the last round, as far as it is known
+        self._is_saved = True  # whether the store has it
         self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
@@ -56,10 +57,14 @@ class ServerAccount:
     # --- what outlives the process
 
     def close(self) -> None:
-        """Give up the lock on the checkpoint directory."""
-        self._store.close()
-        if self._budget is not None:
-            self._budget.close()
+        """Keep the last w, if that was not due yet, and give up the lock on the directory."""
+        try:
+            if self._store.is_open:
+                self._save_checkpoint()
+        finally:
+            self._store.close()
+            if self._budget is not None:
+                self._budget.close()
 
     def reopen(self) -> None:
         """Take the lock again after ``close``, and go on from the disk as after a restart."""
@@ -82,6 +87,7 @@ class ServerAccount:
                 log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
             if self.training.checkpoint_dir is not None:
                 self.checkpoint = found
+                self._is_saved = True
                 self.rounds_done = found.round if found else 0
                 self.state = dict(found.state) if found else {}
             self._join_budget()
@@ -154,15 +160,21 @@ class ServerAccount:
             self._budget.reserve()
 
     def save(self, arrays: Mapping[str, bytes]) -> None:
-        """Keep w of the round just published, on the disk if it is due.
+        """Keep w of the round just published, on the disk if it is due; else ``close`` does.
 
         Args:
             arrays: w as named serialised arrays.
         """
         self.checkpoint = Checkpoint(self.rounds_done, dict(arrays), dict(self.state))
+        self._is_saved = False
         due = self.rounds_done % self.training.checkpoint_every == 0
         if due or self.rounds_done == self.last_round:
-            self._store.save(self.rounds_done, arrays, self.state)
+            self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        if self.checkpoint is not None and not self._is_saved:
+            self._store.save(self.checkpoint)
+            self._is_saved = True
 
     # --- what was released before the first round
 
@@ -362,15 +374,28 @@ class ServerAccount:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        return _in_one_line(self._headline())
+        head = self._headline(self.stated_ledger())
+        return head.epsilon, head.in_one_line()
 
-    def _headline(self) -> Headline:
-        unit = "node" if "node" in self._store.caveats.values() else "user"
-        allowance = None if self._budget is None else self._budget.allowance
+    def _headline(self, stated: Ledger) -> Headline:
+        """What the stated rounds promise; under a budget, what all of its trainings do together."""
         secure = self.training.release.aggregation
-        return _headline_of_plan(
-            self.stated_ledger(), self.training.population, unit, secure, allowance
+        head = replace(
+            Headline.of(stated),
+            population=self.training.population,
+            unit="node" if "node" in self._store.caveats.values() else "user",
+            secure=secure,
         )
+        if self._budget is not None:  # its trainings together have no bound against all others
+            allowance = self._budget.allowance
+            exchanged = allowance.epsilon_replace_one()
+            return replace(head, cost=allowance.epsilon, replace_one=exchanged)
+        head = replace(head, replace_one=stated.epsilon("replace-one"))
+        if secure is None:
+            return head
+        pooled = stated.pooled_epsilon()
+        exchanged = stated.pooled_epsilon("replace-one")
+        return replace(head, pooled=pooled, pooled_replace_one=exchanged)
 
     def promise(self, size: int = 0, simulation: str = "", terms: tuple[str, ...] = ()) -> Promise:
         """Everything that is stated about this training.
@@ -382,7 +407,7 @@ class ServerAccount:
         """
         check_accountant()
         stated = self.stated_ledger()
-        head = replace(self._headline(), simulation=simulation)
+        head = replace(self._headline(stated), simulation=simulation)
         # δ is the total: what finite precision takes is paid from it
         cut = cut_probability(size, stated.rounds, self.training.release.noise_shares)
         if self._budget is None:
@@ -395,16 +420,13 @@ class ServerAccount:
             by_rdp = head.cost
         return Promise(
             headline=head,
-            release=self.training.release,
+            training=self.training,
             stated=stated,
             charged=self.ledger,
-            publishes=self.training.steps.publishes,
             method=bound.method,
             rdp=by_rdp,
             delta_taken_by_precision=cut * (1 + math.exp(min(bound.epsilon, 600.0))),
             rounds_trained=self.rounds_done,
-            metrics=self.training.metrics,
-            recipe=self.training.recipe,
             values=self.values,
             caveats=self._caveat_sentences(),
             evaluated=bool(self._store.notes("evaluation")),
@@ -424,7 +446,7 @@ class ServerAccount:
         quick = self.ledger.quick_epsilon()
         if not self._store.planned[0]:
             return quick
-        return min(quick, _epsilon_of(self.stated_ledger()))
+        return min(quick, self.stated_ledger().epsilon())
 
     def note_evaluation(self) -> None:
         """From now on every statement says that there was evaluation on client data."""
@@ -496,47 +518,3 @@ class ServerAccount:
         if self.training.insecure_seed is None:
             level = logging.DEBUG
         log.log(level, "server-private: %s", words)
-
-
-def headline_of(ledger: Ledger) -> Headline:
-    """What a ledger guarantees to the users it is about."""
-    populations = [release.cohort.population for release, _ in ledger.releases]
-    return Headline(
-        cost=_epsilon_of(ledger),
-        delta=ledger.delta,
-        rounds=ledger.rounds,
-        insecure_rounds=ledger.insecure_rounds,
-        population=max(populations, default=0),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _headline_of_plan(
-    stated: Ledger,
-    population: int,
-    unit: str,
-    secure: SecureSum | None,
-    allowance: Allowance | None,
-) -> Headline:
-    """The same in every round of a plan."""
-    head = replace(headline_of(stated), population=population, unit=unit, secure=secure)
-    if allowance is not None:  # its trainings together have no bound against all others
-        exchanged = allowance.epsilon_replace_one()
-        return replace(head, cost=allowance.epsilon, replace_one=exchanged)
-    head = replace(head, replace_one=_epsilon_of(stated, "replace-one"))
-    if secure is None:
-        return head
-    pooled = stated.pooled_epsilon()
-    exchanged = stated.pooled_epsilon("replace-one")
-    return replace(head, pooled=pooled, pooled_replace_one=exchanged)
-
-
-@functools.lru_cache(maxsize=64)
-def _in_one_line(head: Headline) -> tuple[float, str]:
-    return head.epsilon, head.in_one_line()
-
-
-@functools.lru_cache(maxsize=64)
-def _epsilon_of(ledger: Ledger, relation: Relation = "zero-out") -> float:
-    """ε, worked out once per ledger."""
-    return ledger.epsilon(relation)

@@ -247,12 +247,12 @@ class PPSGD(CuratedStrategy, Strategy):
     @property
     def release(self) -> Release:
         """What is published in a round."""
-        return self._account.training.release
+        return self.training.release
 
     @property
     def steps(self) -> Steps:
         """How far w and θ move."""
-        return self._account.training.steps
+        return self.training.steps
 
     def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
         """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
@@ -283,7 +283,7 @@ class PPSGD(CuratedStrategy, Strategy):
         """Log the settings that make up the promise."""
         refuse_dp_strategy("PPSGD")
         log.info("\t├──> %s", self.release)
-        if self._account.training.recipe is None:
+        if self.training.recipe is None:
             log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
         log.info("\t└──> %s", self._account.where_facts_are())
 
@@ -319,7 +319,7 @@ class PPSGD(CuratedStrategy, Strategy):
                 true, the training ends there. Flower's strategies have it from 1.43 on.
             on_round: called with the round and the result so far, at the moments of evaluate_fn.
         """
-        timeout = self._account.training.round_timeout if timeout is None else timeout
+        timeout = self.training.round_timeout if timeout is None else timeout
         train_config = _checked_config(train_config)
         evaluate_config = _checked_config(evaluate_config)
         self._check_arrays(initial_arrays)
@@ -393,7 +393,7 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _check_clients(self, grid: Grid, timeout: float) -> None:
         """Ask a few clients whether they would obey an Order: no data are read, nothing charged."""
-        if self._account.training.replies == "parameters":
+        if self.training.replies == "parameters":
             return
         nodes = self._curator.everybody(lambda: present_in(grid))[:ENOUGH_ASKED]
         order = self._curator.order(self._curator.request(self.rounds_done))
@@ -405,7 +405,7 @@ class PPSGD(CuratedStrategy, Strategy):
     def _run_round(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
     ) -> None:
-        if self._account.training.secure:
+        if self.training.secure:
             refuse_dp_strategy("PPSGD")
             self._note_sent(result.arrays)
             request = self._curator.request(round_, len(self._w))
@@ -421,7 +421,7 @@ class PPSGD(CuratedStrategy, Strategy):
         self, request: SumRequest, grid: Grid, config: ConfigRecord, timeout: float
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Ask for a sum and publish it: one exchange if it is plain, four if it is secure."""
-        run = grid.run.run_id if self._account.training.secure else 0
+        run = grid.run.run_id if self.training.secure else 0
         opened = self._curator.open_sum(request, lambda: present_in(grid), self._nbytes, run)
         for stage, payloads in self._curator.exchanges(opened):
             messages = self._exchange_messages(request, stage, payloads, config, grid)
@@ -452,7 +452,7 @@ class PPSGD(CuratedStrategy, Strategy):
 
         Nodes that have answered the last evaluation have it already.
         """
-        if self._account.training.recipe is None:
+        if self.training.recipe is None:
             return
         everybody = self._curator.everybody(lambda: present_in(grid))
         nodes = [node for node in everybody if node not in self._delivered]
@@ -469,7 +469,7 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> list[Message]:
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
         refuse_dp_strategy("PPSGD")
-        if self._account.training.secure:
+        if self.training.secure:
             raise ValueError(
                 "a secure sum takes four exchanges per round, and configure_train is one: call "
                 "start, which runs them, or leave out aggregation"
@@ -498,7 +498,7 @@ class PPSGD(CuratedStrategy, Strategy):
             return []
         arrays = self.averaged(arrays)
         config = _checked_config(config)
-        if self._account.training.replies == "parameters":
+        if self.training.replies == "parameters":
             content = self._parameter_clients.content("evaluate", arrays, config, server_round)
         else:
             last = server_round == self._account.last_round
@@ -527,9 +527,8 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _layout_of(self, arrays: ArrayRecord) -> Layout:
         """Names and shapes of w; of clients that return parameters, without their buffers."""
-        return Layout.of(
-            arrays, is_buffer if self._account.training.replies == "parameters" else None
-        )
+        hold = is_buffer if self.training.replies == "parameters" else None
+        return Layout.of(arrays, hold)
 
     def _note_sent(self, arrays: ArrayRecord) -> None:
         """Remember the w that goes out, by which replies are read."""
@@ -585,7 +584,7 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> list[Message]:
         """One message to each node of an exchange; those who get the same share its content."""
         contents: dict[bytes, RecordDict] = {}
-        if self._account.training.replies == "parameters":
+        if self.training.replies == "parameters":
             content = self._parameter_clients.content("fit", self._arrays, config, request.round)
             contents[b""] = content
         else:
@@ -618,7 +617,7 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
-        training = self._account.training
+        training = self.training
         if training.replies == "parameters":
             self._parameter_clients.note_kind(reply)
         if reply.has_error():

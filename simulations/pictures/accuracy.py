@@ -2,10 +2,9 @@
 
     python simulations/pictures/accuracy.py --data mnist_writer.npz --out docs
 
-Two pictures, and the numbers behind each as a .csv beside it: accuracy.png and gains.png (each
-user's gain over learning alone). Everything but the recipe is chosen on a validation part of the
-users' training rows; test rows are opened once. The sweep of the paper's method takes half an hour:
-``--paper FILE.csv`` takes its rows from an earlier accuracy.csv instead.
+accuracy.png, and the numbers behind it in accuracy.csv. Everything but the recipe is chosen on a
+validation part of the users' training rows; test rows are opened once. The sweep of the paper's
+method takes half an hour: ``--paper FILE.csv`` takes its rows from an earlier accuracy.csv instead.
 """
 
 import argparse
@@ -19,11 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # so that this runs as a file, too
 
-import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.figures import COLOURS, name_of_measure
 from flwr_ppsgd.lab.measures import measure_of, on_test
@@ -155,28 +152,6 @@ def draw_accuracy(found: Mapping[str, Points], main: str, out: Path) -> None:
     _write(out / "accuracy.csv", ["method", "epsilon", main], rows)
 
 
-def draw_gains(runs: Mapping[float, Sequence[Outcome]], out: Path) -> None:
-    """Each user with themselves, at three ε."""
-    shown = EPSILONS[::2]
-    figure, panels = plt.subplots(
-        1, len(shown), figsize=(9.6, 3.6), sharey=True, layout="constrained"
-    )
-    rows: list[list[object]] = []
-    for axes, epsilon in zip(panels, shown, strict=True):
-        people = runs[epsilon][0].people
-        gains = np.sort([person.gain or 0.0 for person in people])
-        colours = np.where(gains > SAME, COLOURS[2], COLOURS[1])
-        axes.bar(np.arange(len(gains)), gains, width=1.0, color=colours.tolist())
-        better = int((gains > SAME).sum())
-        worse = int((gains < -SAME).sum())
-        axes.set_title(f"ε = {epsilon:g}: {better} better, {worse} worse", fontsize=10)
-        axes.set_xlabel("users, sorted by gain")
-        rows += [[epsilon, place, f"{gain:.5f}"] for place, gain in enumerate(gains)]
-    panels[0].set_ylabel("gain over own rows alone")
-    _save(figure, out / "gains.png")
-    _write(out / "gains.csv", ["epsilon", "user, sorted", "gain"], rows)
-
-
 def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -193,7 +168,7 @@ def _write(path: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--data", required=True, help="a file of classes by user")
-    parser.add_argument("--out", type=Path, default=Path(), help="where the pictures go")
+    parser.add_argument("--out", type=Path, default=Path(), help="where the picture goes")
     parser.add_argument("--seeds", type=int, default=3, help="of the recipe")
     parser.add_argument("--paper-seeds", type=int, default=1, help="of the grid")
     parser.add_argument("--paper", type=Path, help="an earlier accuracy.csv with its rows")
@@ -209,7 +184,6 @@ def main() -> None:
         found |= points_in(given.paper)
     measure = measure_of(runs[EPSILONS[0]][0].rows[-1].measures)
     draw_accuracy(found, measure, given.out)
-    draw_gains(runs, given.out)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Everything goes through names that users have. What a reply holds is found in an
 
 import io
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,17 @@ def ppsgd_command(*arguments: object) -> str:
     ended = ppsgd(*arguments)
     assert ended.status == 0, ended.err
     return ended.out
+
+
+def pinned(directory: Path) -> dict[str, Any]:
+    """The node config that pins the key of the training in a directory."""
+    (line,) = [
+        line
+        for line in ppsgd_command("ledger", directory).splitlines()
+        if "ppsgd-server-key" in line
+    ]
+    _, _, key = line.partition(" = ")
+    return {"ppsgd-server-key": key.strip()}
 
 
 class Named(ClientProxy):

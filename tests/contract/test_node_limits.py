@@ -34,6 +34,7 @@ from tests.contract.hostile_clients import (
     legacy_round,
     legacy_strategy,
     new_context,
+    pinned,
     ppsgd_command,
     release,
     sent_vector,
@@ -231,17 +232,6 @@ def test_a_run_config_never_makes_a_client_send_its_parameters(
 
 
 # --- the training's key
-
-
-def pinned(directory: Path) -> dict[str, Any]:
-    """The node config that pins the key of the training in a directory."""
-    (line,) = [
-        line
-        for line in ppsgd_command("ledger", directory).splitlines()
-        if "ppsgd-server-key" in line
-    ]
-    _, _, key = line.partition(" = ")
-    return {"ppsgd-server-key": key.strip()}
 
 
 def test_a_client_that_pins_a_key_obeys_that_training_alone(

@@ -1,6 +1,7 @@
 """``PPSGD.auto``: one w by every way to run it, what it charges, what it brings to each device."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def by_command(users: Users, directory: Path, engine: str) -> dict[str, Floats]:
 SETTINGS = {"epsilon": EPSILON, "delta": DELTA, "insecure-seed": SEED}
 
 
-def by_legacy(users: Users) -> Floats:
+def by_legacy(users: Users, client_fn: Callable[[Context], Client] | None = None) -> Floats:
     """Through Flower's own legacy loop. Central evaluation is where its w can be seen."""
     seen: list[Floats] = []
 
@@ -141,7 +142,7 @@ def by_legacy(users: Users) -> Floats:
         **users.auto(),
     )
     parts = ServerAppComponents(config=strategy.server_config(), strategy=strategy)
-    grid = users.grid(ClientApp(client_fn=users.legacy_client))
+    grid = users.grid(ClientApp(client_fn=client_fn or users.legacy_client))
     ServerApp(server_fn=lambda _: parts)(grid, grid.context(grid.get_node_ids()[0]))
     return seen[-1]
 
@@ -412,6 +413,20 @@ def test_the_last_w_has_one_reply_from_all_whatever_happens_on_a_device() -> Non
     assert sorted(user for user, _ in replies) == list(range(USERS))
     assert all(reply.has_content() and len(reply.content) == 0 for _, reply in replies)
     assert sorted(kept_by(grid)) == list(range(1, USERS))
+
+
+def test_in_the_legacy_api_too_the_last_w_is_answered_with_nothing() -> None:
+    """Evaluation is off: w comes to everybody, and no measure leaves."""
+    users = Users("regression")
+    replies: list[Any] = []
+
+    class Heard(PPSGDClient):
+        def evaluate(self, *arguments: Any) -> Any:
+            replies.append(super().evaluate(*arguments))
+            return replies[-1]
+
+    by_legacy(users, lambda context: Heard(users.learner(context), context).to_client())
+    assert replies == [(0.0, 0, {})] * USERS
 
 
 def test_started_again_it_charges_nothing_and_delivers(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from flwr.app import Context, Message, RecordDict
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
@@ -37,13 +39,25 @@ from tests.contract.hostile_clients import (
     Floats,
     Meddle,
     MeddlingGrid,
+    is_training,
+    new_context,
+    pinned,
     strategy,
     trained,
     without_first,
 )
+from tests.support.time_limit import time_limit
 
 MEMORY = ":flwr-in-memory:"
+LIMIT = 300  # seconds for a test that takes a few
 Upload = Callable[[int, int], bool]
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Iterator[None]:
+    """A grid that waits for ever ends its test."""
+    with time_limit(LIMIT):
+        yield
 
 
 class SuperLink:
@@ -67,7 +81,7 @@ class SuperLink:
         factory = LinkStateFactory(MEMORY, NoOpFederationManager(), ObjectStoreFactory(MEMORY))
         self._state = factory.state()
         self._run_id = self._started_run()
-        self._contexts = dict(self._new_node(user) for user in range(users))
+        self.contexts = dict(self._new_node(user) for user in range(users))
         self._announced: list[Announced] = []
         self._lock = threading.Lock()
 
@@ -113,7 +127,7 @@ class SuperLink:
         for announced in self._announced:
             announced.requests += 1
             announced.upload_if(self._uploads)
-        for node, context in self._contexts.items():
+        for node, context in self.contexts.items():
             while (message := self._received(node)) is not None:
                 reply = self._app(message, context)
                 announced = Announced(self, int(context.node_config["partition-id"]), reply)
@@ -139,19 +153,26 @@ class SuperLink:
         message.metadata.__dict__["_message_id"] = message.object_id
         return message
 
-    def announce(self, reply: Message) -> Any:
-        """Let the SuperLink know of a reply; its answer says which objects it wants."""
-        reply.metadata.__dict__["_message_id"] = reply.object_id
-        node = Node(node_id=reply.metadata.src_node_id)
+    def announce(self, message: Message, sender: int) -> Any:
+        """Let the SuperLink know of a node's message; the answer says which objects it wants."""
+        message.metadata.__dict__["_message_id"] = message.object_id
         request = PushMessagesRequest(
-            node=node,
-            messages_list=[message_to_proto(remove_content_from_message(reply))],
-            message_object_trees=[get_object_tree(reply)],
+            node=Node(node_id=sender),
+            messages_list=[message_to_proto(remove_content_from_message(message))],
+            message_object_trees=[get_object_tree(message)],
         )
         return fleet_handlers.push_messages(request, self._state)
 
+    def push_and_receive(self, message: Message, sender: int) -> Message | None:
+        """What comes to the node that a message is for, whichever node has sent it."""
+        answer = self.announce(message, sender)
+        objects = get_all_nested_objects(message)
+        parts = {name: objects[name].deflate() for name in answer.objects_to_push}
+        self.upload(sender, answer.session_id, parts)
+        return self._received(message.metadata.dst_node_id)
+
     def upload(self, node: int, session: str, objects: Mapping[str, bytes]) -> None:
-        """Push the objects of a reply."""
+        """Push the objects of a message."""
         for name, content in objects.items():
             request = PushObjectRequest(
                 node=Node(node_id=node),
@@ -177,7 +198,7 @@ class Announced:
         self._user = user
         self.is_training = reply.metadata.message_type == "train"
         self._node = reply.metadata.src_node_id
-        answer = link.announce(reply)
+        answer = link.announce(reply, self._node)
         self._session = answer.session_id
         objects = get_all_nested_objects(reply)
         self._objects = {name: objects[name].deflate() for name in answer.objects_to_push}
@@ -249,3 +270,30 @@ def test_what_cannot_be_read_before_the_timeout_is_missing() -> None:
     """Each reply takes more than the time of the round: a hostile one has thousands of objects."""
     w = over_superlink(lambda *_: True, round_timeout=1.0, slow=0.6)
     np.testing.assert_array_equal(w, in_process(lambda *_: []))
+
+
+def test_an_order_that_an_insider_forges_is_refused_if_the_key_is_pinned(tmp_path: Path) -> None:
+    """Flower's handlers take what an enrolled node sends in the server's name for the server's."""
+    orders: list[Message] = []
+
+    def heard(message: Message, context: Context) -> Message:
+        if is_training(message):
+            orders.append(message)
+        return APP(message, context)
+
+    link = SuperLink(lambda *_: True, heard)
+    insider, victim, *_ = link.contexts
+    with link.grid() as on:  # whose messages say that they are from the server
+        trained(strategy(checkpoint_dir=tmp_path), on, rounds=1)
+        content = orders[0].content
+        moved = {name: Array(w.numpy() + 9) for name, w in content.array_records["arrays"].items()}
+        forgery = Message(RecordDict({**content, "arrays": ArrayRecord(moved)}), victim, "train")
+        received = link.push_and_receive(forgery, insider)
+    assert received is not None
+    careless = link.contexts[victim]
+    careful = new_context(node=pinned(tmp_path))
+    careful.run_id = careless.run_id
+    assert APP(orders[0], careful).has_content()
+    with pytest.raises(Exception, match="refused-signature"):
+        APP(received, careful)
+    assert APP(received, careless).has_content(), "a client that pins no key obeys anybody"

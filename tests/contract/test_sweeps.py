@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.contract import files
 from tests.contract.command import ppsgd
 from tests.contract.files import SCRIPT, check_done, check_refused, rows_of
 
@@ -156,3 +157,15 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     before = sorted(whole.rglob("*"))
     check_refused(ppsgd(*typed, where=whole), *named)
     assert sorted(whole.rglob("*")) == before
+
+
+def test_a_run_and_a_sweep_of_one_file_have_directories_of_their_own(tmp_path: Path) -> None:
+    files.write_csv(tmp_path / "shop.csv", files.people())
+    check_done(ppsgd("run", "--data", "shop.csv", *files.BUDGET, where=tmp_path))
+    lists = ("--set", "step=[0.1]", "--set", "alpha-q=[0.3]", "--set", "rounds=2")
+    smaller = (*lists, "--set", "epsilon=[8.0]", "--set", "insecure-seed=[1]")
+    shown = check_done(
+        ppsgd("sweep", "--data", "shop.csv", "--delta", "1e-3", *smaller, where=tmp_path)
+    )
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"shop", "shop-sweep"}
+    assert "12 users" in shown.out.splitlines()[0]

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.client.theta import Theta
-from flwr_ppsgd.server.store import NAME, Store
+from flwr_ppsgd.database import StoreError
+from flwr_ppsgd.server.store import Store
 from simulations.deployment.federation import CONNECTION, Federation, wait_for, write_app
 from tests.support.kept import kept_in
 
@@ -24,7 +25,16 @@ COMPONENTS = {
     "legacy": {"serverapp": "faulty_app:legacy_server", "clientapp": "faulty_app:legacy_client"},
 }
 MODULE = Path(__file__).with_name("faulty_app.py")
+LOG_TAIL = 2000  # characters
 QUIET = 2.0  # seconds that a command of Flower's takes on a machine with nothing else to do
+
+
+DEPLOYMENTS: list["Deployment"] = []
+
+
+def end_all() -> str:
+    """Kill the processes of all deployments; the ends of their logs."""
+    return "\n".join(deployment.end() for deployment in DEPLOYMENTS)
 
 
 class Deployment:
@@ -45,6 +55,7 @@ class Deployment:
         self.secure = secure
         self.federation = Federation(directory, secure=secure)
         self._runs: list[int] = []
+        DEPLOYMENTS.append(self)
 
     def start(self, *, proxy: bool = False, port: int | None = None) -> None:
         """The SuperNodes, after the SuperLink unless that has been started with a port to use."""
@@ -73,6 +84,15 @@ class Deployment:
                 with suppress(RuntimeError):  # it has ended
                     self.federation.flwr("stop", str(run), CONNECTION)
             self._runs.clear()
+
+    def end(self) -> str:
+        """Kill everything; what the logs say at their ends."""
+        tails = []
+        for name in ("superlink", *self.users):
+            with suppress(KeyError):  # it is not running
+                self.federation.kill(name)
+            tails.append(f"--- {name}: {self.federation.log(name)[-LOG_TAIL:]}")
+        return "\n".join(tails)
 
     def seconds(self, quiet: float) -> float:
         """What takes this many seconds on a quiet machine may take so many now."""
@@ -129,9 +149,11 @@ class Deployment:
         return self.federation.status(run).startswith("finished")
 
     def rounds_done(self, name: str) -> int:
-        if not (self.server(name) / NAME).exists():
+        """0 also while the store is being made: a slow server has a file before it has rows."""
+        try:
+            found = Store.read(self.server(name)).load()
+        except StoreError:
             return 0
-        found = Store.read(self.server(name)).load()
         return found.round if found else 0
 
     def wait_for_round(self, name: str, number: int, run: int | None = None) -> None:

@@ -181,7 +181,7 @@ def test_a_sweep_under_way_says_so(tmp_path: Path) -> None:
         json.dumps({"blocks": [[1] * 20, [1] * 10]}), encoding="utf-8"
     )
     text = Page(write_report(directory)).text
-    assert "30 settings" in text
+    assert "30 trainings" in text
     assert "7 of them are finished" in text
     assert "exactly 5 in each round" in text
     assert "no amplification by sampling is claimed" in text
