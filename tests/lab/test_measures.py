@@ -28,9 +28,9 @@ def test_own_rows_alone_spread_too_if_they_were_measured() -> None:
     values = {"loss": [1.0, 2.0], "local_loss": [5.0, 3.0]}
     by_user = {name: np.array(each) for name, each in values.items()}
     found = over_users(by_user, np.array([3.0, 1.0]))
-    assert (found["loss"], found["local_loss"]) == (1.25, 4.5)
-    assert (found["loss_worst_tenth"], found["local_loss_worst_tenth"]) == (2.0, 5.0)
-    assert found["local_loss_mean_user"] == 4.0
+    expected = {"loss": 1.25, "loss_mean_user": 1.5, "loss_worst_tenth": 2.0}
+    expected |= {"local_loss": 4.5, "local_loss_mean_user": 4.0, "local_loss_worst_tenth": 5.0}
+    assert found == expected
 
 
 def test_nobody_measured_is_no_measure() -> None:
