@@ -7,7 +7,7 @@ public.
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,7 @@ REASONS = {  # why a column is left out, and the option that changes it
     "them)",
     "nested": "nested (write one column for each number)",
     "empty": "empty",
+    "huge": f"numbers beyond {LARGEST:g}",
     "constant": "the same in every row",
     "picture": f"beside pictures ({USE} instead)",
     "excluded": "",
@@ -90,6 +91,13 @@ def as_texts(values: Values) -> tuple[list[str], NDArray[np.intp]]:
     return words, np.where(np.isin(places, empty), -1, places)
 
 
+def map_texts(values: Values, function: Callable[[str], Any], gap: Any) -> NDArray[Any]:
+    """``function`` of each row's text, called once for each different one; ``gap`` for gaps."""
+    words, codes = as_texts(values)
+    found = [function(word) for word in words]
+    return np.array([*found, gap])[codes]
+
+
 def _label(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -104,9 +112,7 @@ def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
     if getattr(values.dtype, "kind", "O") in "biuf" and isinstance(values.dtype, np.dtype):
         numbers = np.array(values, dtype=np.float64)
     else:
-        words, codes = as_texts(values)
-        found = [_number_of_word(word, decimal) for word in words]
-        numbers = np.array([*found, np.nan])[codes]
+        numbers = map_texts(values, lambda word: _number_of_word(word, decimal), np.nan)
     numbers[~is_usable(numbers)] = np.nan
     return numbers
 
@@ -194,12 +200,13 @@ def _reason_against(name: str, values: Values, decimal: str) -> str:
         if not _is_truth(values):
             return _reason_against_words(values, decimal)
     numbers = as_numbers(values)
-    return _reason_against_numbers(name, numbers[np.isfinite(numbers)], len(numbers))
+    there = numbers[np.isfinite(numbers)]
+    if not len(there):
+        return "empty" if np.isnan(values).all() else "huge"
+    return _reason_against_numbers(name, there, len(numbers))
 
 
 def _reason_against_numbers(name: str, there: NDArray[np.float64], rows: int) -> str:
-    if not len(there):
-        return "empty"
     if len(there) == rows and there.min() == there.max():
         return "constant"
     if (there != np.rint(there)).any():
@@ -363,13 +370,11 @@ def _array(table: RawTable, column: Column) -> Values:
 
 def _one_hot(values: Values, column: Column) -> sparse.csr_array:
     """One column for each word, or for each bucket of a hash; a gap or another word has none."""
-    words, codes = as_texts(values)
+    order = {word: place for place, word in enumerate(column.words)}
     if column.kind == HASHED:
-        found = [bucket_of(word) if word else -1 for word in words]
+        places = map_texts(values, bucket_of, -1)
     else:
-        order = {word: place for place, word in enumerate(column.words)}
-        found = [order.get(word, -1) for word in words]
-    places = np.array([*found, -1])[codes]
+        places = map_texts(values, lambda word: order.get(word, -1), -1)
     rows = np.flatnonzero(places >= 0)
     entries = (np.ones(len(rows)), (rows, places[rows]))
     return sparse.csr_array(entries, shape=(len(places), column.features))

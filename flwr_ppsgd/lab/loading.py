@@ -19,6 +19,7 @@ from flwr_ppsgd.lab.features import (
     is_text,
     is_usable,
     list_names,
+    map_texts,
 )
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
 from flwr_ppsgd.lab.schema import CATEGORY, MISSING, OWN_MEAN, ZERO, Schema, Task
@@ -385,13 +386,12 @@ def check_columns(table: RawTable, schema: Schema) -> None:
 
 def _users(table: RawTable, schema: Schema) -> tuple[tuple[str, ...], Indices]:
     """The users in order, and for each row the number of its user; −1 is nobody."""
-    words, codes = as_texts(table.columns[schema.user])
+    values = table.columns[schema.user]
     labels = schema.enrolled
     if labels is None:
-        labels = _sorted_labels({word for word in words if word})
+        labels = _sorted_labels({word for word in as_texts(values)[0] if word})
     places = {label: place for place, label in enumerate(labels)}
-    numbers = [places.get(word, -1) for word in words]
-    return labels, np.array([*numbers, -1], dtype=np.intp)[codes]
+    return labels, map_texts(values, lambda word: places.get(word, -1), -1)
 
 
 def _same_numbers(labels: Sequence[str]) -> list[str]:
@@ -434,10 +434,8 @@ def class_numbers(values: Values, classes: Sequence[str]) -> NDArray[np.int64]:
     """The place of each value among the classes; −1 if it is none of them."""
     if np.ndim(values) == 2:
         values = np.asarray(values)[:, 0]
-    words, codes = as_texts(values)
     order = {_plain_name(name): place for place, name in enumerate(classes)}
-    places = [order.get(_plain_name(word), -1) for word in words]
-    return np.array([*places, -1], dtype=np.int64)[codes]
+    return map_texts(values, lambda word: order.get(_plain_name(word), -1), -1)
 
 
 def _plain_name(word: str) -> str:
@@ -471,9 +469,8 @@ def _marked_rows(table: RawTable, schema: Schema) -> NDArray[np.intp]:
     """1 for test rows, 0 for training rows, −1 for neither; all 0 without a column that says so."""
     if not schema.test:
         return np.zeros(table.rows, dtype=np.intp)
-    words, codes = as_texts(table.columns[schema.test])
-    marks = [TEST_WORDS.get(_plain_name(word.lower()), -1) for word in words]
-    return np.array([*marks, -1])[codes]
+    values = table.columns[schema.test]
+    return map_texts(values, lambda word: TEST_WORDS.get(_plain_name(word.lower()), -1), -1)
 
 
 def _refuse_rows(table: RawTable, schema: Schema, rows: Values) -> None:

@@ -486,6 +486,12 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         ("a",),
     ),
     "an empty column": ("user,a,e,y\n1,2,,0\n1,7,,1\n", {}, "left out, empty: 'e'", ("a",)),
+    "numbers beyond all bounds": (
+        "user,a,h,y\n1,2,1e300,0\n1,7,-1e299,1\n",
+        {},
+        "left out, numbers beyond 1e+60: 'h'",
+        ("a",),
+    ),
     "excluded": ("user,a,b,y\n1,2,9,0\n1,7,8,1\n", {"exclude": "b"}, "", ("a",)),
     "true and false": ("user,a,b,y\n1,True,9,0\n1,false,8,1\n", {}, "", ("a", "b")),
     "semicolons and decimal commas": (
