@@ -8,9 +8,10 @@ calibrated for them, which takes seconds, and has forgotten what it was calibrat
 """
 
 import math
+import re
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -19,14 +20,16 @@ from typing import Any, Self, TypeVar, cast, get_args, get_origin, get_type_hint
 import numpy as np
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum, Steps
-from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, require
+from flwr_ppsgd.checks import is_whole, misspelt, nearest, one_of, printable, require
 from flwr_ppsgd.recipe import Recipe, Task, noise_alone, recipe, rounds_for
 from flwr_ppsgd.training import Enrolled, Training
-from flwr_ppsgd.wire import places_in
 
 OWN_PREFIX = "ppsgd-"
 RUN_KEYS = ("ppsgd-run", "local-step", "local-steps", "out")  # of a run config, beside settings
 NODE_KEYS = ("ppsgd-state-dir", "ppsgd-user", "partition-id", "num-partitions")
+MOST_PLACES = 10_000_000  # of columns
+LONGEST_SHOWN = 80  # characters of a wrong value that an error shows
+_SPAN = re.compile(r"([0-9]{1,8})(?:-([0-9]{1,8}))?")
 LARGEST_WHOLE = 10**300  # beyond it a whole number stands for an infinite float
 ALTERNATIVES = (
     ("rate", "cohort-size"),
@@ -384,6 +387,35 @@ def split_names(text: str) -> list[str]:
     """The names in a text that separates them by commas."""
     names = [name.strip() for name in text.split(",")]
     return [name for name in names if name]
+
+
+def spans_of(places: Sequence[int]) -> str:
+    """Increasing places as text: ``(3, 4, 5, 9)`` is "3-5,9"."""
+    spans: list[list[int]] = []
+    for place in places:
+        if spans and place == spans[-1][1] + 1:
+            spans[-1][1] = place
+        else:
+            spans.append([place, place])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ",".join(texts)
+
+
+def places_in(text: str) -> tuple[int, ...]:
+    """The places that ``spans_of`` wrote; ValueError unless they increase."""
+    places: list[int] = []
+    for span in text.split(",") if text else ():
+        found = _SPAN.fullmatch(span)
+        if found is None:
+            shown = printable(text, LONGEST_SHOWN)
+            raise ValueError(f"sparse must be places such as 3-5,9, got {shown!r}")
+        first = int(found[1])
+        last = int(found[2] or first)
+        after = places[-1] if places else -1
+        if not after < first <= last < MOST_PLACES:
+            raise ValueError(f"sparse must be increasing places below {MOST_PLACES}, got {span}")
+        places.extend(range(first, last + 1))
+    return tuple(places)
 
 
 def override(flat: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from flwr_ppsgd.algorithm import Cohort, FixedSize, PrivateMetrics, Release, SecureSum
-from flwr_ppsgd.recipe import Recipe, RecipeValues
+from flwr_ppsgd.algorithm import Cohort, FixedSize, Release, SecureSum
+from flwr_ppsgd.recipe import RecipeValues
+from flwr_ppsgd.training import Training
 
 if TYPE_CHECKING:
     from flwr_ppsgd.ledger import Ledger
@@ -61,7 +62,7 @@ class Headline:
         insecure_rounds: how many of them drew their random bits from a known seed.
         population: the number of enrolled users.
         unit: who is protected: "user", or "node" if a user may come back as another node.
-        simulation: why this is a simulation, which guarantees nothing; empty if it is none.
+        simulation: why this is a simulation, which guarantees nothing; empty if it is not one.
         secure: of a training whose server sees sums only; None: the server is trusted.
         replace_one: ε if one user's data are exchanged for others.
         pooled: of a secure sum, ε against the server and all other users together.
@@ -79,6 +80,18 @@ class Headline:
     replace_one: float = math.inf
     pooled: float = math.inf
     pooled_replace_one: float = math.inf
+
+    @classmethod
+    def of(cls, ledger: "Ledger") -> Self:
+        """What a ledger guarantees to the users it is about, under zero-out neighbours."""
+        populations = [release.cohort.population for release, _ in ledger.releases]
+        return cls(
+            cost=ledger.epsilon(),
+            delta=ledger.delta,
+            rounds=ledger.rounds,
+            insecure_rounds=ledger.insecure_rounds,
+            population=max(populations, default=0),
+        )
 
     @property
     def epsilon(self) -> float:
@@ -153,7 +166,7 @@ class Headline:
 
 
 def why_delta_is_void(delta: float, population: int) -> str:
-    """Why δ protects nobody among so many users; empty if it protects."""
+    """Why δ protects nobody in a population of this size; empty if it protects."""
     if delta * population < 1:
         return ""
     return (
@@ -172,36 +185,30 @@ class Promise:
 
     Args:
         headline: ε, δ and whom they are about.
-        release: what is published in a round.
+        training: its settings.
         stated: all releases for which ε is stated, planned ones included.
         charged: those that were charged.
-        publishes: whether anything is published at all; not so at α = 0.
         method: the name of the bound that gave ε.
         rdp: the RDP bound on ε, under zero-out neighbours.
         delta_taken_by_precision: the part of δ that the sampler's cut tail takes at most.
         rounds_trained: the number of rounds that w has had.
-        metrics: training measures that are released along with the gradient.
         caveats: what else the reader must know, as sentences.
         evaluated: whether there was evaluation on the users' own data.
         terms: further terms of a simulation.
-        recipe: what ``auto`` releases; None is the paper's method.
-        values: what its releases before the first round gave so far.
+        values: what the recipe's releases before the first round gave so far.
     """
 
     headline: Headline
-    release: Release
+    training: Training
     stated: "Ledger"
     charged: "Ledger"
-    publishes: bool
     method: str
     rdp: float
     delta_taken_by_precision: float
     rounds_trained: int
-    metrics: PrivateMetrics | None = None
     caveats: tuple[str, ...] = ()
     evaluated: bool = False
     terms: tuple[str, ...] = ()
-    recipe: Recipe | None = None
     values: RecipeValues = field(default_factory=RecipeValues)
 
     # --- in words
@@ -233,10 +240,10 @@ class Promise:
 
     def outside(self) -> tuple[str, ...]:
         """What the guarantee does not cover."""
-        rules = self.release.aggregation
+        rules = self.training.release.aggregation
         if rules is not None:
-            return (*_outside_secure_sums(self.release, rules), *ALWAYS_OUTSIDE)
-        if self.recipe is not None:
+            return (*_outside_secure_sums(self.training.release, rules), *ALWAYS_OUTSIDE)
+        if self.training.recipe is not None:
             return (TRUSTED_WITH_SOLUTIONS, *ALWAYS_OUTSIDE)
         return OUTSIDE
 
@@ -244,7 +251,7 @@ class Promise:
         head = self.headline
         if head.void:
             return f"NO GUARANTEE: {head.why_void()}{self._cost_if_deployed()}"
-        if not self.publishes and not head.rounds:
+        if not self.training.steps.publishes and not head.rounds:
             return (
                 "Nothing was published about anybody (local learning, alpha = 0): epsilon is 0 for "
                 "every user."
@@ -299,26 +306,26 @@ class Promise:
                 f"zero-out and {exchanged:.2g} for replace-one neighbours, finite precision at "
                 f"most {self.delta_taken_by_precision:.2g}."
             )
-        if self.recipe is not None:
+        if self.training.recipe is not None:
             terms.append(
                 "What is published (w, its variance, unit and size) may be shared. Personal models "
                 "are worked out by the users from it and from their own rows, which are in them: "
                 "that costs no epsilon, and they stay with their users."
             )
-        if self.metrics is not None:
-            names = ", ".join(self.metrics.bounds)
+        if self.training.metrics is not None:
+            names = ", ".join(self.training.metrics.bounds)
             terms.append(
                 f"Training measures ({names}) are inside the guarantee: they have "
-                f"{self.metrics.share:g} of the squared clip norm, the gradient the rest."
+                f"{self.training.metrics.share:g} of the squared clip norm, the gradient the rest."
             )
-        if isinstance(self.release.cohort, FixedSize):
+        if isinstance(self.training.release.cohort, FixedSize):
             paper = f"{self.stated.paper_epsilon():.4g}"
             terms.append(f"The paper would print epsilon = {paper} here: not a guarantee.")
         return terms
 
     def _cost(self) -> str:
         head = self.headline
-        kind = "rounds" if self.recipe is None else "releases"
+        kind = "rounds" if self.training.recipe is None else "releases"
         stopped = " (planned; stopped earlier)" if head.rounds > self.charged.rounds else ""
         return (
             f"Epsilon is stated at delta = {head.delta:g} over {head.rounds} {kind}{stopped}: "
@@ -335,15 +342,15 @@ class Promise:
             for each in self._releases_as_data()
         )
         found = f"Published: {listed}."
-        if self.recipe is not None and self.recipe.before:
+        if self.training.recipe is not None and self.training.recipe.before:
             found += " The size C follows from what was published, by a public rule."
         return found
 
     def _mechanism(self) -> str:
-        release = self.release
+        release = self.training.release
         if release.aggregation is not None:
             return _secure_mechanism(release, release.aggregation)
-        if self.recipe is None:
+        if self.training.recipe is None:
             bound = f"clipped by the server to norm C = {release.clip_norm:g}"
             noise = "z*C"
         else:
@@ -382,9 +389,9 @@ class Promise:
             "rounds_trained": self.rounds_trained,
             "rounds_charged": self.charged.rounds,
             "rounds_stated": head.rounds,
-            "denominator": self.release.denominator,
+            "denominator": self.training.release.denominator,
             "releases": self._releases_as_data(),
-            "unit_and_size": [self.values.unit, self.values.size] if self.recipe else None,
+            "unit_and_size": [self.values.unit, self.values.size] if self.training.recipe else None,
             "insecure_rounds": head.insecure_rounds,
             "evaluation_on_client_data": self.evaluated,
             "conditional_on": [],
@@ -404,7 +411,7 @@ class Promise:
         return data
 
     def _releases_as_data(self) -> list[dict[str, Any]]:
-        before = self.recipe.before if self.recipe is not None else {}
+        before = self.training.recipe.before if self.training.recipe is not None else {}
         found = []
         for release, times in self.stated.releases:
             names = [name for name, each in before.items() if each == release]

@@ -65,7 +65,8 @@ class Training:
             theorems hold. The result's arrays are then the average.
         metrics: training measures to release along with the gradient, if any.
         checkpoint_dir: where charges and w are kept; a training that is found there is continued.
-        checkpoint_every: write w in every round that this number divides. Charges are written in
+        checkpoint_every: write w in every round that this number divides, and when a run ends: a
+            server that is killed goes back to the last w that was written. Charges are written in
             every round.
         budget_dir: a budget that several trainings of one population share, made before the first
             of them by ``ppsgd budget``; None if there is no such budget.

@@ -9,9 +9,8 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_ppsgd.arrays import NUMPY
-from flwr_ppsgd.server.store import NAME, Store
-from flwr_ppsgd.wire import Layout
+from flwr_ppsgd.arrays import NUMPY, Layout
+from flwr_ppsgd.server.store import NAME, Checkpoint, Store
 from tests.support.toy import release, w0
 
 pytestmark = pytest.mark.fuzz
@@ -36,7 +35,7 @@ def store_of_five_charges() -> dict[str, bytes]:
         store.settle(delta=1e-4, release=RELEASE)
         for round_ in range(1, CHARGES + 1):
             store.charge(round_, RELEASE)
-        store.save(CHARGES, {"0": W["0"].data}, {})
+        store.save(Checkpoint(CHARGES, {"0": W["0"].data}))
         store.close()
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, SecureSum
+from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.statement import (
     Headline,
     Promise,
@@ -14,6 +14,7 @@ from flwr_ppsgd.statement import (
     rounded_up,
     with_conditions,
 )
+from flwr_ppsgd.training import Training
 
 RULES = SecureSum(honest=35, colluding=2)
 PLAIN = Release(Poisson(40, 1.0), 1.0, 12.0)
@@ -40,10 +41,9 @@ def head(release: Release, **changes: Any) -> Headline:
 def promise(release: Release, **changes: Any) -> Promise:
     found = Promise(
         headline=head(release),
-        release=release,
+        training=Training(release=release, steps=Steps(1.0, 1.0), delta=DELTA),
         stated=Ledger(DELTA).record(release, 3),
         charged=Ledger(DELTA).record(release, 3),
-        publishes=True,
         method="exact",
         rdp=1.0,
         delta_taken_by_precision=0.0,

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.engine import Engine, Report, Setting, train
 from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall, results_of
@@ -32,7 +33,7 @@ from flwr_ppsgd.lab.run import train_in_process
 from flwr_ppsgd.lab.sweep import Sweep, recipe_of
 from flwr_ppsgd.lab.tasks import LinearTask
 from flwr_ppsgd.settings import AUTO
-from flwr_ppsgd.wire import Layout, Order
+from flwr_ppsgd.wire import Order
 
 DIGITS = 10  # of a measure over all users in a row
 MEGABYTE = 1e6
@@ -73,7 +74,9 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
     """
     points = sweep.points()
     task = sweep.base.task
-    single = task.bytes(1)
+    methods = list(dict.fromkeys(point.method for point in points))
+    recipe_bytes = task.recipe_bytes() if AUTO in methods else 0
+    single = recipe_bytes if methods == [AUTO] else max(task.bytes(1), recipe_bytes)
     if single > memory:
         raise ValueError(
             f"{sweep.where}: a single setting needs {single / MEGABYTE:.0f} MB, the limit is "
@@ -84,7 +87,6 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
     while most > 1 and task.bytes(most) > memory / jobs:
         most -= 1
     seeds = sorted({point.seed for point in points})
-    methods = list(dict.fromkeys(point.method for point in points))
     blocks: list[tuple[Point, ...]] = []
     for seed, method in itertools.product(seeds, methods):
         own = [point for point in points if (point.seed, point.method) == (seed, method)]
@@ -92,8 +94,11 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
         wanted = min(math.ceil(jobs / len(seeds)), len(own))
         parts = max(needed, wanted)
         blocks += [tuple(own[part::parts]) for part in range(parts)]
-    largest = max(len(block) for block in blocks)
-    return BlockPlan(tuple(blocks), jobs, task.bytes(largest), memory)
+    side_by_side = max((len(block) for block in blocks if block[0].method != AUTO), default=0)
+    largest = recipe_bytes
+    if side_by_side:
+        largest = max(largest, task.bytes(side_by_side))
+    return BlockPlan(tuple(blocks), jobs, largest, memory)
 
 
 def run_block(

@@ -3,6 +3,7 @@
 For simulations, which hold everyone's data. It is outside the guarantee.
 """
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +15,10 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.visit import model_around, num_tested
-from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combine, measure_of, worst_tenth
+from flwr_ppsgd.lab.measures import badness, measure_of, over_users
 from flwr_ppsgd.learner import LOCAL, DescribedModel, Learner, OwnModel, Solver
 from flwr_ppsgd.models.additive_linear import AdditiveLinear
-from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
+from flwr_ppsgd.wire import VARIANCE, Order
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -64,41 +65,54 @@ def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | Non
     """
     if VARIANCE not in beside:
         return None
-    variance = np.asarray(beside[VARIANCE]).reshape(-1)
-    return Order(
-        round=0,
-        step=0.0,
-        clip_norm=1.0,
-        reduction="mean",
-        publishes=False,
-        asks="nothing",
-        task=cast(OrderTask, task),
-        unit=float(beside[UNIT]),
-        size=float(beside[SIZE]),
-        variance=tuple(variance.tolist()),
-        last=True,
-    )
+    return Order.delivery(task, beside)
 
 
-def remember_model(learner: Learner) -> Learner:
-    """Let a learner that can solve make its personal model once for each w.
+@dataclass(frozen=True)
+class MeasuredModel:
+    """What a personal model reached. The model itself is in the device's store alone."""
 
-    In a simulation the model that a device keeps is the one that is measured.
+    found: dict[str, float]
+    choices: Mapping[str, float]
+
+    def measures(self) -> dict[str, float]:
+        """As of the model."""
+        return self.found
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """RuntimeError: they are not kept twice."""
+        raise RuntimeError("a model that was measured is not kept here: read the device's store")
+
+
+def remember_measures(learner: Learner) -> Learner:
+    """Let a learner that can solve make the personal model around the last w once.
+
+    In a simulation the model that a device keeps is the one that is measured. Models of all users
+    would not fit into memory twice, so that only their measures are kept here.
     """
     if not isinstance(learner, Solver):
         return learner
     make = learner.personal_model
-    made: dict[tuple[object, ...], OwnModel] = {}
+    known: dict[tuple[object, ...], MeasuredModel] = {}
 
     def model_once(w: Vector, variance: Vector, order: Order) -> OwnModel:
-        key = (w.tobytes(), variance.tobytes(), order.unit, order.size)
-        if key not in made:
-            made.clear()
-            made[key] = make(w, variance, order)
-        return made[key]
+        if not order.last:
+            return make(w, variance, order)
+        digest = hashlib.sha256(w.tobytes()).digest()
+        key = (digest, variance.tobytes(), order.unit, order.size)
+        if key in known:
+            return known[key]
+        model = make(w, variance, order)
+        known.clear()
+        known[key] = MeasuredModel(model.measures(), _choices(model))
+        return model
 
     setattr(learner, "personal_model", model_once)  # noqa: B010 - a method, for mypy
     return cast(Learner, learner)
+
+
+def _choices(model: OwnModel) -> Mapping[str, float]:
+    return model.choices if isinstance(model, DescribedModel) else {}
 
 
 def results_of(
@@ -131,8 +145,7 @@ def results_of(
                 model = model_around(learner, w, order)
             measures = model.measures()
             if measures:
-                chosen = model.choices if isinstance(model, DescribedModel) else {}
-                people.append(UserResult(user, rows, measures, chosen))
+                people.append(UserResult(user, rows, measures, _choices(model)))
             else:
                 without += 1
     if without:
@@ -142,22 +155,12 @@ def results_of(
 
 
 def overall(people: Sequence[UserResult]) -> dict[str, float]:
-    """Each measure over all test rows, and how the main one spreads over users.
-
-    Means are weighted by test rows, so that every row counts once; an RMSE is the root of the mean
-    over rows.
-    """
+    """Each measure over all users, as of ``over_users``."""
     if not people:
         return {}
-    weights = np.array([person.weight for person in people])
-    found = {}
+    by_user = {}
     for name in people[0].measures:
-        values = np.array([person.measures.get(name, math.nan) for person in people])
-        found[name] = float(combine(name, values, weights))
-    main = measure_of(found)
-    for name in (main, LOCAL + main):
-        if name in found:
-            values = np.array([person.measures[name] for person in people])
-            found[name + MEAN] = float(values.mean())
-            found[name + WORST] = float(worst_tenth(main, values))
-    return found
+        values = [person.measures.get(name, math.nan) for person in people]
+        by_user[name] = np.array(values)
+    weights = np.array([person.weight for person in people])
+    return {name: float(value) for name, value in over_users(by_user, weights).items()}

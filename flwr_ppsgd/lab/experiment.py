@@ -27,12 +27,12 @@ from flwr_ppsgd.settings import (
     override,
     part_of,
     read_toml,
+    spans_of,
     split_names,
     to_flat,
     typed_value,
     with_keys,
 )
-from flwr_ppsgd.wire import spans_of
 
 DEFAULT = "synthetic"
 OWN_DATA = "own-data"

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.lab.features import ID, list_names
+from flwr_ppsgd.lab.features import count_of, list_names
+from flwr_ppsgd.lab.find_schema import ID
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.schema import CATEGORY, NUMBER, Schema
 
@@ -96,8 +97,11 @@ def suspected_leaks(data: PerUser) -> list[str]:
     if len(trained) < FEWEST_ROWS or data.task == "multi-label":
         return []
     shares = _explained_variance(data, trained)
-    found = np.flatnonzero(shares > SUSPICIOUS)
-    return [data.column_name(column) for column in found.tolist()]
+    found = np.flatnonzero(shares > SUSPICIOUS).tolist()
+    if not data.feature_names or data.schema is None:
+        return [f"feature {place}" for place in found]
+    columns = [column.name for column in data.schema.used_columns for _ in range(column.features)]
+    return list(dict.fromkeys(f"column {columns[place]!r}" for place in found))
 
 
 def _explained_variance(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -123,8 +127,9 @@ def _explained_variance(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.flo
     if amounts:
         common = (products**2 / np.maximum((y**2).sum(axis=0), 1e-300)).max(axis=1)
     else:
-        counts = np.maximum(y.sum(axis=0), 1)
-        common = (counts * (products / counts - means[:, None]) ** 2).sum(axis=1)
+        counts = y.sum(axis=0)
+        of_class = products / np.maximum(counts, 1)
+        common = (counts * (of_class - means[:, None]) ** 2).sum(axis=1)
     varies = total > 1e-9 * len(rows) * (means**2 + 1e-300)
     return np.where(varies, common / np.where(varies, total, 1.0), 0.0)
 
@@ -141,7 +146,14 @@ def hints(seen: PerUser) -> list[str]:
     lines = []
     if len(seen) == 1:
         lines.append("there is one user: nobody to share a model with, and no crowd to hide in")
-    if not seen.test.any():
+    single = int((np.diff(seen.offsets) == 1).sum())
+    if len(seen) > 1 and single > len(seen) / 2 and seen.schema is not None:
+        so = ", so there are no test rows" if not seen.test.any() else ""
+        lines.append(
+            f"{single:,} of {len(seen):,} users have one row each{so}: is {seen.schema.user!r} the "
+            "column of users? (--user)"
+        )
+    if not seen.test.any() and single < len(seen):
         lines.append(
             "there are no test rows: nothing can be measured (--set test-fraction=0.2 makes some)"
         )
@@ -151,6 +163,12 @@ def hints(seen: PerUser) -> list[str]:
             f"taken as numbers, but named like an id: {list_names(ids, MOST_NAMED)} (--categorical "
             "makes them one-hot, --exclude leaves them out)"
         )
+    still = _constant_within_users(seen)
+    if still:
+        lines.append(
+            "the same in all rows of each user, so of no use as a number: "
+            f"{list_names(still, MOST_NAMED)} (--exclude leaves it out)"
+        )
     leaks = suspected_leaks(seen)
     if leaks:
         lines.append(
@@ -158,6 +176,19 @@ def hints(seen: PerUser) -> list[str]:
             "(--exclude leaves it out)"
         )
     return lines
+
+
+def _constant_within_users(seen: PerUser) -> list[str]:
+    """Columns of numbers of which each user has one value: scaled by the own mean they are 0."""
+    if seen.is_sparse or not seen.feature_names or len(seen.test) == len(seen):
+        return []
+    first = np.repeat(seen.offsets[:-1], np.diff(seen.offsets))  # each row's user's first row
+    found = []
+    for name in _number_columns(seen.schema):
+        values = seen.x[:, seen.feature_names.index(name)]
+        if (values == values[first]).all():
+            found.append(name)
+    return found
 
 
 def _number_columns(schema: Schema | None) -> list[str]:
@@ -190,7 +221,7 @@ def data_report(raw: PerUser, seen: PerUser) -> str:
         f"training rows per user (least, quarter, half, three quarters, most): {spread}",
         *brief(seen),
         *_scales(raw),
-        f"{seen.features * seen.outputs:,} shared parameters",
+        count_of(seen.features * seen.outputs, "shared parameter"),
         f"All of this was {LOOKED} by any epsilon. --write schema.toml writes down what a run "
         "would take to be public, for you to read and declare.",
     ]

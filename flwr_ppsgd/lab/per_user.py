@@ -11,6 +11,7 @@ from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import require
+from flwr_ppsgd.lab.features import count_of
 from flwr_ppsgd.lab.schema import Schema, Task
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.models.additive_linear import Matrix
@@ -53,8 +54,8 @@ class Split:
 
     def words(self, *, by_time: bool) -> str:
         """How the test part was chosen, for people."""
-        which = "last" if by_time else "randomly chosen"
-        return f"test part: the {which} {self.fraction:.0%} of each user's rows"
+        which = "the last" if by_time else "a random"
+        return f"test part: {which} {self.fraction:.0%} of each user's rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,14 +329,16 @@ class PerUser:
             batch_size: users with fewer training rows are named.
         """
         sizes = self.train_sizes
-        rows = f"{sizes.sum():,} training rows ({sizes.min()} to {sizes.max()} each)"
+        each = f"{sizes.min():,} each"
+        if sizes.min() < sizes.max():
+            each = f"{sizes.min():,} to {sizes.max():,} each"
+        rows = f"{sizes.sum():,} training rows ({each})"
         if self.validation is not None:
             rows += f", {int(self.validation.sum()):,} validation rows"
         rows += f", {self.test_sizes.sum():,} test rows"
         kind = " (sparse)" if self.is_sparse else ""
-        task = _TASK_WORDS[self.task].format(self.outputs)
-        about = f"{rows}, {self.features:,} features{kind}, {task}"
-        lines = [f"{self.source}: {len(self):,} users, {about}", *self.notes]
+        about = f"{rows}, {count_of(self.features, 'feature')}{kind}, {self.task_words()}"
+        lines = [f"{self.source}: {count_of(len(self), 'user')}, {about}", *self.notes]
         short = np.flatnonzero(sizes < batch_size)
         if short.size:
             named = _name_users(self.users, short, sizes)
@@ -345,6 +348,17 @@ class PerUser:
             named = _name_users(self.users, unmeasured, sizes)
             lines.append(f"no test rows, so trained but not measured: {named}")
         return "\n".join(lines)
+
+    def task_words(self) -> str:
+        """The task for people, with its classes if those are few."""
+        if self.task == "regression":
+            several = f" with {self.outputs} outputs" if self.outputs > 1 else ""
+            return f"regression{several}"
+        if self.task == "multi-label":
+            return f"multi-label with {self.outputs:,} labels"
+        if len(self.target_names) > MOST_NAMED:
+            return f"classification in {self.outputs:,} classes"
+        return f"classification ({', '.join(self.target_names)})"
 
     @property
     def train_rows(self) -> NDArray[np.bool_]:
@@ -427,18 +441,10 @@ class _RepresentedRows:
         self._known[user] = True
 
 
-_TASK_WORDS: dict[Task, str] = {
-    "classification": "classification in {} classes",
-    "multi-label": "multi-label with {} labels",
-    "regression": "regression with {} output(s)",
-}
-
-
 def _name_users(labels: Sequence[str], which: Indices, sizes: Indices) -> str:
     """The number of users, and the first few of them with their training rows."""
     parts = [f"{labels[user]!r} ({sizes[user]})" for user in which[:MOST_NAMED].tolist()]
     named = ", ".join(parts)
     if len(which) > MOST_NAMED:
         named += ", …"
-    word = "users" if len(which) > 1 else "user"
-    return f"{len(which):,} {word}: {named}"
+    return f"{count_of(len(which), 'user')}: {named}"

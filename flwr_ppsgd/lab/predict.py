@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.evaluation import delivery_order
-from flwr_ppsgd.lab.features import as_numbers, as_texts, encode_columns
+from flwr_ppsgd.lab.features import as_numbers, encode_columns, map_texts
 from flwr_ppsgd.lab.learners import linear_learner
 from flwr_ppsgd.lab.loading import class_numbers
 from flwr_ppsgd.lab.outputs import read_config, read_model
@@ -22,7 +22,7 @@ from flwr_ppsgd.lab.per_user import Indices, PerUser
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.lab.scaling import scale_new_rows, scale_own_rows
 from flwr_ppsgd.lab.schema import OWN_MEAN, Schema
-from flwr_ppsgd.lab.tables import RawTable, read_table_file
+from flwr_ppsgd.lab.tables import UTF_8, RawTable, read_table_file
 from flwr_ppsgd.models.solve import Mixture
 from flwr_ppsgd.wire import SCHEMA_HASH
 
@@ -103,7 +103,11 @@ class _PersonalModels:
                 f"{data}: new rows need columns with names, as those of {self.trained.source}: "
                 "train on a .csv or .parquet file, and give one here"
             )
-        self.table = read_table_file(data, None, named.encoding)
+        # what is found in the head of a file may differ from the run's
+        encoding = "" if named.encoding in (UTF_8, "utf-16") else named.encoding
+        self.table = read_table_file(data, None, encoding)
+        if not self.table.rows:
+            raise self.table.refuse("there are no rows", "give at least one")
         for column in named.used_columns:
             self.table.column(column.name)
         self.users = _users_of(self.table, named.user)
@@ -188,11 +192,11 @@ class _PersonalModels:
 
 def _users_of(table: RawTable, column: str) -> list[str]:
     """The user of each row."""
-    words, codes = as_texts(table.column(column))
-    if (codes < 0).any():
-        row = int(np.argmax(codes < 0))
+    users = map_texts(table.column(column), str, "")
+    if (users == "").any():
+        row = int(np.argmax(users == ""))
         raise table.refuse(f"column {column!r} is empty", "every row needs its user", row)
-    return [words[code] for code in codes.tolist()]
+    return [str(user) for user in users]
 
 
 def _known_targets(table: RawTable, schema: Schema) -> NDArray[np.float64]:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd import PPSGD, Ledger, Release, client_app
+from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.lab.engine import Setting, has_diverged, train
 from flwr_ppsgd.lab.evaluation import (
     UserResult,
     delivery_order,
     overall,
-    remember_model,
+    remember_measures,
     results_of,
 )
 from flwr_ppsgd.lab.experiment import EXHAUSTED, Experiment
@@ -30,7 +31,7 @@ from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import Promise
 from flwr_ppsgd.training import Training
-from flwr_ppsgd.wire import BESIDE, Layout
+from flwr_ppsgd.wire import BESIDE
 
 MOST_LEARNERS = 4096  # that are kept in memory
 SEED_BITS = 31
@@ -76,7 +77,7 @@ def train_in_process(experiment: Experiment, on_round: OnRound | None = None) ->
 
     @functools.lru_cache(maxsize=MOST_LEARNERS)
     def learner_of(user: int) -> Learner:
-        return remember_model(task.learner(user))
+        return remember_measures(task.learner(user))
 
     def learner_for(context: Context) -> Learner:
         return learner_of(int(context.node_config["partition-id"]))

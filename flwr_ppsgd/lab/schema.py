@@ -14,8 +14,15 @@ from typing import Any, Literal, Self, TypeAlias, get_type_hints
 
 from flwr_ppsgd.checks import one_of
 from flwr_ppsgd.lab.disk import PRIVATE_FILE
-from flwr_ppsgd.settings import check_known, key_of, keys_of, name_of, read_toml, typed_value
-from flwr_ppsgd.wire import places_in
+from flwr_ppsgd.settings import (
+    check_known,
+    key_of,
+    keys_of,
+    name_of,
+    places_in,
+    read_toml,
+    typed_value,
+)
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
 TASKS = ("classification", "multi-label", "regression")

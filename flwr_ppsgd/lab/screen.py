@@ -16,6 +16,7 @@ from flwr_ppsgd.cli import console, show
 from flwr_ppsgd.lab.block import Best, BlockPlan, best_among
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
+from flwr_ppsgd.lab.features import count_of
 from flwr_ppsgd.lab.inspect import hints
 from flwr_ppsgd.lab.measures import badness, measure_of
 from flwr_ppsgd.lab.outputs import PICTURE, USERS_PICTURE, SavedRun, read_people
@@ -43,7 +44,8 @@ ADVICE = {  # if something simpler is as good as the personal models
     "gaps with ppsgd look, or allow a larger ε",
     "shared": "the shared model is as good as the personal ones, or better: users are alike, or "
     "have few rows; more rows per user help, or use w of model.npz for everyone",
-    "alone": "models from own rows alone are as good: allow a larger ε, or enrol more users",
+    "alone": "models from own rows alone are as good, or better: allow a larger ε, or enrol more "
+    "users",
 }
 
 
@@ -69,21 +71,22 @@ def data_lines(experiment: Experiment) -> list[Line]:
     """Before training: users, rows, features and task, and what to look at twice."""
     problem = experiment.problem
     if problem.data == SYNTHETIC:
-        users = experiment.training.population
-        return [("data", f"synthetic · {users:,} users · {problem.features:,} features")]
+        population = experiment.training.population
+        return [("data", f"synthetic · {population:,} users · {problem.features:,} features")]
     data = problem.per_user()
+    users = count_of(len(data), "user")
+    task = f"{count_of(data.features, 'feature')} · {data.task_words()}"
     if problem.schema:  # nothing that a user's rows would change
-        about = f"{len(data):,} users · {data.features:,} features · {data.task}"
         schema = Path(problem.schema).name
-        return [("data", f"{Path(problem.data).name} · {about} · as in {schema}")]
+        return [("data", f"{Path(problem.data).name} · {users} · {task} · as in {schema}")]
     rows = f"{data.train_sizes.sum():,} training + {data.test_sizes.sum():,} test rows"
-    about = f"{len(data):,} users · {rows} · {data.features:,} features · {data.task}"
     decided = [note for note in data.notes if note.startswith(DECISIONS)]
     found = [*decided, *hints(data)]
     more = found[:MOST_HINTS]
     if len(found) > MOST_HINTS:
         more.append(f"{len(found) - MOST_HINTS} more: ppsgd look {shlex.quote(problem.data)}")
-    return [("data", f"{Path(problem.data).name} · {about}"), *(("", text) for text in more)]
+    first = f"{Path(problem.data).name} · {users} · {rows} · {task}"
+    return [("data", first), *(("", text) for text in more)]
 
 
 def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Line]:
@@ -157,11 +160,23 @@ def _result_lines(
         parts.append(gain)
     parts.append("(not private)")
     lines = [(MEASURE_LABELS.get(main, main), "   ".join(parts))]
-    reached = badness(main, values["personal"]) + SAME
-    for name, advice in ADVICE.items():
-        if name in values and reached >= badness(main, values[name]):
-            return [*lines, ("", advice)]
-    return lines
+    advice = advice_on(main, values)
+    return [*lines, ("", advice)] if advice else lines
+
+
+def advice_on(main: str, values: Mapping[str, float]) -> str:
+    """What to do if the best of the simpler answers is as good as the personal models; else empty.
+
+    Args:
+        main: the measure.
+        values: of the personal models and of the keys of ``ADVICE`` that were measured.
+    """
+    simpler = [name for name in ADVICE if name in values]
+    if not simpler:
+        return ""
+    best = min(simpler, key=lambda name: badness(main, values[name]))
+    beaten = badness(main, values["personal"]) + SAME < badness(main, values[best])
+    return "" if beaten else ADVICE[best]
 
 
 def values_by_model(measures: Mapping[str, float]) -> dict[str, float]:

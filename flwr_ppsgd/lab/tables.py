@@ -10,8 +10,6 @@ import io
 import itertools
 import re
 import warnings
-import zipfile
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +24,13 @@ from flwr_ppsgd.checks import nearest, printable
 Values: TypeAlias = Any  # a pandas.Series, an array, or a scipy.sparse.csr_array: none has types
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 
-GAPS = ["", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "#N/A", "?", "-", "."]
+GAPS = ["", "NA", "N/A", "n/a", "NaN", "nan", "<NA>", "NULL", "null", "None", "#N/A", "?", "-", "."]
 SEPARATORS = (",", ";", "\t", "|")
 HEAD_BYTES = 1 << 16
 HEAD_ROWS = 1000
+UTF_8 = "utf-8-sig"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+WIDE = ("utf-16", "utf-32", "utf_16", "utf_32")  # encodings in which letters have zero bytes
 DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 DECIMAL_POINT = re.compile(r"-?\d+\.\d+")
 MOST_SHOWN = 12  # names that an error lists
@@ -38,16 +38,6 @@ MOST_LETTERS = 200  # of another library's error
 TEXT_FILES = (".csv", ".tsv", ".txt")
 ENDINGS = (*TEXT_FILES, ".parquet", ".npz")
 ASKED = {"user": " (--user names the column)", "y": " (--target names the column)"}
-# what numpy raises for a damaged file
-UNREADABLE = (
-    OSError,
-    ValueError,
-    EOFError,
-    AttributeError,
-    TypeError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +90,9 @@ class RawTable:
         return ValueError(f"{self.source}: {what}{where}: {remedy}")
 
     def refuse_first(self, wrong: Values, what: str, remedy: str) -> None:
-        """``refuse`` with the first row that is wrong, if there is one."""
+        """``refuse`` with the first row that is wrong in a series by row, if there is one."""
         if wrong.any():
-            raise self.refuse(what, remedy, int(np.argmax(np.asarray(wrong))))
+            raise self.refuse(what, remedy, int(wrong.idxmax()))
 
 
 def missing_name(name: str, there: Iterable[Any], what: str) -> str:
@@ -111,9 +101,10 @@ def missing_name(name: str, there: Iterable[Any], what: str) -> str:
     shown = ", ".join(names[:MOST_SHOWN])
     if len(names) > MOST_SHOWN:
         shown += ", …"
-    close = nearest(name, names) if names else "nothing"
-    option = ASKED.get(name, "")
-    return f"there is no {what} {name!r} among {shown}: did you mean {close!r}?{option}"
+    found = f"there is no {what} {name!r} among {shown}"
+    if all(as_number(other) is not None for other in names):
+        return f"{found}: the first line must name the columns"
+    return f"{found}: did you mean {nearest(name, names)!r}?{ASKED.get(name, '')}"
 
 
 def read_table_file(
@@ -209,7 +200,8 @@ def read_csv(
     numbers = []
     if text is not None:
         for place, name in enumerate(head.names):
-            if name not in text and all(_is_number(row, place, head.decimal) for row in rows):
+            cells = [row[place].strip() for row in rows if place < len(row)]
+            if name not in text and all(is_number_or_gap(cell, head.decimal) for cell in cells):
                 numbers.append(name)
     try:
         frame = _parse_csv(head, numbers)
@@ -259,7 +251,9 @@ def _head_of(
     with path.open("rb") as file:
         start = file.read(HEAD_BYTES)
     if not encoding:
-        encoding = "utf-16" if start.startswith(UTF_16) else "utf-8-sig"
+        encoding = "utf-16" if start.startswith(UTF_16) else UTF_8
+    if b"\0" in start and not encoding.startswith(WIDE):
+        raise ValueError(f"{path}: not a text file, whatever its name says: export it as csv")
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(start)
     except LookupError:
@@ -305,10 +299,9 @@ def _has_decimal_comma(rows: Sequence[Sequence[str]]) -> bool:
     return commas > sum(DECIMAL_POINT.fullmatch(cell) is not None for cell in cells)
 
 
-def _is_number(row: Sequence[str], place: int, decimal: str) -> bool:
-    """Whether a value in the head is a number or a gap."""
-    value = row[place].strip() if place < len(row) else ""
-    return value in GAPS or as_number(value.replace(decimal, ".")) is not None
+def is_number_or_gap(word: str, decimal: str) -> bool:
+    """Whether a word is a number or a gap."""
+    return word in GAPS or as_number(word.replace(decimal, ".")) is not None
 
 
 def as_number(text: str) -> float | None:
@@ -336,9 +329,10 @@ def distinct_names(names: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _wrongly_encoded(path: Path, encoding: str) -> ValueError:
-    name = "utf-8" if encoding == "utf-8-sig" else encoding
+    name = "utf-8" if encoding == UTF_8 else encoding
     return ValueError(
-        f"{path}: the text is not {name}: name its encoding, as in --set encoding=latin-1"
+        f"{path}: the text is not {name}: save it as UTF-8, or name its encoding, as in --set "
+        "encoding=latin-1"
     )
 
 
@@ -453,7 +447,7 @@ def arrays_of(path: Path) -> Arrays:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             for name in file.files:
                 arrays[name] = file[name]
-    except UNREADABLE as error:
+    except Exception as error:  # numpy and zipfile have errors of several kinds
         if "pickle" in str(error) and name:
             raise ValueError(
                 f"{path}: array {name!r} holds Python objects, which are never read (reading them "

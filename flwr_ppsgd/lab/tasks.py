@@ -109,6 +109,25 @@ class LinearTask:
 
         return bytes_for(self.population(), settings, average=self.average, dtype=self.precision)
 
+    def recipe_bytes(self) -> int:
+        """About how much memory a training by the recipe takes, with the data.
+
+        For each user: the model that the device keeps, the rows in the columns that are not 0 (a
+        second time in the kernels of the model, if they are dense), and their factorisation.
+        """
+        from flwr_ppsgd.lab.population import array_bytes
+
+        data = self.problem.per_user()
+        sizes = data.train_sizes
+        copies = 1 if data.is_sparse else 2
+        columns = np.full(len(data), data.features)
+        if data.is_sparse:
+            for user in range(len(data)):
+                columns[user] = len(np.unique(data.x[data.span(user)].indices))
+        rows = copies * sizes * columns + np.minimum(sizes, columns) ** 2
+        numbers = len(data) * data.features * data.outputs + int(rows.sum())
+        return FLOAT_BYTES * numbers + array_bytes(data.x)
+
     @property
     def most_settings(self) -> int:
         """The largest number of settings that should be trained side by side."""
@@ -188,6 +207,11 @@ class NetworkTask:
         w = len(model.initial_w())
         kept = settings * (2 * users * len(model.initial_theta()) + 4 * w)
         return FLOAT_BYTES * (kept + 16 * w * users)
+
+    def recipe_bytes(self) -> int:
+        """What one setting takes: devices keep a θ and a w each."""
+        users = len(self.problem.per_user())
+        return self.bytes(1) + FLOAT_BYTES * users * len(self.network().initial_w())
 
 
 Task: TypeAlias = LinearTask | NetworkTask

@@ -21,7 +21,7 @@ from flwr_ppsgd.models.torch_model import (
     SplitModel,
     list_patterns,
     refuse_other_shared,
-    split_names,
+    split_parameters,
 )
 from flwr_ppsgd.models.torch_training import (
     BatchLoss,
@@ -161,7 +161,7 @@ def _shared_shapes(
             module = network()
     except Exception:  # not every network can be made without values
         module = network()
-    shared, _ = split_names(module, personal, additive)
+    shared, _ = split_parameters(module, personal, additive)
     parameters = dict(module.named_parameters())
     return {name: parameters[name].shape for name in shared}
 
@@ -252,6 +252,6 @@ def whole_module(
         personal: as for ``SplitModel``.
         theta: one user's personal parameters, such as ``PersonalModel.load(…).theta``.
     """
-    everything, _ = split_names(module, personal, additive=True)
+    everything, _ = split_parameters(module, personal, additive=True)
     additive = len(arrays) == len(everything)
     return SplitModel(module, personal, additive=additive).module_with(arrays, theta)

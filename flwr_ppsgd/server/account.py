@@ -6,21 +6,20 @@ Charges are on the disk before anything is released. The statement follows from 
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
-from flwr_ppsgd.algorithm import Release, SecureSum, Vector
-from flwr_ppsgd.checks import is_whole, printable, require
-from flwr_ppsgd.epsilon import EpsilonBound, Relation, check_accountant
+from flwr_ppsgd.algorithm import Release, Vector
+from flwr_ppsgd.checks import is_whole, require
+from flwr_ppsgd.epsilon import EpsilonBound, check_accountant
 from flwr_ppsgd.ledger import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.noise import cut_probability
 from flwr_ppsgd.recipe import RecipeValues, values_of
-from flwr_ppsgd.server.budget import Allowance, Budget
+from flwr_ppsgd.server.budget import Budget
+from flwr_ppsgd.server.facts import OperatorFacts
 from flwr_ppsgd.server.rounds import SumRequest
 from flwr_ppsgd.server.store import Checkpoint, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
@@ -28,8 +27,6 @@ from flwr_ppsgd.statement import Headline, Promise, raised_plan, rounded_up, why
 from flwr_ppsgd.training import Training
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
-
-LONGEST_ERROR = 1000  # characters of an error that the operator's notes keep
 
 
 class ServerAccount:
@@ -46,20 +43,26 @@ class ServerAccount:
         self.rounds_done = 0
         self.last_round = -1  # of the plan; -1 if there is none
         self.checkpoint: Checkpoint | None = None  # w of the last round, as far as it is known
+        self._is_saved = True  # whether the store has it
         self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
         self._store = Store(training.checkpoint_dir)
+        self.facts = OperatorFacts(self._store, training)
         self._budget: Budget | None = None
         self._load()
 
     # --- what outlives the process
 
     def close(self) -> None:
-        """Give up the lock on the checkpoint directory."""
-        self._store.close()
-        if self._budget is not None:
-            self._budget.close()
+        """Keep the last w, if that was not due yet, and give up the lock on the directory."""
+        try:
+            if self._store.is_open:
+                self._save_checkpoint()
+        finally:
+            self._store.close()
+            if self._budget is not None:
+                self._budget.close()
 
     def reopen(self) -> None:
         """Take the lock again after ``close``, and go on from the disk as after a restart."""
@@ -82,6 +85,7 @@ class ServerAccount:
                 log.info("Continuing after round %d; %d rounds are charged", found.round, charged)
             if self.training.checkpoint_dir is not None:
                 self.checkpoint = found
+                self._is_saved = True
                 self.rounds_done = found.round if found else 0
                 self.state = dict(found.state) if found else {}
             self._join_budget()
@@ -154,15 +158,21 @@ class ServerAccount:
             self._budget.reserve()
 
     def save(self, arrays: Mapping[str, bytes]) -> None:
-        """Keep w of the round just published, on the disk if it is due.
+        """Keep w of the round just published, on the disk if it is due; else ``close`` does.
 
         Args:
             arrays: w as named serialised arrays.
         """
         self.checkpoint = Checkpoint(self.rounds_done, dict(arrays), dict(self.state))
+        self._is_saved = False
         due = self.rounds_done % self.training.checkpoint_every == 0
         if due or self.rounds_done == self.last_round:
-            self._store.save(self.rounds_done, arrays, self.state)
+            self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        if self.checkpoint is not None and not self._is_saved:
+            self._store.save(self.checkpoint)
+            self._is_saved = True
 
     # --- what was released before the first round
 
@@ -362,27 +372,40 @@ class ServerAccount:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        return _in_one_line(self._headline())
+        head = self._headline(self.stated_ledger())
+        return head.epsilon, head.in_one_line()
 
-    def _headline(self) -> Headline:
-        unit = "node" if "node" in self._store.caveats.values() else "user"
-        allowance = None if self._budget is None else self._budget.allowance
+    def _headline(self, stated: Ledger) -> Headline:
+        """What the stated rounds promise; under a budget, what all of its trainings do together."""
         secure = self.training.release.aggregation
-        return _headline_of_plan(
-            self.stated_ledger(), self.training.population, unit, secure, allowance
+        head = replace(
+            Headline.of(stated),
+            population=self.training.population,
+            unit="node" if "node" in self._store.caveats.values() else "user",
+            secure=secure,
         )
+        if self._budget is not None:  # its trainings together have no bound against all others
+            allowance = self._budget.allowance
+            exchanged = allowance.epsilon_replace_one()
+            return replace(head, cost=allowance.epsilon, replace_one=exchanged)
+        head = replace(head, replace_one=stated.epsilon("replace-one"))
+        if secure is None:
+            return head
+        pooled = stated.pooled_epsilon()
+        exchanged = stated.pooled_epsilon("replace-one")
+        return replace(head, pooled=pooled, pooled_replace_one=exchanged)
 
     def promise(self, size: int = 0, simulation: str = "", terms: tuple[str, ...] = ()) -> Promise:
         """Everything that is stated about this training.
 
         Args:
             size: the number of coordinates that each release has.
-            simulation: why this is a simulation; empty if it is none.
+            simulation: why this is a simulation; empty if it is not one.
             terms: further terms of a simulation.
         """
         check_accountant()
         stated = self.stated_ledger()
-        head = replace(self._headline(), simulation=simulation)
+        head = replace(self._headline(stated), simulation=simulation)
         # δ is the total: what finite precision takes is paid from it
         cut = cut_probability(size, stated.rounds, self.training.release.noise_shares)
         if self._budget is None:
@@ -395,16 +418,13 @@ class ServerAccount:
             by_rdp = head.cost
         return Promise(
             headline=head,
-            release=self.training.release,
+            training=self.training,
             stated=stated,
             charged=self.ledger,
-            publishes=self.training.steps.publishes,
             method=bound.method,
             rdp=by_rdp,
             delta_taken_by_precision=cut * (1 + math.exp(min(bound.epsilon, 600.0))),
             rounds_trained=self.rounds_done,
-            metrics=self.training.metrics,
-            recipe=self.training.recipe,
             values=self.values,
             caveats=self._caveat_sentences(),
             evaluated=bool(self._store.notes("evaluation")),
@@ -424,7 +444,7 @@ class ServerAccount:
         quick = self.ledger.quick_epsilon()
         if not self._store.planned[0]:
             return quick
-        return min(quick, _epsilon_of(self.stated_ledger()))
+        return min(quick, self.stated_ledger().epsilon())
 
     def note_evaluation(self) -> None:
         """From now on every statement says that there was evaluation on client data."""
@@ -451,92 +471,3 @@ class ServerAccount:
             lost = "; ".join(of_nodes)
             found.insert(0, f"User-level privacy across restarts of a node is NOT claimed: {lost}.")
         return tuple(found)
-
-    # --- what only the operator may see
-
-    def where_facts_are(self) -> str:
-        """For people who look for clients' replies and errors in the log."""
-        directory = self.training.checkpoint_dir
-        if directory is not None:
-            return f"`ppsgd status {directory}` shows clients' replies and errors"
-        return "clients' replies and errors are shown by `ppsgd status`, if checkpoint_dir is set"
-
-    def note_problem(self, text: object) -> None:
-        """What needs the operator and did not end the run."""
-        words = printable(text, LONGEST_ERROR)
-        self.tell_operator({"problem": words}, words, logging.WARNING)
-
-    @contextmanager
-    def noting_errors(self) -> Iterator[None]:
-        """Note what ends the run in this block; it is raised all the same."""
-        try:
-            yield
-        except BaseException as error:
-            words = printable(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-            self.tell_operator({"error": words}, words, logging.DEBUG)
-            raise
-
-    def note_failed_evaluations(self, round_: int, failures: Sequence[str], others: int) -> None:
-        """How many evaluations failed beside ``others`` that did not, and why the first."""
-        if failures:
-            self.note_problem(
-                f"round {round_}: {len(failures)} of {len(failures) + others} evaluations failed; "
-                f"the first: {failures[0]}"
-            )
-
-    def tell_operator(self, fact: Mapping[str, Any], words: str, level: int) -> None:
-        """Sampling protects users only as long as nobody knows who took part.
-
-        So facts are not in Flower's log, which ``flwr log`` shows to everyone who may submit runs,
-        unless noise comes from a known seed and there is no secret.
-        """
-        if self.training.checkpoint_dir is not None:
-            self._store.record_fact(fact)
-            return
-        if self.training.insecure_seed is None:
-            level = logging.DEBUG
-        log.log(level, "server-private: %s", words)
-
-
-def headline_of(ledger: Ledger) -> Headline:
-    """What a ledger guarantees to the users it is about."""
-    populations = [release.cohort.population for release, _ in ledger.releases]
-    return Headline(
-        cost=_epsilon_of(ledger),
-        delta=ledger.delta,
-        rounds=ledger.rounds,
-        insecure_rounds=ledger.insecure_rounds,
-        population=max(populations, default=0),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _headline_of_plan(
-    stated: Ledger,
-    population: int,
-    unit: str,
-    secure: SecureSum | None,
-    allowance: Allowance | None,
-) -> Headline:
-    """The same in every round of a plan."""
-    head = replace(headline_of(stated), population=population, unit=unit, secure=secure)
-    if allowance is not None:  # its trainings together have no bound against all others
-        exchanged = allowance.epsilon_replace_one()
-        return replace(head, cost=allowance.epsilon, replace_one=exchanged)
-    head = replace(head, replace_one=_epsilon_of(stated, "replace-one"))
-    if secure is None:
-        return head
-    pooled = stated.pooled_epsilon()
-    exchanged = stated.pooled_epsilon("replace-one")
-    return replace(head, pooled=pooled, pooled_replace_one=exchanged)
-
-
-@functools.lru_cache(maxsize=64)
-def _in_one_line(head: Headline) -> tuple[float, str]:
-    return head.epsilon, head.in_one_line()
-
-
-@functools.lru_cache(maxsize=64)
-def _epsilon_of(ledger: Ledger, relation: Relation = "zero-out") -> float:
-    """ε, worked out once per ledger."""
-    return ledger.epsilon(relation)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
+from flwr.app import MessageType
 from flwr.common import (
     EvaluateIns,
     EvaluateRes,
@@ -22,7 +23,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
-from flwr_ppsgd.arrays import NUMPY, bytes_of, record_from, record_of
+from flwr_ppsgd.arrays import NUMPY, Layout, bytes_of, is_buffer, record_from, record_of
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.recipe import Recipe
 from flwr_ppsgd.server.curator import Curator
@@ -31,11 +32,10 @@ from flwr_ppsgd.server.replies import (
     answer_layout,
     finite_measures,
     mean_of,
-    refuse_other_model,
     vector_in,
 )
 from flwr_ppsgd.server.rounds import OpenSum, SumRequest, UnusableError
-from flwr_ppsgd.server.strategy import CuratedStrategy
+from flwr_ppsgd.server.strategy import CuratedStrategy, refuse_other_model
 from flwr_ppsgd.signature import digest, signed
 from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
 from flwr_ppsgd.wire import (
@@ -44,9 +44,7 @@ from flwr_ppsgd.wire import (
     GRADIENT,
     NUM_EXAMPLES,
     SERVER_ROUND,
-    Layout,
     Order,
-    is_buffer,
 )
 
 log = logging.getLogger("flwr.ppsgd")
@@ -160,7 +158,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
             refuse_other_model(Layout.of(record_from(found.arrays), hold), self._layout)
             self._initial = Parameters(list(found.arrays.values()), NUMPY)
         # what comes before the first round takes rounds of Flower's loop
-        self._first = self._account.rounds_done - len(self._account.pending)
+        self._first = self.rounds_done - len(self._account.pending)
         self._parameters_sent = self._initial
         self._evaluate_fn = evaluate_fn
         self._warned = False
@@ -171,15 +169,14 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         Args:
             total: the number of rounds; unless given, the number that ``auto`` has planned.
         """
-        if total is None and self._account.training.recipe is None:
+        if total is None and self.training.recipe is None:
             raise ValueError("server_config needs the number of rounds: only auto plans one")
         planned = self._account.plan(total, 0)
         self._curator.say_whether_it_can_learn(self._layout.size)
-        if planned > self._account.rounds_done:
+        if planned > self.rounds_done:
             return planned - self._first
-        return (
-            0 if self._account.training.recipe is None else 1
-        )  # in which w is delivered once more
+        delivers = self.training.recipe is not None  # once more, in a round without training
+        return 1 if delivers else 0
 
     def server_config(self, total: int | None = None) -> ServerConfig:
         """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout.
@@ -189,7 +186,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         """
         return ServerConfig(
             num_rounds=self.remaining_rounds(total),
-            round_timeout=self._account.training.round_timeout,
+            round_timeout=self.training.round_timeout,
         )
 
     def averaged(self, parameters: Parameters) -> Parameters:
@@ -211,7 +208,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         round_ = self._absolute(server_round)
         self._parameters_sent = parameters
         self._w = self._flatten(parameters)
-        if self._account.training.recipe is not None and round_ > self._account.last_round:
+        if self.training.recipe is not None and round_ > self._account.last_round:
             return []
         pending = self._account.pending
         if pending:
@@ -219,13 +216,13 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         else:
             request = self._curator.request(round_, len(self._w))
         nbytes = sum(map(len, parameters.tensors))
-        with self._account.noting_errors():
+        with self._account.facts.noting_errors():
             opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
         ((_, payloads),) = self._curator.exchanges(opened)
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
-        if self._account.training.replies == "gradient":
+        if self.training.replies == "gradient":
             order = self._curator.order(request)
-            config = self._signed_config(order, parameters, "train", client_manager)
+            config = self._signed_config(order, parameters, MessageType.TRAIN, client_manager)
         return _NeverFalse(_for_each(payloads, FitIns(parameters, config), client_manager))
 
     def aggregate_fit(
@@ -251,7 +248,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
                 unusable = UnusableError("client error", _message_of(failure))
                 opened.count_as_zero(failure[0].cid, unusable)
         heard = bool(results or failures)
-        with self._account.noting_errors():
+        with self._account.facts.noting_errors():
             return self._publish(opened, heard)
 
     def _publish(self, opened: OpenSum, heard: bool) -> tuple[Parameters, dict[str, Scalar]]:
@@ -274,14 +271,14 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
             return []
         asked = self._curator.evaluators(round_, lambda: _nodes_online(client_manager))
         measured = bool(asked)
-        last = self._account.training.recipe is not None and round_ >= self._account.last_round
+        last = self.training.recipe is not None and round_ >= self._account.last_round
         if last and not asked:
             asked = self._curator.everybody(lambda: _nodes_online(client_manager))
         parameters = self.averaged(parameters)
         config: dict[str, Scalar] = {SERVER_ROUND: round_}
-        if self._account.training.replies == "gradient":
+        if self.training.replies == "gradient":
             order = self._curator.evaluation_order(round_, last=last, measured=measured)
-            config = self._signed_config(order, parameters, "evaluate", client_manager)
+            config = self._signed_config(order, parameters, MessageType.EVALUATE, client_manager)
         chosen = _for_each(asked, EvaluateIns(parameters, config), client_manager)
         if not chosen:
             self._end(round_)
@@ -296,7 +293,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         """Means over users, weighted by their number of examples. Outside the guarantee."""
         round_ = self._absolute(server_round)
         said = [_message_of(failure) for failure in failures]
-        self._account.note_failed_evaluations(round_, said, len(results))
+        self._account.facts.note_failed_evaluations(round_, said, len(results))
         measures = [
             {**result.metrics, "loss": result.loss, NUM_EXAMPLES: result.num_examples}
             for _, result in results
@@ -338,14 +335,14 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
 
     def _vector_in_result(self, result: FitRes, request: SumRequest) -> Vector:
         """What one client sent; an exception if nothing of it can be used."""
-        if not self._account.training.steps.publishes:
+        if not self.training.steps.publishes:
             return np.zeros(0)  # at α = 0 a client has nothing to say
         tensors = result.parameters.tensors
         if not request.round:  # one array, which the legacy API does not name
             answer = {GRADIENT: record_from({ANSWER: tensors[0]})} if len(tensors) == 1 else {}
             return vector_in(answer, GRADIENT, answer_layout(request.length))
         record = {ARRAYS: record_of(tensors)} if tensors else {}
-        if self._account.training.replies == "parameters":
+        if self.training.replies == "parameters":
             return cast(Vector, self._w - vector_in(record, ARRAYS, self._layout))
         self._warn_of_stock_clients(result)
         gradient = vector_in(record, ARRAYS, self._layout)
@@ -353,13 +350,11 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
 
     def _warn_of_stock_clients(self, result: FitRes) -> None:
         """Tell the operator once that a client looks like one that returns parameters."""
-        known = (
-            set(self._account.training.metrics.bounds) if self._account.training.metrics else set()
-        )
+        known = set(self.training.metrics.bounds) if self.training.metrics else set()
         stock = result.num_examples != 1 or set(result.metrics) - known
         if stock and not self._warned:
             self._warned = True
-            self._account.note_problem(
+            self._account.facts.note_problem(
                 "A client reports its number of examples or metrics, as stock clients do and "
                 "PPSGDClient does not: its parameters are taken for a gradient. Use PPSGDClient, "
                 "or PPSGDStrategy(replies='parameters')"

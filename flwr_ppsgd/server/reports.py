@@ -18,13 +18,12 @@ from flwr_ppsgd.checks import require
 from flwr_ppsgd.database import StoreError
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.server import budget as budgets
-from flwr_ppsgd.server.account import headline_of
 from flwr_ppsgd.server.budget import Budget
-from flwr_ppsgd.server.rounds import counts_in_words, facts_in_words
+from flwr_ppsgd.server.facts import counts_in_words, facts_in_words
 from flwr_ppsgd.server.sealed import SealedRows
 from flwr_ppsgd.server.store import LOCK, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
-from flwr_ppsgd.statement import json_number, rounded_up
+from flwr_ppsgd.statement import Headline, json_number, rounded_up
 
 STATES = {
     True: "at work",
@@ -237,7 +236,7 @@ def status_of(directory: Path) -> dict[str, Any]:
     """
     store = _read_store(directory)
     ledger = store.ledger(store.setting("delta"))
-    stated = headline_of(_planned_ledger(store, ledger))
+    stated = Headline.of(_planned_ledger(store, ledger))
     known = store.outside_record()
     missing = known.charges - store.charge_count if known else 0
     facts = _summary_of_facts(store)
@@ -256,7 +255,7 @@ def status_of(directory: Path) -> dict[str, Any]:
         "charges": {"made": store.charge_count, "missing": max(0, missing)},
         "lost": _missing_rows(store),
         "epsilon": {
-            "spent": json_number(headline_of(ledger).epsilon),
+            "spent": json_number(Headline.of(ledger).epsilon),
             "planned": json_number(stated.epsilon),
             "delta": ledger.delta,
             "why_void": stated.why_void(),

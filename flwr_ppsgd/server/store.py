@@ -229,15 +229,15 @@ class Store(SealedRows):
             self._save(self._unsaved)
         super().reserve(size)
 
-    def save(self, round_: int, arrays: Mapping[str, bytes], state: Mapping[str, Vector]) -> None:
+    def save(self, checkpoint: Checkpoint) -> None:
         """Keep w after a round, and the one before.
 
         If that fails, no other round may run before it has succeeded: ``open`` and ``reserve``
         try again.
         """
         if self.directory is not None:
-            self._unsaved = Checkpoint(round_, dict(arrays), dict(state))
-            self._save(self._unsaved)
+            self._unsaved = checkpoint
+            self._save(checkpoint)
 
     def load(self) -> Checkpoint | None:
         """The newest w that is whole, saying which ones are not; None if there is none."""
@@ -273,17 +273,18 @@ class Store(SealedRows):
 
     def _save(self, checkpoint: Checkpoint) -> None:
         name = f"w-{checkpoint.round:08d}-{self.charge_count:08d}.arrays"
-        try:
-            parts = _parts_of(checkpoint)
-            sha256 = database.write_file(self._beside(name), parts, self._reserve_file)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"w of round {checkpoint.round} could not be saved in {self.directory} "
-                f"({error.strerror}): the round is charged; free some space, or repair the disk, "
-                "before you start again",
-            ) from error
-        self.note("checkpoint", {"round": checkpoint.round, "file": name, "sha256": sha256})
+        with self.transaction() as add:  # which refuses a forked child before a file is written
+            try:
+                parts = _parts_of(checkpoint)
+                sha256 = database.write_file(self._beside(name), parts, self._reserve_file)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"w of round {checkpoint.round} could not be saved in {self.directory} "
+                    f"({error.strerror}): the round is charged; free some space, or repair the "
+                    "disk, before you start again",
+                ) from error
+            add("checkpoint", {"round": checkpoint.round, "file": name, "sha256": sha256})
         self._unsaved = None
         self._remove_old_arrays()
 

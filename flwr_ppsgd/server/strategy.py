@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps, Vector
-from flwr_ppsgd.arrays import bytes_of, record_from
+from flwr_ppsgd.arrays import Layout, bytes_of, is_buffer, record_from
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
@@ -39,7 +39,6 @@ from flwr_ppsgd.server.replies import (
     finite_measures,
     mean_of,
     measures_in,
-    refuse_other_model,
     secure_message_in,
     vector_in,
     with_named_arrays,
@@ -69,9 +68,7 @@ from flwr_ppsgd.wire import (
     SIZE,
     UNIT,
     VARIANCE,
-    Layout,
     Order,
-    is_buffer,
     payload_hash,
 )
 
@@ -187,6 +184,16 @@ class CuratedStrategy:
         self._account.close()
 
 
+def refuse_other_model(so_far: Layout, initial: Layout) -> None:
+    """ValueError if a training would go on with another model than it began with."""
+    difference = so_far.difference(initial)
+    if difference:
+        raise ValueError(
+            f"the training so far and the initial parameters have {difference}: continue with the "
+            "same model, or start anew in another checkpoint_dir"
+        )
+
+
 class PPSGD(CuratedStrategy, Strategy):
     """Personalized-Private-SGD: clip, sum, divide by a public number, add noise, step w.
 
@@ -247,12 +254,12 @@ class PPSGD(CuratedStrategy, Strategy):
     @property
     def release(self) -> Release:
         """What is published in a round."""
-        return self._account.training.release
+        return self.training.release
 
     @property
     def steps(self) -> Steps:
         """How far w and θ move."""
-        return self._account.training.steps
+        return self.training.steps
 
     def published(self, arrays: ArrayRecord) -> dict[str, NDArray[Any]]:
         """What everybody may have after training by ``auto``: w, its noise ν, the unit, the size.
@@ -283,9 +290,9 @@ class PPSGD(CuratedStrategy, Strategy):
         """Log the settings that make up the promise."""
         refuse_dp_strategy("PPSGD")
         log.info("\t├──> %s", self.release)
-        if self._account.training.recipe is None:
+        if self.training.recipe is None:
             log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
-        log.info("\t└──> %s", self._account.where_facts_are())
+        log.info("\t└──> %s", self._account.facts.where())
 
     # --- a whole training
 
@@ -319,12 +326,12 @@ class PPSGD(CuratedStrategy, Strategy):
                 true, the training ends there. Flower's strategies have it from 1.43 on.
             on_round: called with the round and the result so far, at the moments of evaluate_fn.
         """
-        timeout = self._account.training.round_timeout if timeout is None else timeout
+        timeout = self.training.round_timeout if timeout is None else timeout
         train_config = _checked_config(train_config)
         evaluate_config = _checked_config(evaluate_config)
         self._check_arrays(initial_arrays)
         # once it is closed, another strategy may go on in checkpoint_dir
-        with closing(self), self._account.noting_errors():
+        with closing(self), self._account.facts.noting_errors():
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._first_arrays(initial_arrays))
             if last > first:
@@ -393,7 +400,7 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _check_clients(self, grid: Grid, timeout: float) -> None:
         """Ask a few clients whether they would obey an Order: no data are read, nothing charged."""
-        if self._account.training.replies == "parameters":
+        if self.training.replies == "parameters":
             return
         nodes = self._curator.everybody(lambda: present_in(grid))[:ENOUGH_ASKED]
         order = self._curator.order(self._curator.request(self.rounds_done))
@@ -405,7 +412,7 @@ class PPSGD(CuratedStrategy, Strategy):
     def _run_round(
         self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
     ) -> None:
-        if self._account.training.secure:
+        if self.training.secure:
             refuse_dp_strategy("PPSGD")
             self._note_sent(result.arrays)
             request = self._curator.request(round_, len(self._w))
@@ -421,7 +428,7 @@ class PPSGD(CuratedStrategy, Strategy):
         self, request: SumRequest, grid: Grid, config: ConfigRecord, timeout: float
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Ask for a sum and publish it: one exchange if it is plain, four if it is secure."""
-        run = grid.run.run_id if self._account.training.secure else 0
+        run = grid.run.run_id if self.training.secure else 0
         opened = self._curator.open_sum(request, lambda: present_in(grid), self._nbytes, run)
         for stage, payloads in self._curator.exchanges(opened):
             messages = self._exchange_messages(request, stage, payloads, config, grid)
@@ -452,7 +459,7 @@ class PPSGD(CuratedStrategy, Strategy):
 
         Nodes that have answered the last evaluation have it already.
         """
-        if self._account.training.recipe is None:
+        if self.training.recipe is None:
             return
         everybody = self._curator.everybody(lambda: present_in(grid))
         nodes = [node for node in everybody if node not in self._delivered]
@@ -469,7 +476,7 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> list[Message]:
         """Budget, cohort from the enrolled population, then w and an Order to those online."""
         refuse_dp_strategy("PPSGD")
-        if self._account.training.secure:
+        if self.training.secure:
             raise ValueError(
                 "a secure sum takes four exchanges per round, and configure_train is one: call "
                 "start, which runs them, or leave out aggregation"
@@ -498,7 +505,7 @@ class PPSGD(CuratedStrategy, Strategy):
             return []
         arrays = self.averaged(arrays)
         config = _checked_config(config)
-        if self._account.training.replies == "parameters":
+        if self.training.replies == "parameters":
             content = self._parameter_clients.content("evaluate", arrays, config, server_round)
         else:
             last = server_round == self._account.last_round
@@ -514,7 +521,7 @@ class PPSGD(CuratedStrategy, Strategy):
         answered = list(replies)
         good = [reply for reply in answered if reply.has_content()]
         failures = [str(reply.error.reason) for reply in answered if reply.has_error()]
-        self._account.note_failed_evaluations(server_round, failures, len(good))
+        self._account.facts.note_failed_evaluations(server_round, failures, len(good))
         for reply in answered:
             self._parameter_clients.note_kind(reply)
         if server_round == self._account.last_round:
@@ -527,9 +534,8 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _layout_of(self, arrays: ArrayRecord) -> Layout:
         """Names and shapes of w; of clients that return parameters, without their buffers."""
-        return Layout.of(
-            arrays, is_buffer if self._account.training.replies == "parameters" else None
-        )
+        hold = is_buffer if self.training.replies == "parameters" else None
+        return Layout.of(arrays, hold)
 
     def _note_sent(self, arrays: ArrayRecord) -> None:
         """Remember the w that goes out, by which replies are read."""
@@ -585,7 +591,7 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> list[Message]:
         """One message to each node of an exchange; those who get the same share its content."""
         contents: dict[bytes, RecordDict] = {}
-        if self._account.training.replies == "parameters":
+        if self.training.replies == "parameters":
             content = self._parameter_clients.content("fit", self._arrays, config, request.round)
             contents[b""] = content
         else:
@@ -618,7 +624,7 @@ class PPSGD(CuratedStrategy, Strategy):
 
     def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
-        training = self._account.training
+        training = self.training
         if training.replies == "parameters":
             self._parameter_clients.note_kind(reply)
         if reply.has_error():

@@ -134,6 +134,48 @@ def test_a_training_in_two_parts_has_the_w_of_one_in_one_part(tmp_path: Path) ->
     np.testing.assert_array_equal(w, flat(whole.arrays))
 
 
+def stop_at_three(round_: int, _: object) -> bool:
+    return round_ == 3
+
+
+def interrupt_at_three(round_: int, _: object) -> None:
+    if round_ == 3:
+        raise KeyboardInterrupt
+
+
+def fail_at_three(round_: int, _: object) -> None:
+    if round_ == 3:
+        raise RuntimeError("a mistake in on_round")
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {"should_stop": stop_at_three},
+        {"on_round": interrupt_at_three},
+        {"on_round": fail_at_three},
+    ],
+)
+def test_a_run_that_ends_between_two_checkpoints_loses_no_round(
+    ends: dict[str, Any], tmp_path: Path
+) -> None:
+    """Unless its process is killed: no round is charged again."""
+    grid = nodes()
+    settings: dict[str, Any] = {
+        "checkpoint_dir": tmp_path,
+        "checkpoint_every": 10,
+        "insecure_seed": 9,
+    }
+    with contextlib.suppress(KeyboardInterrupt, RuntimeError):
+        strategy(**settings).start(grid, zeros(), num_rounds=6, **ends)
+    again = strategy(**settings)
+    assert again.rounds_done == again.ledger.rounds == 3
+    w = flat(again.start(grid, zeros(), num_rounds=6).arrays)
+    assert again.ledger.rounds == 6
+    whole = strategy(insecure_seed=9).start(nodes(), zeros(), num_rounds=6)
+    np.testing.assert_array_equal(w, flat(whole.arrays))
+
+
 def legacy_client(context: Context) -> Client:
     return PPSGDClient(learner_for(context), context).to_client()
 
@@ -335,6 +377,23 @@ def test_a_forked_child_charges_nothing(tmp_path: Path) -> None:
     assert "charged: 1 " in ppsgd("ledger", tmp_path).out
 
 
+def test_a_forked_child_that_closes_a_training_writes_nothing(tmp_path: Path) -> None:
+    server = strategy(checkpoint_dir=tmp_path, checkpoint_every=10)
+    grid = nodes()
+    messages = server.configure_train(1, zeros(), ConfigRecord(), grid)
+    server.aggregate_train(1, grid.send_and_receive(messages))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    child = os.fork()
+    if not child:  # pragma: no cover - measured in the parent only
+        with contextlib.suppress(ValueError):
+            server.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    server.close()
+    assert strategy(checkpoint_dir=tmp_path).rounds_done == 1
+
+
 def test_a_disk_where_locks_do_not_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,19 +589,22 @@ def test_no_lost_file_hides_a_charge(machine: Path) -> None:
 
 @pytest.fixture
 def unsaved(machine: Path) -> Path:
-    """Four charges before the first checkpoint of w, and no record outside: nothing else helps."""
+    """A server that died after four charges, before its first checkpoint of w, and no record
+    outside: nothing else helps."""
+    whole = machine.with_name("whole")
     shutil.rmtree(machine)
-    interrupted = strategy(checkpoint_dir=machine / "server", checkpoint_every=100)
+    killed_later = strategy(checkpoint_dir=machine / "server", checkpoint_every=100)
 
-    def stop(round_: int, _: object) -> None:
+    def die(round_: int, _: object) -> None:
         if round_ == 4:
+            put_back(machine, whole)  # what is on the disk now is all that will be
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interrupted.start(nodes(), zeros(), num_rounds=50, on_round=stop)
-    assert interrupted.ledger.rounds == 4
-    shutil.rmtree(machine / "record")
-    put_back(machine, machine.with_name("whole"))
+        killed_later.start(nodes(), zeros(), num_rounds=50, on_round=die)
+    assert killed_later.ledger.rounds == 4
+    shutil.rmtree(whole / "record")
+    put_back(whole, machine)
     return machine
 
 

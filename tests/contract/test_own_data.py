@@ -309,6 +309,21 @@ def test_predictions_are_for_their_users_and_never_overwritten(tmp_path: Path) -
     assert path.read_bytes() == before
 
 
+def test_new_rows_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    files.write_csv(tmp_path / "people.csv", TABLE)
+    check_done(ppsgd("run", "--data", "people.csv", *BUDGET, where=tmp_path))
+    asked = ("predict", "runs/people", "--data", "new.csv")
+    for content, part in (
+        (b"user,a,b\n", "there are no rows"),
+        (b"PK\0\0user,a,b\n", "not a text file"),
+        ("user,a,b\nZoë,1,2\n".encode("latin-1"), "save it as UTF-8"),
+        (b"user,a\nu01,1\n", "no column 'b'"),
+    ):
+        (tmp_path / "new.csv").write_bytes(content)
+        check_refused(ppsgd(*asked, where=tmp_path), "new.csv", part)
+        assert not (tmp_path / "predictions.csv").exists()
+
+
 def two_worlds(tmp_path: Path) -> tuple[Path, Path]:
     """The same people in two directories, but for one row of u03: another city, another answer."""
     table = [{**row, "city": ("Bonn", "Rome")[place % 2]} for place, row in enumerate(classes())]

@@ -2,9 +2,10 @@
 
 import itertools
 import random
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -32,6 +33,28 @@ ROUNDS = 25
 
 class Death(BaseException):
     """The server is gone, in the middle of what it was doing."""
+
+
+class Machine:
+    """The server's disk, which keeps what is on it at the moment of death and nothing later.
+
+    Args:
+        place: of the training and of the record outside.
+    """
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server = place / "disk" / "server"
+        self._disk = place / "disk"
+        self._at_death = place / "disk at death"
+        monkeypatch.setenv("PPSGD_STATE_HOME", str(self._disk / "record"))
+
+    def die(self) -> NoReturn:
+        shutil.copytree(self._disk, self._at_death)
+        raise Death
+
+    def restart(self) -> None:
+        shutil.rmtree(self._disk)
+        self._at_death.rename(self._disk)
 
 
 class History:
@@ -93,6 +116,7 @@ class Mortal(InProcessGrid):
         app: the app that every node runs.
         history: is told who was asked.
         fate: how many of so many answer before the server dies; None: it lives.
+        die: ends the server.
         state_dir: where nodes keep θ; None: in their context alone.
     """
 
@@ -101,11 +125,13 @@ class Mortal(InProcessGrid):
         app: ClientApp,
         history: History,
         fate: Callable[[int], int | None],
+        die: Callable[[], NoReturn],
         state_dir: Path | None,
     ) -> None:
         super().__init__(app, USERS)
         self.history = history
         self.fate = fate
+        self.die = die
         for node in self.get_node_ids():
             if state_dir is not None:
                 self.context(node).node_config["ppsgd-state-dir"] = str(state_dir)
@@ -120,7 +146,7 @@ class Mortal(InProcessGrid):
         if answered is None:
             return replies
         list(itertools.islice(replies, answered))  # a client runs when its reply is read
-        raise Death
+        self.die()
 
     def _user(self, message: Message) -> int:
         return user_of(self.context(message.metadata.dst_node_id))
@@ -147,7 +173,7 @@ def serve(ppsgd: PPSGD, grid: InProcessGrid, history: History, after: Callable[[
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_theta_is_a_replay_of_the_published_rounds(
-    tmp_path: Path, seed: int, on_disk: bool, every: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, on_disk: bool, every: int
 ) -> None:
     """The server dies at random: before, while and after clients answer, and after publication.
 
@@ -155,6 +181,7 @@ def test_theta_is_a_replay_of_the_published_rounds(
     """
     dice = random.Random(seed)
     history = History()
+    machine = Machine(tmp_path, monkeypatch)
     app = client_app(lambda context: Watched(user_of(context), history))
     state_dir = tmp_path / "devices" if on_disk else None
 
@@ -163,14 +190,12 @@ def test_theta_is_a_replay_of_the_published_rounds(
 
     def after() -> None:
         if dice.random() < 0.2:
-            raise Death
+            machine.die()
 
     def server(**changes: object) -> PPSGD:
-        return strategy(
-            RELEASE, checkpoint_dir=tmp_path / "server", checkpoint_every=every, **changes
-        )
+        return strategy(RELEASE, checkpoint_dir=machine.server, checkpoint_every=every, **changes)
 
-    grid = Mortal(app, history, fate, state_dir)
+    grid = Mortal(app, history, fate, machine.die, state_dir)
     deaths = 0
     done = False
     while not done:
@@ -178,9 +203,10 @@ def test_theta_is_a_replay_of_the_published_rounds(
             serve(server(), grid, history, after)
             done = True
         except Death:
+            machine.restart()
             deaths += 1
         if on_disk and dice.random() < 0.5:  # the devices restart too, and know their disk alone
-            grid = Mortal(app, history, fate, state_dir)
+            grid = Mortal(app, history, fate, machine.die, state_dir)
     assert deaths > 3
     serve(server(evaluate_every=1), grid, history, after)
     assert set(history.last) == set(range(USERS))

@@ -50,6 +50,23 @@ def test_without_test_rows_there_is_no_trivial_answer() -> None:
     assert "there are no test rows: nothing can be measured" in "\n".join(brief(data))
 
 
+def test_users_with_one_row_are_asked_about() -> None:
+    """A wrong column of users is the usual reason, and no test fraction makes test rows of them."""
+    data = rows(user=np.arange(8), test=np.zeros(8, dtype=bool))
+    text = "\n".join(brief(data))
+    assert "8 of 8 users have one row each, so there are no test rows: is 'user' the column" in text
+    assert "test-fraction" not in text
+
+
+def test_a_number_that_never_varies_within_a_user_is_named(tmp_path: Path) -> None:
+    """Each user's numbers are scaled by the own mean: what is left of such a column is 0."""
+    path = tmp_path / "schools.csv"
+    lines = [f"{row // 5},{row // 5 + 3},{row % 7},{row % 3 + 0.5}" for row in range(20)]
+    path.write_text("user,size,age,y\n" + "\n".join(lines))
+    text = "\n".join(brief(load(path)))
+    assert "the same in all rows of each user, so of no use as a number: size (--exclude" in text
+
+
 @pytest.mark.parametrize("task", ["regression", "classification"])
 def test_a_feature_that_is_the_target_is_suspected(task: str) -> None:
     draw = np.random.default_rng(0)
@@ -59,6 +76,26 @@ def test_a_feature_that_is_the_target_is_suspected(task: str) -> None:
     data = rows(user=np.repeat([0, 1], 100), x=x, y=y, test=np.arange(200) % 10 == 0)
     assert suspected_leaks(data) == ["feature 1"]
     assert "suspected leak" in "\n".join(brief(data))
+
+
+def test_a_class_without_rows_makes_no_leak() -> None:
+    """Goals of 0, 1 and 5: classes 2 to 4 are counted too, and nobody has them."""
+    draw = np.random.default_rng(0)
+    year = 1980.0 + draw.integers(0, 9, 200)
+    goals = draw.choice([0, 1, 5], 200)
+    test = np.arange(200) % 10 == 0
+    data = rows(user=np.repeat([0, 1], 100), x=year[:, None], y=goals, test=test)
+    assert suspected_leaks(data) == []
+
+
+def test_a_leak_is_called_as_in_the_file(tmp_path: Path) -> None:
+    """--exclude takes the name of a column, not of one of its words."""
+    path = tmp_path / "answers.csv"
+    lines = [
+        f"{row // 6},{'no' if row % 3 else 'yes'},{row % 7},{row % 3 // 1}" for row in range(30)
+    ]
+    path.write_text("user,answer,age,y\n" + "\n".join(lines).replace(",2\n", ",1\n"))
+    assert suspected_leaks(load(path)) == ["column 'answer'"]
 
 
 def test_a_report_names_features_scales_and_what_is_not_covered(tmp_path: Path) -> None:

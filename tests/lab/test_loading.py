@@ -10,7 +10,8 @@ import pytest
 from scipy import sparse
 
 from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.features import MOST_ONE_HOT, bucket_of
+from flwr_ppsgd.lab.features import bucket_of
+from flwr_ppsgd.lab.find_schema import MOST_ONE_HOT
 from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.per_user import PerUser, Split
 from flwr_ppsgd.lab.schema import BUCKETS
@@ -286,8 +287,16 @@ def test_bad_csr_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any],
 BAD_CSV: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     "no user": ("person,a,y\n1,2,3\n", {}, "no column 'user' among person, a, y: did you mean"),
     "no target": ("user,a,z\n1,2,3\n", {}, "no column 'y'"),
-    "a gap in user": ("user,a,y\n1,2,0\n,3,1\n", {}, "'user' is empty in line 3"),
-    "a gap in y": ("user,a,y\n1,2,0.5\n1,3,\n", {}, "'y' is not a finite number in line 3"),
+    "a gap in user": (
+        "user,a,y\n1,2,0\n,3,1\n",
+        {},
+        "'user' is empty in line 3: --impute drop leaves such rows out",
+    ),
+    "a gap in y": (
+        "user,a,y\n1,2,0.5\n1,3,\n",
+        {},
+        "'y' is not a finite number in line 3: --impute drop leaves such rows out",
+    ),
     "a gap in a class": ("user,a,y\n1,2,\n1,3,b\n1,3,c\n", {}, "'y' is empty in line 2"),
     "test rows only": (
         "user,a,y,test\n1,2,0,1\n2,3,1,0\n",
@@ -319,6 +328,36 @@ BAD_CSV: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
         "user,a,d,y\n1,2,2024-01-31,0\n1,3,31.02.2024,1\n",
         {"time": "d"},
         "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31",
+    ),
+    "no text": (b"PK\x03\x04\x14\0\x06\0user,a,y\n", {}, "not a text file"),
+    "no header": ("0,1.5,2\n1,2,0\n", {}, "the first line must name the columns"),
+    "the user as target": (
+        "user,a,y\n1,2,0\n2,3,1\n",
+        {"target": "user"},
+        "column 'user' has two roles among user, target, test and time",
+    ),
+    "one amount": ("user,a,y\n1,2,2.5\n1,3,2.5\n", {}, "column 'y' is 2.5 in every row"),
+    "a word for each row": (
+        "user,a,y\n" + "".join(f'1,{row * 7 % 9},"{row},204"\n' for row in range(20)),
+        {},
+        "column 'y' has 20 different words in 20 rows: name another --target, or write amounts as "
+        "plain numbers (1234.5)",
+    ),
+    "beyond all bounds": (
+        "user,a,y\n1,2,0\n1,1e300,1\n",
+        {},
+        "column 'a' is not a finite number in line 3",
+    ),
+    "amounts beyond all bounds": (
+        "user,a,y\n1,2,0.5\n1,3,-1e200\n",
+        {},
+        "column 'y' is not a finite number in line 3",
+    ),
+    "a score called test": (
+        "user,a,test,y\n1,2,0,0\n1,3,71,1\n",
+        {},
+        "column 'test' is neither 0 nor 1 in line 3: 1 marks the rows of the test part "
+        "(--set test-fraction=0.2 chooses others)",
     ),
     "words as amounts": (
         "user,a,y\n1,2,x\n1,3,y\n",
@@ -368,6 +407,12 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "left out, row ids (--set feature-columns= uses it): 'column 1'",
         ("a",),
     ),
+    "an index of some of the rows": (
+        ",user,a,y\n17,1,2,0\n9,1,7,1\n20,2,5,1\n",
+        {},
+        "left out, row ids (--set feature-columns= uses it): 'column 1'",
+        ("a",),
+    ),
     "an id": (
         "user,a,order_id,y\n1,2,17,0\n1,7,12,1\n2,5,99,1\n",
         {},
@@ -404,7 +449,50 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "left out, timestamps (--set time-column=",
         ("a",),
     ),
+    "a date in words": (
+        'user,a,d,e,y\n1,2,"Jan 3, 2024",3 Jan 2024,0\n1,7,"Feb 4, 2024",Sunday 4 February 24,1\n',
+        {},
+        "left out, dates (--set time-column= tests on each user's last rows): 'd', 'e'",
+        ("a",),
+    ),
+    "words among numbers": (
+        "user,a,b,c,y\n1,2,1.25,$2.50,0\n1,7,2.5,3%,1\n1,3,unknown,1,0\n",
+        {},
+        "left out, not plain numbers (leave cells empty for gaps, write 1234.5; --categorical uses "
+        "them): 'b' (as 'unknown'), 'c' (as '$2.50')",
+        ("a",),
+    ),
+    "a gap of pandas": (
+        "user,a,b,y\n1,2,1.25,0\n1,7,<NA>,1\n",
+        {"impute": "zero"},
+        "gaps in 1 row, filled with 0 (--impute zero): 'b' (1)",
+        ("a", "b"),
+    ),
+    "rows without a user or a target": (
+        "user,a,y\n1,2,0.5\n1,3,\n1,5,2.5\n2,,2.5\n,8,1.5\n",
+        {"impute": "drop"},
+        "left out 3 rows with gaps, or without a user or a target (impute = drop)",
+        ("a",),
+    ),
+    "classes with a gap": (
+        "user,a,y\n1,2,1\n1,3,\n1,5,2\n2,5,1\n",
+        {"impute": "drop"},
+        "classification (1, 2)",
+        ("a",),
+    ),
+    "a target called test": (
+        "user,a,test\n1,2,71.5\n1,3,53.25\n1,4,2.5\n",
+        {"target": "test"},
+        "test part: a random 20%",
+        ("a",),
+    ),
     "an empty column": ("user,a,e,y\n1,2,,0\n1,7,,1\n", {}, "left out, empty: 'e'", ("a",)),
+    "numbers beyond all bounds": (
+        "user,a,h,y\n1,2,1e300,0\n1,7,-1e299,1\n",
+        {},
+        "left out, numbers beyond 1e+60: 'h'",
+        ("a",),
+    ),
     "excluded": ("user,a,b,y\n1,2,9,0\n1,7,8,1\n", {"exclude": "b"}, "", ("a",)),
     "true and false": ("user,a,b,y\n1,True,9,0\n1,false,8,1\n", {}, "", ("a", "b")),
     "semicolons and decimal commas": (
@@ -465,7 +553,7 @@ def test_categories_are_text_and_a_gap_is_none_of_them(tmp_path: Path) -> None:
 
 def test_many_categories_are_hashed_and_the_table_is_sparse(tmp_path: Path) -> None:
     count = MOST_ONE_HOT + 1
-    rows = "".join(f"{row % 3},f{row},{row % 9},0.5\n" for row in range(count))
+    rows = "".join(f"{row % 3},f{row},{row % 9},{row % 4}.5\n" for row in range(count))
     data = read_csv(tmp_path, "user,film,a,y\n" + rows, categorical="film")
     assert data.is_sparse
     assert data.x.shape == (count, BUCKETS + 1)

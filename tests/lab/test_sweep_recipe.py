@@ -2,6 +2,7 @@
 
 import csv
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,6 +99,27 @@ def test_rows_of_the_recipe_are_those_of_runs(tmp_path: Path, flat: dict[str, An
         assert {"accuracy", "local_accuracy", "shared_accuracy"} <= row.measures.keys()
         spent, _ = EpsilonCache(sweep.base).price(point, row.round)
         assert spent == pytest.approx(outcome.rows[-1].deployed_epsilon)
+
+
+def test_the_memory_of_a_recipe_is_foreseen(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    path = tmp_path / "wide.npz"
+    np.savez(
+        path,
+        user=np.repeat(np.arange(40), 10),
+        x=draw.normal(size=(400, 1000)),
+        y=draw.integers(20, size=400),
+        test=np.arange(400) % 5 == 0,
+    )
+    sweep = sweep_of(path, {**ALONE, "epsilon": [8.0], "insecure-seed": 1})
+    (block,) = plan_blocks(sweep, GIGABYTE, 1).blocks
+    planned = plan_blocks(sweep, GIGABYTE, 1).bytes
+    flat = sweep.base.to_flat()
+    tracemalloc.start()
+    run_block(flat, block, quiet)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert planned / 2 < peak < planned * 1.5
 
 
 def test_each_epsilon_has_its_own_number_of_rounds(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_ppsgd import FixedSize, Ledger, Poisson, Release
+from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, database
 from flwr_ppsgd.database import StoreError
 from flwr_ppsgd.server.sealed import NO_RECORD, RECORD_NOT_WRITTEN, ChargeRecord, home
 from flwr_ppsgd.server.store import NAME, Checkpoint, Store
@@ -47,7 +47,7 @@ def train(place: Path, rounds: int, first: int = 1) -> None:
     for round_ in range(first, first + rounds):
         store.reserve(100)
         store.charge(round_, NOISY)
-        store.save(round_, W, {"variance": np.full(2, float(round_))})
+        store.save(Checkpoint(round_, W, {"variance": np.full(2, float(round_))}))
     store.close()
 
 
@@ -79,7 +79,7 @@ def test_without_a_directory_the_same_happens_in_memory(tmp_path: Path) -> None:
     store.charge(1, NOISY)
     store.note("start", 1)
     store.record_fact({"round": 1})
-    store.save(1, W, {})
+    store.save(Checkpoint(1, W))
     assert store.charges() == {(NOISY, False): 1}
     assert store.notes("start") == [1]
     assert [fact for _, fact in store.facts()] == [{"round": 1}]
@@ -357,7 +357,7 @@ def test_a_w_of_another_training_is_not_taken(place: Path) -> None:
     other = place.with_name("other")
     store = opened(other)
     store.charge(1, NOISY)
-    store.save(1, {"0": b"FIRST ARRAY"}, {})
+    store.save(Checkpoint(1, {"0": b"FIRST ARRAY"}))
     (name,) = (path.name for path in place.glob("w-*"))
     shutil.copy(other / name, place / name)
     with pytest.raises(StoreError, match="no checkpoint of w"):
@@ -438,7 +438,7 @@ def one_round(store: Store, round_: int, published: list[int]) -> None:
     store.reserve(1000)
     store.charge(round_, NOISY)
     published.append(round_)
-    store.save(round_, W, {})
+    store.save(Checkpoint(round_, W))
 
 
 def test_wherever_the_disk_fails_nothing_is_published_that_is_not_charged(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_a_w_that_could_not_be_saved_is_saved_before_another_round_runs(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: exec("raise OSError(28, 'No space left')"))
         with pytest.raises(OSError, match="w of round 1 could not be saved"):
-            store.save(1, W, {})
+            store.save(Checkpoint(1, W))
         with pytest.raises(OSError, match="w of round 1 could not be saved"):
             store.reserve(1000)
     store.reserve(1000)
@@ -507,8 +507,8 @@ def die_at(stage: str, place: Path) -> None:
     if stage == "charged":
         die()
     if stage == "array written":
-        vars(store)["note"] = die
-    store.save(2, W, {})
+        database.sync = die  # type: ignore[assignment]  # the last that is done with a file
+    store.save(Checkpoint(2, W))
     die()
 
 

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,16 +110,6 @@ def test_one_strategy_is_one_training(caplog: pytest.LogCaptureFixture) -> None:
     np.testing.assert_array_equal(flat(again.arrays), flat(straight.arrays))
     assert "All 4 rounds are done already" in caplog.text
     assert ppsgd.ledger.rounds == 4
-
-
-def test_rounds_whose_w_was_never_saved_are_run_again_and_stay_charged(tmp_path: Path) -> None:
-    """It was stopped before the first checkpoint: the initial w is that of round 0."""
-    ppsgd = strategy(release=release(z=1.0), checkpoint_dir=tmp_path, checkpoint_every=10)
-    ppsgd.start(grid(), w0(), num_rounds=5, should_stop=lambda round_, _: round_ == 3)
-    seen: list[int] = []
-    ppsgd.start(grid(), w0(), num_rounds=5, on_round=lambda round_, _: seen.append(round_))
-    assert seen == [0, 1, 2, 3, 4, 5]
-    assert (ppsgd.rounds_done, ppsgd.ledger.rounds) == (5, 8)
 
 
 def test_rounds_seen_by_evaluate_fn_are_absolute() -> None:
