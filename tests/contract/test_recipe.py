@@ -326,6 +326,26 @@ def test_all_that_is_released_is_charged_and_within_epsilon(way: str) -> None:
     assert 0.99 * EPSILON < strategy.ledger.epsilon() <= EPSILON
 
 
+def test_sampled_rounds_share_the_budget_with_the_numbers_before_them() -> None:
+    users = Users("regression")
+    strategy = PPSGD.auto(**users.auto(rate=0.5, insecure_seed=None))
+    strategy.start(users.grid(), users.w)
+    assert [times for _, times in strategy.ledger.releases] == [1, 40]
+    assert 0.99 * EPSILON < strategy.ledger.epsilon() <= EPSILON
+
+
+def test_the_mean_of_sampled_rounds_is_near_the_w_of_everyone() -> None:
+    """Without noise. Half of the users are drawn, and w is the mean over the second half."""
+    users = Users("regression")
+
+    def w(**more: Any) -> Floats:
+        strategy = PPSGD.auto(**users.auto(epsilon=math.inf, **more))
+        return flat(strategy.start(users.grid(), users.w).arrays)
+
+    everyone = w()
+    assert np.linalg.norm(w(rate=0.5) - everyone) < 0.1 * np.linalg.norm(everyone)
+
+
 def test_a_restart_after_the_first_round_asks_nobody_for_numbers_again(tmp_path: Path) -> None:
     users = Users("sparse")
     asked: list[str] = []
