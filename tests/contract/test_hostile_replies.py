@@ -3,6 +3,7 @@
 w is compared to the last bit with a round in which the hostile user stays silent.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -291,11 +292,17 @@ def test_what_else_a_reply_holds_is_ignored() -> None:
     np.testing.assert_array_equal(w, expected)
 
 
-def test_metrics_and_report_do_not_tell_how_many_replied() -> None:
-    def report(meddle: Meddle) -> tuple[Any, Any]:
+def test_metrics_report_and_log_do_not_tell_how_many_replied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Flower shows its log to everyone who may submit runs."""
+
+    def report(meddle: Meddle) -> tuple[Any, ...]:
         ppsgd = strategy()
-        result = ppsgd.start(MeddlingGrid(meddle), w0(), num_rounds=2)
-        return result.train_metrics_clientapp, ppsgd.privacy_data()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="flwr.ppsgd"):
+            result = ppsgd.start(MeddlingGrid(meddle), w0(), num_rounds=2)
+        return result.train_metrics_clientapp, ppsgd.privacy_data(), caplog.messages
 
     everyone = report(lambda _, replies: replies)
     assert everyone == report(without_first)

@@ -93,7 +93,7 @@ def test_the_short_form_has_both_epsilons_and_every_condition_in_five_lines() ->
 
 
 def test_an_absurd_epsilon_is_stated_as_it_is() -> None:
-    """Finite precision takes nothing of δ at ε = 40; at replace-one it takes all of it."""
+    """Finite precision takes nothing of δ at ε = 40; at replace-one, or 154, it takes all of it."""
     one_round = Ledger(DELTA).record(release(z=0.165))
     assert 39 < one_round.epsilon() < 41
     ppsgd = after(1, release=release(z=0.165))
@@ -101,6 +101,7 @@ def test_an_absurd_epsilon_is_stated_as_it_is() -> None:
     assert data["epsilon"] == one_round.epsilon()
     assert data["epsilon_replace_one"] == "infinite"
     assert data["statement"] == ppsgd.privacy_statement()
+    assert after(1, release=release(z=0.07)).privacy_data()["epsilon"] == "infinite"
 
 
 def test_all_releases_are_listed_with_noise_and_bound() -> None:
