@@ -1,6 +1,5 @@
 """The base of both stores: what is committed stays, what is not leaves no trace, damage shows."""
 
-import errno
 import os
 import signal
 import sqlite3
@@ -178,19 +177,6 @@ def test_the_lock_falls_with_its_holder_and_not_with_a_forked_child(tmp_path: Pa
     FileLock(tmp_path / "lock", 60.0, "in use").close()
     os.close(write)
     os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize("error", [None, OSError(errno.ENOLCK, "No locks available")])
-def test_a_disk_where_locks_do_not_hold_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | None
-) -> None:
-    def flock(_: int, __: int) -> None:
-        if error:
-            raise error
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(StoreError, match=r"locks do not hold.*use a directory on a local disk"):
-        FileLock(tmp_path / "lock", 0.0, "in use")
 
 
 def test_a_backup_is_whole_and_never_replaces_a_file(path: Path) -> None:

@@ -141,7 +141,15 @@ def test_a_plan_that_gets_dearer_after_a_charge_is_a_caveat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0"), (1.23401, "1.235"), (2.0, "2"), (math.inf, "inf")]
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1.2340000001, "1.235"),
+        (12345.6, "1.235e+04"),
+        (0.00012341, "0.0001235"),
+        (2.0, "2"),
+        (math.inf, "inf"),
+    ],
 )
 def test_text_is_rounded_up(value: float, text: str) -> None:
     assert rounded_up(value) == text

@@ -3,7 +3,6 @@
 import errno
 import math
 import os
-import shutil
 import sqlite3
 import stat
 from collections.abc import Callable
@@ -203,21 +202,6 @@ def test_a_changed_row_is_refused_or_shown(tmp_path: Path, part: str) -> None:
     if part != "sent":
         assert "theta-damaged" in told(reply)
     assert "is damaged" in client_report(tmp_path)
-
-
-def test_a_store_that_went_back_in_time_is_refused_while_the_node_runs(tmp_path: Path) -> None:
-    on = Nodes(tmp_path, nodes=1)
-    ppsgd = strategy(release=release(1))
-    ppsgd.start(on, w0(), num_rounds=2)
-    shutil.copytree(tmp_path / "0", tmp_path / "backup")
-    one_round(ppsgd, on, 3)
-    shutil.rmtree(tmp_path / "0")
-    (tmp_path / "backup").rename(tmp_path / "0")
-    (reply,) = one_round(ppsgd, on, 4)
-    assert "theta-damaged" in told(reply)
-    on.restart()
-    (reply,) = one_round(ppsgd, on, 4)
-    assert not reply.has_error()
 
 
 @pytest.mark.parametrize("place", ["write_file", "fsync"])
