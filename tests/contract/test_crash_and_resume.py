@@ -1,6 +1,7 @@
 """Whatever happens to the server or its disk, the ledger never shows less than was published."""
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -116,10 +117,15 @@ def test_rounds_are_absolute_after_a_restart(tmp_path: Path) -> None:
     again = strategy(checkpoint_dir=tmp_path)
     assert again.ledger.rounds == 3
     seen: list[int] = []
+    evaluated: list[int] = []
     result = again.start(
-        nodes(), zeros(), num_rounds=7, on_round=lambda round_, _: seen.append(round_)
+        nodes(),
+        zeros(),
+        num_rounds=7,
+        evaluate_fn=lambda round_, _: evaluated.append(round_),
+        on_round=lambda round_, _: seen.append(round_),
     )
-    assert seen == [3, 4, 5, 6, 7]
+    assert seen == evaluated == [3, 4, 5, 6, 7]
     assert list(result.train_metrics_clientapp) == [4, 5, 6, 7]
     assert again.ledger.rounds == again.rounds_done == 7
 
@@ -394,11 +400,17 @@ def test_a_forked_child_that_closes_a_training_writes_nothing(tmp_path: Path) ->
     assert strategy(checkpoint_dir=tmp_path).rounds_done == 1
 
 
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOLCK, "No locks available")])
 def test_a_disk_where_locks_do_not_hold_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some network disks grant every lock."""
-    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    """Some network disks grant every lock, others none."""
+
+    def flock(*_: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("fcntl.flock", flock)
     with pytest.raises(ValueError, match="use a directory on a local disk") as refused:
         strategy(checkpoint_dir=tmp_path)
     assert "\n" not in str(refused.value)
