@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_ppsgd.lab.features import ID, count_of, list_names
+from flwr_ppsgd.lab.features import count_of, list_names
+from flwr_ppsgd.lab.find_schema import ID
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.schema import CATEGORY, NUMBER, Schema
 

@@ -1,6 +1,5 @@
 """Everyone's rows from a file: read, described by a schema, sorted by user, with a test part."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,25 +14,23 @@ from flwr_ppsgd.lab.features import (
     as_texts,
     count_of,
     encode_columns,
-    find_columns,
     is_text,
     is_usable,
     list_names,
+    map_texts,
+    sorted_labels,
+    stack_targets,
 )
+from flwr_ppsgd.lab.find_schema import find_schema
 from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
-from flwr_ppsgd.lab.schema import CATEGORY, MISSING, OWN_MEAN, ZERO, Schema, Task
+from flwr_ppsgd.lab.schema import MISSING, OWN_MEAN, Schema
 from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_table_file
 from flwr_ppsgd.settings import split_names
 
-MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
-MOST_CLASSES_WITH_GAPS = 20
-FEWEST_ROWS = 20  # to take a target with nearly as many values as rows as no class
 MOST_SHOWN = 3
-MOST_CLASSES_SHOWN = 10
 DROP = "drop"
 IMPUTE = (DROP, *MISSING)
 TEST_WORDS = {"1": 1, "true": 1, "test": 1, "0": 0, "false": 0, "train": 0}
-PLAIN_NUMBER = re.compile(r"-?[1-9][0-9]*|0")
 
 
 def load(
@@ -82,206 +79,6 @@ def _read_source(
     return read_table_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
 
 
-# --- looking
-
-
-def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[str, ...], list[str]]:
-    """A schema found by looking at everybody's rows; what was looked for; notes."""
-    user = options.user or "user"
-    targets = tuple(split_names(options.target or "") or ["y"])
-    test = options.test or ""
-    time = options.time or ""
-    notes = []
-    if "test" in table.columns and "test" not in (test, user, *targets):
-        if time or options.test_fraction is not None:
-            notes.append("column 'test' left out: another split was asked for")
-        else:
-            test = "test"
-    x = ("x",) if table.only_x else ()
-    named = [name for name in (user, *targets, test, time) if name]
-    for name in (*x, *named):
-        table.column(name)
-        if named.count(name) > 1:
-            what = f"column {name!r} has two roles among user, target, test and time"
-            raise table.refuse(what, "name another column for one of them")
-    special = {user, *targets, test, time, "test"}
-    _check_rows(table, user, special)
-    columns, column_notes = find_columns(table, options, special)
-    task, classes, task_notes = find_task(table, targets, options.task)
-    notes += [*column_notes, *task_notes]
-    if classes:
-        notes.append(f"classes are {list_names(classes, MOST_CLASSES_SHOWN)}")
-    if not any(column.features for column in columns):
-        left_out = [note for note in column_notes if note.startswith("left out")]
-        what = "there is no feature column beside user, target, test and time"
-        raise table.refuse("; ".join([what, *left_out]), "add one")
-    dtypes = {str(table.columns[column.name].dtype) for column in columns if column.width > 1}
-    schema = Schema(
-        user=user,
-        target=targets,
-        task=task,
-        classes=classes,
-        columns=columns,
-        missing=ZERO if options.impute == ZERO else OWN_MEAN,
-        test=test,
-        time=time,
-        test_fraction=0.2 if options.test_fraction is None else options.test_fraction,
-        split_seed=options.split_seed,
-        dtype="uint8" if dtypes == {"uint8"} else "float64",
-    )
-    if table.lines:
-        schema = replace(
-            schema,
-            separator=table.lines.separator,
-            decimal=table.lines.decimal,
-            encoding=table.lines.encoding,
-        )
-    return schema.with_hash(), _chosen_by_looking(schema, options), notes
-
-
-def _check_rows(table: RawTable, user: str, special: set[str]) -> None:
-    """ValueError unless all columns have one value per row, and there is a row."""
-    rows = np.shape(table.columns[user])
-    if len(rows) != 1:
-        raise table.refuse(f"{user!r} must have one value per row, got shape {rows}", "give one")
-    for name, values in table.columns.items():
-        matters = name in special or name == "x" or not table.only_x
-        if matters and np.shape(values)[:1] != rows:
-            raise table.refuse(
-                f"{name!r} has shape {np.shape(values)} and {user!r} has {rows[0]} rows",
-                "they must be the same rows",
-            )
-    if not rows[0]:
-        raise table.refuse("there are no rows", "give at least one row for each user")
-
-
-def _chosen_by_looking(schema: Schema, options: DataOptions) -> tuple[str, ...]:
-    """What was chosen by looking at everybody's rows, each as it stands in a condition."""
-    found = ["the ids of users", "the columns and their kinds"]
-    words = [repr(column.name) for column in schema.columns if column.kind == CATEGORY]
-    if words:
-        found.append(f"the words of {', '.join(words)}")
-    if not options.task:
-        found.append("the task")
-    if schema.classes:
-        found.append("the classes")
-    if schema.picture:
-        found.append("the shape of pictures")
-    return tuple(found)
-
-
-def find_task(
-    table: RawTable, targets: Sequence[str], asked: str | None
-) -> tuple[Task, tuple[str, ...], list[str]]:
-    """The task, the classes or labels in order, and a note on what was detected.
-
-    Real numbers are for regression; whole numbers are classes unless there are too many: those
-    that fill 0 … K−1 up to K = 64, others up to 20 values. Several columns are labels if all values
-    are 0 and 1. Words are classes.
-    """
-    name = targets[0]
-    values = table.columns[name]
-    if np.ndim(values) == 2 and values.shape[1] == 1 and not sparse.issparse(values):
-        values = values[:, 0]
-    if len(targets) > 1 or np.ndim(values) == 2:
-        return _task_of_several(table, targets, asked)
-    if is_text(values) or values.dtype.kind == "b":
-        kind = "classification"
-        why = "its values are words"
-        labels = _sorted_labels({word for word in as_texts(values)[0] if word})
-        if not asked and table.rows >= FEWEST_ROWS and len(labels) > table.rows / 2:
-            raise table.refuse(
-                f"column {name!r} has {len(labels):,} different words in {table.rows:,} rows",
-                "name another --target, or write amounts as plain numbers (1234.5)",
-            )
-    else:
-        numbers = as_numbers(values)
-        # with gaps whole numbers are stored as real ones
-        real = values.dtype.kind == "f" and not np.isnan(values).any()
-        kind, why, labels = _task_of_numbers(numbers, real=real)
-        if len(numbers) > 1 and (numbers == numbers[0]).all():
-            what = f"column {name!r} is {numbers[0]:g} in every row"
-            raise table.refuse(what, "there is nothing to learn: name another --target")
-    notes = [] if asked else [_detected(targets, kind, why)]
-    if (asked or kind) == "regression":
-        return "regression", (), notes
-    classes = table.classes or labels
-    if not classes:
-        what = f"column {name!r} does not hold class numbers"
-        raise table.refuse(what, "use --task regression")
-    if len(classes) < 2:
-        what = f"column {name!r} has one class, {classes[0]!r}"
-        raise table.refuse(what, "there is nothing to learn: name another --target")
-    return "classification", classes, notes
-
-
-def _detected(targets: Sequence[str], kind: str, why: str) -> str:
-    return f"detected from {', '.join(targets)!r}: {kind}, since {why} (--task changes it)"
-
-
-def _task_of_numbers(
-    numbers: NDArray[np.float64], *, real: bool
-) -> tuple[str, str, tuple[str, ...]]:
-    """The task, why, and the classes; none unless all numbers are whole."""
-    there = np.unique(numbers[np.isfinite(numbers)])
-    whole = bool((there == np.rint(there)).all())
-    labels = [int(number) for number in there] if whole else []
-    filled = labels == list(range(len(labels)))
-    most = MOST_CLASSES if filled else MOST_CLASSES_WITH_GAPS
-    if labels and labels[0] == 0 and labels[-1] < MOST_CLASSES:
-        labels = list(range(labels[-1] + 1))
-    classes = tuple(str(label) for label in labels)
-    if real or not whole:
-        doubt = ", though all values are whole numbers: they may be classes" if whole else ""
-        return "regression", f"its values are real numbers{doubt}", classes
-    if len(there) > most:
-        return "regression", "it has many different whole numbers", classes
-    return "classification", f"it has only {len(there)} different whole numbers", classes
-
-
-def _task_of_several(
-    table: RawTable, targets: Sequence[str], asked: str | None
-) -> tuple[Task, tuple[str, ...], list[str]]:
-    """The task of several target columns, or of an array of them."""
-    values = _stack_targets(table, targets)
-    width = int(values.shape[1])
-    names = tuple(targets) if len(targets) > 1 else table.classes
-    names = names or tuple(str(place) for place in range(width))
-    if sparse.issparse(values):
-        return "multi-label", names, []
-    if asked == "classification":
-        raise table.refuse(
-            f"{targets[0]!r} has {width} columns", "classes need one: use --task multi-label"
-        )
-    kind: Task = "regression"
-    why = "there are several numbers"
-    if np.isin(values, (0, 1)).all():
-        kind = "multi-label"
-        why = "all values are 0 and 1"
-    if asked:
-        return ("multi-label" if asked == "multi-label" else "regression"), names, []
-    return kind, names, [_detected(targets, kind, why)]
-
-
-def _stack_targets(table: RawTable, targets: Sequence[str]) -> Values:
-    """Target columns side by side."""
-    first = table.columns[targets[0]]
-    if np.ndim(first) == 2:
-        return first if sparse.issparse(first) else np.asarray(first, dtype=np.float64)
-    parts = [as_numbers(table.columns[name], table.decimal) for name in targets]
-    return np.stack(parts, axis=1)
-
-
-def _sorted_labels(labels: set[str]) -> tuple[str, ...]:
-    """By number if all of them are whole numbers as they are usually written, else by letters."""
-    if all(PLAIN_NUMBER.fullmatch(label) for label in labels):
-        return tuple(sorted(labels, key=int))
-    return tuple(sorted(labels))
-
-
-# --- rows of known form
-
-
 def group_by_user(
     table: RawTable,
     schema: Schema,
@@ -302,51 +99,36 @@ def group_by_user(
             are refused if it is "".
         looked: what was chosen by looking.
     """
-    import pandas
-
-    strict = impute is not None
     check_columns(table, schema)
-    if impute and impute not in IMPUTE:
-        raise ValueError(f"impute must be one of {', '.join(IMPUTE)}, got {impute!r}")
     x = encode_columns(table, schema)
     y, readable = _targets(table, schema)
-    labels, user = _users(table, schema)
-    rows = pandas.DataFrame({"user": user, "readable": readable, "gap": _rows_with_gaps(x)})
-    rows = rows.assign(time=_row_times(table, schema), test=_marked_rows(table, schema))
-    incomplete = rows["gap"] | ~rows["readable"] | (rows["user"] < 0)
-    rows["dropped"] = incomplete & (impute == DROP)
+    labels, rows = _row_facts(table, schema, readable, _rows_with_gaps(x))
     notes = list(table.notes)
-    if strict:
-        _refuse_rows(table, schema, rows)
-        notes += _gap_notes(table, schema, x, rows, impute or "")
-    rows = rows[rows["readable"] & (rows["user"] >= 0) & ~rows["dropped"]]
-    if strict:  # without users who have lost all of their rows
-        places, present = pandas.factorize(rows["user"], sort=True)
-        rows = rows.assign(user=places)
-        labels = tuple(labels[place] for place in present)
+    if impute is not None:
+        rows, more = _checked_rows(table, schema, rows, x, impute)
+        notes += more
+    rows = rows[rows["readable"] & (rows["user"] >= 0)]
+    if impute is not None:
+        labels, rows = _only_users_with_rows(labels, rows)
         notes += _same_numbers(labels)
     # without a time that can be read a row is the user's first; equal ones stay as in the file
     rows = rows.sort_values(["user", "time"], na_position="first", kind="stable")
     offsets = np.searchsorted(rows["user"], np.arange(len(labels) + 1)).astype(np.intp)
-    by_time = bool(schema.time)
-    if schema.test:
-        test = rows["test"].to_numpy() == 1
-    else:
-        split = Split(schema.test_fraction, schema.split_seed)
-        test = split.mask(offsets, by_time=by_time)
-        if strict:
-            notes.append(split.words(by_time=by_time))
     order = rows.index.to_numpy()
-    if strict:
+    test = rows["test"].to_numpy() == 1
+    if not schema.test:
+        split = Split(schema.test_fraction, schema.split_seed)
+        test = split.mask(offsets, by_time=bool(schema.time))
+        if impute is not None:
+            notes.append(split.words(by_time=bool(schema.time)))
+    elif impute is not None:
         _refuse_test_only(table, labels, offsets, test, order)
-    if len(order) < len(user) or (np.diff(order) != 1).any():
+    if len(order) < table.rows or (np.diff(order) != 1).any():
         x = x[order]
         y = y[order]
     if rows["gap"].any():
         x = _fill_gaps(x, rows["user"].to_numpy(), ~test, schema.missing)
     shape = next(iter(table.shapes.values()), ())
-    if schema.picture:
-        shape = schema.picture.shape
     return PerUser(
         source=table.source,
         x=x,
@@ -360,11 +142,41 @@ def group_by_user(
         feature_names=schema.feature_names() or table.feature_names,
         target_names=schema.classes,
         notes=tuple(dict.fromkeys(notes)),
-        shape=shape,
-        by_time=by_time,
+        shape=schema.picture.shape if schema.picture else shape,
+        by_time=bool(schema.time),
         schema=schema,
         looked=looked,
     )
+
+
+def _row_facts(
+    table: RawTable, schema: Schema, readable: NDArray[np.bool_], gap: NDArray[np.bool_]
+) -> tuple[tuple[str, ...], Values]:
+    """The users in order; and a data frame with a line for each row: the number of its user, −1 for
+    nobody; whether its target can be read; whether a feature is missing; its time; its mark."""
+    import pandas
+
+    values = table.columns[schema.user]
+    labels = schema.enrolled
+    if labels is None:
+        labels = sorted_labels({word for word in as_texts(values)[0] if word})
+    places = {label: place for place, label in enumerate(labels)}
+    facts = {
+        "user": map_texts(values, lambda word: places.get(word, -1), -1),
+        "readable": readable,
+        "gap": gap,
+        "time": _row_times(table, schema),
+        "test": _marked_rows(table, schema),
+    }
+    return labels, pandas.DataFrame(facts)
+
+
+def _only_users_with_rows(labels: tuple[str, ...], rows: Values) -> tuple[tuple[str, ...], Values]:
+    """Without users who have lost all of their rows."""
+    import pandas
+
+    places, present = pandas.factorize(rows["user"], sort=True)
+    return tuple(labels[place] for place in present), rows.assign(user=places)
 
 
 def check_columns(table: RawTable, schema: Schema) -> None:
@@ -381,17 +193,6 @@ def check_columns(table: RawTable, schema: Schema) -> None:
                 f"column {name!r} is not in the schema",
                 f'add {name!r} = "left out" to its columns, or take it out of the file',
             )
-
-
-def _users(table: RawTable, schema: Schema) -> tuple[tuple[str, ...], Indices]:
-    """The users in order, and for each row the number of its user; −1 is nobody."""
-    words, codes = as_texts(table.columns[schema.user])
-    labels = schema.enrolled
-    if labels is None:
-        labels = _sorted_labels({word for word in words if word})
-    places = {label: place for place, label in enumerate(labels)}
-    numbers = [places.get(word, -1) for word in words]
-    return labels, np.array([*numbers, -1], dtype=np.intp)[codes]
 
 
 def _same_numbers(labels: Sequence[str]) -> list[str]:
@@ -412,7 +213,7 @@ def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]
     if schema.task == "classification":
         numbers = class_numbers(table.columns[schema.target[0]], schema.classes)
         return np.maximum(numbers, 0), numbers >= 0
-    found = _stack_targets(table, schema.target)
+    found = stack_targets(table, schema.target)
     if found.shape[1] != schema.outputs:
         raise table.refuse(
             f"{schema.target[0]!r} has {found.shape[1]} columns and the schema {schema.outputs}",
@@ -434,10 +235,8 @@ def class_numbers(values: Values, classes: Sequence[str]) -> NDArray[np.int64]:
     """The place of each value among the classes; −1 if it is none of them."""
     if np.ndim(values) == 2:
         values = np.asarray(values)[:, 0]
-    words, codes = as_texts(values)
     order = {_plain_name(name): place for place, name in enumerate(classes)}
-    places = [order.get(_plain_name(word), -1) for word in words]
-    return np.array([*places, -1], dtype=np.int64)[codes]
+    return map_texts(values, lambda word: order.get(_plain_name(word), -1), -1)
 
 
 def _plain_name(word: str) -> str:
@@ -471,31 +270,48 @@ def _marked_rows(table: RawTable, schema: Schema) -> NDArray[np.intp]:
     """1 for test rows, 0 for training rows, −1 for neither; all 0 without a column that says so."""
     if not schema.test:
         return np.zeros(table.rows, dtype=np.intp)
-    words, codes = as_texts(table.columns[schema.test])
-    marks = [TEST_WORDS.get(_plain_name(word.lower()), -1) for word in words]
-    return np.array([*marks, -1])[codes]
+    values = table.columns[schema.test]
+    return map_texts(values, lambda word: TEST_WORDS.get(_plain_name(word.lower()), -1), -1)
 
 
-def _refuse_rows(table: RawTable, schema: Schema, rows: Values) -> None:
-    """ValueError that names the first row without a user, target, time or mark."""
-    kept = rows[~rows["dropped"]]
-    remedy = "--impute drop leaves such rows out"
-    table.refuse_first(kept["user"] < 0, f"column {schema.user!r} is empty", remedy)
+def _checked_rows(
+    table: RawTable, schema: Schema, rows: Values, x: Values, impute: str
+) -> tuple[Values, list[str]]:
+    """The rows that ``impute`` leaves, and notes; ValueError that names the first row without a
+    user, target, time or mark, or with a gap and no rule for it."""
+    if impute and impute not in IMPUTE:
+        raise ValueError(f"impute must be one of {', '.join(IMPUTE)}, got {impute!r}")
+    notes = []
+    if impute == DROP:
+        whole = rows["readable"] & (rows["user"] >= 0) & ~rows["gap"]
+        lost = int((~whole).sum())
+        if lost == len(rows):
+            raise table.refuse("every row has a gap", "use --impute own-mean, or --exclude")
+        if lost:
+            what = "with gaps, or without a user or a target"
+            notes.append(f"left out {count_of(lost, 'row')} {what} (impute = drop)")
+        rows = rows[whole]
     target = ", ".join(schema.target)
     kinds = {
         "classification": f"column {target!r} is empty",
         "multi-label": f"{target!r} is neither 0 nor 1",
         "regression": f"column {target!r} is not a finite number",
     }
-    table.refuse_first(~kept["readable"], kinds[schema.task], remedy)
-    unknown = kept["time"].isna()
+    remedy = "--impute drop leaves such rows out"
+    table.refuse_first(rows["user"] < 0, f"column {schema.user!r} is empty", remedy)
+    table.refuse_first(~rows["readable"], kinds[schema.task], remedy)
+    unknown = rows["time"].isna()
     if unknown.any():
         value = table.columns[schema.time][unknown.idxmax()]
         what = f"column {schema.time!r} is not a time ({str(value)!r})"
         table.refuse_first(unknown, what, "write 2024-01-31 or a number")
-    what = f"column {schema.test!r} is neither 0 nor 1"
     remedy = "1 marks the rows of the test part (--set test-fraction=0.2 chooses others)"
-    table.refuse_first(kept["test"] < 0, what, remedy)
+    what = f"column {schema.test!r} is neither 0 nor 1"
+    table.refuse_first(rows["test"] < 0, what, remedy)
+    places = rows.index[rows["gap"]].to_numpy()
+    if len(places):
+        notes.append(_gap_note(table, schema, x, places, impute))
+    return rows, notes
 
 
 def _refuse_test_only(
@@ -531,31 +347,24 @@ def _rows_with_gaps(x: Values) -> NDArray[np.bool_]:
     return np.asarray(~is_usable(x).all(axis=1))
 
 
-def _gap_notes(table: RawTable, schema: Schema, x: Values, rows: Values, impute: str) -> list[str]:
-    """What is done about gaps; ValueError if there is no rule."""
-    names = schema.feature_names()
-    if impute == DROP:
-        if rows["dropped"].all():
-            raise table.refuse("every row has a gap", "use --impute own-mean, or --exclude")
-        count = count_of(int(rows["dropped"].sum()), "row")
-        note = f"left out {count} with gaps, or without a user or a target (impute = drop)"
-        return [note] if rows["dropped"].any() else []
-    places = np.flatnonzero(rows["gap"])
-    if not len(places):
-        return []
+def _gap_note(table: RawTable, schema: Schema, x: Values, places: Indices, impute: str) -> str:
+    """What is done about the gaps in these rows; ValueError if there is no rule."""
     taken = x[places].toarray() if sparse.issparse(x) else x[places]
     gaps = ~is_usable(taken)
+    names = schema.feature_names()
     if not impute:
         place = int(np.argmax(gaps[0]))
         name = f"column {names[place]!r}" if names else f"x, feature {place},"
         exclude = f", or --exclude {names[place]}" if names else ""
         remedy = f"add --impute with one of {', '.join(IMPUTE)}{exclude}"
         raise table.refuse(f"{name} is not a finite number", remedy, int(places[0]))
+    note = f"gaps in {count_of(len(places), 'row')}, filled with {MISSING[impute]}"
+    note += f" (--impute {impute})"
+    if not names:
+        return note
     counts = gaps.sum(axis=0)
-    columns = [f"{names[place]!r} ({counts[place]:,})" for place in np.flatnonzero(counts) if names]
-    where = f": {list_names(columns)}" if columns else ""
-    filled = f"filled with {MISSING[impute]} (--impute {impute})"
-    return [f"gaps in {count_of(len(places), 'row')}, {filled}{where}"]
+    columns = [f"{names[place]!r} ({counts[place]:,})" for place in np.flatnonzero(counts)]
+    return f"{note}: {list_names(columns)}"
 
 
 def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: str) -> Values:

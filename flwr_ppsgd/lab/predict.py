@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.evaluation import delivery_order
-from flwr_ppsgd.lab.features import as_numbers, as_texts, encode_columns
+from flwr_ppsgd.lab.features import as_numbers, encode_columns, map_texts
 from flwr_ppsgd.lab.learners import linear_learner
 from flwr_ppsgd.lab.loading import class_numbers
 from flwr_ppsgd.lab.outputs import read_config, read_model
@@ -192,11 +192,11 @@ class _PersonalModels:
 
 def _users_of(table: RawTable, column: str) -> list[str]:
     """The user of each row."""
-    words, codes = as_texts(table.column(column))
-    if (codes < 0).any():
-        row = int(np.argmax(codes < 0))
+    users = map_texts(table.column(column), str, "")
+    if (users == "").any():
+        row = int(np.argmax(users == ""))
         raise table.refuse(f"column {column!r} is empty", "every row needs its user", row)
-    return [words[code] for code in codes.tolist()]
+    return [str(user) for user in users]
 
 
 def _known_targets(table: RawTable, schema: Schema) -> NDArray[np.float64]:

@@ -10,8 +10,6 @@ import io
 import itertools
 import re
 import warnings
-import zipfile
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,16 +38,6 @@ MOST_LETTERS = 200  # of another library's error
 TEXT_FILES = (".csv", ".tsv", ".txt")
 ENDINGS = (*TEXT_FILES, ".parquet", ".npz")
 ASKED = {"user": " (--user names the column)", "y": " (--target names the column)"}
-# what numpy raises for a damaged file
-UNREADABLE = (
-    OSError,
-    ValueError,
-    EOFError,
-    AttributeError,
-    TypeError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -459,7 +447,7 @@ def arrays_of(path: Path) -> Arrays:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             for name in file.files:
                 arrays[name] = file[name]
-    except UNREADABLE as error:
+    except Exception as error:  # numpy and zipfile have errors of several kinds
         if "pickle" in str(error) and name:
             raise ValueError(
                 f"{path}: array {name!r} holds Python objects, which are never read (reading them "

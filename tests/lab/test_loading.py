@@ -10,7 +10,8 @@ import pytest
 from scipy import sparse
 
 from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.features import MOST_ONE_HOT, bucket_of
+from flwr_ppsgd.lab.features import bucket_of
+from flwr_ppsgd.lab.find_schema import MOST_ONE_HOT
 from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.per_user import PerUser, Split
 from flwr_ppsgd.lab.schema import BUCKETS
@@ -337,7 +338,7 @@ BAD_CSV: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     ),
     "one amount": ("user,a,y\n1,2,2.5\n1,3,2.5\n", {}, "column 'y' is 2.5 in every row"),
     "a word for each row": (
-        "user,a,y\n" + "".join(f'1,{row},"{row},204"\n' for row in range(20)),
+        "user,a,y\n" + "".join(f'1,{row * 7 % 9},"{row},204"\n' for row in range(20)),
         {},
         "column 'y' has 20 different words in 20 rows: name another --target, or write amounts as "
         "plain numbers (1234.5)",
@@ -486,6 +487,12 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         ("a",),
     ),
     "an empty column": ("user,a,e,y\n1,2,,0\n1,7,,1\n", {}, "left out, empty: 'e'", ("a",)),
+    "numbers beyond all bounds": (
+        "user,a,h,y\n1,2,1e300,0\n1,7,-1e299,1\n",
+        {},
+        "left out, numbers beyond 1e+60: 'h'",
+        ("a",),
+    ),
     "excluded": ("user,a,b,y\n1,2,9,0\n1,7,8,1\n", {"exclude": "b"}, "", ("a",)),
     "true and false": ("user,a,b,y\n1,True,9,0\n1,false,8,1\n", {}, "", ("a", "b")),
     "semicolons and decimal commas": (

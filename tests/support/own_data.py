@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.loading import find_schema, group_by_user
+from flwr_ppsgd.lab.find_schema import find_schema
+from flwr_ppsgd.lab.loading import group_by_user
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.tables import RawTable
 from tests.support.paths import SHARED

@@ -1,0 +1,426 @@
+"""A schema found by looking at everybody's rows: columns, kinds, the task and its classes.
+
+Whatever is found here is a condition of any promise. All that reads rows by a schema is elsewhere
+and looks at nothing.
+"""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from flwr_ppsgd.lab.data_options import DataOptions
+from flwr_ppsgd.lab.features import (
+    LARGEST,
+    TRUTH,
+    as_numbers,
+    as_texts,
+    is_text,
+    list_names,
+    sorted_labels,
+    stack_targets,
+)
+from flwr_ppsgd.lab.schema import (
+    BUCKETS,
+    CATEGORY,
+    FLAG,
+    HASHED,
+    LEFT_OUT,
+    NUMBER,
+    OWN_MEAN,
+    PICTURE,
+    SPARSE,
+    TEXT,
+    ZERO,
+    Column,
+    Schema,
+    Task,
+)
+from flwr_ppsgd.lab.tables import RawTable, Values, is_number_or_gap
+from flwr_ppsgd.models.representation import looks_like_images
+from flwr_ppsgd.settings import spans_of, split_names
+
+MOST_WORDS = 64  # of a column that is taken as categories without being asked
+MOST_ONE_HOT = 1000  # words of a category that was asked for; beyond, they are hashed
+FEWEST_NUMBERED = 10  # rows, to take 1, 2, 3, … as row ids
+DATES_LOOKED_AT = 100
+MOST_CLASSES = 64  # if the numbers 0 … K−1 all occur
+MOST_CLASSES_WITH_GAPS = 20
+FEWEST_ROWS = 20  # to take a target with nearly as many words as rows as no class
+MOST_CLASSES_SHOWN = 10
+ID = re.compile(
+    r"(^|[_\W])(id|ID|Id|index|code)$|[a-z]I[dD]$"
+    r"|^column \d+$|^Unnamed: \d+$|^__index_level_\d+__$"  # without a name, perhaps in pandas
+)
+MONTH = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+DATE = re.compile(
+    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([T ].*)?"  # 2024-01-31, with a time or without
+    r"|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}( .*)?"  # 31.1.2024
+    rf"|([a-z]+,? )?(\d\d?\.?[- ]{MONTH}|{MONTH} \d\d?),?[- ]\d{{2,4}}( .*)?"  # 31 Jan 2024
+    r"|\d\d?:\d\d(:\d\d)?",  # 12:30
+    re.IGNORECASE,
+)
+LIKE_NUMBER = re.compile(r"[-+$€£]*[\d.,' ]*\d[\d.,' ]*%?")  # 1234.5, but $1,234 and 5 % too
+FIRST_SECOND, LAST_SECOND = 9e8, 2.3e9  # of timestamps: 1998 to 2042
+SECONDS = (1.0, 1e3, 1e6, 1e9)  # in the units of timestamps
+USE = "--set feature-columns= uses it"
+REASONS = {  # why a column is left out, and the option that changes it; "" if somebody said so
+    "date": "dates (--set time-column= tests on each user's last rows)",
+    "timestamp": f"timestamps (--set time-column= tests on each user's last rows, {USE})",
+    "row id": f"row ids ({USE})",
+    "words": "many words (--categorical or --set text-columns= uses them)",
+    "mixed": "not plain numbers (leave cells empty for gaps, write 1234.5; --categorical uses "
+    "them)",
+    "nested": "nested (write one column for each number)",
+    "empty": "empty",
+    "huge": f"numbers beyond {LARGEST:g}",
+    "constant": "the same in every row",
+    "picture": f"beside pictures ({USE} instead)",
+    "excluded": "",
+    "not named": "",
+}
+
+
+def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[str, ...], list[str]]:
+    """The schema; what was chosen by looking, each as it stands in a condition; notes."""
+    user = options.user or "user"
+    targets = tuple(split_names(options.target or "") or ["y"])
+    test = options.test or ""
+    time = options.time or ""
+    notes = []
+    if "test" in table.columns and "test" not in (test, user, *targets):
+        if time or options.test_fraction is not None:
+            notes.append("column 'test' left out: another split was asked for")
+        else:
+            test = "test"
+    special = [name for name in (user, *targets, test, time) if name]
+    _check_special(table, special)
+    columns, column_notes = find_columns(table, options, {*special, "test"})
+    task, classes, task_notes = find_task(table, targets, options.task)
+    notes += [*column_notes, *task_notes]
+    if classes:
+        notes.append(f"classes are {list_names(classes, MOST_CLASSES_SHOWN)}")
+    dtypes = {str(table.columns[column.name].dtype) for column in columns if column.width > 1}
+    lines = table.lines
+    schema = Schema(
+        user=user,
+        target=targets,
+        task=task,
+        classes=classes,
+        columns=columns,
+        missing=ZERO if options.impute == ZERO else OWN_MEAN,
+        test=test,
+        time=time,
+        test_fraction=0.2 if options.test_fraction is None else options.test_fraction,
+        split_seed=options.split_seed,
+        dtype="uint8" if dtypes == {"uint8"} else "float64",
+        separator=lines.separator if lines else "",
+        decimal=lines.decimal if lines else "",
+        encoding=lines.encoding if lines else "",
+    )
+    return schema.with_hash(), _chosen_by_looking(schema, options), notes
+
+
+def _check_special(table: RawTable, special: Sequence[str]) -> None:
+    """ValueError unless the columns of user, target, test and time are there, and rows in all."""
+    user = special[0]
+    for name in special:
+        table.column(name)
+        if special.count(name) > 1:
+            what = f"column {name!r} has two roles among user, target, test and time"
+            raise table.refuse(what, "name another column for one of them")
+    names = list(table.columns)
+    if table.only_x:
+        table.column("x")
+        names = [name for name in names if name in (*special, "x")]
+    rows = np.shape(table.columns[user])
+    if len(rows) != 1:
+        raise table.refuse(f"{user!r} must have one value per row, got shape {rows}", "give one")
+    for name in names:
+        shape = np.shape(table.columns[name])
+        if shape[:1] != rows:
+            what = f"{name!r} has shape {shape} and {user!r} has {rows[0]} rows"
+            raise table.refuse(what, "they must be the same rows")
+    if not rows[0]:
+        raise table.refuse("there are no rows", "give at least one row for each user")
+
+
+def _chosen_by_looking(schema: Schema, options: DataOptions) -> tuple[str, ...]:
+    found = ["the ids of users", "the columns and their kinds"]
+    words = [repr(column.name) for column in schema.columns if column.kind == CATEGORY]
+    if words:
+        found.append(f"the words of {', '.join(words)}")
+    if not options.task:
+        found.append("the task")
+    if schema.classes:
+        found.append("the classes")
+    if schema.picture:
+        found.append("the shape of pictures")
+    return tuple(found)
+
+
+# --- the kinds of columns
+
+
+def find_columns(
+    table: RawTable, options: DataOptions, special: set[str]
+) -> tuple[tuple[Column, ...], list[str]]:
+    """The kind of each column that is not special, and notes, one for each kind of decision."""
+    asked = dict.fromkeys(split_names(options.categorical or ""), CATEGORY)
+    asked |= dict.fromkeys(split_names(options.text or ""), TEXT)
+    features = split_names(options.features or "")
+    exclude = split_names(options.exclude or "")
+    for name in (*asked, *features, *exclude):
+        table.column(name)
+    pictures = [name for name in table.shapes if name in table.columns and name not in special]
+    found: list[Column] = []
+    left_out: dict[str, list[str]] = {}
+    for name, values in table.columns.items():
+        if name in special or (table.only_x and name != "x"):
+            continue
+        if name in exclude:
+            reason = "excluded"
+        elif name in asked or name in features:
+            reason = ""
+        elif features:
+            reason = "not named"
+        elif pictures:
+            reason = "" if name in pictures else "picture"
+        else:
+            reason = _reason_against(name, values, table.decimal)
+        if reason:
+            odd = f" (as {_odd_word(values, table.decimal)!r})" if reason == "mixed" else ""
+            left_out.setdefault(reason, []).append(f"{name!r}{odd}")
+            found.append(Column(name, LEFT_OUT))
+        else:
+            found.append(_used_column(table, name, asked.get(name)))
+    notes = _column_notes(found, left_out)
+    if not any(column.features for column in found):
+        reasons = [note for note in notes if note.startswith("left out")]
+        what = "there is no feature column beside user, target, test and time"
+        raise table.refuse("; ".join([what, *reasons]), "add one")
+    return tuple(found), notes
+
+
+def _reason_against(name: str, values: Values, decimal: str) -> str:
+    """Why a column is not used unless it is asked for; empty if it is."""
+    if np.ndim(values) == 2:
+        return ""
+    if values.dtype.kind in "Mm":
+        return "date"
+    if is_text(values):
+        first = next((value for value in values if value is not None), None)
+        if isinstance(first, list | dict | np.ndarray | bytes):
+            return "nested"
+        if not _is_truth(values):
+            return _reason_against_words(values, decimal)
+    return _reason_against_numbers(name, values)
+
+
+def _is_truth(values: Values) -> bool:
+    words = {word.lower() for word in as_texts(values)[0] if word}
+    return bool(words) and words <= set(TRUTH)
+
+
+def _reason_against_words(values: Values, decimal: str) -> str:
+    words, codes = as_texts(values)
+    there = [word for word in words if word]
+    if not there:
+        return "empty"
+    looked_at = there[:DATES_LOOKED_AT]
+    dates = [word for word in looked_at if DATE.fullmatch(word)]
+    if len(dates) > 0.9 * len(looked_at):
+        return "date"
+    if len(there) == 1 and (codes >= 0).all():
+        return "constant"
+    if len(there) <= MOST_WORDS and 2 * len(there) <= len(codes):
+        return ""
+    like_numbers = [word for word in there if LIKE_NUMBER.fullmatch(word)]
+    mixed = 2 * len(like_numbers) > len(there) and _odd_word(values, decimal)
+    return "mixed" if mixed else "words"
+
+
+def _odd_word(values: Values, decimal: str) -> str:
+    """The first word that is neither a number nor a gap; empty if there is none."""
+    words = as_texts(values)[0]
+    return next((word for word in words if not is_number_or_gap(word, decimal)), "")
+
+
+def _reason_against_numbers(name: str, values: Values) -> str:
+    numbers = as_numbers(values)
+    there = numbers[np.isfinite(numbers)]
+    if not len(there):
+        return "empty" if np.isnan(values).all() else "huge"
+    if len(there) == len(numbers) and there.min() == there.max():
+        return "constant"
+    whole = (there == np.rint(there)).all()
+    return _time_or_id(name, there) if whole else ""
+
+
+def _time_or_id(name: str, numbers: NDArray[np.float64]) -> str:
+    """Which of them whole numbers are; empty if they are neither."""
+    least, most = numbers.min(), numbers.max()
+    for second in SECONDS:
+        if least / second >= FIRST_SECOND and most / second <= LAST_SECOND:
+            return "timestamp"
+    month = numbers // 100 % 100  # of dates as in 20240131
+    day = numbers % 100
+    is_date = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+    if least >= 19000101 and most <= 21001231 and is_date.all():
+        return "date"
+    if len(numbers) >= FEWEST_NUMBERED and (np.diff(numbers) == 1).all():
+        return "row id"
+    different = 1 < len(numbers) == len(np.unique(numbers))
+    return "row id" if different and ID.search(name) else ""
+
+
+def _used_column(table: RawTable, name: str, asked: str | None) -> Column:
+    """A column with its kind, which may be asked for."""
+    values = table.columns[name]
+    if asked == TEXT:
+        return Column(name, TEXT)
+    if asked == CATEGORY or (is_text(values) and not _is_truth(values)):
+        words = sorted({word for word in as_texts(values)[0] if word})
+        if len(words) > MOST_ONE_HOT or not words:
+            return Column(name, HASHED)
+        return Column(name, CATEGORY, tuple(words))
+    if np.ndim(values) == 2:
+        return _array_column(table, name)
+    return Column(name, FLAG if _is_flag(as_numbers(values)) else NUMBER)
+
+
+def _array_column(table: RawTable, name: str) -> Column:
+    values = table.columns[name]
+    width = int(values.shape[1])
+    if sparse.issparse(values):
+        return Column(name, SPARSE, width=width)
+    shape = table.shapes.get(name, ())
+    if values.dtype.kind in "biuf" and looks_like_images(values, shape):
+        side = round(width**0.5)
+        return Column(name, PICTURE, width=width, shape=shape or (side, side))
+    flags = [place for place in range(width) if _is_flag(values[:, place])]
+    if values.dtype == np.uint8:
+        flags = list(range(width))  # bytes: a model sees x/255
+    return Column(name, NUMBER, width=width, flags=spans_of(flags))
+
+
+def _is_flag(values: Values) -> bool:
+    """Whether all values that are there are 0 and 1."""
+    there = values[np.isfinite(values)] if values.dtype.kind == "f" else values
+    return bool(((there == 0) | (there == 1)).all())
+
+
+def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
+    notes = []
+    words = []
+    for column in found:
+        if column.kind == CATEGORY:
+            words.append(f"{column.name!r} ({len(column.words)} words)")
+    if words:
+        notes.append(f"taken as categories: {list_names(words)} (--exclude leaves them out)")
+    for kind in (HASHED, TEXT):
+        names = [repr(column.name) for column in found if column.kind == kind]
+        if names:
+            notes.append(f"{kind}, in {BUCKETS:,} columns each: {list_names(names)}")
+    for reason, names in left_out.items():
+        if REASONS[reason]:
+            notes.append(f"left out, {REASONS[reason]}: {list_names(names)}")
+    return notes
+
+
+# --- the task
+
+
+def find_task(
+    table: RawTable, targets: Sequence[str], asked: str | None
+) -> tuple[Task, tuple[str, ...], list[str]]:
+    """The task, the classes or labels in order, and a note on what was detected.
+
+    Real numbers are for regression; whole numbers are classes unless there are too many: those
+    that fill 0 … K−1 up to K = 64, others up to 20 values. Several columns are labels if all values
+    are 0 and 1. Words are classes.
+    """
+    name = targets[0]
+    values = table.columns[name]
+    if np.ndim(values) == 2 and values.shape[1] == 1 and not sparse.issparse(values):
+        values = values[:, 0]
+    if len(targets) > 1 or np.ndim(values) == 2:
+        return _task_of_several(table, targets, asked)
+    if is_text(values) or values.dtype.kind == "b":
+        kind = "classification"
+        why = "its values are words"
+        labels = sorted_labels({word for word in as_texts(values)[0] if word})
+        if not asked and table.rows >= FEWEST_ROWS and len(labels) > table.rows / 2:
+            raise table.refuse(
+                f"column {name!r} has {len(labels):,} different words in {table.rows:,} rows",
+                "name another --target, or write amounts as plain numbers (1234.5)",
+            )
+    else:
+        numbers = as_numbers(values)
+        # with gaps whole numbers are stored as real ones
+        real = values.dtype.kind == "f" and not np.isnan(values).any()
+        kind, why, labels = _task_of_numbers(numbers, real=real)
+        if len(numbers) > 1 and (numbers == numbers[0]).all():
+            what = f"column {name!r} is {numbers[0]:g} in every row"
+            raise table.refuse(what, "there is nothing to learn: name another --target")
+    notes = [] if asked else [_detected(targets, kind, why)]
+    if (asked or kind) == "regression":
+        return "regression", (), notes
+    classes = table.classes or labels
+    if not classes:
+        what = f"column {name!r} does not hold class numbers"
+        raise table.refuse(what, "use --task regression")
+    if len(classes) < 2:
+        what = f"column {name!r} has one class, {classes[0]!r}"
+        raise table.refuse(what, "there is nothing to learn: name another --target")
+    return "classification", classes, notes
+
+
+def _detected(targets: Sequence[str], kind: str, why: str) -> str:
+    return f"detected from {', '.join(targets)!r}: {kind}, since {why} (--task changes it)"
+
+
+def _task_of_numbers(
+    numbers: NDArray[np.float64], *, real: bool
+) -> tuple[str, str, tuple[str, ...]]:
+    """The task, why, and the classes; none unless all numbers are whole."""
+    there = np.unique(numbers[np.isfinite(numbers)])
+    whole = bool((there == np.rint(there)).all())
+    labels = [int(number) for number in there] if whole else []
+    filled = labels == list(range(len(labels)))
+    most = MOST_CLASSES if filled else MOST_CLASSES_WITH_GAPS
+    if labels and labels[0] == 0 and labels[-1] < MOST_CLASSES:
+        labels = list(range(labels[-1] + 1))
+    classes = tuple(str(label) for label in labels)
+    if real or not whole:
+        doubt = ", though all values are whole numbers: they may be classes" if whole else ""
+        return "regression", f"its values are real numbers{doubt}", classes
+    if len(there) > most:
+        return "regression", "it has many different whole numbers", classes
+    return "classification", f"it has only {len(there)} different whole numbers", classes
+
+
+def _task_of_several(
+    table: RawTable, targets: Sequence[str], asked: str | None
+) -> tuple[Task, tuple[str, ...], list[str]]:
+    """The task of several target columns, or of an array of them."""
+    values = stack_targets(table, targets)
+    width = int(values.shape[1])
+    names = tuple(targets) if len(targets) > 1 else table.classes
+    names = names or tuple(str(place) for place in range(width))
+    if sparse.issparse(values):
+        return "multi-label", names, []
+    if asked == "classification":
+        raise table.refuse(
+            f"{targets[0]!r} has {width} columns", "classes need one: use --task multi-label"
+        )
+    kind: Task = "regression"
+    why = "there are several numbers"
+    if np.isin(values, (0, 1)).all():
+        kind = "multi-label"
+        why = "all values are 0 and 1"
+    if asked:
+        return ("multi-label" if asked == "multi-label" else "regression"), names, []
+    return kind, names, [_detected(targets, kind, why)]
