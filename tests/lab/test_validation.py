@@ -44,7 +44,7 @@ def test_validation_rows_are_neither_trained_on_nor_tested(tmp_path: Path) -> No
 
 def test_with_a_time_column_the_last_training_rows_are_set_apart(tmp_path: Path) -> None:
     path = tmp_path / "times.csv"
-    rows = [f"1,{time},{time},0.5" for time in (5, 3, 9, 1, 7, 2, 8, 4, 10, 6)]
+    rows = [f"1,{time},{time},{time / 2}" for time in (5, 3, 9, 1, 7, 2, 8, 4, 10, 6)]
     path.write_text("user,when,a,y\n" + "\n".join(rows))
     data = load(path, DataOptions(time="when")).with_validation(Split(0.25))
     assert data.validation is not None
