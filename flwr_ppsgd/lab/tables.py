@@ -98,7 +98,7 @@ class RawTable:
 def missing_name(name: str, there: Iterable[Any], what: str) -> str:
     """A line that names what there is, and the nearest of it."""
     names = [str(other) for other in there]
-    shown = ", ".join(names[:MOST_SHOWN])
+    shown = printable(", ".join(names[:MOST_SHOWN]), MOST_LETTERS)
     if len(names) > MOST_SHOWN:
         shown += ", …"
     found = f"there is no {what} {name!r} among {shown}"
