@@ -57,7 +57,7 @@ def load(
     table = _read_source(source, options, None, users)
     schema, looked, notes = find_schema(table, options)
     table = replace(table, notes=(*table.notes, *notes))
-    data = group_by_user(table, schema, impute=options.impute or "", looked=looked)
+    data = group_by_user(table, schema, impute=options.impute, looked=looked)
     if users is not None and users < len(data):
         data = data.only(range(users))
     return data.with_at_least(min_train)
@@ -73,8 +73,8 @@ def _read_source(
         return public.read_public(source, options, users)
     if schema is None:
         text = [options.user or "user"]
-        text += [*split_names(options.categorical or ""), *split_names(options.text or "")]
-        return read_table_file(Path(source), text, options.encoding or "")
+        text += [*split_names(options.categorical), *split_names(options.text)]
+        return read_table_file(Path(source), text, options.encoding)
     # as text, so that no word in a row changes how other rows are read
     return read_table_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
 

@@ -1,6 +1,7 @@
 """Own files as people have them: what is read, found, split, noted and refused."""
 
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -579,9 +580,29 @@ def test_words_are_classes_however_many(tmp_path: Path) -> None:
 def test_nested_parquet_columns_are_left_out_by_name(tmp_path: Path) -> None:
     frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [[1, 2], [3]], "y": [0, 1]})
     frame.to_parquet(path := tmp_path / "nested.parquet")
-    data = load(path)
-    assert data.feature_names == ("a",)
-    assert "left out, nested (write one column for each number): 'v'" in data.describe()
+    for options in ({}, {"categorical": "v"}):
+        data = load(path, DataOptions(**options))
+        assert data.feature_names == ("a",)
+        assert "left out, nested (write one column for each number): 'v'" in data.describe()
+    for options in ({"target": "v"}, {"user": "v"}):
+        refused(path, "column 'v' is nested: write one column for each number", **options)
+
+
+def test_decimals_of_a_parquet_file_are_numbers(tmp_path: Path) -> None:
+    """As databases export them."""
+    prices = [Decimal("1.25"), Decimal("-3.50"), None]
+    amounts = [Decimal("0.5"), Decimal("1.5"), Decimal("2.5")]
+    frame = pd.DataFrame({"user": [1, 1, 1], "price": prices, "y": amounts})
+    frame.to_parquet(path := tmp_path / "prices.parquet")
+    data = load(path, DataOptions(impute="zero"))
+    assert data.x.tolist() == [[1.25], [-3.5], [0.0]]
+    assert data.task == "regression"
+
+
+def test_bytes_that_are_no_picture_are_one_line(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [b"p", b"q"], "y": [0, 1]})
+    frame.to_parquet(path := tmp_path / "bytes.parquet")
+    refused(path, "column 'v', row 0: cannot be read as a picture: remove the column")
 
 
 class Bomb:
