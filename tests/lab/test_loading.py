@@ -328,7 +328,8 @@ BAD_CSV: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     "another time": (
         "user,a,d,y\n1,2,2024-01-31,0\n1,3,31.02.2024,1\n",
         {"time": "d"},
-        "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31",
+        "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31 or a number, or leave "
+        "such rows out with --impute drop",
     ),
     "no text": (b"PK\x03\x04\x14\0\x06\0user,a,y\n", {}, "not a text file"),
     "no header": ("0,1.5,2\n1,2,0\n", {}, "the first line must name the columns"),
@@ -469,10 +470,10 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "gaps in 1 row, filled with 0 (--impute zero): 'b' (1)",
         ("a", "b"),
     ),
-    "rows without a user or a target": (
-        "user,a,y\n1,2,0.5\n1,3,\n1,5,2.5\n2,,2.5\n,8,1.5\n",
-        {"impute": "drop"},
-        "left out 3 rows with gaps, or without a user or a target (impute = drop)",
+    "rows that are not whole": (
+        "user,a,t,y\n1,2,1,0.5\n1,3,2,\n1,5,3,2.5\n2,,4,2.5\n,8,5,1.5\n1,4,,1.5\n",
+        {"impute": "drop", "time": "t"},
+        "left out 4 rows with gaps, or without a user, target or time (impute = drop)",
         ("a",),
     ),
     "classes with a gap": (
