@@ -31,8 +31,8 @@ BLOCK = 1 << 15  # coordinates handled at once: the working set stays in the cac
 CLIP_MARGIN = 2.0**-40  # relative; the rounding of a norm and of a product stays far below it
 LEAST_SCALE = 1e-280  # a smaller factor has too few digits left
 STANDARD_ERROR = "-standard-error"
-ALWAYS_COMPLETE = 200  # up to so many clients of a secure sum are all neighbours of each other
-MOST_COMPLETE = 400  # up to so many on request
+ALWAYS_COMPLETE = 200  # up to this many clients of a secure sum are all neighbours
+MOST_COMPLETE = 400  # up to this many on request
 MOST_CLIENTS = 1 << 20  # of a secure sum
 LARGEST_FAILURE = 1e-6
 
@@ -164,7 +164,7 @@ class SecureSum:
         return self.honest + self.colluding
 
     def is_complete(self, participants: int) -> bool:
-        """Whether all of so many clients are neighbours of each other."""
+        """Whether all of this many clients are neighbours of each other."""
         return participants <= ALWAYS_COMPLETE or self.neighbours >= participants - 1
 
 

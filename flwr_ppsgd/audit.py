@@ -29,6 +29,7 @@ from scipy.stats import chi2, norm
 from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd.algorithm import Release
+from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.client.account import epsilon_of
 from flwr_ppsgd.client.app import client_app
 from flwr_ppsgd.client.policy import DELTA, LARGEST_DELTA, OWN_EPSILON
@@ -37,7 +38,7 @@ from flwr_ppsgd.secure.graph import design, survivors_needed
 from flwr_ppsgd.server.strategy import PPSGD
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import rounded_up
-from flwr_ppsgd.wire import ARRAYS, GRADIENT, ORDER, Layout, Order
+from flwr_ppsgd.wire import ARRAYS, GRADIENT, ORDER, Order
 
 DIRECTIONS = 2  # by turns, one a round; and one more for canaries with an ε of their own
 OVER_NORM = 10.0  # canaries send vectors of this many clip norms

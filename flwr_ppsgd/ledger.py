@@ -73,7 +73,7 @@ class Ledger:
         return replace(self, releases=longer, insecure_rounds=insecure_rounds)
 
     def record_all(self, releases: Iterable[tuple[Release, int]]) -> Self:
-        """The ledger after further releases, each with how often."""
+        """The ledger after further releases, each with its number of rounds."""
         ledger = self
         for release, times in releases:
             ledger = ledger.record(release, times)
@@ -337,7 +337,7 @@ def calibrate_noise(
         rounds: the planned number of rounds.
         relation: neighbours, as of ``Ledger.epsilon``.
         method: accountant, as of ``Ledger.epsilon``.
-        also: what else is released, each with how often: all together meet ``epsilon``.
+        also: what else is released, each with its number of rounds: all together meet ``epsilon``.
         aggregation: ``SecureSum`` if clients add the noise: sampling then gains nothing, and δ pays
             for random neighbours.
     """
@@ -457,7 +457,7 @@ def affordable_rounds(
         relation: neighbours, as of ``Ledger.epsilon``.
         method: accountant, as of ``Ledger.epsilon``.
         at_most: the largest number that is of interest.
-        also: what else is released, each with how often, out of the same ε.
+        also: what else is released, each with its number of rounds, out of the same ε.
     """
     rule = "max_epsilon must be positive and finite"
     require(0 < max_epsilon < math.inf, rule, max_epsilon, "leave it out for no budget")

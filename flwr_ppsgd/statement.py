@@ -62,7 +62,7 @@ class Headline:
         insecure_rounds: how many of them drew their random bits from a known seed.
         population: the number of enrolled users.
         unit: who is protected: "user", or "node" if a user may come back as another node.
-        simulation: why this is a simulation, which guarantees nothing; empty if it is none.
+        simulation: why this is a simulation, which guarantees nothing; empty if it is not one.
         secure: of a training whose server sees sums only; None: the server is trusted.
         replace_one: ε if one user's data are exchanged for others.
         pooled: of a secure sum, ε against the server and all other users together.
@@ -166,7 +166,7 @@ class Headline:
 
 
 def why_delta_is_void(delta: float, population: int) -> str:
-    """Why δ protects nobody among so many users; empty if it protects."""
+    """Why δ protects nobody in a population of this size; empty if it protects."""
     if delta * population < 1:
         return ""
     return (

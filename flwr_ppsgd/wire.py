@@ -1,24 +1,16 @@
-"""Everything that travels: the names of the records, the Order, and w as named arrays.
+"""What travels beside arrays: the names of the records, and the Order."""
 
-Layer names and shapes exist only here; everywhere else a model is one flat vector.
-"""
-
-import fnmatch
-import functools
 import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
-from flwr.app import ArrayRecord
-from numpy.typing import NDArray
 
-from flwr_ppsgd.algorithm import Reduction, Vector
-from flwr_ppsgd.arrays import DOUBLE, ArrayHeader, decode, encode, header_of
+from flwr_ppsgd.algorithm import Reduction
 from flwr_ppsgd.checks import LARGEST_COUNT
 from flwr_ppsgd.secure.terms import TYPES as TERMS
 from flwr_ppsgd.secure.terms import SecureTerms
@@ -32,7 +24,6 @@ ANSWER = "answer"  # the only array of an answer to "unit", "size", "count" or "
 SECURE = "ppsgd-secure"  # a message of a secure sum, up or down
 DATA = "data"  # its bytes
 MASKED = "masked"  # the record of a masked vector, and its only array
-SINGLE = np.dtype(np.float32)
 VARIANCE = "ppsgd-variance"  # ν, beside w in what auto publishes
 UNIT = "ppsgd-unit"  # u
 SIZE = "ppsgd-size"  # C
@@ -49,14 +40,12 @@ MOST_METRICS = 100
 MOST_STARTS = 1_000_000
 _NUMBER = re.compile(r"[1-9][0-9]{0,14}")
 _PLANNED = re.compile(r"([a-z]+)=([0-9.e+-]{1,30}):([1-9][0-9]{0,14})")
-STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")  # BatchNorm's buffers
 
 # what an Order may ask for: see ``Order.asks``
 Asked: TypeAlias = Literal["gradient", "solution", "unit", "size", "count", "columns", "nothing"]
 BEFORE_ROUNDS = ("unit", "size", "count", "columns")  # asked once, of everybody
 OrderTask: TypeAlias = Literal["", "regression", "classification"]
-Plan: TypeAlias = Mapping[str, tuple[float, int]]  # by what is asked for: z, how often
-Hold: TypeAlias = Callable[[str, np.dtype[Any]], bool]
+Plan: TypeAlias = Mapping[str, tuple[float, int]]  # by what is asked for: z, number of times
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,7 @@ class Order:
         promise: the guarantee in one line, for the owner of the client.
         terms: of a secure sum, in every Order of a training that has one; None: the server adds the
             noise.
-        stage: which exchange of a secure sum this is, 1 to 4; 0 if it is none.
+        stage: which exchange of a secure sum this is, 1 to 4; 0 of a plain one.
         payload: the hash of the message of a secure sum that came along; empty if there is none.
         server_key: the public key of the training; empty if the Order is not signed.
         signature: over all other fields, the arrays that travel along, the type of the message and
@@ -133,6 +122,40 @@ class Order:
     signature: str = ""
     protocol: int = PROTOCOL
     visit: int = 0
+
+    @classmethod
+    def own_step(cls, step: float, visit: int, *, publishes: bool = False) -> "Order":
+        """For a step that a device takes by itself: no server asks for it, and no bound holds.
+
+        Args:
+            step: s_θ.
+            visit: the number of the step.
+            publishes: whether the gradient of w is wanted too.
+        """
+        return cls(0, step, math.inf, "mean", publishes, visit=visit)
+
+    @classmethod
+    def delivery(cls, task: str, published: Mapping[str, Any]) -> "Order":
+        """What brings the last w of the recipe to a device.
+
+        Args:
+            task: the recipe's, "classification" or "regression".
+            published: what is published beside w, as of ``PPSGD.published``.
+        """
+        variance = np.asarray(published[VARIANCE]).reshape(-1)
+        return cls(
+            round=0,
+            step=0.0,
+            clip_norm=1.0,
+            reduction="mean",
+            publishes=False,
+            asks="nothing",
+            task=cast(OrderTask, task),
+            unit=float(np.asarray(published[UNIT])),
+            size=float(np.asarray(published[SIZE])),
+            variance=tuple(variance.tolist()),
+            last=True,
+        )
 
     def to_flat(self) -> dict[str, Any]:
         """The Order as one flat record; lists are texts with commas, empty texts are left out.
@@ -306,136 +329,3 @@ def answer_length(order: Order) -> int:
 def payload_hash(payload: bytes) -> str:
     """By which an Order names the message of a secure sum that comes along; empty without one."""
     return hashlib.sha256(payload).hexdigest() if payload else ""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names, shapes and dtypes of the arrays that make up w, in order.
-
-    Args:
-        names, shapes, dtypes: of the arrays that make up w.
-        held: names of arrays that travel along and never change.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype[Any], ...]
-    held: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, record: ArrayRecord, hold: Hold | None = None) -> "Layout":
-        """The layout of ``record``; ``hold(name, dtype)`` says which arrays are not part of w."""
-        headers = [(name, header_of(array, name)) for name, array in record.items()]
-        return _layout(tuple(headers), hold)
-
-    @functools.cached_property
-    def shape_of(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the arrays, by name."""
-        return dict(zip(self.names, self.shapes, strict=True))
-
-    def difference(self, other: "Layout") -> str:
-        """Where two layouts differ, in words; empty if names and shapes are the same."""
-        if self.names != other.names:
-            return f"the arrays {list(self.names)} and {list(other.names)}"
-        for name, shape in self.shape_of.items():
-            if shape != other.shape_of[name]:
-                return f"{name!r} of shape {shape} and {other.shape_of[name]}"
-        return ""
-
-    @functools.cached_property
-    def columns(self) -> int:
-        """The rows of a lone matrix, one for each column of users' rows; else ``size``."""
-        first = self.shapes[0]
-        if len(self.shapes) == 1 and first:
-            return first[0]
-        return self.size
-
-    @functools.cached_property
-    def size(self) -> int:
-        """The number of parameters."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    def flatten(self, record: ArrayRecord, *, as_sent: bool = False) -> Vector:
-        """The arrays as one vector; ValueError unless names, shapes and dtypes fit.
-
-        Args:
-            record: the arrays.
-            as_sent: leave float32 as it is, if all of them are; else the vector is float64.
-        """
-        if record.keys() - self.held != self.shape_of.keys():
-            raise ValueError(f"keys {sorted(record)} where {sorted(self.names)} were expected")
-        parts = []
-        for name, shape in self.shape_of.items():
-            header = header_of(record[name], name)
-            if header.shape != shape or header.dtype.kind != "f":
-                found = f"{header.dtype}{header.shape}"
-                raise ValueError(f"array {name!r} holds {found} where floats{shape} were expected")
-            parts.append(decode(record[name], name))
-        single = as_sent and all(part.dtype == SINGLE for part in parts)
-        dtype = SINGLE if single else DOUBLE
-        if len(parts) == 1 and parts[0].dtype == dtype:
-            return cast(Vector, parts[0])  # a view of the bytes
-        vector = cast(Vector, np.empty(self.size, dtype))
-        with np.errstate(all="ignore"):
-            np.concatenate(parts, out=vector, casting="unsafe")
-        return vector
-
-    def unflatten(self, vector: Vector, like: ArrayRecord | None = None) -> ArrayRecord:
-        """The vector as named arrays in w's shapes and dtypes.
-
-        Args:
-            vector: w.
-            like: holds the arrays that travel along, and the order of all of them.
-        """
-        if vector.shape != (self.size,):
-            raise ValueError(f"a vector of shape {vector.shape} where w has {self.size} parameters")
-        arrays = {}
-        start = 0
-        for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True):
-            end = start + math.prod(shape)
-            arrays[name] = encode(vector[start:end], shape, dtype)
-            start = end
-        if like is not None and self.held:
-            arrays = {name: arrays.get(name, held) for name, held in like.items()}
-        return ArrayRecord(arrays)
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(headers: tuple[tuple[str, ArrayHeader], ...], hold: Hold | None) -> Layout:
-    held = set()
-    moving = {}
-    for name, header in headers:
-        if hold is not None and hold(name, header.dtype):
-            held.add(name)
-            continue
-        if header.dtype.kind != "f":
-            raise ValueError(
-                f"array {name!r} of the shared parameters has dtype {header.dtype}: only real "
-                "floats can take noise; keep counters and other buffers out of the record, or "
-                "personal"
-            )
-        moving[name] = header
-    if not moving:
-        raise ValueError(
-            "the shared parameters are an empty ArrayRecord: pass the initial w as initial_arrays"
-        )
-    shapes = tuple(header.shape for header in moving.values())
-    dtypes = tuple(header.dtype for header in moving.values())
-    return Layout(tuple(moving), shapes, dtypes, frozenset(held))
-
-
-def is_buffer(name: str, dtype: np.dtype[Any]) -> bool:
-    """Whether an array of a state_dict is a counter or a running statistic, not a parameter."""
-    if dtype.kind != "f":
-        return True
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in STATISTICS)
-
-
-def words_of(record: ArrayRecord | None, size: int) -> NDArray[np.uint64]:
-    """The masked vector in a reply; ValueError unless it is one of this size."""
-    if record is None or set(record) != {MASKED}:
-        raise ValueError(f"no masked vector among {sorted(record or ())}")
-    header = header_of(record[MASKED], MASKED)
-    if header.dtype != np.dtype("<u8") or header.shape != (size,):
-        raise ValueError(f"a masked vector of {header.dtype}{header.shape}, expected {size} words")
-    return decode(record[MASKED], MASKED)

@@ -9,9 +9,8 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_ppsgd.arrays import NUMPY
+from flwr_ppsgd.arrays import NUMPY, Layout
 from flwr_ppsgd.server.store import NAME, Checkpoint, Store
-from flwr_ppsgd.wire import Layout
 from tests.support.toy import release, w0
 
 pytestmark = pytest.mark.fuzz

@@ -1,4 +1,4 @@
-"""w as named arrays and back; the Order."""
+"""The Order."""
 
 import math
 from dataclasses import replace
@@ -6,67 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import ConfigRecord
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
-from numpy.typing import NDArray
 
 from flwr_ppsgd import Order
-from flwr_ppsgd.arrays import vector_record
 from flwr_ppsgd.secure.terms import SecureTerms
-from flwr_ppsgd.wire import MASKED, MAY_BE_EMPTY, PROTOCOL, Layout, words_of
-
-DTYPES: list[np.dtype[np.floating[Any]]] = [np.dtype("<f4"), np.dtype("<f8"), np.dtype(">f8")]
-floats = hnp.arrays(
-    dtype=st.sampled_from(DTYPES),
-    shape=hnp.array_shapes(max_dims=3, max_side=5),
-    elements=st.floats(-6e4, 6e4, width=16),
-)
-
-
-@given(st.dictionaries(st.text(min_size=1, max_size=5), floats, min_size=1, max_size=4))
-def test_flatten_and_unflatten_are_inverse(arrays: dict[str, NDArray[Any]]) -> None:
-    record = ArrayRecord({name: Array(array) for name, array in arrays.items()})
-    layout = Layout.of(record)
-    flat = layout.flatten(record)
-    assert flat.dtype == np.float64
-    np.testing.assert_array_equal(
-        flat, np.concatenate([array.reshape(-1) for array in arrays.values()])
-    )
-    back = layout.unflatten(flat)
-    for name, array in arrays.items():
-        decoded = back[name].numpy()
-        np.testing.assert_array_equal(decoded, array)
-        assert decoded.dtype == array.dtype
-        assert back[name].shape == array.shape
-
-
-def test_arrays_are_as_flower_writes_them() -> None:
-    """Byte for byte, so that any Flower code reads them."""
-    array = np.arange(6.0).reshape(2, 3)
-    ours = Layout.of(ArrayRecord([array])).unflatten(array.reshape(-1))
-    theirs = ArrayRecord([array])
-    assert ours["0"].data == theirs["0"].data
-    assert ours["0"].object_id == theirs["0"].object_id
-
-
-def test_keys_may_come_in_any_order() -> None:
-    layout = Layout.of(ArrayRecord({"a": Array(np.ones(1)), "b": Array(np.zeros(1))}))
-    swapped = ArrayRecord({"b": Array(np.full(1, 3.0)), "a": Array(np.full(1, 2.0))})
-    assert layout.flatten(swapped).tolist() == [2.0, 3.0]
-
-
-@pytest.mark.parametrize("record", [ArrayRecord(), ArrayRecord([np.zeros(2, dtype=np.int32)])])
-def test_a_w_that_cannot_take_noise_is_refused(record: ArrayRecord) -> None:
-    with pytest.raises(ValueError, match="shared parameters"):
-        Layout.of(record)
-
-
-def test_a_vector_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="w has 2 parameters"):
-        Layout.of(ArrayRecord([np.zeros(2)])).unflatten(np.zeros(3))
-
+from flwr_ppsgd.wire import MAY_BE_EMPTY, PROTOCOL
 
 ORDER = Order(
     7,
@@ -89,16 +35,6 @@ ORDER = Order(
 def test_every_field_but_the_visit_survives_the_wire() -> None:
     visited = replace(ORDER, visit=9)
     assert Order.from_flat(ConfigRecord(visited.to_flat())) == ORDER
-
-
-def test_w_is_read_as_it_was_sent_or_in_double_precision() -> None:
-    own = ArrayRecord([np.arange(3.0, dtype=np.float32)])
-    layout = Layout.of(own)
-    assert layout.flatten(own, as_sent=True).dtype == np.float32
-    assert layout.flatten(own).dtype == np.float64
-    own["0"].stype = "torch"
-    with pytest.raises(ValueError, match="serialised as 'torch'"):
-        Layout.of(own)
 
 
 def test_numbers_of_other_libraries_become_plain_ones() -> None:
@@ -254,35 +190,6 @@ def test_an_order_with_half_of_its_terms_is_refused(name: str) -> None:
     del flat[name]
     with pytest.raises(ValueError, match="Order"):
         Order.from_flat(flat)
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros(4),
-        np.zeros(5, np.uint64),
-        np.zeros((2, 2), np.uint64),
-        np.zeros(4, np.int64),
-        np.zeros(4, ">u8"),
-    ],
-)
-def test_a_masked_vector_of_another_form_is_refused(array: NDArray[Any]) -> None:
-    record = vector_record({MASKED: array})
-    with pytest.raises(ValueError, match="expected 4 words"):
-        words_of(record, 4)
-
-
-def test_a_masked_vector_comes_alone_and_whole() -> None:
-    words = np.arange(4, dtype=np.uint64)
-    record = vector_record({MASKED: words})
-    assert np.array_equal(words_of(record, 4), words)
-    record[MASKED].data = record[MASKED].data[:-1]
-    with pytest.raises(ValueError, match="'masked' holds 31 bytes"):
-        words_of(record, 4)
-    with pytest.raises(ValueError, match="no masked vector"):
-        words_of(vector_record({MASKED: words, "more": words}), 4)
-    with pytest.raises(ValueError, match="no masked vector"):
-        words_of(None, 4)
 
 
 scalars = st.one_of(

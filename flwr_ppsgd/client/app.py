@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import NDArrays, Scalar
 
 from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
-from flwr_ppsgd.client.visit import EVALUATE, TRAIN, ClientSettings, Visit
+from flwr_ppsgd.client.visit import ClientSettings, Visit
 from flwr_ppsgd.flower_wrappers import MODS, flower_caller
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import (
@@ -178,7 +178,7 @@ class PPSGDClient(NumPyClient):
         What goes back under PPSGD is the clipped gradient; 1 stands for the number of examples,
         which stays here.
         """
-        reply = self._reply(TRAIN, parameters, config)
+        reply = self._reply(MessageType.TRAIN, parameters, config)
         metrics = dict(reply.get(METRICS, {}))
         if ARRAYS in reply:
             return reply[ARRAYS].to_numpy_ndarrays(), metrics[NUM_EXAMPLES], {}
@@ -189,7 +189,7 @@ class PPSGDClient(NumPyClient):
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
         """The learner's measures, outside the guarantee; 0 is the weight of none."""
-        reply = self._reply(EVALUATE, parameters, config)
+        reply = self._reply(MessageType.EVALUATE, parameters, config)
         measures = dict(reply.get(METRICS, {}))
         examples = measures.pop(NUM_EXAMPLES, 0)
         return measures.get("loss", 0.0), examples, measures
@@ -206,7 +206,7 @@ class PPSGDClient(NumPyClient):
         visit = Visit(self._settings, self._context, kind, records)
         try:
             visit.admit()
-            if visit.order is not None and kind == TRAIN:
+            if visit.order is not None and kind == MessageType.TRAIN:
                 _refuse_in_legacy(visit.order)
             reply = visit.answer()
             visit.write(reply)

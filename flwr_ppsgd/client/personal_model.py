@@ -5,24 +5,23 @@ here stays on the user's machine and costs no privacy: it is computed from the p
 the user's own data.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias, cast
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.arrays import vector_record
+from flwr_ppsgd.arrays import Layout, vector_record
 from flwr_ppsgd.client.theta import RUN
 from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
-from flwr_ppsgd.client.visit import respond
+from flwr_ppsgd.client.visit import model_around, respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver, offers
 from flwr_ppsgd.models.solve import Mixture
-from flwr_ppsgd.wire import BESIDE, SCHEMA_HASH, SIZE, UNIT, VARIANCE, Layout, Order, OrderTask
+from flwr_ppsgd.wire import BESIDE, SCHEMA_HASH, VARIANCE, Order
 
 STEP = 0.1  # of θ, for somebody who never took part
 VISITS = 100
@@ -147,23 +146,11 @@ def personalize(
     record = _record(w)
     flat = _flat(record)
     if not isinstance(w, ArrayRecord | np.ndarray) and VARIANCE in w and offers(data, Solver):
-        order = Order(
-            0,
-            0.0,
-            1.0,
-            "mean",
-            False,
-            asks="nothing",
-            task=cast(OrderTask, data.task),
-            unit=float(np.asarray(w[UNIT])),
-            size=float(np.asarray(w[SIZE])),
-        )
-        own = data.personal_model(flat, np.asarray(w[VARIANCE]).reshape(-1), order)
+        own = model_around(data, flat, Order.delivery(data.task, w))
         return PersonalModel._from_solution(record, own.arrays())
     now = data.initial_theta() if theta is None else theta
     for number in range(1, visits + 1):
-        order = Order(0, step, math.inf, "mean", False, visit=number)
-        _, now = respond(data, flat, now, order)
+        _, now = respond(data, flat, now, Order.own_step(step, number))
     return PersonalModel(record, now)
 
 

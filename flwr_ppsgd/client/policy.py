@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from flwr.app import MessageType
+
 from flwr_ppsgd.checks import is_number, nearest, require
 from flwr_ppsgd.client.refusal import RefusalCode, RefusedError, limit_refusal
 from flwr_ppsgd.recipe import SCALAR_BOUND
@@ -150,7 +152,7 @@ class Policy:
                     "type of message and this run: nothing is done; if the training has a new key, "
                     "ask its operator and pin that one",
                 )
-        if kind == "evaluate" and not delivers(order) and not self.measures:
+        if kind == MessageType.EVALUATE and not delivers(order) and not self.measures:
             raise limit_refusal(
                 f"evaluation on this user's data is not answered, because of {EVALUATE}, {SECURE} "
                 f"or {MAX_OWN_EPSILON}"
@@ -160,9 +162,9 @@ class Policy:
             return
         if order.terms is not None:
             self._check_terms(order.terms)
-        if self.secure and order.publishes and kind != "evaluate":
+        if self.secure and order.publishes and kind != MessageType.EVALUATE:
             # the check before round one carries no exchange, only the terms
-            is_secure = order.stage > 0 if kind == "train" else order.terms is not None
+            is_secure = order.stage > 0 if kind == MessageType.TRAIN else order.terms is not None
             if not is_secure:
                 raise limit_refusal(f"a plain sum where {SECURE} is true: nothing is sent")
         self._check_limits(order)
@@ -195,7 +197,7 @@ class Policy:
     def _check_stock(self, kind: str, serves_stock: bool) -> None:
         if self.secure:
             raise limit_refusal(f"{SECURE} is true: a message without an Order is not answered")
-        if kind == "query":
+        if kind == MessageType.QUERY:
             return
         if self.needs_plan:
             raise limit_refusal(

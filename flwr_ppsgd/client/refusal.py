@@ -35,7 +35,7 @@ class RefusedError(ValueError):
 
     Args:
         code: for the server.
-        reason: the rule, the value and what to change, for whoever runs this client.
+        reason: the rule, the value and what to change, for the person who runs this client.
     """
 
     def __init__(self, code: RefusalCode, reason: str) -> None:
@@ -71,12 +71,12 @@ def error_for_server(error: Exception) -> ClientError:
         code = error.code
     # the nearest of its classes that Python itself defines: no name that anyone else chose
     names = [kind.__name__ for kind in type(error).__mro__ if kind in vars(builtins).values()]
-    told = ClientError(code.value, names[0])
+    failure = ClientError(code.value, names[0])
     if code == RefusalCode.LEARNER_FAILED and not _explains_itself(error):
-        log.error("The client failed; the server is told %r", str(told), exc_info=error)
+        log.error("The client failed; the server is told %r", str(failure), exc_info=error)
     else:
-        log.error("%s; the server is told %r", error, str(told))
-    return told
+        log.error("%s; the server is told %r", error, str(failure))
+    return failure
 
 
 def _explains_itself(error: Exception) -> bool:

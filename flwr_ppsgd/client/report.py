@@ -1,9 +1,11 @@
-"""What a device's store says, in words, for whoever runs it."""
+"""What a device's store says, in words, for its owner."""
 
 import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from flwr.app import MessageType
 
 from flwr_ppsgd.checks import printable
 from flwr_ppsgd.client.account import FOR_NOISE, DeviceAccount, epsilon_of
@@ -66,7 +68,7 @@ def _what_left(notes: list[dict[str, Any]]) -> list[str]:
         sizes.update(note["bytes"])
     named = [f"{size:,} bytes of {printable(name, LONGEST_SHOWN)}" for name, size in sizes.items()]
     left = ", ".join(named) or "nothing"
-    replies = len([note for note in notes if note["kind"] != "query"])
+    replies = len([note for note in notes if note["kind"] != MessageType.QUERY])
     runs = {note["run"] for note in notes}
     lines = [f"  has left: {left}; {replies} replies in {len(runs)} Flower runs"]
     gradients = [note for note in notes if note["norm"] is not None]
@@ -85,7 +87,9 @@ def _what_left(notes: list[dict[str, Any]]) -> list[str]:
             f"  masked vectors: {masked}; each hides a gradient that was bounded and had "
             "noise added here, and shows nothing until it is summed with others'"
         )
-    evaluated = [note for note in notes if note["kind"] == "evaluate" and not note["code"]]
+    evaluated = [
+        note for note in notes if note["kind"] == MessageType.EVALUATE and not note["code"]
+    ]
     if evaluated:
         lines.append(f"  evaluations answered: {len(evaluated)}, outside the guarantee")
     codes = Counter(printable(note["code"], LONGEST_SHOWN) for note in notes if note["code"])

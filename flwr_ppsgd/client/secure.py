@@ -136,6 +136,13 @@ def _state_record(state: State, order: Order) -> ConfigRecord:
     return ConfigRecord(values)
 
 
+def keep_state(context: Context, state: ConfigRecord | None) -> None:
+    """Keep what ``answer`` gave for the next exchange, in place of what was kept; None: nothing."""
+    context.state.pop(STATE, None)
+    if state is not None:
+        context.state[STATE] = state
+
+
 def _kept_state(context: Context, order: Order, kind: type[Kind]) -> Kind:
     """What the node keeps of this round; RefusedError if it is at another point of it."""
     session = _session(context, order)

@@ -33,7 +33,7 @@ class ThetaStamp:
         training: the server's training.
         start: which start of the server it was (1, 2, …) in which that round was.
         since: the number of visits before that training.
-        charges: the number of charges that the server had told of.
+        charges: the number of charges that the server had named.
         serial: the number of its save on disk; 0 if there is none.
     """
 

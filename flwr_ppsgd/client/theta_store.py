@@ -60,7 +60,6 @@ class StateStore:
         context: the node.
     """
 
-    on_disk = False
     place = "this node's state"
 
     def __init__(self, context: Context) -> None:
@@ -144,8 +143,6 @@ class DiskStore:
         named: whether somebody chose that name.
         read_only: for reports, which change nothing.
     """
-
-    on_disk = True
 
     def __init__(
         self, root: Path, user: str, run: str = "", *, named: bool = True, read_only: bool = False
@@ -427,6 +424,11 @@ def store_of(context: Context, training: int) -> Store:
             "one back, or start the SuperNode anew to go on with this one",
         )
     return store
+
+
+def keep_reply_count(context: Context, store: DiskStore) -> None:
+    """Keep in the node how far its store has come: ``store_of`` refuses one that goes back."""
+    context.state[STATE_SEEN] = ConfigRecord({"replies": store.replies()})
 
 
 def theta_for(store: Store, order: Order | None, initial: Vector, *, stepping: bool) -> Theta:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, MessageType, MetricRecord
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
-from flwr_ppsgd.arrays import bytes_of, decode, vector_record
+from flwr_ppsgd.arrays import Layout, bytes_of, decode, vector_record
 from flwr_ppsgd.checks import count, fast_replace, is_number, require
 from flwr_ppsgd.client import secure
 from flwr_ppsgd.client.account import Agreement, DeviceAccount
@@ -29,9 +29,9 @@ from flwr_ppsgd.client.refusal import (
 from flwr_ppsgd.client.theta import Theta
 from flwr_ppsgd.client.theta_store import (
     ACCOUNT,
-    STATE_SEEN,
     DiskStore,
     Store,
+    keep_reply_count,
     run_of,
     store_of,
     theta_for,
@@ -48,6 +48,7 @@ from flwr_ppsgd.learner import (
     TrainingMeasurer,
     offers,
 )
+from flwr_ppsgd.noise import PRECISIONS
 from flwr_ppsgd.recipe import scalar_pair
 from flwr_ppsgd.wire import (
     ANSWER,
@@ -61,17 +62,11 @@ from flwr_ppsgd.wire import (
     NUM_EXAMPLES,
     ORDER,
     SECURE,
-    Layout,
     Order,
     answer_length,
 )
 
 log = logging.getLogger("flwr.ppsgd")
-
-TRAIN = "train"
-EVALUATE = "evaluate"
-CHECK = "query"
-PRECISIONS = (np.dtype(np.float32), np.dtype(np.float64))  # of what may enter a sum
 
 
 class VisitAnswer(NamedTuple):
@@ -139,10 +134,10 @@ class Visit:
             run=self.context.run_id,
             serves_stock=self.settings.local_step is not None,
         )
-        if order is None or (self.kind == EVALUATE and delivers(order)):
+        if order is None or (self.kind == MessageType.EVALUATE and delivers(order)):
             return
         known = self._agreement(order)
-        plain = self.kind == TRAIN and order.publishes and not order.stage
+        plain = self.kind == MessageType.TRAIN and order.publishes and not order.stage
         if plain and (order.terms is not None or known.terms):
             raise RefusedError(
                 RefusalCode.REFUSED_SECURE,
@@ -176,9 +171,9 @@ class Visit:
 
     def answer(self) -> dict[str, Any]:
         """The records of the reply."""
-        if self.kind == CHECK:
+        if self.kind == MessageType.QUERY:
             return self._check()
-        if self.kind == EVALUATE:
+        if self.kind == MessageType.EVALUATE:
             return self._evaluate()
         if self.order is None:
             return self._train_locally()
@@ -264,7 +259,7 @@ class Visit:
         theta = theta_for(self._store, None, learner.initial_theta(), stepping=False)
         trained = w
         for _ in range(steps):  # on f_i(·, θ) + (μ/2)‖· − w‖²; each step is one visit
-            order = Order(0, 0.0, math.inf, "mean", True, visit=theta.stamp.visit + 1)
+            order = Order.own_step(0.0, theta.stamp.visit + 1, publishes=True)
             gradient, _ = learner.gradients(trained, theta.theta, order)
             _check_vector(learner, "g_w", np.asarray(gradient), w)
             pull = proximal * (trained - w)
@@ -379,26 +374,29 @@ class Visit:
                     store.put_shared(self._arrays(), order.promise if order else "")
                 store.note(self._note(reply))
         if order is not None and order.stage:
-            self.context.state.pop(secure.STATE, None)
-            if self._exchange is not None:
-                self.context.state[secure.STATE] = self._exchange
+            secure.keep_state(self.context, self._exchange)
         if isinstance(store, DiskStore):
-            self.context.state[STATE_SEEN] = ConfigRecord({"replies": store.replies()})
+            keep_reply_count(self.context, store)
 
     def _write_costs(self) -> None:
-        """Count what leaves, as of what is in the store now: others may have written."""
+        """Count what leaves, as of what is in the store now: others may have written.
+
+        In a node's own state, which is lost with the run, only what a limit or a secure sum needs.
+        """
         order = self.order
         store = self._store
         policy = self._policy
-        answers_stock = self.kind == TRAIN and order is None
-        if answers_stock or (self.kind == EVALUATE and not self._only_delivers):
-            if store.on_disk:
+        on_disk = isinstance(store, DiskStore)
+        is_measured = self.kind == MessageType.EVALUATE and not self._only_delivers
+        answers_stock = self.kind == MessageType.TRAIN and order is None
+        if is_measured or answers_stock:
+            if on_disk:
                 store.put_fact(ACCOUNT, vars(self._account().with_unpriced()))
             return
-        limited = policy.needs_plan or policy.max_epsilon < math.inf
-        if order is None or not (store.on_disk or order.terms is not None or limited):
+        if order is None or not (self._publishes or order.stage == 4):
             return
-        if not self._publishes and order.stage != 4:
+        is_limited = policy.needs_plan or policy.max_epsilon < math.inf
+        if not (on_disk or is_limited or order.terms is not None):
             return
         agreement = self._agreement(order).with_order(order, policy)
         if order.stage == 4:
@@ -549,7 +547,7 @@ def solver_of(learner: object, order: Order) -> Solver:
     return learner
 
 
-def model_around(learner: Learner, w: Vector, order: Order) -> OwnModel:
+def model_around(learner: object, w: Vector, order: Order) -> OwnModel:
     """The user's own model around the published w: what is kept under ``auto``."""
     variance = np.array(order.variance) if order.variance else np.zeros(1)
     return solver_of(learner, order).personal_model(w, variance, order)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
 from flwr_ppsgd.lab.engine import Engine, Report, Setting, train
 from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall, results_of
@@ -32,7 +33,7 @@ from flwr_ppsgd.lab.run import train_in_process
 from flwr_ppsgd.lab.sweep import Sweep, recipe_of
 from flwr_ppsgd.lab.tasks import LinearTask
 from flwr_ppsgd.settings import AUTO
-from flwr_ppsgd.wire import Layout, Order
+from flwr_ppsgd.wire import Order
 
 DIGITS = 10  # of a measure over all users in a row
 MEGABYTE = 1e6

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, summary
+from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, over_users
 from flwr_ppsgd.noise import random_stream
 
 DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
@@ -94,10 +94,10 @@ class Engine(ABC):
         """
         with np.errstate(all="ignore"):
             by_user, weights = self.measure_users("validation")
-            found = for_choosing(summary(by_user, weights))
+            found = for_choosing(over_users(by_user, weights))
             if final or not found:
                 by_user, weights = self.measure_users(TEST)
-                found |= summary(by_user, weights)
+                found |= over_users(by_user, weights)
         by_place = {}
         for place in self.places:
             by_place[place] = {name: float(values[place]) for name, values in found.items()}

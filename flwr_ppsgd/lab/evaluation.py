@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.visit import model_around, num_tested
-from flwr_ppsgd.lab.measures import MEAN, WORST, badness, combine, measure_of, worst_tenth
+from flwr_ppsgd.lab.measures import badness, measure_of, over_users
 from flwr_ppsgd.learner import LOCAL, DescribedModel, Learner, OwnModel, Solver
 from flwr_ppsgd.models.additive_linear import AdditiveLinear
-from flwr_ppsgd.wire import SIZE, UNIT, VARIANCE, Order, OrderTask
+from flwr_ppsgd.wire import VARIANCE, Order
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -65,20 +65,7 @@ def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | Non
     """
     if VARIANCE not in beside:
         return None
-    variance = np.asarray(beside[VARIANCE]).reshape(-1)
-    return Order(
-        round=0,
-        step=0.0,
-        clip_norm=1.0,
-        reduction="mean",
-        publishes=False,
-        asks="nothing",
-        task=cast(OrderTask, task),
-        unit=float(beside[UNIT]),
-        size=float(beside[SIZE]),
-        variance=tuple(variance.tolist()),
-        last=True,
-    )
+    return Order.delivery(task, beside)
 
 
 @dataclass(frozen=True)
@@ -168,22 +155,12 @@ def results_of(
 
 
 def overall(people: Sequence[UserResult]) -> dict[str, float]:
-    """Each measure over all test rows, and how the main one spreads over users.
-
-    Means are weighted by test rows, so that every row counts once; an RMSE is the root of the mean
-    over rows.
-    """
+    """Each measure over all users, as of ``over_users``."""
     if not people:
         return {}
-    weights = np.array([person.weight for person in people])
-    found = {}
+    by_user = {}
     for name in people[0].measures:
-        values = np.array([person.measures.get(name, math.nan) for person in people])
-        found[name] = float(combine(name, values, weights))
-    main = measure_of(found)
-    for name in (main, LOCAL + main):
-        if name in found:
-            values = np.array([person.measures[name] for person in people])
-            found[name + MEAN] = float(values.mean())
-            found[name + WORST] = float(worst_tenth(main, values))
-    return found
+        values = [person.measures.get(name, math.nan) for person in people]
+        by_user[name] = np.array(values)
+    weights = np.array([person.weight for person in people])
+    return {name: float(value) for name, value in over_users(by_user, weights).items()}

@@ -18,7 +18,7 @@ from scipy.linalg import get_blas_funcs
 
 from flwr_ppsgd.algorithm import Vector, clip_scales
 from flwr_ppsgd.lab.engine import Engine, Indices, Setting
-from flwr_ppsgd.lab.population import Batch, Features, Floats, FreshPopulation, Population
+from flwr_ppsgd.lab.population import Batch, Floats, FreshPopulation, Population
 from flwr_ppsgd.models.additive_linear import predict
 
 SAMPLES_AT_ONCE = 2048  # in one product
@@ -54,21 +54,37 @@ class LinearEngine(Engine):
         self.population = population
         self.dtype = np.dtype(dtype)
         self._average = average
-        self._take_steps(settings)
-        # what a sum over a user's minibatch is multiplied by
+        releases = [setting.release for setting in settings]
+        outputs = population.outputs
+        # one number for each setting; of θ, one for each column
+        noise = np.array([release.usual_noise_std for release in releases])
+        shared = np.array([setting.steps.shared for setting in settings])
+        personal = np.array([setting.steps.personal for setting in settings], self.dtype)
+        self._clip = np.array([release.clip_norm for release in releases])
+        self._shared_step = shared / releases[0].denominator  # s_w/D
+        self._noise_step = (self._shared_step * noise).astype(self.dtype)
+        self._personal_step = np.repeat(personal, outputs)
+        # what no setting has is left out of every round
+        self._publishes = bool(shared.any())
+        self._has_noise = bool(self._noise_step.any())
+        self._has_theta = bool(personal.any())
+        # what the sum over a user's minibatch is multiplied by
         self._shares = np.ones(len(population))
         if self.reduction == "mean":
             self._shares = 1 / population.counts
-        columns = len(settings) * population.outputs
-        publishes = np.repeat(self._shared_step > 0, population.outputs)
-        moving = np.arange(columns) if w is not None else np.flatnonzero(publishes)
-        # V has the columns from the first setting that publishes to the last: w is 0 in the others
-        self._shared = slice(moving[0], moving[-1] + 1) if len(moving) else slice(0, 0)
-        shared = (population.features, self._shared.stop - self._shared.start)
-        self._v: Floats = np.zeros(shared, self.dtype)
+        columns = len(self._personal_step)
+        # V has the columns from the first setting that moves w to the last: w is 0 in the others
+        moving = np.flatnonzero(np.repeat(shared > 0, outputs))
         if w is not None:
-            self._v += w.reshape(shared)
-        self._noise: Floats = np.zeros((population.features, population.outputs), self.dtype)
+            moving = np.arange(columns)
+        self._moving = slice(0, 0)
+        if len(moving):
+            self._moving = slice(moving[0], moving[-1] + 1)
+        width = self._moving.stop - self._moving.start
+        self._v: Floats = np.zeros((population.features, width), self.dtype)
+        if w is not None:
+            self._v += w.reshape(self._v.shape)
+        self._noise: Floats = np.zeros((population.features, outputs), self.dtype)
         # everyone's θ_i, one below the other
         self._starts = [0, *np.cumsum(population.widths).tolist()]
         self._theta: Floats = np.zeros((self._starts[-1], columns), self.dtype)
@@ -76,19 +92,6 @@ class LinearEngine(Engine):
             self._v_sum = np.zeros_like(self._v)
             self._noise_sum = np.zeros_like(self._noise)
             self._theta_moment = np.zeros_like(self._theta)
-
-    def _take_steps(self, settings: Sequence[Setting]) -> None:
-        """What differs between settings, one number for each; of θ, one for each column."""
-        releases = [setting.release for setting in settings]
-        shared = np.array([setting.steps.shared for setting in settings])
-        personal = np.array([setting.steps.personal for setting in settings], self.dtype)
-        noise = np.array([release.usual_noise_std for release in releases])
-        self._clip = np.array([release.clip_norm for release in releases])
-        self._shared_step = shared / releases[0].denominator  # s_w/D
-        self._noise_step = (self._shared_step * noise).astype(self.dtype)
-        self._personal_step = np.repeat(personal, self.population.outputs)
-        self._has_noise = bool(self._noise_step.any())
-        self._has_theta = bool(personal.any())
 
     def advance(self) -> None:
         """One round of every setting."""
@@ -98,19 +101,21 @@ class LinearEngine(Engine):
             self._noise_sum += self._noise
         self.visit(users)
         if self._has_noise:
-            self._noise += self.normals(self._noise.size).reshape(self._noise.shape)
+            normals = self.normals(self._noise.size)
+            self._noise += normals.reshape(self._noise.shape)
 
     def visit(self, users: Indices) -> None:
         """Steps of these users, and of V by their clipped gradients, all taken at the same w."""
         at_once = max(1, SAMPLES_AT_ONCE // self.samples_per_visit)
         parts = [users[start : start + at_once] for start in range(0, len(users), at_once)]
-        # V itself may change at once if nobody else's gradient is taken at it
-        target = self._v if len(parts) == 1 else np.zeros_like(self._v)
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
+            if len(parts) == 1:  # nobody else's gradient is taken at V: it may change at once
+                self._step(users, self._v)
+                return
+            change = np.zeros_like(self._v)
             for part in parts:
-                self._step(part, target)
-            if target is not self._v:
-                self._v += target
+                self._step(part, change)
+            self._v += change
 
     @property
     def samples_per_visit(self) -> int:
@@ -128,31 +133,30 @@ class LinearEngine(Engine):
         for at, (samples, own) in enumerate(batch.slices()):
             gradient = own.T @ residual[samples]  # r_i × columns, in own coordinates
             np.einsum("rc,rc->c", gradient, gradient, out=squares[at])
-            if not self._has_theta:
-                continue
-            gradient *= self._personal_step
-            thetas[at] -= gradient
-            if self._average:
-                moment = self._own_rows(self._theta_moment, int(users[at]))
-                moment -= self.round * gradient
+            if self._has_theta:
+                gradient *= self._personal_step
+                thetas[at] -= gradient
+                if self._average:
+                    moment = self._own_rows(self._theta_moment, int(users[at]))
+                    moment -= self.round * gradient
         self._subtract_clipped(target, [(batch, residual)], squares)
 
     def _residual(self, batch: Batch, thetas: Sequence[Floats]) -> Floats:
         """prediction − y at (w, θ_i), divided by m_i if gradients are means: samples × columns."""
         samples, outputs = batch.y.shape
         scores = np.zeros((samples, len(self._personal_step)), self.dtype)
-        scores[:, self._shared] = batch.x @ self._v
+        scores[:, self._moving] = batch.x @ self._v
         if thetas:
             for theta, (own_samples, own) in zip(thetas, batch.slices(), strict=True):
                 scores[own_samples] += own @ theta
         by_setting = scores.reshape(samples, -1, outputs)
         if self._has_noise:
-            noise = np.asarray(batch.x @ self._noise)[:, None, :]  # samples × 1 × K
-            by_setting -= noise * self._noise_step[:, None]
+            noise = np.asarray(batch.x @ self._noise)
+            by_setting -= noise[:, None, :] * self._noise_step[:, None]
         residual = predict(by_setting, self.population.loss)
         residual -= batch.y[:, None, :]
-        shares = np.repeat(self._shares[batch.users], batch.counts).astype(self.dtype)
-        residual *= shares[:, None, None]
+        shares = np.repeat(self._shares[batch.users], batch.counts)
+        residual *= shares.astype(self.dtype)[:, None, None]
         return residual.reshape(scores.shape)
 
     def _subtract_clipped(
@@ -161,20 +165,26 @@ class LinearEngine(Engine):
         """target −= s_w·Σ_i clip(g_i, C)/D, where g_i = Σ Xᵀ(residual) over all parts.
 
         Args:
-            target: d × columns.
+            target: as V.
             parts: minibatches of the same users, and their residuals.
             squares: ‖g_i‖² of each column, users × columns.
         """
-        if not self._shared_step.any():
+        if not self._publishes:
             return
         outputs = self.population.outputs
         by_setting = squares.reshape(len(squares), -1, outputs).sum(axis=2)
         factors = clip_scales(np.sqrt(by_setting), self._clip) * self._shared_step
         by_column = np.repeat(factors, outputs, axis=1).astype(self.dtype)  # users × columns
         for batch, residual in parts:
-            by_sample = np.repeat(by_column[:, self._shared], batch.counts, axis=0)
-            by_sample *= residual[:, self._shared]
-            subtract_product(target, batch.x, by_sample)
+            clipped = np.repeat(by_column[:, self._moving], batch.counts, axis=0)
+            clipped *= residual[:, self._moving]
+            if isinstance(batch.x, sparse.csr_array):  # only rows that have an entry are touched
+                columns = np.unique(batch.x.indices)
+                target[columns] -= np.asarray(batch.x[:, columns].T @ clipped)
+            elif clipped.size:  # target −= xᵀ·clipped, in one pass over the target
+                gemm = get_blas_funcs("gemm", dtype=self.dtype)
+                x = batch.x
+                gemm(-1.0, clipped.T, x.T, 1.0, target.T, trans_b=True, overwrite_c=True)
 
     def _own_rows(self, array: Floats, user: int) -> Floats:
         """The rows of one user's own coordinates."""
@@ -189,7 +199,7 @@ class LinearEngine(Engine):
             noise = self._noise_sum / self.round
         noises = noise[:, None, :] * -self._noise_step[:, None]  # d × settings × K
         w: Floats = noises.reshape(len(noise), -1)
-        w[:, self._shared] += v
+        w[:, self._moving] += v
         return w
 
     def _personal(self, user: int) -> Floats:
@@ -270,13 +280,3 @@ def bytes_for(
     samples = max(size, min(SAMPLES_AT_ONCE, len(population) * size))
     work = samples * (5 * columns + 3 * features) + 3 * w
     return population.bytes + np.dtype(dtype).itemsize * (kept + work)
-
-
-def subtract_product(target: Floats, x: Features, residual: Floats) -> None:
-    """target −= xᵀ residual; of a sparse x, only the rows that have an entry are touched."""
-    if isinstance(x, sparse.csr_array):
-        columns = np.unique(x.indices)
-        target[columns] -= np.asarray(x[:, columns].T @ residual)
-    elif residual.size:  # by BLAS itself, in one pass over the target, which is contiguous
-        gemm = get_blas_funcs("gemm", dtype=target.dtype)
-        gemm(-1.0, residual.T, x.T, 1.0, target.T, trans_b=True, overwrite_c=True)

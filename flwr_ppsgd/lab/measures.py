@@ -1,6 +1,7 @@
 """From the measures of each user to those of all users: which measures there are, whether higher
 or lower is better, and how they spread over users."""
 
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
+from flwr_ppsgd.learner import LOCAL
 
 # settings are compared by the first of these that was measured
 MEASURES = ("accuracy", "precision_at_1", "rmse", "excess_risk", "loss")
@@ -20,9 +22,7 @@ ROOT = "rmse"  # measures whose name ends so are combined as roots of mean squar
 # what is appended to the name of a measure
 MEAN = "_mean_user"
 WORST = "_worst_tenth"
-BEST = "_best_tenth"
 TENTH = 10
-
 
 Measured = TypeVar("Measured")  # a number, or one for each setting
 
@@ -43,49 +43,45 @@ def badness(measure: str, value: float) -> float:
     return -value if on_test(measure) in HIGHER_IS_BETTER else value
 
 
-def combine(name: str, values: NDArray[np.float64], weights: Vector) -> Vector:
-    """Σ n_i·m_i / Σ n_i over users; the root of the mean square for RMSE.
-
-    With the number of measured rows as weights, it is the measure of all rows together.
-    """
-    if name.endswith(ROOT):
-        return np.asarray(np.sqrt(np.average(values**2, axis=0, weights=weights)))
-    return np.asarray(np.average(values, axis=0, weights=weights))
-
-
 def for_choosing(measures: Mapping[str, Measured]) -> dict[str, Measured]:
     """Measures over all validation rows, by the names they have there."""
-    spread = (MEAN, WORST, BEST)
-    return {
-        VALIDATION + name: value for name, value in measures.items() if not name.endswith(spread)
-    }
+    found = {}
+    for name, value in measures.items():
+        if not name.endswith((MEAN, WORST)):
+            found[VALIDATION + name] = value
+    return found
 
 
-def summary(by_user: Mapping[str, NDArray[np.float64]], weights: Vector) -> dict[str, Vector]:
-    """Each measure over all measured rows, and how the main measure spreads over users.
+def over_users(by_user: Mapping[str, NDArray[np.float64]], weights: Vector) -> dict[str, Vector]:
+    """Each measure over all measured rows, and how the main one spreads over users.
 
-    The spread of the main measure (``measure_of``) is its mean with each user counted once, and its
-    means over the worst and over the best tenth of users.
+    Σ n_i·m_i / Σ n_i over users, for RMSE the root of the mean square: every row counts once. The
+    main measure (``measure_of``), and the same from own rows alone if it is there, have beside them
+    the mean with each user counted once, and the mean over the worst tenth of users.
 
     Args:
         by_user: each measure, users × settings.
-        weights: the number of rows on which each user measures.
+        weights: n_i, the number of rows on which each user measures.
     """
     if not by_user:
         return {}
     found = {}
     for name, values in by_user.items():
-        found[name] = combine(name, values, weights)
+        if name.endswith(ROOT):
+            found[name] = np.sqrt(np.average(values**2, axis=0, weights=weights))
+        else:
+            found[name] = np.average(values, axis=0, weights=weights)
     main = measure_of(by_user)
-    found[main + MEAN] = by_user[main].mean(axis=0)
-    found[main + WORST] = worst_tenth(main, by_user[main])
-    found[main + BEST] = -worst_tenth(main, -by_user[main])
+    for name in (main, LOCAL + main):
+        if name in by_user:
+            found[name + MEAN] = by_user[name].mean(axis=0)
+            found[name + WORST] = _worst_tenth(main, by_user[name])
     return found
 
 
-def worst_tenth(measure: str, values: NDArray[np.float64]) -> Vector:
+def _worst_tenth(measure: str, values: NDArray[np.float64]) -> Vector:
     """The mean over the worst tenth of users, who are along the first axis."""
     sign = badness(measure, 1.0)
-    ordered = sign * np.sort(sign * values, axis=0)  # the best users first
-    tenth = -(-len(ordered) // TENTH)  # rounded up
-    return np.asarray(ordered[-tenth:].mean(axis=0))
+    worst_last = sign * np.sort(sign * values, axis=0)
+    tenth = math.ceil(len(values) / TENTH)
+    return np.asarray(worst_last[-tenth:].mean(axis=0))

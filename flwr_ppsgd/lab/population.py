@@ -123,7 +123,7 @@ class Table:
         for part in self.parts.values():
             given += [part.x, part.y]
             own += int((part.sizes * self.widths).sum()) * 8
-        return sum(bytes_of(array) for array in given) + own
+        return sum(array_bytes(array) for array in given) + own
 
     def batch(self, users: Indices, visits: Indices, dtype: DType) -> Batch:
         """The minibatches of these users at these visits."""
@@ -268,7 +268,7 @@ def _to_dense(x: Features) -> Floats:
     return np.asarray(x.toarray() if isinstance(x, sparse.csr_array) else x)
 
 
-def bytes_of(x: Features) -> int:
+def array_bytes(x: Features) -> int:
     """Of an array or a sparse matrix."""
     if isinstance(x, sparse.csr_array):
         return int(x.data.nbytes + x.indices.nbytes + x.indptr.nbytes)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd import PPSGD, Ledger, Release, client_app
+from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.lab.engine import Setting, has_diverged, train
 from flwr_ppsgd.lab.evaluation import (
     UserResult,
@@ -30,7 +31,7 @@ from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import Promise
 from flwr_ppsgd.training import Training
-from flwr_ppsgd.wire import BESIDE, Layout
+from flwr_ppsgd.wire import BESIDE
 
 MOST_LEARNERS = 4096  # that are kept in memory
 SEED_BITS = 31

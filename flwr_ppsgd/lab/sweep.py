@@ -95,7 +95,7 @@ class Sweep:
                 )
             flat["epsilon"] = wanted[0]
         elif wanted:
-            flat["noise-multiplier"] = _noise_for(wanted, flat, where)
+            flat["noise-multiplier"] = _multipliers_for(wanted, flat, where)
             del flat["epsilon"]
         lists = {}
         for key, values in flat.items():
@@ -253,7 +253,7 @@ def _first_values(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _noise_for(wanted: Sequence[float], flat: Mapping[str, Any], where: str) -> list[float]:
+def _multipliers_for(wanted: Sequence[float], flat: Mapping[str, Any], where: str) -> list[float]:
     """The noise multipliers that cost these ε."""
     noises = []
     for epsilon in wanted:
@@ -316,7 +316,7 @@ class EpsilonCache:
             ledger = ledger.record(release)
         return ledger.record(planned.release, round_)
 
-    def priced(self, rows: Iterable[SweepRow]) -> list[SweepRow]:
+    def with_epsilon(self, rows: Iterable[SweepRow]) -> list[SweepRow]:
         """Each row with its ε, and with the paper's if that is another."""
         priced = []
         for row in rows:

@@ -115,7 +115,7 @@ class LinearTask:
         For each user: the model that the device keeps, the rows in the columns that are not 0 (a
         second time in the kernels of the model, if they are dense), and their factorisation.
         """
-        from flwr_ppsgd.lab.population import bytes_of
+        from flwr_ppsgd.lab.population import array_bytes
 
         data = self.problem.per_user()
         sizes = data.train_sizes
@@ -126,7 +126,7 @@ class LinearTask:
                 columns[user] = len(np.unique(data.x[data.span(user)].indices))
         rows = copies * sizes * columns + np.minimum(sizes, columns) ** 2
         numbers = len(data) * data.features * data.outputs + int(rows.sum())
-        return FLOAT_BYTES * numbers + bytes_of(data.x)
+        return FLOAT_BYTES * numbers + array_bytes(data.x)
 
     @property
     def most_settings(self) -> int:

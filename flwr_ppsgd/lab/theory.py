@@ -12,7 +12,7 @@ They bound E[f(z̄) − f*] of the *average* iterate, for convex f and a clip no
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 _BETWEEN = np.geomspace(1e-3, 1e3, 121)
 ALPHA_Q_GRID = (0.0, *(float(f"{alpha_q:.3g}") for alpha_q in _BETWEEN), math.inf)
-# L is divided by it for advice on α: measured on synthetic problems, simulations/pictures/advice.py
-EASED = 30.0
 
 
 @dataclass(frozen=True)
@@ -167,17 +165,6 @@ class Theorem:
         least."""
         bounds = [self.bound(alpha_q / self.denominator, minimiser) for alpha_q in sorted(alpha_qs)]
         return min(bounds, key=lambda bound: bound.total)
-
-    def for_smoothness_over(self, factor: float) -> "Theorem":
-        """The same theorem for L/factor: steps up to ``factor`` times longer, a smaller bias.
-
-        The bias 4L_α‖z*‖²_α/n does not depend on the noise and is smallest at αD = 1 (without
-        sampling). L holds for every single sample. If the averages that training follows are much
-        smoother, the bias is far larger than the variance term, and ``best`` returns αD = 1
-        whatever the noise.
-        """
-        slope, constant = self.smoothness
-        return replace(self, smoothness=(slope / factor, constant / factor))
 
 
 def theorem_4_5(

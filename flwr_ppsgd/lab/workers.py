@@ -71,10 +71,10 @@ def run_sweep(
         missing = store.missing(chosen.blocks)
         watch.begin(chosen, missing)
         epsilons = EpsilonCache(sweep.base)
-        store.append(epsilons.priced(sweep.trivial_rows()))
+        store.append(epsilons.with_epsilon(sweep.trivial_rows()))
         with closing(in_processes(sweep.base.to_flat(), missing, chosen.jobs, watch)) as finished:
             for block, rows in finished:
-                store.append(epsilons.priced(rows))
+                store.append(epsilons.with_epsilon(rows))
                 watch.show(block, sweep.base.training.rounds, None)
         write_selection(out, sweep.selection())
     return sum(len(block) for block in missing)

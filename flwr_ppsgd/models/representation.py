@@ -118,7 +118,7 @@ class RandomConvolution:
         Args:
             outputs: the number of classes, or 1.
         """
-        from flwr_ppsgd.models.torch_model import OnImages
+        from flwr_ppsgd.models.torch_representation import OnImages
 
         remedy = "such as shape=(28, 28), or (32, 32, 3) with channels"
         require(bool(self.shape), "a network needs the images' shape", self.shape, remedy)
@@ -307,7 +307,7 @@ class Backbone:
 
     def __call__(self, x: Floats) -> Floats:
         """Rows × outputs."""
-        from flwr_ppsgd.models.torch_model import frozen_outputs
+        from flwr_ppsgd.models.torch_representation import frozen_outputs
 
         if len(self.shape) in (2, 3):
             height, width, channels = image_shape(self.shape, x.shape[1])

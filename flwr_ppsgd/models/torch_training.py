@@ -356,7 +356,7 @@ class SplitLearner:
         if head is not None and problem is not None:
             return head.vector(solution(problem, head.matrix(w)))
         training = replace(self._own_training(LOCAL_EPOCHS), weight_decay=0.0)
-        local = _local_order(max(1, order.visit))
+        local = Order.own_step(LOCAL_STEP, max(1, order.visit))
         return self._train(training, w, self.initial_theta(), local, of_w=True) - w
 
     def spread(self) -> float:
@@ -378,7 +378,8 @@ class SplitLearner:
         problem = self._problem(w, order.unit)
         if head is None or problem is None:
             training = self._own_training(PERSONAL_EPOCHS)
-            theta = self._train(training, w, self.initial_theta(), _local_order(1))
+            local = Order.own_step(LOCAL_STEP, visit=1)
+            theta = self._train(training, w, self.initial_theta(), local)
             return TrainedModel(self, w, theta)
         model = self.model
         shared = head.matrix(model.shared_head(w))
@@ -527,11 +528,6 @@ class TrainedSplitLearner(SplitLearner):
         if order.step == 0:
             return theta
         return self._train(self._training, w, theta, order)
-
-
-def _local_order(visit: int) -> Order:
-    """The steps of a user's own training under ``PPSGD.auto``, of which nothing is sent."""
-    return Order(1, LOCAL_STEP, math.inf, "mean", False, visit=visit)
 
 
 def _adam(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:

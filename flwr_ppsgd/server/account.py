@@ -6,21 +6,20 @@ Charges are on the disk before anything is released. The statement follows from 
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from flwr_ppsgd.algorithm import Release, Vector
-from flwr_ppsgd.checks import is_whole, printable, require
+from flwr_ppsgd.checks import is_whole, require
 from flwr_ppsgd.epsilon import EpsilonBound, check_accountant
 from flwr_ppsgd.ledger import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.noise import cut_probability
 from flwr_ppsgd.recipe import RecipeValues, values_of
 from flwr_ppsgd.server.budget import Budget
+from flwr_ppsgd.server.facts import OperatorFacts
 from flwr_ppsgd.server.rounds import SumRequest
 from flwr_ppsgd.server.store import Checkpoint, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
@@ -28,8 +27,6 @@ from flwr_ppsgd.statement import Headline, Promise, raised_plan, rounded_up, why
 from flwr_ppsgd.training import Training
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
-
-LONGEST_ERROR = 1000  # characters of an error that the operator's notes keep
 
 
 class ServerAccount:
@@ -51,6 +48,7 @@ class ServerAccount:
         self._begun = False  # whether this start of the server is written down
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
         self._store = Store(training.checkpoint_dir)
+        self.facts = OperatorFacts(self._store, training)
         self._budget: Budget | None = None
         self._load()
 
@@ -402,7 +400,7 @@ class ServerAccount:
 
         Args:
             size: the number of coordinates that each release has.
-            simulation: why this is a simulation; empty if it is none.
+            simulation: why this is a simulation; empty if it is not one.
             terms: further terms of a simulation.
         """
         check_accountant()
@@ -473,48 +471,3 @@ class ServerAccount:
             lost = "; ".join(of_nodes)
             found.insert(0, f"User-level privacy across restarts of a node is NOT claimed: {lost}.")
         return tuple(found)
-
-    # --- what only the operator may see
-
-    def where_facts_are(self) -> str:
-        """For people who look for clients' replies and errors in the log."""
-        directory = self.training.checkpoint_dir
-        if directory is not None:
-            return f"`ppsgd status {directory}` shows clients' replies and errors"
-        return "clients' replies and errors are shown by `ppsgd status`, if checkpoint_dir is set"
-
-    def note_problem(self, text: object) -> None:
-        """What needs the operator and did not end the run."""
-        words = printable(text, LONGEST_ERROR)
-        self.tell_operator({"problem": words}, words, logging.WARNING)
-
-    @contextmanager
-    def noting_errors(self) -> Iterator[None]:
-        """Note what ends the run in this block; it is raised all the same."""
-        try:
-            yield
-        except BaseException as error:
-            words = printable(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-            self.tell_operator({"error": words}, words, logging.DEBUG)
-            raise
-
-    def note_failed_evaluations(self, round_: int, failures: Sequence[str], others: int) -> None:
-        """How many evaluations failed beside ``others`` that did not, and why the first."""
-        if failures:
-            self.note_problem(
-                f"round {round_}: {len(failures)} of {len(failures) + others} evaluations failed; "
-                f"the first: {failures[0]}"
-            )
-
-    def tell_operator(self, fact: Mapping[str, Any], words: str, level: int) -> None:
-        """Sampling protects users only as long as nobody knows who took part.
-
-        So facts are not in Flower's log, which ``flwr log`` shows to everyone who may submit runs,
-        unless noise comes from a known seed and there is no secret.
-        """
-        if self.training.checkpoint_dir is not None:
-            self._store.record_fact(fact)
-            return
-        if self.training.insecure_seed is None:
-            level = logging.DEBUG
-        log.log(level, "server-private: %s", words)

@@ -172,7 +172,7 @@ class Budget(SealedRows):
         return math.fsum(parts)
 
     def affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
-        """How many more releases of this kind fit, after ``first``, each with how often."""
+        """How many more releases of this kind fit after others, each with its number of rounds."""
         with self.transaction():
             return self._affords(release, first)
 

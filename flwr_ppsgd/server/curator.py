@@ -18,15 +18,10 @@ from flwr_ppsgd.noise import random_stream
 from flwr_ppsgd.recipe import DROWNED, Recipe, published_variance, server_gain, shares_of_columns
 from flwr_ppsgd.secure.coordinator import SecureStage
 from flwr_ppsgd.secure.terms import SecureTerms, Session
-from flwr_ppsgd.server.account import LONGEST_ERROR, ServerAccount
+from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.enrolment import Enrolment, Online
-from flwr_ppsgd.server.rounds import (
-    OpenSum,
-    Payloads,
-    SecureOpenSum,
-    SumRequest,
-    facts_in_words,
-)
+from flwr_ppsgd.server.facts import LONGEST_ERROR
+from flwr_ppsgd.server.rounds import OpenSum, Payloads, SecureOpenSum, SumRequest
 from flwr_ppsgd.training import Identity, Training
 from flwr_ppsgd.wire import LONGEST_PROMISE, Asked, Order
 
@@ -54,7 +49,7 @@ class Curator:
     def __init__(self, training: Training) -> None:
         self.enrolment = Enrolment(training.nodes, training.enrolled)  # before a file is opened
         self.account = ServerAccount(training)
-        self.enrolment.tell = self.account.note_problem
+        self.enrolment.tell = self.account.facts.note_problem
         self._sum: OpenSum | None = None
         self._useless = 0  # sums in a row in which nobody could be used
 
@@ -176,13 +171,12 @@ class Curator:
         """What came back, for the operator."""
         if opened.why_lost:
             round_ = opened.request.round
-            self.account.note_problem(f"round {round_} has no sum: {opened.why_lost}")
+            self.account.facts.note_problem(f"round {round_} has no sum: {opened.why_lost}")
             log.warning(
                 "A round has no sum: nothing was unmasked, and it is charged all the same. Lower "
                 "honest or colluding if that happens often."
             )
-        facts = opened.facts()
-        self.account.tell_operator(facts, facts_in_words(facts), logging.INFO)
+        self.account.facts.note_replies(opened.facts())
 
     def _step(self, w: Vector, noisy: Vector, columns: int) -> tuple[Vector, dict[str, float]]:
         """What follows from a released sum: the new w, and private measures."""
@@ -242,7 +236,7 @@ class Curator:
         self._useless = 0
         said = f"the first: {opened.first_failure or 'no reply'}"
         if self.account.training.checkpoint_dir is not None:
-            said = self.account.where_facts_are()
+            said = self.account.facts.where()
         raise NobodyUsableError(
             f"{when} each client that was asked gave an error, a malformed reply or none ({said}). "
             "What was released is charged: look at a client's log, correct it, and start again"
@@ -362,7 +356,7 @@ class Curator:
 
         Args:
             request: the sum that is asked for, or whose w comes along.
-            stage: which exchange of a secure sum this is; 0 if it is none.
+            stage: which exchange of a secure sum this is; 0 of a plain one.
         """
         training = self.account.training
         recipe = training.recipe

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
+from flwr.app import MessageType
 from flwr.common import (
     EvaluateIns,
     EvaluateRes,
@@ -22,7 +23,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
-from flwr_ppsgd.arrays import NUMPY, bytes_of, record_from, record_of
+from flwr_ppsgd.arrays import NUMPY, Layout, bytes_of, is_buffer, record_from, record_of
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.recipe import Recipe
 from flwr_ppsgd.server.curator import Curator
@@ -31,11 +32,10 @@ from flwr_ppsgd.server.replies import (
     answer_layout,
     finite_measures,
     mean_of,
-    refuse_other_model,
     vector_in,
 )
 from flwr_ppsgd.server.rounds import OpenSum, SumRequest, UnusableError
-from flwr_ppsgd.server.strategy import CuratedStrategy
+from flwr_ppsgd.server.strategy import CuratedStrategy, refuse_other_model
 from flwr_ppsgd.signature import digest, signed
 from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
 from flwr_ppsgd.wire import (
@@ -44,9 +44,7 @@ from flwr_ppsgd.wire import (
     GRADIENT,
     NUM_EXAMPLES,
     SERVER_ROUND,
-    Layout,
     Order,
-    is_buffer,
 )
 
 log = logging.getLogger("flwr.ppsgd")
@@ -218,13 +216,13 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         else:
             request = self._curator.request(round_, len(self._w))
         nbytes = sum(map(len, parameters.tensors))
-        with self._account.noting_errors():
+        with self._account.facts.noting_errors():
             opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
         ((_, payloads),) = self._curator.exchanges(opened)
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
         if self.training.replies == "gradient":
             order = self._curator.order(request)
-            config = self._signed_config(order, parameters, "train", client_manager)
+            config = self._signed_config(order, parameters, MessageType.TRAIN, client_manager)
         return _NeverFalse(_for_each(payloads, FitIns(parameters, config), client_manager))
 
     def aggregate_fit(
@@ -250,7 +248,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
                 unusable = UnusableError("client error", _message_of(failure))
                 opened.count_as_zero(failure[0].cid, unusable)
         heard = bool(results or failures)
-        with self._account.noting_errors():
+        with self._account.facts.noting_errors():
             return self._publish(opened, heard)
 
     def _publish(self, opened: OpenSum, heard: bool) -> tuple[Parameters, dict[str, Scalar]]:
@@ -280,7 +278,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         config: dict[str, Scalar] = {SERVER_ROUND: round_}
         if self.training.replies == "gradient":
             order = self._curator.evaluation_order(round_, last=last, measured=measured)
-            config = self._signed_config(order, parameters, "evaluate", client_manager)
+            config = self._signed_config(order, parameters, MessageType.EVALUATE, client_manager)
         chosen = _for_each(asked, EvaluateIns(parameters, config), client_manager)
         if not chosen:
             self._end(round_)
@@ -295,7 +293,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         """Means over users, weighted by their number of examples. Outside the guarantee."""
         round_ = self._absolute(server_round)
         said = [_message_of(failure) for failure in failures]
-        self._account.note_failed_evaluations(round_, said, len(results))
+        self._account.facts.note_failed_evaluations(round_, said, len(results))
         measures = [
             {**result.metrics, "loss": result.loss, NUM_EXAMPLES: result.num_examples}
             for _, result in results
@@ -356,7 +354,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         stock = result.num_examples != 1 or set(result.metrics) - known
         if stock and not self._warned:
             self._warned = True
-            self._account.note_problem(
+            self._account.facts.note_problem(
                 "A client reports its number of examples or metrics, as stock clients do and "
                 "PPSGDClient does not: its parameters are taken for a gradient. Use PPSGDClient, "
                 "or PPSGDStrategy(replies='parameters')"

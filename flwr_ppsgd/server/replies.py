@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from flwr_ppsgd.arrays import vector_record
+from flwr_ppsgd.arrays import Layout, decode, header_of, vector_record
 from flwr_ppsgd.secure.coordinator import SecureStage
 from flwr_ppsgd.server.rounds import Sent, UnusableError
 from flwr_ppsgd.wire import (
@@ -21,8 +21,6 @@ from flwr_ppsgd.wire import (
     METRICS,
     NUM_EXAMPLES,
     SECURE,
-    Layout,
-    words_of,
 )
 
 ClientTask: TypeAlias = Literal["fit", "evaluate"]
@@ -77,24 +75,23 @@ def answer_layout(length: int) -> Layout:
     return Layout.of(vector_record({ANSWER: np.zeros(length)}))
 
 
-def refuse_other_model(so_far: Layout, initial: Layout) -> None:
-    """ValueError if a training would go on with another model than it began with."""
-    difference = so_far.difference(initial)
-    if difference:
-        raise ValueError(
-            f"the training so far and the initial parameters have {difference}: continue with the "
-            "same model, or start anew in another checkpoint_dir"
-        )
-
-
 def secure_message_in(content: Mapping[str, Any], stage: int, size: int) -> Sent:
     """A client's part of one exchange of a secure sum."""
     if stage == SecureStage.MASKED:
-        masked = content.get(MASKED)
-        return words_of(masked if isinstance(masked, ArrayRecord) else None, size)
+        return _masked_vector(content.get(MASKED), size)
     record = content.get(SECURE)
     payload = record.get(DATA) if isinstance(record, ConfigRecord) else None
     return payload if isinstance(payload, bytes) else b""
+
+
+def _masked_vector(record: object, size: int) -> NDArray[np.uint64]:
+    """The words of a masked vector; ValueError unless there are as many."""
+    if not isinstance(record, ArrayRecord) or set(record) != {MASKED}:
+        raise ValueError(f"no masked vector alone in a record {MASKED!r}")
+    header = header_of(record[MASKED], MASKED)
+    if header.dtype != np.dtype("<u8") or header.shape != (size,):
+        raise ValueError(f"a masked vector of {header.dtype}{header.shape}, expected {size} words")
+    return decode(record[MASKED], MASKED)
 
 
 def finite_measures(measures: object) -> dict[str, float]:

@@ -19,7 +19,7 @@ from flwr_ppsgd.database import StoreError
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.server import budget as budgets
 from flwr_ppsgd.server.budget import Budget
-from flwr_ppsgd.server.rounds import counts_in_words, facts_in_words
+from flwr_ppsgd.server.facts import counts_in_words, facts_in_words
 from flwr_ppsgd.server.sealed import SealedRows
 from flwr_ppsgd.server.store import LOCK, Store
 from flwr_ppsgd.signature import KEY, TrainingKey

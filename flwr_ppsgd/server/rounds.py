@@ -90,7 +90,7 @@ class OpenSum:
         self.first_failure = ""
         self._waiting: set[Identity] = set()  # for a valid reply
         self._silent: set[Identity] = set()
-        self._unnamed = 0  # failures of asked nodes, nobody knows of which
+        self._unnamed = 0  # failures of asked nodes that Flower does not name
         self._used = 0
         self._heard = 0  # replies that could be used, be they vectors or not
         self._zeros = Counter({"offline": offline})
@@ -143,7 +143,7 @@ class OpenSum:
         self._count(error, node)
 
     def count_unnamed_failure(self, detail: str) -> None:
-        """Count the failure of an asked node, of which nobody knows which it is."""
+        """Count the failure of an asked node that Flower does not name."""
         self._unnamed += 1
         self._count(UnusableError("client error", detail))
 
@@ -248,19 +248,3 @@ class SecureOpenSum(OpenSum):
         """The sum; None if there is none."""
         self.closed = True
         return self._total
-
-
-def facts_in_words(facts: Mapping[str, Any]) -> str:
-    """One line, with names for a program that reads it."""
-    line = f"round={facts['round']} {counts_in_words(facts['used'], facts['zeros'])}"
-    failure = facts.get("first_failure")
-    return f"{line}; the first: {failure}" if failure else line
-
-
-def counts_in_words(used: int, zeros: Mapping[str, int]) -> str:
-    """How many replies counted, and how many did not, by reason."""
-    words = [f"replies={used}", f"zeros={sum(zeros.values())}"]
-    for reason, times in zeros.items():
-        name = reason.replace(" ", "-")
-        words.append(f"{name}={times}")
-    return " ".join(words)

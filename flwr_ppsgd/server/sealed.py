@@ -138,7 +138,7 @@ class SealedRows:
         self.owner = 0
         self.kinds: list[Release] = []
         self.tally: Counter[tuple[int, int, bool]] = Counter()  # by training, kind, insecure
-        self.added = 0  # charges that were added by hand: of which release is not known
+        self.added = 0  # charges that were added by hand, of an unknown release
         self.caveats: dict[str, str] = {}  # what every statement must say, and who is protected
         self._notes: dict[str, list[Any]] = {}
         self._rows = 0

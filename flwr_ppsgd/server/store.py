@@ -273,7 +273,7 @@ class Store(SealedRows):
 
     def _save(self, checkpoint: Checkpoint) -> None:
         name = f"w-{checkpoint.round:08d}-{self.charge_count:08d}.arrays"
-        with self.transaction() as add:  # of which a forked child gets none
+        with self.transaction() as add:  # which refuses a forked child before a file is written
             try:
                 parts = _parts_of(checkpoint)
                 sha256 = database.write_file(self._beside(name), parts, self._reserve_file)

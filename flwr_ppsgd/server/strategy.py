@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps, Vector
-from flwr_ppsgd.arrays import bytes_of, record_from
+from flwr_ppsgd.arrays import Layout, bytes_of, is_buffer, record_from
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
@@ -39,7 +39,6 @@ from flwr_ppsgd.server.replies import (
     finite_measures,
     mean_of,
     measures_in,
-    refuse_other_model,
     secure_message_in,
     vector_in,
     with_named_arrays,
@@ -69,9 +68,7 @@ from flwr_ppsgd.wire import (
     SIZE,
     UNIT,
     VARIANCE,
-    Layout,
     Order,
-    is_buffer,
     payload_hash,
 )
 
@@ -187,6 +184,16 @@ class CuratedStrategy:
         self._account.close()
 
 
+def refuse_other_model(so_far: Layout, initial: Layout) -> None:
+    """ValueError if a training would go on with another model than it began with."""
+    difference = so_far.difference(initial)
+    if difference:
+        raise ValueError(
+            f"the training so far and the initial parameters have {difference}: continue with the "
+            "same model, or start anew in another checkpoint_dir"
+        )
+
+
 class PPSGD(CuratedStrategy, Strategy):
     """Personalized-Private-SGD: clip, sum, divide by a public number, add noise, step w.
 
@@ -285,7 +292,7 @@ class PPSGD(CuratedStrategy, Strategy):
         log.info("\t├──> %s", self.release)
         if self.training.recipe is None:
             log.info("\t├──> %s (alpha·Q = %g)", self.steps, self.steps.alpha_q)
-        log.info("\t└──> %s", self._account.where_facts_are())
+        log.info("\t└──> %s", self._account.facts.where())
 
     # --- a whole training
 
@@ -324,7 +331,7 @@ class PPSGD(CuratedStrategy, Strategy):
         evaluate_config = _checked_config(evaluate_config)
         self._check_arrays(initial_arrays)
         # once it is closed, another strategy may go on in checkpoint_dir
-        with closing(self), self._account.noting_errors():
+        with closing(self), self._account.facts.noting_errors():
             first, last = self._plan(num_rounds)
             result = Result(arrays=self._first_arrays(initial_arrays))
             if last > first:
@@ -514,7 +521,7 @@ class PPSGD(CuratedStrategy, Strategy):
         answered = list(replies)
         good = [reply for reply in answered if reply.has_content()]
         failures = [str(reply.error.reason) for reply in answered if reply.has_error()]
-        self._account.note_failed_evaluations(server_round, failures, len(good))
+        self._account.facts.note_failed_evaluations(server_round, failures, len(good))
         for reply in answered:
             self._parameter_clients.note_kind(reply)
         if server_round == self._account.last_round:

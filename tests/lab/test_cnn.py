@@ -6,10 +6,10 @@ import torch
 
 from flwr_ppsgd import FixedSize, Release
 from flwr_ppsgd.algorithm import client_step
+from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.lab.cnn import FEATURES, mean_square, paper_cnn
 from flwr_ppsgd.lab.network_engine import cohort_gradients
 from flwr_ppsgd.models.torch_model import AdditiveHead
-from flwr_ppsgd.wire import Layout
 from tests.support.paths import GOLDEN
 from tests.support.steps import noisy_step
 from tests.support.toy import Floats

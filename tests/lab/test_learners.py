@@ -9,11 +9,11 @@ import torch
 from scipy import sparse
 
 from flwr_ppsgd import Order
+from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.lab.cnn import paper_cnn
 from flwr_ppsgd.lab.learners import linear_learner, network_learner
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.wire import Layout
 from tests.support.own_data import per_user
 
 USERS, ROWS = 3, 8

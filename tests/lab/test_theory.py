@@ -10,7 +10,6 @@ from flwr_ppsgd import Poisson, Steps, calibrate_noise
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.epsilon import Relation
 from flwr_ppsgd.lab.theory import (
-    EASED,
     Minimiser,
     Theorem,
     noise_scale,
@@ -246,27 +245,6 @@ def test_steps_of_a_theorem_by_hand() -> None:
     for deviation, eta in ((1.0, 1 / 8), (24.0, 1 / 16), (0.0, 1 / 8)):
         found = Theorem((0.0, 2.0), (0.0, deviation**2), rounds=4, denominator=4.0)
         assert found.steps(0.5, minimiser) == Steps(shared=eta / 2, personal=eta / 4)
-
-
-def test_smoothness_over_a_factor_is_the_theorem_for_that_smoothness() -> None:
-    larger = sampled(population=20, smoothness=8.0)
-    assert larger.for_smoothness_over(4.0) == sampled(population=20, smoothness=2.0)
-
-
-@pytest.mark.parametrize(("sigma", "distance", "end"), [(0.03, 3.0, 0.0), (10.0, 100.0, math.inf)])
-def test_a_smaller_smoothness_makes_the_bound_follow_the_noise(
-    sigma: float, distance: float, end: float
-) -> None:
-    """For L itself the bias leads, and αQ = 1 on both sides of Lemma 4.6's threshold; for L/30 the
-    bound is smallest at the right end."""
-    variances = {"variance_w": sigma**2 / 5, "variance_theta": sigma**2 / 5}
-    given = {"population": 200, "rounds": 50, "dimension": 40, "smoothness": 2.0}
-    found = sampled(**given, **variances, noise_std=14.0 / 200)
-    minimiser = Minimiser.additive_norms(200, distance)
-    strict = found.best(minimiser)
-    assert strict.bias > strict.deviation
-    assert strict.alpha * found.denominator == 1.0
-    assert found.for_smoothness_over(EASED).best(minimiser).alpha * found.denominator == end
 
 
 @pytest.mark.parametrize(("factor", "local"), [(0.999, False), (1.001, True)])

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from flwr_ppsgd import AdditiveHead, Minibatches, Order, SplitModel, torch_learner, whole_module
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.wire import Layout
+from flwr_ppsgd.arrays import Layout
 from tests.support.toy import Floats
 
 ORDER = Order(1, 0.1, 1.0, "mean", True, visit=1)
