@@ -581,12 +581,12 @@ def test_words_are_classes_however_many(tmp_path: Path) -> None:
 def test_nested_parquet_columns_are_left_out_by_name(tmp_path: Path) -> None:
     frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [[1, 2], [3]], "y": [0, 1]})
     frame.to_parquet(path := tmp_path / "nested.parquet")
-    for options in ({}, {"categorical": "v"}):
-        data = load(path, DataOptions(**options))
+    for categorical in ("", "v"):
+        data = load(path, DataOptions(categorical=categorical))
         assert data.feature_names == ("a",)
         assert "left out, nested (write one column for each number): 'v'" in data.describe()
-    for options in ({"target": "v"}, {"user": "v"}):
-        refused(path, "column 'v' is nested: write one column for each number", **options)
+    for role in ("target", "user"):
+        refused(path, "column 'v' is nested: write one column for each number", **{role: "v"})
 
 
 def test_decimals_of_a_parquet_file_are_numbers(tmp_path: Path) -> None:
