@@ -125,7 +125,7 @@ def test_a_learner_without_measures_is_told(caplog: pytest.LogCaptureFixture) ->
     on = grid()
     (reply, *_) = on.send_and_receive(opened(strategy(metrics=LOSS), on))
     assert "learner-failed: ValueError" in str(reply.error.reason)
-    assert "Toy has no training_measures" in caplog.text
+    assert "Target has no training_measures" in caplog.text
 
 
 def test_several_measures_at_their_bounds_count_in_full_whatever_the_algorithm() -> None:
