@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Which columns are the user, the target, categories and test rows; None leaves it to the file.
+    """Which columns are the user, the target, categories and test rows.
 
-    Several columns are separated by commas. With a schema nothing else is said or looked for.
+    Whatever is not said is found in the file. Several columns are separated by commas. With a
+    schema nothing else is said or looked for.
 
     Args:
         schema: a file that says what is public about the rows.
@@ -26,19 +27,19 @@ class DataOptions:
         split_seed: decides which rows are test rows.
     """
 
-    schema: str | None = None
-    user: str | None = None
-    target: str | None = None
-    task: str | None = None
-    features: str | None = None
-    exclude: str | None = None
-    categorical: str | None = None
-    text: str | None = None
-    test: str | None = None
-    time: str | None = None
+    schema: str = ""
+    user: str = ""
+    target: str = ""
+    task: str = ""
+    features: str = ""
+    exclude: str = ""
+    categorical: str = ""
+    text: str = ""
+    test: str = ""
+    time: str = ""
     test_fraction: float | None = None
-    impute: str | None = None
-    encoding: str | None = None
+    impute: str = ""
+    encoding: str = ""
     split_seed: int = 0
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from flwr_ppsgd.checks import printable
 from flwr_ppsgd.lab.schema import (
     BUCKETS,
     CATEGORY,
@@ -24,6 +25,7 @@ from flwr_ppsgd.lab.schema import (
 from flwr_ppsgd.lab.tables import GAPS, RawTable, Values, as_number
 
 MOST_LISTED = 8
+MOST_LETTERS = 80  # of a name in a list
 LARGEST = np.float64(1e60)  # of a number: products of squares are finite
 WORD = re.compile(r"\w+")
 PLAIN_NUMBER = re.compile(r"-?[1-9][0-9]*|0")
@@ -116,8 +118,8 @@ def count_of(number: int, noun: str) -> str:
 
 
 def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
-    """The first names, and how many there are if those are not all."""
-    shown = ", ".join(names[:most])
+    """The first names, and how many there are if those are not all; fit for a terminal."""
+    shown = ", ".join(printable(name, MOST_LETTERS) for name in names[:most])
     return f"{shown}, … ({len(names):,} in all)" if len(names) > most else shown
 
 

@@ -86,9 +86,9 @@ REASONS = {  # why a column is left out, and the option that changes it; "" if s
 def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[str, ...], list[str]]:
     """The schema; what was chosen by looking, each as it stands in a condition; notes."""
     user = options.user or "user"
-    targets = tuple(split_names(options.target or "") or ["y"])
-    test = options.test or ""
-    time = options.time or ""
+    targets = tuple(split_names(options.target) or ["y"])
+    test = options.test
+    time = options.time
     notes = []
     if "test" in table.columns and "test" not in (test, user, *targets):
         if time or options.test_fraction is not None:
@@ -128,6 +128,8 @@ def _check_special(table: RawTable, special: Sequence[str]) -> None:
     user = special[0]
     for name in special:
         table.column(name)
+        if _is_nested(table.columns[name]):
+            raise table.refuse(f"column {name!r} is nested", "write one column for each number")
         if special.count(name) > 1:
             what = f"column {name!r} has two roles among user, target, test and time"
             raise table.refuse(what, "name another column for one of them")
@@ -168,10 +170,10 @@ def find_columns(
     table: RawTable, options: DataOptions, special: set[str]
 ) -> tuple[tuple[Column, ...], list[str]]:
     """The kind of each column that is not special, and notes, one for each kind of decision."""
-    asked = dict.fromkeys(split_names(options.categorical or ""), CATEGORY)
-    asked |= dict.fromkeys(split_names(options.text or ""), TEXT)
-    features = split_names(options.features or "")
-    exclude = split_names(options.exclude or "")
+    asked = dict.fromkeys(split_names(options.categorical), CATEGORY)
+    asked |= dict.fromkeys(split_names(options.text), TEXT)
+    features = split_names(options.features)
+    exclude = split_names(options.exclude)
     for name in (*asked, *features, *exclude):
         table.column(name)
     pictures = [name for name in table.shapes if name in table.columns and name not in special]
@@ -182,6 +184,8 @@ def find_columns(
             continue
         if name in exclude:
             reason = "excluded"
+        elif _is_nested(values):
+            reason = "nested"
         elif name in asked or name in features:
             reason = ""
         elif features:
@@ -210,13 +214,16 @@ def _reason_against(name: str, values: Values, decimal: str) -> str:
         return ""
     if values.dtype.kind in "Mm":
         return "date"
-    if is_text(values):
-        first = next((value for value in values if value is not None), None)
-        if isinstance(first, list | dict | np.ndarray | bytes):
-            return "nested"
-        if not _is_truth(values):
-            return _reason_against_words(values, decimal)
+    if is_text(values) and not _is_truth(values):
+        return _reason_against_words(values, decimal)
     return _reason_against_numbers(name, values)
+
+
+def _is_nested(values: Values) -> bool:
+    if not is_text(values):
+        return False
+    first = next((value for value in values if value is not None), None)
+    return isinstance(first, list | dict | np.ndarray)
 
 
 def _is_truth(values: Values) -> bool:
@@ -334,7 +341,7 @@ def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> li
 
 
 def find_task(
-    table: RawTable, targets: Sequence[str], asked: str | None
+    table: RawTable, targets: Sequence[str], asked: str
 ) -> tuple[Task, tuple[str, ...], list[str]]:
     """The task, the classes or labels in order, and a note on what was detected.
 
@@ -403,7 +410,7 @@ def _task_of_numbers(
 
 
 def _task_of_several(
-    table: RawTable, targets: Sequence[str], asked: str | None
+    table: RawTable, targets: Sequence[str], asked: str
 ) -> tuple[Task, tuple[str, ...], list[str]]:
     """The task of several target columns, or of an array of them."""
     values = stack_targets(table, targets)

@@ -57,7 +57,7 @@ def load(
     table = _read_source(source, options, None, users)
     schema, looked, notes = find_schema(table, options)
     table = replace(table, notes=(*table.notes, *notes))
-    data = group_by_user(table, schema, impute=options.impute or "", looked=looked)
+    data = group_by_user(table, schema, impute=options.impute, looked=looked)
     if users is not None and users < len(data):
         data = data.only(range(users))
     return data.with_at_least(min_train)
@@ -73,8 +73,8 @@ def _read_source(
         return public.read_public(source, options, users)
     if schema is None:
         text = [options.user or "user"]
-        text += [*split_names(options.categorical or ""), *split_names(options.text or "")]
-        return read_table_file(Path(source), text, options.encoding or "")
+        text += [*split_names(options.categorical), *split_names(options.text)]
+        return read_table_file(Path(source), text, options.encoding)
     # as text, so that no word in a row changes how other rows are read
     return read_table_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
 
@@ -283,13 +283,13 @@ def _checked_rows(
         raise ValueError(f"impute must be one of {', '.join(IMPUTE)}, got {impute!r}")
     notes = []
     if impute == DROP:
-        whole = rows["readable"] & (rows["user"] >= 0) & ~rows["gap"]
-        lost = int((~whole).sum())
-        if lost == len(rows):
-            raise table.refuse("every row has a gap", "use --impute own-mean, or --exclude")
-        if lost:
-            what = "with gaps, or without a user or a target"
-            notes.append(f"left out {count_of(lost, 'row')} {what} (impute = drop)")
+        whole = rows["readable"] & (rows["user"] >= 0) & rows["time"].notna() & ~rows["gap"]
+        what = "with gaps, or without a user, target or time"
+        if not whole.any():
+            raise table.refuse(f"every row is {what}", "use --impute own-mean, or --exclude")
+        if not whole.all():
+            lost = count_of(int((~whole).sum()), "row")
+            notes.append(f"left out {lost} {what} (impute = drop)")
         rows = rows[whole]
     target = ", ".join(schema.target)
     kinds = {
@@ -304,7 +304,8 @@ def _checked_rows(
     if unknown.any():
         value = table.columns[schema.time][unknown.idxmax()]
         what = f"column {schema.time!r} is not a time ({str(value)!r})"
-        table.refuse_first(unknown, what, "write 2024-01-31 or a number")
+        remedy = "write 2024-01-31 or a number, or leave such rows out with --impute drop"
+        table.refuse_first(unknown, what, remedy)
     remedy = "1 marks the rows of the test part (--set test-fraction=0.2 chooses others)"
     what = f"column {schema.test!r} is neither 0 nor 1"
     table.refuse_first(rows["test"] < 0, what, remedy)

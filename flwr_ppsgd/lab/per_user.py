@@ -11,7 +11,7 @@ from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.features import count_of
+from flwr_ppsgd.lab.features import count_of, list_names
 from flwr_ppsgd.lab.schema import Schema, Task
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.models.additive_linear import Matrix
@@ -358,7 +358,7 @@ class PerUser:
             return f"multi-label with {self.outputs:,} labels"
         if len(self.target_names) > MOST_NAMED:
             return f"classification in {self.outputs:,} classes"
-        return f"classification ({', '.join(self.target_names)})"
+        return f"classification ({list_names(self.target_names)})"
 
     @property
     def train_rows(self) -> NDArray[np.bool_]:

@@ -98,7 +98,7 @@ class RawTable:
 def missing_name(name: str, there: Iterable[Any], what: str) -> str:
     """A line that names what there is, and the nearest of it."""
     names = [str(other) for other in there]
-    shown = ", ".join(names[:MOST_SHOWN])
+    shown = printable(", ".join(names[:MOST_SHOWN]), MOST_LETTERS)
     if len(names) > MOST_SHOWN:
         shown += ", …"
     found = f"there is no {what} {name!r} among {shown}"
@@ -355,8 +355,14 @@ def read_parquet(files: Sequence[Path], source: str) -> RawTable:
 
 def table_of(table: Any, source: str) -> RawTable:
     """The columns of an Arrow table."""
+    import pyarrow
+
     names, notes = distinct_names(table.column_names)
-    frame = table.rename_columns(names).to_pandas(ignore_metadata=True)
+    table = table.rename_columns(names)
+    for place, (name, column) in enumerate(zip(names, table.columns, strict=True)):
+        if pyarrow.types.is_decimal(column.type):
+            table = table.set_column(place, name, column.cast(pyarrow.float64()))
+    frame = table.to_pandas(ignore_metadata=True)
     columns: dict[str, Values] = dict(frame.items())
     shapes = {}
     for name, values in columns.items():
@@ -376,22 +382,21 @@ def _pixels_of(values: Sequence[Any], where: str) -> NDArray[np.uint8] | None:
     if not all(isinstance(content, bytes) for content in contents):
         return None
     pictures = (
-        grey_picture(io.BytesIO(content), f"{where}, row {row}")
+        grey_picture(io.BytesIO(content), f"{where}, row {row}", "the column, or the row")
         for row, content in enumerate(contents)
     )
     return stack_pictures(pictures, where)
 
 
-def grey_picture(file: Any, where: str) -> NDArray[np.uint8]:
-    """The grey bytes of a picture."""
+def grey_picture(file: Any, where: str, remove: str = "it") -> NDArray[np.uint8]:
+    """The grey bytes of a picture; an error says what to remove."""
     from PIL import Image
 
     try:
         with Image.open(file) as picture:
             return np.asarray(picture.convert("L"), dtype=np.uint8)
-    except OSError as error:
-        reason = printable(error, MOST_LETTERS)
-        raise ValueError(f"{where}: cannot be read as a picture ({reason}): remove it") from None
+    except OSError:
+        raise ValueError(f"{where}: cannot be read as a picture: remove {remove}") from None
 
 
 def stack_pictures(pictures: Iterable[NDArray[np.uint8]], where: str) -> NDArray[np.uint8]:

@@ -88,6 +88,19 @@ def test_a_class_without_rows_makes_no_leak() -> None:
     assert suspected_leaks(data) == []
 
 
+def test_words_of_a_file_do_nothing_to_a_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "odd.csv"
+    lines = [
+        f'{row // 4},{row % 3},"{"p" if row % 5 else chr(27)}[2J\n{row % 2}"' for row in range(20)
+    ]
+    path.write_text("user,a,y\n" + "\n".join(lines))
+    data = load(path)
+    words = load(path, DataOptions(target="a", task="regression"))
+    text = "\n".join([data.describe(), *brief(data), words.describe(), *brief(words)])
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "classification (?[2J 0, ?[2J 1, p[2J 0, p[2J 1)" in text
+
+
 def test_a_leak_is_called_as_in_the_file(tmp_path: Path) -> None:
     """--exclude takes the name of a column, not of one of its words."""
     path = tmp_path / "answers.csv"

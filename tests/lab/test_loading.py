@@ -1,6 +1,7 @@
 """Own files as people have them: what is read, found, split, noted and refused."""
 
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,8 @@ BAD_CSV: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     "another time": (
         "user,a,d,y\n1,2,2024-01-31,0\n1,3,31.02.2024,1\n",
         {"time": "d"},
-        "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31",
+        "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31 or a number, or leave "
+        "such rows out with --impute drop",
     ),
     "no text": (b"PK\x03\x04\x14\0\x06\0user,a,y\n", {}, "not a text file"),
     "no header": ("0,1.5,2\n1,2,0\n", {}, "the first line must name the columns"),
@@ -468,10 +470,10 @@ SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "gaps in 1 row, filled with 0 (--impute zero): 'b' (1)",
         ("a", "b"),
     ),
-    "rows without a user or a target": (
-        "user,a,y\n1,2,0.5\n1,3,\n1,5,2.5\n2,,2.5\n,8,1.5\n",
-        {"impute": "drop"},
-        "left out 3 rows with gaps, or without a user or a target (impute = drop)",
+    "rows that are not whole": (
+        "user,a,t,y\n1,2,1,0.5\n1,3,2,\n1,5,3,2.5\n2,,4,2.5\n,8,5,1.5\n1,4,,1.5\n",
+        {"impute": "drop", "time": "t"},
+        "left out 4 rows with gaps, or without a user, target or time (impute = drop)",
         ("a",),
     ),
     "classes with a gap": (
@@ -579,9 +581,29 @@ def test_words_are_classes_however_many(tmp_path: Path) -> None:
 def test_nested_parquet_columns_are_left_out_by_name(tmp_path: Path) -> None:
     frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [[1, 2], [3]], "y": [0, 1]})
     frame.to_parquet(path := tmp_path / "nested.parquet")
-    data = load(path)
-    assert data.feature_names == ("a",)
-    assert "left out, nested (write one column for each number): 'v'" in data.describe()
+    for categorical in ("", "v"):
+        data = load(path, DataOptions(categorical=categorical))
+        assert data.feature_names == ("a",)
+        assert "left out, nested (write one column for each number): 'v'" in data.describe()
+    for role in ("target", "user"):
+        refused(path, "column 'v' is nested: write one column for each number", **{role: "v"})
+
+
+def test_decimals_of_a_parquet_file_are_numbers(tmp_path: Path) -> None:
+    """As databases export them."""
+    prices = [Decimal("1.25"), Decimal("-3.50"), None]
+    amounts = [Decimal("0.5"), Decimal("1.5"), Decimal("2.5")]
+    frame = pd.DataFrame({"user": [1, 1, 1], "price": prices, "y": amounts})
+    frame.to_parquet(path := tmp_path / "prices.parquet")
+    data = load(path, DataOptions(impute="zero"))
+    assert data.x.tolist() == [[1.25], [-3.5], [0.0]]
+    assert data.task == "regression"
+
+
+def test_bytes_that_are_no_picture_are_one_line(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [b"p", b"q"], "y": [0, 1]})
+    frame.to_parquet(path := tmp_path / "bytes.parquet")
+    refused(path, "column 'v', row 0: cannot be read as a picture: remove the column")
 
 
 class Bomb:
