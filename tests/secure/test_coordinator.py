@@ -195,7 +195,7 @@ def test_shares_that_cannot_be_opened_cost_one_holder_only() -> None:
     assert np.array_equal(play.total(), play.vectors.sum(axis=0))
 
 
-def test_strangers_and_dropouts_are_ignored() -> None:
+def test_strangers_dropouts_and_second_vectors_are_ignored() -> None:
     play = Play(RULES, some_vectors(7, 3))
     play.keys(range(6))
     sent = play.shares(range(5))
@@ -203,6 +203,7 @@ def test_strangers_and_dropouts_are_ignored() -> None:
     masked = play.mask(range(5))
     assert not play.server.take_masked(5, masked[0])  # sent keys, and no shares
     assert not play.server.take_masked(6, masked[0])
+    assert not play.server.take_masked(0, masked[0])
     revealed = play.reveal(range(5))
     assert not play.server.take_revealed(5, revealed[0])
     assert np.array_equal(play.total(), play.vectors[:5].sum(axis=0))
