@@ -396,73 +396,12 @@ def test_damaged_saves_never_fall_back_to_the_theta_of_another_training(tmp_path
     answer(on.context(1_000_000), order(3, training=7))
 
 
-# --- rounds that come again
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("rate", [1, 2])
-def test_redone_rounds_step_theta_once_for_every_number_that_checkpoints_allow(
-    tmp_path: Path, every: int, on_disk: bool, rate: int
-) -> None:
-    """The server goes back k rounds, for every k up to 2·checkpoint_every; the user takes part in
-    every round, or in every second one."""
-    back, last = 2 * every, 20
-    for k in range(1, back + 1):
-        on = (
-            Nodes(tmp_path / str(k), nodes=1)
-            if on_disk
-            else InProcessGrid(client_app(toy_learner), 1)
-        )
-        context = on.context(1_000_000)
-        before = take_part(context, range(rate, last + 1, rate), (1,), back)
-        again = take_part(context, range(last - k + 1, last + 1), (1, last - k + 1), back)
-        kept = kept_by(context)
-        assert kept is not None
-        expected = [r for r in before if r <= last - k] + again
-        assert kept.stamp.visit == len(expected)
-        np.testing.assert_array_equal(kept.theta, replayed(expected))
-
-
-def take_part(context: Context, rounds: range, starts: tuple[int, ...], back: int) -> list[int]:
-    for round_ in rounds:
-        answer(context, replace(order(round_, starts), back=back))
-    return list(rounds)
-
-
-def replayed(rounds: list[int]) -> Floats:
-    """θ after these rounds, all at w = 0."""
-    kept = np.zeros(SIZE)
-    for _ in rounds:
-        kept = kept - STEP * (kept - target(0))
-    return kept
-
-
 def test_only_the_saves_that_are_needed_are_kept(tmp_path: Path) -> None:
     """Of a user who takes part in every fifth round, far fewer than 2·checkpoint_every."""
     context = Nodes(tmp_path, nodes=1).context(1_000_000)
-    take_part(context, range(5, 101, 5), (1,), back=20)
+    for round_ in range(5, 101, 5):
+        answer(context, replace(order(round_), back=20))
     assert [save.stamp.round for save in saves(tmp_path)] == [100, 95, 90, 85, 80]
-
-
-# --- charges
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_a_server_that_forgot_charges_is_refused(
-    tmp_path: Path, on_disk: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    on = Nodes(tmp_path, nodes=1) if on_disk else InProcessGrid(client_app(toy_learner), 1)
-    context = on.context(1_000_000)
-    answer(context, replace(order(5), charges=4))
-    for kind in ("train", "evaluate"):
-        with pytest.raises(ClientError, match=r"^refused-charges: ValueError$"):
-            answer(context, replace(order(6), charges=3), kind)
-    assert "charged 3 rounds of a training that had charged 4 before" in caplog.text
-    answer(context, replace(order(4, (1, 4)), charges=6))  # w went back, the ledger did not
-    with pytest.raises(ClientError, match=r"^refused-charges"):
-        answer(context, replace(order(5, (1, 4)), charges=5))
-    answer(context, replace(order(1, training=8), charges=0))
 
 
 # --- what has left
