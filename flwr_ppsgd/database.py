@@ -29,8 +29,11 @@ PRIVATE_FILE = 0o600
 PRIVATE_DIRECTORY = 0o700
 WRITABLE_BY_OTHERS = 0o022
 LONGEST_POLL = 0.25  # seconds
-PRAGMAS = {"journal_mode": ("TRUNCATE", "truncate"), "synchronous": ("EXTRA", 3)}
-PRAGMAS["fullfsync"] = ("ON", 1)  # macOS needs it to reach the disk; elsewhere it does nothing
+PRAGMAS = {  # what is set, and what SQLite then shows
+    "journal_mode": ("TRUNCATE", "truncate"),
+    "synchronous": ("EXTRA", 3),
+    "fullfsync": ("ON", 1),  # macOS needs it to reach the disk; elsewhere it does nothing
+}
 UNWRITTEN = "nothing of this step was kept; free some space or repair the disk, then start again"
 DAMAGED = "restore the newest backup, or use another directory"
 REMEDIES = {
@@ -281,7 +284,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def reserve(path: Path, size: int) -> None:
+def allocate(path: Path, size: int) -> None:
     """Take room on the disk: a file of ``size`` bytes, for ``write_file``."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     descriptor = os.open(path, flags, PRIVATE_FILE)
@@ -306,7 +309,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], room: Path | Non
     Args:
         path: the file.
         parts: its content.
-        room: a file that ``reserve`` made, whose room is used up, if it is there.
+        room: a file that ``allocate`` made, whose room is used up, if it is there.
     """
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)

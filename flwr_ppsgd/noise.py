@@ -225,7 +225,7 @@ class GridSum:
         self._release = release
         self._grid = release.grid
         measures = len(metrics.bounds) if metrics else 0
-        self._multiples = np.zeros(size + measures)  # whole numbers, each below 2^53
+        self.multiples = np.zeros(size + measures)  # the sum so far: whole numbers below 2^53
         self._space = np.empty(min(AT_ONCE, size + measures))
         share = metrics.share if metrics else 0.0
         gradient = _Part(slice(0, size), release.clip_norm * math.sqrt(1 - share))
@@ -237,7 +237,7 @@ class GridSum:
 
         ValueError or FloatingPointError if the vector cannot be added; nothing has changed then.
         """
-        expected = self._multiples
+        expected = self.multiples
         if vector.shape != expected.shape or vector.dtype not in PRECISIONS:
             found = f"{vector.dtype}{vector.shape}"
             raise ValueError(f"a vector of {found} where the sum is of float64{expected.shape}")
@@ -248,7 +248,7 @@ class GridSum:
                 block = self._space[: end - start]
                 np.multiply(vector[start:end], scale, out=block, dtype=np.float64)
                 np.trunc(block, out=block)
-                multiples = self._multiples[start:end]
+                multiples = self.multiples[start:end]
                 np.add(multiples, block, out=multiples)
 
     def _scale(self, values: Vector, part: _Part) -> float:
@@ -266,20 +266,20 @@ class GridSum:
         """
         grid = self._release.grid
         if self._release.noise_multiplier == 0:
-            return grid * self._multiples
-        noise = stream.normals(len(self._multiples))
+            return grid * self.multiples
+        noise = stream.normals(len(self.multiples))
         to_grid = self._release.noise_std / grid
         for start in range(0, len(noise), AT_ONCE):
             block = noise[start : start + AT_ONCE]
             block *= to_grid
             np.rint(block, out=block)
-            block += self._multiples[start : start + AT_ONCE]
+            block += self.multiples[start : start + AT_ONCE]
             block *= grid
         return noise
 
     def with_share(self, stream: RandomStream) -> NDArray[np.int64]:
         """k = Σ + rint(z·C·n/(√h·g)): a client's own multiples with its share of the noise."""
-        words = self._multiples.astype(np.int64)
+        words = self.multiples.astype(np.int64)
         if self._release.noise_multiplier == 0:
             return words
         noise = stream.normals(len(words))

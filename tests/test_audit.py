@@ -115,7 +115,7 @@ def nothing_on_empty_rounds(patch: pytest.MonkeyPatch) -> None:
     noisy = GridSum.noisy
 
     def wrong(self: Any, stream: RandomStream) -> Any:
-        return noisy(self, stream) if np.any(self._multiples) else np.zeros(len(self._multiples))
+        return noisy(self, stream) if np.any(self.multiples) else np.zeros(len(self.multiples))
 
     patch.setattr(GridSum, "noisy", wrong)
 

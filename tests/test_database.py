@@ -14,9 +14,9 @@ from flwr_ppsgd.database import (
     Database,
     FileLock,
     StoreError,
+    allocate,
     private_directory,
     read_verified,
-    reserve,
     seal,
     write_file,
 )
@@ -56,7 +56,7 @@ def test_files_are_for_their_owner_alone(path: Path) -> None:
     store = Database(path, SCHEMA)
     write_file(path.with_name("array"), [b"1"])
     store.backup(path.with_name("backup.sqlite"))
-    reserve(path.with_name("reserve"), 10)
+    allocate(path.with_name("reserve"), 10)
     for file in path.parent.iterdir():
         assert file.stat().st_mode & 0o777 == 0o600, file
     assert path.parent.parent.stat().st_mode & 0o777 == 0o700
@@ -249,7 +249,7 @@ def test_a_partial_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert victim.read_bytes() == b"mine"
     (tmp_path / "reserve").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic links"):
-        reserve(tmp_path / "reserve", 100)
+        allocate(tmp_path / "reserve", 100)
     with pytest.raises(OSError, match="symbolic links"):
         write_file(tmp_path / "w", [b"def"], room=tmp_path / "reserve")
     assert victim.read_bytes() == b"mine"
@@ -258,7 +258,7 @@ def test_a_partial_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 5, 100_000])
 def test_reserved_room_becomes_the_file(tmp_path: Path, size: int) -> None:
     room = tmp_path / "reserve"
-    reserve(room, size)
+    allocate(room, size)
     number = room.stat().st_ino
     assert room.stat().st_size == size
     assert room.stat().st_blocks * 512 >= size
@@ -270,12 +270,12 @@ def test_reserved_room_becomes_the_file(tmp_path: Path, size: int) -> None:
 
 def test_room_that_is_not_there_is_said_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"No space|too large"):
-        reserve(tmp_path / "reserve", 2**60)
+        allocate(tmp_path / "reserve", 2**60)
     assert not list(tmp_path.iterdir())
 
 
 def test_room_without_fallocate_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS."""
     monkeypatch.delattr(os, "posix_fallocate")
-    reserve(tmp_path / "reserve", 2**20 + 5)
+    allocate(tmp_path / "reserve", 2**20 + 5)
     assert (tmp_path / "reserve").read_bytes() == bytes(2**20 + 5)

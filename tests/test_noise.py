@@ -216,16 +216,16 @@ def test_no_contribution_exceeds_the_clip_norm_in_exact_integers(
     release = Release(Poisson(100, 0.5), clip_norm, noise_multiplier=0.0)
     total = GridSum(len(values), release)
     total.add(np.array(values))
-    multiples = [int(k) for k in total._multiples]
-    assert all(k == m for k, m in zip(multiples, total._multiples, strict=True))
+    multiples = [int(k) for k in total.multiples]
+    assert all(k == m for k, m in zip(multiples, total.multiples, strict=True))
     assert sum(k * k for k in multiples) <= (2**release.grid_bits) ** 2
 
 
 def test_ten_million_coordinates_stay_within_the_clip_norm_in_exact_integers() -> None:
     total = GridSum(10**7, replace(RELEASE, noise_multiplier=0.01))  # the finest grid
     total.add(np.random.default_rng(0).normal(size=10**7))
-    multiples = total._multiples.astype(np.int64)
-    np.testing.assert_array_equal(multiples, total._multiples)
+    multiples = total.multiples.astype(np.int64)
+    np.testing.assert_array_equal(multiples, total.multiples)
     squares = sum(int(np.dot(part, part)) for part in np.array_split(multiples, 1000))
     assert (1 - 1e-6) * 2**64 < squares <= 2**64
 
@@ -238,7 +238,7 @@ def test_the_sum_does_not_depend_on_the_order_of_replies(order: list[int], seed:
     for i in range(6):
         straight.add(gradients[i])
         shuffled.add(gradients[order[i]])
-    np.testing.assert_array_equal(straight._multiples, shuffled._multiples)
+    np.testing.assert_array_equal(straight.multiples, shuffled.multiples)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_noise_is_rounded_before_it_meets_the_sum() -> None:
     size = 3 * BLOCK + 1
     bare, shifted = GridSum(size, RELEASE), GridSum(size, RELEASE)
     whole = np.random.default_rng(0).integers(-(2**46), 2**46, size).astype(np.float64)
-    shifted._multiples += whole
+    shifted.multiples += whole
     noise, moved = (
         total.noisy(RandomStream.insecure(1)) / RELEASE.grid for total in (bare, shifted)
     )
@@ -343,7 +343,7 @@ def test_truncation_moves_toward_zero_by_less_than_one_step_of_the_grid() -> Non
     g = np.random.default_rng(0).normal(size=500) / 100
     total = GridSum(500, RELEASE)
     total.add(g)
-    kept = total._multiples * RELEASE.grid
+    kept = total.multiples * RELEASE.grid
     assert np.all(np.abs(kept) <= np.abs(g))
     assert np.all(np.abs(g - kept) < RELEASE.grid)
 

@@ -12,6 +12,7 @@ from flwr_ppsgd import PPSGD, Poisson, PrivateMetrics, Release, SecureSum, Steps
 from flwr_ppsgd.legacy import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.training import Enrolled, Training
+from tests.contract.hostile_clients import legacy_strategy
 from tests.support.toy import release, strategy, toy_learner, w0
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -47,13 +48,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def legacy(**settings: Any) -> PPSGDStrategy:
-    given = {"release": release(), "steps": Steps(1.0, 0.5), "delta": 1e-4, **settings}
-    return PPSGDStrategy(**given, initial_parameters=ndarrays_to_parameters([np.zeros(6)]))
-
-
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("make", [strategy, legacy])
+@pytest.mark.parametrize("make", [strategy, legacy_strategy])
 def test_wrong_arguments_are_refused_at_once(make: Any, name: str) -> None:
     arguments, words = WRONG[name]
     with pytest.raises(ValueError, match=words):

@@ -118,7 +118,7 @@ def look(  # noqa: PLR0917 - typer's own way
         flat |= {"impute": OWN_MEAN, "representation": AUTO}
     flat |= _data_keys(schema, user, target)
     flat |= _column_keys(task, exclude, categorical, impute)
-    problem = Problem.of(flat | _overrides(settings)).found()
+    problem = Problem.of(flat | _overrides(settings)).with_checksums()
     seen = problem.as_by_default()
     show(looking.data_report(problem.per_user(), seen.per_user()))
     if write is not None:

@@ -301,7 +301,7 @@ def _with_data(flat: dict[str, Any]) -> dict[str, Any]:
     task_of(problem, 1)  # whether its keys go together
     if problem.data == SYNTHETIC:
         return flat
-    found = problem.found()
+    found = problem.with_checksums()
     users = len(found.per_user())
     given = flat.get("population", users)
     if given != users:
@@ -309,7 +309,7 @@ def _with_data(flat: dict[str, Any]) -> dict[str, Any]:
             f"population is {given} and {found.data} has {users} users: leave population out"
         )
     known = {key: value for key, value in found.to_flat().items() if key in FOUND_IN_DATA}
-    known["representation"] = found.found_representation()
+    known["representation"] = found.chosen_representation()
     return {**flat, **known, "population": users}
 
 

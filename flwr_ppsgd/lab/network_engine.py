@@ -9,18 +9,18 @@ from torch import Tensor
 
 from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
 from flwr_ppsgd.lab.engine import TEST, Engine, Indices, Setting
-from flwr_ppsgd.learner import Batches, Rows, as_array
+from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.additive_linear import Matrix
 from flwr_ppsgd.models.torch_model import SplitModel
 
 Group: TypeAlias = tuple[Indices, tuple[Tensor, Tensor]]  # users, and x and y of their minibatches
-ROWS_AT_ONCE = 256  # in one call of the network that measures
 
 
 class NetworkEngine(Engine):
     """``SplitModel`` or ``AdditiveHead`` for all users and several settings, one round at a time.
 
-    w and θ are float64, as on every engine; the network computes in its own precision.
+    w and θ are float64, as on every engine; the network computes in its own precision. Rows of all
+    users have one shape.
 
     Args:
         model: the network, and which of its parameters are personal.
@@ -123,22 +123,18 @@ class NetworkEngine(Engine):
     def measure_users(self, part: str) -> tuple[dict[str, Matrix], Vector]:
         """Each measure, measured users × settings, and their numbers of rows; NaN for settings that
         are no longer trained."""
-        users = []
-        tests = []
-        for user, rows in enumerate(self._parts[part]):
-            if len(rows[0]):
-                users.append(user)
-                tests.append(rows)
-        if not users:
+        measured = [user for user, (x, _) in enumerate(self._parts[part]) if len(x)]
+        if not measured:
             return {}, np.empty(0)
+        tests = [self._parts[part][user] for user in measured]
         found: dict[str, Matrix] = {}
-        shape = (len(users), len(self.settings))
         for place in self.places:
-            thetas = self._thetas_of(place)[users]
-            each = evaluate_users(self._model, self.w(place), thetas, tests)
-            for name in each[0]:
-                values = found.setdefault(name, np.full(shape, np.nan))
-                values[:, place] = [measures[name] for measures in each]
+            w = self.w(place)
+            thetas = self._thetas_of(place)[measured]
+            for row, (theta, rows) in enumerate(zip(thetas, tests, strict=True)):
+                for name, value in self._model.evaluate(w, theta, rows).items():
+                    empty = np.full((len(measured), len(self.settings)), np.nan)
+                    found.setdefault(name, empty)[row, place] = value
         return found, np.array([len(x) for x, _ in tests], dtype=np.float64)
 
 
@@ -170,52 +166,3 @@ def _gradients_by_user(gradients: dict[str, Tensor]) -> Matrix:
     """users × parameters, in float64."""
     parts = [part.flatten(1).double() for part in gradients.values()]
     return torch.cat(parts, dim=1).cpu().numpy()
-
-
-def evaluate_users(
-    model: SplitModel, w: Vector, thetas: Matrix, tests: Sequence[tuple[Rows, Rows]]
-) -> list[dict[str, float]]:
-    """``SplitModel.evaluate`` of many users: those with the same number of rows go together.
-
-    If rows are not arrays of one shape (several inputs, or texts of any length), users are measured
-    one by one.
-
-    Args:
-        model: the network.
-        w: the shared parameters.
-        thetas: users × personal parameters.
-        tests: x and y of each user, at least one row each.
-    """
-    if not _alike([x for x, _ in tests]):
-        each = zip(thetas, tests, strict=True)
-        return [model.evaluate(w, theta, rows) for theta, rows in each]
-    shared = model.shared_tensors(w)
-
-    def predict(personal: dict[str, Tensor], x: Tensor) -> Tensor:
-        return model.predict(shared, personal, x, training=False)
-
-    of_all = torch.func.vmap(predict, randomness="different")
-    by_size: dict[int, list[int]] = {}
-    for user, (x, _) in enumerate(tests):
-        by_size.setdefault(len(x), []).append(user)
-    measured: dict[int, dict[str, float]] = {}
-    for size, users in by_size.items():
-        at_once = max(1, ROWS_AT_ONCE // size)
-        for start in range(0, len(users), at_once):
-            group = users[start : start + at_once]
-            x = model.tensor(np.stack([as_array(tests[user][0]) for user in group]))
-            with torch.no_grad():
-                scores = of_all(model.personal_tensors(thetas[group]), x)
-            for user, own in zip(group, scores, strict=True):
-                measured[user] = model.measures(own, model.tensor(tests[user][1]))
-    return [measured[user] for user in range(len(tests))]
-
-
-def _alike(parts: Sequence[Rows]) -> bool:
-    """Whether these are arrays or tensors, whose rows have the same shape and dtype."""
-    kinds = set()
-    for x in parts:
-        if not hasattr(x, "shape"):
-            return False
-        kinds.add((x.shape[1:], getattr(x, "dtype", None)))
-    return len(kinds) == 1

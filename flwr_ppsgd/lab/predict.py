@@ -76,7 +76,7 @@ class _PersonalModels:
     """
 
     def __init__(self, directory: Path, data: Path, user: str | None, schema: str | None) -> None:
-        problem = Problem.of(read_config(directory)).found()
+        problem = Problem.of(read_config(directory)).with_checksums()
         if problem.data == SYNTHETIC or problem.model != LINEAR:
             raise ValueError(
                 f"{directory}: predictions are for linear models on data of one's own: load w of "

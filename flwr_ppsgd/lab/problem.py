@@ -33,23 +33,21 @@ DEVICE = "device"  # the scale of the recipe: each device scales its own rows
 NO_REPRESENTATION = "none"
 LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
 CHECKSUM_LETTERS = 16
-# what a schema says in their place
-BY_SCHEMA = (
-    "users",
-    "min_train",
-    "user_column",
-    "target_column",
-    "test_column",
-    "time_column",
-    "feature_columns",
-    "exclude_columns",
-    "categorical_columns",
-    "text_columns",
-    "encoding",
-    "impute",
-    "test_fraction",
-    "task",
-)
+COLUMN_OPTIONS = {  # the names of these settings in DataOptions
+    "user_column": "user",
+    "target_column": "target",
+    "test_column": "test",
+    "time_column": "time",
+    "feature_columns": "features",
+    "exclude_columns": "exclude",
+    "categorical_columns": "categorical",
+    "text_columns": "text",
+    "encoding": "encoding",
+    "impute": "impute",
+    "test_fraction": "test_fraction",
+    "task": "task",
+}
+BY_SCHEMA = ("users", "min_train", *COLUMN_OPTIONS)  # what a schema says in their place
 # what the rows do not depend on: a file is read once, whatever is said about these
 NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_shift")
 
@@ -58,8 +56,7 @@ NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_s
 class Problem:
     """A data set, how it is read, and the model. Empty text is the reader's own choice.
 
-    ``user_column``, ``target_column`` and so on up to ``impute`` are the options of the same names
-    in ``DataOptions``, as are ``task`` and ``test_fraction``.
+    ``user_column`` and the other ``COLUMN_OPTIONS`` are explained in ``DataOptions``.
 
     Args:
         data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or a folder with its
@@ -179,7 +176,7 @@ class Problem:
                 f"{self.loss}: train with loss = 'squared'"
             )
 
-    def found(self) -> "Problem":
+    def with_checksums(self) -> "Problem":
         """With absolute paths, checksums, and the representation that a schema names.
 
         ValueError if the file or the schema has changed.
@@ -223,21 +220,8 @@ class Problem:
 
         if self.schema:
             return DataOptions(schema=self.schema)
-        return DataOptions(
-            user=self.user_column,
-            target=self.target_column,
-            task=self.task,
-            features=self.feature_columns,
-            exclude=self.exclude_columns,
-            categorical=self.categorical_columns,
-            text=self.text_columns,
-            test=self.test_column,
-            time=self.time_column,
-            test_fraction=self.test_fraction,
-            impute=self.impute,
-            encoding=self.encoding,
-            split_seed=self.data_seed,
-        )
+        said = {option: getattr(self, name) for name, option in COLUMN_OPTIONS.items()}
+        return DataOptions(**said, split_seed=self.data_seed)
 
     def written_schema(self) -> "Schema":
         """The schema, given or found, with the representation that these settings lead to."""
@@ -247,12 +231,12 @@ class Problem:
             return schema
         return replace(
             schema,
-            representation=self.found_representation(),
+            representation=self.chosen_representation(),
             representation_features=self.representation_features,
             representation_seed=self.representation_seed,
         ).with_hash()
 
-    def found_representation(self) -> str:
+    def chosen_representation(self) -> str:
         """What the data lead to if it is "auto"."""
         if self.representation != AUTO:
             return self.representation

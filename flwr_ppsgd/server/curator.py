@@ -69,9 +69,7 @@ class Curator:
         return SumRequest(cast(Asked, name), 0, recipe.before[name], recipe.length(name))
 
     def open_sum(self, request: SumRequest, look: Look, nbytes: int, run: int = 0) -> OpenSum:
-        """Budget and room on the disk, then the cohort from the enrolled population.
-
-        Who takes part is independent of data and of who is online.
+        """Budget and room on the disk, then the cohort.
 
         Args:
             request: what is asked for.
@@ -84,29 +82,36 @@ class Curator:
         state = 16 * request.length if self.averages or training.recipe else 0  # the mean of w, ν
         self.account.reserve(nbytes + state + ROOM_FOR_NAMES)
         self.account.check(request)
+        asked, offline = self._draw_cohort(request, look)
+        if not training.secure:
+            self._sum = OpenSum(request, asked, offline)
+            return self._sum
+        session = Session(
+            training=self.account.training_id,
+            run=run,
+            start=len(self.account.starts()),
+            round=request.round,
+            part=request.what,
+            terms=SecureTerms.of(request.release, request.metrics),
+        )
+        stream = random_stream(training.insecure_seed, "neighbours", request.round)
+        self._sum = SecureOpenSum(request, asked, offline, session, stream)
+        return self._sum
+
+    def _draw_cohort(self, request: SumRequest, look: Look) -> tuple[list[Identity], int]:
+        """Who is asked, and how many were drawn and are offline.
+
+        Drawn from the enrolled population: independent of data and of who is online.
+        """
         online = self._online(look)
-        seed = training.insecure_seed
         cohort = request.release.cohort
+        seed = self.account.training.insecure_seed
         uniforms = random_stream(seed, "cohort", request.round).uniforms(cohort.population)
-        known = self.enrolment.known
         places = cohort.members(uniforms).tolist()
+        known = self.enrolment.known
         drawn = [known[place] for place in places if place < len(known)]  # others are free
         asked = [online[node] for node in drawn if node in online]
-        offline = len(drawn) - len(asked)
-        if training.secure:
-            session = Session(
-                training=self.account.training_id,
-                run=run,
-                start=len(self.account.starts()),
-                round=request.round,
-                part=request.what,
-                terms=SecureTerms.of(request.release, request.metrics),
-            )
-            stream = random_stream(seed, "neighbours", request.round)
-            self._sum = SecureOpenSum(request, asked, offline, session, stream)
-        else:
-            self._sum = OpenSum(request, asked, offline)
-        return self._sum
+        return asked, len(drawn) - len(asked)
 
     def open_sum_of(self, round_: int) -> OpenSum:
         """The sum that was opened last; ValueError if it is not that of this round."""

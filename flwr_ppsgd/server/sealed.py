@@ -206,7 +206,7 @@ class SealedRows:
         if path.exists() and path.stat().st_size == whole:
             return
         try:
-            database.reserve(path, whole)
+            database.allocate(path, whole)
         except OSError as error:
             raise OSError(
                 error.errno,

@@ -180,7 +180,7 @@ class CuratedStrategy:
         return self._account.promise(self._layout.size).as_data()
 
     def close(self) -> None:
-        """Give up the lock on ``checkpoint_dir``, so that another strategy can go on there."""
+        """Save the last w and give up ``checkpoint_dir``: another strategy can go on there."""
         self._account.close()
 
 

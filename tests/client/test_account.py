@@ -29,6 +29,17 @@ def test_epsilon_is_never_below_the_exact_one(mu: float) -> None:
     assert epsilon_of(mu, 1e-6) >= exact * (1 - 1e-6)
 
 
+def test_delta_is_never_below_the_exact_one_where_its_terms_cancel() -> None:
+    """μ = 1e-3: both terms are near ½, and leave few digits. By 60-digit arithmetic."""
+    mpmath = pytest.importorskip("mpmath")
+    mpmath.mp.dps = 60
+    for step in range(100):
+        mu, epsilon = mpmath.mpf(1e-3), mpmath.mpf(7e-3 + 1e-5 * step)
+        above = mpmath.ncdf(mu / 2 - epsilon / mu)
+        exact = above - mpmath.exp(epsilon) * mpmath.ncdf(-mu / 2 - epsilon / mu)
+        assert delta_of(float(mu), float(epsilon)) >= exact
+
+
 def test_the_ends() -> None:
     assert epsilon_of(0.0, 1e-6) == pytest.approx(0.0, abs=1e-12)
     assert epsilon_of(1e9, 1e-6) == math.inf

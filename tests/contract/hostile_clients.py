@@ -188,11 +188,17 @@ class Named(ClientProxy):
     def reconnect(self, *_: Any) -> Any: ...
 
 
+def named_clients(count: int = USERS) -> SimpleClientManager:
+    """Clients that are only names."""
+    clients = SimpleClientManager()
+    for user in range(count):
+        clients.register(Named(str(user)))
+    return clients
+
+
 def legacy_round(ppsgd: PPSGDStrategy) -> list[tuple[Any, FitIns]]:
     """The clients that are asked in round 1, in order, with what each is asked for."""
-    clients = SimpleClientManager()
-    for user in range(USERS):
-        clients.register(Named(str(user)))
+    clients = named_clients()
     parameters = ppsgd.initialize_parameters(clients)
     asked = ppsgd.configure_fit(1, parameters, clients)
     return sorted(asked, key=lambda each: each[0].cid)

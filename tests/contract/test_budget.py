@@ -9,7 +9,16 @@ import pytest
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
-from flwr_ppsgd import PPSGD, Ledger, Poisson, Release, Steps, affordable_rounds, client_app
+from flwr_ppsgd import (
+    PPSGD,
+    Ledger,
+    Poisson,
+    Release,
+    SecureSum,
+    Steps,
+    affordable_rounds,
+    client_app,
+)
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.command import ppsgd
 from tests.contract.targets import (
@@ -56,6 +65,8 @@ def test_start_runs_the_affordable_rounds_says_so_and_returns(
     assert limited.ledger.epsilon() <= BUDGET
     stated = limited.privacy_data()["epsilon"]
     assert stated == pytest.approx(limited.ledger.epsilon())
+    with pytest.raises(PrivacyBudgetExhausted):
+        limited.configure_train(AFFORDABLE + 1, zeros(), ConfigRecord(), nodes())
 
 
 def test_a_budget_for_no_round_returns_the_initial_w() -> None:
@@ -171,19 +182,27 @@ def test_a_training_joins_before_its_first_round_and_never_leaves(tmp_path: Path
     train(tmp_path / "bound", 1, **settings)
     with pytest.raises(ValueError, match="set budget_dir"):
         strategy(QUIET, checkpoint_dir=tmp_path / "bound")
+    other = fix_budget(tmp_path / "other")
+    with pytest.raises(ValueError, match="not under the one in"):
+        strategy(checkpoint_dir=tmp_path / "bound", **other)
     assert train(tmp_path / "bound", 2, **settings).ledger.rounds == 2
 
 
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [({"delta": 1e-6}, "delta"), ({"insecure_seed": 3}, "seed")],
+    [
+        ({"delta": 1e-6}, "delta"),
+        ({"insecure_seed": 3}, "seed"),
+        ({"release": Release(Poisson(USERS, 0.5, cap=3), 1.0, 40.0)}, "cap"),
+        ({"release": Release(Poisson(300, 1.0), 1.0, 40.0, None, SecureSum(280, 2))}, "neighbours"),
+    ],
 )
 def test_what_a_budget_cannot_cover_is_refused(
     tmp_path: Path, changes: dict[str, Any], name: str
 ) -> None:
     settings = fix_budget(tmp_path / "budget")
     with pytest.raises(ValueError, match=name):
-        strategy(**settings, **changes)
+        strategy(**{**settings, **changes})
 
 
 def test_there_must_be_a_budget(tmp_path: Path) -> None:

@@ -326,6 +326,26 @@ def test_all_that_is_released_is_charged_and_within_epsilon(way: str) -> None:
     assert 0.99 * EPSILON < strategy.ledger.epsilon() <= EPSILON
 
 
+def test_sampled_rounds_share_the_budget_with_the_numbers_before_them() -> None:
+    users = Users("regression")
+    strategy = PPSGD.auto(**users.auto(rate=0.5, insecure_seed=None))
+    strategy.start(users.grid(), users.w)
+    assert [times for _, times in strategy.ledger.releases] == [1, 40]
+    assert 0.99 * EPSILON < strategy.ledger.epsilon() <= EPSILON
+
+
+def test_the_mean_of_sampled_rounds_is_near_the_w_of_everyone() -> None:
+    """Without noise. Half of the users are drawn, and w is the mean over the second half."""
+    users = Users("regression")
+
+    def w(**more: Any) -> Floats:
+        strategy = PPSGD.auto(**users.auto(epsilon=math.inf, **more))
+        return flat(strategy.start(users.grid(), users.w).arrays)
+
+    everyone = w()
+    assert np.linalg.norm(w(rate=0.5) - everyone) < 0.1 * np.linalg.norm(everyone)
+
+
 def test_a_restart_after_the_first_round_asks_nobody_for_numbers_again(tmp_path: Path) -> None:
     users = Users("sparse")
     asked: list[str] = []
@@ -348,6 +368,20 @@ def test_a_restart_after_the_first_round_asks_nobody_for_numbers_again(tmp_path:
     expected = whole.start(users.grid(), users.w)
     np.testing.assert_array_equal(flat(resumed.arrays), flat(expected.arrays))
     assert dict(again.ledger.releases) == dict(whole.ledger.releases)
+
+
+@pytest.mark.parametrize("changes", [{"epsilon": 20.0}, {"delta": 1e-4}, {"population": 13}])
+def test_a_restart_with_another_budget_is_refused_by_name(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    users = Users("regression")
+    first = PPSGD.auto(**users.auto(checkpoint_dir=tmp_path))
+    first.start(users.grid(), users.w)
+    first.close()
+    again = PPSGD.auto(**users.auto(checkpoint_dir=tmp_path, **changes))
+    with pytest.raises(ValueError, match="other privacy settings"):
+        again.start(users.grid(), users.w)
+    assert again.ledger.rounds == first.ledger.rounds
 
 
 # --- delivery
@@ -413,6 +447,30 @@ def test_the_last_w_has_one_reply_from_all_whatever_happens_on_a_device() -> Non
     assert sorted(user for user, _ in replies) == list(range(USERS))
     assert all(reply.has_content() and len(reply.content) == 0 for _, reply in replies)
     assert sorted(kept_by(grid)) == list(range(1, USERS))
+
+
+def test_before_the_first_round_nobody_tells_whether_a_learner_can_be_made() -> None:
+    """It may depend on the data; what cannot be made counts as zero."""
+    users = Users("regression")
+    replies: dict[int, Message] = {}
+
+    def learner(context: Context) -> AdditiveLinear:
+        if user_of(context) == 0:
+            raise RuntimeError("rows that cannot be read")
+        return users.learner(context)
+
+    app = client_app(learner)
+
+    def heard(message: Message, context: Context) -> Message:
+        reply = app(message, context)
+        if message.metadata.message_type == "query":
+            replies[user_of(context)] = reply
+        return reply
+
+    grid = InProcessGrid(heard, USERS)  # type: ignore[arg-type]
+    PPSGD.auto(**users.auto()).start(grid, users.w)
+    assert 0 in replies
+    assert all(reply.has_content() and len(reply.content) == 0 for reply in replies.values())
 
 
 def test_in_the_legacy_api_too_the_last_w_is_answered_with_nothing() -> None:

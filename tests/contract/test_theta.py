@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, Context, Message, MessageType
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType
 from flwr.clientapp import ClientApp
 
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, client_app
@@ -233,6 +233,25 @@ def test_a_device_that_restarts_in_every_round_trains_as_one_that_never_does(
     steady = strategy(release, insecure_seed=3)
     result = steady.start(InProcessGrid(app, USERS), zeros(), num_rounds=4)
     np.testing.assert_array_equal(w, flat(result.arrays))
+
+
+def test_a_message_that_comes_twice_steps_theta_once(tmp_path: Path) -> None:
+    """The second answer is the first again, and the next round goes on from one step."""
+    release = Release(Poisson(1, 1.0), clip_norm=9.0, noise_multiplier=0.0)
+
+    def gradients(times: int) -> list[Floats]:
+        """What a user sends in three rounds, each message of which comes so often."""
+        ppsgd = strategy(release, checkpoint_dir=tmp_path / str(times))
+        grid = InProcessGrid(client_app(learner_for_device), 1)
+        sent = []
+        for round_ in (1, 2, 3):
+            messages = ppsgd.configure_train(round_, zeros(), ConfigRecord(), grid)
+            replies = list(grid.send_and_receive(messages * times))
+            sent += [flat(reply.content.array_records["gradient"]) for reply in replies]
+            ppsgd.aggregate_train(round_, replies[:1])
+        return sent
+
+    np.testing.assert_array_equal(gradients(2), np.repeat(gradients(1), 2, axis=0))
 
 
 def learner_for_device(context: Context) -> Target:

@@ -1,8 +1,9 @@
-"""The engine for networks: a few calls measure everyone, and settings do not see each other."""
+"""The engine for networks: a cohort is its users one after the other, and settings do not see each
+other."""
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,8 @@ from torch import Tensor, nn
 
 from flwr_ppsgd import FixedSize, Release, Steps
 from flwr_ppsgd.algorithm import Reduction
-from flwr_ppsgd.lab import network_engine as networks
 from flwr_ppsgd.lab.engine import Setting
-from flwr_ppsgd.lab.network_engine import (
-    NetworkEngine,
-    cohort_gradients,
-    evaluate_users,
-)
+from flwr_ppsgd.lab.network_engine import NetworkEngine, cohort_gradients
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.torch_model import AdditiveHead, SplitModel
 from tests.support.by_hand import by_hand, close
@@ -28,18 +24,13 @@ SIZES = SOURCE.integers(3, 12, size=USERS).tolist()
 ROWS = [(SOURCE.normal(size=(n, FEATURES)), SOURCE.integers(CLASSES, size=n)) for n in SIZES]
 
 
-class Counted(nn.Module):
-    """A network that counts the calls of all its copies."""
-
-    calls: ClassVar[int] = 0
-
+class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(FEATURES, 5)
         self.head = nn.Linear(5, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        type(self).calls += 1
         scores: Tensor = self.head(torch.tanh(self.body(x)))
         return scores
 
@@ -59,17 +50,13 @@ def engine_of(model: SplitModel, chosen: list[Setting], *, average: bool = False
     return NetworkEngine(model, batches, chosen, seed=1, average=average, tests=tests)
 
 
-def test_everyone_is_measured_in_a_few_calls_of_the_network() -> None:
-    """One call for all users with the same number of rows; the measures are those of one user after
-    the other."""
-    model = SplitModel(Counted().double(), ["head.*"])
+def test_everyone_with_test_rows_is_measured() -> None:
+    model = SplitModel(Small().double(), ["head.*"])
     engine = engine_of(model, settings(2))
     for _ in range(3):
         engine.advance()
-    Counted.calls = 0
     measures = engine.measures()
     measured = [user for user in range(USERS) if user % 9]
-    assert Counted.calls == 2 * len({SIZES[user] for user in measured})
     for place in range(2):
         w = engine.w(place)
         each = [model.evaluate(w, engine.theta(place, user), ROWS[user]) for user in measured]
@@ -89,7 +76,7 @@ def test_every_setting_is_that_of_the_algorithm_round_by_round(kind: str) -> Non
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU()).double()
     head = AdditiveHead(network, 5, CLASSES, head=torch.randn(5, CLASSES))
-    model = head if kind == "additive head" else SplitModel(Counted().double(), ["head.*"])
+    model = head if kind == "additive head" else SplitModel(Small().double(), ["head.*"])
     chosen = settings(6)
     engine = engine_of(model, chosen)
     averages = engine_of(model, chosen, average=True)
@@ -182,55 +169,3 @@ def test_a_loss_that_reduces_by_itself_may_train_a_cohort() -> None:
     x = torch.randn(3, 5, 2, dtype=torch.float64)
     y = torch.randn(3, 5, dtype=torch.float64)
     check_cohort_gradients(model, x, y, "mean")
-
-
-def test_users_of_all_sizes_are_measured_together_as_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Groups of a few rows, so that there are several, with tests of 1 to 9 rows in each."""
-    monkeypatch.setattr(networks, "ROWS_AT_ONCE", 20)
-    source = np.random.default_rng(0)
-    model = SplitModel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), ["2.*"])
-    sizes = [9, 1, 4, 7, 2, 2, 8, 1, 25]
-    tests = [(source.normal(size=(n, 3)), source.integers(5, size=n)) for n in sizes]
-    w = model.initial_w()
-    thetas = source.normal(size=(len(sizes), len(model.initial_theta())))
-    together = evaluate_users(model, w, thetas, tests)
-    for theta, rows, measured in zip(thetas, tests, together, strict=True):
-        assert measured == pytest.approx(model.evaluate(w, theta, rows), rel=1e-5)
-
-
-def test_users_whose_rows_differ_in_shape_are_measured_one_by_one() -> None:
-    """Texts of any length, whose rows cannot be stacked."""
-    source = np.random.default_rng(0)
-    network = nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 4))
-    model = SplitModel(network, ["1.bias"])
-    tests = [(source.normal(size=(2, size)), source.integers(4, size=2)) for size in (5, 8)]
-    w = model.initial_w()
-    thetas = source.normal(size=(2, 4))
-    together = evaluate_users(model, w, thetas, tests)
-    one_by_one = [model.evaluate(w, thetas[user], tests[user]) for user in range(2)]
-    assert together == one_by_one
-
-
-def test_users_with_several_inputs_are_measured_one_by_one() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(3, 3)
-            self.head = nn.Linear(3, 4)
-
-        def forward(self, first: Tensor, second: Tensor) -> Tensor:
-            scores: Tensor = self.head(self.body(first) + second)
-            return scores
-
-    source = np.random.default_rng(0)
-    model = SplitModel(Sum(), ["head.*"])
-    tests = []
-    for _ in range(2):
-        x = {"first": source.normal(size=(2, 3)), "second": source.normal(size=(2, 3))}
-        tests.append((x, source.integers(4, size=2)))
-    w = model.initial_w()
-    thetas = np.tile(model.initial_theta(), (2, 1))
-    together = evaluate_users(model, w, thetas, tests)
-    assert together == [model.evaluate(w, thetas[user], tests[user]) for user in range(2)]

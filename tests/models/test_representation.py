@@ -193,7 +193,7 @@ def test_a_task_sees_the_representation_in_every_engine(tmp_path: Path, flat: bo
     np.testing.assert_allclose(data.matrix(rows), expected, atol=1e-6)
     whole, _, offsets = data.part(test=False)
     np.testing.assert_array_equal(whole[offsets[1] : offsets[2]], data.matrix(rows))
-    assert problem.found_representation() == "random-convolution"
+    assert problem.chosen_representation() == "random-convolution"
     learner = task_of(problem, 3).learner(1)
     assert len(learner.initial_theta()) == 41 * 2
     plain = Problem(data=str(path), representation="none").per_user()

@@ -22,14 +22,14 @@ from flwr.server import (
     ServerApp,
     ServerAppComponents,
     ServerConfig,
-    SimpleClientManager,
 )
 from flwr.server.client_proxy import ClientProxy
 
-from flwr_ppsgd import PrivateMetrics, Steps
+from flwr_ppsgd import PrivateMetrics
 from flwr_ppsgd.client.app import PPSGDClient
 from flwr_ppsgd.server.legacy import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.contract.hostile_clients import Named, legacy_strategy, named_clients
 from tests.support.toy import SIZE, Floats, release, toy_learner
 
 ONE = np.full(SIZE, 0.1)
@@ -40,31 +40,8 @@ def client_fn(context: Context) -> Client:
 
 
 def legacy(**changes: Any) -> PPSGDStrategy:
-    settings: dict[str, Any] = {
-        "release": release(),
-        "steps": Steps(shared=1.0, personal=0.5),
-        "delta": 1e-4,
-        "initial_parameters": ndarrays_to_parameters([np.zeros(SIZE)]),
-        **changes,
-    }
-    return PPSGDStrategy(**settings)
-
-
-class Proxy(ClientProxy):
-    """A client that is only a name."""
-
-    def get_properties(self, *_: Any) -> Any: ...
-    def get_parameters(self, *_: Any) -> Any: ...
-    def fit(self, *_: Any) -> Any: ...
-    def evaluate(self, *_: Any) -> Any: ...
-    def reconnect(self, *_: Any) -> Any: ...
-
-
-def manager(count: int = 5) -> SimpleClientManager:
-    clients = SimpleClientManager()
-    for cid in range(count):
-        clients.register(Proxy(str(cid)))
-    return clients
+    """Without noise unless it is given."""
+    return legacy_strategy(**{"release": release(), **changes})
 
 
 def result(tensors: list[bytes] | None = None, *arrays: Floats) -> FitRes:
@@ -94,11 +71,11 @@ def test_aggregating_without_configuring_is_refused() -> None:
 def test_initial_parameters_are_required() -> None:
     with pytest.raises(ValueError, match="initial_parameters"):
         legacy(initial_parameters=None)
-    assert legacy().initialize_parameters(manager()).tensors
+    assert legacy().initialize_parameters(named_clients()).tensors
 
 
 def evaluated(loss: float, count: int, **metrics: Any) -> tuple[ClientProxy, EvaluateRes]:
-    return Proxy("0"), EvaluateRes(Status(Code.OK, ""), loss, count, metrics)
+    return Named("0"), EvaluateRes(Status(Code.OK, ""), loss, count, metrics)
 
 
 def test_what_is_not_finite_does_not_spoil_the_means() -> None:
@@ -119,14 +96,12 @@ def test_evaluation_goes_by_absolute_rounds_and_comes_after_the_last(tmp_path: P
     def train(total: int) -> None:
         ppsgd = legacy(evaluate_every=2, checkpoint_dir=tmp_path)
         ppsgd.server_config(total)
-        initial = ppsgd.initialize_parameters(manager())
+        initial = ppsgd.initialize_parameters(named_clients())
         for server_round in range(1, ppsgd.remaining_rounds(total) + 1):
-            ppsgd.configure_fit(server_round, initial, manager())
+            ppsgd.configure_fit(server_round, initial, named_clients())
             parameters, _ = ppsgd.aggregate_fit(server_round, [], [])
-            for _, instructions in ppsgd.configure_evaluate(server_round, parameters, manager())[
-                :1
-            ]:
-                asked.append(int(instructions.config["round"]))
+            sent = ppsgd.configure_evaluate(server_round, parameters, named_clients())
+            asked.extend(int(instructions.config["round"]) for _, instructions in sent[:1])
         ppsgd.close()
 
     train(3)
@@ -149,8 +124,8 @@ def test_the_statement_is_logged_after_the_last_round(
 def test_clients_that_return_parameters_are_clipped_as_gradients() -> None:
     """w − w_i, as of ``PPSGD(replies="parameters")``; such a client gets no Order."""
     ppsgd = legacy(replies="parameters")
-    initial = ppsgd.initialize_parameters(manager())
-    asked = ppsgd.configure_fit(1, initial, manager())
+    initial = ppsgd.initialize_parameters(named_clients())
+    asked = ppsgd.configure_fit(1, initial, named_clients())
     assert [set(instructions.config) for _, instructions in asked] == [{"server_round"}] * 5
     parameters, _ = ppsgd.aggregate_fit(1, [(asked[0][0], result(None, ONE))], [])
     moved = parameters_to_ndarrays(parameters)[0]
@@ -160,8 +135,8 @@ def test_clients_that_return_parameters_are_clipped_as_gradients() -> None:
 def test_private_measures_come_back_as_in_the_message_api() -> None:
     metrics = PrivateMetrics({"loss": 2.0}, share=0.25)
     ppsgd = legacy(metrics=metrics)
-    initial = ppsgd.initialize_parameters(manager())
-    asked = ppsgd.configure_fit(1, initial, manager())
+    initial = ppsgd.initialize_parameters(named_clients())
+    asked = ppsgd.configure_fit(1, initial, named_clients())
     replies = [
         (client, FitRes(Status(Code.OK, ""), ndarrays_to_parameters([ONE]), 1, {"loss": 1.5}))
         for client, _ in asked
@@ -204,18 +179,18 @@ def test_central_evaluation_gets_the_absolute_round_and_w(tmp_path: Path) -> Non
         run_legacy(ppsgd, rounds, InProcessGrid(ClientApp(client_fn=client_fn), 5))
         ppsgd.close()
     assert seen == [0, 1, 2, 2, 3]
-    assert legacy().evaluate(1, ppsgd.initialize_parameters(manager())) is None
+    assert legacy().evaluate(1, ppsgd.initialize_parameters(named_clients())) is None
 
 
 FAILED = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, "no data"), Parameters([], ""), 0, {})
 
 
-@pytest.mark.parametrize("failure", [(Proxy("3"), FAILED), RuntimeError("no data")])
+@pytest.mark.parametrize("failure", [(Named("3"), FAILED), RuntimeError("no data")])
 def test_a_failure_is_counted_once(failure: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Of five, three answer, one fails and one is silent."""
     ppsgd = legacy()
-    ppsgd.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), manager())
-    results = [(Proxy(str(user)), result(None, ONE)) for user in range(3)]
+    ppsgd.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), named_clients())
+    results = [(Named(str(user)), result(None, ONE)) for user in range(3)]
     with caplog.at_level("DEBUG", logger="flwr.ppsgd"):
         ppsgd.aggregate_fit(1, results, [failure])  # type: ignore[arg-type]
     assert "replies=3 zeros=2 client-error=1 missing=1; the first: no data" in caplog.text

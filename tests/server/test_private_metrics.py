@@ -70,7 +70,7 @@ def test_gradient_and_measures_are_clipped_apart_and_stay_within_c_together() ->
     r = Release(Poisson(5, 1.0), clip_norm=2.0, noise_multiplier=0.0)
     total = GridSum(SIZE, r, PrivateMetrics({"loss": 1.0}, share=0.25))
     total.add(np.full(SIZE + 1, 1e9))
-    multiples = [int(k) for k in total._multiples]
+    multiples = [int(k) for k in total.multiples]
     assert sum(k * k for k in multiples) <= 2**64
     released = total.noisy(RandomStream.insecure(0))
     assert np.linalg.norm(released[:SIZE]) == pytest.approx(2.0 * math.sqrt(0.75), rel=1e-8)
@@ -125,7 +125,7 @@ def test_a_learner_without_measures_is_told(caplog: pytest.LogCaptureFixture) ->
     on = grid()
     (reply, *_) = on.send_and_receive(opened(strategy(metrics=LOSS), on))
     assert "learner-failed: ValueError" in str(reply.error.reason)
-    assert "Toy has no training_measures" in caplog.text
+    assert "Target has no training_measures" in caplog.text
 
 
 def test_several_measures_at_their_bounds_count_in_full_whatever_the_algorithm() -> None:

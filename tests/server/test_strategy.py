@@ -178,6 +178,17 @@ def test_nodes_that_come_later_take_the_free_places_of_the_population() -> None:
     assert len(ppsgd.configure_train(2, w0(), ConfigRecord(), on)) == 5
 
 
+def test_nodes_that_come_when_all_places_are_taken_have_none() -> None:
+    ppsgd = strategy(enrolled=Enrolled(min_online=0.5), evaluate_every=1)
+    on = some_online(7, [3, 7])
+    first = opened(ppsgd, on)
+    ppsgd.aggregate_train(1, [])
+    asked = ppsgd.configure_evaluate(1, w0(), ConfigRecord(), on)
+    ids = [message.metadata.dst_node_id for message in asked]
+    assert len(ids) == 5
+    assert {message.metadata.dst_node_id for message in first} <= set(ids)
+
+
 def test_more_nodes_than_the_population_is_an_error_that_says_so() -> None:
     with pytest.raises(
         ValueError, match=r"7 nodes are online but the cohort's population is 5.*enrolled"

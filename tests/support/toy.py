@@ -1,45 +1,21 @@
-"""A toy that a reader can redo by hand: every user knows one vector and wants w + θ to equal it."""
+"""Five users of ``contract.targets`` whose rounds are driven by hand, without noise."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
-from numpy.typing import NDArray
 
-from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
+from flwr_ppsgd import PPSGD, Poisson, Release, client_app
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
+from tests.contract import targets
+from tests.contract.targets import SIZE, Floats, flat, target
+from tests.contract.targets import Target as Toy
+from tests.contract.targets import learner_for as toy_learner
 
-SIZE = 6
-Floats = NDArray[np.float64]
-
-
-@dataclass
-class Toy:
-    """f = ½‖w + θ − target‖², so both gradients are w + θ − target."""
-
-    target: Floats
-    num_examples: int = 3
-
-    def initial_theta(self) -> Floats:
-        return np.zeros(len(self.target))
-
-    def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:  # noqa: ARG002
-        gradient = w + theta - self.target
-        return gradient, gradient
-
-    def evaluate(self, w: Floats, theta: Floats) -> dict[str, float]:
-        return {"distance": float(np.sum((w + theta - self.target) ** 2))}
-
-
-def target(partition: int) -> Floats:
-    return np.random.default_rng(partition).normal(size=SIZE)
-
-
-def toy_learner(context: Context) -> Toy:
-    return Toy(target(int(context.node_config["partition-id"])))
+__all__ = ["SIZE", "Floats", "Toy", "flat", "target", "toy_learner"]
 
 
 def w0(*arrays: Floats) -> ArrayRecord:
@@ -67,19 +43,9 @@ def answer(message: Message, *arrays: Floats, name: str = GRADIENT) -> Message:
     return Message(RecordDict({name: ArrayRecord(list(arrays))}), reply_to=message)
 
 
-def flat(record: ArrayRecord) -> Floats:
-    return np.concatenate([array.reshape(-1) for array in record.to_numpy_ndarrays()])
-
-
-def strategy(**changes: object) -> PPSGD:
-    """PPSGD for five toy users, without noise unless told otherwise."""
-    settings: dict[str, object] = {
-        "release": release(),
-        "steps": Steps(shared=1.0, personal=0.5),
-        "delta": 1e-4,
-        **changes,
-    }
-    return PPSGD(**settings)  # type: ignore[arg-type]
+def strategy(**changes: Any) -> PPSGD:
+    """PPSGD for five users, without noise unless told otherwise."""
+    return targets.strategy(**{"release": release(), **changes})
 
 
 def make_replies(messages: Iterable[Message], vector: Callable[[int], Floats]) -> list[Message]:
