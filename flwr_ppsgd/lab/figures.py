@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.lab import summary
 from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
-from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, measure_of, on_test
+from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, measure_of, name_of_measure, on_test
 from flwr_ppsgd.lab.outputs import (
     BEST,
     PICTURE,
@@ -71,11 +71,6 @@ COLOURS = (
 )
 STYLES = ("-", "--", "-.", ":")
 MARKERS = "^vDPX<>"
-MEASURE_NAMES = {
-    "excess_risk": "excess risk (mean over users)",
-    "precision_at_1": "precision@1",
-    "rmse": "RMSE (all rows together)",
-}
 PICTURE_FORMATS = ("png", "pdf", "svg")
 DOTS = 130  # of a picture per inch
 ONE_PANEL = (7.2, 5.2)  # inches
@@ -111,13 +106,6 @@ class _PlainFormatter(LogFormatter):
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:g}" if super().__call__(x, pos) else ""
-
-
-def name_of_measure(measure: str) -> str:
-    """A measure in words."""
-    tested = on_test(measure)
-    name = MEASURE_NAMES.get(tested, tested)
-    return name if tested == measure else f"{name}, validation rows"
 
 
 def log_scale(axes: Axes) -> None:

@@ -17,7 +17,7 @@ import jinja2
 import pandas as pd
 
 from flwr_ppsgd.lab.figures import cost_text, draw_figures
-from flwr_ppsgd.lab.measures import measure_of, on_test
+from flwr_ppsgd.lab.measures import LABELS, measure_of, on_test
 from flwr_ppsgd.lab.outputs import (
     METRICS,
     PICTURE,
@@ -51,14 +51,12 @@ Context: TypeAlias = dict[str, Any]  # what the template shows, by name
 TEMPLATE = "report.html.jinja"
 EPSILONS = ("epsilon", EPSILON)
 NAMES = {
+    **LABELS,
     "epsilon": "ε guaranteed",
     EPSILON: "ε of a deployment",
     "noise-multiplier": "noise z",
     "alpha-q": "αQ",
     "clip-norm": "clip norm C",
-    "excess_risk": "excess risk",
-    "precision_at_1": "precision@1",
-    "rmse": "RMSE",
     "insecure-seed": "seed",
     "trivial": "without features",
     "delta": "δ",

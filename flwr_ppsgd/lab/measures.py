@@ -14,6 +14,7 @@ from flwr_ppsgd.learner import LOCAL
 # settings are compared by the first of these that was measured
 MEASURES = ("accuracy", "precision_at_1", "rmse", "excess_risk", "loss")
 HIGHER_IS_BETTER = ("accuracy", "precision_at_1")
+LABELS = {"precision_at_1": "precision@1", "rmse": "RMSE", "excess_risk": "excess risk"}
 
 # what stands before the name of a measure on rows that are for choosing settings
 VALIDATION = "validation_"
@@ -31,6 +32,13 @@ def measure_of(row: Mapping[str, object]) -> str:
     """The measure by which settings are compared: on validation rows if there are any."""
     names = [*(VALIDATION + name for name in MEASURES), *MEASURES]
     return next(name for name in names if name in row)
+
+
+def name_of_measure(measure: str) -> str:
+    """A measure in words."""
+    tested = on_test(measure)
+    name = LABELS.get(tested, tested)
+    return name if tested == measure else f"{name}, validation rows"
 
 
 def on_test(measure: str) -> str:

@@ -1,6 +1,5 @@
 """An experiment: settings and data in; a trained w, rows of measures, a privacy statement out."""
 
-import functools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from flwr_ppsgd.lab.evaluation import (
     results_of,
 )
 from flwr_ppsgd.lab.experiment import EXHAUSTED, Experiment
+from flwr_ppsgd.lab.problem import SYNTHETIC
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.server.account import ServerAccount
@@ -33,7 +33,7 @@ from flwr_ppsgd.statement import Promise
 from flwr_ppsgd.training import Training
 from flwr_ppsgd.wire import BESIDE
 
-MOST_LEARNERS = 4096  # that are kept in memory
+MOST_NUMBERS = 1 << 28  # in the training rows of learners that are kept in memory
 SEED_BITS = 31
 # arguments of a strategy that a simulation on a cohort engine has no use for
 NO_SERVER = {"enrolled": None, "checkpoint_dir": None, "budget_dir": None, "evaluate_every": 0}
@@ -74,16 +74,31 @@ def run(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
 def train_in_process(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """``run``, also if rows are set apart for choosing among settings."""
     task = experiment.task
+    most = _most_learners(experiment)
+    kept: dict[int, Learner] = {}  # the first ones: rounds visit everybody in turn
 
-    @functools.lru_cache(maxsize=MOST_LEARNERS)
     def learner_of(user: int) -> Learner:
-        return remember_measures(task.learner(user))
+        if user in kept:
+            return kept[user]
+        learner = remember_measures(task.learner(user))
+        if len(kept) < most:
+            kept[user] = learner
+        return learner
 
     def learner_for(context: Context) -> Learner:
         return learner_of(int(context.node_config["partition-id"]))
 
     grid = InProcessGrid(client_app(learner_for), experiment.training.population)
     return _train_on(grid, experiment, learner_of, on_round)
+
+
+def _most_learners(experiment: Experiment) -> int:
+    """The number of learners that may be kept in memory."""
+    if experiment.problem.data == SYNTHETIC:
+        return experiment.training.population
+    data = experiment.problem.per_user()
+    rows = max(1.0, data.train_sizes.mean())
+    return int(MOST_NUMBERS / (rows * data.features))
 
 
 def run_on(grid: Grid, experiment: Experiment) -> Outcome:

@@ -18,7 +18,7 @@ from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.features import count_of
 from flwr_ppsgd.lab.inspect import hints
-from flwr_ppsgd.lab.measures import badness, measure_of
+from flwr_ppsgd.lab.measures import badness, measure_of, name_of_measure
 from flwr_ppsgd.lab.outputs import PICTURE, USERS_PICTURE, SavedRun, read_people
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
 from flwr_ppsgd.lab.rows import INFINITE, Point
@@ -37,7 +37,6 @@ LABEL_WIDTH = 11
 BAR_WIDTH = 20
 MOST_HINTS = 4  # about the data; the rest is shown by ppsgd look
 NO_GUARANTEE = "NO GUARANTEE"
-MEASURE_LABELS = {"rmse": "RMSE", "precision_at_1": "precision@1", "excess_risk": "excess risk"}
 DECISIONS = ("left out", "taken as categories")  # notes on columns, which options change
 ADVICE = {  # if something simpler is as good as the personal models
     "without features": "this does not beat an answer without features: look at scales, ids and "
@@ -159,7 +158,7 @@ def _result_lines(
     if gain:
         parts.append(gain)
     parts.append("(not private)")
-    lines = [(MEASURE_LABELS.get(main, main), "   ".join(parts))]
+    lines = [(name_of_measure(main), "   ".join(parts))]
     advice = advice_on(main, values)
     return [*lines, ("", advice)] if advice else lines
 

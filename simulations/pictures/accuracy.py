@@ -22,8 +22,8 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from flwr_ppsgd.lab.experiment import Experiment
-from flwr_ppsgd.lab.figures import COLOURS, name_of_measure
-from flwr_ppsgd.lab.measures import measure_of, on_test
+from flwr_ppsgd.lab.figures import COLOURS
+from flwr_ppsgd.lab.measures import measure_of, name_of_measure, on_test
 from flwr_ppsgd.lab.outputs import read_rows
 from flwr_ppsgd.lab.run import Outcome, run_as_cohort
 from flwr_ppsgd.lab.screen import SweepBar, progress_bar

@@ -17,8 +17,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_ppsgd.lab.figures import COLOURS, STYLES, name_of_measure
-from flwr_ppsgd.lab.measures import measure_of
+from flwr_ppsgd.lab.figures import COLOURS, STYLES
+from flwr_ppsgd.lab.measures import measure_of, name_of_measure
 from flwr_ppsgd.lab.outputs import read_rows
 from flwr_ppsgd.lab.rows import PPSGD, SweepRow
 from flwr_ppsgd.lab.summary import at_level, best, frame_of, levels_of, means
