@@ -150,7 +150,9 @@ def legacy_reply(node: Mapping[str, Any], learner: Any = None, **settings: Any) 
     (_, instructions), *_ = legacy_round(ppsgd)
     context = new_context(node=node)
     client = PPSGDClient(learner or learner_for(context), context)
-    arrays, _, _ = client.fit(parameters_to_ndarrays(instructions.parameters), instructions.config)
+    w = parameters_to_ndarrays(instructions.parameters)
+    arrays, examples, metrics = client.fit(w, instructions.config)
+    assert (examples, metrics) == (1, {}), "the number of rows stays with the user"
     return arrays
 
 
