@@ -111,6 +111,16 @@ def test_without_a_limit_the_account_is_kept_all_the_same(tmp_path: Path) -> Non
     assert answers(later) == 0
 
 
+def test_a_limit_is_refused_after_answers_that_no_epsilon_covers(tmp_path: Path) -> None:
+    """Measures left the device before the limit was set: no account can bound them."""
+    node = {"ppsgd-state-dir": str(tmp_path / "device"), "ppsgd-user": "ann"}
+    trained(strategy(release=release(z=2.0), evaluate_every=1), grid(OwnedNode(node)), rounds=1)
+    later = OwnedNode(limited(tmp_path, 100.0))
+    trained(strategy(release=release(z=2.0)), grid(later), rounds=1)
+    assert answers(later) == 0
+    assert "outside every ε" in ppsgd_command("client-report", tmp_path / "device")
+
+
 OUTSIDE: dict[str, Callable[[Any], Any]] = {
     "a stock strategy": lambda on: FedAvg().configure_train(1, w0(), ConfigRecord(), on),
     "no noise": lambda on: strategy(release=release(z=0.0)).configure_train(
