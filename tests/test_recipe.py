@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from flwr_ppsgd import Ledger, SecureSum
 from flwr_ppsgd.recipe import (
     SCALAR_BOUND,
     ColumnShares,
@@ -248,3 +249,13 @@ def test_a_body_takes_four_rounds_and_a_size(task: Task) -> None:
     assert made.rounds == 4
     assert list(made.before) == ["size"]
     assert recipe(population=10, epsilon=1.0, delta=1e-3, task=task).rounds == 2
+
+
+def test_delta_pays_for_random_neighbours_of_secure_sums() -> None:
+    rules = SecureSum(honest=700, colluding=100, failure=1e-7)
+    found = recipe(population=1000, epsilon=2.0, delta=1e-5, task="regression", aggregation=rules)
+    assert found.release.failure > 0
+    ledger = Ledger(1e-5).record(found.release, found.rounds)
+    for release in found.before.values():
+        ledger = ledger.record(release)
+    assert 1.9 < ledger.epsilon() <= 2.0

@@ -290,9 +290,10 @@ def test_f_is_the_largest_that_the_own_epsilon_allows(factor: float) -> None:
     np.testing.assert_allclose(found, 1.0, rtol=1e-6)  # f is never above 1
 
 
-def test_scalars_and_solutions_of_auto_have_the_same_factor() -> None:
+@pytest.mark.parametrize("way", ["regression", "sparse"])
+def test_everything_that_auto_asks_for_has_the_same_factor(way: str) -> None:
     """A user who answers adds ½·f to the count beside a scalar."""
-    users = Users("regression")
+    users = Users(way)
     seen: list[tuple[str, Floats]] = []
     app = client_app(users.learner)
 
@@ -305,16 +306,16 @@ def test_scalars_and_solutions_of_auto_have_the_same_factor() -> None:
             seen.append((asked, flat(reply.content.array_records["gradient"])))
         return reply
 
-    auto = PPSGD.auto(population=PEOPLE, epsilon=40.0, delta=1e-3, task="regression")
+    auto = PPSGD.auto(**users.auto(epsilon=40.0, delta=1e-3, insecure_seed=None))
     auto.start(InProcessGrid(heard, PEOPLE), users.w)  # type: ignore[arg-type]
     (unit,) = [vector for asked, vector in seen if asked == "unit"]
     factor = 2 * unit[1]
     plan = [(auto.training.release, auto.rounds_done), *((r, 1) for r in before_of(auto))]
     mu = math.sqrt(sum(times * (factor / each.noise_multiplier) ** 2 for each, times in plan))
     assert dp_accounting.get_epsilon_gaussian(1 / mu, 1e-3) == pytest.approx(0.5, rel=1e-3)
-    solutions = [vector for asked, vector in seen if asked == "solution"]
-    assert solutions
-    assert all(np.linalg.norm(vector) <= factor * (1 + 1e-9) for vector in solutions)
+    bounded = {asked: vector for asked, vector in seen if asked in ("columns", "solution")}
+    assert set(bounded) == ({"columns", "solution"} if users.sparse else {"solution"})
+    assert all(np.linalg.norm(vector) <= factor * (1 + 1e-9) for vector in bounded.values())
 
 
 def before_of(auto: PPSGD) -> list[Any]:
