@@ -46,7 +46,7 @@ test-flower: .venv-flower/.installed   ## what Flower sees of this, with the new
 test-deployment: $(BIN)/.installed   ## all faults on real SuperLinks and SuperNodes: half an hour
 	$(PYTEST) -n 0 -m "deployment or not deployment" tests/deployment
 
-fuzz: $(BIN)/.installed          ## hostile bytes for minutes instead of seconds: 5 minutes on two quiet cores
+fuzz: $(BIN)/.installed          ## hostile bytes for minutes instead of seconds: 3 minutes on two quiet cores
 	$(PYTEST) -m fuzz --hypothesis-profile=fuzz tests
 
 check: $(BIN)/.installed         ## formatting, lint, types
