@@ -27,12 +27,12 @@ def paper_cnn(
         classes: the number of outputs.
         dtype: of the parameters.
     """
-    coins = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     network = _network()
     for part in network:
         if isinstance(part, nn.Conv2d | nn.Linear):
-            _start(part, coins)
-    head = torch.randn(FEATURES, classes, generator=coins) / math.sqrt(FEATURES)
+            _start(part, generator)
+    head = torch.randn(FEATURES, classes, generator=generator) / math.sqrt(FEATURES)
     return AdditiveHead(network.to(dtype), FEATURES, classes, loss=mean_square, head=head)
 
 
@@ -79,10 +79,10 @@ def _network() -> nn.Sequential:
     )
 
 
-def _start(part: nn.Conv2d | nn.Linear, coins: torch.Generator) -> None:
+def _start(part: nn.Conv2d | nn.Linear, generator: torch.Generator) -> None:
     """Glorot's normal kernels, and biases of 1e-6 (convolutions) or 1e-2 (dense), as in the
     authors' framework."""
-    nn.init.xavier_normal_(part.weight, generator=coins)
+    nn.init.xavier_normal_(part.weight, generator=generator)
     if part.bias is not None:
         std = 1e-6 if isinstance(part, nn.Conv2d) else 1e-2
-        nn.init.normal_(part.bias, 0.0, std, generator=coins)
+        nn.init.normal_(part.bias, 0.0, std, generator=generator)
