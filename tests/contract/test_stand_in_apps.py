@@ -114,7 +114,9 @@ def test_the_recipe_in_a_real_flower_simulation(
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not QUICKSTARTS.is_dir(), reason="Flower's quickstarts are not at hand")
+@pytest.mark.skipif(
+    not QUICKSTARTS.is_dir(), reason="Flower's quickstarts are looked for in ../shared/apps"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pages_lines_fit_flowers_own_quickstart(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
