@@ -46,21 +46,16 @@ class Poisson:
     Args:
         population: N, the number of enrolled users; public. A user who is offline still counts.
         rate: q in (0, 1]. 1 is everyone in every round: Algorithm 1.
-        cap: B, the most users that a round may have. A larger draw loses users at random, which δ
-            must pay for (see ``Ledger``).
     """
 
     population: int
     rate: float
-    cap: int | None = None
 
     def __post_init__(self) -> None:
         _store_fields(self, population=count("population", self.population))
         remedy = "it is the chance to be drawn in a round"
         require(0 < self.rate <= 1, "rate must be in (0, 1]", self.rate, remedy)
         _store_fields(self, rate=float(self.rate))
-        if self.cap is not None:
-            _store_fields(self, cap=count("cap", self.cap))
 
     @property
     def amplifies(self) -> bool:
@@ -68,16 +63,8 @@ class Poisson:
         return self.rate < 1
 
     def members(self, uniforms: Vector) -> NDArray[np.intp]:
-        """{i : u_i < q}, from one uniform in [0, 1) for each enrolled user.
-
-        Of more than B, those with the smallest uniforms. Given that they are below q, the uniforms
-        order the drawn users at random: whom the cap drops is chance.
-        """
-        drawn = np.flatnonzero(uniforms < self.rate)
-        if self.cap is None or len(drawn) <= self.cap:
-            return drawn
-        order = np.argsort(uniforms[drawn], kind="stable")
-        return np.sort(drawn[order[: self.cap]])
+        """{i : u_i < q}, from one uniform in [0, 1) for each enrolled user."""
+        return np.flatnonzero(uniforms < self.rate)
 
 
 @dataclass(frozen=True)
@@ -225,7 +212,7 @@ class Release:
         """The most clients that a round may have."""
         if isinstance(self.cohort, FixedSize):
             return self.cohort.size
-        return min(self.cohort.population, self.cohort.cap or self.cohort.population)
+        return self.cohort.population
 
     @property
     def amplifies(self) -> bool:

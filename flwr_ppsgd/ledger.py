@@ -3,7 +3,6 @@
 The :class:`Ledger` is data: which releases, how often. ε is worked out from it on demand.
 """
 
-import functools
 import json
 import math
 from collections import defaultdict
@@ -13,7 +12,6 @@ from typing import Any, Self, get_args
 
 import dp_accounting
 from scipy.optimize import brentq
-from scipy.stats import binom
 
 from flwr_ppsgd import epsilon as accounting
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Poisson, Release, SecureSum
@@ -118,9 +116,10 @@ class Ledger:
         left = self.delta - self.failure
         if left <= 0:
             return EpsilonBound(math.inf, "random neighbours need more than the whole delta")
-        if self._cap_bites():
-            return self._bound_with_caps(relation, method, left)
-        return self._bound_without_caps(relation, method, left)
+        releases = _price_list(self.releases)
+        if method == "rdp":
+            return EpsilonBound(accounting.by_rdp(releases, left, relation), "RDP")
+        return accounting.tightest(releases, left, relation)
 
     def bound_with_cut(self, cut: float, relation: Relation = "zero-out") -> EpsilonBound:
         """ε at δ less what the sampler's cut tails take, (1 + e^ε)·cut; infinite if that is all.
@@ -164,52 +163,9 @@ class Ledger:
         """
         return sum(times * release.failure for release, times in self.releases)
 
-    def _bound_without_caps(self, relation: Relation, method: Method, delta: float) -> EpsilonBound:
-        """ε at a δ, if no cap can bite."""
-        releases = _price_list(self.releases)
-        if method == "rdp":
-            return EpsilonBound(accounting.by_rdp(releases, delta, relation), "RDP")
-        return accounting.tightest(releases, delta, relation)
-
     def _rough_epsilon(self, relation: Relation) -> float:
         """Where to look for ε: no bound, and it costs next to nothing."""
         return rough_epsilon(_price_list(self.releases), self.delta, relation)
-
-    def _bound_with_caps(self, relation: Relation, method: Method, delta: float) -> EpsilonBound:
-        """The ε of a smaller δ', such that δ' and what the caps take are at most δ.
-
-        Infinite if nothing is left. Half of δ is tried first. What is left over is then given
-        back, which lowers ε and with it what the caps take.
-        """
-        nothing_left = EpsilonBound(math.inf, "the cap needs more than the whole delta")
-        if self._taken_by_caps(0.0) > delta / 2:
-            return nothing_left
-        bound = nothing_left
-        spare = delta / 2
-        for _ in range(3):
-            bound = self._bound_without_caps(relation, method, spare)
-            taken = self._taken_by_caps(bound.epsilon)
-            if not taken <= delta - spare:
-                return nothing_left
-            spare = (delta - taken) * (1 - 1e-9)
-        return bound
-
-    def delta_added(self, relation: Relation = "zero-out") -> float:
-        """The part of δ that caps on Poisson cohorts take: (1 + e^ε)·Σ_t P[Bin(N, q) > B].
-
-        Up to the rounds in which a cap bites, the capped mechanism is the plain one. ``epsilon``
-        has paid for it: δ is the total.
-        """
-        if not self._cap_bites():
-            return 0.0
-        return self._taken_by_caps(self.epsilon(relation))
-
-    def _taken_by_caps(self, epsilon: float) -> float:
-        return _times_one_plus_exp(self._cap_bites(), epsilon)
-
-    def _cap_bites(self) -> float:
-        """Σ_t P[Bin(N, q) > B]: how many rounds are expected to lose users."""
-        return sum(times * _cap_probability(release) for release, times in self.releases)
 
     def quick_epsilon(self) -> float:
         """An upper bound on ``epsilon()`` in well under a millisecond, for use in every round.
@@ -366,7 +322,7 @@ def calibrate_noise(
     rule = f"delta must be above what random neighbours take of it in {rounds} rounds"
     remedy = f"raise it above {example.failure:.2g}, or lower SecureSum.failure"
     require(example.failure < delta, rule, delta, remedy)
-    if method == "pld" and not example.gains_from_sampling and not example._cap_bites():
+    if method == "pld" and not example.gains_from_sampling:
         exact = _exact_noise(epsilon, delta - example.failure, rounds, others, relation)
         for slack in (0.0, 1e-9, NOISE_TOLERANCE):  # the last digits
             if cost(exact * (1 + slack)) <= epsilon:
@@ -377,8 +333,7 @@ def calibrate_noise(
     if math.isinf(found):
         raise ValueError(
             f"no noise_multiplier up to {NOISE_LIMITS[1]:g} gives epsilon={epsilon:g} at "
-            f"delta={delta:g} over {rounds} rounds: raise epsilon or delta, run fewer rounds, or "
-            "raise the cap if there is one"
+            f"delta={delta:g} over {rounds} rounds: raise epsilon or delta, or run fewer rounds"
         )
     return found
 
@@ -480,12 +435,3 @@ def affordable_rounds(
     guess = _least_argument(rough_cost, max_epsilon, 1.0, limits, ROUNDS_TOLERANCE)
     found = _least_argument(cost, max_epsilon, min(guess, 1.0), limits, ROUNDS_TOLERANCE)
     return rounds_of(found)
-
-
-@functools.lru_cache(maxsize=256)
-def _cap_probability(release: Release) -> float:
-    """P[Bin(N, q) > B]; 0 if no secret sampling is claimed, which a cap would weaken."""
-    cohort = release.cohort
-    if isinstance(cohort, FixedSize) or cohort.cap is None or release.aggregation is not None:
-        return 0.0
-    return float(binom.sf(cohort.cap, cohort.population, cohort.rate))

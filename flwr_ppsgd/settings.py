@@ -46,7 +46,6 @@ NEEDED_BY_PAPER = ("clip_norm", "step", "alpha_q")
 DECIDED_BY_AUTO = (
     *NEEDED_BY_PAPER,
     "cohort_size",
-    "cap",
     "total_batch",
     "noise_multiplier",
     "average",
@@ -75,7 +74,6 @@ class Settings:
     method: str = PAPER
     rate: float | None = None
     cohort_size: int | None = None
-    cap: int | None = None
     clip_norm: float | None = None
     noise_multiplier: float | None = None
     epsilon: float | None = None
@@ -174,12 +172,7 @@ class Settings:
     def cohort(self) -> Cohort:
         """Who takes part in a round: Poisson cohorts, or cohorts of a fixed size."""
         if self.cohort_size is None:
-            return Poisson(self.population, 1.0 if self.rate is None else self.rate, self.cap)
-        if self.cap is not None:
-            raise ValueError(
-                f"cap is for Poisson cohorts, got {self.cap}: leave it out, cohort_size fixes the "
-                "number of users"
-            )
+            return Poisson(self.population, 1.0 if self.rate is None else self.rate)
         return FixedSize(self.population, self.cohort_size)
 
     def aggregation(self) -> SecureSum | None:

@@ -119,8 +119,7 @@ class Headline:
         if math.isinf(self.cost):
             return (
                 "epsilon is infinite. Either nothing hides a user's contribution (noise multiplier "
-                "0), or a cap on the cohort or random neighbours need more than the whole delta: "
-                "raise it."
+                "0), or random neighbours need more than the whole delta: raise it."
             )
         return why_delta_is_void(self.delta, self.population)
 
@@ -298,14 +297,6 @@ class Promise:
             return []
         terms = [] if self.headline.void else [self._cost(), WHAT_DELTA_IS]
         terms += [self._mechanism(), self._releases()]
-        taken = self.stated.delta_added()
-        if taken:
-            exchanged = self.stated.delta_added("replace-one")
-            terms.append(
-                f"Delta is the total: the cap on the users of a round takes {taken:.2g} of it for "
-                f"zero-out and {exchanged:.2g} for replace-one neighbours, finite precision at "
-                f"most {self.delta_taken_by_precision:.2g}."
-            )
         if self.training.recipe is not None:
             terms.append(
                 "What is published (w, its variance, unit and size) may be shared. Personal models "
@@ -381,8 +372,6 @@ class Promise:
             "deployed_epsilon": json_number(head.cost),
             "deployed_epsilon_replace_one": json_number(head.replace_one),
             "paper_epsilon_not_a_guarantee": json_number(stated.paper_epsilon()),
-            "delta_taken_by_cap": json_number(stated.delta_added()),
-            "delta_taken_by_cap_replace_one": json_number(stated.delta_added("replace-one")),
             "delta_taken_by_finite_precision": self.delta_taken_by_precision,
             "delta_taken_by_random_neighbours": stated.failure,
             "protects_from": head.others,

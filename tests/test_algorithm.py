@@ -71,17 +71,6 @@ def test_the_grid_is_as_fine_as_the_noise_allows(z: float, bits: int) -> None:
     assert Release(Poisson(10**5, 0.01), 1.0, noise_multiplier=z).grid_bits == bits
 
 
-def test_a_cap_keeps_a_random_part_of_a_large_draw() -> None:
-    """Each of 40 users is as likely to be kept as any other; never more than 5 at once."""
-    cohort, source = Poisson(40, 0.5, cap=5), np.random.default_rng(0)
-    draws = [cohort.members(source.random(40)) for _ in range(4000)]
-    assert max(len(draw) for draw in draws) == 5
-    shares = np.bincount(np.concatenate(draws), minlength=40) / 4000
-    assert np.all(np.abs(shares - 5 / 40) < 5 * math.sqrt(5 / 40 * 35 / 40 / 4000))
-    with pytest.raises(ValueError, match="cap must be"):
-        Poisson(10, 0.5, cap=0)
-
-
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=20), st.floats(1e-90, 1e90))
 def test_many_vectors_are_scaled_as_each_of_them(lengths: list[float], norm: float) -> None:
     scales = [clip_scale(np.array([length]), norm) for length in lengths]

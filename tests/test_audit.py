@@ -43,7 +43,7 @@ def audited(release: Release = HUNDRED, seed: int | None = 1, size: int = SIZE) 
         Release(Poisson(1000, 0.1), 0.01, 2.0),
         Release(FixedSize(300, 60), 10.0, 0.5),
         Release(Poisson(200, 1.0), 1.0, 3.0),
-        Release(Poisson(200, 0.5, cap=90), 1.0, 1.0, total_batch=2000),
+        Release(Poisson(200, 0.5), 1.0, 1.0, total_batch=2000),
     ],
 )
 def test_the_real_mechanism_conforms(release: Release) -> None:

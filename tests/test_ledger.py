@@ -1,4 +1,4 @@
-"""Calibration, budgets, caps and further bounds; what ε is stands in contract/test_epsilon.py."""
+"""Calibration, budgets and further bounds; what ε is stands in contract/test_epsilon.py."""
 
 import math
 import subprocess
@@ -165,40 +165,6 @@ def test_unknown_relations_and_methods_are_refused() -> None:
         spent(POISSON, 1).epsilon("add-remove")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pld, rdp"):
         spent(POISSON, 1).epsilon(method="magic")  # type: ignore[arg-type]
-
-
-def test_delta_is_the_total_that_a_cap_has_been_paid_from() -> None:
-    """δ' + (1 + e^ε)·T·P[Bin(1000, .01) > 35] = δ, where ε is that of the plain mechanism at δ'."""
-    capped = spent(Release(Poisson(1000, 0.01, cap=35), 1.0, 1.0), 1000, delta=1e-5)
-    plain = Release(Poisson(1000, 0.01), 1.0, 1.0)
-    tail = sum(math.comb(1000, k) * 0.01**k * 0.99 ** (1000 - k) for k in range(36, 120))
-    for relation in ("zero-out", "replace-one"):
-        epsilon = capped.epsilon(relation)
-        taken = (1 + math.exp(epsilon)) * 1000 * tail
-        assert capped.delta_added(relation) == pytest.approx(taken, rel=1e-6)
-        rest = spent(plain, 1000, delta=1e-5 - taken)
-        assert epsilon == pytest.approx(rest.epsilon(relation), rel=1e-4)
-        assert epsilon > spent(plain, 1000, delta=1e-5).epsilon(relation)
-    assert Ledger.from_json(capped.to_json()) == capped
-    assert spent(POISSON, 10).delta_added() == spent(FIXED, 10).delta_added() == 0.0
-
-
-def test_a_cap_that_delta_cannot_pay_for_leaves_no_guarantee() -> None:
-    tight = Release(Poisson(1000, 0.01, cap=12), 1.0, 1.0)
-    assert math.isinf(spent(tight, 100).epsilon())
-    assert affordable_rounds(max_epsilon=5.0, delta=1e-4, release=tight) == 0
-    with pytest.raises(ValueError, match="raise the cap"):
-        calibrate_noise(epsilon=1.0, delta=1e-5, cohort=tight.cohort, rounds=100)
-
-
-def test_calibration_and_budget_pay_for_the_cap() -> None:
-    cohort = Poisson(1000, 0.01, cap=35)
-    z = calibrate_noise(epsilon=1.0, delta=1e-5, cohort=cohort, rounds=1000, method="rdp")
-    assert z > calibrate_noise(
-        epsilon=1.0, delta=1e-5, cohort=Poisson(1000, 0.01), rounds=1000, method="rdp"
-    )
-    ledger = spent(Release(cohort, 1.0, z), 1000, delta=1e-5)
-    assert ledger.epsilon(method="rdp") <= 1.0
 
 
 def test_extremes_are_answered_or_refused_at_once() -> None:

@@ -284,7 +284,7 @@ def test_a_run_config_may_hold_every_key_that_is_read_anywhere() -> None:
     known = [*experiment_keys(), *RUN_KEYS, *NODE_KEYS]
     check_run_config(dict.fromkeys(known), experiment_keys())
     others = {key: 1 for key in known if key_of(key) not in Settings.read(FLAT, "").to_flat()}
-    given = {"cohort-size", "epsilon", "cap", "total-batch", "max-epsilon", "insecure-seed"}
+    given = {"cohort-size", "epsilon", "total-batch", "max-epsilon", "insecure-seed"}
     given |= {"personal", "full-batch", "adaptive-clip", *(key for key in known if "secure" in key)}
     Settings.from_run_config(
         {**RUN_CONFIG, **{key: value for key, value in others.items() if key not in given}}

@@ -22,7 +22,7 @@ MOST_EXTENSIONS = 3  # of a grid, in one command
 UNITS = ["", "K", "M", "G", "T"]  # of bytes, each 1000 of the one before
 
 SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
-    "Training": "method population rate cohort-size cohort-mean cap rounds passes step alpha-q "
+    "Training": "method population rate cohort-size cohort-mean rounds passes step alpha-q "
     "clip-norm total-batch average sparse replies batch-size",
     "Privacy": "epsilon delta noise-multiplier max-epsilon budget-dir insecure-seed secure-honest "
     "secure-colluding secure-failure secure-neighbours",

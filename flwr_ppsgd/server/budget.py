@@ -189,9 +189,6 @@ class Budget(SealedRows):
         require(delta == allowance.delta, rule, delta, remedy)
         rule = "a training under a budget cannot have a known seed, which voids the guarantee"
         require(not insecure, rule, "insecure_seed", "leave insecure_seed out, or budget_dir")
-        cap = getattr(release.cohort, "cap", None)
-        rule = "a training under a budget cannot have a cap on the cohort, which takes part of δ"
-        require(cap is None, rule, cap, "leave the cap out")
         rule = "a training under a budget cannot have random neighbours, which take part of δ"
         remedy = "set SecureSum.neighbours to the population, so that all are neighbours"
         require(not release.failure, rule, release.failure, remedy)

@@ -193,7 +193,6 @@ def test_a_training_joins_before_its_first_round_and_never_leaves(tmp_path: Path
     [
         ({"delta": 1e-6}, "delta"),
         ({"insecure_seed": 3}, "seed"),
-        ({"release": Release(Poisson(USERS, 0.5, cap=3), 1.0, 40.0)}, "cap"),
         ({"release": Release(Poisson(300, 1.0), 1.0, 40.0, None, SecureSum(280, 2))}, "neighbours"),
     ],
 )

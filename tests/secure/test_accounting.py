@@ -35,13 +35,6 @@ def test_a_secure_sum_is_priced_as_if_everyone_took_part(relation: str) -> None:
     assert secure.quick_epsilon() == secure.epsilon()
 
 
-def test_a_cap_takes_nothing_if_no_coin_is_secret() -> None:
-    capped = Release(Poisson(40, 0.5, cap=30), 1.0, 4.0, aggregation=SecureSum(20, 2))
-    ledger = Ledger(1e-5).record(capped, 30)
-    assert ledger.delta_added() == 0
-    assert ledger.epsilon() == Ledger(1e-5).record(SECURE, 30).epsilon()
-
-
 def test_delta_pays_for_random_neighbours_in_every_round() -> None:
     """ε is that of δ − T·η: 1e-5 − 1000·1e-9 = 9e-6."""
     plain = replace(GRAPH, aggregation=None)

@@ -102,7 +102,7 @@ def test_more_honest_clients_than_a_round_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"at most the 10 clients .* got 12: lower honest"):
         Release(FixedSize(100, 10), 1.0, 1.0, aggregation=SecureSum(9, 3))
     with pytest.raises(ValueError, match="at most the 20 clients"):
-        Release(Poisson(100, 0.1, cap=20), 1.0, 1.0, aggregation=SecureSum(19, 3))
+        Release(Poisson(20, 0.1), 1.0, 1.0, aggregation=SecureSum(19, 3))
 
 
 @pytest.mark.parametrize(
