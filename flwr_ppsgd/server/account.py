@@ -46,6 +46,7 @@ class ServerAccount:
         self._is_saved = True  # whether the store has it
         self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
+        self._promised: tuple[Ledger, str, tuple[float, str]] | None = None  # for what, and what
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
         self._store = Store(training.checkpoint_dir)
         self.facts = OperatorFacts(self._store, training)
@@ -372,8 +373,16 @@ class ServerAccount:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        head = self._headline(self.stated_ledger())
-        return head.epsilon, head.in_one_line()
+        stated = self.stated_ledger()
+        if self._promised is None or self._promised[:2] != (stated, self._unit):
+            head = self._headline(stated)
+            self._promised = (stated, self._unit, (head.epsilon, head.in_one_line()))
+        return self._promised[2]
+
+    @property
+    def _unit(self) -> str:
+        """Who is protected: a node, if a user may come back as another one."""
+        return "node" if "node" in self._store.caveats.values() else "user"
 
     def _headline(self, stated: Ledger) -> Headline:
         """What the stated rounds promise; under a budget, what all of its trainings do together."""
@@ -381,7 +390,7 @@ class ServerAccount:
         head = replace(
             Headline.of(stated),
             population=self.training.population,
-            unit="node" if "node" in self._store.caveats.values() else "user",
+            unit=self._unit,
             secure=secure,
         )
         if self._budget is not None:  # its trainings together have no bound against all others

@@ -21,10 +21,10 @@ from flwr_ppsgd.wire import (
     METRICS,
     NUM_EXAMPLES,
     SECURE,
+    SERVER_ROUND,
 )
 
 ClientTask: TypeAlias = Literal["fit", "evaluate"]
-ClientKind: TypeAlias = Literal["numpy", "other"]
 
 OK = 0  # Flower's status of a reply that is no failure
 SCALARS = (bool, bytes, float, int, str)
@@ -142,51 +142,31 @@ def mean_of(measures: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 # --- clients that return parameters, NumPyClients among them
 
 
-class ParameterClients:
-    """What clients that return parameters are sent, and what they send back.
+def content_in_both_forms(
+    task: ClientTask, arrays: ArrayRecord, config: ConfigRecord, round_: int
+) -> RecordDict:
+    """What a client that returns parameters is sent.
 
     A NumPyClient reads ``fitins.parameters`` where other clients read ``arrays``, and its arrays
-    have numbers in place of names. Until all who answer are of one kind, and nobody fails, a
-    message holds the records of both kinds; Flower transfers equal arrays once.
+    have numbers in place of names. Nobody tells which kind a client is, so a message holds both
+    forms; Flower transfers equal arrays once.
+
+    Args:
+        task: of the client.
+        arrays: w, and what travels along.
+        config: the user's own.
+        round_: the absolute round.
     """
-
-    def __init__(self) -> None:
-        self._kinds: set[ClientKind] = {"numpy", "other"}
-        self._heard: set[ClientKind] = set()  # since the last message
-
-    def content(
-        self, task: ClientTask, arrays: ArrayRecord, config: ConfigRecord, round_: int
-    ) -> RecordDict:
-        """The content of a message.
-
-        Args:
-            task: of the client.
-            arrays: w, and what travels along.
-            config: the user's own.
-            round_: the absolute round.
-        """
-        if self._heard:
-            self._kinds = self._heard
-            self._heard = set()
-        content = RecordDict()
-        if "other" in self._kinds:
-            content[ARRAYS] = arrays
-            content[CONFIG] = ConfigRecord({**config, "server-round": round_})
-        if "numpy" in self._kinds:
-            scalars = {name: value for name, value in config.items() if isinstance(value, SCALARS)}
-            numbered: dict[str, Array] = {str(i): each for i, each in enumerate(arrays.values())}
-            content[f"{task}ins.parameters"] = ArrayRecord(numbered)
-            content[f"{task}ins.config"] = ConfigRecord({**scalars, "server_round": round_})
-        return content
-
-    def note_kind(self, reply: Message) -> None:
-        """Take note of who answers: an error says nothing about its sender."""
-        if reply.has_error():
-            self._heard |= {"numpy", "other"}
-        elif any("res." in name for name in reply.content):
-            self._heard.add("numpy")
-        else:
-            self._heard.add("other")
+    scalars = {name: value for name, value in config.items() if isinstance(value, SCALARS)}
+    numbered: dict[str, Array] = {str(place): each for place, each in enumerate(arrays.values())}
+    return RecordDict(
+        {
+            ARRAYS: arrays,
+            CONFIG: ConfigRecord({**config, "server-round": round_}),
+            f"{task}ins.parameters": ArrayRecord(numbered),
+            f"{task}ins.config": ConfigRecord({**scalars, SERVER_ROUND: round_}),
+        }
+    )
 
 
 def with_named_arrays(content: RecordDict, names: Iterable[str]) -> Mapping[str, Any]:

@@ -88,6 +88,7 @@ class OpenSum:
         self.charged = False
         self.closed = False
         self.first_failure = ""
+        self._stage = PLAIN_STAGE
         self._waiting: set[Identity] = set()  # for a valid reply
         self._silent: set[Identity] = set()
         self._unnamed = 0  # failures of asked nodes that Flower does not name
@@ -98,15 +99,15 @@ class OpenSum:
     def exchanges(self) -> Iterator[tuple[int, Payloads]]:
         """Stage and payloads: each exchange is answered before the next is asked for."""
         self._sum = GridSum(self.request.length, self.request.release, self.request.metrics)
-        payloads = dict.fromkeys(self.nodes, b"")
-        self._wait_for(payloads)
-        yield PLAIN_STAGE, payloads
+        yield self._begin(PLAIN_STAGE, dict.fromkeys(self.nodes, b""))
 
-    def _wait_for(self, nodes: Iterable[Identity]) -> None:
-        """Begin an exchange: who has not answered the last one is missing."""
+    def _begin(self, stage: int, payloads: Payloads) -> tuple[int, Payloads]:
+        """An exchange to ask for; who has not answered the one before is missing."""
+        self._stage = stage
         self._zeros["missing"] += len(self._silent)
-        self._waiting = set(nodes)
-        self._silent = set(nodes)
+        self._waiting = set(payloads)
+        self._silent = set(payloads)
+        return stage, payloads
 
     def take(self, node: Identity | None, sent: Sent) -> None:
         """Add the first valid reply of an asked node. Everything else is zero, and counted."""
@@ -211,30 +212,22 @@ class SecureOpenSum(OpenSum):
     ) -> None:
         super().__init__(request, nodes, offline)
         self._masked = Coordinator[Identity](session, request.size, stream)
-        self._stage = SecureStage.KEYS
         self._total: Vector | None = None
 
     def exchanges(self) -> Iterator[tuple[int, Payloads]]:
         """Stage and payloads: each exchange is answered before the next is asked for."""
         masked = self._masked
-        payloads_of: dict[SecureStage, Callable[[], Payloads]] = {
-            SecureStage.KEYS: lambda: dict.fromkeys(self.nodes, b""),
-            SecureStage.SHARES: masked.rosters,
-            SecureStage.MASKED: masked.partners,
-            SecureStage.REVEALED: masked.survivors,
-        }
         try:
-            for stage, make in payloads_of.items():
-                payloads = make()
-                self._stage = stage
-                self._wait_for(payloads)
-                yield stage, payloads
+            yield self._begin(SecureStage.KEYS, dict.fromkeys(self.nodes, b""))
+            yield self._begin(SecureStage.SHARES, masked.rosters())
+            yield self._begin(SecureStage.MASKED, masked.partners())
+            yield self._begin(SecureStage.REVEALED, masked.survivors())
             self._total = masked.total().astype(float) * self.request.release.grid
         except NoSumError as error:
             self.why_lost = str(error)
 
     def _add(self, node: Identity, sent: Sent) -> bool:
-        takes: dict[SecureStage, Callable[[Identity, Any], bool]] = {
+        takes: dict[int, Callable[[Identity, Any], bool]] = {
             SecureStage.KEYS: self._masked.take_keys,
             SecureStage.SHARES: self._masked.take_shares,
             SecureStage.MASKED: self._masked.take_masked,

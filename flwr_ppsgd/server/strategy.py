@@ -33,9 +33,9 @@ from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import present_in
 from flwr_ppsgd.server.replies import (
-    ParameterClients,
     answer_layout,
     answered_node,
+    content_in_both_forms,
     finite_measures,
     mean_of,
     measures_in,
@@ -243,11 +243,9 @@ class PPSGD(CuratedStrategy, Strategy):
         )
         self._curator = Curator(training)
         self._account = self._curator.account
-        self._parameter_clients = ParameterClients()
         self._arrays = ArrayRecord()  # w as it was sent last
         self._layout = Layout((), (), ())  # its names and shapes
         self._w: Vector = np.zeros(0)  # the same as one vector
-        self._nbytes = 0  # the size of its serialised arrays
         self._asked: list[Metadata] = []
         self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
 
@@ -343,13 +341,16 @@ class PPSGD(CuratedStrategy, Strategy):
                     self._run_sum(request, grid, ConfigRecord(), timeout)
             for round_ in range(first, last + 1):
                 if round_ > first:
-                    self._run_round(round_, result, grid, timeout, train_config)
+                    self._note_sent(result.arrays)
+                    request = self._curator.request(round_, len(self._w))
+                    result.arrays, metrics = self._run_sum(request, grid, train_config, timeout)
+                    result.train_metrics_clientapp[round_] = metrics
                 messages = self.configure_evaluate(round_, result.arrays, evaluate_config, grid)
                 if messages:
                     replies = ask(grid, messages, timeout, size=0)
-                    metrics = self.aggregate_evaluate(round_, replies)
-                    if metrics is not None:
-                        result.evaluate_metrics_clientapp[round_] = metrics
+                    measures = self.aggregate_evaluate(round_, replies)
+                    if measures is not None:
+                        result.evaluate_metrics_clientapp[round_] = measures
                 central = evaluate_fn(round_, result.arrays) if evaluate_fn else None
                 if central is not None:
                     result.evaluate_metrics_serverapp[round_] = central
@@ -406,36 +407,25 @@ class PPSGD(CuratedStrategy, Strategy):
         order = self._curator.order(self._curator.request(self.rounds_done))
         content = self._signed_content(order, self._arrays, MessageType.QUERY, grid)
         messages = _messages(nodes, content, MessageType.QUERY)
-        refusals = refusals_of(grid, messages, timeout, self._nbytes)
+        refusals = refusals_of(grid, messages, timeout, _size_of(self._arrays))
         self._curator.refuse_if_nobody_obeys(len(messages), refusals)
-
-    def _run_round(
-        self, round_: int, result: Result, grid: Grid, timeout: float, config: ConfigRecord
-    ) -> None:
-        if self.training.secure:
-            refuse_dp_strategy("PPSGD")
-            self._note_sent(result.arrays)
-            request = self._curator.request(round_, len(self._w))
-            result.arrays, metrics = self._run_sum(request, grid, config, timeout)
-        else:
-            messages = self.configure_train(round_, result.arrays, config, grid)
-            replies = ask(grid, messages, timeout, self._nbytes)
-            result.arrays, metrics = self.aggregate_train(round_, replies)
-            self._curator.refuse_to_go_on()
-        result.train_metrics_clientapp[round_] = metrics
 
     def _run_sum(
         self, request: SumRequest, grid: Grid, config: ConfigRecord, timeout: float
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Ask for a sum and publish it: one exchange if it is plain, four if it is secure."""
-        run = grid.run.run_id if self.training.secure else 0
-        opened = self._curator.open_sum(request, lambda: present_in(grid), self._nbytes, run)
+        opened = self._open_sum(request, grid)
         for stage, payloads in self._curator.exchanges(opened):
             messages = self._exchange_messages(request, stage, payloads, config, grid)
-            self._take_replies(opened, stage, ask(grid, messages, timeout, self._nbytes))
+            self._take_replies(opened, stage, ask(grid, messages, timeout, _size_of(self._arrays)))
         published = self._publish(opened)
         self._curator.refuse_to_go_on()
         return published
+
+    def _open_sum(self, request: SumRequest, grid: Grid) -> OpenSum:
+        run = grid.run.run_id if self.training.secure else 0
+        nbytes = _size_of(self._arrays)
+        return self._curator.open_sum(request, lambda: present_in(grid), nbytes, run)
 
     def _log_round(self, round_: int, last: int, result: Result) -> None:
         """One line: ε so far, and the measures that exist."""
@@ -484,8 +474,7 @@ class PPSGD(CuratedStrategy, Strategy):
         config = _checked_config(config)
         self._note_sent(arrays)
         request = self._curator.request(server_round, len(self._w))
-        opened = self._curator.open_sum(request, lambda: present_in(grid), self._nbytes)
-        ((stage, payloads),) = self._curator.exchanges(opened)
+        ((stage, payloads),) = self._curator.exchanges(self._open_sum(request, grid))
         return self._exchange_messages(request, stage, payloads, config, grid)
 
     def aggregate_train(
@@ -506,7 +495,7 @@ class PPSGD(CuratedStrategy, Strategy):
         arrays = self.averaged(arrays)
         config = _checked_config(config)
         if self.training.replies == "parameters":
-            content = self._parameter_clients.content("evaluate", arrays, config, server_round)
+            content = content_in_both_forms("evaluate", arrays, config, server_round)
         else:
             last = server_round == self._account.last_round
             order = self._curator.evaluation_order(server_round, last=last)
@@ -522,8 +511,6 @@ class PPSGD(CuratedStrategy, Strategy):
         good = [reply for reply in answered if reply.has_content()]
         failures = [str(reply.error.reason) for reply in answered if reply.has_error()]
         self._account.facts.note_failed_evaluations(server_round, failures, len(good))
-        for reply in answered:
-            self._parameter_clients.note_kind(reply)
         if server_round == self._account.last_round:
             self._delivered = {reply.metadata.src_node_id for reply in good}
         records = [measures_in(reply.content) for reply in good]
@@ -542,7 +529,6 @@ class PPSGD(CuratedStrategy, Strategy):
         self._arrays = arrays
         self._layout = self._layout_of(arrays)
         self._w = self._layout.flatten(arrays)
-        self._nbytes = sum(len(array.data) for array in arrays.values())
 
     def _publish(self, opened: OpenSum) -> tuple[ArrayRecord, MetricRecord]:
         """The new w, saved, and what is released along with it."""
@@ -592,8 +578,7 @@ class PPSGD(CuratedStrategy, Strategy):
         """One message to each node of an exchange; those who get the same share its content."""
         contents: dict[bytes, RecordDict] = {}
         if self.training.replies == "parameters":
-            content = self._parameter_clients.content("fit", self._arrays, config, request.round)
-            contents[b""] = content
+            contents[b""] = content_in_both_forms("fit", self._arrays, config, request.round)
         else:
             order = self._curator.order(request, stage)
             arrays = self._arrays if stage in (PLAIN_STAGE, SecureStage.MASKED) else None
@@ -625,8 +610,6 @@ class PPSGD(CuratedStrategy, Strategy):
     def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
         training = self.training
-        if training.replies == "parameters":
-            self._parameter_clients.note_kind(reply)
         if reply.has_error():
             detail = f"error {reply.error.code}: {last_line(str(reply.error.reason))}"
             raise UnusableError("client error", detail)
@@ -642,6 +625,11 @@ class PPSGD(CuratedStrategy, Strategy):
             return cast(Vector, self._w - vector_in(named, ARRAYS, self._layout))
         gradient = vector_in(content, GRADIENT, self._layout)
         return request.vector_of(gradient, finite_measures(content.get(METRICS)))
+
+
+def _size_of(arrays: ArrayRecord) -> int:
+    """The bytes of the serialised arrays."""
+    return sum(len(array.data) for array in arrays.values())
 
 
 def _checked_config(config: ConfigRecord | None) -> ConfigRecord:

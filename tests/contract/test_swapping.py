@@ -29,7 +29,6 @@ from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.hostile_clients import (
     SIZE,
     USERS,
-    App,
     Floats,
     Meddle,
     MeddlingGrid,
@@ -285,38 +284,17 @@ def test_numpy_clients_are_driven_under_the_message_api() -> None:
     assert result.evaluate_metrics_clientapp[0] == {"distance": 0.0, "loss": 2.0}
 
 
-def test_a_message_holds_both_forms_until_all_who_answer_are_of_one_kind() -> None:
-    """One who fails, or lies about its kind, must not keep the others from their form."""
-    ppsgd = parameters_strategy()
-    arrays = w0()
-    seen: list[list[str]] = []
-    both = ["arrays", "config", "fitins.parameters", "fitins.config"]
-
-    def play(app: App, lies: bool = False) -> None:
-        nonlocal arrays
-        on = grid(app)
-        config = ConfigRecord({"lr": 0.1})
-        messages = ppsgd.configure_train(len(seen) + 1, arrays, config, on)
-        seen.append(list(messages[0].content))
-        replies = list(on.send_and_receive(messages))
-        if lies:
-            replies[0] = Message(RecordDict({"arrays": arrays}), reply_to=messages[0])
-        arrays, _ = ppsgd.aggregate_train(len(seen), replies)
-
+def test_ordinary_clients_of_both_kinds_take_part_in_one_training() -> None:
+    """Nobody knows of which kind a client is: every message holds w in both forms."""
     numbered = ClientApp(client_fn=numpy_client)
 
-    def first_fails(message: Message, context: Context) -> Message:
-        if user_of(context) == 0:
-            raise RuntimeError("no data")
-        return numbered(message, context)
+    def mixed(message: Message, context: Context) -> Message:
+        return (numbered if user_of(context) % 2 else ordinary)(message, context)
 
-    play(numbered)
-    play(numbered)
-    play(first_fails)
-    play(numbered, lies=True)
-    play(ordinary)
-    play(ordinary)
-    assert seen == [both, both[2:], both[2:], both, both, both[:2]]
+    only_w = ArrayRecord({"w": Array(np.zeros(SIZE))})
+    config = ConfigRecord({"lr": 0.1})
+    result = parameters_strategy().start(grid(mixed), only_w, 2, train_config=config)
+    np.testing.assert_allclose(flat(result.arrays), 0.75 * CENTRE, atol=1e-6)
 
 
 def test_a_learner_for_that_cannot_be_pickled_is_named_when_it_is_sent() -> None:
