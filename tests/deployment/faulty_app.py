@@ -1,8 +1,9 @@
 """The app of the fault tests: clients note what they are asked, and fail if a file says so.
 
-``fault`` in a node's directory is used up: ``raise``, ``exit`` (the process dies), ``hang SECONDS``
-or, in a secure sum, ``die ROUND EXCHANGE``. The server notes w after every round, and dies between
-charge and release if its directory has a file ``die-after-charge`` with the number of the round.
+``fault`` in a node's directory says how: ``raise ROUND``, ``exit ROUND`` (the process
+dies), ``hang ROUND`` (while the file is there) or, in a secure sum, ``die ROUND EXCHANGE``. The
+server notes w after every round, and dies between charge and release if its directory has a file
+``die-after-charge`` with the number of the round.
 """
 
 import json
@@ -52,24 +53,24 @@ class Target:
     def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:
         with self._notes.open("a") as notes:
             notes.write(json.dumps({"visit": order.visit, "round": order.round}) + "\n")
-        self._fail()
+        self._fail(order.round)
         gradient = w + theta - self._y
         return gradient, gradient
 
     def evaluate(self, w: Floats, theta: Floats) -> dict[str, float]:
         return {"distance": float(np.sum((w + theta - self._y) ** 2))}
 
-    def _fail(self) -> None:
+    def _fail(self, round_: int) -> None:
         path = self._place / "fault"
-        if not path.exists() or path.read_text().startswith("die"):
-            return
-        fault, *seconds = path.read_text().split()
-        path.unlink()
-        if fault == "raise":
+        fault = path.read_text() if path.exists() else ""
+        if fault == f"raise {round_}":
+            path.unlink()
             raise RuntimeError("asked to raise")
-        if fault == "exit":
+        if fault == f"exit {round_}":
+            path.unlink()
             die()
-        time.sleep(float(seconds[0]))
+        while fault == f"hang {round_}" and path.exists():
+            time.sleep(0.2)
 
 
 def place_of(context: Context) -> Path:

@@ -116,6 +116,10 @@ class Deployment:
     def tell(self, user: str, fault: str) -> None:
         (self.place(user) / "fault").write_text(fault)
 
+    def release(self, user: str) -> None:
+        """A client that hangs goes on; none will hang."""
+        (self.place(user) / "fault").unlink()
+
     def begin(self, name: str, rounds: int, *, api: str = "message", **changes: object) -> int:
         """``flwr run`` of a training; under a name that was there before, it goes on."""
         self.server(name).mkdir(exist_ok=True)

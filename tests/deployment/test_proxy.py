@@ -129,11 +129,12 @@ def test_signatures_of_supernodes_pass_the_proxy(deployment: Deployment) -> None
 @pytest.mark.deployment
 def test_a_proxy_that_is_down_in_the_middle_of_a_round(deployment: Deployment) -> None:
     """SuperNodes try again; that round counts whoever is back in time, and θ is as ever."""
-    deployment.tell(USERS[0], "hang 10")
+    deployment.tell(USERS[0], "hang 1")
     run = deployment.begin("down", 3, min_online=1.0)
     deployment.wait_for_visit("down", USERS[0], 1)
     deployment.federation.kill("proxy")
-    time.sleep(15)
+    deployment.release(USERS[0])
+    time.sleep(15)  # so that its reply finds no proxy
     deployment.federation.start_proxy()
     assert deployment.finish(run) == "finished:completed"
     check(deployment, "down", 3)
