@@ -125,16 +125,16 @@ def plan(
 ) -> None:
     """Before training: the noise and rounds that an ε pays for, and what would change them."""
     typed = given(locals())
-    from flwr_ppsgd.plan import Question, make_plan, plan_text
+    from flwr_ppsgd.plan import Plan
     from flwr_ppsgd.settings import override, read_toml, with_keys
 
     flat = {} if experiment is None else with_keys(read_toml(experiment))
     options = {key: value for key, value in typed.items() if key not in ("experiment", "as_json")}
-    made = make_plan(Question.read(override(flat, with_keys(options))))
+    made = Plan.read(override(flat, with_keys(options)))
     if as_json:
         show(json.dumps(made.as_data(), ensure_ascii=False, indent=2))
     else:
-        show(plan_text(made))
+        show(made.text())
 
 
 @app.command()

@@ -4,6 +4,8 @@ Everything follows from public numbers: the population, ε, δ and the number of
 users have anything in common does not, and a plan says so.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,8 +31,8 @@ NOT_KNOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What a plan is made for.
+class Plan:
+    """What a training with these public numbers would do and cost.
 
     Args:
         population: N, the number of enrolled users.
@@ -76,8 +78,14 @@ class Question:
             values[name_of(key)] = typed_value(key, value, hints[name_of(key)])
         return cls(**values)
 
+    @functools.cached_property
     def recipe(self) -> Recipe:
-        """The releases and rounds that ``PPSGD.auto`` would plan."""
+        """The releases and rounds of ``PPSGD.auto``."""
+        aggregation = None
+        if self.secure_honest is not None:
+            aggregation = SecureSum(self.secure_honest, self.secure_colluding or 0)
+        elif self.secure_colluding is not None:
+            raise ValueError("a secure sum needs secure-honest too: give both")
         return recipe(
             population=self.population,
             epsilon=self.epsilon,
@@ -85,185 +93,141 @@ class Question:
             task="classification",  # regression releases another number, at the same price
             rounds=self.rounds,
             rate=self.rate,
-            aggregation=self.aggregation(),
+            aggregation=aggregation,
         )
 
-    def aggregation(self) -> SecureSum | None:
-        """The secure sum that is planned; None if the server is trusted."""
-        if self.secure_honest is None and self.secure_colluding is None:
-            return None
-        if self.secure_honest is None:
-            raise ValueError("a secure sum needs secure-honest too: give both")
-        return SecureSum(self.secure_honest, self.secure_colluding or 0)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a training would do and cost.
-
-    Args:
-        question: what was asked.
-        recipe: its releases and rounds.
-        epsilon: of everything, under zero-out neighbours.
-        epsilon_replace_one: the same under replace-one neighbours.
-        with_more_users: the recipe with twice as many users.
-        with_more_epsilon: the recipe with twice the ε.
-    """
-
-    question: Question
-    recipe: Recipe
-    epsilon: float
-    epsilon_replace_one: float
-    with_more_users: Recipe
-    with_more_epsilon: Recipe
+    @functools.cached_property
+    def ledger(self) -> Ledger:
+        """All releases of the recipe. ValueError if δ alone pays for them."""
+        before = [(asked, 1) for asked in self.recipe.before.values()]
+        rounds = (self.recipe.release, self.recipe.rounds)
+        ledger = Ledger(self.delta).record_all([*before, rounds])
+        if ledger.epsilon() < LEAST_EPSILON:
+            raise ValueError(
+                f"delta = {self.delta:g} alone pays for all {self.recipe.rounds} rounds, so that "
+                "ε is 0 and nothing can be planned: lower delta, or raise epsilon"
+            )
+        return ledger
 
     @property
     def signal_to_noise(self) -> float | None:
         """(C/√d)/σ per coordinate and round, all users agreeing; None without d."""
-        if self.question.dimension is None:
+        if self.dimension is None:
             return None
-        return self.recipe.release.signal_to_noise(self.question.dimension)
+        return self.recipe.release.signal_to_noise(self.dimension)
+
+    def alternatives(self) -> dict[str, Recipe]:
+        """The recipe with more users, and with a larger ε."""
+        more_users = replace(self, population=TIMES * self.population)
+        larger_epsilon = replace(self, epsilon=TIMES * self.epsilon)
+        return {"users": more_users.recipe, "epsilon": larger_epsilon.recipe}
+
+    def secure_sum(self) -> dict[str, float] | None:
+        """What a secure sum asks for and costs; None if there is none.
+
+        ``extra_noise`` is the standard deviation of the noise if all stay, over what is charged
+        for; ``extra_noise_at_least_clients`` the same if as many drop out as may.
+        """
+        release = self.recipe.release
+        rules = release.aggregation
+        if rules is None:
+            return None
+        clients = math.floor(release.expected_users)
+        needed = survivors_needed(rules, clients)
+        return {
+            "clients": clients,
+            "needed": needed,
+            "may_drop_out": clients - needed,
+            "neighbours": design(rules, clients).neighbours,
+            "extra_noise": math.sqrt(clients / rules.honest),
+            "extra_noise_at_least_clients": math.sqrt(needed / rules.honest),
+            "delta_for_neighbours": self.recipe.rounds * release.failure,
+        }
 
     def as_data(self) -> dict[str, Any]:
         """All answers by name, as valid JSON: infinity is a word."""
         release = self.recipe.release
         before = self.recipe.before.items()
+        recipes = {"noise": self.recipe}
+        for what, other in self.alternatives().items():
+            recipes[f"with_more_{what}"] = other
+        noise = {
+            name: {"rounds": each.rounds, "in_prediction": each.noise_in_prediction}
+            for name, each in recipes.items()
+        }
         return {
-            "question": asdict(self.question),
+            "question": asdict(self),
             "rounds": self.recipe.rounds,
             "rate": release.cohort.rate,
-            "epsilon": self.epsilon,
-            "epsilon_replace_one": json_number(self.epsilon_replace_one),
+            "epsilon": self.ledger.epsilon(),
+            "epsilon_replace_one": json_number(self.ledger.epsilon("replace-one")),
             "noise_multiplier": release.noise_multiplier,
             "before": {name: asked.noise_multiplier for name, asked in before},
-            "noise": _noise_data(self.recipe),
             "signal_to_noise": self.signal_to_noise,
-            "with_more_users": _noise_data(self.with_more_users),
-            "with_more_epsilon": _noise_data(self.with_more_epsilon),
-            "secure": secure_data(self.recipe),
+            **noise,
+            "secure": self.secure_sum(),
             "not_known": NOT_KNOWN[0],
         }
 
+    def text(self) -> str:
+        """The plan as it is printed: a label and a text per line."""
+        found = self.recipe
+        who = "everyone"
+        if found.release.cohort.rate < 1:
+            rate = found.release.cohort.rate
+            who = f"each with chance {rate:g} (about {self.population * rate:.4g})"
+        asked = [f"one number (z = {each.noise_multiplier:.4g})" for each in found.before.values()]
+        zero_out = rounded_up(self.ledger.epsilon())
+        replace_one = rounded_up(self.ledger.epsilon("replace-one"))
+        rows = [
+            ("plan", f"{self.population:,} users, {who} in each of {found.rounds} rounds"),
+            ("asked before", f"everyone, once: {' and '.join(asked)}"),
+            ("noise multiplier z", f"{found.release.noise_multiplier:.4g} in each round"),
+            (
+                f"ε at δ = {self.delta:g}",
+                f"{zero_out} zero-out, everything together: a user contributes nothing",
+            ),
+            ("", f"{replace_one} replace-one: a user's data exchanged, the paper's definition"),
+            (
+                "noise in prediction",
+                f"at most about {found.noise_in_prediction:.2g} of C, the size of users' own "
+                "models, for a row of unit length, whatever the number of parameters",
+            ),
+        ]
+        if found.noise_in_prediction > DROWNED:
+            rows.append(("", "users will mostly keep to their own models"))
+        if self.signal_to_noise is not None:
+            text = (
+                f"{self.signal_to_noise:.3g} per parameter and round, all users agreeing: C/√d "
+                f"over the noise, for d = {self.dimension:,}"
+            )
+            rows.append(("signal to noise", text))
+        for what, other in self.alternatives().items():
+            text = f"{other.rounds} rounds, at most about {other.noise_in_prediction:.2g} of C"
+            rows.append((f"{TIMES} times the {'ε' if what == 'epsilon' else what}", text))
+        rows += [("not known", f"{NOT_KNOWN[0]}:"), ("", NOT_KNOWN[1])]
+        labels = itertools.chain(["secure sum"], itertools.repeat(""))
+        rows += zip(labels, self._secure_texts(), strict=False)
+        if self.delta * self.population > LARGEST_SHARE:
+            limit = 1 / self.population
+            rows.append(("caution", f"δ should be well below 1/population = {limit:g}"))
+        return "\n".join(f"{label:<19} {text}" for label, text in rows)
 
-def _noise_data(found: Recipe) -> dict[str, float]:
-    return {"rounds": found.rounds, "in_prediction": found.noise_in_prediction}
-
-
-def secure_data(found: Recipe) -> dict[str, float] | None:
-    """What a secure sum asks for and costs; None if there is none.
-
-    ``extra_noise`` is the standard deviation of the noise if all stay, over what is charged for;
-    ``extra_noise_at_least_clients`` the same if as many drop out as may.
-    """
-    rules = found.release.aggregation
-    if rules is None:
-        return None
-    clients = math.floor(found.release.expected_users)
-    needed = survivors_needed(rules, clients)
-    return {
-        "clients": clients,
-        "needed": needed,
-        "may_drop_out": clients - needed,
-        "neighbours": design(rules, clients).neighbours,
-        "extra_noise": math.sqrt(clients / rules.honest),
-        "extra_noise_at_least_clients": math.sqrt(needed / rules.honest),
-        "delta_for_neighbours": found.rounds * found.release.failure,
-    }
-
-
-def make_plan(question: Question) -> Plan:
-    """The releases of the recipe, what they cost, and what would change it."""
-    found = question.recipe()
-    ledger = Ledger(question.delta)
-    for release in found.before.values():
-        ledger = ledger.record(release)
-    ledger = ledger.record(found.release, found.rounds)
-    spent = ledger.epsilon()
-    if spent < LEAST_EPSILON:
-        raise ValueError(
-            f"delta = {question.delta:g} alone pays for all {found.rounds} rounds, so that ε is 0 "
-            "and nothing can be planned: lower delta, or raise epsilon"
-        )
-    more_users = replace(question, population=TIMES * question.population)
-    more_epsilon = replace(question, epsilon=TIMES * question.epsilon)
-    return Plan(
-        question=question,
-        recipe=found,
-        epsilon=spent,
-        epsilon_replace_one=ledger.epsilon("replace-one"),
-        with_more_users=more_users.recipe(),
-        with_more_epsilon=more_epsilon.recipe(),
-    )
-
-
-def plan_text(plan: Plan) -> str:
-    """The plan as it is printed: a label and a text per line."""
-    question = plan.question
-    found = plan.recipe
-    rate = found.release.cohort.rate
-    who = "everyone"
-    if rate < 1:
-        who = f"each with chance {rate:g} (about {question.population * rate:.4g})"
-    asked = [f"one number (z = {each.noise_multiplier:.4g})" for each in found.before.values()]
-    zero_out = rounded_up(plan.epsilon)
-    replace_one = rounded_up(plan.epsilon_replace_one)
-    rows = [
-        ("plan", f"{question.population:,} users, {who} in each of {found.rounds} rounds"),
-        ("asked before", f"everyone, once: {' and '.join(asked)}"),
-        ("noise multiplier z", f"{found.release.noise_multiplier:.4g} in each round"),
-        (
-            f"ε at δ = {question.delta:g}",
-            f"{zero_out} zero-out, everything together: a user contributes nothing",
-        ),
-        ("", f"{replace_one} replace-one: a user's data exchanged, the paper's definition"),
-        (
-            "noise in prediction",
-            f"at most about {found.noise_in_prediction:.2g} of C, the size of users' own models, "
-            "for a row of unit length, whatever the number of parameters",
-        ),
-    ]
-    if found.noise_in_prediction > DROWNED:
-        rows.append(("", "users will mostly keep to their own models"))
-    if plan.signal_to_noise is not None:
-        text = (
-            f"{plan.signal_to_noise:.3g} per parameter and round, all users agreeing: C/√d over "
-            f"the noise, for d = {question.dimension:,}"
-        )
-        rows.append(("signal to noise", text))
-    others = {"users": plan.with_more_users, "ε": plan.with_more_epsilon}
-    for what, other in others.items():
-        text = f"{other.rounds} rounds, at most about {other.noise_in_prediction:.2g} of C"
-        rows.append((f"{TIMES} times the {what}", text))
-    rows += [("not known", f"{NOT_KNOWN[0]}:"), ("", NOT_KNOWN[1])]
-    rows += _secure_rows(found)
-    if question.delta * question.population > LARGEST_SHARE:
-        limit = 1 / question.population
-        rows.append(("caution", f"δ should be well below 1/population = {limit:g}"))
-    return "\n".join(f"{label:<19} {text}" for label, text in rows)
-
-
-def _secure_rows(found: Recipe) -> list[tuple[str, str]]:
-    secure = secure_data(found)
-    rules = found.release.aggregation
-    if secure is None or rules is None:
-        return []
-    most = secure["extra_noise"] - 1
-    least = secure["extra_noise_at_least_clients"] - 1
-    rows = [
-        (
-            "secure sum",
+    def _secure_texts(self) -> list[str]:
+        secure = self.secure_sum()
+        if secure is None:
+            return []
+        most = secure["extra_noise"] - 1
+        least = secure["extra_noise_at_least_clients"] - 1
+        texts = [
             f"{secure['needed']} of {secure['clients']} clients must stay to the end of a round: "
-            f"{secure['may_drop_out']} may drop out, {rules.colluding} may collude; each has "
-            f"{secure['neighbours']} neighbours",
-        ),
-        (
-            "",
+            f"{secure['may_drop_out']} may drop out, {self.secure_colluding or 0} may collude; "
+            f"each has {secure['neighbours']} neighbours",
             f"with all present the noise is {most:.1%} more than is charged for "
-            f"(√({secure['clients']}/{rules.honest})), with the fewest {least:.1%}",
-        ),
-        ("", "sampling gains nothing: clients see who else takes part"),
-    ]
-    if secure["delta_for_neighbours"]:
-        taken = f"{secure['delta_for_neighbours']:.2g}"
-        rows.append(("", f"random neighbours take {taken} of δ in all rounds"))
-    return rows
+            f"(√({secure['clients']}/{self.secure_honest})), with the fewest {least:.1%}",
+            "sampling gains nothing: clients see who else takes part",
+        ]
+        if secure["delta_for_neighbours"]:
+            taken = f"{secure['delta_for_neighbours']:.2g}"
+            texts.append(f"random neighbours take {taken} of δ in all rounds")
+        return texts

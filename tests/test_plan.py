@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flwr_ppsgd.ledger import Ledger
-from flwr_ppsgd.plan import Plan, Question, make_plan, plan_text
+from flwr_ppsgd.plan import Plan
 from flwr_ppsgd.recipe import noise_alone, recipe
 from tests.contract.command import ppsgd
 
@@ -18,7 +18,7 @@ NUMBERS = [f"--{key}={value}" for key, value in FLAT.items()]
 
 def plan_for(**changes: Any) -> Plan:
     flat = {key.replace("_", "-"): value for key, value in changes.items()}
-    return make_plan(Question.read(FLAT | flat))
+    return Plan.read(FLAT | flat)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rounds": 3}, {"rate": 0.1}, {"population": 60}])
@@ -30,12 +30,11 @@ def test_it_plans_what_the_recipe_runs(changes: dict[str, Any], task: str) -> No
     assert plan.recipe.rounds == expected.rounds
     assert plan.recipe.release == expected.release
     assert list(plan.recipe.before.values()) == list(expected.before.values())
-    ledger = Ledger(1e-5)
-    for release in expected.before.values():
-        ledger = ledger.record(release)
+    ledger = Ledger(1e-5).record_all((release, 1) for release in expected.before.values())
     ledger = ledger.record(expected.release, expected.rounds)
-    assert plan.epsilon == ledger.epsilon() <= 2.0
-    assert plan.epsilon_replace_one == ledger.epsilon("replace-one") > plan.epsilon
+    data = plan.as_data()
+    assert data["epsilon"] == ledger.epsilon() <= 2.0
+    assert data["epsilon_replace_one"] == ledger.epsilon("replace-one") > data["epsilon"]
 
 
 def test_noise_in_a_prediction_by_hand() -> None:
@@ -54,23 +53,22 @@ def test_signal_to_noise_by_hand() -> None:
 
 
 def test_more_users_or_epsilon_are_plans_of_their_own() -> None:
-    plan = plan_for()
-    assert plan.with_more_users == plan_for(population=1200).recipe
-    assert plan.with_more_epsilon == plan_for(epsilon=4.0).recipe
+    others = {"users": plan_for(population=1200).recipe, "epsilon": plan_for(epsilon=4.0).recipe}
+    assert plan_for().alternatives() == others
 
 
 def test_words_name_what_public_numbers_do_not_say() -> None:
-    words = plan_text(plan_for())
+    words = plan_for().text()
     assert "600 users, everyone in each of 3 rounds" in words
     assert "everyone, once: one number (z = " in words
     assert "whether sharing gains, does not follow from public numbers" in words
     assert "replace-one" in words
     assert "mostly keep to their own models" not in words
     assert "signal to noise" not in words
-    assert "for d = 7,840" in plan_text(plan_for(dimension=7840))
-    assert "each with chance 0.1 (about 60) in each of 40" in plan_text(plan_for(rate=0.1))
-    assert "mostly keep to their own models" in plan_text(plan_for(population=5))
-    assert "caution" in plan_text(plan_for(delta=1e-3))
+    assert "for d = 7,840" in plan_for(dimension=7840).text()
+    assert "each with chance 0.1 (about 60) in each of 40" in plan_for(rate=0.1).text()
+    assert "mostly keep to their own models" in plan_for(population=5).text()
+    assert "caution" in plan_for(delta=1e-3).text()
 
 
 def test_a_secure_sum_is_planned_too() -> None:
@@ -79,7 +77,7 @@ def test_a_secure_sum_is_planned_too() -> None:
     found = plan.recipe
     noise = math.sqrt(600 / 500) * found.release.noise_multiplier / 600
     assert found.noise_in_prediction == pytest.approx(noise * math.sqrt(found.rounds))
-    assert "may drop out" in plan_text(plan)
+    assert "may drop out" in plan.text()
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -100,7 +98,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), BAD)
 def test_numbers_without_meaning_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_plan(Question.read(FLAT | change))
+        Plan.read(FLAT | change).text()
 
 
 def test_what_is_missing_is_named_in_a_command() -> None:
