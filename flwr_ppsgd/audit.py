@@ -17,7 +17,6 @@ strategy of its own, never on a user's training.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +27,7 @@ from scipy import fft
 from scipy.stats import chi2, norm
 from threadpoolctl import threadpool_limits
 
-from flwr_ppsgd.algorithm import Release
+from flwr_ppsgd.algorithm import Release, SecureSum
 from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.client.account import epsilon_of
 from flwr_ppsgd.client.app import client_app
@@ -61,7 +60,6 @@ INCONCLUSIVE = 0.02
 MOST_COMPARED = 8 * 10**6  # numbers that are compared with each other at every distance
 FEWEST_COMPARED = 10_000  # pairs at a distance: their mean is close to normal
 CELL = 1024  # coordinates whose noise in one round is looked at by itself
-MOST_DRAWN = 100_000  # residuals that are kept for the picture
 NOISE = "noise multiplier"
 OWN_NOISE = f"noise multiplier of users with f = {FACTOR:g}"
 Floats: TypeAlias = NDArray[np.float64]
@@ -74,11 +72,6 @@ class Estimate:
     value: float
     error: float
     expected: float
-
-    @property
-    def errors_off(self) -> float:
-        """How far it is from what it should be, in standard errors."""
-        return (self.value - self.expected) / self.error if self.error else 0.0
 
     def inverse(self) -> "Estimate":
         """1/ẑ = gain/noise, which is close to normal even if the gain is poorly known."""
@@ -105,7 +98,6 @@ class Audit:
         planned_rounds: the rounds for which ε is computed.
         epsilon_charged: ε of the planned rounds at the noise that is charged for.
         epsilon_measured: the same at the noise that was measured.
-        residuals: in units of their own standard deviation, for the picture.
     """
 
     release: Release
@@ -117,7 +109,6 @@ class Audit:
     planned_rounds: int
     epsilon_charged: float
     epsilon_measured: float
-    residuals: Floats
 
     @property
     def noise_multiplier(self) -> Estimate:
@@ -194,7 +185,7 @@ def audit(
         )
     if strategy.training.enrolled.nodes is not None:
         raise ValueError("the audit brings its own nodes: build the strategy without enrolled")
-    rounds = rounds_of_audit(release, size)
+    rounds = _rounds_of_audit(release, size)
     if strategy.affordable_rounds is not None:
         rounds = min(rounds, strategy.affordable_rounds)
     with threadpool_limits(1):  # on a loaded machine, BLAS threads wait for each other
@@ -203,14 +194,14 @@ def audit(
         return _estimate(strategy, canaries, planned_rounds)
 
 
-def rounds_of_audit(release: Release, size: int) -> int:
+def _rounds_of_audit(release: Release, size: int) -> int:
     """As many as bring the standard error of the gain to ``WANTED``, within reason.
 
     n replies along one direction move it by n, and the noise stays: a round tells n² as much as one
     with a single reply.
     """
     expected = (1 - DROPPED) * release.expected_users
-    replying = max(1.0, min(most_replies(size), expected))
+    replying = max(1.0, min(_most_replies(size), expected))
     per_round = replying**2 * (1 - 1 / EMPTY_EVERY)
     wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
     messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
@@ -224,16 +215,14 @@ def rounds_of_audit(release: Release, size: int) -> int:
     return max(FEWEST_SECURE, min(rounds, int(MOST_PAIRS / max(1, pairs))))
 
 
-def most_replies(size: int) -> int:
+def _most_replies(size: int) -> int:
     """The most canaries that reply in a round: fewer if vectors are long."""
     messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
     return max(1, min(MOST_REPLIES, int(messages / FEWEST_ROUNDS)))
 
 
-def kept_in_audit(release: Release) -> int:
+def _survivors(release: Release, rules: SecureSum) -> int:
     """How many clients of a round the audit of a secure sum lets through: its noise is known."""
-    rules = release.aggregation
-    assert rules is not None
     clients = math.floor(release.expected_users)
     return max(survivors_needed(rules, clients), math.ceil((1 - DROPPED) * clients))
 
@@ -374,13 +363,15 @@ class Canaries:
     def _lets_through(self, round_: int, user: int, stage: int) -> bool:
         """Whether a client answers; in a secure sum exactly as many as are needed."""
         if not stage:
-            full = self.counts[round_ - 1].sum() >= most_replies(self._size)
+            full = self.counts[round_ - 1].sum() >= _most_replies(self._size)
             return round_ % EMPTY_EVERY != 0 and not full and self._source.random() >= DROPPED
+        rules = self._release.aggregation
+        assert rules is not None
         if round_ not in self._kept:
             asked = self._asked[round_]
-            kept = kept_in_audit(self._release)
-            chosen = self._source.permutation(asked)[:kept].tolist() if len(asked) >= kept else []
-            self._kept[round_] = set(chosen)
+            enough = _survivors(self._release, rules)
+            chosen = self._source.permutation(asked)[:enough].tolist()
+            self._kept[round_] = set(chosen) if len(chosen) == enough else set()
         return user in self._kept[round_]
 
 
@@ -394,13 +385,14 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
     limit = release.clip_norm * math.sqrt(1 - share)
     expected = release.noise_multiplier
     more = 1.0  # noise in the sum than is charged for: each client that is let through adds some
-    if release.aggregation is not None:
-        more = math.sqrt(kept_in_audit(release) / release.noise_shares)
+    rules = release.aggregation
+    if rules is not None:
+        more = math.sqrt(_survivors(release, rules) / release.noise_shares)
 
     full = seen.counts[:, :DIRECTIONS] @ seen.directions[:DIRECTIONS]
-    gain, weight, noise = _without(full, seen.released, limit)
+    gain, weight, noise = _fit_gain(full, seen.released, limit)
     own = np.outer(seen.counts[:, DIRECTIONS], seen.directions[DIRECTIONS])
-    own_gain, own_weight, noise = _without(own, noise, limit)
+    own_gain, own_weight, noise = _fit_gain(own, noise, limit)
     replied = seen.has_replies
     std = float(np.sqrt(np.mean(noise[replied] ** 2)))
     std_error = 1 / math.sqrt(2 * noise[replied].size)  # relative
@@ -424,7 +416,6 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
     charged = strategy.ledger.releases
     last_charged = charged[-1][0] if charged else release
     nothing = Ledger(strategy.ledger.delta)
-    every = max(1, noise.size // MOST_DRAWN)
     return Audit(
         release=release,
         rounds=strategy.rounds_done,
@@ -435,11 +426,10 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
         planned_rounds=planned,
         epsilon_charged=nothing.record(last_charged, planned).epsilon(),
         epsilon_measured=nothing.record(measured, planned).epsilon(),
-        residuals=noise.reshape(-1)[::every] / (std or 1.0),
     )
 
 
-def _without(sent: Floats, released: Floats, limit: float) -> tuple[float, float, Floats]:
+def _fit_gain(sent: Floats, released: Floats, limit: float) -> tuple[float, float, Floats]:
     """The gain in released = gain · limit · sent + noise by least squares, Σ sent², the noise."""
     weight = float(np.vdot(sent, sent))
     if not weight:
@@ -518,30 +508,3 @@ def _resemblance(noise: Floats) -> dict[str, float]:
         f"and {coordinates} coordinates"
     )
     return {name: min(1.0, chance)}
-
-
-def draw(found: Audit, path: Path) -> None:
-    """What was released beside what it should be, as a picture.
-
-    On the left the distribution of the noise, on the right each estimate in standard errors.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    x = np.linspace(-5, 5, 401)
-    edges = np.linspace(-5, 5, 81).tolist()
-    left.hist(found.residuals, bins=edges, density=True, color="#56B4E9", label="released")
-    left.plot(x, norm.pdf(x), color="#D55E00", lw=2, label="normal density")
-    left.set(xlabel="noise / its standard deviation", ylabel="density")
-    left.set(yscale="log", ylim=(1e-5, 1))
-    left.legend()
-    off = [estimate.errors_off for estimate in found.estimates.values()]
-    reach = max(8.0, *(abs(errors) for errors in off)) + 2
-    right.axvspan(-LIMIT, LIMIT, color="0.9")
-    right.errorbar(off, list(found.estimates), xerr=1.0, fmt="o", color="#0072B2", capsize=3)
-    right.set(xlabel=f"standard errors from the expected value (grey: up to {LIMIT:g})")
-    right.set(xlim=(-reach, reach))
-    right.invert_yaxis()
-    figure.suptitle(f"Audit: {found.verdict}. Noise multiplier {found.noise_multiplier}")
-    figure.savefig(path, dpi=130)

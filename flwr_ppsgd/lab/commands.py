@@ -371,12 +371,9 @@ def audit(
         Path | None, typer.Argument(help="A TOML file; default: the synthetic problem.")
     ] = None,
     settings: Set = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The picture to write; default: none is drawn.")
-    ] = None,
 ) -> None:
     """Send canaries through a strategy and measure the noise that these settings really give."""
-    from flwr_ppsgd import audit as auditing
+    from flwr_ppsgd import audit as conformance
     from flwr_ppsgd.lab.experiment import Experiment
     from flwr_ppsgd.server.strategy import PPSGD
 
@@ -386,13 +383,10 @@ def audit(
     for key in ("max-epsilon", "checkpoint-dir", "budget-dir", "enrolled", "evaluate-every"):
         flat.pop(key, None)
     release = training.release()
-    found = auditing.audit(
+    found = conformance.audit(
         lambda: PPSGD.from_config(flat, release=release, max_epsilon=None), training.rounds
     )
     show(found.in_words())
-    if out is not None:
-        auditing.draw(found, out)
-        show(f"Picture: {out}")
     if found.verdict != "conforms":
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
 

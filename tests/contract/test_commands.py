@@ -82,9 +82,8 @@ AUDIT = ("audit", "small.toml", "--set", "population=100", "--set", "noise-multi
 
 
 def test_the_audit_finds_that_the_mechanism_keeps_its_word(here: Path) -> None:
-    ended = check_done(ppsgd(*AUDIT, "--out", "audit.png", where=here))
+    ended = check_done(ppsgd(*AUDIT, where=here))
     assert "Verdict: conforms" in ended.words
-    assert (here / "audit.png").stat().st_size > 0
 
 
 def test_the_audit_convicts_noise_that_repeats_itself(
