@@ -71,21 +71,12 @@ class Database:
         schema: SQL that makes the tables of a new file.
         read_only: write nothing, not even to undo what a crash has left. Needs no lock of its own
             and may be used while another process writes.
-        patience: seconds to wait for another process's transaction.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        schema: str = "",
-        *,
-        read_only: bool = False,
-        patience: float = PATIENCE,
-    ) -> None:
+    def __init__(self, path: Path | None, schema: str = "", *, read_only: bool = False) -> None:
         self.path = path
         self._schema = schema
         self._read_only = read_only
-        self._patience = patience
         self._process = os.getpid()
         self._connection: sqlite3.Connection | None = None
         with _IN_PROCESS, self._one_line():
@@ -155,7 +146,7 @@ class Database:
                 (found,) = connection.execute(f"PRAGMA {name}").fetchone()
                 if found != expected:
                     raise StoreError(f"{self.path}: SQLite has {name}={found}, expected {expected}")
-            self._check(connection)
+            self._check_pages(connection)
         connection.executescript(self._schema)
         return connection
 
@@ -163,7 +154,7 @@ class Database:
         assert self.path is not None
         connection = self._connect(f"{self.path.absolute().as_uri()}?mode=ro")
         try:
-            self._check(connection)
+            self._check_pages(connection)
         except sqlite3.OperationalError:  # a writer has died in a transaction: undo it in a copy
             with tempfile.TemporaryDirectory() as directory:
                 copy = Path(directory) / self.path.name
@@ -171,19 +162,19 @@ class Database:
                 with suppress(FileNotFoundError):
                     shutil.copyfile(f"{self.path}-journal", f"{copy}-journal")
                 connection = self._connect(copy.as_uri())
-                self._check(connection)
+                self._check_pages(connection)
         return connection
 
     def _connect(self, uri: str) -> sqlite3.Connection:
         return sqlite3.connect(
             uri,
             uri=True,
-            timeout=self._patience,
+            timeout=PATIENCE,
             isolation_level=None,  # transactions are begun by hand
             check_same_thread=False,  # _IN_PROCESS lets in one thread at a time
         )
 
-    def _check(self, connection: sqlite3.Connection) -> None:
+    def _check_pages(self, connection: sqlite3.Connection) -> None:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise StoreError(f"{self.path} is damaged ({' '.join(found.split())}): {DAMAGED}")
@@ -347,7 +338,7 @@ def read_verified(path: Path, sha256: str) -> bytes:
 
 
 def _make_private_file(path: Path, *, new: bool = False) -> None:
-    """Make an empty file before SQLite would, with our mode; a link is refused."""
+    """Make an empty file with our mode, which SQLite would not give it; a link is refused."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
         os.close(os.open(path, flags, PRIVATE_FILE))

@@ -163,10 +163,6 @@ class Ledger:
         """
         return sum(times * release.failure for release, times in self.releases)
 
-    def _rough_epsilon(self, relation: Relation) -> float:
-        """Where to look for ε: no bound, and it costs next to nothing."""
-        return rough_epsilon(_price_list(self.releases), self.delta, relation)
-
     def quick_epsilon(self) -> float:
         """An upper bound on ``epsilon()`` in well under a millisecond, for use in every round.
 
@@ -306,12 +302,6 @@ def calibrate_noise(
     def after_all(z: float) -> Ledger:
         return others.record(Release(cohort, 1.0, z, aggregation=aggregation), rounds)
 
-    def cost(z: float) -> float:
-        return after_all(z).epsilon(relation, method)
-
-    def rough_cost(z: float) -> float:
-        return after_all(z)._rough_epsilon(relation)
-
     spent = others.epsilon(relation, method)
     if spent >= epsilon:
         raise ValueError(
@@ -325,11 +315,17 @@ def calibrate_noise(
     if method == "pld" and not example.gains_from_sampling:
         exact = _exact_noise(epsilon, delta - example.failure, rounds, others, relation)
         for slack in (0.0, 1e-9, NOISE_TOLERANCE):  # the last digits
-            if cost(exact * (1 + slack)) <= epsilon:
+            if after_all(exact * (1 + slack)).epsilon(relation, method) <= epsilon:
                 return exact * (1 + slack)
 
-    guess = _least_argument(rough_cost, epsilon, 1.0, NOISE_LIMITS, NOISE_TOLERANCE)
-    found = _least_argument(cost, epsilon, guess, NOISE_LIMITS, NOISE_TOLERANCE)
+    found = _least_affordable(
+        after_all,
+        epsilon,
+        relation=relation,
+        method=method,
+        limits=NOISE_LIMITS,
+        tolerance=NOISE_TOLERANCE,
+    )
     if math.isinf(found):
         raise ValueError(
             f"no noise_multiplier up to {NOISE_LIMITS[1]:g} gives epsilon={epsilon:g} at "
@@ -346,6 +342,28 @@ def _exact_noise(
     allowed = 1 / (one_round * sensitivity(relation)) ** 2
     taken = sum(times / release.noise_multiplier**2 for release, times in others.releases)
     return math.sqrt(rounds / (allowed - taken)) if taken < allowed else math.inf
+
+
+def _least_affordable(
+    after: Callable[[float], Ledger],
+    most: float,
+    *,
+    relation: Relation,
+    method: Method,
+    limits: tuple[float, float],
+    tolerance: float,
+) -> float:
+    """The smallest x with ε(after(x)) ≤ most, from a guess by a rough ε, which costs nothing."""
+
+    def rough_cost(x: float) -> float:
+        ledger = after(x)
+        return rough_epsilon(_price_list(ledger.releases), ledger.delta, relation)
+
+    def cost(x: float) -> float:
+        return after(x).epsilon(relation, method)
+
+    guess = _least_argument(rough_cost, most, 1.0, limits, tolerance)
+    return _least_argument(cost, most, guess, limits, tolerance)
 
 
 def _least_argument(
@@ -423,15 +441,17 @@ def affordable_rounds(
     def rounds_of(inverse: float) -> int:
         return math.floor((1 + 1e-12) / inverse)
 
-    def cost(inverse: float) -> float:
-        return others.record(release, rounds_of(inverse)).epsilon(relation, method)
+    def after_all(inverse: float) -> Ledger:
+        return others.record(release, rounds_of(inverse))
 
-    def rough_cost(inverse: float) -> float:
-        return others.record(release, rounds_of(inverse))._rough_epsilon(relation)
-
-    if at_most < 1 or cost(1.0) > max_epsilon:
+    if at_most < 1 or after_all(1.0).epsilon(relation, method) > max_epsilon:
         return 0
-    limits = (1 / at_most, 1.0)
-    guess = _least_argument(rough_cost, max_epsilon, 1.0, limits, ROUNDS_TOLERANCE)
-    found = _least_argument(cost, max_epsilon, min(guess, 1.0), limits, ROUNDS_TOLERANCE)
+    found = _least_affordable(
+        after_all,
+        max_epsilon,
+        relation=relation,
+        method=method,
+        limits=(1 / at_most, 1.0),
+        tolerance=ROUNDS_TOLERANCE,
+    )
     return rounds_of(found)

@@ -98,13 +98,9 @@ class Headline:
         """ε that is guaranteed: infinite if nothing is, 0 if nothing is published."""
         if not self.rounds:
             return 0.0
-        return math.inf if self.void else self.cost
+        return math.inf if self.why_void else self.cost
 
     @property
-    def void(self) -> bool:
-        """Whether nothing is guaranteed."""
-        return bool(self.why_void())
-
     def why_void(self) -> str:
         """Why nothing is guaranteed; empty if something is."""
         if self.simulation:
@@ -126,7 +122,7 @@ class Headline:
     @property
     def guarantee(self) -> str:
         """The name of what is promised."""
-        if self.void:
+        if self.why_void:
             return "none"
         if self.secure is None:
             return f"{self.unit}-level joint differential privacy"
@@ -145,8 +141,8 @@ class Headline:
         """For the users: what the planned rounds promise them."""
         if not self.rounds:
             return NOTHING_PUBLISHED
-        if self.void:
-            return "NO GUARANTEE: " + self.why_void()
+        if self.why_void:
+            return f"NO GUARANTEE: {self.why_void}"
         trusted = "; the server is trusted" if self.secure is None else ""
         return (
             f"{self.numbers()} over {self.rounds} planned rounds for each of {self.population} "
@@ -223,8 +219,8 @@ class Promise:
     def short(self) -> str:
         """At most four lines for a screen: the numbers, caveats, and what is not covered."""
         head = self.headline
-        if head.void:
-            lines = [f"NO GUARANTEE: {head.why_void()}{self._cost_if_deployed()}"]
+        if head.why_void:
+            lines = [self._no_guarantee()]
         elif not head.rounds:
             lines = [NOTHING_PUBLISHED]
         else:
@@ -242,14 +238,13 @@ class Promise:
         rules = self.training.release.aggregation
         if rules is not None:
             return (*_outside_secure_sums(self.training.release, rules), *ALWAYS_OUTSIDE)
-        if self.training.recipe is not None:
-            return (TRUSTED_WITH_SOLUTIONS, *ALWAYS_OUTSIDE)
-        return OUTSIDE
+        trusted = TRUSTED_SERVER if self.training.recipe is None else TRUSTED_WITH_SOLUTIONS
+        return (trusted, *ALWAYS_OUTSIDE)
 
     def _promise(self) -> str:
         head = self.headline
-        if head.void:
-            return f"NO GUARANTEE: {head.why_void()}{self._cost_if_deployed()}"
+        if head.why_void:
+            return self._no_guarantee()
         if not self.training.steps.publishes and not head.rounds:
             return (
                 "Nothing was published about anybody (local learning, alpha = 0): epsilon is 0 for "
@@ -283,19 +278,20 @@ class Promise:
             )
         return found
 
-    def _cost_if_deployed(self) -> str:
-        """What the same rounds would cost with secret noise, if that is a number."""
+    def _no_guarantee(self) -> str:
+        """Why, and what the same rounds would cost with secret noise, if that is a number."""
         head = self.headline
+        found = f"NO GUARANTEE: {head.why_void}"
         seeded = head.simulation or head.insecure_rounds
-        if not seeded or math.isinf(head.cost):
-            return ""
-        cost = rounded_up(head.cost)
-        return f" A deployment would cost epsilon = {cost} at delta = {head.delta:g}."
+        if seeded and math.isfinite(head.cost):
+            cost = rounded_up(head.cost)
+            found += f" A deployment would cost epsilon = {cost} at delta = {head.delta:g}."
+        return found
 
     def _terms(self) -> list[str]:
         if not self.headline.rounds:
             return []
-        terms = [] if self.headline.void else [self._cost(), WHAT_DELTA_IS]
+        terms = [] if self.headline.why_void else [self._cost(), WHAT_DELTA_IS]
         terms += [self._mechanism(), self._releases()]
         if self.training.recipe is not None:
             terms.append(
@@ -416,7 +412,7 @@ class Promise:
 
     def _epsilon_for_json(self, cost: float) -> float | str:
         """A further ε for JSON, infinite if nothing is guaranteed."""
-        return json_number(math.inf if self.headline.void else cost)
+        return json_number(math.inf if self.headline.why_void else cost)
 
 
 def with_conditions(data: Mapping[str, Any], conditions: Sequence[str]) -> dict[str, Any]:

@@ -133,8 +133,11 @@ def test_a_file_that_is_gone_is_not_written(path: Path, how: str) -> None:
         insert(store, 2)
 
 
-def test_a_failed_commit_keeps_nothing_and_the_next_one_works(path: Path) -> None:
-    store = Database(path, SCHEMA, patience=0.0)
+def test_a_failed_commit_keeps_nothing_and_the_next_one_works(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flwr_ppsgd.database.PATIENCE", 0.0)
+    store = Database(path, SCHEMA)
     insert(store, 1)
     reader = sqlite3.connect(path, isolation_level=None)
     reader.execute("BEGIN")

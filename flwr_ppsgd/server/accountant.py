@@ -13,7 +13,6 @@ from flwr.serverapp import (
 )
 
 from flwr_ppsgd.algorithm import Poisson, Release
-from flwr_ppsgd.epsilon import EpsilonBound
 from flwr_ppsgd.ledger import Ledger
 
 LEAST_DELTA = 1e-15
@@ -55,7 +54,7 @@ class LedgerAccountant:
 
     def get_epsilon(self, delta: float) -> float:
         """ε of everything released so far, at any δ; infinite if noise came from a known seed."""
-        return self._bound(delta).epsilon
+        return self.get_privacy_spent(delta).epsilon
 
     def get_delta(self, epsilon: float) -> float:
         """A δ at which everything released so far has at most this ε; 1 if there is none."""
@@ -72,13 +71,10 @@ class LedgerAccountant:
     def get_privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """ε and δ, the number of releases, and the bound that gave ε."""
         delta = self.ledger.delta if delta is None else delta
-        bound = self._bound(delta)
-        return PrivacySpent(bound.epsilon, delta, self.num_releases, bound.method)
-
-    def _bound(self, delta: float) -> EpsilonBound:
         if self.ledger.insecure_rounds:
-            return EpsilonBound(math.inf, "insecure_seed")
-        return replace(self.ledger, delta=delta).bound()
+            return PrivacySpent(math.inf, delta, self.num_releases, "insecure_seed")
+        bound = replace(self.ledger, delta=delta).bound()
+        return PrivacySpent(bound.epsilon, delta, self.num_releases, bound.method)
 
     def would_exceed(
         self, event: GaussianPrivacyEvent, max_epsilon: float | None = None, count: int = 1

@@ -149,11 +149,10 @@ class Budget(SealedRows):
 
     def open(self) -> None:
         """Read and verify everything; harmless if it is open."""
-        path = self.directory / NAME
-        if path.is_file():
+        if (self.directory / NAME).is_file():
             with nullcontext() if self._read_only else _lock(self.directory):
                 super().open()
-        if not path.is_file() or not self.notes("allowance"):
+        if not self.is_open or not self.notes("allowance"):
             self.close()
             raise StoreError(
                 f"no budget in {self.directory}: a budget is fixed before the first training, with "
@@ -173,8 +172,8 @@ class Budget(SealedRows):
 
     def affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
         """How many more releases of this kind fit after others, each with its number of rounds."""
-        with self.transaction():
-            return self._affords(release, first)
+        with self.transaction():  # which reads what other trainings have charged
+            return self._room_for(release, first)
 
     def check(self, round_: int, release: Release) -> None:
         """Raise PrivacyBudgetExhausted unless one more release fits."""
@@ -203,7 +202,7 @@ class Budget(SealedRows):
         """
         with self.transaction() as add:
             self._require_room(round_, release)
-            self._charge(add, training, round_, release)
+            self._add_charge(add, training, round_, release)
 
     def catch_up(self, training: int, charges: Mapping[tuple[Release, bool], int]) -> None:
         """Write down what a training has charged, as of ``Store.charges``, and the budget lacks.
@@ -214,22 +213,22 @@ class Budget(SealedRows):
             for (release, _insecure), times in charges.items():
                 kind = self.kinds.index(release) if release in self.kinds else -1
                 for _ in range(times - self.tally[training, kind, False]):
-                    self._charge(add, training, 0, release)
+                    self._add_charge(add, training, 0, release)
 
-    def _affords(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
+    def _room_for(self, release: Release, first: Iterable[tuple[Release, int]] = ()) -> int:
+        """How many more fit, by the charges that were read."""
         cost = self.allowance.cost(release)
-        if math.isinf(cost):
-            return 0
-        before = sum(times * self.allowance.cost(other) for other, times in first)
-        spent = self.cost_of_charges() + before
+        spent = self.cost_of_charges()
+        for other, times in first:
+            spent += times * self.allowance.cost(other)
         left = self.allowance.limit - spent
-        if left < cost:
+        if left < cost:  # which is infinite without noise
             return 0
         most = math.floor(min(left / cost, MOST_ROUNDS))
         return most if spent + most * cost <= self.allowance.limit else most - 1
 
     def _require_room(self, round_: int, release: Release) -> None:
-        if self._affords(release):
+        if self._room_for(release):
             return
         allowance = self.allowance
         spent = self.cost_of_charges() / allowance.limit
@@ -253,7 +252,7 @@ def new_budget(directory: Path, epsilon: float, delta: float, filter_: Filter = 
     """
     allowance = Allowance.of(epsilon, delta, filter_)
     private_directory(directory)
-    rows = SealedRows(directory / NAME, "budget", read_only=False, repair=False)
+    rows = SealedRows(directory / NAME, "budget")
     with _lock(directory), closing(rows):
         rows.open()
         if rows.notes("allowance"):

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from flwr_ppsgd.checks import count as whole_number
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.database import StoreError
+from flwr_ppsgd.epsilon import Relation
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.server import budget as budgets
 from flwr_ppsgd.server.budget import Budget
@@ -48,10 +49,10 @@ def describe(directories: Sequence[Path]) -> str:
     for directory in directories:
         if _has_budget(directory):
             parts.append(_budget_text(Budget(directory, read_only=True)))
-        else:
-            store = _read_store(directory)
-            stores.append(store)
-            parts.append(_training_text(directory, store))
+            continue
+        store = _read_store(directory)
+        stores.append(store)
+        parts.append(_training_text(directory, store))
     if len(stores) > 1:
         parts.append(_text_of_all(stores))
     return "\n\n".join(parts)
@@ -71,12 +72,12 @@ def add_charges(directory: Path, count: int, reason: str) -> None:
     rule = "reason must be a text"
     require(bool(reason.strip()), rule, reason, "say how it is known that they happened")
     if _has_budget(directory):
-        Budget(directory, repair=True).add_by_hand(count, reason)
+        Budget(directory, repair=True).note("added", [count, reason])
         return
     Store.read(directory)
     store = Store(directory, repair=True)
     try:
-        store.add_by_hand(count, reason)
+        store.note("added", [count, reason])
         for _, place in store.notes("budget"):
             Budget(Path(place)).catch_up(store.owner, store.charges())
     finally:
@@ -165,7 +166,7 @@ def _lines_of_rows(rows: SealedRows) -> list[str]:
     """A line for each charge, kind of release and caveat, and whether any is missing."""
     lines = []
     counts: Counter[int] = Counter()
-    for place, (round_, kind, insecure, training) in enumerate(rows.charge_rows(), 1):
+    for place, (round_, kind, insecure, training) in enumerate(rows.notes("charge"), 1):
         whose = "" if training == rows.owner else f", training {training}"
         how = ", insecure" if insecure else ""
         lines.append(f"charge {place}: round {round_}, release {kind + 1}{how}{whose}")
@@ -216,14 +217,11 @@ def _planned_ledger(store: Store, ledger: Ledger) -> Ledger:
 
 def _epsilons(ledger: Ledger) -> str:
     """ε under both kinds of neighbours, rounded up; infinite if nothing is guaranteed."""
-    zero_out = math.inf
-    replace_one = math.inf
-    if not ledger.insecure_rounds:
-        zero_out = ledger.epsilon()
-        replace_one = ledger.epsilon("replace-one")
-    first = rounded_up(zero_out)
-    second = rounded_up(replace_one)
-    return f"epsilon = {first} (zero-out), {second} (replace-one) at delta = {ledger.delta:g}"
+    found = []
+    for relation in get_args(Relation):
+        epsilon = math.inf if ledger.insecure_rounds else ledger.epsilon(relation)
+        found.append(f"{rounded_up(epsilon)} ({relation})")
+    return f"epsilon = {', '.join(found)} at delta = {ledger.delta:g}"
 
 
 # --- ppsgd status
@@ -258,7 +256,7 @@ def status_of(directory: Path) -> dict[str, Any]:
             "spent": json_number(Headline.of(ledger).epsilon),
             "planned": json_number(stated.epsilon),
             "delta": ledger.delta,
-            "why_void": stated.why_void(),
+            "why_void": stated.why_void,
             "budget_dir": "".join(place for _, place in store.notes("budget")),
         },
         **facts,
@@ -304,10 +302,10 @@ def status_text(status: Mapping[str, Any]) -> str:
     if status["lost"]:
         lines.append(f"MISSING: {status['lost']}")
     last = status["last_round"]
+    replies = status["replies"]
     if last is None:
         lines.append("replies: none are noted")
     else:
-        replies = status["replies"]
         counts = counts_in_words(replies["used"], replies["zeros"])
         lines.append(f"replies in {replies['rounds']} rounds: {counts}")
         lines.append(f"last round: {facts_in_words(last)} ({_at(last['time'])})")
@@ -344,7 +342,7 @@ def _is_locked(path: Path) -> bool | None:
 
 def _epsilon_in_words(epsilon: float | str) -> str:
     """ε as JSON has it, where infinity is a word."""
-    return rounded_up(float(epsilon) if isinstance(epsilon, float) else math.inf)
+    return rounded_up(epsilon if isinstance(epsilon, float) else math.inf)
 
 
 def _at(time: float) -> str:

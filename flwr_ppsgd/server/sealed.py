@@ -130,7 +130,6 @@ class SealedRows:
         self._repair = repair
         self._database: Database | None = None
         self._last: ChargeRecord | None = None  # what this process knows to be on the disk
-        self._warned = False
         self._room_for_files = 0  # bytes
         self._clear()
 
@@ -164,7 +163,7 @@ class SealedRows:
         self._database = Database(self.path, SCHEMA, read_only=self._read_only)
         try:
             if self._read_only:
-                self._read(self._database.rows)
+                self._read_new_rows()
             else:
                 with self.transaction() as add:
                     if self.path is not None and not self._repair:
@@ -179,8 +178,8 @@ class SealedRows:
                     f"{self.path} has format {found}, this version reads {FORMAT}: continue with "
                     "the version of flwr-ppsgd that wrote it"
                 )
-            checked = self.path is not None and not self._read_only
-            if checked and self.charge_count and self.outside_record() is None:
+            is_kept = self.path is not None and not self._read_only
+            if is_kept and self.charge_count and self.outside_record() is None:
                 self.note_caveat(NO_RECORD)
         except BaseException:
             self.close()
@@ -201,21 +200,22 @@ class SealedRows:
         if self.path is None:
             return
         self._room_for_files = size
-        path = self._reserve_file
         whole = size + ROOM_FOR_ROWS
-        if path.exists() and path.stat().st_size == whole:
+        reserved = self.reserve_file
+        if reserved.exists() and reserved.stat().st_size == whole:
             return
         try:
-            database.allocate(path, whole)
+            database.allocate(reserved, whole)
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{path.parent} has no room for the {whole // 1024} KiB that a round may need "
+                f"{reserved.parent} has no room for the {whole // 1024} KiB that a round may need "
                 f"({error.strerror}): nothing was sent; free some space and start again",
             ) from None
 
     @property
-    def _reserve_file(self) -> Path:
+    def reserve_file(self) -> Path:
+        """Where ``reserve`` takes the room."""
         assert self.path is not None
         return self.path.with_suffix(".reserve")
 
@@ -230,15 +230,10 @@ class SealedRows:
         """Everything that was noted under a heading, oldest first."""
         return self._notes.get(what, [])
 
-    def charge_rows(self) -> list[tuple[int, int, bool, int]]:
-        """Every charge, oldest first: round, number of the release, insecure, training."""
-        rows = self._sqlite().rows("SELECT value FROM entry WHERE what = 'charge' ORDER BY id")
-        return [tuple(json.loads(text)) for (text,) in rows]
-
-    def _read(self, rows: Callable[[str, tuple[int]], list[Any]]) -> None:
+    def _read_new_rows(self) -> None:
         """Verify and take the rows that were added since the last time."""
         query = "SELECT id, what, value, seal FROM entry WHERE id >= ? ORDER BY id"
-        found = rows(query, (self._rows,))
+        found = self._sqlite().rows(query, (self._rows,))
         if self._rows and (not found or found.pop(0)[3] != self._seal):
             raise self._damage_at(self._rows)
         for id_, what, text, sealed in found:
@@ -254,15 +249,14 @@ class SealedRows:
 
     def _take(self, what: str, value: Any) -> None:
         """Remember what a row says."""
-        if what == "charge":
-            _, kind, insecure, training = value
-            self.tally[training, kind, insecure] += 1
-        elif what == "release":
-            self.kinds.append(release_from_dict(value))
-        else:
-            self._notes.setdefault(what, []).append(value)
+        self._notes.setdefault(what, []).append(value)
         if what == FIRST:
             self.owner = value[self._kind]
+        elif what == "release":
+            self.kinds.append(release_from_dict(value))
+        elif what == "charge":
+            _, kind, insecure, training = value
+            self.tally[training, kind, insecure] += 1
         elif what == "added":
             self.added += value[0]
         elif what == "caveat":
@@ -282,26 +276,25 @@ class SealedRows:
     def transaction(self) -> Iterator[Add]:
         """A function that adds a row; at the end all of them are on the disk, and recorded outside.
 
-        After an error nothing may be published. If a row was added, the file is closed, and read
-        again when it is opened; in memory, at once.
+        After an error nothing may be published: whether a row is on the disk is not known. So if
+        one was added, the file is closed, and read again when it is opened; in memory, at once.
         """
         before = -1
         try:
             with self._sqlite().transaction() as connection:
-                self._read(lambda query, values: connection.execute(query, values).fetchall())
+                self._read_new_rows()
                 before = self._rows
                 yield lambda what, value: self._add(connection, what, value)
         except BaseException:
             if self._rows != before:
                 self.close()
-                if self._database is not None:
+                if self.is_open:  # in memory
                     self._clear()
-                    self._read(self._database.rows)
+                    self._read_new_rows()
             raise
         if self.path is not None:
-            place = _place(self.path)
             self._last = ChargeRecord(
-                self.owner, place, self._rows, self._seal.hex(), self.charge_count
+                self.owner, _place(self.path), self._rows, self._seal.hex(), self.charge_count
             )
             if self._rows != before and self.charge_count:
                 self._keep_record(self._last)
@@ -327,16 +320,12 @@ class SealedRows:
         if self.caveats.get(caveat) != unit:
             self.note("caveat", [caveat, unit])
 
-    def add_by_hand(self, count: int, reason: str) -> None:
-        """Add charges that are known to have happened, for this reason, and that are not here."""
-        self.note("added", [count, reason])
-
-    def _charge(
+    def _add_charge(
         self, add: Add, training: int, round_: int, release: Release, insecure: bool = False
     ) -> None:
         """Add a row for one release, in the part of the reserve that is for rows."""
-        if self.path is not None and self._reserve_file.exists():
-            os.truncate(self._reserve_file, self._room_for_files)
+        if self.path is not None and self.reserve_file.exists():
+            os.truncate(self.reserve_file, self._room_for_files)
         if release not in self.kinds:
             add("release", release_to_dict(release))
         add("charge", [round_, self.kinds.index(release), insecure, training])
@@ -358,11 +347,26 @@ class SealedRows:
     def refuse_lost_rows(self) -> None:
         """StoreError if this process, or the record outside, knows of rows that are not here."""
         self._refuse_other_owner()
-        if self._last is not None:
-            self._refuse_if_behind(self._last, "this process has made")
-        recorded = self.outside_record()
-        if recorded is not None:
-            self._refuse_if_behind(recorded, "the record outside shows")
+        known = {"this process has made": self._last}
+        known["the record outside shows"] = self.outside_record()
+        for who, record in known.items():
+            if record is None:
+                continue
+            self.refuse_fewer_charges(record.charges, who)
+            if self._rows < record.rows:
+                reason = f"has {self._rows} rows but {who} {record.rows}: rows were lost"
+                raise self._lost(reason, 1)
+            query = "SELECT seal FROM entry WHERE id = ?"
+            ((found,),) = self._sqlite().rows(query, (record.rows,))
+            if found.hex() != record.seal:
+                reason = f"is not the one of which {who} {record.charges} charges"
+                raise self._lost(f"{reason}: another copy went on", record.charges)
+
+    def refuse_fewer_charges(self, known: int, who: str) -> None:
+        """StoreError if charges are missing here that ``who`` knows of."""
+        if self.charge_count < known:
+            reason = f"shows {self.charge_count} charges but {who} {known}: charges were lost"
+            raise self._lost(reason, known - self.charge_count)
 
     def _refuse_other_owner(self) -> None:
         """A file that was removed, emptied or replaced leaves its record behind."""
@@ -381,21 +385,6 @@ class SealedRows:
                     f"{self._kind} was deleted on purpose"
                 )
 
-    def _refuse_if_behind(self, known: ChargeRecord, who: str) -> None:
-        """StoreError if charges or other rows are missing here that ``who`` knows of."""
-        self._refuse_fewer_charges(known.charges, who)
-        if self._rows < known.rows:
-            raise self._lost(f"has {self._rows} rows but {who} {known.rows}: rows were lost", 1)
-        ((found,),) = self._sqlite().rows("SELECT seal FROM entry WHERE id = ?", (known.rows,))
-        if found.hex() != known.seal:
-            reason = f"is not the one of which {who} {known.charges} charges: another copy went on"
-            raise self._lost(reason, known.charges)
-
-    def _refuse_fewer_charges(self, known: int, who: str) -> None:
-        if self.charge_count < known:
-            reason = f"shows {self.charge_count} charges but {who} {known}: charges were lost"
-            raise self._lost(reason, known - self.charge_count)
-
     def _lost(self, reason: str, charges: int) -> StoreError:
         assert self.path is not None
         return StoreError(
@@ -411,9 +400,8 @@ class SealedRows:
         try:
             record.write()
         except OSError as error:
-            if self._warned:
+            if RECORD_NOT_WRITTEN in self.caveats:
                 return
-            self._warned = True
             log.warning(
                 "The record of charges cannot be written (%s): a store that goes back in time "
                 "would not show. Set PPSGD_STATE_HOME to a directory that can be written",

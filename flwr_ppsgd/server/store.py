@@ -60,11 +60,7 @@ class Store(SealedRows):
     """
 
     def __init__(
-        self,
-        directory: Path | None,
-        *,
-        read_only: bool = False,
-        repair: bool = False,
+        self, directory: Path | None, *, read_only: bool = False, repair: bool = False
     ) -> None:
         path = None if directory is None else directory / NAME
         super().__init__(path, "training", read_only=read_only, repair=repair)
@@ -76,7 +72,7 @@ class Store(SealedRows):
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """What is there now, for reports: without the lock, while a training runs too."""
+        """The store as it is now, for reports: without the lock, while a training runs too."""
         if not (directory / NAME).is_file():
             raise StoreError(
                 f"no training in {directory}: name a checkpoint directory, with a {NAME} in it"
@@ -103,7 +99,7 @@ class Store(SealedRows):
             if self._lock is not None and not self._repair:
                 self._remove_old_arrays()
             if self._unsaved is not None:
-                self._save(self._unsaved)
+                self.save(self._unsaved)
         except BaseException:
             self.close()
             raise
@@ -120,12 +116,13 @@ class Store(SealedRows):
         super().refuse_lost_rows()
         for path in reversed(self._arrays()):
             charges = int(path.stem.rpartition("-")[2])
-            self._refuse_fewer_charges(charges, f"{path.name} has had")
+            self.refuse_fewer_charges(charges, f"{path.name} has had")
 
     def backup(self, target: Path) -> None:
         """Copy the file consistently, and w and the key beside it, also while a training runs."""
         private_directory(target.parent)
-        for path in [*self._arrays(), self._beside(KEY)]:
+        assert self.directory is not None
+        for path in [*self._arrays(), self.directory / KEY]:
             with suppress(FileNotFoundError):  # the training may go on meanwhile
                 database.write_file(target.with_name(path.name), [path.read_bytes()])
         super().backup(target)
@@ -167,7 +164,7 @@ class Store(SealedRows):
         Round 0 is before the first; ``insecure`` if its noise comes from a known seed.
         """
         with self.transaction() as add:
-            self._charge(add, self.owner, round_, release, insecure)
+            self._add_charge(add, self.owner, round_, release, insecure)
 
     def charges(self) -> Counter[tuple[Release, bool]]:
         """How often each release was charged, and whether with noise from a known seed.
@@ -226,7 +223,7 @@ class Store(SealedRows):
     def reserve(self, size: int = 0) -> None:
         """Take room for all that a round will write, after what an earlier one could not write."""
         if self._unsaved is not None:
-            self._save(self._unsaved)
+            self.save(self._unsaved)
         super().reserve(size)
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -235,48 +232,14 @@ class Store(SealedRows):
         If that fails, no other round may run before it has succeeded: ``open`` and ``reserve``
         try again.
         """
-        if self.directory is not None:
-            self._unsaved = checkpoint
-            self._save(checkpoint)
-
-    def load(self) -> Checkpoint | None:
-        """The newest w that is whole, saying which ones are not; None if there is none."""
-        found = self.notes("checkpoint")
-        there = {path.name for path in self._arrays()}
-        for entry in reversed(found):
-            if entry is not found[-1] and entry["file"] not in there:
-                continue
-            try:
-                content = database.read_verified(self._beside(entry["file"]), entry["sha256"])
-                return _checkpoint_of(entry["round"], content)
-            except StoreError as error:
-                log.warning("%s: w falls back to the one before, the ledger does not", error)
-        if found:
-            raise StoreError(
-                f"no checkpoint of w in {self.directory} is whole: restore one, or start anew in "
-                "another directory"
-            )
-        return None
-
-    def keep(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """The content of a small file, made if it is missing; StoreError if it was changed.
-
-        In memory it is made anew each time.
-        """
         if self.directory is None:
-            return make()
-        path = self._beside(name)
-        if not path.exists() or not self.notes(name):
-            sha256 = database.write_file(path, [make()])
-            self.note(name, sha256)
-        return database.read_verified(path, self.notes(name)[-1])
-
-    def _save(self, checkpoint: Checkpoint) -> None:
+            return
+        self._unsaved = checkpoint
         name = f"w-{checkpoint.round:08d}-{self.charge_count:08d}.arrays"
         with self.transaction() as add:  # which refuses a forked child before a file is written
             try:
                 parts = _parts_of(checkpoint)
-                sha256 = database.write_file(self._beside(name), parts, self._reserve_file)
+                sha256 = database.write_file(self.directory / name, parts, self.reserve_file)
             except OSError as error:
                 raise OSError(
                     error.errno,
@@ -288,21 +251,49 @@ class Store(SealedRows):
         self._unsaved = None
         self._remove_old_arrays()
 
+    def load(self) -> Checkpoint | None:
+        """The newest w that is whole, saying which ones are not; None if there is none."""
+        found = self.notes("checkpoint")
+        if self.directory is None or not found:
+            return None
+        kept = {path.name for path in self._arrays()}
+        for entry in reversed(found):
+            if entry is not found[-1] and entry["file"] not in kept:
+                continue
+            try:
+                content = database.read_verified(self.directory / entry["file"], entry["sha256"])
+                return _checkpoint_of(entry["round"], content)
+            except StoreError as error:
+                log.warning("%s: w falls back to the one before, the ledger does not", error)
+        raise StoreError(
+            f"no checkpoint of w in {self.directory} is whole: restore one, or start anew in "
+            "another directory"
+        )
+
+    def keep(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """The content of a small file, made if it is missing; StoreError if it was changed.
+
+        In memory it is made anew each time.
+        """
+        if self.directory is None:
+            return make()
+        path = self.directory / name
+        if not path.exists() or not self.notes(name):
+            sha256 = database.write_file(path, [make()])
+            self.note(name, sha256)
+        return database.read_verified(path, self.notes(name)[-1])
+
     def _remove_old_arrays(self) -> None:
         """Keep the newest files of w; older ones go, and what a crash has left without a row."""
-        there = {path.name for path in self._arrays()}
+        assert self.directory is not None
+        found = {path.name: path for path in self.directory.glob(f"{ARRAYS}*")}
         noted = [entry["file"] for entry in self.notes("checkpoint")]
-        known = [name for name in noted if name in there]
-        for path in self._beside(".").glob(f"{ARRAYS}*"):
-            if path.name not in known[-KEPT:]:
-                path.unlink()
+        kept = [name for name in noted if name in found][-KEPT:]
+        for name in found.keys() - set(kept):
+            found[name].unlink()
 
     def _arrays(self) -> list[Path]:
         return [] if self.directory is None else sorted(self.directory.glob(ARRAYS))
-
-    def _beside(self, name: str) -> Path:
-        assert self.directory is not None
-        return self.directory / name
 
 
 def _parts_of(checkpoint: Checkpoint) -> list[bytes | memoryview]:

@@ -187,7 +187,7 @@ class Deployment:
         return kept_in(self.place(user) / "state", user, name)
 
     def charges(self, name: str) -> list[int]:
-        return [round_ for round_, *_ in Store.read(self.server(name)).charge_rows()]
+        return [round_ for round_, *_ in Store.read(self.server(name)).notes("charge")]
 
     def facts(self, name: str) -> list[dict[str, Any]]:
         """What the server has noted for its operator alone."""

@@ -63,7 +63,7 @@ def test_a_training_goes_on_from_what_was_written(place: Path) -> None:
     assert again.charges() == {(NOISY, False): 3, (QUIET, True): 1}
     ledger = Ledger(DELTA).record(NOISY, 3).record(QUIET, insecure=True)
     assert again.ledger(DELTA) == ledger
-    assert again.charge_rows()[-1] == (4, 1, True, store.owner)
+    assert again.notes("charge")[-1] == [4, 1, True, store.owner]
     assert again.notes("plan") == [{"charges": 9}]
     assert again.setting("delta") == DELTA
     found = again.load()
@@ -290,7 +290,7 @@ def test_a_training_without_charges_leaves_no_record(place: Path) -> None:
 def test_a_charge_added_by_hand_counts_as_the_most_expensive_release(place: Path) -> None:
     """Which of two that is cannot always be said: then as both."""
     store = opened(place)
-    store.add_by_hand(2, "known from elsewhere")
+    store.note("added", [2, "known from elsewhere"])
     assert store.charges() == {(NOISY, False): 2}
     store.charge(1, QUIET)
     assert store.charges() == {(NOISY, False): 2, (QUIET, False): 3}
