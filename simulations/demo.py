@@ -19,7 +19,7 @@ from matplotlib.ticker import NullLocator
 from flwr_ppsgd.cli import console
 from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
 from flwr_ppsgd.lab.experiment import Experiment
-from flwr_ppsgd.lab.figures import COLOURS, draw_run
+from flwr_ppsgd.lab.figures import COLOURS
 from flwr_ppsgd.lab.measures import measure_of
 from flwr_ppsgd.lab.outputs import free_directory, save
 from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
@@ -127,7 +127,7 @@ def main() -> None:
     data = out / "people.npz"
     np.savez_compressed(data, **people())  # type: ignore[arg-type]  # savez's own flag
     outcomes = {epsilon: train(data, epsilon) for epsilon in sorted((HEADLINE, *OTHERS))}
-    save(outcomes[HEADLINE], out / f"epsilon-{HEADLINE:g}", draw_run)
+    save(outcomes[HEADLINE], out / f"epsilon-{HEADLINE:g}")
     show(outcomes, data, Path(sys.argv[1]) if len(sys.argv) > 1 else out / "demo.png")
 
 
@@ -137,7 +137,7 @@ def show(outcomes: Mapping[float, Outcome], data: Path, picture: Path) -> None:
     headline = outcomes[HEADLINE]
     gains = [person.gain for person in headline.people if person.gain is not None]
     draw(found, gains, picture)
-    promise = headline.strategy.privacy_statement().splitlines()[0]
+    promise = str(headline.privacy_data()["statement"]).splitlines()[0]
     epsilon = rounded_up(headline.rows[-1].deployed_epsilon)
     for line in (
         promise,

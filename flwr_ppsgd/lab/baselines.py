@@ -31,8 +31,8 @@ class LocalStepsEngine(LinearEngine):
         population: everyone's data.
         settings: they share the kind of cohort and M; only s = ``steps.shared`` is used.
         seed: as in ``LinearEngine``.
-        local_steps: k, the number of local steps in a round; each has a minibatch of its own.
         dtype: the precision of w.
+        local_steps: k, the number of local steps in a round; each has a minibatch of its own.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class LocalStepsEngine(LinearEngine):
         settings: Sequence[Setting],
         *,
         seed: int | None,
-        local_steps: int,
         dtype: DTypeLike,
+        local_steps: int = 5,
     ) -> None:
         alone = [Setting(setting.release, Steps(setting.steps.shared, 0.0)) for setting in settings]
         super().__init__(population, alone, seed=seed, dtype=dtype)
@@ -60,9 +60,8 @@ class LocalStepsEngine(LinearEngine):
         """All local steps of these users, and target −= s·k·Σ_i clip(mean gradient, C)/D."""
         parts = []
         columns = len(self._local_step)
-        sums = []  # of each user's gradients
-        for width in self.population.widths[users].tolist():
-            sums.append(np.zeros((width, columns), self.dtype))
+        widths = self.population.widths[users].tolist()
+        sums = [np.zeros((width, columns), self.dtype) for width in widths]  # of each gradient
         for step in range(1, self._count + 1):
             visits = (self.visits[users] - 1) * self._count + step
             batch = self.population.batch(users, visits, self.dtype)
@@ -76,7 +75,7 @@ class LocalStepsEngine(LinearEngine):
 
 
 def fine_tune(
-    table: Table, w: Matrix, steps: Sequence[float], passes: float
+    table: Table, w: Matrix, steps: Sequence[float], passes: float = 5.0
 ) -> list[dict[str, float]]:
     """For each w, what users measure who train θ_i alone on top of it, with the best of ``steps``.
 
@@ -89,34 +88,34 @@ def fine_tune(
         steps: the step sizes to try.
         passes: the number of passes over each user's own rows.
     """
-    columns = int(table.widths.sum()) * len(steps) * table.outputs
-    at_once = max(1, NUMBERS_AT_ONCE // columns)
+    numbers = int(table.widths.sum()) * len(steps) * table.outputs  # of θ, for each w
+    at_once = max(1, NUMBERS_AT_ONCE // numbers)
     found: list[dict[str, float]] = []
     for start in range(0, w.shape[1], at_once):
-        found += _fine_tune_settings(table, w[:, start : start + at_once], steps, passes)
+        measures = _fine_tuned(table, w[:, start : start + at_once], steps, passes)
+        for first in range(0, len(measures), len(steps)):
+            found.append(_best_of(measures[first : first + len(steps)]))
     return found
 
 
-def _fine_tune_settings(
+def _fine_tuned(
     table: Table, w: Matrix, steps: Sequence[float], passes: float
 ) -> list[dict[str, float]]:
-    """``fine_tune`` of some w: every w with every step is a setting of local learning."""
+    """The measures of every w with every step: each is a setting of local learning."""
     silent = Release(Poisson(len(table), 1.0), clip_norm=1.0, noise_multiplier=0.0)
-    count = len(steps)
     settings = [Setting(silent, Steps(0.0, step)) for step in steps] * w.shape[1]
-    start = np.repeat(w, count, axis=1)
+    start = np.repeat(w, len(steps), axis=1)
     engine = LinearEngine(table, settings, seed=0, dtype=w.dtype, w=start)
     most = np.maximum(1, np.rint(passes * table.sizes / table.counts))
     for visit in range(1, int(most.max()) + 1):
         engine.visits[:] = visit
         engine.visit(np.flatnonzero(most >= visit))
     measures = engine.measures(final=True)
-    chosen_by = measure_of(measures[0])
-    found = []
-    for first in range(0, len(settings), count):
-        errors = []
-        for place in range(first, first + count):
-            errors.append(badness(chosen_by, measures[place][chosen_by]))
-        best = first + int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
-        found.append(measures[best])
-    return found
+    return [measures[place] for place in range(len(settings))]
+
+
+def _best_of(measures: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The best by the measure that settings are compared by; NaN is never the best."""
+    name = measure_of(measures[0])
+    errors = np.array([badness(name, each[name]) for each in measures])
+    return measures[int(np.argmin(np.nan_to_num(errors, nan=np.inf)))]

@@ -16,10 +16,10 @@ import numpy as np
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
-from flwr_ppsgd.lab.engine import Engine, Report, Setting, train
+from flwr_ppsgd.lab.engine import Engine, Setting, train
 from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall, results_of
 from flwr_ppsgd.lab.experiment import Experiment
-from flwr_ppsgd.lab.measures import badness, for_choosing, measure_of
+from flwr_ppsgd.lab.measures import for_choosing
 from flwr_ppsgd.lab.population import Table
 from flwr_ppsgd.lab.rows import (
     FEDAVG,
@@ -38,8 +38,7 @@ from flwr_ppsgd.wire import Order
 DIGITS = 10  # of a measure over all users in a row
 MEGABYTE = 1e6
 
-Best: TypeAlias = tuple[str, float]  # a measure and its value
-OnReport: TypeAlias = Callable[[int, Best | None], None]  # the round, and the best measure so far
+OnBlockRound: TypeAlias = Callable[[int], None]  # gets the number of rounds done
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,15 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
         most -= 1
     seeds = sorted({point.seed for point in points})
     blocks: list[tuple[Point, ...]] = []
+    side_by_side = 0  # settings of the largest block on an engine
     for seed, method in itertools.product(seeds, methods):
         own = [point for point in points if (point.seed, point.method) == (seed, method)]
         needed = len(own) if method == AUTO else math.ceil(len(own) / most)
         wanted = min(math.ceil(jobs / len(seeds)), len(own))
         parts = max(needed, wanted)
         blocks += [tuple(own[part::parts]) for part in range(parts)]
-    side_by_side = max((len(block) for block in blocks if block[0].method != AUTO), default=0)
+        if method != AUTO:
+            side_by_side = max(side_by_side, math.ceil(len(own) / parts))
     largest = recipe_bytes
     if side_by_side:
         largest = max(largest, task.bytes(side_by_side))
@@ -102,43 +103,36 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
 
 
 def run_block(
-    flat: Mapping[str, Any], points: Sequence[Point], on_report: OnReport
+    flat: Mapping[str, Any], points: Sequence[Point], on_round: OnBlockRound
 ) -> list[SweepRow]:
     """The rows of one block, without ε.
 
     Args:
         flat: the settings of the sweep's base.
         points: the block's settings, of one seed and method.
-        on_report: is called with each round, and the best measure at the last report.
+        on_round: called with the number of each round.
     """
     base = Experiment.read(flat, where="sweep")
     rounds = base.training.rounds
     method = points[0].method
     if method == AUTO:
-        row = _recipe_row(base, points[0])
-        on_report(rounds, None)
-        return [row]
+        return [_recipe_row(base, points[0])]
     engine = _engine(base, points)
-    measured_once = method == FINE_TUNED or method in SOLVED_BASELINES
-    every = rounds if measured_once else base.training.evaluate_every
+    at_the_end = method == FINE_TUNED or method in SOLVED_BASELINES
+    every = rounds if at_the_end else base.training.evaluate_every
     rows = []
-    best: Best | None = None
-
-    def after_round(round_: int) -> None:
-        on_report(round_, best)
-
-    for report in train(engine, rounds, every, after_round):
+    for report in train(engine, rounds, every, on_round):
         for place, measures in sorted(report.measures.items()):
             row = _rounded_row(points[place], report.round, measures)
             rows.append(replace(row, diverged=place in report.diverged))
-        best = _best_of(report) or best
-    if not measured_once:
+    if not at_the_end:
         return rows
     diverged = [row for row in rows if row.diverged]
     if not engine.places:
         return diverged
-    at_the_end = _fine_tuned_rows if method == FINE_TUNED else _solved_rows
-    return diverged + at_the_end(base, engine, points)
+    measure = _fine_tuned_measures if method == FINE_TUNED else _solved_measures
+    found = zip(engine.places, measure(base, engine), strict=True)
+    return diverged + [_rounded_row(points[place], rounds, measures) for place, measures in found]
 
 
 def _engine(base: Experiment, points: Sequence[Point]) -> Engine:
@@ -157,9 +151,7 @@ def _engine(base: Experiment, points: Sequence[Point]) -> Engine:
         return base.task.engine(settings, seed)
     # baselines are refused for other tasks when settings are read
     population = cast(LinearTask, base.task).population()
-    return LocalStepsEngine(
-        population, settings, seed=seed, local_steps=base.local_steps, dtype=base.precision
-    )
+    return LocalStepsEngine(population, settings, seed=seed, dtype=base.precision)
 
 
 def _recipe_row(base: Experiment, point: Point) -> SweepRow:
@@ -169,30 +161,26 @@ def _recipe_row(base: Experiment, point: Point) -> SweepRow:
     w = Layout.of(outcome.w).flatten(outcome.w)
     order = delivery_order(experiment.training.task, outcome.beside)
     (validation,) = _validation_results(experiment, [w], order)
-    return _solved_row(point, experiment.training.rounds, outcome.people, validation)
+    measures = {**for_choosing(overall(validation)), **overall(outcome.people)}
+    return _rounded_row(point, experiment.training.rounds, measures)
 
 
-def _fine_tuned_rows(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
+def _fine_tuned_measures(base: Experiment, engine: Engine) -> list[dict[str, float]]:
     """What users reach who fine-tune the final w of global learning on their own."""
     table = cast(Table, cast(LinearTask, base.task).population())
     each = [engine.w(place).reshape(table.features, -1) for place in engine.places]
     w = np.stack(each, axis=1).astype(base.precision)  # d × settings × K
-    steps = [float(step) for step in base.fine_tune_steps.split(",")]
-    results = fine_tune(table, w, steps, base.fine_tune_passes)
-    return [
-        _rounded_row(points[place], base.training.rounds, measures)
-        for place, measures in zip(engine.places, results, strict=True)
-    ]
+    return fine_tune(table, w, [float(step) for step in base.fine_tune_steps.split(",")])
 
 
-def _solved_rows(base: Experiment, engine: Engine, points: Sequence[Point]) -> list[SweepRow]:
+def _solved_measures(base: Experiment, engine: Engine) -> list[dict[str, float]]:
     """What users reach who make the recipe's personal models around w, as if it had no noise."""
     ws = [engine.w(place) for place in engine.places]
     on_test = results_of(base.task.learner, ws, range(base.training.population), None)
     on_validation = _validation_results(base, ws, None)
     return [
-        _solved_row(points[place], base.training.rounds, people, validation)
-        for place, people, validation in zip(engine.places, on_test, on_validation, strict=True)
+        {**for_choosing(overall(validation)), **overall(people)}
+        for people, validation in zip(on_test, on_validation, strict=True)
     ]
 
 
@@ -206,14 +194,6 @@ def _validation_results(
     return results_of(learner_of, ws, range(experiment.training.population), order)
 
 
-def _solved_row(
-    point: Point, rounds: int, people: Sequence[UserResult], validation: Sequence[UserResult]
-) -> SweepRow:
-    """What personal models reach on test rows, and on validation rows if there are any."""
-    measures = {**for_choosing(overall(validation)), **overall(people)}
-    return _rounded_row(point, rounds, measures)
-
-
 def _rounded_row(point: Point, round_: int, measures: Mapping[str, float]) -> SweepRow:
     """With the measures that are finite, and few digits."""
     finite = {}
@@ -221,18 +201,3 @@ def _rounded_row(point: Point, round_: int, measures: Mapping[str, float]) -> Sw
         if math.isfinite(value):
             finite[name] = float(f"{value:.{DIGITS}g}")
     return SweepRow(point, round_, finite)
-
-
-def _best_of(report: Report) -> Best | None:
-    """The best measure among the settings of a report that still go on."""
-    found = []
-    for place, measures in report.measures.items():
-        if measures and place not in report.diverged:
-            name = measure_of(measures)
-            found.append((name, measures[name]))
-    return best_among(found)
-
-
-def best_among(found: Sequence[Best]) -> Best | None:
-    """The highest accuracy or precision, or the lowest error, risk or loss."""
-    return min(found, key=lambda measured: badness(*measured), default=None)

@@ -32,8 +32,17 @@ SETTINGS = {  # what --set takes, by topic: the keys of an experiment file
     "Model": "model loss bias scale target-shift representation "
     "representation-features representation-seed",
     "Measuring": "evaluate-every evaluations select-on validation-fraction baselines "
-    "fine-tune-passes fine-tune-steps local-steps drop-exhausted precision",
+    "fine-tune-steps drop-exhausted precision",
     "Server": "enrolled min-online wait-timeout round-timeout checkpoint-dir checkpoint-every",
+}
+DATA_KEYS = {  # of the options about a file
+    "schema": "schema",
+    "user": "user-column",
+    "target": "target-column",
+    "task": "task",
+    "exclude": "exclude-columns",
+    "categorical": "categorical-columns",
+    "impute": "impute",
 }
 SETTINGS_HELP = "\n\n".join(
     ["Keys of --set, as in an experiment file:"]
@@ -116,8 +125,8 @@ def look(  # noqa: PLR0917 - typer's own way
     flat: dict[str, Any] = {"data": data}
     if not schema:
         flat |= {"impute": OWN_MEAN, "representation": AUTO}
-    flat |= _data_keys(schema, user, target)
-    flat |= _column_keys(task, exclude, categorical, impute)
+    flat |= _data_keys(schema=schema, user=user, target=target, task=task)
+    flat |= _data_keys(exclude=exclude, categorical=categorical, impute=impute)
     problem = Problem.of(flat | _overrides(settings)).with_checksums()
     seen = problem.as_by_default()
     show(looking.data_report(problem.per_user(), seen.per_user()))
@@ -166,8 +175,9 @@ def run(  # noqa: PLR0917 - typer's own way
     from flwr_ppsgd.lab.experiment import Experiment
     from flwr_ppsgd.lab.outputs import check_free, free_directory, read_run
 
-    overrides = given({"data": data}) | _data_keys(schema, user, target)
-    overrides |= _column_keys(task, exclude, categorical, impute)
+    overrides = given({"data": data})
+    overrides |= _data_keys(schema=schema, user=user, target=target, task=task)
+    overrides |= _data_keys(exclude=exclude, categorical=categorical, impute=impute)
     overrides |= _overrides(settings)
     overrides |= given({"epsilon": epsilon, "delta": delta, "rounds": rounds})
     chosen = Experiment.load(experiment, overrides)
@@ -181,7 +191,7 @@ def run(  # noqa: PLR0917 - typer's own way
         show(chosen.describe())
     stopped = _train_and_save(chosen, out, engine)
     saved = read_run(out)
-    screen.show_lines(screen.outcome_lines(chosen, out, saved))
+    screen.show_lines(screen.outcome_lines(chosen, saved))
     if verbose:
         show("\n".join(saved.statement))
         names = ", ".join(sorted(path.name for path in out.iterdir()))
@@ -197,23 +207,18 @@ def run(  # noqa: PLR0917 - typer's own way
 
 def _train_and_save(experiment: "Experiment", out: Path, engine: EngineName) -> bool:
     """Write the output directory; whether the user has stopped the run."""
-    from flwr_ppsgd.lab import screen
-    from flwr_ppsgd.lab.figures import draw_run
-
-    if engine is EngineName.flower:
-        from flwr_ppsgd.lab import flwr_run
-
-        flwr_run.run(experiment, out)
-        draw_run(out)
-        return False
+    from flwr_ppsgd.lab import flwr_run, screen
     from flwr_ppsgd.lab import run as running
     from flwr_ppsgd.lab.outputs import save
 
+    if engine is EngineName.flower:
+        flwr_run.run(experiment, out)
+        return False
     train = running.run_as_cohort if engine is EngineName.cohort else running.run
     with screen.progress_bar(transient=True) as progress:
         hook = screen.progress_hook(progress, "training", experiment.training.rounds)
         outcome = train(experiment, hook)
-    save(outcome, out, draw_run)
+    save(outcome, out)
     return outcome.stopped
 
 
@@ -256,12 +261,12 @@ def sweep(  # noqa: PLR0917 - typer's own way
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
     from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
     from flwr_ppsgd.lab.problem import SYNTHETIC
-    from flwr_ppsgd.lab.screen import SweepBar, data_lines, progress_bar, show_lines
+    from flwr_ppsgd.lab.screen import data_lines, progress_bar, show_lines, sweep_hook
     from flwr_ppsgd.lab.summary import summarise
     from flwr_ppsgd.lab.sweep import Sweep
     from flwr_ppsgd.lab.workers import run_sweep
 
-    overrides = _data_keys(schema, user, target) | _overrides(settings)
+    overrides = _data_keys(schema=schema, user=user, target=target) | _overrides(settings)
     grid = Sweep.load(experiment, overrides | given({"data": data, "delta": delta}))
     limit = _memory_limit(memory)
     if out is None:
@@ -275,17 +280,17 @@ def sweep(  # noqa: PLR0917 - typer's own way
             f"{grid.base.problem.data}: there are no test rows, so settings cannot be compared: "
             "mark some, or add --set test-fraction=0.2"
         )
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with progress_bar("setting-rounds") as progress:
-            watch = SweepBar(progress, grid.base.training.rounds)
-            run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=extend)
+            hook = sweep_hook(progress)
+            run_sweep(grid, out, hook, memory=limit, jobs=jobs, extend=extend)
             found = summarise(read_rows(out))
             for _extension in range(MOST_EXTENSIONS if extend else 0):
                 if not found.edges:
                     break
                 grid = grid.with_values_beyond(found.edges)
-                run_sweep(grid, out, watch, memory=limit, jobs=jobs, extend=True)
+                run_sweep(grid, out, hook, memory=limit, jobs=jobs, extend=True)
                 found = summarise(read_rows(out))
     except KeyboardInterrupt:
         show(f"Interrupted. Finished blocks are in {out}/: the same command goes on from there.")
@@ -295,10 +300,6 @@ def sweep(  # noqa: PLR0917 - typer's own way
     show(found.text())
     delta = grid.base.training.delta
     show(f"Every ε is at δ = {delta:g}.   Rows: {out}/{ROWS}   Figures: ppsgd plot {out}")
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _memory_limit(size: str | None) -> int | None:
@@ -343,13 +344,14 @@ def predict_rows(
     user: User = None,
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
-    from flwr_ppsgd.lab.outputs import write_predictions
+    from flwr_ppsgd.lab import disk
     from flwr_ppsgd.lab.predict import predict_file
 
     if out.exists():
         raise ValueError(f"{out} is there already: choose another file with --out")
     found = predict_file(directory, data, user, schema)
-    write_predictions(out, found)
+    text = found.to_csv(index=False, lineterminator="\n")
+    disk.write_text(out, text, mode=disk.PRIVATE_FILE)
     counts = found["model"].value_counts().items()
     words = ", ".join(f"{count:,} {model}" for model, count in counts)
     show(f"Written: {out} ({len(found):,} rows: {words}). For its users' eyes alone.")
@@ -391,15 +393,9 @@ def audit(
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
 
 
-def _data_keys(schema: Text, user: Text, target: Text) -> dict[str, Any]:
+def _data_keys(**options: Text) -> dict[str, Any]:
     """The flat keys of options about a file."""
-    return given({"schema": schema, "user-column": user, "target-column": target})
-
-
-def _column_keys(task: Text, exclude: Text, categorical: Text, impute: Text) -> dict[str, Any]:
-    """The flat keys of options about its other columns."""
-    keys = {"exclude-columns": exclude, "categorical-columns": categorical}
-    return given({**keys, "task": task, "impute": impute})
+    return given({DATA_KEYS[name]: value for name, value in options.items()})
 
 
 def _overrides(settings: list[str] | None) -> dict[str, Any]:

@@ -35,9 +35,9 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     database.sync(path.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by a text, in one move."""
-    with replacing(path) as file:
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replace ``path`` by a text, in one move; ``mode`` as of ``replacing``."""
+    with replacing(path, mode=mode) as file:
         file.write(text.encode())
 
 

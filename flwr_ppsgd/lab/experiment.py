@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +83,7 @@ class Experiment:
             paper's experiments.
         baselines: of a sweep, separated by commas: "fine-tuned" (θ trained on top of the final w of
             global learning) and "fedavg" (local steps).
-        fine_tune_passes: of "fine-tuned", passes over the user's own samples.
         fine_tune_steps: of "fine-tuned", the step sizes to choose from, separated by commas.
-        local_steps: of "fedavg", the number of local steps per round.
     """
 
     training: Settings
@@ -97,9 +94,7 @@ class Experiment:
     precision: str = "float64"
     drop_exhausted: bool = False
     baselines: str = ""
-    fine_tune_passes: float = 5.0
     fine_tune_steps: str = "0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0"
-    local_steps: int = 5
 
     def __post_init__(self) -> None:
         replies = self.training.replies
@@ -109,13 +104,10 @@ class Experiment:
             raise ValueError(f"precision must be 'float64' or 'float32', got {self.precision!r}")
         if self.drop_exhausted and self.passes is None:
             raise ValueError("drop_exhausted needs passes: that is when a user drops out")
-        self._check_baselines()
-
-    def _check_baselines(self) -> None:
+        linear = self.problem.model == LINEAR
         for name in self.methods():
             if name not in BASELINES:
                 raise ValueError(f"baselines must be of {', '.join(BASELINES)}, got {name!r}")
-            linear = self.problem.model == LINEAR
             if not linear or (self.problem.data == SYNTHETIC and name != FEDAVG):
                 raise ValueError(
                     f"the baseline {name} is for linear models on data of one's own: leave it out "
@@ -123,11 +115,6 @@ class Experiment:
                 )
             if name in SOLVED_BASELINES:
                 self.problem.check_squared()
-        tuned = 0 < self.fine_tune_passes < math.inf
-        rule = "fine_tune_passes must be positive and finite"
-        require(tuned, rule, self.fine_tune_passes, "5 is the default")
-        rule = "local_steps must be at least 1"
-        require(self.local_steps >= 1, rule, self.local_steps, "1 is global learning")
 
     @property
     def task(self) -> Task:
@@ -232,9 +219,8 @@ class Experiment:
         if "data" in changes:
             paper = changes.get("method") == PAPER or any(key in changes for key in ASKS_FOR_PAPER)
             default = OWN_DATA_PAPER if paper else OWN_DATA
-        source = source_of(path, default)
-        flat = override(read_toml(source), changes)
-        return cls.read(flat, where=source_name(source, path))
+        flat, where = read_experiment(path, default)
+        return cls.read(override(flat, changes), where)
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> "Experiment":
@@ -270,10 +256,10 @@ class Experiment:
         return cls.read(own, where="run config")
 
 
-def source_of(path: Path | None, default: str) -> Path | Traversable:
-    """The file to read: the given one, or one that ships, by its name."""
+def read_experiment(path: Path | None, default: str) -> tuple[dict[str, Any], str]:
+    """The flat keys of a file, or of an experiment that ships, and how errors name it."""
     if path is not None and (path.suffix or path.exists()):
-        return path
+        return read_toml(path), str(path)
     name = default if path is None else str(path)
     known = presets()
     if name not in known:
@@ -281,12 +267,8 @@ def source_of(path: Path | None, default: str) -> Path | Traversable:
             f"{name}: there is no such file and no experiment of that name: did you mean "
             f"{nearest(name, known)!r}? `ppsgd experiments` lists them"
         )
-    return PRESETS / f"{name}{SUFFIX}"
-
-
-def source_name(source: Path | Traversable, path: Path | None) -> str:
-    """How errors name a source."""
-    return source.name if path is None else str(path)
+    source = PRESETS / f"{name}{SUFFIX}"
+    return read_toml(source), source.name if path is None else str(path)
 
 
 def experiment_keys() -> list[str]:
@@ -315,10 +297,10 @@ def _with_data(flat: dict[str, Any]) -> dict[str, Any]:
 
 def _with_recipe(flat: dict[str, Any]) -> dict[str, Any]:
     """With what ``method = "auto"`` leaves to the data and to public numbers."""
-    if flat.get("method") != AUTO:
-        _refuse_without(flat, ["delta"])
+    automatic = flat.get("method") == AUTO
+    _refuse_without(flat, ["epsilon", "delta"] if automatic else ["delta"])
+    if not automatic:
         return flat
-    _refuse_without(flat, ["epsilon", "delta"])
     flat = {"scale": DEVICE, **flat}
     if flat["scale"] not in (DEVICE, "none"):
         raise ValueError(

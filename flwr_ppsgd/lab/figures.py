@@ -16,30 +16,26 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from flwr_ppsgd.lab import summary
+from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
 from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, measure_of, name_of_measure, on_test
 from flwr_ppsgd.lab.outputs import (
     BEST,
     PICTURE,
     USERS_PICTURE,
-    read_config,
-    read_people,
-    read_run,
+    SavedRun,
     read_selection,
-    write_table,
 )
 from flwr_ppsgd.lab.rows import (
-    BASELINES,
     CAVEAT,
     FEDAVG,
     FEDAVG_SOLVED,
     FINE_TUNED,
+    PPSGD,
     SOLVED,
     TRIVIAL,
     RunRow,
@@ -48,12 +44,19 @@ from flwr_ppsgd.lab.rows import (
 )
 from flwr_ppsgd.lab.summary import (
     EPSILON,
+    ERROR,
     GLOBAL,
     LOCAL,
     LOCAL_SOLVED,
     PERSONALIZED,
     ZERO_OUT,
     Summary,
+    at_level,
+    best,
+    last_rounds,
+    levels_of,
+    summarise,
+    with_ways,
 )
 from flwr_ppsgd.learner import LOCAL as LOCAL_PREFIX
 from flwr_ppsgd.learner import SHARED as SHARED_PREFIX
@@ -61,7 +64,6 @@ from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.statement import rounded_up
 
 Look: TypeAlias = dict[str, Any]  # how a curve is drawn
-Curves: TypeAlias = dict[str, tuple[pd.DataFrame, Look]]  # points and look, by label
 Drawn: TypeAlias = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it shows
 
 # Okabe and Ito, then Tol: safe for colour blindness
@@ -80,22 +82,27 @@ LETTERS = 64  # in a line below or above a panel that stands alone
 LETTERS_OF_A_PANEL = 60  # the same for small letters and several panels side by side
 LETTERS_PER_INCH = 15  # of a footnote
 CUT_OFF = 4.0  # times the median of what is shown at the end
-METHODS: dict[str, tuple[str, Look]] = {  # name and look of everything that is not an αQ
-    FINE_TUNED: ("global, then fine-tuned", {"color": "0.45", "ls": ":", "marker": "x"}),
-    SOLVED: ("global, then solved", {"color": "0.2", "ls": ":", "marker": "*"}),
-    FEDAVG: ("FedAvg, local steps", {"color": "0.45", "ls": "-.", "marker": "+"}),
-    FEDAVG_SOLVED: ("FedAvg, then solved", {"color": "0.2", "ls": "-.", "marker": "*"}),
-    AUTO: ("auto, nothing chosen", {"color": "#C00000", "ls": "-", "marker": "P"}),
+CURVES = {  # of every way but an αQ, in the order of legends
+    LOCAL: "local (α = 0)",
+    PERSONALIZED: "personalized (best αQ between)",
+    GLOBAL: "global (α = ∞)",
+    FINE_TUNED: "global, then fine-tuned",
+    SOLVED: "global, then solved",
+    FEDAVG: "FedAvg, local steps",
+    FEDAVG_SOLVED: "FedAvg, then solved",
+    AUTO: "auto, nothing chosen",
 }
-WAYS: dict[str, tuple[str, Look]] = {
-    PERSONALIZED: (
-        "personalized (best αQ between)",
-        {"color": COLOURS[0], "ls": "-", "marker": "D"},
-    ),
-    GLOBAL: ("global (α = ∞)", {"color": "black", "ls": "--", "marker": "s"}),
-    LOCAL: ("local (α = 0)", {"color": "black", "ls": "-", "marker": "o"}),
+LOOKS: dict[str, Look] = {
+    PERSONALIZED: {"color": COLOURS[0], "ls": "-", "marker": "D"},
+    GLOBAL: {"color": "black", "ls": "--", "marker": "s"},
+    LOCAL: {"color": "black", "ls": "-", "marker": "o"},
+    FINE_TUNED: {"color": "0.45", "ls": ":", "marker": "x"},
+    SOLVED: {"color": "0.2", "ls": ":", "marker": "*"},
+    FEDAVG: {"color": "0.45", "ls": "-.", "marker": "+"},
+    FEDAVG_SOLVED: {"color": "0.2", "ls": "-.", "marker": "*"},
+    AUTO: {"color": "#C00000", "ls": "-", "marker": "P"},
 }
-NUMBERS = ["level", "round", "epsilon", "value", "error", "seeds", "step", "clip-norm"]
+COLUMNS = ["curve", "level", "round", "epsilon", "value", "error", "seeds", "step", "clip-norm"]
 
 
 # --- axes
@@ -108,14 +115,13 @@ class _PlainFormatter(LogFormatter):
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
-def log_scale(axes: Axes) -> None:
-    """A logarithmic ordinate with plain numbers."""
-    axes.set_yscale("log")
-    plain_numbers(axes.yaxis)
-
-
-def plain_numbers(axis: Axis) -> None:
-    """0.1 and 100, not powers of ten, along a logarithmic axis."""
+def log_scale(axes: Axes, *, x: bool = False) -> None:
+    """A logarithmic ordinate, or abscissa, with 0.1 and 100 rather than powers of ten."""
+    axis = axes.xaxis if x else axes.yaxis
+    if x:
+        axes.set_xscale("log")
+    else:
+        axes.set_yscale("log")
     axis.set_major_formatter(_PlainFormatter(labelOnlyBase=False))
     axis.set_minor_formatter(_PlainFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
 
@@ -133,33 +139,22 @@ def whole_rounds(axes: Axes) -> None:
 
 
 def epsilon_axis(
-    axes: Axes,
-    rounds: Sequence[int],
-    epsilons: Sequence[float],
-    kind: str = ZERO_OUT,
-    *,
-    guaranteed: bool = False,
-    small: bool = False,
+    axes: Axes, epsilons: Mapping[int, float], label: str, *, small: bool = False
 ) -> None:
-    """Whole rounds along the bottom, ε along the top, evenly spaced back from the last round.
+    """ε along the top, evenly spaced back from the last round.
 
     Args:
         axes: where curves by round are drawn.
-        rounds: the reported rounds.
-        epsilons: what each of them costs.
-        kind: which ε is meant.
-        guaranteed: whether it is a guarantee, rather than what a deployment would cost.
-        small: several panels stand side by side.
+        epsilons: what each reported round costs.
+        label: which ε is meant.
+        small: in small letters, as for several panels side by side.
     """
-    whole_rounds(axes)
+    apart = max(1, math.ceil((len(epsilons) - 1) / MOST_TICKS))
+    ticks = list(epsilons)[::-apart]
     top = axes.secondary_xaxis("top")
-    apart = max(1, math.ceil((len(rounds) - 1) / MOST_TICKS))
-    labels = [_short_epsilon(epsilon) for epsilon in epsilons]
-    top.set_xticks(rounds[::-apart], labels[::-apart])
-    size = None if kind == ZERO_OUT and not small else SMALL_LETTERS
-    what = "ε spent so far" if guaranteed else "ε that a deployment would have spent"
+    top.set_xticks(ticks, [_short_epsilon(epsilons[round_]) for round_ in ticks])
     width = LETTERS_OF_A_PANEL if small else LETTERS
-    top.set_xlabel(textwrap.fill(f"{what} ({kind})", width), fontsize=size)
+    top.set_xlabel(textwrap.fill(label, width), fontsize=SMALL_LETTERS if small else None)
 
 
 def _short_epsilon(epsilon: float) -> str:
@@ -174,24 +169,21 @@ def _short_epsilon(epsilon: float) -> str:
 # --- one run
 
 
-def draw_run(directory: Path) -> None:
+def draw_run(saved: SavedRun) -> None:
     """The pictures of a run: its users if they were told apart, and its learning curve."""
-    rows = [row for row in read_run(directory).rows if row.measures]
+    rows = [row for row in saved.rows if row.measures]
     if not rows:
         return
-    people = read_people(directory)
     label = "solved"
-    if people:
-        draw_people(directory, rows[-1], people)
+    if len(saved.people):
+        draw_people(saved, rows[-1])
         if len(rows) < 2:
             return
-    else:
-        ratio = read_config(directory).get("alpha-q")
-        if ratio is not None:
-            label = f"αQ = {ratio:g}".replace("inf", "∞")
+    elif "alpha-q" in saved.config:
+        label = f"αQ = {saved.config['alpha-q']:g}".replace("inf", "∞")
     title = f"Personalized-Private-SGD, {label}"
     measure = measure_of(rows[0].measures)
-    learning_curves({label: rows}, measure, directory / PICTURE, title, OUTSIDE)
+    learning_curves({label: rows}, measure, saved.directory / PICTURE, title, OUTSIDE)
 
 
 def learning_curves(
@@ -219,29 +211,30 @@ def learning_curves(
         )
     axes.set(xlabel="round", ylabel=name_of_measure(measure), title=title)
     measure_axis(axes, measure)
+    whole_rounds(axes)
     if len(curves) > 1:
         axes.legend()
     most = max(curves.values(), key=lambda rows: rows[-1].deployed_epsilon)
-    rounds = [row.round for row in most]
-    epsilons = [row.deployed_epsilon for row in most]
-    epsilon_axis(axes, rounds, epsilons, guaranteed=math.isfinite(most[-1].epsilon))
+    guaranteed = math.isfinite(most[-1].epsilon)
+    what = "ε spent so far" if guaranteed else "ε that a deployment would have spent"
+    epsilons = {row.round: row.deployed_epsilon for row in most}
+    epsilon_axis(axes, epsilons, f"{what} ({ZERO_OUT})")
     figure.supxlabel(footnote, fontsize=8, color="0.3", wrap=True)
     figure.savefig(path, dpi=DOTS)
     plt.close(figure)
 
 
-def draw_people(directory: Path, last: RunRow, columns: Mapping[str, Sequence[Any]]) -> None:
+def draw_people(saved: SavedRun, last: RunRow) -> None:
     """``users.png``: the three models over all users, and each user's gain, sorted.
 
     Args:
-        directory: of the run.
-        last: the last row of the run.
-        columns: of the users' file.
+        saved: the run.
+        last: its last row.
     """
-    main = measure_of(last.measures)
-    gains = np.array([gain for gain in columns["gain"] if gain is not None])
-    if not len(gains):
+    gains = saved.people["gain"].dropna()
+    if gains.empty:
         return
+    main = measure_of(last.measures)
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(9.6, 4.6), width_ratios=(1, 2), layout="constrained"
     )
@@ -252,7 +245,7 @@ def draw_people(directory: Path, last: RunRow, columns: Mapping[str, Sequence[An
         cost = f"no guarantee; a deployment would cost {cost}"
     figure.suptitle(cost)
     figure.supxlabel(OUTSIDE, fontsize=8, color="0.4")
-    figure.savefig(directory / USERS_PICTURE, dpi=150)
+    figure.savefig(saved.directory / USERS_PICTURE, dpi=150)
     plt.close(figure)
 
 
@@ -272,19 +265,17 @@ def _draw_models(axes: Axes, main: str, measures: Mapping[str, float]) -> None:
     axes.set_title(f"{name_of_measure(main)} ({better} is better)", fontsize=10)
 
 
-def _draw_gains(axes: Axes, main: str, gains: NDArray[np.float64]) -> None:
+def _draw_gains(axes: Axes, main: str, gains: pd.Series) -> None:
     """Each user with themselves: the personal model against the one from own rows alone."""
-    ordered = np.sort(gains)
+    ordered = gains.sort_values()
     better = int((ordered > SAME).sum())
     worse = int((ordered < -SAME).sum())
-    colours = ["0.75"] * len(ordered)
-    colours[:worse] = [COLOURS[1]] * worse
-    colours[len(ordered) - better :] = [COLOURS[2]] * better
+    same = len(ordered) - better - worse
+    colours = [COLOURS[1]] * worse + ["0.75"] * same + [COLOURS[2]] * better
     axes.bar(np.arange(len(ordered)), ordered, width=1.0, color=colours)
     axes.axhline(0, color="0.3", lw=0.8)
     axes.set_title(
-        f"gain over own rows alone, user by user: {better} better, {worse} worse, "
-        f"{len(ordered) - better - worse} the same",
+        f"gain over own rows alone, user by user: {better} better, {worse} worse, {same} the same",
         fontsize=10,
     )
     axes.set_xlabel("users, sorted by gain")
@@ -305,11 +296,10 @@ def draw_sweep(
         directory: where to write.
         formats: of pictures: png, pdf, svg.
     """
-    found = summary.summarise(rows)
+    found = summarise(rows)
     written = draw_figures(found, directory, formats)
-    best_settings = directory / BEST
-    write_table(best_settings, found.table)
-    written.append(best_settings)
+    written.append(directory / BEST)
+    _write_table(written[-1], found.table)
     costs = [cost_text(cost) for cost in read_selection(directory)]
     return "\n".join([found.text(), *costs]), written
 
@@ -342,37 +332,39 @@ def draw_figures(found: Summary, directory: Path, formats: Sequence[str] = ("png
             figure.savefig(written[-1], dpi=DOTS)
         plt.close(figure)
         written.append(directory / f"{name}.csv")
-        write_table(written[-1], numbers)
+        named = {"level": "noise-multiplier", "error": ERROR}
+        _write_table(written[-1], numbers[COLUMNS].rename(columns=named))
     return written
 
 
-def styles(values: Sequence[float]) -> dict[float, Look]:
-    """Local and global in black, the αQ between them in colours and dashes that differ."""
-    drawn: dict[float, Look] = {0.0: WAYS[LOCAL][1], math.inf: WAYS[GLOBAL][1]}
-    between = [a for a in values if 0 < a < math.inf]
-    for place, a in enumerate(between):
-        drawn[a] = {
+def _write_table(path: Path, table: pd.DataFrame) -> None:
+    """What ε does not cover, then the rows, as CSV."""
+    rows = table.to_csv(index=False, lineterminator="\n")
+    disk.write_text(path, f"# {CAVEAT}\n{rows}")
+
+
+def _curves(found: Summary, candidates: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """The points of every curve in the order of the legend: the best setting of each way for each
+    value of ``by``. ``curve`` is the label of the way."""
+    points = best(candidates, found.measure, ["way", *by]).sort_values(list(by))
+    order = {way: float(place) for place, way in enumerate(CURVES)}
+    between = points["alpha-q"] / (1 + points["alpha-q"])  # αQ stand where personalized would
+    place = points["way"].map(order).fillna(order[PERSONALIZED] + between)
+    points = points.assign(_place=place).sort_values("_place", kind="stable")
+    return points.assign(curve=points["way"].map(lambda way: CURVES.get(way, way)))
+
+
+def looks_of(ways: Sequence[str]) -> dict[str, Look]:
+    """How each way is drawn: every αQ in a colour and dashes of its own."""
+    between = [way for way in ways if way not in LOOKS]
+    looks = dict(LOOKS)
+    for place, way in enumerate(between):
+        looks[way] = {
             "color": COLOURS[place % len(COLOURS)],
             "ls": STYLES[place % len(STYLES)],
             "marker": MARKERS[place % len(MARKERS)],
         }
-    return {a: drawn[a] for a in values}
-
-
-def _csv_rows(curve: pd.DataFrame, label: str) -> pd.DataFrame:
-    """The points of a curve, as rows of a figure's CSV."""
-    named = {"level": "noise-multiplier", "error": summary.ERROR}
-    chosen = curve[NUMBERS].rename(columns=named)
-    chosen.insert(0, "curve", label)
-    return chosen
-
-
-def _alpha_curves(every: pd.DataFrame, measure: str) -> Curves:
-    """A curve for each αQ of the paper's method, with its best step."""
-    curves = summary.best_curves(every, measure)
-    looks = styles(sorted(curves))
-    named = {0.0: WAYS[LOCAL][0], math.inf: WAYS[GLOBAL][0]}
-    return {named.get(a, f"αQ = {a:g}"): (curves[a], look) for a, look in looks.items()}
+    return {way: looks[way] for way in ways}
 
 
 def figure_1(found: Summary) -> Drawn | None:
@@ -380,43 +372,42 @@ def figure_1(found: Summary) -> Drawn | None:
 
     Bands are one standard error over seeds. None if the recipe was run alone: it is measured once.
     """
-    curves = _alpha_curves(found.every, found.measure)
-    if not curves:
+    stepped = found.every[found.every["method"] != AUTO]
+    if stepped.empty:
         return None
-    stepped = pd.concat([curve for curve, _ in curves.values()])
-    for method in BASELINES:
-        label, look = METHODS[method]
-        for curve in summary.best_curves(found.every, found.measure, method).values():
-            curves[label] = (curve, look)
-    levels = summary.levels_of(stepped) or [0.0]
+    points = _curves(found, with_ways(stepped, each_alpha=True), ["level", "round"])
+    looks = looks_of(points["way"].unique().tolist())
+    levels = levels_of(points) or [0.0]
     figure, panels = _panels(len(levels))
     numbers = []
     for panel, level in zip(panels.flat, levels, strict=False):
-        for label, (curve, look) in curves.items():
-            here = summary.at_level(curve, level)
-            _draw_curve(panel, here, label, look)
-            numbers.append(_csv_rows(here.assign(level=level), label))
+        here = at_level(points, level).assign(level=level)
+        numbers.append(here)
+        for way, curve in here.groupby("way", sort=False):
+            _draw_curve(panel, curve[curve["round"] > 0], looks[str(way)])
         title = f"noise multiplier z = {level:.4g}" if level else "without noise: no guarantee"
         panel.set(xlabel="round", title=title)
         whole_rounds(panel)
         if level:
-            spent = summary.at_level(stepped, level).groupby("round")["epsilon"].max()
-            epsilon_axis(panel, spent.index.tolist(), spent.tolist(), found.kind, small=True)
+            paper = here[here["method"] == PPSGD]
+            spent = paper.groupby("round")["epsilon"].max().to_dict()
+            what = f"ε that a deployment would have spent ({found.kind})"
+            epsilon_axis(panel, spent, what, small=True)
         measure_axis(panel, found.measure)
-    ends = [float(curve["value"].iloc[-1]) for curve, _ in curves.values()]
-    _limit_ordinate(panels.flat[0], found, ends)
+    _limit_ordinate(panels[0, 0], found, points.groupby("way")["value"].last())
     for panel in panels[:, 0]:
         panel.set_ylabel(name_of_measure(found.measure))
-    _finish(figure, panels.flat[0], "Best step at each round", found)
+    _finish(figure, panels[0, 0], "Best step at each round", found)
     return figure, pd.concat(numbers)
 
 
-def _limit_ordinate(axes: Axes, found: Summary, ends: Sequence[float]) -> None:
+def _limit_ordinate(axes: Axes, found: Summary, ends: pd.Series) -> None:
     """An ordinate that shows what converged: errors far above all ends are cut off."""
-    if on_test(found.measure) in HIGHER_IS_BETTER or not ends:
+    if found.tested in HIGHER_IS_BETTER:
         return
     highest = CUT_OFF * float(np.median([*ends, *found.trivial.values()]))
-    if axes.get_ylim()[1] > highest > axes.get_ylim()[0]:
+    low, high = axes.get_ylim()
+    if low < highest < high:
         axes.set_ylim(top=highest)
 
 
@@ -433,16 +424,19 @@ def _panels(count: int) -> tuple[Figure, NDArray[Any]]:
     return figure, panels
 
 
-def _draw_curve(axes: Axes, curve: pd.DataFrame, label: str, look: Look) -> None:
-    """Values against rounds, after the first one, in a band of one standard error."""
-    later = curve[curve["round"] > 0]
-    marked = {"markevery": max(1, len(later) // 8), **look}
-    axes.plot(later["round"], later["value"], label=label, lw=1.8, ms=5, **marked)
-    errors = later["error"].fillna(0.0)
+def _draw_curve(axes: Axes, curve: pd.DataFrame, look: Look) -> None:
+    """Values against rounds, in a band of one standard error."""
+    if curve.empty:
+        return
+    rounds = curve["round"]
+    label = curve["curve"].iloc[0]
+    marked = {"markevery": max(1, len(curve) // 8), **look}
+    axes.plot(rounds, curve["value"], label=label, lw=1.8, ms=5, **marked)
+    errors = curve["error"].fillna(0.0)
     if errors.any():
-        low = later["value"] - errors
-        high = later["value"] + errors
-        axes.fill_between(later["round"], low, high, color=look["color"], alpha=0.18, lw=0)
+        low = curve["value"] - errors
+        high = curve["value"] + errors
+        axes.fill_between(rounds, low, high, color=look["color"], alpha=0.18, lw=0)
 
 
 def figure_2(found: Summary) -> Drawn | None:
@@ -450,40 +444,32 @@ def figure_2(found: Summary) -> Drawn | None:
 
     A curve for each αQ with its best step, and in grey the best over αQ. None without any ε.
     """
-    curves = _alpha_curves(summary.last_rounds(found.every), found.measure)
+    ends = last_rounds(found.every)
     noisy = found.table[found.table["noise-multiplier"] > 0]
-    if not curves or noisy.empty:
+    if noisy.empty or not (ends["method"] == PPSGD).any():
         return None
-    figure, axes, numbers = _draw_against_epsilon(found, curves)
-    reached = noisy[on_test(found.measure)]
+    figure, axes, numbers = _draw_against_epsilon(found, with_ways(ends, each_alpha=True))
     grey: Look = {"color": "0.55", "lw": 7, "ms": 13, "alpha": 0.55, "zorder": 0}
-    axes.plot(noisy[EPSILON], reached, "o-", label="best over αQ", **grey)
-    _limit_ordinate(axes, found, found.table[on_test(found.measure)].tolist())
+    axes.plot(noisy[EPSILON], noisy[found.tested], "o-", label="best over αQ", **grey)
+    _limit_ordinate(axes, found, found.table[found.tested])
     _finish(figure, axes, "At the end of training, best step of each", found)
     return figure, numbers
 
 
 def figure_methods(found: Summary) -> Drawn | None:
     """The measure against ε for every method, each with its best setting; None without any ε."""
-    ends = summary.last_rounds(found.every)
-    levels = [level for level in found.table["noise-multiplier"] if level > 0]
-    if not levels:
+    table = found.table
+    if not (table["noise-multiplier"] > 0).any():
         return None
-    ways = [summary.ways_at(ends, level, found.measure) for level in levels]
-    curves: Curves = {}
-    for way, (label, look) in WAYS.items():
-        points = pd.concat([own[way] for own in ways])
-        if not points.empty:
-            curves[label] = (points.drop_duplicates(), look)
-    figure, axes, numbers = _draw_against_epsilon(found, curves)
-    for height in found.table.loc[found.table["noise-multiplier"] == 0, on_test(found.measure)]:
+    figure, axes, numbers = _draw_against_epsilon(found, with_ways(last_rounds(found.every)))
+    for height in table.loc[table["noise-multiplier"] == 0, found.tested]:
         axes.axhline(height, label="best without noise", color=COLOURS[0], ls=":", lw=1.8)
-    if LOCAL_SOLVED in found.table:
-        height = found.table[LOCAL_SOLVED].iloc[0]
+    if LOCAL_SOLVED in table:
+        height = table[LOCAL_SOLVED].iloc[0]
         axes.axhline(height, label="own rows alone, solved", color=COLOURS[2], ls="--", lw=1.8)
-    if TRIVIAL in found.table:
+    if TRIVIAL in table:
         low, high = axes.get_ylim()
-        height = found.table[TRIVIAL].iloc[0]
+        height = table[TRIVIAL].iloc[0]
         label = f"without features: {height:.3g}"
         axes.axhline(height, label=label, color="0.7", ls=(0, (1, 3)), lw=1.8)
         axes.set_ylim(low, high)  # it may lie far outside
@@ -491,41 +477,29 @@ def figure_methods(found: Summary) -> Drawn | None:
     return figure, numbers
 
 
-def _draw_against_epsilon(found: Summary, curves: Curves) -> tuple[Figure, Axes, pd.DataFrame]:
-    """What is reported at the end against ε, with error bars; and the numbers.
+def _draw_against_epsilon(found: Summary, ends: pd.DataFrame) -> tuple[Figure, Axes, pd.DataFrame]:
+    """What each way reports at the end against ε, with error bars; and the numbers.
 
-    The best of each baseline and the recipe stand beside the curves. Local learning, which costs
-    nothing, is a level.
+    Local learning, which costs nothing, is a horizontal line.
     """
-    ends = summary.last_rounds(found.every)
-    every = dict(curves)
-    for method, (label, look) in METHODS.items():
-        own = ends[ends["method"] == method]
-        if not own.empty:
-            every[label] = (summary.best(own, found.measure, ["level"]), look)
+    points = _curves(found, ends, ["level"])
+    points = points.assign(value=points["reported"], error=points["reported_error"])
+    points = points[points["level"].isna() | (points["level"] > 0)]
+    looks = looks_of(points["way"].unique().tolist())
     figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")
-    numbers = []
-    for label, (curve, look) in every.items():
-        points = curve.assign(value=curve["reported"], error=curve["reported_error"])
-        if points["level"].isna().all():
-            points = points.head(1)
-            height = float(points["value"].iloc[0])
-            axes.axhline(height, label=label, lw=1.8, **{**look, "marker": ""})
-        else:
-            points = points[points["level"] > 0]
-            errors = points["error"].fillna(0.0)
-            bars = {"yerr": errors, "capsize": 3} if errors.any() else {}
-            axes.errorbar(
-                points["epsilon"], points["value"], label=label, lw=1.8, ms=5, **bars, **look
-            )
-        numbers.append(_csv_rows(points, label))
-    measure = on_test(found.measure)
+    for way, curve in points.groupby("way", sort=False):
+        style: Look = {"label": curve["curve"].iloc[0], "lw": 1.8, **looks[str(way)]}
+        if way == LOCAL:
+            axes.axhline(curve["value"].iloc[0], **{**style, "marker": ""})
+            continue
+        errors = curve["error"].fillna(0.0)
+        bars = {"yerr": errors, "capsize": 3} if errors.any() else {}
+        axes.errorbar(curve["epsilon"], curve["value"], ms=5, **bars, **style)
     label = f"ε that a deployment would cost ({found.kind})"
-    axes.set(xlabel=textwrap.fill(label, LETTERS), ylabel=name_of_measure(measure))
-    axes.set_xscale("log")
-    measure_axis(axes, measure)
-    plain_numbers(axes.xaxis)
-    return figure, axes, pd.concat(numbers)
+    axes.set(xlabel=textwrap.fill(label, LETTERS), ylabel=name_of_measure(found.tested))
+    measure_axis(axes, found.measure)
+    log_scale(axes, x=True)
+    return figure, axes, points
 
 
 def _finish(figure: Figure, named: Axes, title: str, found: Summary) -> None:

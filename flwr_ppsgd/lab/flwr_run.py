@@ -41,7 +41,7 @@ class FlowerRunError(RuntimeError):
 def run(experiment: Experiment, out: Path) -> None:
     """Train under Flower's own simulation engine (Ray), one virtual node for each user.
 
-    The output directory has no picture. FlowerRunError if the run failed.
+    FlowerRunError if the run failed.
     """
     config = {**experiment.to_flat(), "out": str(out.resolve())}
     with tempfile.TemporaryDirectory() as temporary:

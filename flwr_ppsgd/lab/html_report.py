@@ -16,24 +16,25 @@ from typing import Any, TypeAlias
 import jinja2
 import pandas as pd
 
+from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.figures import cost_text, draw_figures
-from flwr_ppsgd.lab.measures import LABELS, measure_of, on_test
+from flwr_ppsgd.lab.measures import LABELS, measure_of
 from flwr_ppsgd.lab.outputs import (
     METRICS,
+    PAGE,
     PICTURE,
     ROWS,
     USERS_PICTURE,
+    SavedRun,
     finished_rows,
     is_run,
     planned_settings,
     read_config,
-    read_people,
     read_run,
     read_selection,
-    write_page,
 )
 from flwr_ppsgd.lab.rows import CAVEAT, GRID, SweepRow
-from flwr_ppsgd.lab.screen import gain_text, values_by_model
+from flwr_ppsgd.lab.screen import gain_texts, values_by_model
 from flwr_ppsgd.lab.summary import (
     EPSILON,
     GLOBAL,
@@ -103,8 +104,12 @@ MEASURED = "The measures come from the users' own data. They are outside the gua
 def write_report(directory: Path) -> Path:
     """``report.html`` in the directory of a sweep or of a run."""
     config = read_config(directory)
-    kind = "Run" if is_run(directory) else "Sweep"
-    about = _run_context(directory, config) if kind == "Run" else _sweep_context(directory, config)
+    if is_run(directory):
+        kind = "Run"
+        about = _run_context(read_run(directory))
+    else:
+        kind = "Sweep"
+        about = _sweep_context(directory, config)
     text = importlib.resources.files("flwr_ppsgd.lab").joinpath(TEMPLATE).read_text("utf-8")
     template = jinja2.Environment(autoescape=True).from_string(text)
     page = template.render(
@@ -113,7 +118,9 @@ def write_report(directory: Path) -> Path:
         version=version("flwr-ppsgd"),
         **about,
     )
-    return write_page(directory, page)
+    path = directory / PAGE
+    disk.write_text(path, page)
+    return path
 
 
 def _sweep_context(directory: Path, config: Mapping[str, Any]) -> Context:
@@ -145,15 +152,11 @@ def _sweep_context(directory: Path, config: Mapping[str, Any]) -> Context:
 def _best_lines(found: Summary) -> list[str]:
     """The measure that each way reaches, a line for each ε."""
     lines = []
-    tested = on_test(found.measure)
     for row in found.table.to_dict("records"):
         level = f"ε = {rounded_up(row[EPSILON])}" if row["noise-multiplier"] else "Without noise"
-        parts = [
-            f"{name} {row[name]:.4g}"
-            for name in (AUTO, PERSONALIZED, GLOBAL, LOCAL)
-            if name in row and not math.isnan(row[name])
-        ]
-        lines.append(f"{level}: {_name(tested)} {', '.join(parts)}")
+        reached = {name: row.get(name, math.nan) for name in (AUTO, PERSONALIZED, GLOBAL, LOCAL)}
+        parts = [f"{name} {value:.4g}" for name, value in reached.items() if not math.isnan(value)]
+        lines.append(f"{level}: {_name(found.tested)} {', '.join(parts)}")
     return lines or [found.count_text()]
 
 
@@ -187,36 +190,31 @@ def _who(config: Mapping[str, Any]) -> str:
     return f"Data: {data}. Users: {_format_value(config.get('population'))}, {drawn} in each round"
 
 
-def _run_context(directory: Path, config: Mapping[str, Any]) -> Context:
-    run = read_run(directory)
-    paths = [directory / name for name in (USERS_PICTURE, PICTURE)]
+def _run_context(saved: SavedRun) -> Context:
+    paths = [saved.directory / name for name in (USERS_PICTURE, PICTURE)]
     records = []
-    for row in run.rows:
+    for row in saved.rows:
         cost = {"epsilon": row.epsilon, EPSILON: row.deployed_epsilon}
         records.append({**row.measures, **cost, "round": row.round})
     rows = pd.DataFrame(records)
+    results = []
+    measures = saved.last_measures()
+    if measures:
+        values = values_by_model(measures)
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        result = f"{_name(measure_of(measures))}: {parts}"
+        results = ["; ".join([result, *gain_texts(saved)]), MEASURED]
     return {
-        "results": _run_lines(run.last_measures(), read_people(directory)),
+        "results": results,
         "pictures": [_picture(path, OF_A_RUN) for path in paths if path.exists()],
-        "lead": f"{run.rounds_trained} rounds of Personalized-Private-SGD. {_who(config)}.",
-        "guarantee": run.statement,
+        "lead": f"{saved.rounds_trained} rounds of Personalized-Private-SGD. {_who(saved.config)}.",
+        "guarantee": saved.statement,
         "best_title": "At the end",
         "best": _html_table(rows.tail(1), "The last evaluated round"),
         "every": _html_table(rows, "Every evaluated round"),
         "file": METRICS,
         "rows": f"{len(rows)} rows, one for each evaluated round",
     }
-
-
-def _run_lines(measures: Mapping[str, float], people: Mapping[str, list[Any]]) -> list[str]:
-    """The measure of each model, and how many users gain."""
-    if not measures:
-        return []
-    values = values_by_model(measures)
-    parts = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-    gain = gain_text(people)
-    text = f"{_name(measure_of(measures))}: {parts}"
-    return [f"{text}; {gain}" if gain else text, MEASURED]
 
 
 def _picture(path: Path, captions: Mapping[str, str]) -> dict[str, str]:

@@ -10,11 +10,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tomli_w
@@ -23,17 +23,15 @@ from numpy.typing import NDArray
 from flwr_ppsgd.database import FileLock
 from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.problem import SYNTHETIC
-from flwr_ppsgd.lab.rows import CAVEAT, GRID, Point, RunRow, Selection, SweepRow
+from flwr_ppsgd.lab.rows import GRID, Point, RunRow, Selection, SweepRow
 from flwr_ppsgd.settings import read_toml
 from flwr_ppsgd.statement import json_number, with_conditions
 from flwr_ppsgd.wire import SCHEMA_HASH
 
 if TYPE_CHECKING:
     import pandas as pd
-    from flwr.app import ArrayRecord
 
     from flwr_ppsgd.lab.block import BlockPlan
-    from flwr_ppsgd.lab.evaluation import UserResult
     from flwr_ppsgd.lab.run import Outcome
     from flwr_ppsgd.lab.sweep import Sweep
 
@@ -53,8 +51,6 @@ SELECTION = "selection.json"
 PAGE = "report.html"
 LOCK = ".lock"
 READABLE_FOLDER = 0o755  # a temporary directory is for its owner alone
-
-Draw: TypeAlias = Callable[[Path], object]
 
 
 def free_directory(name: str) -> Path:
@@ -88,20 +84,20 @@ def read_config(directory: Path) -> dict[str, Any]:
 # --- runs
 
 
-def save(outcome: "Outcome", out: Path, draw: Draw | None = None) -> None:
-    """Write the output directory of a run in one move.
+def save(outcome: "Outcome", out: Path) -> None:
+    """Write the output directory of a run, pictures included, in one move.
 
     Args:
         outcome: the run.
         out: a new directory, or an empty one.
-        draw: adds a picture to a directory that holds everything else.
     """
+    from flwr_ppsgd.lab.figures import draw_run
+
     check_free(out)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         _write_run(outcome, temporary)
-        if draw is not None:
-            draw(temporary)
+        draw_run(read_run(temporary))
         if out.exists():  # an empty directory of the user's, perhaps the current one
             for path in temporary.iterdir():
                 os.replace(path, out / path.name)
@@ -116,45 +112,51 @@ def _write_run(outcome: "Outcome", directory: Path) -> None:
     experiment = outcome.experiment
     config = experiment.to_flat()
     if not experiment.training.automatic:
-        config["noise-multiplier"] = outcome.strategy.release.noise_multiplier
+        config["noise-multiplier"] = outcome.release.noise_multiplier
         config.pop("epsilon", None)
     disk.write_text(directory / CONFIG, tomli_w.dumps(config))
     rows = [json.dumps(row.to_json()) + "\n" for row in outcome.rows]
     disk.write_text(directory / METRICS, "".join(rows))
-    data = with_conditions(outcome.strategy.privacy_data(), experiment.conditions())
+    data = with_conditions(outcome.privacy_data(), experiment.conditions())
     privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     disk.write_text(directory / PRIVACY, privacy + "\n")
-    arrays = {**_by_name(outcome.w), **outcome.beside}
-    if experiment.problem.data != SYNTHETIC:
-        digest = bytes.fromhex(experiment.problem.written_schema().sha256)
-        arrays[SCHEMA_HASH] = np.frombuffer(digest, dtype=np.uint8)
     with disk.replacing(directory / MODEL) as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+        np.savez(file, **_published_arrays(outcome))  # type: ignore[arg-type]
     if outcome.people:
-        _write_people(outcome.people, experiment.problem.per_user().users, directory)
+        _write_people(outcome, directory / USERS)
 
 
-def _by_name(w: "ArrayRecord") -> dict[str, NDArray[Any]]:
-    """A network's parameters by their names; those of a linear model, which have none, as "w"."""
-    if len(w) == 1:
-        return {"w": w.to_numpy_ndarrays()[0]}
-    return {name: array.numpy() for name, array in w.items()}
+def _published_arrays(outcome: "Outcome") -> dict[str, NDArray[Any]]:
+    """w, what the recipe publishes beside it, and the hash of the schema of own data.
+
+    Parameters of a network have their own names; those of a linear model, which have none, are "w".
+    """
+    arrays = {name: array.numpy() for name, array in outcome.w.items()}
+    if len(arrays) == 1:
+        arrays = {"w": outcome.w.to_numpy_ndarrays()[0]}
+    arrays |= outcome.beside
+    problem = outcome.experiment.problem
+    if problem.data != SYNTHETIC:
+        digest = bytes.fromhex(problem.written_schema().sha256)
+        arrays[SCHEMA_HASH] = np.frombuffer(digest, dtype=np.uint8)
+    return arrays
 
 
-def _write_people(people: Sequence["UserResult"], names: Sequence[object], directory: Path) -> None:
+def _write_people(outcome: "Outcome", path: Path) -> None:
     """One row per user: measures, gain over learning alone, and what was chosen."""
     import pandas as pd
     import pyarrow as pa
     from pyarrow import parquet
 
+    names = outcome.experiment.problem.per_user().users
     records = []
-    for person in people:
+    for person in outcome.people:
         record: dict[str, Any] = {"user": str(names[person.user]), "test_rows": person.weight}
         record |= {"gain": person.gain, **person.measures}
         record |= {f"chosen-{name}": value for name, value in person.chosen.items()}
         records.append(record)
     table = pa.Table.from_pandas(pd.DataFrame(records), preserve_index=False)
-    with disk.replacing(directory / USERS) as file:
+    with disk.replacing(path) as file:
         parquet.write_table(table.replace_schema_metadata({"guarantee": USERS_OUTSIDE}), file)
 
 
@@ -162,45 +164,34 @@ def read_model(directory: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a run's w, by name."""
     try:
         with np.load(directory / MODEL, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            return dict(file)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{directory / MODEL}: cannot be read ({error}): give the --out of ppsgd run"
         ) from None
 
 
-def write_predictions(path: Path, predictions: "pd.DataFrame") -> None:
-    """One row for each row of the new file. Only the owner may read it."""
-    text = predictions.to_csv(index=False, lineterminator="\n")
-    with disk.replacing(path, mode=disk.PRIVATE_FILE) as file:
-        file.write(text.encode())
-
-
-def read_people(directory: Path) -> dict[str, list[Any]]:
-    """The columns of the users' file of a run; empty if there is none."""
-    from pyarrow import parquet
-
-    if not (directory / USERS).exists():
-        return {}
-    found: dict[str, list[Any]] = parquet.read_table(directory / USERS).to_pydict()
-    return found
-
-
 @dataclass(frozen=True)
 class SavedRun:
-    """What the directory of a run says.
+    """The directory of a run.
 
     Args:
+        directory: where it is.
+        config: its settings.
         rounds_trained: the number of rounds that w has had.
         statement: the privacy statement, line by line.
         rows: one for each evaluated round.
         privacy: everything that ``privacy.json`` holds.
+        people: one row per user, as ``users.parquet`` has them; empty if users were not told apart.
     """
 
+    directory: Path
+    config: dict[str, Any]
     rounds_trained: int
     statement: list[str]
     rows: list[RunRow]
     privacy: dict[str, Any]
+    people: "pd.DataFrame"
 
     def last_measures(self) -> Mapping[str, float]:
         """What was measured last; empty if nothing was."""
@@ -214,15 +205,24 @@ def is_run(directory: Path) -> bool:
 
 
 def read_run(directory: Path) -> SavedRun:
-    """What the directory of a run says; ValueError if it is none."""
+    """The directory of a run; ValueError if it is none."""
+    import pandas as pd
+
+    config = read_config(directory)
+    people = pd.DataFrame()
+    if (directory / USERS).exists():
+        people = pd.read_parquet(directory / USERS)
     try:
         privacy = json.loads((directory / PRIVACY).read_text(encoding="utf-8"))
         lines = (directory / METRICS).read_text(encoding="utf-8").splitlines()
         return SavedRun(
+            directory=directory,
+            config=config,
             rounds_trained=int(privacy["rounds_trained"]),
             statement=privacy["statement"].splitlines(),
             rows=[RunRow.from_json(json.loads(line)) for line in lines],
             privacy=privacy,
+            people=people,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -391,16 +391,3 @@ def read_selection(directory: Path) -> list[Selection]:
         return []
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return [Selection(**row) for row in rows]
-
-
-def write_table(path: Path, table: "pd.DataFrame") -> None:
-    """What ε does not cover, then the rows, as CSV."""
-    rows = table.to_csv(index=False, lineterminator="\n")
-    disk.write_text(path, f"# {CAVEAT}\n{rows}")
-
-
-def write_page(directory: Path, text: str) -> Path:
-    """``report.html``, which appears complete or not at all."""
-    path = directory / PAGE
-    disk.write_text(path, text)
-    return path

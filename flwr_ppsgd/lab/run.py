@@ -27,9 +27,7 @@ from flwr_ppsgd.lab.problem import SYNTHETIC
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.server.account import ServerAccount
-from flwr_ppsgd.settings import Settings
 from flwr_ppsgd.simulation import InProcessGrid
-from flwr_ppsgd.statement import Promise
 from flwr_ppsgd.training import Training
 from flwr_ppsgd.wire import BESIDE
 
@@ -48,7 +46,9 @@ class Outcome:
 
     Args:
         experiment: what was run.
-        strategy: what it released, and what that guarantees.
+        release: what every round released.
+        ledger: everything that was charged.
+        privacy_data: gives what is promised, as data.
         w: the trained parameters.
         rows: one for each evaluated round.
         stopped: the user has ended the run early.
@@ -57,7 +57,9 @@ class Outcome:
     """
 
     experiment: Experiment
-    strategy: "PPSGD | SimulatedAccount"
+    release: Release
+    ledger: Ledger
+    privacy_data: Callable[[], dict[str, object]]
     w: ArrayRecord
     rows: list[RunRow]
     stopped: bool = False
@@ -74,7 +76,11 @@ def run(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
 def train_in_process(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
     """``run``, also if rows are set apart for choosing among settings."""
     task = experiment.task
-    most = _most_learners(experiment)
+    most = experiment.training.population
+    if experiment.problem.data != SYNTHETIC:
+        data = experiment.problem.per_user()
+        rows = max(1.0, data.train_sizes.mean())
+        most = int(MOST_NUMBERS / (rows * data.features))
     kept: dict[int, Learner] = {}  # the first ones: rounds visit everybody in turn
 
     def learner_of(user: int) -> Learner:
@@ -90,15 +96,6 @@ def train_in_process(experiment: Experiment, on_round: OnRound | None = None) ->
 
     grid = InProcessGrid(client_app(learner_for), experiment.training.population)
     return _train_on(grid, experiment, learner_of, on_round)
-
-
-def _most_learners(experiment: Experiment) -> int:
-    """The number of learners that may be kept in memory."""
-    if experiment.problem.data == SYNTHETIC:
-        return experiment.training.population
-    data = experiment.problem.per_user()
-    rows = max(1.0, data.train_sizes.mean())
-    return int(MOST_NUMBERS / (rows * data.features))
 
 
 def run_on(grid: Grid, experiment: Experiment) -> Outcome:
@@ -140,28 +137,41 @@ def _train_on(
             rows.append(_run_row(round_, ledgers[round_], measures))
     _check_finite(experiment, latest.arrays, rows)
     w = strategy.averaged(latest.arrays) if stopped else latest.arrays
-    outcome = Outcome(experiment, strategy, w, rows, stopped)
-    if not experiment.training.automatic:
-        return outcome
-    return _with_evaluation(outcome, strategy, learner_of)
+    beside: dict[str, NDArray[Any]] = {}
+    people: list[UserResult] = []
+    if experiment.training.automatic:
+        published = strategy.published(w)
+        beside = {name: published[name] for name in BESIDE}
+        strategy.note_evaluation()
+        people = _results_of_recipe(experiment, w, beside, learner_of)
+        last = _run_row(strategy.rounds_done, strategy.ledger, overall(people))
+        rows = [*(row for row in rows if row.round != last.round), last]
+    return Outcome(
+        experiment=experiment,
+        release=strategy.release,
+        ledger=strategy.ledger,
+        privacy_data=strategy.privacy_data,
+        w=w,
+        rows=rows,
+        stopped=stopped,
+        beside=beside,
+        people=people,
+    )
 
 
-def _with_evaluation(
-    outcome: Outcome, strategy: PPSGD, learner_of: Callable[[int], Learner]
-) -> Outcome:
-    """With each user's results, and the last row about all of them, under the recipe."""
-    experiment = outcome.experiment
-    published = strategy.published(outcome.w)
-    beside = {name: published[name] for name in BESIDE}
-    strategy.note_evaluation()
-    w = Layout.of(outcome.w).flatten(outcome.w)
-    users = range(experiment.training.population)
+def _results_of_recipe(
+    experiment: Experiment,
+    w: ArrayRecord,
+    beside: Mapping[str, NDArray[Any]],
+    learner_of: Callable[[int], Learner],
+) -> list[UserResult]:
+    """Each user's results with the last w of the recipe."""
+    vector = Layout.of(w).flatten(w)
     order = delivery_order(experiment.training.task, beside)
+    users = range(experiment.training.population)
     with threadpool_limits(1, "blas"):  # users' products are small
-        (people,) = results_of(learner_of, [w], users, order)
-    last = _run_row(strategy.rounds_done, strategy.ledger, overall(people))
-    earlier = [row for row in outcome.rows if row.round != last.round]
-    return replace(outcome, rows=[*earlier, last], beside=beside, people=people)
+        (people,) = results_of(learner_of, [vector], users, order)
+    return people
 
 
 def _check_alone(experiment: Experiment) -> None:
@@ -183,55 +193,9 @@ def _check_finite(experiment: Experiment, w: ArrayRecord, rows: list[RunRow]) ->
     """RuntimeError if w or what was measured has grown beyond all bounds."""
     finite = all(np.isfinite(array).all() for array in w.to_numpy_ndarrays())
     if not finite or (rows and has_diverged(rows[0].measures, rows[-1].measures)):
-        raise _divergence_error(experiment)
-
-
-def _divergence_error(experiment: Experiment) -> RuntimeError:
-    step = experiment.training.step
-    remedy = "see what ppsgd look says" if step is None else f"lower step (now {step:g})"
-    return RuntimeError(f"training diverged: parameters are no longer finite; {remedy}")
-
-
-class SimulatedAccount:
-    """What a run on a cohort engine would have released and cost; it guarantees nothing.
-
-    Args:
-        settings: of the training.
-        terms: what its statement says besides.
-    """
-
-    def __init__(self, settings: Settings, terms: tuple[str, ...] = ()) -> None:
-        self._account = ServerAccount(Training.of(**{**settings.arguments(), **NO_SERVER}))
-        self._terms = terms
-        self.setting = Setting(self.release, self._account.training.steps)
-        self.rounds = self._account.plan(settings.rounds, 0)  # as many as the budget allows
-        if settings.evaluate_every:
-            self._account.note_evaluation()
-
-    @property
-    def release(self) -> Release:
-        """What every round releases."""
-        return self._account.training.release
-
-    @property
-    def ledger(self) -> Ledger:
-        """Everything that was charged, all of it without a guarantee."""
-        return self._account.ledger
-
-    def charge(self, round_: int) -> None:
-        """Count the rounds up to ``round_``."""
-        self._account.count_simulated(round_)
-
-    def privacy_statement(self) -> str:
-        """That nothing is promised, and why."""
-        return self._promise().statement()
-
-    def privacy_data(self) -> dict[str, object]:
-        """The same as data."""
-        return self._promise().as_data()
-
-    def _promise(self) -> Promise:
-        return self._account.promise(simulation=SIMULATION, terms=self._terms)
+        step = experiment.training.step
+        remedy = "see what ppsgd look says" if step is None else f"lower step (now {step:g})"
+        raise RuntimeError(f"training diverged: parameters are no longer finite; {remedy}")
 
 
 def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
@@ -246,30 +210,45 @@ def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Ou
             experiment = replace(experiment, training=seeded)
         return run(experiment, on_round)
     _check_alone(experiment)
-    simulated = SimulatedAccount(training, (EXHAUSTED,) if experiment.drop_exhausted else ())
-    engine = experiment.task.engine([simulated.setting], training.insecure_seed)
+    account = ServerAccount(Training.of(**{**training.arguments(), **NO_SERVER}))
+    release = account.training.release
+    rounds = account.plan(training.rounds, 0)  # as many as the budget allows
+    if training.evaluate_every:
+        account.note_evaluation()
+    engine = experiment.task.engine(
+        [Setting(release, account.training.steps)], training.insecure_seed
+    )
     latest = Result()
     rows: list[RunRow] = []
     stopped = False
 
     def charge(round_: int) -> None:
-        simulated.charge(round_)
+        account.count_simulated(round_)
         if on_round:
-            on_round(round_, latest, simulated.ledger)
+            on_round(round_, latest, account.ledger)
 
+    initial = experiment.task.initial_arrays()
     try:
         with threadpool_limits(1, "blas"):
-            for report in train(engine, simulated.rounds, training.evaluate_every, charge):
-                if report.diverged:
-                    raise _divergence_error(experiment)
+            for report in train(engine, rounds, training.evaluate_every, charge):
                 measures = report.measures[0]
                 latest.evaluate_metrics_clientapp[report.round] = MetricRecord({**measures})
-                rows.append(_run_row(report.round, simulated.ledger, measures))
+                rows.append(_run_row(report.round, account.ledger, measures))
+                if report.diverged:
+                    break
                 if on_round:
-                    on_round(report.round, latest, simulated.ledger)
+                    on_round(report.round, latest, account.ledger)
     except KeyboardInterrupt:
         stopped = True
-    initial = experiment.task.initial_arrays()
     w = Layout.of(initial).unflatten(engine.w(0), like=initial)
     _check_finite(experiment, w, rows)
-    return Outcome(experiment, simulated, w, rows, stopped)
+    terms = (EXHAUSTED,) if experiment.drop_exhausted else ()
+    return Outcome(
+        experiment=experiment,
+        release=release,
+        ledger=account.ledger,
+        privacy_data=lambda: account.promise(simulation=SIMULATION, terms=terms).as_data(),
+        w=w,
+        rows=rows,
+        stopped=stopped,
+    )

@@ -6,23 +6,23 @@ Each condition of privacy.json begins with its short form, up to a colon. All of
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flwr_ppsgd.cli import console, show
-from flwr_ppsgd.lab.block import Best, BlockPlan, best_among
 from flwr_ppsgd.lab.evaluation import SAME
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.features import count_of
 from flwr_ppsgd.lab.inspect import hints
 from flwr_ppsgd.lab.measures import badness, measure_of, name_of_measure
-from flwr_ppsgd.lab.outputs import PICTURE, USERS_PICTURE, SavedRun, read_people
+from flwr_ppsgd.lab.outputs import PICTURE, USERS_PICTURE, SavedRun
 from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC
-from flwr_ppsgd.lab.rows import INFINITE, Point
+from flwr_ppsgd.lab.rows import INFINITE
 from flwr_ppsgd.lab.run import OnRound
+from flwr_ppsgd.lab.workers import OnProgress
 from flwr_ppsgd.learner import LOCAL, SHARED
 from flwr_ppsgd.statement import WEAK, rounded_up, up_to_colons
 
@@ -88,7 +88,7 @@ def data_lines(experiment: Experiment) -> list[Line]:
     return [("data", first), *(("", text) for text in more)]
 
 
-def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Line]:
+def outcome_lines(experiment: Experiment, saved: SavedRun) -> list[Line]:
     """After training: the promise, the rounds and the result."""
     privacy = saved.privacy
     lines = [("privacy", _promise_text(privacy))]
@@ -96,8 +96,20 @@ def outcome_lines(experiment: Experiment, out: Path, saved: SavedRun) -> list[Li
         if privacy.get(key):
             lines.append(("", up_to_colons(privacy[key])))
     lines.append(("outside", up_to_colons(privacy["outside_the_guarantee"])))
-    lines.append(("training", _rounds_text(experiment, saved)))
-    return lines + _result_lines(experiment, saved.last_measures(), read_people(out))
+    lines.append(("training", _rounds_text(experiment.training.rounds, saved)))
+    measures = saved.last_measures()
+    if not measures:
+        return lines
+    main = measure_of(measures)
+    values = values_by_model(measures)
+    answers = [answer[main] for answer in experiment.trivial().values() if main in answer]
+    if answers:
+        values["without features"] = min(answers, key=lambda value: badness(main, value))
+    parts = [f"{name} {value:.4g}" for name, value in values.items()]
+    parts += [*gain_texts(saved), "(not private)"]
+    lines.append((name_of_measure(main), "   ".join(parts)))
+    advice = advice_on(main, values)
+    return [*lines, ("", advice)] if advice else lines
 
 
 def next_lines(experiment: Experiment, out: Path) -> list[Line]:
@@ -129,10 +141,9 @@ def _epsilon_text(value: float | str) -> str:
     return "∞" if value == INFINITE else rounded_up(float(value))
 
 
-def _rounds_text(experiment: Experiment, saved: SavedRun) -> str:
+def _rounds_text(planned: int, saved: SavedRun) -> str:
     privacy = saved.privacy
     done = saved.rounds_trained
-    planned = experiment.training.rounds
     spent = NO_GUARANTEE
     if privacy["guarantee"] != "none":
         spent = f"ε = {_epsilon_text(privacy['epsilon'])}"
@@ -140,27 +151,6 @@ def _rounds_text(experiment: Experiment, saved: SavedRun) -> str:
     if privacy["rounds_stated"] > privacy["rounds_charged"]:
         text += f", stopped: that is for the planned {privacy['rounds_stated']}"
     return text
-
-
-def _result_lines(
-    experiment: Experiment, measures: Mapping[str, float], people: Mapping[str, list[Any]]
-) -> list[Line]:
-    """The main measure of all models, how many users gain, and a line of advice if one is due."""
-    if not measures:
-        return []
-    main = measure_of(measures)
-    values = values_by_model(measures)
-    answers = [answer[main] for answer in experiment.trivial().values() if main in answer]
-    if answers:
-        values["without features"] = min(answers, key=lambda value: badness(main, value))
-    parts = [f"{name} {value:.4g}" for name, value in values.items()]
-    gain = gain_text(people)
-    if gain:
-        parts.append(gain)
-    parts.append("(not private)")
-    lines = [(name_of_measure(main), "   ".join(parts))]
-    advice = advice_on(main, values)
-    return [*lines, ("", advice)] if advice else lines
 
 
 def advice_on(main: str, values: Mapping[str, float]) -> str:
@@ -181,20 +171,18 @@ def advice_on(main: str, values: Mapping[str, float]) -> str:
 def values_by_model(measures: Mapping[str, float]) -> dict[str, float]:
     """The main measure of the personal models, of the shared one and of own rows alone."""
     main = measure_of(measures)
-    values = {"personal": measures[main]}
-    for name, key in (("shared", SHARED + main), ("alone", LOCAL + main)):
-        if key in measures:
-            values[name] = measures[key]
-    return values
+    keys = {"personal": main, "shared": SHARED + main, "alone": LOCAL + main}
+    return {name: measures[key] for name, key in keys.items() if key in measures}
 
 
-def gain_text(people: Mapping[str, list[Any]]) -> str:
+def gain_texts(saved: SavedRun) -> list[str]:
     """How many users gain by the personal model over own rows alone; empty if it is not known."""
-    gains = [gain for gain in people.get("gain", []) if gain is not None]
-    if not gains:
-        return ""
-    better = sum(gain > SAME for gain in gains)
-    return f"{better:,} of {len(gains):,} users gain"
+    if saved.people.empty:
+        return []
+    gains = saved.people["gain"].dropna()
+    if gains.empty:
+        return []
+    return [f"{(gains > SAME).sum():,} of {len(gains):,} users gain"]
 
 
 def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:
@@ -233,39 +221,16 @@ def progress_hook(progress: Progress, label: str, rounds: int) -> OnRound:
     return show_round
 
 
-class SweepBar:
-    """Settings × rounds, time left and the best measure so far.
+def sweep_hook(progress: Progress) -> OnProgress:
+    """A callback that prints what is going to be run, and shows settings × rounds and time left."""
+    task = progress.add_task("sweep", total=None, state="")
+    shown = ""
 
-    Args:
-        progress: where to show it.
-        rounds: the planned number of rounds.
-    """
+    def show_progress(plan: str, done: int, total: int) -> None:
+        nonlocal shown
+        if plan != shown:  # also of a grid that was extended
+            shown = plan
+            progress.console.print(plan, highlight=False, soft_wrap=True)
+        progress.update(task, completed=done, total=total)
 
-    def __init__(self, progress: Progress, rounds: int) -> None:
-        self._progress = progress
-        self._rounds = rounds
-        self._sizes: list[int] = []
-        self._done: dict[int, int] = {}
-        self._best: dict[int, Best] = {}
-
-    def begin(self, chosen: BlockPlan, missing: Sequence[Sequence[Point]]) -> None:
-        """The blocks that are going to be run."""
-        self._progress.console.print(str(chosen), highlight=False, soft_wrap=True)
-        self._sizes = [len(block) for block in missing]
-        every = sum(len(block) for block in chosen.blocks)
-        self._start = (every - sum(self._sizes)) * self._rounds
-        total = every * self._rounds
-        self._task = self._progress.add_task("sweep", total=total, completed=self._start, state="")
-
-    def show(self, block: int, round_: int, best: Best | None) -> None:
-        """A block has come to this round."""
-        self._done[block] = self._sizes[block] * round_
-        if best is not None:
-            self._best[block] = best
-        leading = best_among(list(self._best.values()))
-        state = ""
-        if leading is not None:
-            measure, value = leading
-            state = f"best now, of one seed: {measure} {value:.4g}"
-        completed = self._start + sum(self._done.values())
-        self._progress.update(self._task, completed=completed, state=state)
+    return show_progress

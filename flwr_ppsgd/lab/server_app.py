@@ -6,29 +6,17 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flwr_ppsgd.lab.experiment import Experiment
-from flwr_ppsgd.lab.outputs import Draw, save
+from flwr_ppsgd.lab.outputs import save
 from flwr_ppsgd.lab.run import run_on
 
-
-def server_app(draw: Draw | None = None) -> ServerApp:
-    """A ServerApp that trains on the nodes that Flower provides.
-
-    It writes the output directory that the run config's ``out`` names, if it names one.
-
-    Args:
-        draw: adds a picture to the output directory; None adds none.
-    """
-    app = ServerApp()
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        experiment = Experiment.from_run_config(context.run_config)
-        outcome = run_on(grid, experiment)
-        out = str(context.run_config.get("out", ""))
-        if out:
-            save(outcome, Path(out), draw)
-
-    return app
+server = ServerApp()
 
 
-server = server_app()
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Train on the nodes that Flower provides, and write the output directory that the run
+    config's ``out`` names, if it names one."""
+    outcome = run_on(grid, Experiment.from_run_config(context.run_config))
+    out = str(context.run_config.get("out", ""))
+    if out:
+        save(outcome, Path(out))

@@ -14,6 +14,7 @@ import pandas as pd
 
 from flwr_ppsgd.lab.measures import badness, measure_of, on_test
 from flwr_ppsgd.lab.rows import BASELINES, CAVEAT, OWN_TRIVIAL, PPSGD, TRIVIAL, GridEdge, SweepRow
+from flwr_ppsgd.learner import LOCAL as LOCAL_PREFIX
 from flwr_ppsgd.settings import AUTO, key_of
 from flwr_ppsgd.statement import rounded_up
 
@@ -26,7 +27,6 @@ PERSONALIZED = "personalized"
 LOCAL = "local"
 GLOBAL = "global"
 LOCAL_SOLVED = "local-solved"  # own rows alone, solved as the recipe does
-OWN_ROWS = "local_"  # before the name of a measure: of a model from own rows alone
 PEEKED = "if chosen on test"
 ERROR = "standard error"
 EPSILON = "deployed_epsilon"
@@ -80,15 +80,16 @@ def means(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 
 def _with_levels(found: pd.DataFrame) -> pd.DataFrame:
+    """With the column ``level``: z, and for the recipe the z of the paper's method at its ε."""
     found = found.assign(level=found["noise-multiplier"])
     ends = last_rounds(found)
     paper = ends[(ends["method"] == PPSGD) & ends["level"].notna()]
-    levels = paper.drop_duplicates("level").set_index("level")["epsilon"]
+    epsilons = paper.drop_duplicates("level").set_index("level")["epsilon"]
     for index, spent in found.loc[found["method"] == AUTO, "epsilon"].items():
-        for level, other in levels.items():
-            if spent == other or abs(spent - other) <= SAME_EPSILON * min(spent, other):
-                found.loc[index, "level"] = level
-                break
+        near = (epsilons - spent).abs() <= SAME_EPSILON * epsilons.clip(upper=spent)
+        same = epsilons.index[near | (epsilons == spent)]
+        if len(same):
+            found.loc[index, "level"] = same[0]
     return found
 
 
@@ -99,15 +100,6 @@ def best(candidates: pd.DataFrame, measure: str, by: Sequence[str] = ()) -> pd.D
     if not by:
         return ordered.head(1)
     return ordered.drop_duplicates(list(by)).sort_values(list(by))
-
-
-def best_curves(
-    every: pd.DataFrame, measure: str, method: str = PPSGD
-) -> dict[float, pd.DataFrame]:
-    """For each αQ, its best step and clip norm at each noise level and reported round."""
-    own = every[every["method"] == method]
-    chosen = best(own, measure, ["alpha-q", "level", "round"])
-    return {float(alpha): curve for alpha, curve in chosen.groupby("alpha-q")}
 
 
 def at_level(found: pd.DataFrame, level: float) -> pd.DataFrame:
@@ -127,15 +119,21 @@ def last_rounds(every: pd.DataFrame) -> pd.DataFrame:
     return every[is_recipe | (every["round"] == last)]
 
 
-def ways_at(ends: pd.DataFrame, level: float, measure: str) -> dict[str, pd.DataFrame]:
-    """Both ends of α and the best between them at one noise level; empty if it was not run."""
-    here = at_level(ends[ends["method"] == PPSGD], level)
-    alpha = here["alpha-q"]
-    return {
-        LOCAL: best(here[alpha == 0], measure),
-        GLOBAL: best(here[alpha == math.inf], measure),
-        PERSONALIZED: best(here[(alpha > 0) & (alpha < math.inf)], measure),
-    }
+def with_ways(every: pd.DataFrame, *, each_alpha: bool = False) -> pd.DataFrame:
+    """With the column ``way``: local, global, personalized, or the name of another method.
+
+    Args:
+        every: as of ``means``.
+        each_alpha: each αQ between the ends is a way of its own.
+    """
+    alpha = every["alpha-q"]
+    between = PERSONALIZED
+    if each_alpha:
+        between = alpha.map("αQ = {:g}".format)
+    way = every["method"].mask(every["method"] == PPSGD, between)
+    way = way.mask((every["method"] == PPSGD) & (alpha == 0), LOCAL)
+    way = way.mask((every["method"] == PPSGD) & (alpha == math.inf), GLOBAL)
+    return every.assign(way=way)
 
 
 def best_table(
@@ -149,10 +147,12 @@ def best_table(
         trivial: what is reached without features; None if it is not known.
         alone: what the recipe's users reach from own rows alone; None if it was not run.
     """
+    tested = on_test(measure)
     ends = last_rounds(every)
     candidates = ends[ends["method"] == PPSGD]
     if candidates.empty:  # the recipe was run alone: nothing was chosen
         candidates = ends[ends["method"] == AUTO].assign(**dict.fromkeys(CHOSEN, math.nan))
+    best_ways = best(with_ways(ends), measure, ["way", "level"])
     rows = []
     for level in levels_of(candidates):
         here = at_level(candidates, level)
@@ -160,12 +160,14 @@ def best_table(
         row: dict[str, Any] = {"noise-multiplier": level, EPSILON: here["epsilon"].max()}
         row |= {key: chosen[key] for key in CHOSEN}
         row[measure] = chosen["value"]
-        if on_test(measure) != measure:
-            row[on_test(measure)] = chosen["reported"]
+        if tested != measure:
+            row[tested] = chosen["reported"]
             sign = badness(measure, 1.0)
             row[PEEKED] = sign * (sign * here["reported"]).min()
         row[ERROR] = chosen["reported_error"]
-        row |= _other_ways(ends, level, measure)
+        reported = at_level(best_ways, level).set_index("way")["reported"]
+        row |= {way: reported.get(way, math.nan) for way in (LOCAL, GLOBAL, PERSONALIZED)}
+        row |= {way: reported[way] for way in (*BASELINES, AUTO) if way in reported}
         if alone is not None:
             row[LOCAL_SOLVED] = alone
         if trivial is not None:
@@ -176,19 +178,6 @@ def best_table(
     table = pd.DataFrame(rows)
     one_seed = table[ERROR].isna().all()
     return table.drop(columns=ERROR) if one_seed else table
-
-
-def _other_ways(ends: pd.DataFrame, level: float, measure: str) -> dict[str, float]:
-    """What both ends of α, the best between them, each baseline and the recipe report."""
-    ways = ways_at(ends, level, measure)
-    for method in (*BASELINES, AUTO):
-        own = ends[(ends["method"] == method) & (ends["level"] == level)]
-        if not own.empty:
-            ways[method] = best(own, measure)
-    found = {}
-    for name, way in ways.items():
-        found[name] = math.nan if way.empty else float(way["reported"].iloc[0])
-    return found
 
 
 def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[GridEdge, ...]:
@@ -216,7 +205,7 @@ def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[GridEdge, ...
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything there is to say about a sweep.
+    """What the rows of a sweep say.
 
     Args:
         measure: by which settings are compared.
@@ -240,15 +229,33 @@ class Summary:
     edges: tuple[GridEdge, ...]
     trivial: dict[str, float]
 
+    @property
+    def tested(self) -> str:
+        """The same measure on test rows."""
+        return on_test(self.measure)
+
     def text(self) -> str:
         """The table, and what there is to say about ε and about the grid."""
         lines = [self.count_text()]
         if not self.every.empty:
-            lines.append(table_text(self.table, self.measure))
+            lines += self._table_lines()
         lines += self.remarks()
         if self.kind == PAPERS:
             lines.append(f"Epsilon here is {PAPERS}: rows.jsonl has the honest one beside it.")
         return "\n".join(lines)
+
+    def _table_lines(self) -> list[str]:
+        """The best for each noise level, and what ε does not cover."""
+        if self.table.empty:
+            return [CAVEAT]
+        head = "Best setting for each noise level, at the end of training:"
+        if self.tested != self.measure:
+            head = (
+                "Best setting for each noise level at the end of training, chosen on validation "
+                f"rows. {self.tested} and all columns after it are on test rows:"
+            )
+        formats = dict.fromkeys(self.table, "{:.4g}".format) | {EPSILON: rounded_up}
+        return [head, self.table.to_string(index=False, na_rep="-", formatters=formats), CAVEAT]
 
     def count_text(self) -> str:
         """How many settings there are, and how many of them diverged."""
@@ -272,7 +279,16 @@ class Summary:
             )
         for name, value in self.trivial.items():
             lines.append(f"{TRIVIAL_WORDS[name]}: {value:.4g}.")
-        lines.append(self._not_beaten())
+        if TRIVIAL in self.table:
+            sign = badness(self.measure, 1.0)
+            reached = self.table[self.tested]
+            worse = self.table[sign * reached >= sign * self.table[TRIVIAL]]
+            levels = ", ".join(f"{z:.4g}" for z in worse["noise-multiplier"])
+            if levels:
+                lines.append(
+                    "No setting beats the better answer without features at noise z = "
+                    f"{levels}: look at scales and steps with ppsgd look, or allow a larger ε."
+                )
         return [line for line in lines if line]
 
     def chosen_on(self) -> str:
@@ -286,26 +302,10 @@ class Summary:
                 "Settings were chosen on the rows that they are measured on: the numbers are "
                 "optimistic. select-on = 'validation' shows by how much."
             )
-        tested = on_test(self.measure)
-        optimism = (self.table[PEEKED] - self.table[tested]).abs()
+        optimism = (self.table[PEEKED] - self.table[self.tested]).abs()
         return (
-            f"Choosing on test rows instead would make {tested} look better by "
+            f"Choosing on test rows instead would make {self.tested} look better by "
             f"{optimism.mean():.2g} on average, and by {optimism.max():.2g} at most."
-        )
-
-    def _not_beaten(self) -> str:
-        """Where no setting beats an answer without features."""
-        if TRIVIAL not in self.table:
-            return ""
-        sign = badness(self.measure, 1.0)
-        reached = self.table[on_test(self.measure)]
-        worse = self.table[sign * reached >= sign * self.table[TRIVIAL]]
-        if worse.empty:
-            return ""
-        levels = ", ".join(f"{z:.4g}" for z in worse["noise-multiplier"])
-        return (
-            f"No setting beats the better answer without features at noise z = {levels}: "
-            "look at scales and steps with ppsgd look, or allow a larger ε."
         )
 
 
@@ -320,42 +320,25 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
         if name not in frame:
             frame[name] = math.nan
     is_trivial = frame["method"].isin(TRIVIAL_WORDS)
-    answers = frame[is_trivial].set_index("method")[tested].dropna()
-    trivial = {str(method): float(value) for method, value in answers.items()}
+    trivial = frame[is_trivial].set_index("method")[tested].dropna().to_dict()
     best_answer = min(trivial.values(), key=lambda value: badness(measure, value), default=None)
     frame = frame[~is_trivial]
-    every = means(frame, measure)
-    recipe = frame[frame["method"] == AUTO]
     alone = None
-    if not recipe.empty and OWN_ROWS + tested in recipe:
-        alone = float(recipe[OWN_ROWS + tested].mean())
+    recipe = frame[frame["method"] == AUTO]
+    if not recipe.empty and LOCAL_PREFIX + tested in recipe:
+        alone = float(recipe[LOCAL_PREFIX + tested].mean())
+    every = means(frame, measure)
     table = best_table(every, measure, best_answer, alone)
     settings = frame.drop_duplicates(SETTING)
-    papers = any(row.paper_epsilon is not None for row in rows)
+    is_paper_epsilon = any(row.paper_epsilon is not None for row in rows)
     return Summary(
         measure=measure,
         every=every,
         table=table,
-        kind=PAPERS if papers else ZERO_OUT,
+        kind=PAPERS if is_paper_epsilon else ZERO_OUT,
         settings=len(settings),
         diverged=len(frame[frame["diverged"]].drop_duplicates(SETTING)),
         smallest_step=float(settings.loc[settings["step"] > 0, "step"].min()),
         edges=edges_of(table, settings[settings["method"] == PPSGD]),
-        trivial=trivial,
+        trivial={str(method): float(value) for method, value in trivial.items()},
     )
-
-
-def table_text(table: pd.DataFrame, measure: str) -> str:
-    """The table as text, the best for each ε, and what ε does not cover."""
-    if table.empty:
-        return CAVEAT
-    head = "Best setting for each noise level, at the end of training:"
-    tested = on_test(measure)
-    if tested != measure:
-        head = (
-            "Best setting for each noise level at the end of training, chosen on validation rows. "
-            f"{tested} and all columns after it are on test rows:"
-        )
-    formats = dict.fromkeys(table, "{:.4g}".format) | {EPSILON: rounded_up}
-    shown = table.to_string(index=False, na_rep="-", formatters=formats)
-    return "\n".join([head, shown, CAVEAT])

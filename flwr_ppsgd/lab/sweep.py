@@ -10,10 +10,10 @@ from typing import Any, Self
 import numpy as np
 
 from flwr_ppsgd.algorithm import FixedSize
-from flwr_ppsgd.lab.experiment import OWN_DATA, Experiment, experiment_keys, source_name, source_of
+from flwr_ppsgd.lab.experiment import OWN_DATA, Experiment, experiment_keys, read_experiment
 from flwr_ppsgd.lab.rows import GRID, PPSGD, GridEdge, Point, Selection, SweepRow
 from flwr_ppsgd.ledger import Ledger
-from flwr_ppsgd.settings import AUTO, METHODS, PAPER, check_known, override, read_toml, with_keys
+from flwr_ppsgd.settings import AUTO, METHODS, PAPER, check_known, override, with_keys
 
 DEFAULT_SWEEP = "sweep"
 OWN_DATA_SWEEP = "own-data-sweep"
@@ -78,9 +78,8 @@ class Sweep:
         if default == OWN_DATA_SWEEP and _methods_of(changes, "--set") == (AUTO,):
             default = OWN_DATA
             changes = {"insecure-seed": SEEDS, **changes}
-        source = source_of(path, default)
-        flat = override(read_toml(source), changes)
-        return cls.read(with_keys(flat), where=source_name(source, path))
+        flat, where = read_experiment(path, default)
+        return cls.read(with_keys(override(flat, changes)), where)
 
     @classmethod
     def read(cls, flat: Mapping[str, Any], where: str) -> Self:

@@ -10,44 +10,33 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from threadpoolctl import threadpool_limits
 
-from flwr_ppsgd.lab.block import Best, BlockPlan, plan_blocks, run_block
+from flwr_ppsgd.lab.block import plan_blocks, run_block
 from flwr_ppsgd.lab.outputs import open_sweep, write_selection
 from flwr_ppsgd.lab.rows import Point, SweepRow
 from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep
 
 Block: TypeAlias = Sequence[Point]
-Finished: TypeAlias = tuple[int, list[SweepRow]]  # which block, and its rows
+# what is going to be run, in words; the number of settings × rounds that are done; of how many
+OnProgress: TypeAlias = Callable[[str, int, int], None]
 QUIET_SECONDS = 0.2  # between two reports of a worker about its progress
 DEFAULT_MEMORY = 4 << 30  # bytes, if the system does not say how much there is
 KIBIBYTE = 1024
 _REPORTS: list[Any] = []  # in a worker, where its progress goes
 
 
-class SweepWatch(Protocol):
-    """Shows how a sweep goes."""
-
-    def begin(self, chosen: BlockPlan, missing: Sequence[Block]) -> None:
-        """The blocks that are going to be run."""
-        ...
-
-    def show(self, block: int, round_: int, best: Best | None) -> None:
-        """A block has done that number of rounds; ``best`` is its best measure there, if any."""
-        ...
-
-
 def run_sweep(
     sweep: Sweep,
     out: Path,
-    watch: SweepWatch,
+    on_progress: OnProgress | None = None,
     *,
     memory: int | None = None,
     jobs: int | None = None,
@@ -60,36 +49,49 @@ def run_sweep(
     Args:
         sweep: what to run.
         out: the output directory, new or of the same sweep.
-        watch: shows how it goes.
+        on_progress: shows how it goes.
         memory: the limit in bytes; None is half of what is free.
         jobs: the number of blocks at a time; None is the number of cores.
         extend: the grid may have grown since the sweep was begun.
     """
     proposed = plan_blocks(sweep, memory or free_memory() // 2, jobs or os.cpu_count() or 1)
+    rounds = sweep.base.training.rounds
     with open_sweep(out, sweep, extend=extend) as store:
-        chosen = store.plan(proposed)
-        missing = store.missing(chosen.blocks)
-        watch.begin(chosen, missing)
+        plan = store.plan(proposed)
+        missing = store.missing(plan.blocks)
+        left = [rounds * len(block) for block in missing]
+        total = rounds * sum(len(block) for block in plan.blocks)
+
+        def show(number: int, round_: int) -> None:
+            left[number] = (rounds - round_) * len(missing[number])
+            if on_progress:
+                on_progress(str(plan), total - sum(left), total)
+
+        if on_progress:
+            on_progress(str(plan), total - sum(left), total)
         epsilons = EpsilonCache(sweep.base)
         store.append(epsilons.with_epsilon(sweep.trivial_rows()))
-        with closing(in_processes(sweep.base.to_flat(), missing, chosen.jobs, watch)) as finished:
-            for block, rows in finished:
+        with closing(in_processes(sweep.base.to_flat(), missing, plan.jobs, show)) as finished:
+            for number, rows in finished:
                 store.append(epsilons.with_epsilon(rows))
-                watch.show(block, sweep.base.training.rounds, None)
+                show(number, rounds)
         write_selection(out, sweep.selection())
     return sum(len(block) for block in missing)
 
 
 def in_processes(
-    flat: Mapping[str, Any], blocks: Sequence[Block], jobs: int, watch: SweepWatch
-) -> Generator[Finished]:
-    """(block, its rows), as blocks finish.
+    flat: Mapping[str, Any],
+    blocks: Sequence[Block],
+    jobs: int,
+    on_round: Callable[[int, int], None],
+) -> Generator[tuple[int, list[SweepRow]]]:
+    """(the number of a block, its rows), as blocks finish.
 
     Args:
         flat: the settings of the sweep's base.
         blocks: what to run.
         jobs: the number of blocks at a time.
-        watch: shows how each block goes.
+        on_round: called with the number of a block and of the rounds that it has done.
     """
     context = multiprocessing.get_context("spawn")
     reports: Any = context.SimpleQueue()
@@ -103,7 +105,7 @@ def in_processes(
         while pending:
             done, _ = wait(pending, timeout=QUIET_SECONDS, return_when=FIRST_COMPLETED)
             while not reports.empty():
-                watch.show(*reports.get())
+                on_round(*reports.get())
             for future in done:
                 number = pending.pop(future)
                 yield number, _rows_from(future, number)
@@ -127,19 +129,19 @@ def _rows_from(future: "Future[list[SweepRow]]", number: int) -> list[SweepRow]:
 def _begin_worker(reports: Any, stop: Any) -> None:
     """In a new worker: one thread, no Ctrl-C, warnings only; it ends if the parent closes ``stop``
     or dies."""
+
+    def end_with_parent() -> None:
+        try:
+            stop.recv()
+        except EOFError:
+            os._exit(1)
+
     logging.getLogger("flwr").setLevel(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threadpool_limits(1)
-    threading.Thread(target=_end_with, args=(stop,), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _REPORTS.append(reports)
-
-
-def _end_with(stop: Any) -> None:
-    try:
-        stop.recv()
-    except EOFError:
-        os._exit(1)
 
 
 def _work(flat: Mapping[str, Any], points: Block, number: int) -> list[SweepRow]:
@@ -147,12 +149,12 @@ def _work(flat: Mapping[str, Any], points: Block, number: int) -> list[SweepRow]
     (reports,) = _REPORTS
     last = 0.0
 
-    def report(round_: int, best: Best | None) -> None:
+    def report(round_: int) -> None:
         nonlocal last
         now = time.monotonic()
         if now > last + QUIET_SECONDS:
             last = now
-            reports.put((number, round_, best))
+            reports.put((number, round_))
 
     return run_block(flat, points, report)
 

@@ -26,7 +26,7 @@ from flwr_ppsgd.lab.figures import COLOURS
 from flwr_ppsgd.lab.measures import measure_of, name_of_measure, on_test
 from flwr_ppsgd.lab.outputs import read_rows
 from flwr_ppsgd.lab.run import Outcome, run_as_cohort
-from flwr_ppsgd.lab.screen import SweepBar, progress_bar
+from flwr_ppsgd.lab.screen import progress_bar, sweep_hook
 from flwr_ppsgd.lab.summary import EPSILON, summarise
 from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.workers import run_sweep
@@ -84,7 +84,7 @@ def paper_points(data: str, seeds: int) -> dict[str, Points]:
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "sweep"
         with progress_bar("setting-rounds") as progress:
-            run_sweep(sweep, out, SweepBar(progress, sweep.base.training.rounds))
+            run_sweep(sweep, out, sweep_hook(progress))
         summary = summarise(read_rows(out))
     found: dict[str, Points] = {name: {} for name in SWEPT}
     table = summary.table[summary.table["noise-multiplier"] > 0].sort_values(EPSILON)

@@ -2,16 +2,18 @@
 
 import csv
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from flwr_ppsgd.lab.figures import draw_sweep, figure_1, figure_2, styles
+from flwr_ppsgd.lab.figures import LOOKS, draw_sweep, figure_1, figure_2, looks_of
 from flwr_ppsgd.lab.rows import CAVEAT, PPSGD, Point, SweepRow
-from flwr_ppsgd.lab.summary import best_curves, frame_of, means, summarise
+from flwr_ppsgd.lab.summary import best, frame_of, means, summarise
 
 
 def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> SweepRow:
@@ -50,22 +52,22 @@ ROWS = [
 ]
 
 
+def best_of(rows: Sequence[SweepRow], measure: str = "loss") -> pd.DataFrame:
+    """The best of αQ = .3 at z = 1, by round."""
+    every = means(frame_of(rows), measure)
+    return best(every.query("`alpha-q` == 0.3 and level == 1"), measure, ["round"])
+
+
 def test_the_step_is_chosen_anew_at_each_round() -> None:
     """Figure 1: at round 5 the larger step leads, at round 9 the smaller one; what diverged is
     never chosen."""
-    found = best_curves(means(frame_of(ROWS), "loss"), "loss")[0.3]
-    curve = found[found["level"] == 1.0]
-    assert list(zip(curve["round"], curve["step"], curve["value"], strict=True)) == [
-        (0, 0.1, 8.0),
-        (5, 0.2, 2.0),
-        (9, 0.1, 1.0),
-    ]
+    found = best_of(ROWS)[["round", "step", "value"]]
+    assert found.to_numpy().tolist() == [[0, 0.1, 8.0], [5, 0.2, 2.0], [9, 0.1, 1.0]]
 
 
 def test_the_best_accuracy_is_the_highest() -> None:
     rows = [remeasured(r, accuracy=r.measures["loss"]) for r in ROWS]
-    found = best_curves(means(frame_of(rows), "accuracy"), "accuracy")[0.3]
-    assert found.query("level == 1 and round == 9")["step"].item() == 0.2
+    assert best_of(rows, "accuracy").query("round == 9")["step"].item() == 0.2
 
 
 def test_seeds_are_averaged_before_anything_is_chosen() -> None:
@@ -77,8 +79,8 @@ def test_seeds_are_averaged_before_anything_is_chosen() -> None:
         reseeded(row(0.3, 0.3, 1.0, 5, 0.1, diverged=True), 2),
         row(0.3, 0.3, 1.0, 9, 0),
     ]
-    curve = best_curves(means(frame_of([*lucky, *steady]), "loss"), "loss")[0.3]
-    assert curve[["step", "value", "seeds"]].to_numpy().tolist() == [[0.2, 4.0, 2]]
+    found = best_of([*lucky, *steady])
+    assert found[["step", "value", "seeds"]].to_numpy().tolist() == [[0.2, 4.0, 2]]
     assert 5 not in means(frame_of(lost), "loss")["round"].tolist()
 
 
@@ -207,13 +209,11 @@ def test_bands_and_error_bars_are_one_standard_error_over_seeds() -> None:
 
 
 def test_no_two_curves_look_alike() -> None:
-    values = [0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, math.inf]
-    colours = {styles(values)[a]["color"] for a in values if 0 < a < math.inf}
-    assert len(colours) == 10
-    looks = {
-        tuple(sorted((k, str(v)) for k, v in look.items())) for look in styles(values).values()
-    }
-    assert len(looks) == len(values)
+    values = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
+    looks = looks_of([f"αQ = {a:g}" for a in values] + list(LOOKS)).values()
+    assert len({look["color"] for look in list(looks)[: len(values)]}) == 10
+    different = {tuple(sorted((k, str(v)) for k, v in look.items())) for look in looks}
+    assert len(different) == len(looks) == len(values) + len(LOOKS)
 
 
 def ending_row(a: float, z: float | None, accuracy: float, method: str = PPSGD) -> SweepRow:

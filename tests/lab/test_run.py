@@ -10,8 +10,9 @@ import pytest
 import tomli_w
 
 from flwr_ppsgd import Ledger
+from flwr_ppsgd.lab import figures
 from flwr_ppsgd.lab.experiment import Experiment
-from flwr_ppsgd.lab.outputs import check_free, free_directory, save
+from flwr_ppsgd.lab.outputs import SavedRun, check_free, free_directory, save
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
 from flwr_ppsgd.lab.sweep import Sweep
@@ -19,7 +20,7 @@ from flwr_ppsgd.lab.synthetic import Synthetic
 from tests.support.own_data import write
 
 SMALL: dict[str, Any] = {"population": 4, "features": 6, "rounds": 3, "evaluate-every": 1}
-FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz"}
+FILES = {"config.toml", "metrics.jsonl", "privacy.json", "model.npz", "learning.png"}
 
 
 def small(**changes: Any) -> Experiment:
@@ -32,10 +33,6 @@ def small(**changes: Any) -> Experiment:
 def w(outcome: Outcome) -> list[float]:
     (array,) = outcome.w.to_numpy_ndarrays()
     return [float(value) for value in array.reshape(-1)]
-
-
-def draw_and_fail(directory: Path) -> None:  # noqa: ARG001
-    raise RuntimeError("no ink")
 
 
 def refuse_constant(name: str) -> None:
@@ -84,12 +81,10 @@ def test_data_that_does_not_exist_is_refused(key: str, value: object, rule: str)
 def test_rows_are_the_evaluated_rounds_with_epsilon_of_the_ledger(outcome: Outcome) -> None:
     """Round 0 is before training and costs nothing; ε after t rounds is that of t releases."""
     assert [row.round for row in outcome.rows] == [0, 1, 2, 3]
-    spent = [
-        Ledger(1e-4).record(outcome.strategy.release, row.round).epsilon() for row in outcome.rows
-    ]
+    spent = [Ledger(1e-4).record(outcome.release, row.round).epsilon() for row in outcome.rows]
     assert [row.deployed_epsilon for row in outcome.rows] == spent
     assert [row.epsilon for row in outcome.rows] == [0.0, math.inf, math.inf, math.inf]
-    assert outcome.strategy.ledger.epsilon() == spent[-1] > spent[1] > spent[0] == 0
+    assert outcome.ledger.epsilon() == spent[-1] > spent[1] > spent[0] == 0
     assert not outcome.stopped
 
 
@@ -121,7 +116,7 @@ def test_epsilon_in_the_settings_holds_after_the_planned_rounds(tmp_path: Path) 
     resolved = Experiment.load(tmp_path / "out" / "config.toml").training
     assert (resolved.epsilon, resolved.noise_multiplier) == (
         None,
-        calibrated.strategy.release.noise_multiplier,
+        calibrated.release.noise_multiplier,
     )
 
 
@@ -135,35 +130,30 @@ def test_the_output_directory_is_complete(outcome: Outcome, tmp_path: Path) -> N
     assert {tuple(line.pop("outside_the_guarantee")) for line in lines} == {("excess_risk",)}
     assert [RunRow.from_json(line) for line in lines] == outcome.rows
     privacy = json.loads((out / "privacy.json").read_text())
-    assert Ledger.from_json(json.dumps(privacy["ledger"])) == outcome.strategy.ledger
-    assert privacy["statement"] == outcome.strategy.privacy_statement()
+    assert Ledger.from_json(json.dumps(privacy["ledger"])) == outcome.ledger
+    assert privacy["statement"] == outcome.privacy_data()["statement"]
     with np.load(out / "model.npz") as model:
         assert model["w"].reshape(-1).tolist() == w(outcome)
 
 
-def test_the_output_directory_appears_once_everything_is_in_it(
-    outcome: Outcome, tmp_path: Path
-) -> None:
-    """The picture is drawn last, next to the other files, before there is an output directory."""
-
-    def draw(directory: Path) -> None:
-        assert not (tmp_path / "out").exists()
-        (directory / "learning.png").touch()
-
-    save(outcome, tmp_path / "out", draw)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, "learning.png"}
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_failure_while_drawing_leaves_everything_as_it_was(
-    outcome: Outcome, tmp_path: Path, is_there: bool
+    outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
+    """Pictures are drawn last, before there is an output directory, which appears as a whole."""
     out = tmp_path / "out"
     if is_there:
         out.mkdir()
-    with pytest.raises(RuntimeError, match="no ink"):
-        save(outcome, out, draw_and_fail)
+
+    def draw_and_fail(saved: SavedRun) -> None:
+        assert {path.name for path in saved.directory.iterdir()} == FILES - {"learning.png"}
+        assert out.exists() == is_there
+        raise RuntimeError("no ink")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(figures, "draw_run", draw_and_fail)
+        with pytest.raises(RuntimeError, match="no ink"):
+            save(outcome, out)
     assert list(tmp_path.rglob("*")) == [out] * is_there
     save(outcome, out)
     assert {path.name for path in out.iterdir()} == FILES
@@ -226,7 +216,7 @@ def test_a_cohort_run_is_the_run_of_the_other_engine() -> None:
         assert row.deployed_epsilon == other.deployed_epsilon
         assert row.measures == pytest.approx(dict(other.measures), rel=1e-6)
     assert w(ours) == pytest.approx(w(theirs), rel=1e-6)
-    assert ours.strategy.ledger == theirs.strategy.ledger
+    assert ours.ledger == theirs.ledger
 
 
 def recipe(directory: Path, **changes: Any) -> Experiment:
@@ -240,7 +230,7 @@ def recipe(directory: Path, **changes: Any) -> Experiment:
 def test_a_cohort_run_claims_no_guarantee(changes: dict[str, Any]) -> None:
     """It sums in floating point: with or without a seed, its noise is for simulation."""
     outcome = run_as_cohort(small(**changes))
-    data = outcome.strategy.privacy_data()
+    data = outcome.privacy_data()
     assert data["guarantee"] == "none"
     assert str(data["noise"]).startswith("simulation noise")
     assert str(data["statement"]).startswith("NO GUARANTEE: simulation noise")
@@ -252,7 +242,7 @@ def test_a_cohort_run_claims_no_guarantee(changes: dict[str, Any]) -> None:
 def test_a_cohort_run_of_the_recipe_claims_no_guarantee_and_a_run_does(tmp_path: Path) -> None:
     """Its seed is drawn and written down, so that it is repeated from its settings."""
     simulated = run_as_cohort(recipe(tmp_path))
-    data = simulated.strategy.privacy_data()
+    data = simulated.privacy_data()
     assert data["guarantee"] == "none"
     assert str(data["statement"]).startswith("NO GUARANTEE")
     assert math.isinf(simulated.rows[-1].epsilon)
@@ -260,7 +250,7 @@ def test_a_cohort_run_of_the_recipe_claims_no_guarantee_and_a_run_does(tmp_path:
     again = run(Experiment.read(simulated.experiment.to_flat(), where="here"))
     assert w(again) == w(simulated)
     real = run(recipe(tmp_path))
-    assert real.strategy.privacy_data()["guarantee"] != "none"
+    assert real.privacy_data()["guarantee"] != "none"
     assert real.rows[-1].epsilon == real.rows[-1].deployed_epsilon <= 2
     assert w(real) != w(simulated)
 
@@ -287,5 +277,5 @@ def test_own_data_have_no_default_for_epsilon_or_delta(
 
 def test_a_budget_ends_a_cohort_run() -> None:
     outcome = run_as_cohort(small(rounds=9, max_epsilon=0.6))
-    assert 0 < outcome.strategy.ledger.rounds < 9
-    assert outcome.strategy.ledger.epsilon() <= 0.6
+    assert 0 < outcome.ledger.rounds < 9
+    assert outcome.ledger.epsilon() <= 0.6

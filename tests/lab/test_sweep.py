@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import tomli_w
 from flwr_ppsgd import Ledger
 from flwr_ppsgd.lab import outputs as store
 from flwr_ppsgd.lab import workers
-from flwr_ppsgd.lab.block import Best, BlockPlan, best_among, plan_blocks, run_block
+from flwr_ppsgd.lab.block import plan_blocks, run_block
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.outputs import open_sweep, read_rows
 from flwr_ppsgd.lab.rows import Point, SweepRow
@@ -41,19 +41,6 @@ FLAT: dict[str, Any] = {
 GIGABYTE = 10**9
 
 
-class Silent:
-    """Watches and says nothing."""
-
-    def __init__(self) -> None:
-        self.plan: BlockPlan | None = None
-        self.missing: Sequence[Sequence[Point]] = ()
-
-    def begin(self, chosen: BlockPlan, missing: Sequence[Sequence[Point]]) -> None:
-        self.plan, self.missing = chosen, missing
-
-    def show(self, block: int, round_: int, best: Best | None) -> None: ...
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Sweep:
     return load(tmp_path)
@@ -71,11 +58,11 @@ def in_this_process(
     flat: dict[str, Any],
     blocks: Sequence[Sequence[Point]],
     jobs: int,  # noqa: ARG001
-    watch: workers.SweepWatch,
+    on_round: Callable[[int, int], None],
 ) -> Iterator[tuple[int, list[SweepRow]]]:
     """The workers without processes, which take seconds to start."""
     for number, block in enumerate(blocks):
-        yield number, run_block(flat, block, functools.partial(watch.show, number))
+        yield number, run_block(flat, block, functools.partial(on_round, number))
 
 
 @pytest.fixture
@@ -162,7 +149,7 @@ def test_a_setting_that_can_never_fit_is_refused(small: Sweep) -> None:
 @pytest.mark.usefixtures("quick")
 def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path) -> None:
     """Each setting of the sweep as a run of its own, with its own ε."""
-    run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+    run_sweep(small, tmp_path / "out", memory=GIGABYTE)
     rows = read_rows(tmp_path / "out")
     for point in small.points():
         own = {row.round: row for row in rows if row.point == point}
@@ -185,7 +172,7 @@ def test_rows_are_those_of_single_runs(small: Sweep, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_diverged_settings_end_there_and_keep_no_infinity(small: Sweep, tmp_path: Path) -> None:
-    run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+    run_sweep(small, tmp_path / "out", memory=GIGABYTE)
     rows = read_rows(tmp_path / "out")
     diverged = [row for row in rows if row.diverged]
     assert {row.point.step for row in diverged} == {1e8}
@@ -223,28 +210,26 @@ def test_rows_cut_at_any_byte_are_completed_to_the_same_rows(
     small: Sweep, tmp_path: Path, seed: int
 ) -> None:
     """What a kill can leave behind: whole rows and a torn one, of any block."""
-    run_sweep(small, tmp_path / "whole", Silent(), memory=60_000)
-    run_sweep(small, tmp_path / "cut", Silent(), memory=60_000)
+    run_sweep(small, tmp_path / "whole", memory=60_000)
+    run_sweep(small, tmp_path / "cut", memory=60_000)
     path = tmp_path / "cut" / store.ROWS
     data = path.read_bytes()
     path.write_bytes(data[: random.Random(seed).randrange(len(data))])
-    run_sweep(small, tmp_path / "cut", Silent(), memory=GIGABYTE)
+    run_sweep(small, tmp_path / "cut", memory=GIGABYTE)
     assert sorted_bytes(tmp_path / "cut") == sorted_bytes(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("quick")
 def test_blocks_of_a_directory_stay_as_they_were(small: Sweep, tmp_path: Path) -> None:
     """Another limit or number of jobs does not regroup settings; one that is too low is refused."""
-    first, again = Silent(), Silent()
-    run_sweep(small, tmp_path / "out", first, memory=60_000)
-    run_sweep(small, tmp_path / "out", again, memory=GIGABYTE, jobs=1)
-    assert first.plan is not None
-    assert again.plan is not None
-    assert first.plan.blocks == again.plan.blocks
-    kept = json.loads((tmp_path / "out" / store.PLAN).read_text())
-    (tmp_path / "out" / store.PLAN).write_text(json.dumps({**kept, "bytes": 2 * GIGABYTE}))
+    plan = tmp_path / "out" / store.PLAN
+    run_sweep(small, tmp_path / "out", memory=60_000)
+    before = plan.read_text()
+    run_sweep(small, tmp_path / "out", memory=GIGABYTE, jobs=1)
+    assert plan.read_text() == before
+    plan.write_text(json.dumps({**json.loads(before), "bytes": 2 * GIGABYTE}))
     with pytest.raises(ValueError, match="was begun with blocks of 2000 MB"):
-        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+        run_sweep(small, tmp_path / "out", memory=GIGABYTE)
 
 
 @pytest.mark.usefixtures("quick")
@@ -254,17 +239,17 @@ def test_a_second_sweep_in_one_directory_is_refused(small: Sweep, tmp_path: Path
         open_sweep(tmp_path / "out", small),
         pytest.raises(ValueError, match="another sweep is writing here"),
     ):
-        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
-    assert run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE) == 30
+        run_sweep(small, tmp_path / "out", memory=GIGABYTE)
+    assert run_sweep(small, tmp_path / "out", memory=GIGABYTE) == 30
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_damaged_row_is_named(small: Sweep, tmp_path: Path) -> None:
-    run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+    run_sweep(small, tmp_path / "out", memory=GIGABYTE)
     path = tmp_path / "out" / store.ROWS
     path.write_bytes(b"{}\n" + path.read_bytes())
     with pytest.raises(ValueError, match=r"rows\.jsonl: line 1 is not a row of a sweep"):
-        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE)
+        run_sweep(small, tmp_path / "out", memory=GIGABYTE)
 
 
 def test_a_worker_that_dies_is_one_clear_line(
@@ -272,7 +257,7 @@ def test_a_worker_that_dies_is_one_clear_line(
 ) -> None:
     monkeypatch.setattr(workers, "_work", die)
     with pytest.raises(RuntimeError, match=r"a worker ended without a word.*lower --memory"):
-        run_sweep(small, tmp_path / "out", Silent(), memory=GIGABYTE, jobs=1)
+        run_sweep(small, tmp_path / "out", memory=GIGABYTE, jobs=1)
     assert not multiprocessing.active_children()
 
 
@@ -286,9 +271,3 @@ def test_the_shipped_sweep_is_the_full_size_problem() -> None:
     assert isinstance(task, LinearTask)
     assert (task.users, task.problem.features, len(sweep.points())) == (1000, 100, 36)
     assert len(task.population()) == 1000
-
-
-def test_the_best_so_far_is_the_highest_accuracy_or_the_lowest_risk() -> None:
-    assert best_among([("accuracy", 0.3), ("accuracy", 0.9)]) == ("accuracy", 0.9)
-    assert best_among([("excess_risk", 0.3), ("excess_risk", 0.9)]) == ("excess_risk", 0.3)
-    assert best_among([]) is None

@@ -24,7 +24,7 @@ from flwr_ppsgd.lab.run import run_as_cohort
 from flwr_ppsgd.lab.summary import summarise
 from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep, recipe_of
 from flwr_ppsgd.lab.workers import run_sweep
-from tests.lab.test_sweep import GIGABYTE, Silent, in_this_process
+from tests.lab.test_sweep import GIGABYTE, in_this_process
 from tests.support.own_data import FLAT, write
 
 PAPER = {key: value for key, value in FLAT.items() if key != "noise-multiplier"}
@@ -44,7 +44,7 @@ ALONE: dict[str, Any] = {
 }
 
 
-def quiet(round_: int, best: object) -> None:
+def quiet(round_: int) -> None:
     """Hears of a round."""
 
 
@@ -173,9 +173,9 @@ def test_everything_stands_side_by_side(tmp_path: Path) -> None:
     names = "fine-tuned, solved, fedavg, fedavg-solved"
     sweep = sweep_of(path, MIXED, baselines=names, select_on="validation")
     out = tmp_path / "out"
-    run_sweep(sweep, out, Silent(), memory=GIGABYTE)
+    run_sweep(sweep, out, memory=GIGABYTE)
     before = (out / "rows.jsonl").read_bytes()
-    assert run_sweep(sweep, out, Silent(), memory=GIGABYTE) == 0
+    assert run_sweep(sweep, out, memory=GIGABYTE) == 0
     assert (out / "rows.jsonl").read_bytes() == before
     rows = read_rows(out)
     recipe = [row for row in rows if row.point.method == "auto"]
@@ -211,7 +211,7 @@ def test_everything_stands_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_recipe_alone_has_a_table_and_a_figure(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run_sweep(sweep_of(write(tmp_path), ALONE), out, Silent(), memory=GIGABYTE)
+    run_sweep(sweep_of(write(tmp_path), ALONE), out, memory=GIGABYTE)
     rows = read_rows(out)
     text, written = draw_sweep(rows, out)
     assert "auto" in text
