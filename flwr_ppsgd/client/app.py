@@ -3,20 +3,20 @@
 An Order is read once, admitted, answered, and written down before the reply leaves.
 """
 
-import functools
 import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MessageType
 from flwr.client import NumPyClient
+from flwr.client.mod import make_ffn
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.clientapp.typing import Mod
 from flwr.common import NDArrays, Scalar
 
 from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
-from flwr_ppsgd.client.visit import ClientSettings, Visit
+from flwr_ppsgd.client.visit import ClientSettings, Visit, about_clipping
 from flwr_ppsgd.flower_wrappers import MODS, flower_caller
 from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.wire import (
@@ -27,7 +27,6 @@ from flwr_ppsgd.wire import (
     NUM_EXAMPLES,
     ORDER,
     SERVER_ROUND,
-    Order,
 )
 
 ORDER_FIELDS = ("protocol", "publishes", "clip_norm")  # no stock strategy sends one of these
@@ -57,7 +56,7 @@ def client_app(
     clipping = _clipping_mod(mods or [])
     if clipping and local_step is None:
         remedy = "or set local_step to serve stock strategies too"
-        raise ValueError(f"{_about_clipping(clipping)}, {remedy}")
+        raise ValueError(f"{about_clipping(clipping)}, {remedy}")
     settings = ClientSettings(learner_for, local_step, local_steps)
     return _GuardedClientApp(settings, mods or [], clipping)
 
@@ -84,11 +83,12 @@ class _GuardedClientApp(ClientApp):
         kind, _, action = message.metadata.message_type.partition(".")
         visit = Visit(self._settings, context, kind, message.content)
         try:
-            visit.admit()
-            if action:
-                reply = super().__call__(message, context)
-            else:
-                reply = self._reply(visit, message, context)
+            visit.admit(self._clipping)
+            if action:  # that somebody registered with this app
+                return super().__call__(message, context)
+            reply = make_ffn(visit.reply_to, self._around)(message, context)
+            if reply.has_error():  # as a mod wrote it: the server would see all that is in it
+                raise RuntimeError(f"a mod replied with an error: {reply.error.reason}")
             visit.write(reply.content)
             return reply
         except Exception as error:
@@ -97,22 +97,6 @@ class _GuardedClientApp(ClientApp):
             visit.close()
         # raised here, where no exception is being handled: what it would bring along is sent too
         raise failure
-
-    def _reply(self, visit: Visit, message: Message, context: Context) -> Message:
-        """The reply after all mods; a mod that writes an error would send what is in it."""
-        if visit.order is not None and self._clipping:
-            raise RefusedError(RefusalCode.REFUSED_MESSAGE, _about_clipping(self._clipping))
-
-        def answer(message: Message, _: Context) -> Message:
-            return Message(RecordDict(visit.answer()), reply_to=message)
-
-        call: ClientAppCallable = answer
-        for mod in reversed(self._around):
-            call = functools.partial(_within, mod, call)
-        reply = call(message, context)
-        if reply.has_error():
-            raise RuntimeError(f"a mod replied with an error: {reply.error.reason}")
-        return reply
 
     def __getstate__(self) -> dict[str, object]:
         pickler = sys.modules.get("ray.cloudpickle", pickle)
@@ -128,10 +112,6 @@ class _GuardedClientApp(ClientApp):
         return self.__dict__
 
 
-def _within(mod: Mod, call: ClientAppCallable, message: Message, context: Context) -> Message:
-    return mod(message, context, call)
-
-
 def _clipping_mod(mods: list[Mod]) -> str | None:
     """The name of a mod of Flower's, of either API, that takes a reply for trained parameters."""
     for mod in mods:
@@ -140,13 +120,6 @@ def _clipping_mod(mods: list[Mod]) -> str | None:
             if name in MODS and str(each.__module__).startswith("flwr."):
                 return str(name)
     return None
-
-
-def _about_clipping(mod: str) -> str:
-    return (
-        f"mods={mod} clips a reply as trained parameters, and a reply to PPSGD is a gradient, "
-        f"which the server clips already: leave {mod} out of mods"
-    )
 
 
 class PPSGDClient(NumPyClient):
@@ -205,9 +178,10 @@ class PPSGDClient(NumPyClient):
             records[CONFIG] = {"proximal-mu": config.get("proximal_mu", 0.0)}
         visit = Visit(self._settings, self._context, kind, records)
         try:
-            visit.admit()
-            if visit.order is not None and kind == MessageType.TRAIN:
-                _refuse_in_legacy(visit.order)
+            visit.admit(flower_caller(MODS))
+            if visit.order is not None and visit.order.stage:
+                reason = "a secure sum in the legacy API: nothing is sent"
+                raise RefusedError(RefusalCode.REFUSED_SECURE, reason)
             reply = visit.answer()
             visit.write(reply)
             return reply
@@ -216,13 +190,3 @@ class PPSGDClient(NumPyClient):
         finally:
             visit.close()
         raise failure
-
-
-def _refuse_in_legacy(order: Order) -> None:
-    """Refuse to send a gradient through a mod that clips parameters, and secure sums."""
-    clipping = flower_caller(MODS)
-    if clipping is not None:
-        raise RefusedError(RefusalCode.REFUSED_MESSAGE, _about_clipping(clipping))
-    if order.stage:
-        reason = "a secure sum in the legacy API: nothing is sent"
-        raise RefusedError(RefusalCode.REFUSED_SECURE, reason)

@@ -150,7 +150,7 @@ def personalize(
         return PersonalModel._from_solution(record, own.arrays())
     now = data.initial_theta() if theta is None else theta
     for number in range(1, visits + 1):
-        _, now = respond(data, flat, now, Order.own_step(step, number))
+        _, _, now = respond(data, flat, now, Order.own_step(step, number))
     return PersonalModel(record, now)
 
 

@@ -29,9 +29,9 @@ def client_report(state_dir: Path) -> str:
 def _about_user(state_dir: Path, user: str) -> str:
     try:
         store = DiskStore(state_dir, user, read_only=True)
-        store.check_facts()
+        account = DeviceAccount(**store.facts().get(ACCOUNT, {}))
         parts = [_run_report(store.of_run(run)) for run in store.runs()]
-        parts.append(_about_account(user, DeviceAccount(**(store.fact(ACCOUNT) or {}))))
+        parts.append(_about_account(user, account))
         store.close()
     except RefusedError as error:
         parts = [f"User {user!r}\n  {printable(error, LONGEST_SHOWN)}"]

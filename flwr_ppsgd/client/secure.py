@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import ConfigRecord, Context
+from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, clip
 from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
@@ -58,50 +59,51 @@ def answer(context: Context, order: Order, payload: bytes) -> tuple[bytes, Confi
     return pack_parts(revealed), None
 
 
-class MaskedAnswer:
-    """Exchange 3: the bounded vector with its share of the noise, masked.
+def read_partners(context: Context, order: Order, payload: bytes) -> tuple[SharesSent, Partners]:
+    """Where this node is before exchange 3, and U₂ with the shares that this client holds.
 
-    The server's part is checked before the user's data are read.
+    Checked before the user's data are read.
+    """
+    state = _kept_state(context, order, SharesSent)
+    with _refusing():
+        partners = Partners.from_bytes(payload, state.roster.participants)
+        state.check(partners)
+    return state, partners
+
+
+def bounded_input(
+    order: Order, vector: Vector | None, measures: Mapping[str, float], size: int, factor: float
+) -> NDArray[np.int64]:
+    """x: the vector with the private measures, bounded, with its share of the noise, on the grid.
 
     Args:
-        context: the node.
         order: what the server asks for.
-        payload: U₂, and the shares that this client holds.
+        vector: what the learner gave; None is sent as zero, with its share of the noise.
+        measures: private measures.
+        size: the number of coordinates of the vector, without private measures.
+        factor: f.
     """
+    terms = order.terms
+    assert terms is not None
+    metrics = terms.metrics(order.metrics)
+    if vector is not None and metrics is not None:
+        bound = factor * terms.clip_norm
+        encoded = metrics.encode(measures, terms.clip_norm)
+        vector = np.append(
+            clip(vector, bound * math.sqrt(1 - metrics.share)),
+            clip(encoded, bound * math.sqrt(metrics.share)),
+        )
+    with np.errstate(all="ignore"):
+        return secure_input(vector, size, terms.release, metrics, RandomStream.secret())
 
-    def __init__(self, context: Context, order: Order, payload: bytes) -> None:
-        self._order = order
-        self._before = _kept_state(context, order, SharesSent)
-        with _refusing():
-            self._partners = Partners.from_bytes(payload, self._before.roster.participants)
-            self._before.check(self._partners)
 
-    def words(
-        self, vector: Vector | None, measures: Mapping[str, float], size: int, factor: float
-    ) -> tuple[Words, ConfigRecord]:
-        """The masked vector, and what to keep for exchange 4.
-
-        Args:
-            vector: what the learner gave; None is sent as zero, with its share of the noise.
-            measures: private measures.
-            size: the number of coordinates of the vector, without private measures.
-            factor: f.
-        """
-        terms = self._order.terms
-        assert terms is not None
-        metrics = terms.metrics(self._order.metrics)
-        if vector is not None and metrics is not None:
-            bound = factor * terms.clip_norm
-            encoded = metrics.encode(measures, terms.clip_norm)
-            vector = np.append(
-                clip(vector, bound * math.sqrt(1 - metrics.share)),
-                clip(encoded, bound * math.sqrt(metrics.share)),
-            )
-        with np.errstate(all="ignore"):
-            x = secure_input(vector, size, terms.release, metrics, RandomStream.secret())
-        with _refusing():
-            after, words = self._before.mask_vector(self._partners, x)
-        return words, _state_record(after, self._order)
+def masked_vector(
+    order: Order, state: SharesSent, partners: Partners, x: NDArray[np.int64]
+) -> tuple[Words, ConfigRecord]:
+    """Exchange 3: the masked vector, and what to keep for exchange 4."""
+    with _refusing():
+        after, words = state.mask_vector(partners, x)
+    return words, _state_record(after, order)
 
 
 def payload_of(record: Any, order: Order) -> bytes:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias
 from urllib.parse import quote, unquote
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from numpy.typing import NDArray
 
 from flwr_ppsgd import database
@@ -73,9 +73,10 @@ class StateStore:
 
     def stamps(self) -> list[ThetaStamp]:
         """Of every θ that is kept, newest first."""
-        if STATE not in self._state:
+        record = self._record()
+        if not record:
             return []
-        numbers = decode(self._record["stamps"])
+        numbers = decode(record["stamps"])
         stamps = []
         for place, row in enumerate(numbers.reshape(-1, NUMBERS_IN_STAMP).tolist()):
             stamps.append(fast_replace(ThetaStamp(*row), serial=-place))
@@ -83,52 +84,44 @@ class StateStore:
 
     def load(self, stamp: ThetaStamp) -> Theta:
         """The θ of a stamp."""
-        vectors = {name: decode(array) for name, array in self._arrays_of(stamp).items()}
-        return Theta(vectors["theta"], stamp, vectors.get("stood"))
+        record = self._record()
+        place = -stamp.serial
+        stood = f"stood {place}"
+        theta = decode(record[f"theta {place}"])
+        return Theta(theta, stamp, decode(record[stood]) if stood in record else None)
 
     def put_theta(self, theta: Theta, order: Order | None) -> None:
         """Keep θ, with as many older ones as the server may go back to."""
         older = still_needed(theta.stamp, self.stamps(), order, least=0)
-        stamps = [list(vars(stamp).values())[:NUMBERS_IN_STAMP] for stamp in (theta.stamp, *older)]
-        vectors = {f"{name} 0": vector for name, vector in _vectors(theta).items()}
-        record = vector_record({**vectors, "stamps": np.array(stamps, dtype=np.uint64)})
-        for place, stamp in enumerate(older, 1):
-            for name, array in self._arrays_of(stamp).items():
-                record[f"{name} {place}"] = array
-        self._state[STATE] = record
-
-    @property
-    def _record(self) -> ArrayRecord:
-        return cast(ArrayRecord, self._state[STATE])
-
-    def _arrays_of(self, stamp: ThetaStamp) -> dict[str, Array]:
-        """θ, and Σ θ_t if it is kept."""
-        found = {}
-        for name in ("theta", "stood"):
-            key = f"{name} {-stamp.serial}"
-            if key in self._record:
-                found[name] = self._record[key]
-        return found
+        stamps = []
+        vectors = {}
+        for place, each in enumerate([theta, *map(self.load, older)]):
+            stamps.append(list(vars(each.stamp).values())[:NUMBERS_IN_STAMP])
+            for name, vector in _vectors(each).items():
+                vectors[f"{name} {place}"] = vector
+        numbers = np.array(stamps, dtype=np.uint64)
+        self._state[STATE] = vector_record({**vectors, "stamps": numbers})
 
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w."""
         self._state[STATE_MODEL] = vector_record(arrays)
 
-    def fact(self, name: str) -> Any:
-        """What ``put_fact`` kept under a name, or None."""
-        return self._facts().get(name)
-
-    def put_fact(self, name: str, value: Any) -> None:
-        """Keep a value that JSON can hold."""
-        facts = {**self._facts(), name: value}
-        self._state[STATE_FACTS] = ConfigRecord({"json": json.dumps(facts)})
-
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What ``put_fact`` kept, by name."""
         record = self._state.get(STATE_FACTS)
         if not isinstance(record, ConfigRecord):
             return {}
-        facts: dict[str, Any] = json.loads(str(record["json"]))
-        return facts
+        return {name: json.loads(str(value)) for name, value in record.items()}
+
+    def put_fact(self, name: str, value: Any) -> None:
+        """Keep a value that JSON can hold."""
+        facts = {**self.facts(), name: value}
+        texts = {key: json.dumps(fact) for key, fact in facts.items()}
+        self._state[STATE_FACTS] = ConfigRecord({**texts})
+
+    def _record(self) -> ArrayRecord:
+        record = self._state.get(STATE)
+        return record if isinstance(record, ArrayRecord) else ArrayRecord()
 
 
 class DiskStore:
@@ -223,20 +216,15 @@ class DiskStore:
         record = record_from(self._parts(MODEL, *rows[0]))
         return {name: array.numpy() for name, array in record.items()}
 
-    def fact(self, name: str) -> Any:
-        """What ``put_fact`` kept under a name, or None; RefusedError if it was changed."""
-        rows = self._rows("SELECT name, value, seal FROM fact WHERE name = ?", (name,))
-        if not rows:
-            return None
-        *row, sealed = rows[0]
-        if self._seal(row) != sealed:
-            raise self._damage_error(f"{name!r} is not what was written")
-        return json.loads(row[1])
-
-    def check_facts(self) -> None:
-        """RefusedError if any fact was changed."""
-        for (name,) in self._rows("SELECT name FROM fact"):
-            self.fact(name)
+    def facts(self) -> dict[str, Any]:
+        """What ``put_fact`` kept, by name; RefusedError if any of it was changed."""
+        found = {}
+        for *row, sealed in self._rows("SELECT name, value, seal FROM fact"):
+            name, value = row
+            if self._seal(row) != sealed:
+                raise self._damage_error(f"{name!r} is not what was written")
+            found[name] = json.loads(value)
+        return found
 
     def replies(self) -> int:
         """The number of replies that were noted."""
@@ -286,17 +274,17 @@ class DiskStore:
         parts = {}
         for name, vector in _vectors(theta).items():
             parts[name] = np.ascontiguousarray(vector, dtype=np.float64).tobytes()
-        self._put(THETA, {"stamp": asdict(theta.stamp)}, parts)
         needed = still_needed(theta.stamp, kept, order, LEAST_SAVES)
-        self._drop([each.serial for each in kept if each not in needed])
+        keep = [stamp.serial for stamp in needed]
+        self._put(THETA, {"stamp": asdict(theta.stamp)}, parts, keep)
 
     def put_shared(self, arrays: Mapping[str, bytes], promise: str) -> None:
         """Keep the w that came last, as serialised arrays, and what was promised."""
-        self._put_only(SHARED, {"promise": promise}, arrays)
+        self._put(SHARED, {"promise": promise}, arrays)
 
     def put_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keep the personal model that follows from the last w; it holds the user's own rows."""
-        self._put_only(MODEL, {}, bytes_of(vector_record(arrays)))
+        self._put(MODEL, {}, bytes_of(vector_record(arrays)))
 
     def put_fact(self, name: str, value: Any) -> None:
         """Keep a value that JSON can hold."""
@@ -343,8 +331,15 @@ class DiskStore:
             start += size
         return parts
 
-    def _put(self, kind: str, about: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
-        """The file first, then the row that names it."""
+    def _put(
+        self,
+        kind: str,
+        about: Mapping[str, Any],
+        parts: Mapping[str, bytes],
+        keep: Sequence[int] = (),
+    ) -> None:
+        """Write the file, then the row that names it, in place of all of this kind but ``keep``."""
+        before = [serial for serial, _ in self._array_rows(kind)]
         ((last,),) = self._db.rows("SELECT IFNULL(MAX(seq), 0) FROM sqlite_sequence")
         serial = last + 1
         sha256 = database.write_file(self._path(serial, kind), parts.values())
@@ -352,16 +347,8 @@ class DiskStore:
         text = json.dumps({**about, "sizes": sizes, "sha256": sha256})
         row = [serial, kind, self.run, text]
         self._db.rows("INSERT INTO array VALUES (?, ?, ?, ?, ?)", [*row, self._seal(row)])
-
-    def _put_only(self, kind: str, about: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
-        """In place of what was there of this kind."""
-        before = [serial for serial, _ in self._array_rows(kind)]
-        self._put(kind, about, parts)
-        self._drop(before)
-
-    def _drop(self, serials: Sequence[int]) -> None:
-        for serial in serials:
-            self._db.rows("DELETE FROM array WHERE serial = ?", (serial,))
+        for old in set(before).difference(keep):
+            self._db.rows("DELETE FROM array WHERE serial = ?", (old,))
 
     def _remove_leftovers(self) -> None:
         """Files that no row names any more, or never did because of a crash."""

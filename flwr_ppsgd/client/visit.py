@@ -7,10 +7,18 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, MessageType, MetricRecord
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector, client_step, clip, length
@@ -69,18 +77,6 @@ from flwr_ppsgd.wire import (
 log = logging.getLogger("flwr.ppsgd")
 
 
-class VisitAnswer(NamedTuple):
-    """What a visit sends to the server, as numbers.
-
-    Args:
-        vector: the bounded gradient, solution or scalar; None if nothing is published.
-        measures: training measures that the server releases privately.
-    """
-
-    vector: Vector | None
-    measures: Mapping[str, float] = {}
-
-
 @dataclass(frozen=True)
 class ClientSettings:
     """What an app was built with; see ``client_app``."""
@@ -108,35 +104,51 @@ class Visit:
         self.kind = kind
         self.order: Order | None = None
         self._records = records
+        self._arrays: dict[str, bytes] = {}  # w as it came, serialised
         self._policy = Policy()
-        self._factor = 1.0
         self._opened: Store | None = None
-        self._publishes = False  # once data are read for a vector
-        self._size = 0  # of a masked vector
-        self._theta: Theta | None = None  # after this visit
-        self._model: Mapping[str, NDArray[Any]] | None = None  # around the last w
-        self._exchange: ConfigRecord | None = None  # what to keep of a secure sum
+        self._factor = 1.0  # f
+        self._only_delivers = False  # an evaluation that brings the last w: no measures leave
+        # what ``write`` keeps
+        self._theta: Theta | None = None
+        self._model: Mapping[str, NDArray[Any]] | None = None
+        self._exchange: ConfigRecord | None = None
+        self._masked_size = 0
 
     # --- admit
 
-    def admit(self) -> None:
-        """Read the Order, and refuse what the owner does not allow: no data are read before."""
+    def admit(self, clipping_mod: str | None) -> None:
+        """Read the Order, and refuse what the owner does not allow: no data are read before.
+
+        Args:
+            clipping_mod: a mod of Flower's around this client that takes every reply for trained
+                parameters, if there is one.
+        """
         self._policy = policy = Policy.of(self.context.node_config)
         flat = self._records.get(ORDER)
         try:
             self.order = order = None if flat is None else Order.from_flat(flat)
         except ValueError as error:
             raise RefusedError(RefusalCode.REFUSED_ORDER, str(error)) from None
+        shared = self._records.get(ARRAYS)
+        if isinstance(shared, ArrayRecord):
+            self._arrays = bytes_of(shared)
         policy.admit(
             order,
             self.kind,
-            self._arrays(),
+            self._arrays,
             run=self.context.run_id,
             serves_stock=self.settings.local_step is not None,
         )
-        if order is None or (self.kind == MessageType.EVALUATE and delivers(order)):
+        if order is None:
             return
-        known = self._agreement(order)
+        if clipping_mod:
+            raise RefusedError(RefusalCode.REFUSED_MESSAGE, about_clipping(clipping_mod))
+        if self.kind == MessageType.EVALUATE and delivers(order):
+            self._only_delivers = order.asks == "nothing" or not policy.measures
+            return
+        facts = self._store.facts()
+        known = Agreement(**facts.get(run_of(order.training), {}))
         plain = self.kind == MessageType.TRAIN and order.publishes and not order.stage
         if plain and (order.terms is not None or known.terms):
             raise RefusedError(
@@ -145,29 +157,23 @@ class Visit:
                 "this client's vector; nothing is sent",
             )
         agreement = known.with_order(order, policy)
-        self._account().admit(order, agreement, policy)
+        DeviceAccount(**facts.get(ACCOUNT, {})).admit(order, agreement, policy)
         self._factor = agreement.factor
         if order.stage == 1:
             agreement.with_answer(order)  # else there is no point in going on
 
     @property
     def _store(self) -> Store:
+        """Opened when it is first needed, since its name may depend on the Order."""
         if self._opened is None:
             self._opened = store_of(self.context, self.order.training if self.order else 0)
         return self._opened
 
-    def _agreement(self, order: Order) -> Agreement:
-        return Agreement(**(self._store.fact(run_of(order.training)) or {}))
-
-    def _account(self) -> DeviceAccount:
-        return DeviceAccount(**(self._store.fact(ACCOUNT) or {}))
-
-    def _arrays(self) -> dict[str, bytes]:
-        """w as it came, serialised, by name."""
-        record = self._records.get(ARRAYS)
-        return bytes_of(record) if isinstance(record, ArrayRecord) else {}
-
     # --- answer
+
+    def reply_to(self, message: Message, _: Context) -> Message:
+        """The reply, for Flower's mods to go around."""
+        return Message(RecordDict(self.answer()), reply_to=message)
 
     def answer(self) -> dict[str, Any]:
         """The records of the reply."""
@@ -184,9 +190,8 @@ class Visit:
     def _train(self, order: Order) -> dict[str, Any]:
         """The bounded vector, private measures, and nothing else."""
         layout, w = self._read_shared()
-        self._publishes = order.publishes
         try:
-            sent = self._ask_learner(order, layout, w)
+            vector, measures = self._ask_learner(order, layout, w)
         except RefusedError:
             raise
         except Exception:
@@ -198,30 +203,32 @@ class Visit:
             log.exception("The client failed; the server is not told")
             return {}
         reply: dict[str, Any] = {}
-        if sent.vector is not None and order.asks in BEFORE_ROUNDS:
-            reply[GRADIENT] = vector_record({ANSWER: sent.vector})
-        elif sent.vector is not None:
-            reply[GRADIENT] = layout.unflatten(sent.vector)
-        if sent.measures:
-            reply[METRICS] = MetricRecord({**sent.measures})
+        if vector is not None and order.asks in BEFORE_ROUNDS:
+            reply[GRADIENT] = vector_record({ANSWER: vector})
+        elif vector is not None:
+            reply[GRADIENT] = layout.unflatten(vector)
+        if measures:
+            reply[METRICS] = MetricRecord({**measures})
         return reply
 
-    def _ask_learner(self, order: Order, layout: Layout, w: Vector) -> VisitAnswer:
-        """What the learner sends; θ after it is kept when the visit is written."""
+    def _ask_learner(
+        self, order: Order, layout: Layout, w: Vector
+    ) -> tuple[Vector | None, Mapping[str, float]]:
+        """The vector and the measures to send; θ after it is kept when the visit is written."""
         learner = self.settings.learner_for(self.context)
-        _check_shared(learner, layout)
+        if offers(learner, SharedChecker):
+            learner.check_shared(layout.shape_of)
         if not (offers(learner, SinglePrecision) and learner.takes_float32):
             w = w.astype(np.float64, copy=False)
         if order.asks in BEFORE_ROUNDS:
-            sent, _ = respond(learner, w, w, order, self._factor)
-            return sent
+            return answer_before(solver_of(learner, order), w, order, self._factor), {}
         # θ is made when the last w of the recipe comes
         initial = learner.initial_theta() if order.asks == "gradient" else np.zeros(0)
         before = theta_for(self._store, order, initial, stepping=True)
         order = fast_replace(order, visit=before.stamp.visit + 1)
-        sent, theta = respond(learner, w, before.theta, order, self._factor)
+        vector, measures, theta = respond(learner, w, before.theta, order, self._factor)
         self._theta = before.after_step(theta, order.round, order.average)
-        return sent
+        return vector, measures
 
     def _answer_exchange(self, order: Order) -> dict[str, Any]:
         """One exchange of a secure sum. Data are read in the third alone.
@@ -235,18 +242,19 @@ class Visit:
             return {SECURE: ConfigRecord({DATA: data})}
         layout, w = self._read_shared()
         self._check_maker(layout)
-        masked = secure.MaskedAnswer(self.context, order, payload)
-        sent = VisitAnswer(None)
+        state, partners = secure.read_partners(self.context, order, payload)
+        vector = None
+        measures: Mapping[str, float] = {}
         try:
-            sent = self._ask_learner(order, layout, w)
+            vector, measures = self._ask_learner(order, layout, w)
         except RefusedError:
             raise
         except Exception:
             log.exception("The learner failed: zero is sent, with this client's share of the noise")
         size = answer_length(order) or layout.size
-        self._publishes = True
-        self._size = size + len(order.metrics)
-        words, self._exchange = masked.words(sent.vector, sent.measures, size, self._factor)
+        self._masked_size = size + len(order.metrics)
+        x = secure.bounded_input(order, vector, measures, size, self._factor)
+        words, self._exchange = secure.masked_vector(order, state, partners, x)
         return {MASKED: vector_record({MASKED: words.astype("<u8", copy=False)})}
 
     def _train_locally(self) -> dict[str, Any]:
@@ -287,13 +295,6 @@ class Visit:
             return {}
         return {METRICS: MetricRecord({**measures, NUM_EXAMPLES: num_tested(learner)})}
 
-    @property
-    def _only_delivers(self) -> bool:
-        """Whether an evaluation only brings the last w: no measures are asked for, or may leave."""
-        if self.order is None or not delivers(self.order):
-            return False
-        return self.order.asks == "nothing" or not self._policy.measures
-
     def _measures(self, learner: Learner, w: Vector) -> dict[str, float]:
         """The learner's measures at w and this user's θ, or its average if the server asks for it.
 
@@ -333,8 +334,11 @@ class Visit:
 
     def _check_maker(self, layout: Layout) -> None:
         """Refuse a w that what makes learners knows to be another model's."""
+        maker = self.settings.learner_for
+        if not offers(maker, SharedChecker):
+            return
         try:
-            _check_shared(self.settings.learner_for, layout)
+            maker.check_shared(layout.shape_of)
         except ValueError as error:
             raise RefusedError(RefusalCode.REFUSED_MESSAGE, str(error)) from None
 
@@ -371,7 +375,7 @@ class Visit:
                 store.put_model(self._model)
             if isinstance(store, DiskStore):
                 if self._theta is not None:
-                    store.put_shared(self._arrays(), order.promise if order else "")
+                    store.put_shared(self._arrays, order.promise if order else "")
                 store.note(self._note(reply))
         if order is not None and order.stage:
             secure.keep_state(self.context, self._exchange)
@@ -379,7 +383,7 @@ class Visit:
             keep_reply_count(self.context, store)
 
     def _write_costs(self) -> None:
-        """Count what leaves, as of what is in the store now: others may have written.
+        """Count what leaves, from what is in the store now: other tasks may have written.
 
         In a node's own state, which is lost with the run, only what a limit or a secure sum needs.
         """
@@ -391,21 +395,28 @@ class Visit:
         answers_stock = self.kind == MessageType.TRAIN and order is None
         if is_measured or answers_stock:
             if on_disk:
-                store.put_fact(ACCOUNT, vars(self._account().with_unpriced()))
+                account = DeviceAccount(**store.facts().get(ACCOUNT, {}))
+                store.put_fact(ACCOUNT, vars(account.with_unpriced()))
             return
-        if order is None or not (self._publishes or order.stage == 4):
+        if order is None or self.kind != MessageType.TRAIN:
+            return
+        sends_vector = order.stage == 3 or (order.publishes and not order.stage)
+        if not (sends_vector or order.stage == 4):
             return
         is_limited = policy.needs_plan or policy.max_epsilon < math.inf
         if not (on_disk or is_limited or order.terms is not None):
             return
-        agreement = self._agreement(order).with_order(order, policy)
-        if order.stage == 4:
-            agreement = agreement.with_exchange(order, stage=4)
-        else:
+        facts = store.facts()
+        name = run_of(order.training)
+        agreement = Agreement(**facts.get(name, {})).with_order(order, policy)
+        if sends_vector:
             agreement = agreement.with_answer(order)
-            account = self._account().with_charge(order, agreement, policy, self._size)
+            account = DeviceAccount(**facts.get(ACCOUNT, {}))
+            account = account.with_charge(order, agreement, policy, self._masked_size)
             store.put_fact(ACCOUNT, vars(account))
-        store.put_fact(run_of(order.training), vars(agreement))
+        else:
+            agreement = agreement.with_exchange(order, stage=4)
+        store.put_fact(name, vars(agreement))
 
     def fail(self, error: Exception) -> ClientError:
         """All that the server is told; noted on this machine if it can be.
@@ -477,13 +488,21 @@ def local_steps(settings: ClientSettings, run_config: Mapping[str, Any]) -> tupl
         raise limit_refusal(str(error)) from None
 
 
+def about_clipping(mod: str) -> str:
+    """Why a mod of Flower's that clips parameters cannot be around PPSGD, and what to do."""
+    return (
+        f"mods={mod} clips a reply as trained parameters, and a reply to PPSGD is a gradient, "
+        f"which the server clips already: leave {mod} out of mods"
+    )
+
+
 # --- what is sent, and what is kept
 
 
 def respond(
     learner: Learner, w: Vector, theta: Vector, order: Order, factor: float = 1.0
-) -> tuple[VisitAnswer, Vector]:
-    """What one visit sends, and the θ after it.
+) -> tuple[Vector | None, Mapping[str, float], Vector]:
+    """What one visit sends, a vector and private measures, and the θ after it, which is kept.
 
     Args:
         learner: the model with this user's data.
@@ -492,14 +511,12 @@ def respond(
         order: what is asked for, with the number of this visit.
         factor: f; everything that leaves is bounded by f times the Order's clip norm.
     """
-    if order.asks in BEFORE_ROUNDS:
-        return VisitAnswer(answer_before(solver_of(learner, order), w, order, factor)), theta
     if order.asks == "solution":
         found = np.asarray(solver_of(learner, order).solution(w, order))
         g_w = found * (-1 / order.size)
         g_theta = np.zeros_like(theta)
     else:
-        # a mask, or whatever else a kind of array of its own does, is not for a bound to rest on
+        # as plain arrays: numpy's masked arrays would not be clipped where they are masked
         g_w, g_theta = map(np.asarray, learner.gradients(w, theta, order))
     _check_vector(learner, "g_w", g_w, w)
     _check_vector(learner, "g_θ", g_theta, theta)
@@ -509,9 +526,9 @@ def respond(
         stepped = learner.personal_step(w, theta, order)
     _check_vector(learner, "a step of θ", stepped, theta)
     if not order.publishes:
-        return VisitAnswer(None), stepped
+        return None, {}, stepped
     measures = training_measures(learner, w, theta, order) if order.metrics else {}
-    return VisitAnswer(sent, measures), stepped
+    return sent, measures, stepped
 
 
 def answer_before(learner: Solver, w: Vector, order: Order, factor: float = 1.0) -> Vector:
@@ -575,12 +592,6 @@ def num_tested(learner: Learner) -> int:
     if offers(learner, TestedRowCounter):
         return int(learner.num_tested)
     return int(learner.num_examples)
-
-
-def _check_shared(model: object, layout: Layout) -> None:
-    """ValueError if a learner, or what makes one, knows its shared parameters and has others."""
-    if offers(model, SharedChecker):
-        model.check_shared(layout.shape_of)
 
 
 def _check_vector(learner: object, name: str, vector: Vector, at: Vector) -> None:
