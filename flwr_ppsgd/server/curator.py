@@ -6,7 +6,7 @@ translate messages, and its account keeps what was charged.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
@@ -16,14 +16,13 @@ from flwr_ppsgd.algorithm import Vector, server_step
 from flwr_ppsgd.checks import printable
 from flwr_ppsgd.noise import random_stream
 from flwr_ppsgd.recipe import DROWNED, Recipe, published_variance, server_gain, shares_of_columns
-from flwr_ppsgd.secure.coordinator import SecureStage
 from flwr_ppsgd.secure.terms import SecureTerms, Session
 from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.enrolment import Enrolment, Online
 from flwr_ppsgd.server.facts import LONGEST_ERROR
-from flwr_ppsgd.server.rounds import OpenSum, Payloads, SecureOpenSum, SumRequest
+from flwr_ppsgd.server.rounds import OpenSum, SecureOpenSum, SumRequest
 from flwr_ppsgd.training import Identity, Training
-from flwr_ppsgd.wire import LONGEST_PROMISE, Asked, Order
+from flwr_ppsgd.wire import LONGEST_PROMISE, Asked, Order, Plan
 
 log = logging.getLogger("flwr.ppsgd")
 
@@ -55,13 +54,17 @@ class Curator:
 
     # --- one sum: asked for, taken, charged, published
 
+    @property
+    def in_rounds(self) -> Asked:
+        """What each user sends in a round."""
+        return "gradient" if self.account.training.recipe is None else "solution"
+
     def request(self, round_: int, length: int = 0) -> SumRequest:
         """What is asked for in a round, of a w with this number of parameters."""
         training = self.account.training
-        what: Asked = "gradient" if training.recipe is None else "solution"
         if not training.steps.publishes:
-            return SumRequest(what, round_, training.release, 0)
-        return SumRequest(what, round_, training.release, length, training.metrics)
+            return SumRequest(self.in_rounds, round_, training.release, 0)
+        return SumRequest(self.in_rounds, round_, training.release, length, training.metrics)
 
     def request_before(self, name: str) -> SumRequest:
         """What is asked for once before the first round: a number of each user, or own columns."""
@@ -77,25 +80,26 @@ class Curator:
             nbytes: the size of w, for which there must be room.
             run: the number of Flower's run.
         """
-        self.account.reopen()
-        training = self.account.training
+        account = self.account
+        account.reopen()
+        training = account.training
         state = 16 * request.length if self.averages or training.recipe else 0  # the mean of w, ν
-        self.account.reserve(nbytes + state + ROOM_FOR_NAMES)
-        self.account.check(request)
+        account.reserve(nbytes + state + ROOM_FOR_NAMES)
+        account.check(request)
         asked, offline = self._draw_cohort(request, look)
         if not training.secure:
-            self._sum = OpenSum(request, asked, offline)
+            self._sum = OpenSum(request, asked, offline, account.charge)
             return self._sum
         session = Session(
-            training=self.account.training_id,
+            training=account.training_id,
             run=run,
-            start=len(self.account.starts()),
+            start=len(account.starts()),
             round=request.round,
             part=request.what,
             terms=SecureTerms.of(request.release, request.metrics),
         )
         stream = random_stream(training.insecure_seed, "neighbours", request.round)
-        self._sum = SecureOpenSum(request, asked, offline, session, stream)
+        self._sum = SecureOpenSum(request, asked, offline, account.charge, session, stream)
         return self._sum
 
     def _draw_cohort(self, request: SumRequest, look: Look) -> tuple[list[Identity], int]:
@@ -122,19 +126,6 @@ class Curator:
             )
         return self._sum
 
-    def exchanges(self, opened: OpenSum) -> Iterator[tuple[int, Payloads]]:
-        """What to send for a sum, one exchange after the other, charged before it is unmasked."""
-        for stage, payloads in opened.exchanges():
-            if stage == SecureStage.REVEALED:
-                self._charge(opened)
-            yield stage, payloads
-
-    def _charge(self, opened: OpenSum) -> None:
-        """Once for each sum, before anything of it can be seen."""
-        if not opened.charged:
-            self.account.charge(opened.request)
-            opened.charged = True
-
     def publish(
         self, opened: OpenSum, w: Vector, columns: int, heard: bool = True
     ) -> tuple[Vector, dict[str, float]]:
@@ -150,16 +141,11 @@ class Curator:
             heard: whether the clients were really asked; False if somebody else drives the rounds
                 and brings neither replies nor failures.
         """
-        self._charge(opened)
         training = self.account.training
         request = opened.request
         name = "noise" if request.round else request.what
         noisy = opened.close(random_stream(training.insecure_seed, name, request.round))
-        self._note_outcome(opened)
-        if opened.usable:
-            self._useless = 0
-        elif opened.telling and (heard or not request.round):
-            self._useless += 1
+        self._note_outcome(opened, heard)
         if not request.round:
             prior = np.zeros(request.length)  # zeros leave the prior
             self.account.note_sum(request.what, prior if noisy is None else noisy)
@@ -172,16 +158,20 @@ class Curator:
             w, released = self._step(w, noisy, columns)
         return w, {"epsilon": self.account.epsilon_so_far(), **released}
 
-    def _note_outcome(self, opened: OpenSum) -> None:
-        """What came back, for the operator."""
+    def _note_outcome(self, opened: OpenSum, heard: bool) -> None:
+        """What came back, for the operator; and whether any of it was of use."""
+        round_ = opened.request.round
         if opened.why_lost:
-            round_ = opened.request.round
             self.account.facts.note_problem(f"round {round_} has no sum: {opened.why_lost}")
             log.warning(
                 "A round has no sum: nothing was unmasked, and it is charged all the same. Lower "
                 "honest or colluding if that happens often."
             )
         self.account.facts.note_replies(opened.facts())
+        if opened.usable:
+            self._useless = 0
+        elif opened.telling and (heard or not round_):
+            self._useless += 1
 
     def _step(self, w: Vector, noisy: Vector, columns: int) -> tuple[Vector, dict[str, float]]:
         """What follows from a released sum: the new w, and private measures."""
@@ -363,22 +353,14 @@ class Curator:
             request: the sum that is asked for, or whose w comes along.
             stage: which exchange of a secure sum this is; 0 of a plain one.
         """
-        training = self.account.training
+        account = self.account
+        training = account.training
         recipe = training.recipe
         release = request.release
-        measures = request.metrics.bounds if request.metrics else ()
-        values = self.account.values
-        # everything that is released about a user: its noise multiplier, and how often
-        plan: dict[str, tuple[float, int]] = {}
-        rounds = self.account.planned_rounds
-        if training.steps.publishes and rounds:
-            for name, before in recipe.before.items() if recipe else ():
-                plan[name] = (before.noise_multiplier, 1)
-            name = "solution" if recipe else "gradient"
-            plan[name] = (training.release.noise_multiplier, rounds)
+        values = account.values
         # after a crash w may fall back to the checkpoint before the last one
         back = 0 if training.checkpoint_dir is None else 2 * training.checkpoint_every
-        epsilon, promise = self.account.promise_to_clients()
+        epsilon, promise = account.promise_to_clients()
         return Order(
             round=request.round,
             step=training.steps.personal,
@@ -391,18 +373,29 @@ class Curator:
             unit=values.unit,
             size=values.count if request.what == "columns" else values.size,
             average=training.average,
-            metrics=tuple(measures),
-            training=self.account.training_id,
-            starts=self.account.starts(),
+            metrics=tuple(request.metrics.bounds) if request.metrics else (),
+            training=account.training_id,
+            starts=account.starts(),
             back=back,
-            charges=self.account.ledger.rounds,
+            charges=account.ledger.rounds,
             epsilon=epsilon,
             promise=printable(promise, LONGEST_PROMISE),
             terms=SecureTerms.of(release, request.metrics) if release.aggregation else None,
             stage=stage,
-            plan=plan,
+            plan=self._planned_releases(),
             sampled=training.release.cohort.rate < 1,
         )
+
+    def _planned_releases(self) -> Plan:
+        """Everything that is released about a user: its noise multiplier, and how often."""
+        training = self.account.training
+        rounds = self.account.planned_rounds
+        if not training.steps.publishes or not rounds:
+            return {}
+        before = training.recipe.before if training.recipe else {}
+        plan = {name: (release.noise_multiplier, 1) for name, release in before.items()}
+        plan[self.in_rounds] = (training.release.noise_multiplier, rounds)
+        return plan
 
     def evaluation_order(self, round_: int, *, last: bool, measured: bool = True) -> Order:
         """What comes with w for evaluation.
@@ -415,5 +408,5 @@ class Curator:
         order = self.order(self.request(round_))
         if self.account.training.recipe is None:
             return order
-        asks: Asked = order.asks if measured else "nothing"
+        asks = self.in_rounds if measured else "nothing"
         return replace(order, asks=asks, last=last, variance=tuple(self.variance.tolist()))

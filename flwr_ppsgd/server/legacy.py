@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
-from flwr.app import MessageType
+from flwr.app import ArrayRecord, MessageType
 from flwr.common import (
+    Code,
     EvaluateIns,
     EvaluateRes,
     FitIns,
@@ -15,7 +16,6 @@ from flwr.common import (
     NDArrays,
     Parameters,
     Scalar,
-    parameters_to_ndarrays,
 )
 from flwr.server import ServerConfig
 from flwr.server.client_manager import ClientManager
@@ -23,25 +23,19 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
-from flwr_ppsgd.arrays import NUMPY, Layout, bytes_of, is_buffer, record_from, record_of
+from flwr_ppsgd.arrays import NUMPY, record_from, record_of
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.recipe import Recipe
-from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import OnlineNode, present_in
-from flwr_ppsgd.server.replies import (
-    answer_layout,
-    finite_measures,
-    mean_of,
-    vector_in,
-)
-from flwr_ppsgd.server.rounds import OpenSum, SumRequest, UnusableError
-from flwr_ppsgd.server.strategy import CuratedStrategy, refuse_other_model
-from flwr_ppsgd.signature import digest, signed
+from flwr_ppsgd.server.replies import mean_of
+from flwr_ppsgd.server.rounds import SumRequest, UnusableError
+from flwr_ppsgd.server.strategy import CuratedStrategy, check_initial
 from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
 from flwr_ppsgd.wire import (
     ANSWER,
     ARRAYS,
     GRADIENT,
+    METRICS,
     NUM_EXAMPLES,
     SERVER_ROUND,
     Order,
@@ -59,7 +53,6 @@ COHORT_SIZES = (
     "aggregate_evaluate: received",
 )
 Instructions = TypeVar("Instructions", FitIns, EvaluateIns)
-Failure: TypeAlias = tuple[ClientProxy, Any] | BaseException
 Central: TypeAlias = Callable[
     [int, NDArrays, dict[str, Scalar]], tuple[float, dict[str, Scalar]] | None
 ]
@@ -144,22 +137,13 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
                 f"aggregation={training.release.aggregation} takes four exchanges per round, and "
                 "Flower's legacy loop has one: use flwr_ppsgd.PPSGD, or leave out aggregation"
             )
+        initial = record_of(initial_parameters.tensors)
+        check_initial("initial_parameters", initial, replies)
         flower_log.addFilter(_shows_no_cohort_size)  # while this process lives
-        hold = is_buffer if replies == "parameters" else None
-        self._layout = Layout.of(record_of(initial_parameters.tensors), hold)
-        self._w = self._flatten(initial_parameters)
-        if not np.isfinite(self._w).all():
-            raise ValueError("initial_parameters hold NaN or infinity: pass a w of finite numbers")
-        self._curator = Curator(training)
-        self._account = self._curator.account
-        self._initial = initial_parameters
-        found = self._account.checkpoint
-        if found is not None:
-            refuse_other_model(Layout.of(record_from(found.arrays), hold), self._layout)
-            self._initial = Parameters(list(found.arrays.values()), NUMPY)
+        super().__init__(training)
+        self._note_sent(self._continued(initial))
         # what comes before the first round takes rounds of Flower's loop
         self._first = self.rounds_done - len(self._account.pending)
-        self._parameters_sent = self._initial
         self._evaluate_fn = evaluate_fn
         self._warned = False
 
@@ -189,15 +173,9 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
             round_timeout=self.training.round_timeout,
         )
 
-    def averaged(self, parameters: Parameters) -> Parameters:
-        """The mean over rounds that is published in place of w, if there is one."""
-        if not self._curator.averages:
-            return parameters
-        return self._parameters(self._curator.mean_of_rounds(self._flatten(parameters)), parameters)
-
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:  # noqa: ARG002
         refuse_dp_strategy("PPSGDStrategy")
-        return self._initial
+        return _parameters(self._arrays)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -206,8 +184,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         refuse_dp_strategy("PPSGDStrategy")
         refuse_secagg_workflow("PPSGDStrategy")
         round_ = self._absolute(server_round)
-        self._parameters_sent = parameters
-        self._w = self._flatten(parameters)
+        self._note_sent(record_of(parameters.tensors))
         if self.training.recipe is not None and round_ > self._account.last_round:
             return []
         pending = self._account.pending
@@ -218,11 +195,11 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         nbytes = sum(map(len, parameters.tensors))
         with self._account.facts.noting_errors():
             opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
-        ((_, payloads),) = self._curator.exchanges(opened)
+        ((_, payloads),) = opened.exchanges()
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
         if self.training.replies == "gradient":
             order = self._curator.order(request)
-            config = self._signed_config(order, parameters, MessageType.TRAIN, client_manager)
+            config = self._signed_config(order, self._arrays, MessageType.TRAIN, client_manager)
         return _NeverFalse(_for_each(payloads, FitIns(parameters, config), client_manager))
 
     def aggregate_fit(
@@ -235,32 +212,17 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         round_ = 0 if self._account.pending else self._absolute(server_round)
         opened = self._curator.open_sum_of(round_)
         for client, result in results:
-            try:
-                sent = self._vector_in_result(result, opened.request)
-            except Exception as error:  # a reply is never a reason to stop a round
-                opened.count_as_zero(client.cid, error)
-            else:
-                opened.take(client.cid, sent)
+            opened.take(client.cid, partial(self._read_result, result, opened.request))
         for failure in failures:
             if isinstance(failure, BaseException):  # Flower does not say whose it is
-                opened.count_unnamed_failure(_message_of(failure))
+                opened.take_unnamed_failure(str(failure))
             else:
-                unusable = UnusableError("client error", _message_of(failure))
-                opened.count_as_zero(failure[0].cid, unusable)
-        heard = bool(results or failures)
+                client, result = failure
+                opened.take(client.cid, partial(self._read_result, result, opened.request))
         with self._account.facts.noting_errors():
-            return self._publish(opened, heard)
-
-    def _publish(self, opened: OpenSum, heard: bool) -> tuple[Parameters, dict[str, Scalar]]:
-        """The new w, saved, and what is released along with it."""
-        parameters = self._parameters_sent
-        w, released = self._curator.publish(opened, self._w, self._layout.columns, heard)
-        if w is not self._w:
-            parameters = self._parameters(w, parameters)
-        if opened.request.round:
-            self._account.save({str(place): data for place, data in enumerate(parameters.tensors)})
-        self._curator.refuse_to_go_on()
-        return parameters, {**released}
+            arrays, released = self._publish(opened, heard=bool(results or failures))
+            self._curator.refuse_to_go_on()
+        return _parameters(arrays), {**released}
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -274,12 +236,13 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         last = self.training.recipe is not None and round_ >= self._account.last_round
         if last and not asked:
             asked = self._curator.everybody(lambda: _nodes_online(client_manager))
-        parameters = self.averaged(parameters)
+        arrays = self.averaged(record_of(parameters.tensors))
         config: dict[str, Scalar] = {SERVER_ROUND: round_}
         if self.training.replies == "gradient":
             order = self._curator.evaluation_order(round_, last=last, measured=measured)
-            config = self._signed_config(order, parameters, MessageType.EVALUATE, client_manager)
-        chosen = _for_each(asked, EvaluateIns(parameters, config), client_manager)
+            config = self._signed_config(order, arrays, MessageType.EVALUATE, client_manager)
+        instructions = EvaluateIns(_parameters(arrays), config)
+        chosen = _for_each(asked, instructions, client_manager)
         if not chosen:
             self._end(round_)
         return chosen
@@ -292,7 +255,10 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Means over users, weighted by their number of examples. Outside the guarantee."""
         round_ = self._absolute(server_round)
-        said = [_message_of(failure) for failure in failures]
+        said = [
+            str(failure) if isinstance(failure, BaseException) else _message_of(failure[1])
+            for failure in failures
+        ]
         self._account.facts.note_failed_evaluations(round_, said, len(results))
         measures = [
             {**result.metrics, "loss": result.loss, NUM_EXAMPLES: result.num_examples}
@@ -308,8 +274,9 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         """Central evaluation, if there is an ``evaluate_fn``."""
         if self._evaluate_fn is None:
             return None
-        arrays = parameters_to_ndarrays(self.averaged(parameters))
-        return self._evaluate_fn(self._absolute(server_round), arrays, {})
+        arrays = self.averaged(record_of(parameters.tensors))
+        w = [array.numpy() for array in arrays.values()]
+        return self._evaluate_fn(self._absolute(server_round), w, {})
 
     def _absolute(self, server_round: int) -> int:
         """The round over the whole training: the legacy loop counts from 1 after a restart."""
@@ -324,29 +291,27 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
     # --- translation
 
     def _signed_config(
-        self, order: Order, parameters: Parameters, kind: str, client_manager: ClientManager
+        self, order: Order, arrays: ArrayRecord, kind: str, client_manager: ClientManager
     ) -> dict[str, Scalar]:
         """What a client gets beside w: the Order, and the round as Flower's clients read it."""
-        w_digest = digest(bytes_of(record_of(parameters.tensors)))
         grid = _grid_of(client_manager)
         run = 0 if grid is None else grid.run.run_id
-        flat = signed(order, w_digest, self._account.key, kind=kind, run=run)
-        return {**flat, SERVER_ROUND: order.round}
+        return {**self._signed(order, arrays, kind, run), SERVER_ROUND: order.round}
 
-    def _vector_in_result(self, result: FitRes, request: SumRequest) -> Vector:
-        """What one client sent; an exception if nothing of it can be used."""
-        if not self.training.steps.publishes:
-            return np.zeros(0)  # at α = 0 a client has nothing to say
+    def _read_result(self, result: FitRes, request: SumRequest) -> Vector:
+        """What one client sent, whose arrays have no names; an exception if it is no use."""
+        if result.status.code is not Code.OK:
+            raise UnusableError("client error", _message_of(result))
         tensors = result.parameters.tensors
-        if not request.round:  # one array, which the legacy API does not name
-            answer = {GRADIENT: record_from({ANSWER: tensors[0]})} if len(tensors) == 1 else {}
-            return vector_in(answer, GRADIENT, answer_layout(request.length))
-        record = {ARRAYS: record_of(tensors)} if tensors else {}
+        if not tensors:
+            return self._vector_in({}, request)
+        if not request.round:
+            answer = record_from({ANSWER: tensors[0]}) if len(tensors) == 1 else record_of(tensors)
+            return self._vector_in({GRADIENT: answer}, request)
         if self.training.replies == "parameters":
-            return cast(Vector, self._w - vector_in(record, ARRAYS, self._layout))
+            return self._vector_in({ARRAYS: record_of(tensors)}, request)
         self._warn_of_stock_clients(result)
-        gradient = vector_in(record, ARRAYS, self._layout)
-        return request.vector_of(gradient, finite_measures(result.metrics))
+        return self._vector_in({GRADIENT: record_of(tensors), METRICS: result.metrics}, request)
 
     def _warn_of_stock_clients(self, result: FitRes) -> None:
         """Tell the operator once that a client looks like one that returns parameters."""
@@ -360,19 +325,14 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
                 "or PPSGDStrategy(replies='parameters')"
             )
 
-    def _flatten(self, parameters: Parameters) -> Vector:
-        return self._layout.flatten(record_of(parameters.tensors))
 
-    def _parameters(self, w: Vector, like: Parameters) -> Parameters:
-        record = self._layout.unflatten(w, like=record_of(like.tensors))
-        return Parameters([array.data for array in record.values()], NUMPY)
+def _parameters(arrays: ArrayRecord) -> Parameters:
+    return Parameters([array.data for array in arrays.values()], NUMPY)
 
 
-def _message_of(failure: Failure) -> str:
+def _message_of(failed: FitRes | EvaluateRes) -> str:
     """What a client that failed has said."""
-    if isinstance(failure, BaseException):
-        return str(failure)
-    return failure[1].status.message or "a status that is not OK"
+    return failed.status.message or "a status that is not OK"
 
 
 def _for_each(

@@ -169,7 +169,7 @@ def content_in_both_forms(
     )
 
 
-def with_named_arrays(content: RecordDict, names: Iterable[str]) -> Mapping[str, Any]:
+def with_named_arrays(content: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """The content of a reply, with the arrays of a NumPyClient under the names of w.
 
     Args:

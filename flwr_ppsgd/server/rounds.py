@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -72,27 +72,36 @@ class SumRequest:
 class OpenSum:
     """A sum on its way: who was asked, what was added, what counted as zero and why.
 
-    The server sees the vectors of this one, clips them and adds the noise.
+    The server sees the vectors of this one, clips them and adds the noise. Nothing that is summed
+    can be seen before it is charged.
 
     Args:
         request: what is asked for.
         nodes: who is asked.
         offline: how many were drawn and were not there to be asked.
+        charge: writes the release down.
     """
 
     why_lost = ""  # why a secure sum has no total
 
-    def __init__(self, request: SumRequest, nodes: Iterable[Identity], offline: int = 0) -> None:
+    def __init__(
+        self,
+        request: SumRequest,
+        nodes: Sequence[Identity],
+        offline: int,
+        charge: Callable[[SumRequest], None],
+    ) -> None:
         self.request = request
-        self.nodes = list(nodes)
-        self.charged = False
+        self.nodes = nodes
         self.closed = False
         self.first_failure = ""
+        self._charge = charge
+        self._charged = False
         self._stage = PLAIN_STAGE
         self._waiting: set[Identity] = set()  # for a valid reply
         self._silent: set[Identity] = set()
         self._unnamed = 0  # failures of asked nodes that Flower does not name
-        self._used = 0
+        self._used = 0  # vectors in the sum
         self._heard = 0  # replies that could be used, be they vectors or not
         self._zeros = Counter({"offline": offline})
 
@@ -109,19 +118,28 @@ class OpenSum:
         self._silent = set(payloads)
         return stage, payloads
 
-    def take(self, node: Identity | None, sent: Sent) -> None:
-        """Add the first valid reply of an asked node. Everything else is zero, and counted."""
-        if node not in self._waiting:
-            self.count_as_zero(node, ValueError())
-            return
+    def take(self, node: Identity | None, read: Callable[[], Sent]) -> None:
+        """Add the first valid reply of an asked node. Everything else is zero, and counted.
+
+        Args:
+            node: whose reply it is.
+            read: returns what was sent; an exception means that nothing of it can be used.
+        """
         try:
-            self._used += self._add(node, sent)
+            if node not in self._waiting:
+                detail = "a reply of a node that was not asked, or has answered"
+                raise UnusableError("not asked for", detail)
+            self._used += self._add(node, read())
+            self._waiting.discard(node)
+            self._heard += 1
         except Exception as error:  # a reply is never a reason to stop a round
-            self.count_as_zero(node, error)
-            return
+            self._count_as_zero(node, error)
         self._silent.discard(node)
-        self._waiting.discard(node)
-        self._heard += 1
+
+    def take_unnamed_failure(self, detail: str) -> None:
+        """Count the failure of an asked node that Flower does not name."""
+        self._unnamed += 1
+        self._count_as_zero(None, UnusableError("client error", detail))
 
     def _add(self, node: Identity, sent: Sent) -> bool:  # noqa: ARG002 - of a secure sum it counts
         """Whether this was a vector, which is in the sum now; an exception if it is no use."""
@@ -130,25 +148,7 @@ class OpenSum:
         self._sum.add(sent)
         return True
 
-    def close(self, stream: RandomStream) -> Vector | None:
-        """The noisy sum; None if a secure sum has none."""
-        self.closed = True
-        return self._sum.noisy(stream)
-
-    def count_as_zero(self, node: Identity | None, error: BaseException) -> None:
-        """Count a reply that cannot be used."""
-        self._silent.discard(node)
-        if node not in self._waiting:
-            detail = "a reply of a node that was not asked, or has answered"
-            error = UnusableError("not asked for", detail)
-        self._count(error, node)
-
-    def count_unnamed_failure(self, detail: str) -> None:
-        """Count the failure of an asked node that Flower does not name."""
-        self._unnamed += 1
-        self._count(UnusableError("client error", detail))
-
-    def _count(self, error: BaseException, node: Identity | None = None) -> None:
+    def _count_as_zero(self, node: Identity | None, error: Exception) -> None:
         if isinstance(error, UnusableError):
             reason = error.reason
         elif isinstance(error, FloatingPointError):
@@ -160,6 +160,21 @@ class OpenSum:
         self.first_failure = self.first_failure or detail
         number = self.request.round
         log.debug("Round %d: a reply of node %s counts as zero: %s", number, node, detail)
+
+    def charge(self) -> None:
+        """Write the release down, once."""
+        if not self._charged:
+            self._charge(self.request)
+            self._charged = True
+
+    def close(self, stream: RandomStream) -> Vector | None:
+        """The noisy sum, charged before it exists; None if a secure sum has none."""
+        self.charge()
+        self.closed = True
+        return self._noisy(stream)
+
+    def _noisy(self, stream: RandomStream) -> Vector | None:
+        return self._sum.noisy(stream)
 
     @property
     def telling(self) -> bool:
@@ -202,26 +217,29 @@ class SecureOpenSum(OpenSum):
     ``stream`` draws everybody's neighbours.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - those of OpenSum, and two more
         self,
         request: SumRequest,
-        nodes: Iterable[Identity],
+        nodes: Sequence[Identity],
         offline: int,
+        charge: Callable[[SumRequest], None],
         session: Session,
         stream: RandomStream,
     ) -> None:
-        super().__init__(request, nodes, offline)
+        super().__init__(request, nodes, offline, charge)
         self._masked = Coordinator[Identity](session, request.size, stream)
         self._total: Vector | None = None
 
     def exchanges(self) -> Iterator[tuple[int, Payloads]]:
-        """Stage and payloads: each exchange is answered before the next is asked for."""
+        """As of a plain sum; charged before the last one, after which it can be unmasked."""
         masked = self._masked
         try:
             yield self._begin(SecureStage.KEYS, dict.fromkeys(self.nodes, b""))
             yield self._begin(SecureStage.SHARES, masked.rosters())
             yield self._begin(SecureStage.MASKED, masked.partners())
-            yield self._begin(SecureStage.REVEALED, masked.survivors())
+            survivors = masked.survivors()
+            self.charge()
+            yield self._begin(SecureStage.REVEALED, survivors)
             self._total = masked.total().astype(float) * self.request.release.grid
         except NoSumError as error:
             self.why_lost = str(error)
@@ -237,7 +255,5 @@ class SecureOpenSum(OpenSum):
             raise UnusableError("malformed", f"malformed reply to exchange {self._stage}")
         return self._stage == SecureStage.MASKED
 
-    def close(self, stream: RandomStream) -> Vector | None:  # noqa: ARG002 - the noise is in it
-        """The sum; None if there is none."""
-        self.closed = True
+    def _noisy(self, stream: RandomStream) -> Vector | None:  # noqa: ARG002 - the noise is in it
         return self._total

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -28,7 +29,6 @@ from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.recipe import Recipe, Task
 from flwr_ppsgd.recipe import recipe as make_recipe
 from flwr_ppsgd.secure.coordinator import SecureStage
-from flwr_ppsgd.server.account import ServerAccount
 from flwr_ppsgd.server.accountant import LedgerAccountant
 from flwr_ppsgd.server.curator import Curator
 from flwr_ppsgd.server.enrolment import present_in
@@ -78,11 +78,18 @@ FLOWER_ROUNDS = 3  # of a Flower strategy, if nobody says how many
 
 
 class CuratedStrategy:
-    """What the strategies of both APIs have in common: how they are made, and what they promise."""
+    """What the strategies of both APIs have in common: w, its sums, and what they promise.
 
-    _curator: Curator
-    _account: ServerAccount
-    _layout: Layout  # names and shapes of w
+    Args:
+        training: all settings.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._curator = Curator(training)
+        self._account = self._curator.account
+        self._arrays = ArrayRecord()  # w as it was sent last
+        self._layout = Layout((), (), ())  # its names and shapes
+        self._w: Vector = np.zeros(0)  # the same as one vector
 
     @classmethod
     def from_config(cls, run_config: Mapping[str, Any], **more: Any) -> Self:
@@ -183,14 +190,80 @@ class CuratedStrategy:
         """Save the last w and give up ``checkpoint_dir``: another strategy can go on there."""
         self._account.close()
 
+    # --- w, as Flower's arrays and as one vector
 
-def refuse_other_model(so_far: Layout, initial: Layout) -> None:
-    """ValueError if a training would go on with another model than it began with."""
-    difference = so_far.difference(initial)
-    if difference:
+    def _note_sent(self, arrays: ArrayRecord) -> None:
+        """Remember the w that goes out, by which replies are read."""
+        self._arrays = arrays
+        self._layout = layout_of(arrays, self.training.replies)
+        self._w = self._layout.flatten(arrays)
+
+    def _continued(self, initial: ArrayRecord) -> ArrayRecord:
+        """The w to go on from: that of the last round, if there was one and it has this form."""
+        found = self._account.checkpoint
+        if found is None:
+            return initial
+        latest = record_from(found.arrays)
+        replies = self.training.replies
+        difference = layout_of(latest, replies).difference(layout_of(initial, replies))
+        if difference:
+            raise ValueError(
+                f"the training so far and the initial parameters have {difference}: continue with "
+                "the same model, or start anew in another checkpoint_dir"
+            )
+        return latest
+
+    def averaged(self, arrays: ArrayRecord) -> ArrayRecord:
+        """The mean over rounds that is published in place of w, if there is one."""
+        if not self._curator.averages:
+            return arrays
+        layout = layout_of(arrays, self.training.replies)
+        mean = self._curator.mean_of_rounds(layout.flatten(arrays))
+        return layout.unflatten(mean, like=arrays)
+
+    # --- one sum
+
+    def _vector_in(self, content: Mapping[str, Any], request: SumRequest) -> Vector:
+        """What one client sent; an exception if nothing of it can be used."""
+        training = self.training
+        if not training.steps.publishes:
+            return np.zeros(0)  # at α = 0 a client has nothing to say
+        if not request.round:
+            return vector_in(content, GRADIENT, answer_layout(request.length))
+        if training.replies == "parameters":
+            named = with_named_arrays(content, self._arrays)
+            return cast(Vector, self._w - vector_in(named, ARRAYS, self._layout))
+        gradient = vector_in(content, GRADIENT, self._layout)
+        return request.vector_of(gradient, finite_measures(content.get(METRICS)))
+
+    def _publish(self, opened: OpenSum, heard: bool = True) -> tuple[ArrayRecord, dict[str, float]]:
+        """The new w, saved, and what is released along with it; arguments as of the curator's."""
+        w, released = self._curator.publish(opened, self._w, self._layout.columns, heard)
+        arrays = self._arrays
+        if w is not self._w:
+            arrays = self._layout.unflatten(w, like=arrays)
+        if opened.request.round:
+            self._account.save(bytes_of(arrays))
+        return arrays, released
+
+    def _signed(
+        self, order: Order, arrays: ArrayRecord | None, kind: str, run: int
+    ) -> dict[str, Any]:
+        """The Order as it is sent: signed for this type of message and run, over w."""
+        w_digest = digest({} if arrays is None else bytes_of(arrays))
+        return signed(order, w_digest, self._account.key, kind=kind, run=run)
+
+
+def layout_of(arrays: ArrayRecord, replies: ReplyKind) -> Layout:
+    """Names and shapes of w; of clients that return parameters, without their buffers."""
+    return Layout.of(arrays, is_buffer if replies == "parameters" else None)
+
+
+def check_initial(name: str, arrays: ArrayRecord, replies: ReplyKind) -> None:
+    """ValueError unless w, the argument of this name, holds finite numbers."""
+    if not np.isfinite(layout_of(arrays, replies).flatten(arrays)).all():
         raise ValueError(
-            f"the training so far and the initial parameters have {difference}: continue with the "
-            "same model, or start anew in another checkpoint_dir"
+            f"{name} hold NaN or infinity: nothing was sent or charged; pass a w of finite numbers"
         )
 
 
@@ -241,11 +314,7 @@ class PPSGD(CuratedStrategy, Strategy):
             round_timeout=round_timeout,
             insecure_seed=insecure_seed,
         )
-        self._curator = Curator(training)
-        self._account = self._curator.account
-        self._arrays = ArrayRecord()  # w as it was sent last
-        self._layout = Layout((), (), ())  # its names and shapes
-        self._w: Vector = np.zeros(0)  # the same as one vector
+        super().__init__(training)
         self._asked: list[Metadata] = []
         self._delivered: set[Identity] = set()  # nodes that have the last w of the recipe
 
@@ -275,14 +344,6 @@ class PPSGD(CuratedStrategy, Strategy):
             UNIT: np.array(values.unit),
             SIZE: np.array(values.size),
         }
-
-    def averaged(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The mean over rounds that is published in place of w, if there is one."""
-        if not self._curator.averages:
-            return arrays
-        layout = self._layout_of(arrays)
-        mean = self._curator.mean_of_rounds(layout.flatten(arrays))
-        return layout.unflatten(mean, like=arrays)
 
     def summary(self) -> None:
         """Log the settings that make up the promise."""
@@ -327,11 +388,16 @@ class PPSGD(CuratedStrategy, Strategy):
         timeout = self.training.round_timeout if timeout is None else timeout
         train_config = _checked_config(train_config)
         evaluate_config = _checked_config(evaluate_config)
-        self._check_arrays(initial_arrays)
+        if not isinstance(initial_arrays, ArrayRecord):
+            raise ValueError(
+                "initial_arrays must be an ArrayRecord, got a "
+                f"{type(initial_arrays).__name__}: wrap it, as in ArrayRecord(module.state_dict())"
+            )
+        check_initial("initial_arrays", initial_arrays, self.training.replies)
         # once it is closed, another strategy may go on in checkpoint_dir
         with closing(self), self._account.facts.noting_errors():
             first, last = self._plan(num_rounds)
-            result = Result(arrays=self._first_arrays(initial_arrays))
+            result = Result(arrays=self._continued(initial_arrays))
             if last > first:
                 self._note_sent(result.arrays)
                 self._curator.say_whether_it_can_learn(self._layout.size)
@@ -365,19 +431,6 @@ class PPSGD(CuratedStrategy, Strategy):
             log.info("%s", self.privacy_data()["short"])
             return result
 
-    def _check_arrays(self, arrays: object) -> None:
-        """ValueError unless w came as Flower's record of finite numbers."""
-        if not isinstance(arrays, ArrayRecord):
-            raise ValueError(
-                f"initial_arrays must be an ArrayRecord, got a {type(arrays).__name__}: wrap it, "
-                "as in ArrayRecord(module.state_dict())"
-            )
-        if not np.isfinite(self._layout_of(arrays).flatten(arrays)).all():
-            raise ValueError(
-                "initial_arrays hold NaN or infinity: nothing was sent or charged; pass a w of "
-                "finite numbers"
-            )
-
     def _plan(self, num_rounds: int | None) -> tuple[int, int]:
         """The round to go on from, and the last one that the budget pays for."""
         rounds = self._account.plan(num_rounds, FLOWER_ROUNDS)
@@ -389,15 +442,6 @@ class PPSGD(CuratedStrategy, Strategy):
         log.info("Starting PPSGD for %d rounds:", rounds)
         self.summary()
         return first, max(first, rounds)
-
-    def _first_arrays(self, initial: ArrayRecord) -> ArrayRecord:
-        """The w to go on from: that of the last round, if there was one and it has this form."""
-        found = self._account.checkpoint
-        if found is None:
-            return initial
-        latest = record_from(found.arrays)
-        refuse_other_model(self._layout_of(latest), self._layout_of(initial))
-        return latest
 
     def _check_clients(self, grid: Grid, timeout: float) -> None:
         """Ask a few clients whether they would obey an Order: no data are read, nothing charged."""
@@ -415,12 +459,12 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Ask for a sum and publish it: one exchange if it is plain, four if it is secure."""
         opened = self._open_sum(request, grid)
-        for stage, payloads in self._curator.exchanges(opened):
+        for stage, payloads in opened.exchanges():
             messages = self._exchange_messages(request, stage, payloads, config, grid)
             self._take_replies(opened, stage, ask(grid, messages, timeout, _size_of(self._arrays)))
-        published = self._publish(opened)
+        arrays, released = self._publish(opened)
         self._curator.refuse_to_go_on()
-        return published
+        return arrays, MetricRecord({**released})
 
     def _open_sum(self, request: SumRequest, grid: Grid) -> OpenSum:
         run = grid.run.run_id if self.training.secure else 0
@@ -474,7 +518,7 @@ class PPSGD(CuratedStrategy, Strategy):
         config = _checked_config(config)
         self._note_sent(arrays)
         request = self._curator.request(server_round, len(self._w))
-        ((stage, payloads),) = self._curator.exchanges(self._open_sum(request, grid))
+        ((stage, payloads),) = self._open_sum(request, grid).exchanges()
         return self._exchange_messages(request, stage, payloads, config, grid)
 
     def aggregate_train(
@@ -483,7 +527,8 @@ class PPSGD(CuratedStrategy, Strategy):
         """One noisy step; each reply is a vector or zero."""
         opened = self._curator.open_sum_of(server_round)
         self._take_replies(opened, PLAIN_STAGE, replies)
-        return self._publish(opened)
+        arrays, released = self._publish(opened)
+        return arrays, MetricRecord({**released})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -519,27 +564,6 @@ class PPSGD(CuratedStrategy, Strategy):
 
     # --- translation
 
-    def _layout_of(self, arrays: ArrayRecord) -> Layout:
-        """Names and shapes of w; of clients that return parameters, without their buffers."""
-        hold = is_buffer if self.training.replies == "parameters" else None
-        return Layout.of(arrays, hold)
-
-    def _note_sent(self, arrays: ArrayRecord) -> None:
-        """Remember the w that goes out, by which replies are read."""
-        self._arrays = arrays
-        self._layout = self._layout_of(arrays)
-        self._w = self._layout.flatten(arrays)
-
-    def _publish(self, opened: OpenSum) -> tuple[ArrayRecord, MetricRecord]:
-        """The new w, saved, and what is released along with it."""
-        w, released = self._curator.publish(opened, self._w, self._layout.columns)
-        arrays = self._arrays
-        if w is not self._w:
-            arrays = self._layout.unflatten(w, like=arrays)
-        if opened.request.round:
-            self._account.save(bytes_of(arrays))
-        return arrays, MetricRecord({**released})
-
     def _signed_content(
         self,
         order: Order,
@@ -550,10 +574,8 @@ class PPSGD(CuratedStrategy, Strategy):
         config: Mapping[str, Any] | None = None,
         payload: bytes = b"",
     ) -> RecordDict:
-        """What a client gets: w, a config with the round as Flower sends it, and the Order last.
-
-        The Order is signed, for this kind of message, over w and the payload of a secure sum.
-        """
+        """What a client gets: w, a config with the round as Flower sends it, and the Order last,
+        which holds the hash of the payload of a secure sum."""
         content = RecordDict(
             {CONFIG: ConfigRecord({**(config or {}), "server-round": order.round})}
         )
@@ -562,9 +584,7 @@ class PPSGD(CuratedStrategy, Strategy):
         if payload:
             content[SECURE] = ConfigRecord({DATA: payload})
             order = replace(order, payload=payload_hash(payload))
-        w_digest = digest({} if arrays is None else bytes_of(arrays))
-        flat = signed(order, w_digest, self._account.key, kind=kind, run=grid.run.run_id)
-        content[ORDER] = ConfigRecord(flat)
+        content[ORDER] = ConfigRecord(self._signed(order, arrays, kind, grid.run.run_id))
         return content
 
     def _exchange_messages(
@@ -600,31 +620,16 @@ class PPSGD(CuratedStrategy, Strategy):
         # InProcessGrid forgets each reply once it is read
         for reply in getattr(replies, "once", replies.__iter__)():
             node = answered_node(reply, asked)
-            try:
-                sent = self._read_reply(reply, opened.request, stage)
-            except Exception as error:  # a reply is never a reason to stop a round
-                opened.count_as_zero(node, error)
-            else:
-                opened.take(node, sent)
+            opened.take(node, partial(self._read_reply, reply, opened.request, stage))
 
     def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
-        training = self.training
         if reply.has_error():
             detail = f"error {reply.error.code}: {last_line(str(reply.error.reason))}"
             raise UnusableError("client error", detail)
-        content = reply.content
         if stage:
-            return secure_message_in(content, stage, request.size)
-        if not training.steps.publishes:
-            return np.zeros(0)  # at α = 0 a client has nothing to say
-        if not request.round:
-            return vector_in(content, GRADIENT, answer_layout(request.length))
-        if training.replies == "parameters":
-            named = with_named_arrays(content, self._arrays)
-            return cast(Vector, self._w - vector_in(named, ARRAYS, self._layout))
-        gradient = vector_in(content, GRADIENT, self._layout)
-        return request.vector_of(gradient, finite_measures(content.get(METRICS)))
+            return secure_message_in(reply.content, stage, request.size)
+        return self._vector_in(reply.content, request)
 
 
 def _size_of(arrays: ArrayRecord) -> int:
