@@ -20,7 +20,7 @@ from flwr_ppsgd.client.theta import RUN
 from flwr_ppsgd.client.theta_store import DiskStore, file_of, users_in
 from flwr_ppsgd.client.visit import model_around, respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, Learner, Solver, offers
-from flwr_ppsgd.models.solve import Mixture
+from flwr_ppsgd.models.mixture import Mixture
 from flwr_ppsgd.wire import BESIDE, SCHEMA_HASH, VARIANCE, Order
 
 STEP = 0.1  # of θ, for somebody who never took part

@@ -21,7 +21,7 @@ from flwr_ppsgd.lab.per_user import Indices, PerUser
 from flwr_ppsgd.lab.schema import Task
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.additive_linear import AdditiveLinear, Features, Loss, Matrix, mean_losses
-from flwr_ppsgd.models.solve import Mixture
+from flwr_ppsgd.models.mixture import Mixture
 
 if TYPE_CHECKING:
     from flwr_ppsgd.models.torch_model import SplitModel

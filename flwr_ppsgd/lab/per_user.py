@@ -15,7 +15,7 @@ from flwr_ppsgd.lab.features import count_of, list_names
 from flwr_ppsgd.lab.schema import Schema, Task
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.models.additive_linear import Matrix
-from flwr_ppsgd.models.representation import NONE, Representation, Shape
+from flwr_ppsgd.models.representation import NONE, Representation, Shape, width_of
 
 Indices: TypeAlias = NDArray[np.intp]
 Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
@@ -158,7 +158,7 @@ class PerUser:
         columns = int(self.x.shape[1])
         if self.representation is None:
             return columns
-        return self.representation.width(columns)
+        return width_of(self.representation, columns)
 
     @property
     def all_kinds(self) -> tuple[str, ...]:

@@ -23,7 +23,9 @@ from flwr_ppsgd.lab.problem import LINEAR, SYNTHETIC, Problem
 from flwr_ppsgd.lab.scaling import scale_new_rows, scale_own_rows
 from flwr_ppsgd.lab.schema import OWN_MEAN, Schema
 from flwr_ppsgd.lab.tables import UTF_8, RawTable, read_table_file
-from flwr_ppsgd.models.solve import Mixture
+from flwr_ppsgd.learner import SHARED as SHARED_PREFIX
+from flwr_ppsgd.models.additive_linear import MixtureModel
+from flwr_ppsgd.models.mixture import Mixture
 from flwr_ppsgd.wire import SCHEMA_HASH
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ class _PersonalModels:
             own = raw.rows(number, test=False)
             sums = np.asarray(raw.x[own].sum(axis=0))
             means = sums.reshape(-1) / max(len(own), 1)
-        model = self._model(self.trained, number)
+        model = self._model(self.trained, number).mixture
         return self._predictions(self.trained.only([number]), model, rows, means)
 
     def of_new(self, name: str, rows: Indices) -> tuple[list[float | str], str]:
@@ -144,9 +146,8 @@ class _PersonalModels:
         own = self._newcomer(known if len(known) else rows, means)
         model = self._model(own, 0)
         if len(known):
-            return self._predictions(own, model, rows, means), NEW
-        assert model.shared_alone is not None
-        return self._predictions(own, model.shared_alone, rows, means), SHARED
+            return self._predictions(own, model.mixture, rows, means), NEW
+        return self._predictions(own, model.models[SHARED_PREFIX], rows, means), SHARED
 
     def _newcomer(self, rows: Indices, means: Vector) -> PerUser:
         """A new user's rows as the only user's, scaled by themselves as everyone's were."""
@@ -162,8 +163,8 @@ class _PersonalModels:
         """New rows, with these numbers in their gaps."""
         return np.where(np.isfinite(self.x[rows]), self.x[rows], means)
 
-    def _model(self, data: PerUser, number: int) -> Mixture:
-        """The personal model of one user."""
+    def _model(self, data: PerUser, number: int) -> MixtureModel:
+        """The personal model of one user, and w alone."""
         learner = linear_learner(
             data,
             number,
@@ -172,9 +173,9 @@ class _PersonalModels:
             shift=self.problem.target_shift,
         )
         if self.order is None:
-            return learner.stepped_model(self.w).mixture
+            return learner.stepped_model(self.w)
         variance = np.array(self.order.variance)
-        return learner.personal_model(self.w, variance, self.order).mixture
+        return learner.personal_model(self.w, variance, self.order)
 
     def _predictions(
         self, own: PerUser, model: Mixture, rows: Indices, means: Vector

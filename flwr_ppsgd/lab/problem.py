@@ -287,8 +287,8 @@ def _represent(data: "PerUser", problem: Problem) -> "PerUser":
     """As a linear model sees the rows."""
     from flwr_ppsgd.models.representation import (
         RANDOM_CONVOLUTION,
-        UnitLength,
         representation_of,
+        unit_rows,
     )
 
     names = problem.representation
@@ -297,7 +297,7 @@ def _represent(data: "PerUser", problem: Problem) -> "PerUser":
     if chosen:
         names = RANDOM_CONVOLUTION if images else NO_REPRESENTATION
     if images and names == NO_REPRESENTATION and problem.scale == DEVICE:
-        return data.with_representation(UnitLength(), names)
+        return data.with_representation(unit_rows, names)
     found = representation_of(
         names, problem.representation_features, problem.representation_seed, data.shape
     )

@@ -11,16 +11,9 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import DOUBLE
 from flwr_ppsgd.checks import one_of
-from flwr_ppsgd.learner import LOCAL, SHARED, Batches, Rows, all_rows, as_array
-from flwr_ppsgd.models.solve import (
-    Mixture,
-    OwnProblem,
-    PublicColumns,
-    dense,
-    personal_model,
-    solution,
-    spread,
-)
+from flwr_ppsgd.learner import Batches, Rows, all_rows, as_array
+from flwr_ppsgd.models.mixture import Mixture, personal_models
+from flwr_ppsgd.models.solve import OwnProblem, PublicColumns, dense, solution, spread
 from flwr_ppsgd.recipe import Task
 from flwr_ppsgd.wire import Order
 
@@ -110,7 +103,7 @@ class AdditiveLinear:
 
         They are equal because w and θ enter only as w + θ.
         """
-        x, y = self._minibatch(order)
+        x, y = map(as_matrix, self._batches(order.visit))
         scores = self._scores(x, w + theta)
         residual = predict(scores, self._loss) - y
         if order.reduction == "mean" and len(y):
@@ -120,7 +113,7 @@ class AdditiveLinear:
 
     def training_measures(self, w: Vector, theta: Vector, order: Order) -> dict[str, float]:
         """Mean loss on the minibatch."""
-        x, y = self._minibatch(order)
+        x, y = map(as_matrix, self._batches(order.visit))
         scores = self._scores(x, w + theta)
         return {"loss": float(mean_losses(scores, y, self._loss))}
 
@@ -152,8 +145,9 @@ class AdditiveLinear:
 
     def personal_model(self, w: Vector, variance: Vector, order: Order) -> "MixtureModel":
         """The user's mixture around w, with the rows on which it is measured."""
-        mixture = personal_model(self._problem(order.unit), w.reshape(self._shape), variance)
-        return MixtureModel(mixture, self.measure)
+        problem = self._problem(order.unit)
+        models = personal_models(problem, w.reshape(self._shape), variance)
+        return MixtureModel(models, lambda _, model: self.measure(model))
 
     def stepped_model(self, w: Vector) -> "MixtureModel":
         """The user's mixture around a w that steps have trained, as if it had no noise.
@@ -162,8 +156,8 @@ class AdditiveLinear:
         """
         problem = self._problem(1.0)
         shared = w.reshape(self._shape) / problem.unit
-        mixture = personal_model(problem, shared, np.zeros(1))
-        return MixtureModel(mixture, self.measure)
+        models = personal_models(problem, shared, np.zeros(1))
+        return MixtureModel(models, lambda _, model: self.measure(model))
 
     def measure(self, model: Mixture) -> dict[str, float]:
         """Measures of a model's predictions on the test part; nothing if there is none."""
@@ -183,10 +177,6 @@ class AdditiveLinear:
         x, y = all_rows(self._batches)
         return as_matrix(x), as_matrix(y)
 
-    def _minibatch(self, order: Order) -> tuple[Features, Matrix]:
-        x, y = self._batches(order.visit)
-        return as_matrix(x), as_matrix(y)
-
     def _scores(self, x: Features, parameters: Vector) -> Matrix:
         return dense(x @ parameters.reshape(self._shape))
 
@@ -196,39 +186,34 @@ class MixtureModel:
     """A user's mixture, and how it is measured on the user's test rows.
 
     Args:
-        mixture: the personal model.
-        measure: of a model.
-        measure_alone: of the model from own rows alone, if it sees other columns.
-        has_shared_loss: whether the scores of w alone are on the scale of the targets.
+        models: the mixture, named "", and what it is compared with: see ``personal_models``.
+        measure: the measures of the model of this name.
         beside: arrays that are saved with the mixture.
     """
 
-    mixture: Mixture
-    measure: Callable[[Mixture], dict[str, float]]
-    measure_alone: Callable[[Mixture], dict[str, float]] | None = None
-    has_shared_loss: bool = True
+    models: Mapping[str, Mixture]
+    measure: Callable[[str, Mixture], dict[str, float]]
     beside: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
-    def measures(self) -> dict[str, float]:
-        """Of the personal model, of own rows alone (``local_…``), of w alone (``shared_…``)."""
-        if not self.mixture.has_location:
-            return {}
-        found = self.measure(self.mixture)
-        if self.mixture.alone is not None:
-            measure = self.measure_alone or self.measure
-            of_alone = measure(self.mixture.alone)
-            found |= {LOCAL + name: value for name, value in of_alone.items()}
-        if self.mixture.shared_alone is not None:
-            of_shared = self.measure(self.mixture.shared_alone)
-            if not self.has_shared_loss:
-                of_shared.pop("loss", None)
-            found |= {SHARED + name: value for name, value in of_shared.items()}
-        return found
+    @property
+    def mixture(self) -> Mixture:
+        """The personal model."""
+        return self.models[""]
 
     @property
     def choices(self) -> dict[str, float]:
         """What the mixture is made of."""
         return self.mixture.choices
+
+    def measures(self) -> dict[str, float]:
+        """Of the personal model, of own rows alone (``local_…``), of w alone (``shared_…``)."""
+        found: dict[str, float] = {}
+        if not self.mixture.has_location:
+            return found
+        for prefix, model in self.models.items():
+            for name, value in self.measure(prefix, model).items():
+                found[prefix + name] = value
+        return found
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Everything that predicts."""

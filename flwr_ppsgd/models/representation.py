@@ -7,8 +7,9 @@ No user's data go into them, so they cost no privacy: everyone with the same set
 import functools
 import importlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from flwr_ppsgd.models.solve import one_blas_thread
 Shape: TypeAlias = tuple[int, ...]
 Floats: TypeAlias = NDArray[np.float64]
 Singles: TypeAlias = NDArray[np.float32]
+Representation: TypeAlias = Callable[[Floats], Floats]  # Φ: rows of numbers → rows of features
 
 NONE = "none"
 RANDOM_CONVOLUTION = "random-convolution"
@@ -36,33 +38,40 @@ ROWS_LOOKED_AT = 500
 SMOOTH = 0.7  # neighbours in an image differ by less than this share of what any two pixels do
 
 
-class Representation(Protocol):
-    """Φ: rows of numbers → rows of features. A frozen value, which is public."""
+def representation_of(
+    name: str, features: int | None = None, seed: int = 0, shape: Shape = ()
+) -> Representation | None:
+    """The representation of this name; None for "none": rows stay as they are.
 
-    def width(self, columns: int) -> int:
-        """The number of features, for rows with this number of columns."""
-        ...
+    Args:
+        name: "none", "random-convolution", "random-fourier" or "module:factory".
+        features: the number of random features; None uses the default of the representation.
+        seed: of random features. Public.
+        shape: of a row, if it is known.
+    """
+    if name == NONE:
+        return None
+    if name == RANDOM_CONVOLUTION:
+        return RandomConvolution(features or CONVOLUTION_FEATURES, seed, shape)
+    if name == RANDOM_FOURIER:
+        count = features or FOURIER_FEATURES
+        return functools.partial(fourier_features, features=count, seed=seed)
+    if ":" in name:
+        return functools.partial(backbone_features, factory=name, shape=shape)
+    raise ValueError(
+        f"representation must be {NONE}, {RANDOM_CONVOLUTION}, {RANDOM_FOURIER} or module:factory, "
+        f"got {name!r}: choose one"
+    )
 
-    def __call__(self, x: Floats) -> Floats:
-        """Φ of each row of x."""
-        ...
 
-
-@dataclass(frozen=True)
-class UnitLength:
-    """Φ(x) = x/‖x‖: pixels without the brightness of their image. A row of zeros stays."""
-
-    def width(self, columns: int) -> int:
-        """All columns."""
-        return columns
-
-    def __call__(self, x: Floats) -> Floats:
-        """Rows of norm 1."""
-        return unit_rows(np.asarray(x, dtype=np.float64))
+def width_of(representation: Representation, columns: int) -> int:
+    """The number of features of rows with this number of columns."""
+    features = representation(np.zeros((1, columns)))
+    return int(features.shape[1])
 
 
 def unit_rows(rows: Floats) -> Floats:
-    """Each row divided by its norm; a row of zeros stays."""
+    """Φ(x) = x/‖x‖: pixels without the brightness of their image. A row of zeros stays."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     norms[~(norms > 0)] = 1.0
     return np.asarray(rows / norms)
@@ -246,36 +255,22 @@ def _cell_side(length: int) -> int:
     return min(length, max(POOL, length // POOL))
 
 
-@dataclass(frozen=True)
-class RandomFourier:
-    """Random Fourier features of a table, beside its columns: √(2d/D)·cos(Ωᵀx + b).
+def fourier_features(x: Floats, features: int = FOURIER_FEATURES, seed: int = 0) -> Floats:
+    """The columns, and random waves of them beside: √(2d/D)·cos(Ωᵀx + b), rows × (d + D).
 
     Ω ~ N(0, 1/d) and b is uniform, for d columns and D features: a Gaussian kernel for columns on a
     scale of about 1. Together the features are as long as a row of such columns.
 
     Args:
+        x: rows × d.
         features: D.
         seed: of Ω and b. Public.
     """
-
-    features: int = FOURIER_FEATURES
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        rule = "the number of features must be at least 1"
-        require(self.features >= 1, rule, self.features, "raise it")
-
-    def width(self, columns: int) -> int:
-        """The columns, and the features beside them."""
-        return columns + self.features
-
-    def __call__(self, x: Floats) -> Floats:
-        """Rows × (d + D)."""
-        columns = x.shape[1]
-        directions, phases = _random_waves(self.seed, columns, self.features)
-        size = math.sqrt(2 * columns / self.features)
-        waves = size * np.cos(x @ directions + phases)
-        return np.hstack([x, waves])
+    columns = x.shape[1]
+    directions, phases = _random_waves(seed, columns, features)
+    size = math.sqrt(2 * columns / features)
+    waves = size * np.cos(x @ directions + phases)
+    return np.hstack([x, waves])
 
 
 @functools.lru_cache(maxsize=8)
@@ -287,32 +282,21 @@ def _random_waves(seed: int, columns: int, features: int) -> tuple[Floats, Float
     return directions, phases
 
 
-@dataclass(frozen=True)
-class Backbone:
-    """A frozen torch network, such as a pretrained one: its outputs are the features.
+def backbone_features(x: Floats, factory: str, shape: Shape = ()) -> Floats:
+    """The outputs of a frozen torch network, such as a pretrained one: rows × outputs.
 
     Args:
+        x: rows × columns.
         factory: "module:function" that returns an ``nn.Module``, the same for everyone.
         shape: of a row as the network takes it, images as (height, width, channels), which become
             channels × height × width; () passes rows on as they are.
     """
+    from flwr_ppsgd.models.torch_representation import frozen_outputs
 
-    factory: str
-    shape: Shape = ()
-
-    def width(self, columns: int) -> int:
-        """The number of the network's outputs."""
-        outputs = self(np.zeros((1, columns)))
-        return int(outputs.shape[1])
-
-    def __call__(self, x: Floats) -> Floats:
-        """Rows × outputs."""
-        from flwr_ppsgd.models.torch_representation import frozen_outputs
-
-        if len(self.shape) in (2, 3):
-            height, width, channels = image_shape(self.shape, x.shape[1])
-            x = x.reshape(len(x), height, width, channels).transpose(0, 3, 1, 2)
-        return frozen_outputs(_module_of(self.factory), x)
+    if len(shape) in (2, 3):
+        images = x.reshape(len(x), *image_shape(shape, x.shape[1]))
+        x = images.transpose(0, 3, 1, 2)  # n × channels × height × width
+    return frozen_outputs(_module_of(factory), x)
 
 
 @functools.lru_cache(maxsize=4)
@@ -326,31 +310,6 @@ def _module_of(factory: str) -> Any:
             "a torch module, such as mypackage.networks:backbone"
         ) from None
     return made()
-
-
-def representation_of(
-    name: str, features: int | None = None, seed: int = 0, shape: Shape = ()
-) -> Representation | None:
-    """The representation of this name; None for "none": rows stay as they are.
-
-    Args:
-        name: "none", "random-convolution", "random-fourier" or "module:factory".
-        features: the number of random features; None uses the default of the representation.
-        seed: of random features. Public.
-        shape: of a row, if it is known.
-    """
-    if name == NONE:
-        return None
-    if name == RANDOM_CONVOLUTION:
-        return RandomConvolution(features or CONVOLUTION_FEATURES, seed, shape)
-    if name == RANDOM_FOURIER:
-        return RandomFourier(features or FOURIER_FEATURES, seed)
-    if ":" in name:
-        return Backbone(name, shape)
-    raise ValueError(
-        f"representation must be {NONE}, {RANDOM_CONVOLUTION}, {RANDOM_FOURIER} or module:factory, "
-        f"got {name!r}: choose one"
-    )
 
 
 def image_shape(shape: Shape, columns: int) -> tuple[int, int, int]:

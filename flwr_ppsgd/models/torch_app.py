@@ -15,21 +15,16 @@ from torch import nn
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.app import client_app
 from flwr_ppsgd.models.additive_linear import Loss
-from flwr_ppsgd.models.torch_data import MOST_BYTES, BatchParts, Loader, LoaderBatches, Part
-from flwr_ppsgd.models.torch_model import (
+from flwr_ppsgd.models.torch_data import Loader, LoaderBatches, Part
+from flwr_ppsgd.models.torch_loss import BatchLoss, LossFunction
+from flwr_ppsgd.models.torch_model import SplitModel
+from flwr_ppsgd.models.torch_split import (
     Shapes,
-    SplitModel,
     list_patterns,
     refuse_other_shared,
     split_parameters,
 )
-from flwr_ppsgd.models.torch_training import (
-    BatchLoss,
-    LossFunction,
-    OptimizerFactory,
-    PersonalTraining,
-    SplitLearner,
-)
+from flwr_ppsgd.models.torch_training import OptimizerFactory, PersonalTraining, SplitLearner
 from flwr_ppsgd.recipe import Task
 
 Loaders: TypeAlias = Callable[[Context], tuple[Loader, Loader | None]]
@@ -51,7 +46,6 @@ def torch_client(
     personal_steps: int = 1,
     weight_decay: float = 0.0,
     task: Task | None = None,
-    most_bytes: int = MOST_BYTES,
     local_step: float | None = None,
     local_steps: int | None = None,
     mods: list[Mod] | None = None,
@@ -67,7 +61,7 @@ def torch_client(
         loaders: a module-level function that returns a node's training loader and its test loader
             or None.
         additive, loss, device: as for ``SplitModel``.
-        inputs, target, optimizer, personal_steps, weight_decay, task, most_bytes: as for
+        inputs, target, optimizer, personal_steps, weight_decay, task: as for
             ``torch_learner``.
         local_step, local_steps, mods: as for ``client_app``. Flower's clipping and local DP mods
             expect trained parameters in a reply, so they work with stock strategies only.
@@ -98,7 +92,6 @@ def torch_client(
         personal_steps=personal_steps,
         weight_decay=weight_decay,
         task=task,
-        most_bytes=most_bytes,
     )
     learner_for = _LearnerFor(network, patterns, additive, loaders, learner)
     return client_app(learner_for, local_step=local_step, local_steps=local_steps, mods=mods)
@@ -181,7 +174,6 @@ def torch_learner(
     personal_steps: int = 1,
     weight_decay: float = 0.0,
     task: Task | None = None,
-    most_bytes: int = MOST_BYTES,
     user: int = 0,
 ) -> SplitLearner:
     """A ``SplitModel`` of ``module`` with the rows of a user's loaders.
@@ -203,15 +195,13 @@ def torch_learner(
         personal_steps: the number of steps that θ takes in one visit.
         weight_decay: of θ.
         task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
-        most_bytes: the most data that is held in memory; a larger loader is read batch by batch.
         user: decides the order of minibatches.
     """
     model = SplitModel(module, personal, loss, additive=additive, device=device)
-    parts = BatchParts(inputs, target)
-    batches = LoaderBatches(train, parts, user=user, most_bytes=most_bytes)
+    batches = LoaderBatches(train, inputs, target, user=user)
     test_batches = None
     if test is not None:
-        test_batches = LoaderBatches(test, parts, most_bytes=0, name="test")
+        test_batches = LoaderBatches(test, inputs, target, most_bytes=0, name="test")
     return model.learner(
         batches,
         test_batches,

@@ -1,10 +1,10 @@
-"""Batches as loaders give them: which part is the target, how inputs reach a network, which rows
-belong to a visit."""
+"""Batches as loaders give them: the parts of a batch, and which rows belong to a visit."""
 
 import inspect
 import itertools
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -14,86 +14,87 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from flwr_ppsgd.learner import Rows, minibatch_rows
 
 Loader: TypeAlias = Iterable[Any]
-Part: TypeAlias = str | int
-Call: TypeAlias = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+Part: TypeAlias = str | int  # of a batch: a name in a mapping, or a position in a tuple
 
 # the usual names of a target in a batch that is a mapping
 TARGETS = ("label", "labels", "target", "targets", "y")
 MOST_BYTES = 2**30  # a loader that holds more is read batch by batch, never as a whole
+NO_BATCH = {
+    "train": "a loader has no batch: a user needs at least one row; give this node data, or leave "
+    "it out of the enrolled population",
+    "test": "the test loader has no batch: return (train, None) for a user without test rows",
+}
 
 
 # --- the parts of a batch
 
 
-@dataclass(frozen=True)
-class BatchParts:
-    """Which parts of a batch are the inputs of the network, and which one is the target.
-
-    A part is a name in a mapping, or a position in a tuple.
+def split_batch(
+    batch: Any, inputs: Part | Sequence[Part] | None = None, target: Part | None = None
+) -> tuple[Rows, Rows]:
+    """(inputs, target) of one batch as tensors; ValueError if one holds NaN or infinity.
 
     Args:
+        batch: a mapping or a tuple.
         inputs: one part or several; None: everything but the target.
         target: None: the part with a usual name, or the second of two.
     """
-
-    inputs: Part | Sequence[Part] | None = None
-    target: Part | None = None
-
-    def of(self, batch: Any) -> tuple[Rows, Rows]:
-        """(inputs, target) of one batch as tensors; ValueError if one holds NaN or infinity."""
-        if hasattr(batch, "_asdict"):
-            batch = batch._asdict()
-        if isinstance(batch, Mapping):
-            parts = dict(batch)
-        elif isinstance(batch, list | tuple):
-            parts = dict(enumerate(batch))
-        else:
-            raise ValueError(
-                f"a batch is a {type(batch).__name__}, not (x, y) or a mapping: let the loader "
-                "return one of those"
-            )
-        target = self._find_target(batch)
-        inputs = self._find_inputs(list(parts), target)
-        missing = [part for part in (*inputs, target) if part not in parts]
-        if missing or not inputs:
-            raise ValueError(
-                f"a batch has the parts {list(parts)}, and {missing} were asked for: name parts "
-                "that it has with inputs and target"
-            )
-        x: Any = {str(part): parts[part] for part in inputs}
-        if not isinstance(batch, Mapping):
-            x = tuple(x.values())
-            if len(x) == 1:
-                (x,) = x
-            if isinstance(x, list) and any(isinstance(part, Tensor) for part in x):
-                x = tuple(x)  # torch's loaders turn tuples into lists
-        return map_parts(x, _finite_tensor), _finite_tensor(parts[target], "target")
-
-    def _find_target(self, batch: Any) -> Part:
-        if self.target is not None:
-            return self.target
-        if isinstance(batch, Mapping):
-            known = [name for name in batch if name in TARGETS]
-            if len(known) == 1:
-                return known[0]  # type: ignore[no-any-return]
-            raise ValueError(
-                f"which of a batch's parts {list(batch)} is the target is not known (usual names "
-                f'are {", ".join(TARGETS)}): add target="…", the name of one of them'
-            )
-        size = len(batch)
-        if size == 2:
-            return 1
+    if hasattr(batch, "_asdict"):
+        batch = batch._asdict()
+    if isinstance(batch, Mapping):
+        parts = dict(batch)
+    elif isinstance(batch, list | tuple):
+        parts = dict(enumerate(batch))
+    else:
         raise ValueError(
-            f"a batch has {size} parts where (x, y) has 2: say which are which, such as "
-            f"inputs={list(range(size - 1))}, target={size - 1}"
+            f"a batch is a {type(batch).__name__}, not (x, y) or a mapping: let the loader "
+            "return one of those"
         )
+    if target is None:
+        target = _usual_target(batch)
+    if inputs is None:
+        inputs = [part for part in parts if part != target]
+    elif isinstance(inputs, str | int):
+        inputs = [inputs]
+    missing = [part for part in (*inputs, target) if part not in parts]
+    if missing or not inputs:
+        raise ValueError(
+            f"a batch has the parts {list(parts)}, and {missing} were asked for: name parts "
+            "that it has with inputs and target"
+        )
+    x: Any = {str(part): parts[part] for part in inputs}
+    if not isinstance(batch, Mapping):
+        x = _unnamed(list(x.values()))
+    return map_parts(x, _finite_tensor), _finite_tensor(parts[target], "target")
 
-    def _find_inputs(self, parts: list[Part], target: Part) -> list[Part]:
-        if self.inputs is None:
-            return [part for part in parts if part != target]
-        if isinstance(self.inputs, str | int):
-            return [self.inputs]
-        return list(self.inputs)
+
+def _usual_target(batch: Any) -> Part:
+    """The part with a usual name, or the second of two."""
+    if isinstance(batch, Mapping):
+        known: list[Part] = [name for name in batch if name in TARGETS]
+        if len(known) == 1:
+            return known[0]
+        raise ValueError(
+            f"which of a batch's parts {list(batch)} is the target is not known (usual names "
+            f'are {", ".join(TARGETS)}): add target="…", the name of one of them'
+        )
+    size = len(batch)
+    if size == 2:
+        return 1
+    raise ValueError(
+        f"a batch has {size} parts where (x, y) has 2: say which are which, such as "
+        f"inputs={list(range(size - 1))}, target={size - 1}"
+    )
+
+
+def _unnamed(inputs: list[Any]) -> Any:
+    """One input as it is, several as a tuple."""
+    if len(inputs) > 1:
+        return tuple(inputs)
+    (x,) = inputs
+    if isinstance(x, list) and any(isinstance(part, Tensor) for part in x):
+        return tuple(x)  # torch's loaders turn tuples into lists
+    return x
 
 
 def parts_of(x: Rows) -> dict[Part, Rows]:
@@ -115,7 +116,7 @@ def map_parts(x: Rows, change: Callable[[Rows, Part], Tensor]) -> Rows:
     return changed["x"]
 
 
-def _as_tensor(values: Rows, part: Part) -> Tensor:
+def as_tensor(values: Rows, part: Part) -> Tensor:
     """ValueError with the name of the part if it cannot be a tensor."""
     if isinstance(values, Tensor):
         return values
@@ -129,7 +130,7 @@ def _as_tensor(values: Rows, part: Part) -> Tensor:
 
 def _finite_tensor(values: Rows, part: Part) -> Tensor:
     """ValueError if a float in it is NaN or infinite."""
-    tensor = _as_tensor(values, part)
+    tensor = as_tensor(values, part)
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         raise ValueError(
             f"part {part!r} of a batch holds NaN or infinity: clean this user's data "
@@ -141,50 +142,28 @@ def _finite_tensor(values: Rows, part: Part) -> Tensor:
 # --- a network's inputs and outputs
 
 
-class NetworkInputs:
-    """How tensors reach a network: on its device, floats in its precision, whole numbers as they
-    are; parts of a mapping by keyword, those of a tuple by position.
-
-    Args:
-        module: the network.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        first = next(module.parameters())
-        self.device = first.device
-        self._dtype = first.dtype
-        self._network = type(module).__name__
-        parameters = inspect.signature(module.forward).parameters.values()
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self._takes = [each.name for each in parameters if each.kind in by_name]
-        self._takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-
-    def call(self, x: Rows) -> Call:
-        """(positional, keyword) arguments of the network."""
-        tensors = map_parts(x, self.tensor)
-        if isinstance(x, tuple):
-            return tensors, {}
-        if not isinstance(x, Mapping):
-            return (tensors,), {}
-        unknown = [name for name in tensors if name not in self._takes]
-        if len(tensors) == 1 and unknown:  # one input needs no name
-            return tuple(tensors.values()), {}
-        if unknown and not self._takes_any:
-            raise ValueError(
-                f"a batch has the inputs {list(tensors)} and {self._network}.forward takes "
-                f"{self._takes}: name those that it takes with inputs=[…]"
-            )
-        return (), tensors
-
-    def tensor(self, values: Rows, part: Part = "y") -> Tensor:
-        """One part as a tensor; floats in the network's precision."""
-        tensor = _as_tensor(values, part)
-        if tensor.is_floating_point():
-            return tensor.to(self.device, self._dtype)
-        return tensor.to(self.device)
+def call_arguments(network: nn.Module, x: Rows) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """(positional, keyword): parts of a mapping go by keyword, those of a tuple by position."""
+    if isinstance(x, tuple):
+        return x, {}
+    if not isinstance(x, Mapping):
+        return (x,), {}
+    parameters = inspect.signature(network.forward).parameters.values()
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    takes = [each.name for each in parameters if each.kind in by_name]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    unknown = [name for name in x if name not in takes]
+    if len(x) == 1 and unknown:  # one input needs no name
+        return tuple(x.values()), {}
+    if unknown and not takes_any:
+        raise ValueError(
+            f"a batch has the inputs {list(x)} and {type(network).__name__}.forward takes "
+            f"{takes}: name those that it takes with inputs=[…]"
+        )
+    return (), dict(x)
 
 
-def scores_of(output: Any, network: str) -> Tensor:
+def scores_of(output: Any, network: nn.Module) -> Tensor:
     """The predictions in what a network returns: a tensor, or something with ``logits``."""
     if isinstance(output, Tensor):
         return output
@@ -194,8 +173,8 @@ def scores_of(output: Any, network: str) -> Tensor:
     if isinstance(scores, Tensor):
         return scores
     raise ValueError(
-        f"{network} returned a {type(output).__name__} without logits: return a tensor of "
-        "predictions, or something that has them as logits"
+        f"{type(network).__name__} returned a {type(output).__name__} without logits: return a "
+        "tensor of predictions, or something that has them as logits"
     )
 
 
@@ -212,16 +191,17 @@ class LoaderBatches:
 
     Args:
         loader: the batches.
-        parts: which parts of a batch are what.
+        inputs, target: as for ``split_batch``.
         user: decides the order of rows.
         most_bytes: the most that is held in memory.
-        name: of the loader, for errors.
+        name: of the loader, for errors: "train" or "test".
     """
 
     def __init__(
         self,
         loader: Loader,
-        parts: BatchParts,
+        inputs: Part | Sequence[Part] | None = None,
+        target: Part | None = None,
         *,
         user: int = 0,
         most_bytes: int = MOST_BYTES,
@@ -233,124 +213,108 @@ class LoaderBatches:
                 "return a DataLoader, or a list of batches"
             )
         self._loader = loader
-        self._parts = parts
+        self._inputs = inputs
+        self._target = target
         self._user = user
         self._most_bytes = most_bytes
-        self._held: tuple[Rows, Rows] | None = None
-        self._numbered = _has_numbered_rows(loader)
-        if self._numbered:
-            self.num_examples = len(loader.dataset)  # type: ignore[attr-defined]
+        self._held: tuple[Rows, Rows] | None = None  # all rows, if they are in memory
+        self._dataset = _numbered_rows(loader)
+        if self._dataset is not None:
+            self.num_examples = len(self._dataset)
+            self._size = int(getattr(loader, "batch_size", 1))
+            self._num_batches = math.ceil(self.num_examples / self._size)
             if not self.num_examples:
-                raise _empty_error(name)
-            self._size = int(loader.batch_size)  # type: ignore[attr-defined]
+                raise ValueError(NO_BATCH[name])
             return
-        first = next(self.epoch(), None)
+        first = next(iter(self), None)
         if first is None:
-            raise _empty_error(name)
+            raise ValueError(NO_BATCH[name])
         _, y = first
-        rows = len(y)
-        self._size = getattr(loader, "batch_size", None) or rows
-        self._batches = _length(loader)
-        self.num_examples = rows * (self._batches or 1)
-        if self._batches and self._batches * _count_bytes(first) <= most_bytes:
+        self._size = getattr(loader, "batch_size", None) or len(y)
+        self._num_batches = operator.length_hint(loader)  # 0 if it is not known
+        self.num_examples = len(y) * max(1, self._num_batches)
+        if self._num_batches and self._fits(first):
             self._read_all()
 
     def __call__(self, visit: int) -> tuple[Rows, Rows]:
         """(inputs, target) of a visit, counted from 1."""
-        if self._numbered or self._held:
+        if self._dataset is not None or self._held is not None:
             rows = minibatch_rows(0, self._user, visit, self.num_examples, self._size)
-            return self._at(rows.tolist())
+            return self._rows_at(rows.tolist())
         skipped = visit - 1
-        if self._batches:
-            skipped %= self._batches
+        if self._num_batches:
+            skipped %= self._num_batches
         endless = itertools.chain.from_iterable(itertools.repeat(self._loader))
-        return self._parts.of(next(itertools.islice(endless, skipped, None)))
+        return self._split(next(itertools.islice(endless, skipped, None)))
 
-    def epoch(self) -> Iterator[tuple[Rows, Rows]]:
+    def __iter__(self) -> Iterator[tuple[Rows, Rows]]:
         """All rows, in their order if they are numbered, one batch after the other."""
         if self._held is not None:
             yield self._held
-        elif self._numbered:
+        elif self._dataset is not None:
             for start in range(0, self.num_examples, self._size):
                 end = min(start + self._size, self.num_examples)
-                yield self._at(list(range(start, end)))
+                yield self._rows_at(list(range(start, end)))
         else:
             for batch in self._loader:
-                yield self._parts.of(batch)
+                yield self._split(batch)
 
     def keep_in_memory(self) -> None:
         """Read numbered rows once, if they fit in memory: for several epochs in one visit."""
-        if not self._numbered or self._held is not None:
+        if self._dataset is None or self._held is not None:
             return
-        first = next(self.epoch())
-        batches = -(-self.num_examples // self._size)
-        if batches * _count_bytes(first) <= self._most_bytes:
+        if self._fits(next(iter(self))):
             self._read_all()
 
-    def _read_all(self) -> None:
-        """Batches whose rows differ in shape, such as padded texts, stay as the loader has them."""
-        batches = list(self.epoch())
-        shapes = {tuple(each.shape[1:] for each in _tensors(rows)) for rows in batches}
-        self.num_examples = sum(len(y) for _, y in batches)
-        if len(shapes) == 1:
-            self._held = join_batches(batches)
+    def _split(self, batch: Any) -> tuple[Rows, Rows]:
+        return split_batch(batch, self._inputs, self._target)
 
-    def _at(self, rows: list[int]) -> tuple[Rows, Rows]:
+    def _rows_at(self, rows: list[int]) -> tuple[Rows, Rows]:
+        """The rows of these numbers."""
         if self._held is not None:
             x, y = self._held
             chosen = torch.tensor(rows)
             return map_parts(x, lambda tensor, _: tensor[chosen]), y[chosen]
+        fetch_several = getattr(self._dataset, "__getitems__", None)
+        samples = fetch_several(rows) if fetch_several else [self._dataset[row] for row in rows]
         loader: Any = self._loader
-        several = getattr(loader.dataset, "__getitems__", None)
-        samples = several(rows) if several else [loader.dataset[row] for row in rows]
-        return self._parts.of(loader.collate_fn(samples))
+        return self._split(loader.collate_fn(samples))
+
+    def _fits(self, first: tuple[Rows, Rows]) -> bool:
+        """Whether all batches fit in memory, if all are like the first."""
+        x, y = first
+        tensors = [*parts_of(x).values(), y]
+        bytes_of_one = sum(int(tensor.nbytes) for tensor in tensors)
+        return self._num_batches * bytes_of_one <= self._most_bytes
+
+    def _read_all(self) -> None:
+        """Batches whose rows differ in shape, such as padded texts, stay as the loader has them."""
+        batches = list(self)
+        self.num_examples = sum(len(y) for _, y in batches)
+        shapes = set()
+        for x, y in batches:
+            tensors = [*parts_of(x).values(), y]
+            shapes.add(tuple(tensor.shape[1:] for tensor in tensors))
+        if len(shapes) == 1:
+            self._held = _join(batches)
 
 
-def join_batches(batches: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
+def _join(batches: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
     """All batches in one."""
     xs = [parts_of(x) for x, _ in batches]
-
-    def join(_: Rows, part: Part) -> Tensor:
-        return torch.cat([x[part] for x in xs])
-
     first, _ = batches[0]
-    y = torch.cat([y for _, y in batches])
-    return map_parts(first, join), y
+    x = map_parts(first, lambda _, part: torch.cat([each[part] for each in xs]))
+    return x, torch.cat([y for _, y in batches])
 
 
-def _has_numbered_rows(loader: Any) -> bool:
-    """Whether a loader draws all rows of a dataset by their numbers, so that any row can be had."""
+def _numbered_rows(loader: Any) -> Any:
+    """The dataset of a loader that draws all its rows by their numbers; else None."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
-        return False
-    sampler: Any = loader.sampler
-    plain = isinstance(sampler, RandomSampler | SequentialSampler)
-    return plain and sampler.data_source is loader.dataset and hasattr(loader.dataset, "__len__")
-
-
-def _length(loader: Loader) -> int | None:
-    """The number of batches, if the loader knows it."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
         return None
-
-
-def _tensors(rows: tuple[Rows, Rows]) -> list[Tensor]:
-    """All tensors of a batch."""
-    x, y = rows
-    return [*parts_of(x).values(), y]
-
-
-def _count_bytes(rows: tuple[Rows, Rows]) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(rows))
-
-
-def _empty_error(name: str) -> ValueError:
-    if name == "test":
-        return ValueError(
-            "the test loader has no batch: return (train, None) for a user without test rows"
-        )
-    return ValueError(
-        "a loader has no batch: a user needs at least one row; give this node data, or leave it "
-        "out of the enrolled population"
-    )
+    sampler: Any = loader.sampler
+    dataset: Any = loader.dataset
+    if not isinstance(sampler, RandomSampler | SequentialSampler) or not hasattr(
+        dataset, "__len__"
+    ):
+        return None
+    return dataset if sampler.data_source is dataset else None

@@ -1,11 +1,8 @@
 """Networks whose parameters are split into shared ones, w, and personal ones, θ."""
 
 import copy
-import difflib
-import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,18 +10,29 @@ import torch
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from flwr_ppsgd.algorithm import Reduction, Vector
 from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.additive_linear import Loss
-from flwr_ppsgd.models.solve import PublicColumns
-from flwr_ppsgd.models.torch_data import LoaderBatches, NetworkInputs, scores_of
+from flwr_ppsgd.models.torch_data import (
+    LoaderBatches,
+    Part,
+    as_tensor,
+    call_arguments,
+    map_parts,
+    scores_of,
+)
+from flwr_ppsgd.models.torch_head import LinearHead
+from flwr_ppsgd.models.torch_loss import HALF, BatchLoss, LossFunction
+from flwr_ppsgd.models.torch_split import (
+    Shapes,
+    list_patterns,
+    refuse_other_shared,
+    refuse_without_values,
+    split_parameters,
+)
 from flwr_ppsgd.models.torch_training import (
-    HALF,
-    BatchLoss,
-    LossFunction,
     OptimizerFactory,
     PersonalTraining,
     SplitLearner,
@@ -33,10 +41,7 @@ from flwr_ppsgd.models.torch_training import (
 )
 from flwr_ppsgd.recipe import Matrix, Task
 
-Shapes: TypeAlias = Mapping[str, Sequence[int]]
 Tensors: TypeAlias = Mapping[str, Tensor]
-
-MOST_SUGGESTED = 3
 
 
 class SplitModel:
@@ -71,7 +76,6 @@ class SplitModel:
         device: str | torch.device | None = None,
     ) -> None:
         self._shared, self._personal = split_parameters(module, personal, additive)
-        self._additive = additive
         self._patterns = list_patterns(personal)
         refuse_without_values(module)
         if device == "auto":
@@ -79,11 +83,14 @@ class SplitModel:
         own = copy.deepcopy(module).to(device)
         self._module = own  # its values never change: w and θ are passed to each call
         self._parameters = dict(own.named_parameters())
-        names = [*self._shared, *self._personal]
-        precisions = {self._parameters[name].dtype for name in names}
+        first = next(own.parameters())
+        self._device = first.device
+        self._input_dtype = first.dtype
+        precisions = {self._parameters[name].dtype for name in (*self._shared, *self._personal)}
         self._dtype = torch.float64 if torch.float64 in precisions else torch.float32
-        self._inputs = NetworkInputs(own)
-        self._objective = BatchLoss(loss, self._inputs.device)
+        self.additive = additive
+        self.takes_float32 = self._dtype == torch.float32  # as vectors, without loss
+        self.objective = BatchLoss(loss, self._device)
 
     # --- w and θ
 
@@ -107,22 +114,12 @@ class SplitModel:
     def initial_theta(self) -> Vector:
         """θ as the module has it; zero if it is added to w."""
         theta = flat_vector(self._parameters[name] for name in self._personal)
-        return 0.0 * theta if self._additive else theta
-
-    @property
-    def additive(self) -> bool:
-        """Whether θ is added to a part of w, so that θ = 0 is a model."""
-        return self._additive
-
-    @property
-    def takes_float32(self) -> bool:
-        """Whether float32 vectors hold all that the network can tell apart."""
-        return self._dtype == torch.float32
+        return 0.0 * theta if self.additive else theta
 
     def check_shared(self, shapes: Shapes) -> None:
         """ValueError unless these are the names and shapes of this model's shared parameters."""
         here = {name: self._parameters[name].shape for name in self._shared}
-        refuse_other_shared(shapes, here, self._patterns, self._additive)
+        refuse_other_shared(shapes, here, self._patterns, self.additive)
 
     def shared_tensors(self, w: Vector) -> dict[str, Tensor]:
         """The shared parameters by name."""
@@ -131,10 +128,6 @@ class SplitModel:
     def personal_tensors(self, thetas: Vector | Matrix) -> dict[str, Tensor]:
         """The personal parameters by name, of one user or with one row per user."""
         return self._split(thetas, self._personal, "θ")
-
-    def tensor(self, values: Rows) -> Tensor:
-        """Inputs or targets on the network's device, floats in its precision."""
-        return self._inputs.tensor(values)
 
     def module_with(
         self, w: ArrayRecord | Sequence[NDArray[Any]] | Vector, theta: Vector | None = None
@@ -160,16 +153,24 @@ class SplitModel:
 
     # --- predictions, losses, gradients
 
+    def tensor(self, values: Rows, part: Part = "y") -> Tensor:
+        """Inputs or targets on the network's device, floats in its precision."""
+        tensor = as_tensor(values, part)
+        if tensor.is_floating_point():
+            return tensor.to(self._device, self._input_dtype)
+        return tensor.to(self._device)
+
     def predict(
         self, shared: Tensors, personal: Tensors, x: Rows, *, training: bool = False
     ) -> Tensor:
         """The network's predictions with these parameters; ``torch.func`` may be around it."""
-        if self._module.training != training:
-            self._module.train(training)
+        network = self._module
+        if network.training != training:
+            network.train(training)
+        positional, named = call_arguments(network, map_parts(x, self.tensor))
         parameters = self._combine(shared, personal)
-        positional, named = self._inputs.call(x)
-        output = torch.func.functional_call(self._module, parameters, positional, named)
-        return scores_of(output, type(self._module).__name__)
+        output = torch.func.functional_call(network, parameters, positional, named)
+        return scores_of(output, network)
 
     def loss(
         self, shared: Tensors, personal: Tensors, rows: tuple[Rows, Rows], reduction: Reduction
@@ -177,7 +178,7 @@ class SplitModel:
         """The loss over ``rows`` with these parameters, likewise."""
         x, y = rows
         prediction = self.predict(shared, personal, x, training=True)
-        return self._objective.total(prediction, self.tensor(y), reduction)
+        return self.objective.total(prediction, self.tensor(y), reduction)
 
     def gradients(
         self, w: Vector, theta: Vector, rows: tuple[Rows, Rows], reduction: Reduction
@@ -191,7 +192,8 @@ class SplitModel:
         loss = self.loss(shared, personal, rows, reduction)
         found = torch.autograd.grad(loss, parameters, materialize_grads=True)
         g_w = flat_vector(found[: len(shared)], single=self.takes_float32)  # w may be large
-        return g_w, flat_vector(found[len(shared) :])
+        g_theta = flat_vector(found[len(shared) :])
+        return g_w, g_theta
 
     def evaluate(self, w: Vector, theta: Vector, rows: tuple[Rows, Rows]) -> dict[str, float]:
         """Mean loss, and accuracy for classes and for yes or no."""
@@ -208,23 +210,19 @@ class SplitModel:
         for x, y in batches:
             with torch.no_grad():
                 prediction = self.predict(shared, personal, x)
+                measures = self.measures(prediction, self.tensor(y))
             samples += len(y)
-            for name, value in self.measures(prediction, self.tensor(y)).items():
+            for name, value in measures.items():
                 sums[name] = sums.get(name, 0.0) + len(y) * value
         return {name: total / samples for name, total in sums.items()}
 
     def measures(self, prediction: Tensor, y: Tensor) -> dict[str, float]:
         """Mean loss of these predictions, and accuracy for classes and for yes or no."""
-        with torch.no_grad():
-            measures = {"loss": float(self._objective.total(prediction, y, "mean"))}
-            accuracy = self._objective.accuracy(prediction, y)
+        measures = {"loss": float(self.objective.total(prediction, y, "mean"))}
+        accuracy = self.objective.accuracy(prediction, y)
         if accuracy is not None:
             measures["accuracy"] = accuracy
         return measures
-
-    def task(self, y: Rows) -> Task:
-        """What the loss is for, with targets like these."""
-        return self._objective.task(self.tensor(y))
 
     def learner(
         self,
@@ -247,7 +245,7 @@ class SplitModel:
             task: for ``PPSGD.auto``: "classification" or "regression"; by the loss unless given.
         """
         training = PersonalTraining(optimizer, personal_steps, weight_decay)
-        kind = SplitLearner if training.is_plain else TrainedSplitLearner
+        kind = SplitLearner if training == PersonalTraining() else TrainedSplitLearner
         return kind(self, batches, test, training, task=task)
 
     # --- the last layer
@@ -258,15 +256,16 @@ class SplitModel:
         return LinearHead.of(self._module, self._shared) is not None
 
     @functools.cached_property
-    def head(self) -> "LinearHead | None":
+    def head(self) -> LinearHead | None:
         """The linear layer that is all of w, or all of θ; None if neither is one."""
-        return LinearHead.of(self._module, self._shared if self.is_head else self._personal)
+        names = self._shared if self.is_head else self._personal
+        return LinearHead.of(self._module, names)
 
     def shared_head(self, w: Vector) -> Vector:
         """The values of ``head`` in w; zeros if it is not shared."""
         if self.is_head:
             return w
-        if not self._additive:
+        if not self.additive:
             return 0.0 * self.initial_theta()
         parts = self.shared_tensors(w)
         return flat_vector(parts[name] for name in self._personal)
@@ -290,19 +289,18 @@ class SplitModel:
 
     def head_features(self, w: Vector | None, x: Rows) -> Matrix | None:
         """The same; None if there is no such layer."""
-        head = self.head
-        if head is None:
+        if self.head is None:
             return None
         shared = self.shared_tensors(self.initial_w() if w is None else w)
         personal = self.personal_tensors(self.initial_theta())
-        return head.features(self._module, lambda: self.predict(shared, personal, x))
+        return self.head.features(self._module, lambda: self.predict(shared, personal, x))
 
     # --- inside
 
     def _combine(self, shared: Tensors, personal: Tensors) -> dict[str, Tensor]:
         """The module's parameters from both blocks, each in its own precision."""
         values = {**shared, **personal}
-        if self._additive:
+        if self.additive:
             for name, offset in personal.items():
                 values[name] = shared[name] + offset
         return {name: value.to(self._parameters[name].dtype) for name, value in values.items()}
@@ -318,7 +316,7 @@ class SplitModel:
                 f"the vector of this model; personal={self._patterns} and the network must be the "
                 "same on server and client"
             )
-        tensor = torch.tensor(vectors, dtype=self._dtype, device=self._inputs.device)
+        tensor = torch.tensor(vectors, dtype=self._dtype, device=self._device)
         parts = torch.split(tensor, sizes, dim=-1)
         tensors = {}
         for name, part in zip(names, parts, strict=True):
@@ -327,14 +325,14 @@ class SplitModel:
         return tensors
 
     def _flat_shared(self, w: ArrayRecord | Sequence[NDArray[Any]] | Vector) -> Vector:
-        if isinstance(w, list | tuple):
-            w = ArrayRecord(list(w))
-        if not isinstance(w, ArrayRecord):
-            return w  # type: ignore[return-value]
-        self.check_shared(Layout.of(w).shape_of)
-        if set(w) == set(self._shared):
-            w = ArrayRecord({name: w[name] for name in self._shared})
-        return Layout.of(w).flatten(w)
+        """w as one vector, in the module's order."""
+        if isinstance(w, np.ndarray):
+            return w
+        record = w if isinstance(w, ArrayRecord) else ArrayRecord(list(w))
+        self.check_shared(Layout.of(record).shape_of)
+        if set(record) == set(self._shared):
+            record = ArrayRecord({name: record[name] for name in self._shared})
+        return Layout.of(record).flatten(record)
 
 
 class AdditiveHead(SplitModel):
@@ -390,217 +388,6 @@ class HeadedNetwork(nn.Module):
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         output = self.network(*inputs, **named)
-        features = scores_of(output, type(self.network).__name__)
+        features = scores_of(output, self.network)
         scores: Tensor = self.head(features.flatten(1))
         return scores
-
-
-# --- which parameters are shared and which are personal
-
-
-def list_patterns(personal: str | Sequence[str]) -> list[str]:
-    """Patterns as a list, a single one too."""
-    return [personal] if isinstance(personal, str) else list(personal)
-
-
-def split_parameters(
-    module: nn.Module, personal: str | Sequence[str], additive: bool = False
-) -> tuple[list[str], list[str]]:
-    """The names of the (shared, personal) parameters; with ``additive`` all are shared.
-
-    ValueError if a pattern matches nothing, if one of the blocks is empty, or if the module cannot
-    be split.
-    """
-    _refuse_running_statistics(module)
-    patterns = list_patterns(personal)
-    parameters = dict(module.named_parameters())
-    tied = dict(module.named_parameters(remove_duplicate=False))  # by all of their names
-    for pattern in patterns:
-        if not fnmatch.filter(tied, pattern):
-            near = difflib.get_close_matches(pattern, parameters, n=MOST_SUGGESTED, cutoff=0.0)
-            raise ValueError(
-                f"personal={patterns}: {pattern!r} matches no parameter of "
-                f"{type(module).__name__}; the nearest are {near}: use one of those names, or a "
-                "pattern such as 'head.*'"
-            )
-    _refuse_tied_across(tied, patterns)
-    moving = [name for name, value in parameters.items() if value.requires_grad]
-    own = [name for name in moving if _matches(name, patterns)]
-    shared = [name for name in moving if additive or name not in own]
-    for block, found in (("personal", own), ("shared", shared)):
-        if not found:
-            raise ValueError(
-                f"personal={patterns} leaves no {block} parameter among {sorted(moving)}: name "
-                "some of them, not none and not all"
-            )
-    return shared, own
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _refuse_tied_across(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> None:
-    """ValueError if one tensor is personal by one of its names and shared by another."""
-    names: dict[int, list[str]] = {}
-    for name, value in parameters.items():
-        names.setdefault(id(value), []).append(name)
-    for tied in names.values():
-        own = [name for name in tied if _matches(name, patterns)]
-        others = [name for name in tied if name not in own]
-        if own and others:
-            raise ValueError(
-                f"personal={list(patterns)}: {own[0]!r} and {others[0]!r} are one tensor (tied), "
-                "and would be personal and shared at once: match both or none, or untie them"
-            )
-
-
-def _refuse_running_statistics(module: nn.Module) -> None:
-    """ValueError if a normalisation keeps statistics of the data it has seen."""
-    for name, part in module.named_modules():
-        if getattr(part, "track_running_stats", False):
-            raise ValueError(
-                f"{type(part).__name__} {name!r} tracks running statistics, which are neither "
-                "shared nor personal parameters: use GroupNorm or LayerNorm, or "
-                "track_running_stats=False"
-            )
-
-
-def refuse_without_values(module: nn.Module) -> None:
-    """ValueError if a parameter has no values."""
-    for name, value in module.named_parameters():
-        if isinstance(value, UninitializedParameter) or value.is_meta:
-            raise ValueError(
-                f"parameter {name!r} has no values yet: load the network's weights, or call it "
-                "once on a batch if it has lazy layers, before it is split"
-            )
-
-
-def refuse_other_shared(
-    there: Shapes, here: Shapes, patterns: Sequence[str], additive: bool
-) -> None:
-    """ValueError unless a server's w has the shared parameters of this client, in their shapes.
-
-    Numbers for names say nothing: legacy servers send them, and so do those that send w as one
-    vector.
-
-    Args:
-        there: the shapes of the server's arrays, by name.
-        here: those of this client's shared parameters.
-        patterns: of this client's personal parameters, for the error.
-        additive: likewise.
-    """
-    if all(name.isdigit() for name in there):
-        return
-    missing = sorted(set(here) - set(there))
-    unknown = sorted(set(there) - set(here))
-    if missing or unknown:
-        raise ValueError(
-            f"the server's w has {unknown or 'nothing'} that is not shared here, and lacks "
-            f"{missing or 'nothing'} that is: personal={list(patterns)}, additive={additive} on "
-            "this client must be those of shared_arrays(module, personal, additive=…) on the "
-            "server; buffers, frozen parameters and further names of tied ones are no part of w"
-        )
-    for name, shape in there.items():
-        if tuple(shape) != tuple(here[name]):
-            raise ValueError(
-                f"{name!r} has shape {tuple(shape)} in the server's w and {tuple(here[name])} in "
-                "this client's network: make the network with the same sizes on both sides"
-            )
-
-
-# --- the linear layer at the end
-
-
-@dataclass(frozen=True)
-class LinearHead:
-    """The ``nn.Linear`` at the end of a network.
-
-    Args:
-        layer: its name.
-        shape: features × outputs, without a bias.
-        bias: whether there is one; it is then the last row of the matrix.
-    """
-
-    layer: str
-    shape: tuple[int, int]
-    bias: bool
-
-    @classmethod
-    def of(cls, module: nn.Module, names: list[str]) -> "LinearHead | None":
-        """The layer that has exactly these parameters; None if there is none.
-
-        Args:
-            module: the network.
-            names: of the parameters, in their order.
-        """
-        layer, _, name = names[0].rpartition(".")
-        found = module.get_submodule(layer)
-        if name != "weight" or type(found) is not nn.Linear:
-            return None
-        own = [each for each, _ in found.named_parameters(prefix=layer)]
-        if own != names:
-            return None
-        return cls(layer, (found.in_features, found.out_features), found.bias is not None)
-
-    def matrix(self, vector: Vector) -> Matrix:
-        """The layer's parameters as columns × outputs; a bias is the weight of a column of ones."""
-        features, outputs = self.shape
-        vector = np.asarray(vector, dtype=np.float64)
-        weights = vector[: features * outputs].reshape(outputs, features)
-        bias = vector[features * outputs :].reshape(-1, outputs)
-        return np.vstack([weights.T, bias])
-
-    def vector(self, matrix: Matrix) -> Vector:
-        """The other way round."""
-        features, _ = self.shape
-        weights = matrix[:features].T.reshape(-1)
-        bias = matrix[features:].reshape(-1)
-        return np.concatenate([weights, bias])
-
-    def columns(self, task: Task) -> PublicColumns:
-        """What is public about the features: they are used as they are."""
-        features, outputs = self.shape
-        none = np.zeros(features, dtype=np.bool_)
-        return PublicColumns(task, numbers=none, sparse=none, outputs=outputs, ones=self.bias)
-
-    def features(self, module: nn.Module, predict: Callable[[], Tensor]) -> Matrix | None:
-        """What the layer sees, one row per sample.
-
-        None if what the network returns is more than the layer's output, or its sigmoid or
-        softmax, or if the layer is called more than once.
-
-        Args:
-            module: the network.
-            predict: calls it.
-        """
-        calls: list[tuple[Tensor, Tensor]] = []
-
-        def note(_: nn.Module, given: tuple[Any, ...], made: Any) -> None:
-            calls.append((given[0], made))
-
-        handle = module.get_submodule(self.layer).register_forward_hook(note)
-        try:
-            with torch.no_grad():
-                scores = predict()
-        finally:
-            handle.remove()
-        if len(calls) != 1:
-            return None
-        seen, made = calls[0]
-        if seen.ndim != 2 or not _is_link_of(made, scores):
-            return None
-        features: Matrix = seen.double().cpu().numpy()
-        return features
-
-
-def _is_link_of(made: Tensor, scores: Tensor) -> bool:
-    """Whether the scores are these numbers, or the chances that they stand for."""
-    if made.numel() != scores.numel():
-        return False
-    links = [made, torch.sigmoid(made), made.softmax(dim=1), made.log_softmax(dim=1)]
-    for link in links:
-        shaped = link.reshape(scores.shape)
-        if torch.allclose(shaped, scores, rtol=0.0, atol=0.0, equal_nan=True):
-            return True
-    return False

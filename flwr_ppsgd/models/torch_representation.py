@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flwr_ppsgd.models.representation import RandomConvolution
 from flwr_ppsgd.models.torch_data import scores_of
-from flwr_ppsgd.models.torch_model import refuse_without_values
+from flwr_ppsgd.models.torch_split import refuse_without_values
 
 ROWS_AT_ONCE = 256
 MOST_REMEMBERED = 2**28  # bytes of features of images, in one process
@@ -36,7 +36,7 @@ def frozen_outputs(module: nn.Module, x: NDArray[np.float64]) -> NDArray[np.floa
     parts = []
     with torch.no_grad():
         for part in torch.split(rows, ROWS_AT_ONCE):
-            scores = scores_of(module(part), type(module).__name__)
+            scores = scores_of(module(part), module)
             parts.append(scores.flatten(1).double().cpu())
     outputs: NDArray[np.float64] = torch.cat(parts).numpy()
     return outputs

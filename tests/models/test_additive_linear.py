@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
-from flwr_ppsgd.learner import Minibatches
+from flwr_ppsgd.learner import SHARED, Minibatches
 from flwr_ppsgd.models.additive_linear import AdditiveLinear, Loss, Matrix, columns_of
 from flwr_ppsgd.models.solve import OwnProblem, solution
 from flwr_ppsgd.wire import Order
@@ -161,7 +161,6 @@ def test_a_w_that_steps_have_trained_predicts_targets_as_they_are() -> None:
     """y = 7x + 3 without noise: around the true w there is nothing left to learn."""
     x = np.random.default_rng(0).normal(size=(20, 1))
     data = Minibatches(x, 7 * x + 3, 20, seed=0, user=0)
-    model = AdditiveLinear(data, 1, test=(x, 7 * x + 3)).stepped_model(np.array([7.0])).mixture
-    assert model.shared_alone is not None
-    np.testing.assert_allclose(model.shared_alone.predict(x), 7 * x + 3, rtol=1e-9)
-    np.testing.assert_allclose(model.predict(x), 7 * x + 3, rtol=1e-6)
+    model = AdditiveLinear(data, 1, test=(x, 7 * x + 3)).stepped_model(np.array([7.0]))
+    np.testing.assert_allclose(model.models[SHARED].predict(x), 7 * x + 3, rtol=1e-9)
+    np.testing.assert_allclose(model.mixture.predict(x), 7 * x + 3, rtol=1e-6)

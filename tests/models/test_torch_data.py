@@ -15,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from flwr_ppsgd.models.torch_data import BatchParts, LoaderBatches
+from flwr_ppsgd.models.torch_data import LoaderBatches
 
 ROWS = 10
 
@@ -43,7 +43,7 @@ class Stream(IterableDataset[Any]):
 
 
 def batches(loader: Any, **options: Any) -> LoaderBatches:
-    return LoaderBatches(loader, BatchParts(), **options)
+    return LoaderBatches(loader, **options)
 
 
 def targets(source: LoaderBatches, visit: int) -> list[int]:
@@ -104,7 +104,7 @@ def test_a_large_iterable_is_read_batch_by_batch() -> None:
 def test_a_stream_without_a_length_is_read_batch_by_batch_and_begun_again() -> None:
     source = batches(DataLoader(Stream(), batch_size=2))
     assert [targets(source, visit) for visit in (1, 2, 3)] == [[0, 1], [2], [0, 1]]
-    assert len(list(source.epoch())) == 2
+    assert len(list(source)) == 2
 
 
 def test_several_inputs_are_held_together() -> None:
@@ -132,7 +132,7 @@ def test_a_batch_that_does_not_fit_says_what_to_change(batch: Any, words: str) -
 
 
 def test_a_target_may_come_first() -> None:
-    source = LoaderBatches([(torch.tensor([7]), torch.ones(1, 2))], BatchParts(target=0))
+    source = LoaderBatches([(torch.tensor([7]), torch.ones(1, 2))], target=0)
     x, y = source(1)
     assert y.tolist() == [7]
     assert x.shape == (1, 2)
@@ -167,16 +167,16 @@ def test_a_target_is_known_by_its_usual_names_in_any_order(name: str, first: boo
 
 def test_other_names_are_given() -> None:
     batch = {"pixels": torch.ones(2, 1), "digit": torch.tensor([0, 1]), "writer": ["ada"] * 2}
-    x, _ = LoaderBatches([batch], BatchParts("pixels", "digit"))(1)
+    x, _ = LoaderBatches([batch], "pixels", "digit")(1)
     assert list(x) == ["pixels"]
     with pytest.raises(ValueError, match=r"parts \['pixels', 'digit', 'writer'\].*target="):
         batches([batch])
     with pytest.raises(ValueError, match=r"\['picture'\] were asked for: name parts that it has"):
-        LoaderBatches([batch], BatchParts("picture", "digit"))
+        LoaderBatches([batch], "picture", "digit")
     with pytest.raises(ValueError, match=r"part 'writer' of a batch is not a tensor.*inputs="):
-        LoaderBatches([batch], BatchParts(target="digit"))
+        LoaderBatches([batch], target="digit")
     with pytest.raises(ValueError, match=r"parts \[0, 1, 2\], and \[3\] were asked for"):
-        LoaderBatches([tuple(batch.values())], BatchParts(inputs=[0, 1], target=3))
+        LoaderBatches([tuple(batch.values())], inputs=[0, 1], target=3)
 
 
 def test_rows_that_are_held_are_the_same_and_are_read_once() -> None:

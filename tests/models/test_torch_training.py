@@ -27,7 +27,8 @@ from flwr_ppsgd import (
 from flwr_ppsgd.client.theta_store import STATE_MODEL
 from flwr_ppsgd.client.visit import answer_before, respond
 from flwr_ppsgd.learner import OWN_THETA, OWN_W, PersonalStepper, Solver
-from flwr_ppsgd.models.solve import OwnProblem, PublicColumns, personal_model, solution
+from flwr_ppsgd.models.mixture import personal_models
+from flwr_ppsgd.models.solve import OwnProblem, PublicColumns, solution
 from flwr_ppsgd.models.torch_training import LOCAL_EPOCHS, LOCAL_STEP
 from flwr_ppsgd.recipe import SCALAR_BOUND, scalar_pair
 from flwr_ppsgd.simulation import InProcessGrid
@@ -107,7 +108,7 @@ def test_a_head_on_a_frozen_body_is_solved_on_its_features(bias: bool) -> None:
     weight = found[: FEATURES * CLASSES].reshape(CLASSES, FEATURES)
     np.testing.assert_allclose(weight.T, expected[:FEATURES], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found[FEATURES * CLASSES :], expected[FEATURES:].ravel(), rtol=1e-9)
-    mixture = personal_model(problem, matrix(module), NO_NOISE)
+    mixture = personal_models(problem, matrix(module), NO_NOISE)[""]
     other, classes = rows(100)
     right = mixture.predict(seen(module, other)).argmax(axis=1) == classes.numpy()
     measures = own.personal_model(w, NO_NOISE, ORDER).measures()
@@ -229,7 +230,7 @@ def test_yes_or_no_is_solved_as_two_classes_are(loss: Any, link: nn.Module) -> N
     problem = OwnProblem.of(seen(module[0], x), yes.numpy(), replace(columns(True), outputs=2))  # type: ignore[arg-type]
     both = np.stack([-w, w], axis=1)
     np.testing.assert_allclose(own.solution(w, ORDER), solution(problem, both)[:, 1], rtol=1e-9)
-    mixture = personal_model(problem, both, NO_NOISE)
+    mixture = personal_models(problem, both, NO_NOISE)[""]
     right = mixture.predict(seen(module[0], x)).argmax(axis=1) == yes.numpy()  # type: ignore[arg-type]
     assert found["accuracy"] == right.mean()
     assert {"local_accuracy", "shared_accuracy", "loss"} <= set(found)
@@ -374,7 +375,9 @@ def test_random_convolutions_are_a_network_with_a_solved_head() -> None:
     assert own.personal_model(w, NO_NOISE, ORDER).measures()["local_accuracy"] >= 0
     again = SplitModel(images(), "head.*", additive=True)
     np.testing.assert_array_equal(again.features(w, x), found.features(w, x))
-    np.testing.assert_array_equal(again.features(w, x.flip(0)), found.features(w, x)[::-1])
+    # float32 products, whose last bits depend on an image's place among others on some processors
+    flipped = again.features(w, x.flip(0))
+    np.testing.assert_allclose(flipped, features[::-1], atol=1e-6)
     with pytest.raises(ValueError, match="needs the images' shape"):
         RandomConvolution().network(3)
 
