@@ -51,8 +51,6 @@ FEWEST_SECURE = 5  # rounds of a secure sum
 MOST_PAIRS = 200_000  # of neighbours over all rounds of a secure sum: about half a minute
 MOST_ROUNDS = 1000
 MOST_MESSAGES = 60_000  # over all rounds
-MOST_NUMBERS = 12 * 10**8  # in all messages together
-MOST_RELEASED = 2 * 10**7  # numbers in all releases, which are kept in memory
 LIMIT = 4.0  # standard errors
 UNLIKELY = 6.3e-5  # the chance to be off by more than LIMIT, on either side
 WANTED = 0.01  # standard error of ẑ / z to aim for
@@ -185,7 +183,7 @@ def audit(
         )
     if strategy.training.enrolled.nodes is not None:
         raise ValueError("the audit brings its own nodes: build the strategy without enrolled")
-    rounds = _rounds_of_audit(release, size)
+    rounds = _rounds_of_audit(release)
     if strategy.affordable_rounds is not None:
         rounds = min(rounds, strategy.affordable_rounds)
     with threadpool_limits(1):  # on a loaded machine, BLAS threads wait for each other
@@ -194,18 +192,17 @@ def audit(
         return _estimate(strategy, canaries, planned_rounds)
 
 
-def _rounds_of_audit(release: Release, size: int) -> int:
+def _rounds_of_audit(release: Release) -> int:
     """As many as bring the standard error of the gain to ``WANTED``, within reason.
 
     n replies along one direction move it by n, and the noise stays: a round tells n² as much as one
     with a single reply.
     """
     expected = (1 - DROPPED) * release.expected_users
-    replying = max(1.0, min(_most_replies(size), expected))
+    replying = max(1.0, min(MOST_REPLIES, expected))
     per_round = replying**2 * (1 - 1 / EMPTY_EVERY)
     wanted = math.ceil((release.noise_multiplier / WANTED) ** 2 / per_round)
-    messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
-    affordable = min(MOST_ROUNDS, messages / replying, MOST_RELEASED / size)
+    affordable = min(MOST_ROUNDS, MOST_MESSAGES / replying)
     rounds = int(max(FEWEST_ROUNDS, min(wanted, affordable)))
     rules = release.aggregation
     if rules is None:
@@ -213,12 +210,6 @@ def _rounds_of_audit(release: Release, size: int) -> int:
     clients = math.floor(release.expected_users)
     pairs = clients * design(rules, clients).neighbours
     return max(FEWEST_SECURE, min(rounds, int(MOST_PAIRS / max(1, pairs))))
-
-
-def _most_replies(size: int) -> int:
-    """The most canaries that reply in a round: fewer if vectors are long."""
-    messages = min(MOST_MESSAGES, MOST_NUMBERS / size)
-    return max(1, min(MOST_REPLIES, int(messages / FEWEST_ROUNDS)))
 
 
 def _survivors(release: Release, rules: SecureSum) -> int:
@@ -363,7 +354,7 @@ class Canaries:
     def _lets_through(self, round_: int, user: int, stage: int) -> bool:
         """Whether a client answers; in a secure sum exactly as many as are needed."""
         if not stage:
-            full = self.counts[round_ - 1].sum() >= _most_replies(self._size)
+            full = self.counts[round_ - 1].sum() >= MOST_REPLIES
             return round_ % EMPTY_EVERY != 0 and not full and self._source.random() >= DROPPED
         rules = self._release.aggregation
         assert rules is not None
@@ -383,7 +374,6 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
     metrics = strategy.training.metrics
     share = 0.0 if metrics is None else metrics.share
     limit = release.clip_norm * math.sqrt(1 - share)
-    expected = release.noise_multiplier
     more = 1.0  # noise in the sum than is charged for: each client that is let through adds some
     rules = release.aggregation
     if rules is not None:
@@ -397,20 +387,22 @@ def _estimate(strategy: PPSGD, seen: Canaries, planned: int) -> Audit:
     std = float(np.sqrt(np.mean(noise[replied] ** 2)))
     std_error = 1 / math.sqrt(2 * noise[replied].size)  # relative
 
+    def noise_over_gain(gain: float, gain_error: float, factor: float) -> Estimate:
+        z = std / gain / release.clip_norm
+        z_error = abs(z) * math.hypot(std_error, gain_error)
+        return Estimate(z, z_error, more * release.noise_multiplier / factor)
+
     gain_error = std / limit / math.sqrt(weight) if weight else math.inf
-    z = std / gain / release.clip_norm
-    z_error = abs(z) * math.hypot(std_error, gain_error)
-    estimates = {NOISE: Estimate(z, z_error, more * expected)}
+    estimates = {NOISE: noise_over_gain(gain, gain_error, 1.0)}
     if own_weight:
-        own_gain_error = std / limit / math.sqrt(own_weight) / FACTOR
-        own_z = std / own_gain / release.clip_norm
-        own_z_error = abs(own_z) * math.hypot(std_error, own_gain_error)
-        estimates[OWN_NOISE] = Estimate(own_z, own_z_error, more * expected / FACTOR)
+        own_error = std / limit / math.sqrt(own_weight) / FACTOR
+        estimates[OWN_NOISE] = noise_over_gain(own_gain, own_error, FACTOR)
     estimates["gain"] = Estimate(gain, gain_error, 1.0)
     estimates["noise of empty rounds"] = _empty_rounds(noise, replied)
     estimates["kurtosis"] = _kurtosis(noise)
 
     measured = release
+    z = estimates[NOISE].value
     if z > 0:
         measured = replace(release, noise_multiplier=min(max(z / more, 1e-3), 1e6))
     charged = strategy.ledger.releases

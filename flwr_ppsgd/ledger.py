@@ -83,6 +83,11 @@ class Ledger:
         return sum(times for _, times in self.releases)
 
     @property
+    def population(self) -> int:
+        """The number of users that the releases are about."""
+        return max((release.cohort.population for release, _ in self.releases), default=0)
+
+    @property
     def _noiseless(self) -> bool:
         return any(release.noise_multiplier == 0 for release, _ in self.releases)
 

@@ -4,17 +4,19 @@ A :class:`Promise` is worked out once, by the server. The statement, its short f
 clients get, ``privacy.json`` and every printed ε come from here. Text is rounded up, data is not.
 """
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from flwr_ppsgd.algorithm import Cohort, FixedSize, Release, SecureSum
 from flwr_ppsgd.recipe import RecipeValues
 from flwr_ppsgd.training import Training
 
 if TYPE_CHECKING:
+    from flwr_ppsgd.epsilon import EpsilonBound, Relation
     from flwr_ppsgd.ledger import Ledger
 
 # up to its colon each is short enough for a screen
@@ -51,113 +53,21 @@ WEAK = 10.0  # an ε above this is said to be weak
 SIMULATION_NOISE = "simulation noise: summed in floating point, for experiments only"
 
 
-@dataclass(frozen=True)
-class Headline:
-    """The part of a promise that clients get with every Order.
-
-    Args:
-        cost: ε that the stated rounds cost with secret noise, under zero-out neighbours.
-        delta: δ.
-        rounds: the number of releases for which ε is stated.
-        insecure_rounds: how many of them drew their random bits from a known seed.
-        population: the number of enrolled users.
-        unit: who is protected: "user", or "node" if a user may come back as another node.
-        simulation: why this is a simulation, which guarantees nothing; empty if it is not one.
-        secure: of a training whose server sees sums only; None: the server is trusted.
-        replace_one: ε if one user's data are exchanged for others.
-        pooled: of a secure sum, ε against the server and all other users together.
-        pooled_replace_one: the same if one user's data are exchanged for others.
-    """
-
-    cost: float
-    delta: float
-    rounds: int
-    insecure_rounds: int
-    population: int
-    unit: str = "user"
-    simulation: str = ""
-    secure: SecureSum | None = None
-    replace_one: float = math.inf
-    pooled: float = math.inf
-    pooled_replace_one: float = math.inf
-
-    @classmethod
-    def of(cls, ledger: "Ledger") -> Self:
-        """What a ledger guarantees to the users it is about, under zero-out neighbours."""
-        populations = [release.cohort.population for release, _ in ledger.releases]
-        return cls(
-            cost=ledger.epsilon(),
-            delta=ledger.delta,
-            rounds=ledger.rounds,
-            insecure_rounds=ledger.insecure_rounds,
-            population=max(populations, default=0),
-        )
-
-    @property
-    def epsilon(self) -> float:
-        """ε that is guaranteed: infinite if nothing is, 0 if nothing is published."""
-        if not self.rounds:
-            return 0.0
-        return math.inf if self.why_void else self.cost
-
-    @property
-    def why_void(self) -> str:
-        """Why nothing is guaranteed; empty if something is."""
-        if self.simulation:
-            return self.simulation
-        if not self.rounds:
-            return ""
-        if self.insecure_rounds:
-            return (
-                f"{self.insecure_rounds} of {self.rounds} rounds drew their random bits from a "
-                "known seed (insecure_seed)."
-            )
-        if math.isinf(self.cost):
-            return (
-                "epsilon is infinite. Either nothing hides a user's contribution (noise multiplier "
-                "0), or random neighbours need more than the whole delta: raise it."
-            )
-        return why_delta_is_void(self.delta, self.population)
-
-    @property
-    def guarantee(self) -> str:
-        """The name of what is promised."""
-        if self.why_void:
-            return "none"
-        if self.secure is None:
-            return f"{self.unit}-level joint differential privacy"
-        return f"{self.unit}-level differential privacy against {self.others}"
-
-    @property
-    def others(self) -> str:
-        """From whom a user is protected."""
-        if self.secure is None:
-            return "everybody else together"
-        if not self.secure.colluding:
-            return "the server alone"
-        return f"the server and any {self.secure.colluding} of the other users together"
-
-    def in_one_line(self) -> str:
-        """For the users: what the planned rounds promise them."""
-        if not self.rounds:
-            return NOTHING_PUBLISHED
-        if self.why_void:
-            return f"NO GUARANTEE: {self.why_void}"
-        trusted = "; the server is trusted" if self.secure is None else ""
+def why_void(ledger: "Ledger", cost: float) -> str:
+    """Why the releases of a ledger, at an ε of ``cost``, guarantee nothing; empty if they do."""
+    if not ledger.rounds:
+        return ""
+    if ledger.insecure_rounds:
         return (
-            f"{self.numbers()} over {self.rounds} planned rounds for each of {self.population} "
-            f"{self.unit}s, {self.guarantee}{trusted}"
+            f"{ledger.insecure_rounds} of {ledger.rounds} rounds drew their random bits from a "
+            "known seed (insecure_seed)."
         )
-
-    def numbers(self) -> str:
-        """All ε and δ of a promise that is not void."""
-        found = (
-            f"ε = {rounded_up(self.epsilon)} ({rounded_up(self.replace_one)} if one user's data "
-            f"are exchanged for others), δ = {self.delta:g}"
+    if math.isinf(cost):
+        return (
+            "epsilon is infinite. Either nothing hides a user's contribution (noise multiplier "
+            "0), or random neighbours need more than the whole delta: raise it."
         )
-        if self.secure is not None:
-            found += f"; against all other users pooling ε = {rounded_up(self.pooled)}"
-        return found
+    return why_delta_is_void(ledger.delta, ledger.population)
 
 
 def why_delta_is_void(delta: float, population: int) -> str:
@@ -174,39 +84,128 @@ def why_delta_is_void(delta: float, population: int) -> str:
 class Promise:
     """Everything that is stated about one training.
 
-    The numbers are what the stated rounds cost with secret noise. If nothing is guaranteed, none of
-    them is called ε: the data hold the word "infinite", and ``deployed_epsilon`` is what the same
-    rounds would cost in a deployment.
+    ``cost`` and its like are what the stated rounds cost with secret noise. If nothing is
+    guaranteed, none of them is called ε: the data hold the word "infinite", and
+    ``deployed_epsilon`` is what the same rounds would cost in a deployment.
 
     Args:
-        headline: ε, δ and whom they are about.
         training: its settings.
         stated: all releases for which ε is stated, planned ones included.
         charged: those that were charged.
-        method: the name of the bound that gave ε.
-        rdp: the RDP bound on ε, under zero-out neighbours.
-        delta_taken_by_precision: the part of δ that the sampler's cut tail takes at most.
         rounds_trained: the number of rounds that w has had.
+        cut: the probability that the sampler cut a tail of any noise, at most; δ pays for it.
+        budget: ε of all trainings under the budget, for both kinds of neighbours; None without one.
+        unit: who is protected: "user", or "node" if a user may come back as another node.
+        simulation: why this is a simulation, which guarantees nothing; empty if it is not one.
         caveats: what else the reader must know, as sentences.
         evaluated: whether there was evaluation on the users' own data.
         terms: further terms of a simulation.
         values: what the recipe's releases before the first round gave so far.
     """
 
-    headline: Headline
     training: Training
     stated: "Ledger"
     charged: "Ledger"
-    method: str
-    rdp: float
-    delta_taken_by_precision: float
-    rounds_trained: int
+    rounds_trained: int = 0
+    cut: float = 0.0
+    budget: tuple[float, float] | None = None
+    unit: str = "user"
+    simulation: str = ""
     caveats: tuple[str, ...] = ()
     evaluated: bool = False
     terms: tuple[str, ...] = ()
     values: RecipeValues = field(default_factory=RecipeValues)
 
+    # --- in numbers
+
+    @functools.cached_property
+    def _bound(self) -> "EpsilonBound":
+        return self.stated.bound_with_cut(self.cut)
+
+    @property
+    def cost(self) -> float:
+        """ε under zero-out neighbours."""
+        return self._bound.epsilon if self.budget is None else self.budget[0]
+
+    @functools.cached_property
+    def replace_one(self) -> float:
+        """ε if one user's data are exchanged for others."""
+        if self.budget is not None:
+            return self.budget[1]
+        return self.stated.bound_with_cut(self.cut, "replace-one").epsilon
+
+    @property
+    def rdp(self) -> float:
+        """The RDP bound on ε, under zero-out neighbours."""
+        return self.stated.epsilon(method="rdp") if self.budget is None else self.cost
+
+    @property
+    def method(self) -> str:
+        """The name of the bound that gave ε."""
+        return self._bound.method if self.budget is None else "the budget's filter"
+
+    def pooled(self, relation: "Relation" = "zero-out") -> float:
+        """Of a secure sum, ε against the server and all other users; trainings under one budget
+        have no such bound together."""
+        return self.stated.pooled_epsilon(relation) if self.budget is None else math.inf
+
+    @property
+    def epsilon(self) -> float:
+        """ε that is guaranteed: infinite if nothing is, 0 if nothing is published."""
+        if not self.stated.rounds:
+            return 0.0
+        return math.inf if self.why_void else self.cost
+
+    @property
+    def why_void(self) -> str:
+        """Why nothing is guaranteed; empty if something is."""
+        return self.simulation or why_void(self.stated, self.cost)
+
     # --- in words
+
+    @property
+    def guarantee(self) -> str:
+        """The name of what is promised."""
+        if self.why_void:
+            return "none"
+        if self._secure is None:
+            return f"{self.unit}-level joint differential privacy"
+        return f"{self.unit}-level differential privacy against {self.others}"
+
+    @property
+    def others(self) -> str:
+        """From whom a user is protected."""
+        if self._secure is None:
+            return "everybody else together"
+        if not self._secure.colluding:
+            return "the server alone"
+        return f"the server and any {self._secure.colluding} of the other users together"
+
+    @property
+    def _secure(self) -> SecureSum | None:
+        return self.training.release.aggregation
+
+    def in_one_line(self) -> str:
+        """For the users, with every Order: what the planned rounds promise them."""
+        if not self.stated.rounds:
+            return NOTHING_PUBLISHED
+        if self.why_void:
+            return f"NO GUARANTEE: {self.why_void}"
+        trusted = "; the server is trusted" if self._secure is None else ""
+        return (
+            f"{self._numbers()} over {self.stated.rounds} planned rounds for each of "
+            f"{self.training.population} {self.unit}s, {self.guarantee}{trusted}"
+        )
+
+    def _numbers(self) -> str:
+        """All ε and δ of a promise that is not void."""
+        found = (
+            f"ε = {rounded_up(self.epsilon)} ({rounded_up(self.replace_one)} if one user's data "
+            f"are exchanged for others), δ = {self.stated.delta:g}"
+        )
+        if self._secure is not None:
+            found += f"; against all other users pooling ε = {rounded_up(self.pooled())}"
+        return found
 
     def statement(self) -> str:
         """The promise in words: what is promised, its terms, and what it does not cover."""
@@ -218,14 +217,13 @@ class Promise:
 
     def short(self) -> str:
         """At most four lines for a screen: the numbers, caveats, and what is not covered."""
-        head = self.headline
-        if head.why_void:
+        if self.why_void:
             lines = [self._no_guarantee()]
-        elif not head.rounds:
+        elif not self.stated.rounds:
             lines = [NOTHING_PUBLISHED]
         else:
-            weak = " (weak)" if head.epsilon > WEAK else ""
-            lines = [f"{head.numbers()}{weak} · {head.guarantee}"]
+            weak = " (weak)" if self.epsilon > WEAK else ""
+            lines = [f"{self._numbers()}{weak} · {self.guarantee}"]
         if self.caveats:
             lines.append(up_to_colons(self.caveats))
         if self.evaluated:
@@ -235,43 +233,41 @@ class Promise:
 
     def outside(self) -> tuple[str, ...]:
         """What the guarantee does not cover."""
-        rules = self.training.release.aggregation
-        if rules is not None:
-            return (*_outside_secure_sums(self.training.release, rules), *ALWAYS_OUTSIDE)
+        if self._secure is not None:
+            return (*_outside_secure_sums(self.training.release, self._secure), *ALWAYS_OUTSIDE)
         trusted = TRUSTED_SERVER if self.training.recipe is None else TRUSTED_WITH_SOLUTIONS
         return (trusted, *ALWAYS_OUTSIDE)
 
     def _promise(self) -> str:
-        head = self.headline
-        if head.why_void:
+        if self.why_void:
             return self._no_guarantee()
-        if not self.training.steps.publishes and not head.rounds:
+        if not self.training.steps.publishes and not self.stated.rounds:
             return (
                 "Nothing was published about anybody (local learning, alpha = 0): epsilon is 0 for "
                 "every user."
             )
-        to_each = f"To each of the {head.population} enrolled {head.unit}s: {head.others}"
-        bound = f"({rounded_up(head.epsilon)}, {head.delta:g})"
-        if head.secure is None:
+        to_each = f"To each of the {self.training.population} enrolled {self.unit}s: {self.others}"
+        bound = f"({rounded_up(self.epsilon)}, {self.stated.delta:g})"
+        if self._secure is None:
             found = (
                 f"{to_each}, even pooling their data and personal models, learns no more about "
                 f"your data than {bound}-joint differential privacy allows"
             )
         else:
-            learn = "learn" if head.secure.colluding else "learns"
+            learn = "learn" if self._secure.colluding else "learns"
             found = (
                 f"{to_each} {learn} no more about your data than {bound}-differential privacy "
                 "allows, as long as the server follows the protocol"
             )
         exchanged = "if one user's data are exchanged for others"
-        found += f"; epsilon is {rounded_up(head.replace_one)} {exchanged}."
-        if head.secure is not None:
+        found += f"; epsilon is {rounded_up(self.replace_one)} {exchanged}."
+        if self._secure is not None:
             found += (
                 " Against the server and all other users together, who know their own shares of "
-                f"the noise, epsilon is {rounded_up(head.pooled)} "
-                f"({rounded_up(head.pooled_replace_one)} {exchanged})."
+                f"the noise, epsilon is {rounded_up(self.pooled())} "
+                f"({rounded_up(self.pooled('replace-one'))} {exchanged})."
             )
-        if head.epsilon > WEAK:
+        if self.epsilon > WEAK:
             found += (
                 f" An epsilon above {WEAK:g} is a weak promise: it lets somebody's odds of "
                 f"guessing right about you change by a factor of more than {math.exp(WEAK):,.0f}."
@@ -280,18 +276,17 @@ class Promise:
 
     def _no_guarantee(self) -> str:
         """Why, and what the same rounds would cost with secret noise, if that is a number."""
-        head = self.headline
-        found = f"NO GUARANTEE: {head.why_void}"
-        seeded = head.simulation or head.insecure_rounds
-        if seeded and math.isfinite(head.cost):
-            cost = rounded_up(head.cost)
-            found += f" A deployment would cost epsilon = {cost} at delta = {head.delta:g}."
+        found = f"NO GUARANTEE: {self.why_void}"
+        seeded = self.simulation or self.stated.insecure_rounds
+        if seeded and math.isfinite(self.cost):
+            cost = rounded_up(self.cost)
+            found += f" A deployment would cost epsilon = {cost} at delta = {self.stated.delta:g}."
         return found
 
     def _terms(self) -> list[str]:
-        if not self.headline.rounds:
+        if not self.stated.rounds:
             return []
-        terms = [] if self.headline.why_void else [self._cost(), WHAT_DELTA_IS]
+        terms = [] if self.why_void else [self._cost(), WHAT_DELTA_IS]
         terms += [self._mechanism(), self._releases()]
         if self.training.recipe is not None:
             terms.append(
@@ -311,14 +306,14 @@ class Promise:
         return terms
 
     def _cost(self) -> str:
-        head = self.headline
         kind = "rounds" if self.training.recipe is None else "releases"
-        stopped = " (planned; stopped earlier)" if head.rounds > self.charged.rounds else ""
+        rounds = self.stated.rounds
+        stopped = " (planned; stopped earlier)" if rounds > self.charged.rounds else ""
         return (
-            f"Epsilon is stated at delta = {head.delta:g} over {head.rounds} {kind}{stopped}: "
-            f"{rounded_up(head.epsilon)} if a user contributes nothing instead (zero-out "
+            f"Epsilon is stated at delta = {self.stated.delta:g} over {rounds} {kind}{stopped}: "
+            f"{rounded_up(self.epsilon)} if a user contributes nothing instead (zero-out "
             f"neighbours; bound: {self.method}; RDP bound {rounded_up(self.rdp)}), "
-            f"{rounded_up(head.replace_one)} for replace-one neighbours, the paper's definition."
+            f"{rounded_up(self.replace_one)} for replace-one neighbours, the paper's definition."
         )
 
     def _releases(self) -> str:
@@ -354,30 +349,29 @@ class Promise:
 
     def as_data(self) -> dict[str, Any]:
         """Everything in the statement, ready for JSON."""
-        head = self.headline
         stated = self.stated
-        per_node = head.unit == "node"
+        per_node = self.unit == "node"
         data = {
-            "guarantee": head.guarantee,
+            "guarantee": self.guarantee,
             "unit": "one start of a node" if per_node else "one node, taken to be one user",
-            "delta": head.delta,
-            "epsilon": json_number(head.epsilon),
-            "epsilon_replace_one": self._epsilon_for_json(head.replace_one),
+            "delta": stated.delta,
+            "epsilon": json_number(self.epsilon),
+            "epsilon_replace_one": self._epsilon_for_json(self.replace_one),
             "epsilon_rdp": self._epsilon_for_json(self.rdp),
             "epsilon_bound": self.method,
-            "deployed_epsilon": json_number(head.cost),
-            "deployed_epsilon_replace_one": json_number(head.replace_one),
+            "deployed_epsilon": json_number(self.cost),
+            "deployed_epsilon_replace_one": json_number(self.replace_one),
             "paper_epsilon_not_a_guarantee": json_number(stated.paper_epsilon()),
-            "delta_taken_by_finite_precision": self.delta_taken_by_precision,
+            "delta_taken_by_finite_precision": self.cut * (1 + math.exp(min(self.cost, 600.0))),
             "delta_taken_by_random_neighbours": stated.failure,
-            "protects_from": head.others,
+            "protects_from": self.others,
             "rounds_trained": self.rounds_trained,
             "rounds_charged": self.charged.rounds,
-            "rounds_stated": head.rounds,
+            "rounds_stated": stated.rounds,
             "denominator": self.training.release.denominator,
             "releases": self._releases_as_data(),
             "unit_and_size": [self.values.unit, self.values.size] if self.training.recipe else None,
-            "insecure_rounds": head.insecure_rounds,
+            "insecure_rounds": stated.insecure_rounds,
             "evaluation_on_client_data": self.evaluated,
             "conditional_on": [],
             "caveats": list(self.caveats),
@@ -386,12 +380,12 @@ class Promise:
             "short": self.short(),
             "statement": self.statement(),
         }
-        if head.secure is not None:
+        if self._secure is not None:
             # all other users pooling, which a secure sum does not cover by its ε
-            exchanged = self._epsilon_for_json(head.pooled_replace_one)
-            data["epsilon_all_others_pooling"] = self._epsilon_for_json(head.pooled)
+            exchanged = self._epsilon_for_json(self.pooled("replace-one"))
+            data["epsilon_all_others_pooling"] = self._epsilon_for_json(self.pooled())
             data["epsilon_all_others_pooling_replace_one"] = exchanged
-        if head.simulation:
+        if self.simulation:
             data["noise"] = SIMULATION_NOISE
         return data
 
@@ -412,7 +406,7 @@ class Promise:
 
     def _epsilon_for_json(self, cost: float) -> float | str:
         """A further ε for JSON, infinite if nothing is guaranteed."""
-        return json_number(math.inf if self.headline.why_void else cost)
+        return json_number(math.inf if self.why_void else cost)
 
 
 def with_conditions(data: Mapping[str, Any], conditions: Sequence[str]) -> dict[str, Any]:

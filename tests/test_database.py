@@ -16,7 +16,6 @@ from flwr_ppsgd.database import (
     allocate,
     private_directory,
     read_verified,
-    seal,
     write_file,
 )
 
@@ -149,24 +148,6 @@ def test_a_failed_commit_keeps_nothing_and_the_next_one_works(
     assert numbers(path) == [1, 3]
 
 
-def test_a_forked_child_uses_neither_connection_nor_lock(path: Path) -> None:
-    store = Database(path, SCHEMA)
-    lock = FileLock(path.with_name("lock"), 0.0, "in use")
-    child = os.fork()
-    if not child:  # pragma: no cover - measured in the parent only
-        try:
-            insert(store, 1)
-        except StoreError as error:
-            os._exit(0 if "fork" in str(error) else 1)
-        os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
-    insert(store, 2)
-    assert numbers(path) == [2]
-    with pytest.raises(StoreError, match="in use"):
-        FileLock(path.with_name("lock"), 0.0, "in use")
-    lock.close()
-
-
 def test_the_lock_falls_with_its_holder_and_not_with_a_forked_child(tmp_path: Path) -> None:
     first = FileLock(tmp_path / "lock", 0.0, "in use")
     read, write = os.pipe()
@@ -191,18 +172,6 @@ def test_a_backup_is_whole_and_never_replaces_a_file(path: Path) -> None:
     assert numbers(copy) == [1]
     with pytest.raises(StoreError, match="exists"):
         store.backup(copy)
-
-
-def test_a_seal_depends_on_everything_before() -> None:
-    first = seal(b"", 1, ["charge", 2])
-    assert len(first) == 32
-    others = [
-        seal(first, 1, ["charge", 2]),
-        seal(b"", 2, ["charge", 2]),
-        seal(b"", 1, ["charge", 3]),
-        seal(b"", 1, ["charge", "2"]),
-    ]
-    assert len({first, *others}) == 5
 
 
 # --- files

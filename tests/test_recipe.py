@@ -198,16 +198,12 @@ def test_shares_of_columns_by_hand() -> None:
     found = column_shares(np.array([0.5, 3.0, 7.0]), 2.0, 10, 0.5, sparse)
     np.testing.assert_allclose(found.shares, [0.2, 1.0, 0.6, 1.0])
     np.testing.assert_array_equal(found.known, [False, True, True, True])
+    failed = column_shares(np.zeros(3), 2.0, 10, 0.5, sparse)
+    np.testing.assert_allclose(failed.shares, [0.2, 1.0, 0.2, 0.2])
+    np.testing.assert_array_equal(failed.known, ~sparse)
     quiet = column_shares(np.array([0.0, 0.1, 7.0]), 1.0, 10, 0.0, sparse)
     np.testing.assert_allclose(quiet.shares, [0.1, 1.0, 0.1, 0.7])
     np.testing.assert_array_equal(quiet.known, [False, True, False, True])
-
-
-def test_a_count_that_failed_leaves_every_share_at_its_floor() -> None:
-    sparse = np.array([True, True, False])
-    found = column_shares(np.zeros(2), 1.0, 100, 3.0, sparse)
-    np.testing.assert_allclose(found.shares, [0.06, 0.06, 1.0])
-    np.testing.assert_array_equal(found.known, [False, False, True])
 
 
 def test_the_gain_of_a_column_by_hand() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, SecureSum, Steps
 from flwr_ppsgd.statement import (
-    Headline,
     Promise,
     raised_plan,
     rounded_up,
@@ -22,38 +21,14 @@ SECURE = replace(PLAIN, aggregation=RULES)
 DELTA = 1e-5
 
 
-def head(release: Release, **changes: Any) -> Headline:
-    ledger = Ledger(DELTA).record(release, 3)
-    found = Headline(
-        cost=ledger.epsilon(),
-        delta=DELTA,
-        rounds=3,
-        insecure_rounds=0,
-        population=release.cohort.population,
-        secure=release.aggregation,
-        replace_one=ledger.epsilon("replace-one"),
-        pooled=ledger.pooled_epsilon(),
-        pooled_replace_one=ledger.pooled_epsilon("replace-one"),
-    )
-    return replace(found, **changes)
-
-
 def promise(release: Release, **changes: Any) -> Promise:
-    found = Promise(
-        headline=head(release),
-        training=Training(release=release, steps=Steps(1.0, 1.0), delta=DELTA),
-        stated=Ledger(DELTA).record(release, 3),
-        charged=Ledger(DELTA).record(release, 3),
-        method="exact",
-        rdp=1.0,
-        delta_taken_by_precision=0.0,
-        rounds_trained=3,
-    )
-    return replace(found, **changes)
+    ledger = Ledger(DELTA).record(release, 3)
+    training = Training(release=release, steps=Steps(1.0, 1.0), delta=DELTA)
+    return replace(Promise(training, stated=ledger, charged=ledger, rounds_trained=3), **changes)
 
 
 def texts(found: Promise) -> list[str]:
-    return [found.statement(), found.short(), found.headline.in_one_line()]
+    return [found.statement(), found.short(), found.in_one_line()]
 
 
 @pytest.mark.parametrize("release", [PLAIN, SECURE])
@@ -68,8 +43,8 @@ def test_every_text_has_both_epsilons(release: Release) -> None:
 def test_under_secure_sums_the_coalition_is_named() -> None:
     """Whoever pools with all others knows their shares of the noise: z/√h is left."""
     pooled = Ledger(DELTA).record(replace(PLAIN, noise_multiplier=12 / math.sqrt(35)), 3).epsilon()
-    assert head(SECURE).pooled == pytest.approx(pooled)
-    assert pooled > 5 * head(SECURE).cost
+    assert promise(SECURE).pooled() == pytest.approx(pooled)
+    assert pooled > 5 * promise(SECURE).cost
     for text in texts(promise(SECURE)):
         assert "the server and any 2 of the other users together" in text
         assert rounded_up(pooled) in text.splitlines()[0]

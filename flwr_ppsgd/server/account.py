@@ -7,14 +7,13 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 
 from flwr_ppsgd.algorithm import Release, Vector
 from flwr_ppsgd.checks import is_whole, require
-from flwr_ppsgd.epsilon import EpsilonBound, check_accountant
+from flwr_ppsgd.epsilon import check_accountant
 from flwr_ppsgd.ledger import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.noise import cut_probability
 from flwr_ppsgd.recipe import RecipeValues, values_of
@@ -23,7 +22,7 @@ from flwr_ppsgd.server.facts import OperatorFacts
 from flwr_ppsgd.server.rounds import SumRequest
 from flwr_ppsgd.server.store import Checkpoint, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
-from flwr_ppsgd.statement import Headline, Promise, raised_plan, rounded_up, why_delta_is_void
+from flwr_ppsgd.statement import Promise, raised_plan, rounded_up, why_delta_is_void
 from flwr_ppsgd.training import Training
 
 log = logging.getLogger("flwr.ppsgd")  # below Flower's own logger, so that its handlers show it
@@ -373,36 +372,8 @@ class ServerAccount:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        stated = self.stated_ledger()
-        if self._promised is None or self._promised[:2] != (stated, self._unit):
-            head = self._headline(stated)
-            self._promised = (stated, self._unit, (head.epsilon, head.in_one_line()))
-        return self._promised[2]
-
-    @property
-    def _unit(self) -> str:
-        """Who is protected: a node, if a user may come back as another one."""
-        return "node" if "node" in self._store.caveats.values() else "user"
-
-    def _headline(self, stated: Ledger) -> Headline:
-        """What the stated rounds promise; under a budget, what all of its trainings do together."""
-        secure = self.training.release.aggregation
-        head = replace(
-            Headline.of(stated),
-            population=self.training.population,
-            unit=self._unit,
-            secure=secure,
-        )
-        if self._budget is not None:  # its trainings together have no bound against all others
-            allowance = self._budget.allowance
-            exchanged = allowance.epsilon_replace_one()
-            return replace(head, cost=allowance.epsilon, replace_one=exchanged)
-        head = replace(head, replace_one=stated.epsilon("replace-one"))
-        if secure is None:
-            return head
-        pooled = stated.pooled_epsilon()
-        exchanged = stated.pooled_epsilon("replace-one")
-        return replace(head, pooled=pooled, pooled_replace_one=exchanged)
+        promise = self.promise()
+        return promise.epsilon, promise.in_one_line()
 
     def promise(self, size: int = 0, simulation: str = "", terms: tuple[str, ...] = ()) -> Promise:
         """Everything that is stated about this training.
@@ -414,30 +385,23 @@ class ServerAccount:
         """
         check_accountant()
         stated = self.stated_ledger()
-        head = replace(self._headline(stated), simulation=simulation)
-        # δ is the total: what finite precision takes is paid from it
-        cut = cut_probability(size, stated.rounds, self.training.release.noise_shares)
-        if self._budget is None:
-            bound = stated.bound_with_cut(cut)
-            exchanged = stated.bound_with_cut(cut, "replace-one").epsilon
-            head = replace(head, cost=bound.epsilon, replace_one=exchanged)
-            by_rdp = stated.epsilon(method="rdp")
-        else:
-            bound = EpsilonBound(head.cost, "the budget's filter")
-            by_rdp = head.cost
+        budget = None
+        if self._budget is not None:
+            allowance = self._budget.allowance
+            budget = (allowance.epsilon, allowance.epsilon_replace_one())
         return Promise(
-            headline=head,
             training=self.training,
             stated=stated,
             charged=self.ledger,
-            method=bound.method,
-            rdp=by_rdp,
-            delta_taken_by_precision=cut * (1 + math.exp(min(bound.epsilon, 600.0))),
             rounds_trained=self.rounds_done,
-            values=self.values,
+            cut=cut_probability(size, stated.rounds, self.training.release.noise_shares),
+            budget=budget,
+            unit="node" if "node" in self._store.caveats.values() else "user",
+            simulation=simulation,
             caveats=self._caveat_sentences(),
             evaluated=bool(self._store.notes("evaluation")),
             terms=terms,
+            values=self.values,
         )
 
     def epsilon_so_far(self) -> float:

@@ -24,7 +24,7 @@ from flwr_ppsgd.server.facts import counts_in_words, facts_in_words
 from flwr_ppsgd.server.sealed import SealedRows
 from flwr_ppsgd.server.store import LOCK, Store
 from flwr_ppsgd.signature import KEY, TrainingKey
-from flwr_ppsgd.statement import Headline, json_number, rounded_up
+from flwr_ppsgd.statement import json_number, rounded_up, why_void
 
 STATES = {
     True: "at work",
@@ -234,7 +234,10 @@ def status_of(directory: Path) -> dict[str, Any]:
     """
     store = _read_store(directory)
     ledger = store.ledger(store.setting("delta"))
-    stated = Headline.of(_planned_ledger(store, ledger))
+    spent = ledger.epsilon()
+    stated = _planned_ledger(store, ledger)
+    planned = stated.epsilon()
+    why = why_void(stated, planned)
     known = store.outside_record()
     missing = known.charges - store.charge_count if known else 0
     facts = _summary_of_facts(store)
@@ -253,10 +256,10 @@ def status_of(directory: Path) -> dict[str, Any]:
         "charges": {"made": store.charge_count, "missing": max(0, missing)},
         "lost": _missing_rows(store),
         "epsilon": {
-            "spent": json_number(Headline.of(ledger).epsilon),
-            "planned": json_number(stated.epsilon),
+            "spent": json_number(math.inf if why_void(ledger, spent) else spent),
+            "planned": json_number(math.inf if why else planned),
             "delta": ledger.delta,
-            "why_void": stated.why_void,
+            "why_void": why,
             "budget_dir": "".join(place for _, place in store.notes("budget")),
         },
         **facts,

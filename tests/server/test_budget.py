@@ -165,17 +165,6 @@ def test_charges_that_only_the_training_shows_are_brought_into_the_budget(tmp_pa
     assert again.ledger.rounds == shown(tmp_path / "budget").charge_count == 3
 
 
-def test_a_budget_that_went_back_in_time_is_refused(tmp_path: Path) -> None:
-    new_budget(tmp_path, 1.0, DELTA)
-    backup = (tmp_path / NAME).read_bytes()
-    of = account(None, tmp_path)
-    one_round(of, 1)
-    of.close()
-    (tmp_path / NAME).write_bytes(backup)
-    with pytest.raises(StoreError, match=r"shows 0 charges but the record .* shows 1: .* --add 1"):
-        account(None, tmp_path)
-
-
 @pytest.mark.parametrize("gone", ["removed", "emptied", "replaced"])
 def test_a_budget_that_was_begun_anew_is_refused(tmp_path: Path, gone: str) -> None:
     new_budget(tmp_path / "other", 9.0, DELTA)
