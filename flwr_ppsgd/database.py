@@ -83,7 +83,7 @@ class Database:
             self._own_connection()
 
     def close(self) -> None:
-        """Harmless if that was done before; the next use opens it again."""
+        """Closing twice does nothing; the next use opens it again."""
         connection = self._connection
         self._connection = None
         if connection is not None and self._process == os.getpid():
@@ -225,7 +225,7 @@ class FileLock:
         _HELD.add(self)
 
     def close(self) -> None:
-        """Give it up; harmless if that was done before."""
+        """Give it up; closing twice does nothing."""
         file = self._file
         self._file = -1
         if file >= 0:

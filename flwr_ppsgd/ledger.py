@@ -111,7 +111,7 @@ class Ledger:
         return self.bound(relation, method).epsilon
 
     def bound(self, relation: Relation = "zero-out", method: Method = "pld") -> EpsilonBound:
-        """ε as of ``epsilon``, with the name of the bound that gave it."""
+        """The ε that ``epsilon`` gives, with the name of the bound."""
         one_of("relation", relation, get_args(Relation))
         one_of("method", method, get_args(Method))
         if not self.releases:
@@ -131,7 +131,7 @@ class Ledger:
 
         Args:
             cut: the probability that the sampler would have cut any normal of all releases.
-            relation: neighbours, as of ``epsilon``.
+            relation: neighbours, as in ``epsilon``.
         """
         without = self.bound(relation)
         if math.isinf(without.epsilon):
@@ -292,8 +292,8 @@ def calibrate_noise(
         delta: δ at which ε is stated.
         cohort: who takes part in a round.
         rounds: the planned number of rounds.
-        relation: neighbours, as of ``Ledger.epsilon``.
-        method: accountant, as of ``Ledger.epsilon``.
+        relation: neighbours, as in ``Ledger.epsilon``.
+        method: accountant, as in ``Ledger.epsilon``.
         also: what else is released, each with its number of rounds: all together meet ``epsilon``.
         aggregation: ``SecureSum`` if clients add the noise: sampling then gains nothing, and δ pays
             for random neighbours.
@@ -378,7 +378,7 @@ def _least_argument(
     limits: tuple[float, float],
     tolerance: float,
 ) -> float:
-    """The smallest x, to a relative tolerance, with cost(x) ≤ most; infinite if there is none.
+    """The smallest x, to a relative tolerance, with cost(x) ≤ most; infinite if no x has.
 
     The cost falls as x grows. Steps from a guess, longer each time, enclose x. Between them log ε
     against log x is close to a straight line, so that Brent's method asks for the cost a few times
@@ -432,10 +432,10 @@ def affordable_rounds(
         max_epsilon: the ε that all rounds together may cost.
         delta: δ at which ε is stated.
         release: what is published in each round.
-        relation: neighbours, as of ``Ledger.epsilon``.
-        method: accountant, as of ``Ledger.epsilon``.
+        relation: neighbours, as in ``Ledger.epsilon``.
+        method: accountant, as in ``Ledger.epsilon``.
         at_most: the largest number that is of interest.
-        also: what else is released, each with its number of rounds, out of the same ε.
+        also: what else the ε has to pay for, each release with its number of rounds.
     """
     rule = "max_epsilon must be positive and finite"
     require(0 < max_epsilon < math.inf, rule, max_epsilon, "leave it out for no budget")

@@ -123,7 +123,7 @@ class Plan:
         return {"users": more_users.recipe, "epsilon": larger_epsilon.recipe}
 
     def secure_sum(self) -> dict[str, float] | None:
-        """What a secure sum asks for and costs; None if there is none.
+        """What a secure sum asks for and costs; None if the server is trusted.
 
         ``extra_noise`` is the standard deviation of the noise if all stay, over what is charged
         for; ``extra_noise_at_least_clients`` the same if as many drop out as may.

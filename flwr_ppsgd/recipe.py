@@ -166,7 +166,7 @@ def published_variance(so_far: Vector, gain: Vector, sigma: float) -> Vector:
 
     Args:
         so_far: ν of the rounds before; 0 before the first.
-        gain: g of this round, as of ``server_gain``.
+        gain: g of this round, from ``server_gain``.
         sigma: σ of this round.
     """
     return np.maximum(so_far, (gain * sigma) ** 2)
@@ -242,7 +242,7 @@ class RecipeValues:
         unit: u.
         size: C.
         count: k.
-        columns: the noisy sum of own columns divided by k; None if there is none.
+        columns: the noisy sum of own columns divided by k; None if it was not released.
     """
 
     unit: float = 1.0

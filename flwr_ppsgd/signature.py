@@ -25,7 +25,7 @@ PURPOSE = b"flwr_ppsgd order\n"  # a signature for anything else is not one for 
 
 @dataclass(frozen=True)
 class TrainingKey:
-    """The key of one training; who has it gives Orders.
+    """The key of one training, with which its Orders are signed.
 
     Args:
         private: the private half.
@@ -71,7 +71,7 @@ def signed(
 
     Args:
         order: an Order that is finished but for these two.
-        w_digest: of the arrays that travel with it, as of ``digest``.
+        w_digest: ``digest`` of the arrays that travel with it.
         key: the training's key.
         kind: the type of the message that brings it: "train", "evaluate" or "query".
         run: the id of Flower's run.
@@ -104,7 +104,7 @@ def verify(
 
 
 def public_key(text: str) -> Ed25519PublicKey:
-    """The public key in ``ed25519:BASE64``; ValueError if there is none."""
+    """The public key in ``ed25519:BASE64``; ValueError if the text is no key."""
     if not text.startswith(PUBLIC):
         raise ValueError(f"no key that begins with {PUBLIC}")
     return Ed25519PublicKey.from_public_bytes(

@@ -57,7 +57,7 @@ class LedgerAccountant:
         return self.get_privacy_spent(delta).epsilon
 
     def get_delta(self, epsilon: float) -> float:
-        """A δ at which everything released so far has at most this ε; 1 if there is none."""
+        """A δ at which everything released so far has at most this ε; 1 if no smaller one does."""
         low = math.log(LEAST_DELTA)
         high = 0.0
         for _ in range(HALVINGS):

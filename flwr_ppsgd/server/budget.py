@@ -148,7 +148,7 @@ class Budget(SealedRows):
         self.open()
 
     def open(self) -> None:
-        """Read and verify everything; harmless if it is open."""
+        """Read and verify everything, unless it is open."""
         if (self.directory / NAME).is_file():
             with nullcontext() if self._read_only else _lock(self.directory):
                 super().open()
@@ -205,7 +205,7 @@ class Budget(SealedRows):
             self._add_charge(add, training, round_, release)
 
     def catch_up(self, training: int, charges: Mapping[tuple[Release, bool], int]) -> None:
-        """Write down what a training has charged, as of ``Store.charges``, and the budget lacks.
+        """Add the charges of a training that the budget lacks, from ``Store.charges``.
 
         No training under a budget has a known seed.
         """

@@ -230,7 +230,7 @@ def _epsilons(ledger: Ledger) -> str:
 def status_of(directory: Path) -> dict[str, Any]:
     """How the training in a checkpoint directory does, ready for JSON.
 
-    StoreError if there is none, or if it is damaged.
+    StoreError if it is missing or damaged.
     """
     store = _read_store(directory)
     ledger = store.ledger(store.setting("delta"))

@@ -80,7 +80,7 @@ class ChargeRecord:
 
     @classmethod
     def read(cls, path: Path) -> "ChargeRecord | None":
-        """The record in a file; None if there is none that can be read."""
+        """The record in a file; None if it is missing or damaged."""
         try:
             text, check = path.read_text(encoding="utf-8").splitlines()
             if hashlib.sha256(text.encode()).hexdigest() != check:
@@ -150,7 +150,7 @@ class SealedRows:
         return self._database is not None
 
     def close(self) -> None:
-        """Give up the file; harmless if that was done before. In memory there is none."""
+        """Give up the file; closing twice does nothing, nor does closing rows in memory."""
         if self._database is not None and self.path is not None:
             self._database.close()
             self._database = None
@@ -338,7 +338,7 @@ class SealedRows:
     # --- what is known elsewhere
 
     def outside_record(self) -> ChargeRecord | None:
-        """The record outside; None if there is none that can be read."""
+        """The record outside; None if it is missing or damaged."""
         try:
             return ChargeRecord.read(home() / f"{self.owner}{SUFFIX}")
         except OSError:

@@ -80,7 +80,7 @@ class Store(SealedRows):
         return cls(directory, read_only=True)
 
     def open(self) -> None:
-        """Take the lock and read everything; harmless if it is open.
+        """Take the lock and read everything, unless it is open.
 
         After ``close`` this goes on from the disk as after a restart. A w that could not be saved
         is saved first.
@@ -105,7 +105,7 @@ class Store(SealedRows):
             raise
 
     def close(self) -> None:
-        """Give up the lock; harmless if that was done before."""
+        """Give up the lock; closing twice does nothing."""
         super().close()
         if self._lock is not None:
             self._lock.close()
@@ -252,7 +252,7 @@ class Store(SealedRows):
         self._remove_old_arrays()
 
     def load(self) -> Checkpoint | None:
-        """The newest w that is whole, saying which ones are not; None if there is none."""
+        """The newest w that is whole; None if no w was saved. Those that are damaged are logged."""
         found = self.notes("checkpoint")
         if self.directory is None or not found:
             return None
