@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_ppsgd.noise import RandomStream
-from flwr_ppsgd.secure.crypto import SHARE_SIZE, KeyPair, Words, add_mask, join, subtract_mask
+from flwr_ppsgd.secure.crypto import SHARE_SIZE, KeyPair, Words, add_mask, join
 from flwr_ppsgd.secure.graph import Design, design, draw_graph, survivors_needed
 from flwr_ppsgd.secure.protocol import (
     KEY,
@@ -25,6 +25,7 @@ from flwr_ppsgd.secure.protocol import (
     members_hash,
     own_key,
     pair_key,
+    pair_sign,
     seed_hash,
     share_hash,
     unpack_parts,
@@ -69,6 +70,7 @@ class Coordinator(Generic[Node]):
         self._public: list[PublicKeys] = []  # by place
         self._places: dict[Node, int] = {}
         self._count = 0  # n
+        self._design: Design  # when the keys are there
         self._graph: list[frozenset[int]] = []
         self._shares: dict[int, Shares] = {}
         self._members: frozenset[int] = frozenset()  # U₂
@@ -107,18 +109,16 @@ class Coordinator(Generic[Node]):
         self._public = list(self._keys.values())
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._count = len(self._nodes)
-        self._graph = draw_graph(self._design(), self._count, self._stream)
+        try:
+            self._design = design(self._rules, self._count)
+        except ValueError as error:
+            raise NoSumError(str(error)) from None
+        self._graph = draw_graph(self._design, self._count, self._stream)
         rosters = {}
         for node, place in self._places.items():
             others = {other: self._public[other] for other in self._graph[place]}
             rosters[node] = Roster(place, self._count, others).to_bytes()
         return rosters
-
-    def _design(self) -> Design:
-        try:
-            return design(self._rules, self._count)
-        except ValueError as error:
-            raise NoSumError(str(error)) from None
 
     # --- exchange 2
 
@@ -180,17 +180,16 @@ class Coordinator(Generic[Node]):
             return False
         self._answered.add(holder)
         owners = self._graph[holder] & self._members
-        for owner, share in revealed.items():
-            if owner in owners and self._fits(owner, holder, share):
+        for owner in owners & revealed.keys():
+            share = revealed[owner]
+            portion = self._shares[owner].portions[holder]
+            if owner in self._survivors:
+                fits = share_hash(share, self.session, SEED, owner, holder) == portion.seed_hash
+            else:
+                fits = share_hash(share, self.session, KEY, owner, holder) == portion.key_hash
+            if fits:
                 self._revealed.setdefault(owner, {})[holder] = share
         return True
-
-    def _fits(self, owner: int, holder: int, share: bytes) -> bool:
-        """Whether this is the share that its owner gave to this holder."""
-        portion = self._shares[owner].portions[holder]
-        if owner in self._survivors:
-            return share_hash(share, self.session, SEED, owner, holder) == portion.seed_hash
-        return share_hash(share, self.session, KEY, owner, holder) == portion.key_hash
 
     def total(self) -> NDArray[np.int64]:
         """Σ_{u ∈ U₃} x_u, exactly if it is below 2⁶³; NoSumError if a mask cannot be taken off."""
@@ -201,7 +200,7 @@ class Coordinator(Generic[Node]):
             seed = self._secret(place)
             if seed_hash(seed, self.session, place) != self._shares[place].seed_hash:
                 raise NoSumError(f"client {self._nodes[place]} gave shares of something else")
-            subtract_mask(total, own_key(seed, self.session, place, members))
+            add_mask(total, own_key(seed, self.session, place, members), sign=-1)
         for place in sorted(self._members - self._survivors):
             self._take_off_pair_masks(total, place, members)
         return total.view(np.int64)
@@ -217,15 +216,12 @@ class Coordinator(Generic[Node]):
         for other in neighbours:
             secret = pair.secret_with(self._public[other].mask)
             key = pair_key(secret, self.session, (dropped, other), members)
-            if other < dropped:
-                subtract_mask(total, key)
-            else:
-                add_mask(total, key)
+            add_mask(total, key, sign=-pair_sign(other, dropped))
 
     def _secret(self, owner: int) -> bytes:
         """A secret from the shares that fit; NoSumError if there are too few."""
         shares = self._revealed.get(owner, {})
-        threshold = self._design().threshold(len(self._graph[owner]))
+        threshold = self._design.threshold(len(self._graph[owner]))
         try:
             return join(shares, threshold)
         except ValueError as error:

@@ -57,7 +57,10 @@ class KeyPair:
 
     def secret_with(self, public: bytes) -> bytes:
         """The secret that both owners can compute; ValueError for a key that gives zero."""
-        return self._key.exchange(X25519PublicKey.from_public_bytes(public))
+        try:
+            return self._key.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError:
+            raise ValueError("a public key is invalid: nothing is sent") from None
 
     @functools.cached_property
     def _key(self) -> X25519PrivateKey:
@@ -163,18 +166,15 @@ def _weights(holders: tuple[int, ...]) -> list[int]:
 # --- masks
 
 
-def add_mask(total: Words, key: bytes) -> None:
-    """Add the mask of a key to ``total``, in place, modulo 2⁶⁴."""
-    _apply(np.add, total, key)
+def add_mask(total: Words, key: bytes, *, sign: int) -> None:
+    """Add ±PRG(key), the stream of ChaCha20 as 64-bit words, to ``total`` modulo 2⁶⁴, in place.
 
-
-def subtract_mask(total: Words, key: bytes) -> None:
-    """Take the mask of a key from ``total``, in place, modulo 2⁶⁴."""
-    _apply(np.subtract, total, key)
-
-
-def _apply(operation: np.ufunc, total: Words, key: bytes) -> None:
-    """Combine ``total`` with the key's stream of ChaCha20 as 64-bit words."""
+    Args:
+        total: the words.
+        key: of the mask.
+        sign: 1 to add the mask, −1 to take it off.
+    """
+    operation = np.add if sign > 0 else np.subtract
     stream = RandomStream(key)
     space = np.empty(min(AT_ONCE, total.size), np.uint64)
     for start in range(0, total.size, AT_ONCE):

@@ -34,7 +34,6 @@ from flwr_ppsgd.secure.crypto import (
     encrypt,
     labelled_hash,
     split,
-    subtract_mask,
 )
 from flwr_ppsgd.secure.graph import MOST_PARTICIPANTS, Design, design, survivors_needed
 from flwr_ppsgd.secure.terms import Session
@@ -47,10 +46,6 @@ KEY = b"key"
 MASK = b"mask"
 _PLACE = struct.Struct(">I")
 _TWO = struct.Struct(">II")
-
-
-class ProtocolError(ValueError):
-    """A malformed message, or one that would break the promise: nothing is sent."""
 
 
 # --- messages
@@ -67,7 +62,7 @@ class PublicKeys(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        _check_size(data, 2 * KEY_SIZE)
+        _check_form(len(data) == 2 * KEY_SIZE, f"{len(data)} bytes of keys")
         return cls(data[:KEY_SIZE], data[KEY_SIZE:])
 
 
@@ -168,7 +163,7 @@ def bitmap(members: Iterable[int], participants: int) -> bytes:
 
 def members_of(data: bytes, participants: int) -> frozenset[int]:
     """The set that ``bitmap`` was given."""
-    _check_size(data, _bitmap_size(participants))
+    _check_form(len(data) == _bitmap_size(participants), f"{len(data)} bytes of members")
     bits = int.from_bytes(data, "little")
     _check_form(bits >> participants == 0, f"a member beyond {participants} participants")
     return frozenset(place for place in range(participants) if bits >> place & 1)
@@ -197,13 +192,10 @@ def _bitmap_size(participants: int) -> int:
     return (participants + 7) // 8
 
 
-def _check_size(data: bytes, size: int) -> None:
-    _check_form(len(data) == size, f"{len(data)} bytes where {size} were expected")
-
-
 def _check_form(holds: bool, found: str) -> None:
+    """ValueError unless a message can be read."""
     if not holds:
-        raise ProtocolError(f"malformed message of a secure sum: {found}")
+        raise ValueError(f"malformed message of a secure sum: {found}")
 
 
 # --- derived keys and hashes
@@ -227,6 +219,11 @@ def members_hash(members: Collection[int], participants: int) -> bytes:
 def pair_key(secret: bytes, session: Session, places: tuple[int, int], members: bytes) -> bytes:
     """The key of the mask that two neighbours share; ``members`` is the hash of U₂."""
     return derive(secret, session.label, MASK, min(places), max(places), members)
+
+
+def pair_sign(place: int, other: int) -> int:
+    """Of the mask in ``place``'s vector: what one of two neighbours adds, the other takes off."""
+    return 1 if place < other else -1
 
 
 def own_key(seed: bytes, session: Session, place: int, members: bytes) -> bytes:
@@ -276,7 +273,7 @@ class KeysSent:
         _check_request(len(set(halves)) == len(halves), "a public key comes twice")
         channels = {}
         for other, keys in roster.neighbours.items():
-            channels[other] = _secret_with(self.channel, keys.channel)
+            channels[other] = self.channel.secret_with(keys.channel)
         seed = secrets.token_bytes(KEY_SIZE)
         threshold = found.threshold(len(channels))
         of_seed = split(seed, threshold, channels.keys())
@@ -319,7 +316,7 @@ class SharesSent:
     channels: Mapping[int, bytes] = field(repr=False)
 
     def check(self, partners: Partners) -> list[int]:
-        """The neighbours in U₂, in order; ProtocolError if there are too few of anything."""
+        """The neighbours in U₂, in order; ValueError if there are too few of anything."""
         members = partners.members
         neighbours = self.roster.neighbours.keys()
         present = sorted(neighbours & members)
@@ -346,14 +343,11 @@ class SharesSent:
         place = self.roster.place
         total = vector.astype(np.int64).view(np.uint64)
         members = members_hash(partners.members, self.roster.participants)
-        add_mask(total, own_key(self.seed, self.session, place, members))
+        add_mask(total, own_key(self.seed, self.session, place, members), sign=1)
         for other in present:
-            secret = _secret_with(self.mask, self.roster.neighbours[other].mask)
+            secret = self.mask.secret_with(self.roster.neighbours[other].mask)
             key = pair_key(secret, self.session, (place, other), members)
-            if place < other:
-                add_mask(total, key)
-            else:
-                subtract_mask(total, key)
+            add_mask(total, key, sign=pair_sign(place, other))
         held = {}
         for other in present:
             channel = _channel_key(self.channels[other], self.session, other, place)
@@ -434,7 +428,7 @@ State: TypeAlias = KeysSent | SharesSent | VectorSent
 
 
 def check_roster(roster: Roster, session: Session) -> Design:
-    """The graph that the terms ask for; ProtocolError if the roster is of another one."""
+    """The graph that the terms ask for; ValueError if the roster is of another one."""
     participants = roster.participants
     terms = session.terms
     least = terms.rules.least
@@ -452,16 +446,9 @@ def check_roster(roster: Roster, session: Session) -> Design:
     return found
 
 
-def _secret_with(own: KeyPair, public: bytes) -> bytes:
-    """The secret with the owner of a public key; ProtocolError if it is no key."""
-    try:
-        return own.secret_with(public)
-    except ValueError:
-        raise ProtocolError("a neighbour's public key is invalid: nothing is sent") from None
-
-
 def _check_request(holds: bool, found: str) -> None:
+    """ValueError for a message that would break the promise."""
     if not holds:
-        raise ProtocolError(
+        raise ValueError(
             f"the server's message does not protect this client ({found}): nothing is sent"
         )

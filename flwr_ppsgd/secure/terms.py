@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, get_type_hints
 
@@ -81,11 +81,6 @@ class SecureTerms:
     def to_flat(self) -> dict[str, Any]:
         """The terms by name."""
         return {name: getattr(self, name) for name in TYPES}
-
-    @classmethod
-    def from_flat(cls, flat: Mapping[str, Any]) -> Self:
-        """The terms that ``to_flat`` gave."""
-        return cls(**{name: flat[name] for name in TYPES})
 
 
 TYPES: dict[str, type] = dict(get_type_hints(SecureTerms))

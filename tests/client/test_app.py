@@ -4,13 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message
-from flwr.clientapp.typing import ClientAppCallable
+from flwr.app import ConfigRecord, Context
 
 from flwr_ppsgd import Order, Steps, client_app
-from flwr_ppsgd.client.refusal import ClientError
 from flwr_ppsgd.client.theta_store import STATE
-from flwr_ppsgd.client.visit import respond
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
 from tests.support.kept import kept_by
@@ -101,16 +98,6 @@ def test_what_a_mask_hides_is_clipped_too() -> None:
     np.testing.assert_allclose(sent, MASKED.data / np.linalg.norm(MASKED.data))
 
 
-def test_what_a_mask_hides_is_clipped_for_the_legacy_api_too() -> None:
-    order = Order(1, 0.1, 1.0, "mean", True)
-    sent, _, theta = respond(
-        Given(np.zeros(SIZE), gradient=MASKED), np.zeros(SIZE), np.zeros(SIZE), order
-    )
-    assert sent is not None
-    assert np.linalg.norm(np.asarray(sent)) == pytest.approx(1.0)
-    np.testing.assert_allclose(np.asarray(theta), -0.1 * MASKED.data)
-
-
 def test_a_number_that_vanishes_in_clipping_is_no_error() -> None:
     """Whether it does depends on the user's data, and numpy may have been told to raise."""
     tiny = np.array([5.0, 1e-308, 0.0, 0.0, 0.0, 0.0])
@@ -119,19 +106,6 @@ def test_a_number_that_vanishes_in_clipping_is_no_error() -> None:
     with np.errstate(all="raise"):
         (reply,) = on.send_and_receive([message])
     assert not reply.has_error()
-
-
-def test_an_exception_after_theta_was_computed_leaves_theta_as_it_was() -> None:
-    def fail(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        call_next(message, context)
-        raise OSError("disk full")
-
-    on = grid(1)
-    (message,) = opened(strategy(release=release(1)), on)
-    context = on.context(message.metadata.dst_node_id)
-    with pytest.raises(ClientError):  # the app itself, not the grid, keeps the state
-        client_app(toy_learner, mods=[fail])(message, context)
-    assert kept_by(context) is None
 
 
 def test_evaluation_uses_the_kept_theta_and_changes_nothing() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from flwr_ppsgd import PPSGD, Order, Poisson, Release, SecureSum, client_app
+from flwr_ppsgd import Order, Poisson, Release, SecureSum, client_app
 from flwr_ppsgd.client.account import Agreement
 from flwr_ppsgd.client.app import PPSGDClient
 from flwr_ppsgd.client.policy import Policy
@@ -68,12 +68,11 @@ class Watching:
         return str(caught.value)
 
 
-def run(app: Watching, rounds: int = 2, **changes: object) -> PPSGD:
-    settings: dict[str, object] = {"release": replace(release(CLIENTS, z=1.0), aggregation=RULES)}
-    of = strategy(**{**settings, **changes})
+def run(app: Watching) -> None:
+    """Two rounds."""
+    ppsgd = strategy(release=replace(release(CLIENTS, z=1.0), aggregation=RULES))
     grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
-    of.start(grid=grid, initial_arrays=w0(), num_rounds=rounds)
-    return of
+    ppsgd.start(grid=grid, initial_arrays=w0(), num_rounds=2)
 
 
 def order_of(message: Message) -> Order:
@@ -90,64 +89,55 @@ def with_order(message: Message, order: Order, payload: bytes | None = None) -> 
     return other
 
 
-def test_survivors_are_not_heard_before_the_round_is_charged() -> None:
-    seen: list[str] = []
-
-    def uncharged(message: Message, context: Context) -> None:
-        order = order_of(message)
-        if order.stage == 4:
-            fewer = replace(order, charges=order.charges - 1)
-            seen.append(app.refused(with_order(message, fewer), context))
-
-    app = Watching(uncharged)
-    run(app, rounds=1)
-    assert seen == ["refused-secure: ValueError"]
+def before_the_charge(message: Message, order: Order) -> list[Message]:
+    """Survivors are named before the round is charged."""
+    if order.stage != 4:
+        return []
+    return [with_order(message, replace(order, charges=order.charges - 1))]
 
 
-def test_a_payload_that_cannot_be_read_or_is_not_the_named_one_is_refused() -> None:
+def other_payloads(message: Message, order: Order) -> list[Message]:
+    """One that is not the named one, and one that cannot be read."""
+    if order.stage == 1:
+        return []
+    flipped = bytearray(message.content[SECURE][DATA])  # type: ignore[arg-type]
+    flipped[-1] ^= 1
+    named = replace(order, payload=payload_hash(b"xyz"))
+    return [with_order(message, order, bytes(flipped)), with_order(message, named, b"xyz")]
+
+
+def fewer_colluders(message: Message, order: Order) -> list[Message]:
+    """The other terms: tests.contract.test_secure_sums."""
+    if order.round == 1 or order.terms is None:
+        return []
+    return [with_order(message, replace(order, terms=replace(order.terms, colluding=0)))]
+
+
+def without_a_mask(message: Message, order: Order) -> list[Message]:
+    """In a training that has had a secure sum."""
+    if order.round == 1 or order.stage != 3:
+        return []
+    plain = (replace(order, terms=None, stage=0), replace(order, stage=0))
+    return [with_order(message, each) for each in plain]
+
+
+@pytest.mark.parametrize(
+    ("lies", "count"),
+    [(before_the_charge, 2), (other_payloads, 12), (fewer_colluders, 4), (without_a_mask, 2)],
+)
+def test_a_server_that_lies_is_refused(
+    lies: Callable[[Message, Order], list[Message]], count: int
+) -> None:
     seen: list[str] = []
 
     def meddle(message: Message, context: Context) -> None:
         order = order_of(message)
-        if order.stage in (2, 3, 4):
-            data = bytearray(message.content[SECURE][DATA])  # type: ignore[arg-type]
-            data[-1] ^= 1
-            seen.append(app.refused(with_order(message, order, bytes(data)), context))
-            named = replace(order, payload=payload_hash(b"xyz"))
-            seen.append(app.refused(with_order(message, named, b"xyz"), context))
+        if order.stage:
+            seen.extend(app.refused(each, context) for each in lies(message, order))
 
     app = Watching(meddle)
-    run(app, rounds=1)
-    assert seen == ["refused-secure: ValueError"] * 6
-
-
-def test_another_number_of_colluding_clients_is_refused_in_every_exchange() -> None:
-    """The other terms: tests.contract.test_secure_sums."""
-    seen: list[str] = []
-
-    def other(message: Message, context: Context) -> None:
-        order = order_of(message)
-        if order.round == 2 and order.terms is not None and order.stage:
-            changed = replace(order, terms=replace(order.terms, colluding=0))
-            seen.append(app.refused(with_order(message, changed), context))
-
-    app = Watching(other)
-    run(app, rounds=2)
-    assert seen == ["refused-secure: ValueError"] * 4
-
-
-def test_a_training_with_a_secure_sum_cannot_ask_for_a_plain_vector() -> None:
-    seen: list[str] = []
-
-    def plainly(message: Message, context: Context) -> None:
-        order = order_of(message)
-        if order.round == 2 and order.stage == 3:
-            for asked in (replace(order, terms=None, stage=0), replace(order, stage=0)):
-                seen.append(app.refused(with_order(message, asked), context))
-
-    app = Watching(plainly)
-    run(app, rounds=2)
-    assert seen == ["refused-secure: ValueError"] * 2
+    run(app)
+    assert seen == ["refused-secure: ValueError"] * count
 
 
 def test_a_legacy_client_answers_no_exchange_of_a_secure_sum() -> None:
@@ -196,7 +186,7 @@ def test_client_report_tells_of_masked_vectors_and_refusals(tmp_path: Path) -> N
             app.refused(firsts[-1], context)
 
     app = Watching(again, {"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"})
-    run(app, rounds=2)
+    run(app)
     text = client_report(tmp_path)
     assert "masked vectors: 2; each hides a gradient that was bounded and had noise" in text
     assert "refused-secure (2)" in text

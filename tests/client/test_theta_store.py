@@ -5,7 +5,6 @@ import math
 import os
 import sqlite3
 import stat
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_ppsgd import PPSGD, Order, client_app, database
@@ -52,6 +52,13 @@ class Nodes(InProcessGrid):
 
     def restart(self) -> None:
         self._contexts.clear()
+
+
+def nodes(directory: Path | None) -> InProcessGrid:
+    """With a state directory, or without one."""
+    return (
+        Nodes(directory) if directory else InProcessGrid(client_app(toy_learner), 1, {RUN: NAMED})
+    )
 
 
 def saves(directory: Path, user: int = 0, run: str = NAMED) -> list[Theta]:
@@ -147,21 +154,6 @@ def _damage(path: Path, how: str) -> None:
     path.write_bytes({"cut": content[:-8], "empty": b"", "flipped": bytes(flipped)}[how])
 
 
-def test_where_every_file_is_damaged_theta_never_becomes_zero(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ppsgd, on = strategy(), Nodes(tmp_path)
-    ppsgd.start(on, w0(), num_rounds=3)
-    on.restart()
-    for path in files(tmp_path):
-        _damage(path, "cut")
-    for _ in range(2):
-        replies = one_round(ppsgd, on, 4)
-        assert [reply.has_error() for reply in replies] == [True, False, False, False, False]
-        assert "theta-damaged: ValueError" in told(replies[0])
-    assert "restore the store from a backup" in caplog.text
-
-
 def test_a_store_of_another_user_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,21 +229,19 @@ def _break_disk(patch: pytest.MonkeyPatch, place: str, number: int) -> None:
     patch.setattr(database if place == "write_file" else os, place, fail)
 
 
-def _raising(
-    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
-) -> Message:
+def _raising(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     call_next(message, context)
     raise RuntimeError("a mod that fails")
 
 
-def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(
+    tmp_path: Path, on_disk: bool
+) -> None:
     """As in a deployment, where Flower keeps the state of a client that raised."""
-    context = Nodes(tmp_path).context(1_000_000)
-    message = Message(
-        RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train"
-    )
+    context = nodes(tmp_path if on_disk else None).context(1_000_000)
     with pytest.raises(ClientError, match=r"^learner-failed: RuntimeError$"):
-        client_app(toy_learner, mods=[_raising])(message, context)
+        client_app(toy_learner, mods=[_raising])(message(order(1)), context)
     assert not context.state
     assert not files(tmp_path)
 
@@ -259,19 +249,14 @@ def test_a_mod_that_raises_after_the_step_leaves_theta_as_before(tmp_path: Path)
 def test_of_two_tasks_at_work_on_one_theta_the_second_drops_its_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def overtaken(
-        message: Message, context: Context, call_next: Callable[[Message, Context], Message]
-    ) -> Message:
-        reply = call_next(message, context)
-        client_app(toy_learner)(message, Nodes(tmp_path).context(1_000_000))
+    def overtaken(asked: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        reply = call_next(asked, context)
+        client_app(toy_learner)(asked, Nodes(tmp_path).context(1_000_000))
         return reply
 
     context = Nodes(tmp_path).context(1_000_000)
-    message = Message(
-        RecordDict({"arrays": w0(), "ppsgd-order": ConfigRecord(order(1).to_flat())}), 5, "train"
-    )
     with pytest.raises(ClientError, match=r"^theta-busy: ValueError$"):
-        client_app(toy_learner, mods=[overtaken])(message, context)
+        client_app(toy_learner, mods=[overtaken])(message(order(1)), context)
     assert not context.state
     assert [save.stamp.visit for save in saves(tmp_path)] == [1]
     assert [line["code"] for line in notes(tmp_path)] == ["", "theta-busy"]
@@ -363,8 +348,7 @@ def test_a_node_without_a_directory_keeps_trainings_apart_too() -> None:
 def test_a_theta_of_another_model_is_refused_and_its_run_named(
     tmp_path: Path, on_disk: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on = Nodes(tmp_path) if on_disk else InProcessGrid(client_app(toy_learner), 1, {RUN: NAMED})
-    context = on.context(1_000_000)
+    context = nodes(tmp_path if on_disk else None).context(1_000_000)
     answer(context, order(1))
     for kind in ("train", "evaluate"):
         with pytest.raises(ClientError, match=r"^theta-foreign: ValueError$"):

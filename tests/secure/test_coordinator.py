@@ -18,29 +18,14 @@ from flwr_ppsgd.secure.protocol import (
     members_of,
     pack_parts,
 )
-from tests.support.secure import Play, played, session_of, some_vectors
+from tests.support.secure import Play, played, ready, session_of, some_vectors
 
 RULES = SecureSum(honest=4, colluding=1)
 SPARSE = SecureSum(honest=190, colluding=1, failure=1e-6)
 ALL = range(7)
 SESSION = session_of(RULES, 7)
 
-
-def ready(size: int = 3) -> Play:
-    """A round before exchange 3."""
-    play = Play(RULES, some_vectors(7, size))
-    play.keys(ALL)
-    play.shares(ALL)
-    return play
-
-
 # --- dropouts
-
-
-def test_the_sum_of_large_vectors_spans_several_blocks() -> None:
-    vectors = some_vectors(7, 70_001)
-    play = played(RULES, vectors, [ALL, ALL, range(1, 7), range(2, 7)])
-    assert np.array_equal(play.total(), vectors[1:].sum(axis=0))
 
 
 def test_thousands_of_dropout_patterns_give_the_survivors_sum_or_none() -> None:
@@ -112,7 +97,7 @@ def test_sums_wrap_without_a_loss_below_2_to_the_63() -> None:
 
 
 def test_memory_for_vectors_does_not_grow_with_the_cohort() -> None:
-    play = ready(10_000)
+    play = ready(RULES, 7, 10_000)
     play.mask(ALL)
     arrays = [value for value in vars(play.server).values() if isinstance(value, np.ndarray)]
     assert sum(array.nbytes for array in arrays) == 8 * 10_000
@@ -146,7 +131,7 @@ def test_exchanges_out_of_order_are_a_fault_of_the_program() -> None:
 @pytest.mark.parametrize(("liars", "summed"), [(1, True), (2, False)])
 def test_forged_shares_are_left_out_and_others_are_used(liars: int, summed: bool) -> None:
     """t_s = 4 of 6 holders, one of whom is gone: one liar leaves 4 to each secret, two leave 3."""
-    play = ready()
+    play = ready(RULES, 7)
     play.mask(range(6))  # 6 is gone: its mask key is needed too
     survivors = members_of(play.server.survivors()[0], 7)
     for node in range(6):

@@ -32,7 +32,7 @@ def test_every_field_is_in_the_label() -> None:
         others.append(replace(SESSION, **{name: value}))  # type: ignore[arg-type]
     labels = {session.label for session in (SESSION, *others)}
     assert len(labels) == 1 + len(others)
-    again = Session(SecureTerms.from_flat(TERMS.to_flat()), training=7, run=3, start=1, round=5)
+    again = Session(SecureTerms(**TERMS.to_flat()), training=7, run=3, start=1, round=5)
     assert again.label == SESSION.label
 
 

@@ -102,6 +102,14 @@ def played(rules: SecureSum, vectors: Vectors, stay: list[Collection[int]]) -> P
     return play
 
 
+def ready(rules: SecureSum, clients: int, size: int = 3) -> Play:
+    """A round before exchange 3, in which everybody still takes part."""
+    play = Play(rules, some_vectors(clients, size))
+    play.keys(range(clients))
+    play.shares(range(clients))
+    return play
+
+
 def some_vectors(clients: int, size: int, seed: int = 0) -> Vectors:
     """Whole numbers of both signs, far below 2⁵³ in sum."""
     source = np.random.default_rng(seed)
