@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import numpy as np
-from numpy.random.bit_generator import ISeedSequence
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.wire import Order
@@ -284,20 +283,12 @@ def as_array(values: Rows) -> NDArray[Any]:
     return np.asarray(values)
 
 
-class _NoSeed(ISeedSequence):
-    """For a generator that is seeded afterwards: numpy's own seeds take most of its time."""
-
-    def generate_state(self, n_words: int, dtype: DTypeLike = np.uint32) -> NDArray[Any]:
-        return np.zeros(n_words, dtype)
-
-
 def generator(*labels: object) -> np.random.Generator:
     """A generator for data, decided by its labels alone.
 
     Never for cohorts or noise: those are secret.
     """
-    bits = np.random.PCG64(_NoSeed())  # type: ignore[arg-type]  # its stub knows one class only
-    source = np.random.Generator(bits)
+    source = np.random.Generator(np.random.PCG64(0))
     reseed(source, *labels)
     return source
 

@@ -59,8 +59,8 @@ def check_connection(address: str, root_certificates: Path, key: Path) -> str:
     connection = http.client.HTTPSConnection(host, int(port), timeout=PATIENCE, context=context)
     try:
         _handshake(connection, address, root_certificates)
-        answer = _ask_to_be_let_in(connection, private)
-        _judge(answer, address, key)
+        answer = _request_activation(connection, private)
+        _check_answer(answer, address, key)
     except (OSError, http.client.HTTPException) as error:
         raise NotLetInError(
             f"{address} broke the connection off ({error}): try again; {NOTHING_LOST}"
@@ -126,7 +126,7 @@ def _handshake(connection: http.client.HTTPSConnection, address: str, trusted: P
         ) from None
 
 
-def _ask_to_be_let_in(
+def _request_activation(
     connection: http.client.HTTPSConnection, key: ec.EllipticCurvePrivateKey
 ) -> http.client.HTTPResponse:
     """What Flower answers to a signed request that it cannot grant."""
@@ -146,7 +146,7 @@ def _ask_to_be_let_in(
     return connection.getresponse()
 
 
-def _judge(answer: http.client.HTTPResponse, address: str, key: Path) -> None:
+def _check_answer(answer: http.client.HTTPResponse, address: str, key: Path) -> None:
     """NotLetInError unless everything but the heartbeat was right."""
     try:
         code = json.loads(answer.read())["code"]  # Flower's own

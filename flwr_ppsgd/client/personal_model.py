@@ -104,7 +104,7 @@ class PersonalModel:
     @property
     def w(self) -> Vector:
         """The shared parameters as one flat vector."""
-        return _flat(self.shared)
+        return Layout.of(self.shared).flatten(self.shared)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """w + θ under w's names and in its shapes, for additive models.
@@ -144,7 +144,7 @@ def personalize(
         theta: where to begin; the learner's initial θ unless given.
     """
     record = _record(w)
-    flat = _flat(record)
+    flat = Layout.of(record).flatten(record)
     if not isinstance(w, ArrayRecord | np.ndarray) and VARIANCE in w and offers(data, Solver):
         own = model_around(data, flat, Order.delivery(data.task, w))
         return PersonalModel._from_solution(record, own.arrays())
@@ -152,10 +152,6 @@ def personalize(
     for number in range(1, visits + 1):
         _, _, now = respond(data, flat, now, Order.own_step(step, number))
     return PersonalModel(record, now)
-
-
-def _flat(record: ArrayRecord) -> Vector:
-    return Layout.of(record).flatten(record)
 
 
 def _store(root: Path, user: str, run: str | None) -> DiskStore:

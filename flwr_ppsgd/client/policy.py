@@ -11,7 +11,6 @@ from flwr.app import MessageType
 from flwr_ppsgd.checks import is_number, nearest, require
 from flwr_ppsgd.client.refusal import RefusalCode, RefusedError, limit_refusal
 from flwr_ppsgd.recipe import SCALAR_BOUND
-from flwr_ppsgd.secure.terms import SecureTerms
 from flwr_ppsgd.signature import public_key, verify
 from flwr_ppsgd.wire import Order
 
@@ -160,21 +159,30 @@ class Policy:
         if order is None:
             self._check_stock(kind, serves_stock)
             return
-        if order.terms is not None:
-            self._check_terms(order.terms)
+        self._check_limits(order)
         if self.secure and order.publishes and kind != MessageType.EVALUATE:
             # the check before round one carries no exchange, only the terms
             is_secure = order.stage > 0 if kind == MessageType.TRAIN else order.terms is not None
             if not is_secure:
                 raise limit_refusal(f"a plain sum where {SECURE} is true: nothing is sent")
-        self._check_limits(order)
 
-    def _check_terms(self, terms: SecureTerms) -> None:
-        limits = (
+    def _check_limits(self, order: Order) -> None:
+        """Of this Order, of the scalars that its plan will ask for, and of a secure sum's terms."""
+        bounds = [BOUNDS[part] for part in order.plan if part in BOUNDS]
+        largest_bound = max(order.clip_norm, *bounds, 0.0)
+        for name, value, key, most in (
+            ("clip_norm", largest_bound, MAX_CLIP_NORM, self.max_clip_norm),
+            ("step", order.step, MAX_STEP, self.max_step),
+        ):
+            if not value <= most:
+                raise limit_refusal(f"an Order with {name} {value:g} where {key} is {most:g}")
+        terms = order.terms
+        if terms is None:
+            return
+        for name, value, key, least in (
             ("noise multiplier", terms.noise_multiplier, MIN_NOISE, self.min_noise_multiplier),
             ("honest + colluding", terms.rules.least, MIN_CLIENTS, self.min_clients),
-        )
-        for name, value, key, least in limits:
+        ):
             if not value >= least:
                 raise limit_refusal(f"a secure sum with {name} {value:g} where {key} is {least:g}")
         if self.complete and not terms.rules.is_complete(terms.population):
@@ -182,17 +190,6 @@ class Policy:
                 f"a secure sum of {terms.population} clients that are not all neighbours of each "
                 f"other, where {COMPLETE} is true"
             )
-
-    def _check_limits(self, order: Order) -> None:
-        """Of this Order, and of the scalars that its plan will ask for."""
-        bounds = [BOUNDS[part] for part in order.plan if part in BOUNDS]
-        limits = (
-            ("clip_norm", max(order.clip_norm, *bounds, 0.0), MAX_CLIP_NORM, self.max_clip_norm),
-            ("step", order.step, MAX_STEP, self.max_step),
-        )
-        for name, value, key, limit in limits:
-            if not value <= limit:
-                raise limit_refusal(f"an Order with {name} {value:g} where {key} is {limit:g}")
 
     def _check_stock(self, kind: str, serves_stock: bool) -> None:
         if self.secure:

@@ -146,7 +146,7 @@ def _refuse_outdated(order: Order, newest: ThetaStamp, stepping: bool) -> None:
         )
 
 
-def still_needed(
+def stamps_to_keep(
     new: ThetaStamp, kept: Sequence[ThetaStamp], order: Order | None, least: int
 ) -> list[ThetaStamp]:
     """The kept θ that stay beside a new one, of the last few trainings.

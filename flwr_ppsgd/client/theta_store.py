@@ -25,7 +25,7 @@ from flwr_ppsgd.arrays import bytes_of, decode, record_from, vector_record
 from flwr_ppsgd.checks import fast_replace
 from flwr_ppsgd.client.policy import USER, owner_of
 from flwr_ppsgd.client.refusal import RefusalCode, RefusedError
-from flwr_ppsgd.client.theta import RUN, Theta, ThetaStamp, still_needed, theta_candidates
+from flwr_ppsgd.client.theta import RUN, Theta, ThetaStamp, stamps_to_keep, theta_candidates
 from flwr_ppsgd.database import Database, StoreError
 from flwr_ppsgd.wire import Order
 
@@ -73,8 +73,8 @@ class StateStore:
 
     def stamps(self) -> list[ThetaStamp]:
         """Of every θ that is kept, newest first."""
-        record = self._record()
-        if not record:
+        record = self._state.array_records.get(STATE)
+        if record is None:
             return []
         numbers = decode(record["stamps"])
         stamps = []
@@ -84,7 +84,7 @@ class StateStore:
 
     def load(self, stamp: ThetaStamp) -> Theta:
         """The θ of a stamp."""
-        record = self._record()
+        record = self._state.array_records[STATE]
         place = -stamp.serial
         stood = f"stood {place}"
         theta = decode(record[f"theta {place}"])
@@ -92,7 +92,7 @@ class StateStore:
 
     def put_theta(self, theta: Theta, order: Order | None) -> None:
         """Keep θ, with as many older ones as the server may go back to."""
-        older = still_needed(theta.stamp, self.stamps(), order, least=0)
+        older = stamps_to_keep(theta.stamp, self.stamps(), order, least=0)
         stamps = []
         vectors = {}
         for place, each in enumerate([theta, *map(self.load, older)]):
@@ -108,8 +108,8 @@ class StateStore:
 
     def facts(self) -> dict[str, Any]:
         """What ``put_fact`` kept, by name."""
-        record = self._state.get(STATE_FACTS)
-        if not isinstance(record, ConfigRecord):
+        record = self._state.config_records.get(STATE_FACTS)
+        if record is None:
             return {}
         return {name: json.loads(str(value)) for name, value in record.items()}
 
@@ -118,10 +118,6 @@ class StateStore:
         facts = {**self.facts(), name: value}
         texts = {key: json.dumps(fact) for key, fact in facts.items()}
         self._state[STATE_FACTS] = ConfigRecord({**texts})
-
-    def _record(self) -> ArrayRecord:
-        record = self._state.get(STATE)
-        return record if isinstance(record, ArrayRecord) else ArrayRecord()
 
 
 class DiskStore:
@@ -274,7 +270,7 @@ class DiskStore:
         parts = {}
         for name, vector in _vectors(theta).items():
             parts[name] = np.ascontiguousarray(vector, dtype=np.float64).tobytes()
-        needed = still_needed(theta.stamp, kept, order, LEAST_SAVES)
+        needed = stamps_to_keep(theta.stamp, kept, order, LEAST_SAVES)
         keep = [stamp.serial for stamp in needed]
         self._put(THETA, {"stamp": asdict(theta.stamp)}, parts, keep)
 
