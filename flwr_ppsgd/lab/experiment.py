@@ -137,7 +137,6 @@ class Experiment:
             return []
         data = self.problem.per_user()
         if self.problem.schema:
-            assert data.schema is not None
             found = [DECLARED.format(Path(self.problem.schema).name, data.schema.sha256)]
         else:
             looked = [*data.looked]
@@ -161,8 +160,9 @@ class Experiment:
         for prefix, part in parts.items():
             answer = trivial(part)
             if answer is not None:
-                found[TRIVIAL][prefix + answer.measure] = answer.pooled
-                found[OWN_TRIVIAL][prefix + answer.measure] = answer.own
+                measure, pooled, own = answer
+                found[TRIVIAL][prefix + measure] = pooled
+                found[OWN_TRIVIAL][prefix + measure] = own
         return {method: measures for method, measures in found.items() if measures}
 
     def describe(self) -> str:

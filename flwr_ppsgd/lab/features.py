@@ -42,8 +42,8 @@ def as_texts(values: Values) -> tuple[list[str], NDArray[np.intp]]:
     """
     import pandas
 
-    codes, found = pandas.factorize(values)
-    words = [_label(value) for value in found.tolist()]
+    codes, different = pandas.factorize(values)
+    words = [_text_of(value) for value in different.tolist()]
     places = np.asarray(codes, dtype=np.intp)
     empty = [place for place, word in enumerate(words) if not word]
     return words, np.where(np.isin(places, empty), -1, places)
@@ -52,11 +52,11 @@ def as_texts(values: Values) -> tuple[list[str], NDArray[np.intp]]:
 def map_texts(values: Values, function: Callable[[str], Any], gap: Any) -> NDArray[Any]:
     """``function`` of each row's text, called once for each different one; ``gap`` for gaps."""
     words, codes = as_texts(values)
-    found = [function(word) for word in words]
-    return np.array([*found, gap])[codes]
+    results = [function(word) for word in words]
+    return np.array([*results, gap])[codes]
 
 
-def _label(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bytes):
@@ -67,10 +67,20 @@ def _label(value: Any) -> str:
 def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
     """float64, with NaN for gaps, for what is no number and for what is beyond ``LARGEST``; true
     and false are 1 and 0."""
-    if getattr(values.dtype, "kind", "O") in "biuf" and isinstance(values.dtype, np.dtype):
+
+    def number_of(word: str) -> float:
+        if word in GAPS:
+            return np.nan
+        if word.lower() in TRUTH:
+            return TRUTH[word.lower()]
+        number = as_number(word.replace(decimal, "."))
+        return np.nan if number is None else number
+
+    is_plain = isinstance(getattr(values, "dtype", None), np.dtype)
+    if is_plain and values.dtype.kind in "biuf":
         numbers = np.array(values, dtype=np.float64)
     else:
-        numbers = map_texts(values, lambda word: _number_of_word(word, decimal), np.nan)
+        numbers = map_texts(values, number_of, np.nan)
     numbers[~is_usable(numbers)] = np.nan
     return numbers
 
@@ -78,14 +88,6 @@ def as_numbers(values: Values, decimal: str = ".") -> NDArray[np.float64]:
 def is_usable(numbers: NDArray[Any]) -> NDArray[np.bool_]:
     """Which numbers are there, and not beyond ``LARGEST``."""
     return np.asarray((numbers >= -LARGEST) & (numbers <= LARGEST))
-
-
-def _number_of_word(word: str, decimal: str) -> float:
-    if word in GAPS:
-        return np.nan
-    truth = TRUTH.get(word.lower())
-    number = as_number(word.replace(decimal, ".")) if truth is None else truth
-    return np.nan if number is None else number
 
 
 def is_text(values: Values) -> bool:
@@ -96,8 +98,10 @@ def is_text(values: Values) -> bool:
 def stack_targets(table: RawTable, targets: Sequence[str]) -> Values:
     """Target columns side by side."""
     first = table.columns[targets[0]]
+    if sparse.issparse(first):
+        return first
     if np.ndim(first) == 2:
-        return first if sparse.issparse(first) else np.asarray(first, dtype=np.float64)
+        return np.asarray(first, dtype=np.float64)
     parts = [as_numbers(table.columns[name], table.decimal) for name in targets]
     return np.stack(parts, axis=1)
 
@@ -120,60 +124,61 @@ def count_of(number: int, noun: str) -> str:
 def list_names(names: Sequence[str], most: int = MOST_LISTED) -> str:
     """The first names, and how many there are if those are not all; fit for a terminal."""
     shown = ", ".join(printable(name, MOST_LETTERS) for name in names[:most])
-    return f"{shown}, … ({len(names):,} in all)" if len(names) > most else shown
+    if len(names) <= most:
+        return shown
+    return f"{shown}, … ({len(names):,} in all)"
 
 
 # --- features of known kinds
 
 
 def encode_columns(table: RawTable, schema: Schema) -> Values:
-    """rows × features, dense or CSR; gaps and what is no number are NaN."""
+    """rows × features, dense or CSR; gaps and what is no number are NaN.
+
+    A single array is as it is stored: bytes stay bytes.
+    """
     used = schema.used_columns
-    blocks = []
-    for column in used:
-        values = table.columns[column.name]
-        if np.ndim(values) == 2:
-            blocks.append(_array(table, column))
-        elif column.kind == TEXT:
-            blocks.append(_shares_of_words(values))
-        elif column.kind in (CATEGORY, HASHED):
-            blocks.append(_one_hot(values, column))
-        else:
-            numbers = as_numbers(values, table.decimal)
-            if column.kind == FLAG:
-                numbers = np.clip(numbers, 0.0, 1.0)
-            blocks.append(numbers[:, None])
-    if len(blocks) == 1 and np.ndim(table.columns[used[0].name]) == 2:
-        return blocks[0]  # as it is stored: bytes stay bytes
+    blocks = [_encode_column(table, column) for column in used]
+    if len(used) == 1 and np.ndim(table.columns[used[0].name]) == 2:
+        return blocks[0]
     encoded = sum(column.features for column in used if column.kind in (CATEGORY, HASHED, TEXT))
     if encoded > MOST_DENSE or any(column.kind == SPARSE for column in used):
-        return sparse.csr_array(sparse.hstack([sparse.csr_array(block) for block in blocks]))
+        rows = [sparse.csr_array(block) for block in blocks]
+        return sparse.csr_array(sparse.hstack(rows))
     dense = [block.toarray() if sparse.issparse(block) else block for block in blocks]
     return np.hstack(dense)
 
 
-def _array(table: RawTable, column: Column) -> Values:
+def _encode_column(table: RawTable, column: Column) -> Values:
+    """The features of one column: rows × ``column.features``."""
     values = table.columns[column.name]
-    if values.shape[1] != column.width:
-        raise table.refuse(
-            f"{column.name!r} has {values.shape[1]} columns and the schema says {column.width}",
-            "give a file of that form, or another schema",
-        )
-    if not sparse.issparse(values) and values.dtype.kind not in "biuf":
-        raise table.refuse(f"x has type {values.dtype}", "features must be real numbers")
-    return values
-
-
-def _one_hot(values: Values, column: Column) -> sparse.csr_array:
-    """One column for each word, or for each bucket of a hash; a gap or another word has none."""
-    order = {word: place for place, word in enumerate(column.words)}
+    if np.ndim(values) == 2:
+        if values.shape[1] != column.width:
+            what = f"{column.name!r} has {values.shape[1]} columns"
+            remedy = "give a file of that form, or another schema"
+            raise table.refuse(f"{what} and the schema says {column.width}", remedy)
+        if not sparse.issparse(values) and values.dtype.kind not in "biuf":
+            raise table.refuse(f"x has type {values.dtype}", "features must be real numbers")
+        return values
+    if column.kind == TEXT:
+        return _shares_of_words(values)
     if column.kind == HASHED:
-        places = map_texts(values, bucket_of, -1)
-    else:
+        return _one_hot(map_texts(values, bucket_of, -1), BUCKETS)
+    if column.kind == CATEGORY:
+        order = {word: place for place, word in enumerate(column.words)}
         places = map_texts(values, lambda word: order.get(word, -1), -1)
+        return _one_hot(places, len(column.words))
+    numbers = as_numbers(values, table.decimal)
+    if column.kind == FLAG:
+        numbers = np.clip(numbers, 0.0, 1.0)
+    return numbers[:, None]
+
+
+def _one_hot(places: NDArray[np.intp], width: int) -> sparse.csr_array:
+    """A 1 in each row's place; zeros where it is −1, for a gap or a word that is not listed."""
     rows = np.flatnonzero(places >= 0)
     entries = (np.ones(len(rows)), (rows, places[rows]))
-    return sparse.csr_array(entries, shape=(len(places), column.features))
+    return sparse.csr_array(entries, shape=(len(places), width))
 
 
 def bucket_of(word: str) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.features import (
     LARGEST,
     TRUTH,
@@ -22,6 +21,7 @@ from flwr_ppsgd.lab.features import (
     sorted_labels,
     stack_targets,
 )
+from flwr_ppsgd.lab.problem import Problem
 from flwr_ppsgd.lab.schema import (
     BUCKETS,
     CATEGORY,
@@ -83,23 +83,31 @@ REASONS = {  # why a column is left out, and the option that changes it; "" if s
 }
 
 
-def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[str, ...], list[str]]:
-    """The schema; what was chosen by looking, each as it stands in a condition; notes."""
-    user = options.user or "user"
-    targets = tuple(split_names(options.target) or ["y"])
-    test = options.test
-    time = options.time
+def find_schema(table: RawTable, problem: Problem) -> tuple[Schema, list[str]]:
+    """The schema of a file whose columns are described by settings, and notes on what was found."""
+    user = problem.user_column or "user"
+    targets = tuple(split_names(problem.target_column) or ["y"])
+    test = problem.test_column
+    time = problem.time_column
+    fraction = problem.test_fraction
     notes = []
     if "test" in table.columns and "test" not in (test, user, *targets):
-        if time or options.test_fraction is not None:
+        if time or fraction is not None:
             notes.append("column 'test' left out: another split was asked for")
         else:
             test = "test"
     special = [name for name in (user, *targets, test, time) if name]
     _check_special(table, special)
-    columns, column_notes = find_columns(table, options, {*special, "test"})
-    task, classes, task_notes = find_task(table, targets, options.task)
-    notes += [*column_notes, *task_notes]
+    columns, left_out = _find_columns(table, problem, {*special, "test"})
+    notes += _column_notes(columns, left_out)
+    if not any(column.features for column in columns):
+        reasons = [note for note in notes if note.startswith("left out")]
+        what = "there is no feature column beside user, target, test and time"
+        raise table.refuse("; ".join([what, *reasons]), "add one")
+    task, classes, why = _find_task(table, targets, problem.task)
+    if why and not problem.task:
+        name = ", ".join(targets)
+        notes.append(f"detected from {name!r}: {task}, since {why} (--task changes it)")
     if classes:
         notes.append(f"classes are {list_names(classes, MOST_CLASSES_SHOWN)}")
     dtypes = {str(table.columns[column.name].dtype) for column in columns if column.width > 1}
@@ -109,26 +117,39 @@ def find_schema(table: RawTable, options: DataOptions) -> tuple[Schema, tuple[st
         target=targets,
         task=task,
         classes=classes,
-        columns=columns,
-        missing=ZERO if options.impute == ZERO else OWN_MEAN,
+        columns=tuple(columns),
+        missing=ZERO if problem.impute == ZERO else OWN_MEAN,
         test=test,
         time=time,
-        test_fraction=0.2 if options.test_fraction is None else options.test_fraction,
-        split_seed=options.split_seed,
+        test_fraction=0.2 if fraction is None else fraction,
+        split_seed=problem.data_seed,
         dtype="uint8" if dtypes == {"uint8"} else "float64",
         separator=lines.separator if lines else "",
         decimal=lines.decimal if lines else "",
         encoding=lines.encoding if lines else "",
     )
-    return schema.with_hash(), _chosen_by_looking(schema, options), notes
+    return schema, notes
+
+
+def chosen_by_looking(schema: Schema, problem: Problem) -> tuple[str, ...]:
+    """What of a schema that was found is not in the settings, as it stands in a condition."""
+    found = ["the ids of users", "the columns and their kinds"]
+    words = [repr(column.name) for column in schema.columns if column.kind == CATEGORY]
+    if words:
+        found.append(f"the words of {', '.join(words)}")
+    if not problem.task:
+        found.append("the task")
+    if schema.classes:
+        found.append("the classes")
+    if schema.picture:
+        found.append("the shape of pictures")
+    return tuple(found)
 
 
 def _check_special(table: RawTable, special: Sequence[str]) -> None:
     """ValueError unless the columns of user, target, test and time are there, and rows in all."""
-    user = special[0]
     for name in special:
-        table.column(name)
-        if _is_nested(table.columns[name]):
+        if _is_nested(table.column(name)):
             raise table.refuse(f"column {name!r} is nested", "write one column for each number")
         if special.count(name) > 1:
             what = f"column {name!r} has two roles among user, target, test and time"
@@ -137,6 +158,7 @@ def _check_special(table: RawTable, special: Sequence[str]) -> None:
     if table.only_x:
         table.column("x")
         names = [name for name in names if name in (*special, "x")]
+    user = special[0]
     rows = np.shape(table.columns[user])
     if len(rows) != 1:
         raise table.refuse(f"{user!r} must have one value per row, got shape {rows}", "give one")
@@ -149,35 +171,21 @@ def _check_special(table: RawTable, special: Sequence[str]) -> None:
         raise table.refuse("there are no rows", "give at least one row for each user")
 
 
-def _chosen_by_looking(schema: Schema, options: DataOptions) -> tuple[str, ...]:
-    found = ["the ids of users", "the columns and their kinds"]
-    words = [repr(column.name) for column in schema.columns if column.kind == CATEGORY]
-    if words:
-        found.append(f"the words of {', '.join(words)}")
-    if not options.task:
-        found.append("the task")
-    if schema.classes:
-        found.append("the classes")
-    if schema.picture:
-        found.append("the shape of pictures")
-    return tuple(found)
-
-
 # --- the kinds of columns
 
 
-def find_columns(
-    table: RawTable, options: DataOptions, special: set[str]
-) -> tuple[tuple[Column, ...], list[str]]:
-    """The kind of each column that is not special, and notes, one for each kind of decision."""
-    asked = dict.fromkeys(split_names(options.categorical), CATEGORY)
-    asked |= dict.fromkeys(split_names(options.text), TEXT)
-    features = split_names(options.features)
-    exclude = split_names(options.exclude)
+def _find_columns(
+    table: RawTable, problem: Problem, special: set[str]
+) -> tuple[list[Column], dict[str, list[str]]]:
+    """The kind of each column that is not special, and the names of those left out by reason."""
+    asked = dict.fromkeys(split_names(problem.categorical_columns), CATEGORY)
+    asked |= dict.fromkeys(split_names(problem.text_columns), TEXT)
+    features = split_names(problem.feature_columns)
+    exclude = split_names(problem.exclude_columns)
     for name in (*asked, *features, *exclude):
         table.column(name)
     pictures = [name for name in table.shapes if name in table.columns and name not in special]
-    found: list[Column] = []
+    columns: list[Column] = []
     left_out: dict[str, list[str]] = {}
     for name, values in table.columns.items():
         if name in special or (table.only_x and name != "x"):
@@ -194,18 +202,13 @@ def find_columns(
             reason = "" if name in pictures else "picture"
         else:
             reason = _reason_against(name, values, table.decimal)
-        if reason:
-            odd = f" (as {_odd_word(values, table.decimal)!r})" if reason == "mixed" else ""
-            left_out.setdefault(reason, []).append(f"{name!r}{odd}")
-            found.append(Column(name, LEFT_OUT))
-        else:
-            found.append(_used_column(table, name, asked.get(name)))
-    notes = _column_notes(found, left_out)
-    if not any(column.features for column in found):
-        reasons = [note for note in notes if note.startswith("left out")]
-        what = "there is no feature column beside user, target, test and time"
-        raise table.refuse("; ".join([what, *reasons]), "add one")
-    return tuple(found), notes
+        if not reason:
+            columns.append(_used_column(table, name, asked.get(name)))
+            continue
+        odd = f" (as {_odd_word(values, table.decimal)!r})" if reason == "mixed" else ""
+        left_out.setdefault(reason, []).append(f"{name!r}{odd}")
+        columns.append(Column(name, LEFT_OUT))
+    return columns, left_out
 
 
 def _reason_against(name: str, values: Values, decimal: str) -> str:
@@ -216,7 +219,50 @@ def _reason_against(name: str, values: Values, decimal: str) -> str:
         return "date"
     if is_text(values) and not _is_truth(values):
         return _reason_against_words(values, decimal)
-    return _reason_against_numbers(name, values)
+    numbers = as_numbers(values)
+    finite = numbers[np.isfinite(numbers)]
+    if not len(finite):
+        return "empty" if np.isnan(values).all() else "huge"
+    if len(finite) == len(numbers) and finite.min() == finite.max():
+        return "constant"
+    is_whole = (finite == np.rint(finite)).all()
+    return _time_or_id(name, finite) if is_whole else ""
+
+
+def _reason_against_words(values: Values, decimal: str) -> str:
+    different, codes = as_texts(values)
+    words = [word for word in different if word]
+    if not words:
+        return "empty"
+    first = words[:DATES_LOOKED_AT]
+    dates = [word for word in first if DATE.fullmatch(word)]
+    if len(dates) > 0.9 * len(first):
+        return "date"
+    if len(words) == 1 and (codes >= 0).all():
+        return "constant"
+    if len(words) <= MOST_WORDS and 2 * len(words) <= len(codes):
+        return ""
+    like_numbers = [word for word in words if LIKE_NUMBER.fullmatch(word)]
+    mostly_numbers = 2 * len(like_numbers) > len(words)
+    return "mixed" if mostly_numbers and _odd_word(values, decimal) else "words"
+
+
+def _time_or_id(name: str, numbers: NDArray[np.float64]) -> str:
+    """Which of them whole numbers are; empty if they are neither."""
+    least = numbers.min()
+    most = numbers.max()
+    for second in SECONDS:
+        if least / second >= FIRST_SECOND and most / second <= LAST_SECOND:
+            return "timestamp"
+    month = numbers // 100 % 100  # of dates as in 20240131
+    day = numbers % 100
+    is_date = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+    if least >= 19000101 and most <= 21001231 and is_date.all():
+        return "date"
+    if len(numbers) >= FEWEST_NUMBERED and (np.diff(numbers) == 1).all():
+        return "row id"
+    are_different = 1 < len(numbers) == len(np.unique(numbers))
+    return "row id" if are_different and ID.search(name) else ""
 
 
 def _is_nested(values: Values) -> bool:
@@ -231,56 +277,10 @@ def _is_truth(values: Values) -> bool:
     return bool(words) and words <= set(TRUTH)
 
 
-def _reason_against_words(values: Values, decimal: str) -> str:
-    words, codes = as_texts(values)
-    there = [word for word in words if word]
-    if not there:
-        return "empty"
-    looked_at = there[:DATES_LOOKED_AT]
-    dates = [word for word in looked_at if DATE.fullmatch(word)]
-    if len(dates) > 0.9 * len(looked_at):
-        return "date"
-    if len(there) == 1 and (codes >= 0).all():
-        return "constant"
-    if len(there) <= MOST_WORDS and 2 * len(there) <= len(codes):
-        return ""
-    like_numbers = [word for word in there if LIKE_NUMBER.fullmatch(word)]
-    mixed = 2 * len(like_numbers) > len(there) and _odd_word(values, decimal)
-    return "mixed" if mixed else "words"
-
-
 def _odd_word(values: Values, decimal: str) -> str:
     """The first word that is neither a number nor a gap; empty if there is none."""
     words = as_texts(values)[0]
     return next((word for word in words if not is_number_or_gap(word, decimal)), "")
-
-
-def _reason_against_numbers(name: str, values: Values) -> str:
-    numbers = as_numbers(values)
-    there = numbers[np.isfinite(numbers)]
-    if not len(there):
-        return "empty" if np.isnan(values).all() else "huge"
-    if len(there) == len(numbers) and there.min() == there.max():
-        return "constant"
-    whole = (there == np.rint(there)).all()
-    return _time_or_id(name, there) if whole else ""
-
-
-def _time_or_id(name: str, numbers: NDArray[np.float64]) -> str:
-    """Which of them whole numbers are; empty if they are neither."""
-    least, most = numbers.min(), numbers.max()
-    for second in SECONDS:
-        if least / second >= FIRST_SECOND and most / second <= LAST_SECOND:
-            return "timestamp"
-    month = numbers // 100 % 100  # of dates as in 20240131
-    day = numbers % 100
-    is_date = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
-    if least >= 19000101 and most <= 21001231 and is_date.all():
-        return "date"
-    if len(numbers) >= FEWEST_NUMBERED and (np.diff(numbers) == 1).all():
-        return "row id"
-    different = 1 < len(numbers) == len(np.unique(numbers))
-    return "row id" if different and ID.search(name) else ""
 
 
 def _used_column(table: RawTable, name: str, asked: str | None) -> Column:
@@ -315,20 +315,21 @@ def _array_column(table: RawTable, name: str) -> Column:
 
 def _is_flag(values: Values) -> bool:
     """Whether all values that are there are 0 and 1."""
-    there = values[np.isfinite(values)] if values.dtype.kind == "f" else values
-    return bool(((there == 0) | (there == 1)).all())
+    known = values[np.isfinite(values)] if values.dtype.kind == "f" else values
+    return bool(((known == 0) | (known == 1)).all())
 
 
-def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
+def _column_notes(columns: Sequence[Column], left_out: dict[str, list[str]]) -> list[str]:
+    """One note for each kind of decision about columns."""
     notes = []
     words = []
-    for column in found:
+    for column in columns:
         if column.kind == CATEGORY:
             words.append(f"{column.name!r} ({len(column.words)} words)")
     if words:
         notes.append(f"taken as categories: {list_names(words)} (--exclude leaves them out)")
     for kind in (HASHED, TEXT):
-        names = [repr(column.name) for column in found if column.kind == kind]
+        names = [repr(column.name) for column in columns if column.kind == kind]
         if names:
             notes.append(f"{kind}, in {BUCKETS:,} columns each: {list_names(names)}")
     for reason, names in left_out.items():
@@ -340,10 +341,10 @@ def _column_notes(found: Sequence[Column], left_out: dict[str, list[str]]) -> li
 # --- the task
 
 
-def find_task(
+def _find_task(
     table: RawTable, targets: Sequence[str], asked: str
-) -> tuple[Task, tuple[str, ...], list[str]]:
-    """The task, the classes or labels in order, and a note on what was detected.
+) -> tuple[Task, tuple[str, ...], str]:
+    """The task, the classes or labels in order, and why it is this task if it was detected.
 
     Real numbers are for regression; whole numbers are classes unless there are too many: those
     that fill 0 … K−1 up to K = 64, others up to 20 values. Several columns are labels if all values
@@ -356,78 +357,68 @@ def find_task(
     if len(targets) > 1 or np.ndim(values) == 2:
         return _task_of_several(table, targets, asked)
     if is_text(values) or values.dtype.kind == "b":
-        kind = "classification"
+        task = "classification"
         why = "its values are words"
-        labels = sorted_labels({word for word in as_texts(values)[0] if word})
-        if not asked and table.rows >= FEWEST_ROWS and len(labels) > table.rows / 2:
+        classes = sorted_labels({word for word in as_texts(values)[0] if word})
+        if not asked and table.rows >= FEWEST_ROWS and len(classes) > table.rows / 2:
             raise table.refuse(
-                f"column {name!r} has {len(labels):,} different words in {table.rows:,} rows",
+                f"column {name!r} has {len(classes):,} different words in {table.rows:,} rows",
                 "name another --target, or write amounts as plain numbers (1234.5)",
             )
     else:
         numbers = as_numbers(values)
         # with gaps whole numbers are stored as real ones
-        real = values.dtype.kind == "f" and not np.isnan(values).any()
-        kind, why, labels = _task_of_numbers(numbers, real=real)
+        are_real = values.dtype.kind == "f" and not np.isnan(values).any()
+        task, why, classes = _task_of_numbers(numbers, are_real=are_real)
         if len(numbers) > 1 and (numbers == numbers[0]).all():
             what = f"column {name!r} is {numbers[0]:g} in every row"
             raise table.refuse(what, "there is nothing to learn: name another --target")
-    notes = [] if asked else [_detected(targets, kind, why)]
-    if (asked or kind) == "regression":
-        return "regression", (), notes
-    classes = table.classes or labels
+    if (asked or task) == "regression":
+        return "regression", (), why
+    classes = table.classes or classes
     if not classes:
         what = f"column {name!r} does not hold class numbers"
         raise table.refuse(what, "use --task regression")
     if len(classes) < 2:
         what = f"column {name!r} has one class, {classes[0]!r}"
         raise table.refuse(what, "there is nothing to learn: name another --target")
-    return "classification", classes, notes
-
-
-def _detected(targets: Sequence[str], kind: str, why: str) -> str:
-    return f"detected from {', '.join(targets)!r}: {kind}, since {why} (--task changes it)"
+    return "classification", classes, why
 
 
 def _task_of_numbers(
-    numbers: NDArray[np.float64], *, real: bool
+    numbers: NDArray[np.float64], *, are_real: bool
 ) -> tuple[str, str, tuple[str, ...]]:
     """The task, why, and the classes; none unless all numbers are whole."""
-    there = np.unique(numbers[np.isfinite(numbers)])
-    whole = bool((there == np.rint(there)).all())
-    labels = [int(number) for number in there] if whole else []
-    filled = labels == list(range(len(labels)))
-    most = MOST_CLASSES if filled else MOST_CLASSES_WITH_GAPS
+    different = np.unique(numbers[np.isfinite(numbers)])
+    if (different != np.rint(different)).any():
+        return "regression", "its values are real numbers", ()
+    labels = [int(number) for number in different]
+    most = MOST_CLASSES if labels == list(range(len(labels))) else MOST_CLASSES_WITH_GAPS
     if labels and labels[0] == 0 and labels[-1] < MOST_CLASSES:
         labels = list(range(labels[-1] + 1))
     classes = tuple(str(label) for label in labels)
-    if real or not whole:
-        doubt = ", though all values are whole numbers: they may be classes" if whole else ""
-        return "regression", f"its values are real numbers{doubt}", classes
-    if len(there) > most:
+    if are_real:
+        doubt = "all values are whole numbers: they may be classes"
+        return "regression", f"its values are real numbers, though {doubt}", classes
+    if len(different) > most:
         return "regression", "it has many different whole numbers", classes
-    return "classification", f"it has only {len(there)} different whole numbers", classes
+    return "classification", f"it has only {len(different)} different whole numbers", classes
 
 
 def _task_of_several(
     table: RawTable, targets: Sequence[str], asked: str
-) -> tuple[Task, tuple[str, ...], list[str]]:
+) -> tuple[Task, tuple[str, ...], str]:
     """The task of several target columns, or of an array of them."""
     values = stack_targets(table, targets)
     width = int(values.shape[1])
     names = tuple(targets) if len(targets) > 1 else table.classes
     names = names or tuple(str(place) for place in range(width))
     if sparse.issparse(values):
-        return "multi-label", names, []
+        return "multi-label", names, ""
     if asked == "classification":
-        raise table.refuse(
-            f"{targets[0]!r} has {width} columns", "classes need one: use --task multi-label"
-        )
-    kind: Task = "regression"
-    why = "there are several numbers"
-    if np.isin(values, (0, 1)).all():
-        kind = "multi-label"
-        why = "all values are 0 and 1"
-    if asked:
-        return ("multi-label" if asked == "multi-label" else "regression"), names, []
-    return kind, names, [_detected(targets, kind, why)]
+        what = f"{targets[0]!r} has {width} columns"
+        raise table.refuse(what, "classes need one: use --task multi-label")
+    are_labels = np.isin(values, (0, 1)).all()
+    if asked == "multi-label" or (are_labels and not asked):
+        return "multi-label", names, "all values are 0 and 1"
+    return "regression", names, "there are several numbers"

@@ -2,13 +2,13 @@
 
 As the ``learner_for`` of a client app, in a module of its own so that Ray can pickle it::
 
-    @functools.cache
-    def table():
-        return load("ratings.csv", DataOptions(user="reader", target="stars")).with_bias()
+    ratings = Problem(
+        data="ratings.csv", user_column="reader", target_column="stars", bias=True
+    )
 
     def learner_for(context):
         user = int(context.node_config["partition-id"])
-        return linear_learner(table(), user, batch_size=10, seed=0)
+        return linear_learner(ratings.per_user(), user, batch_size=10, seed=0)
 """
 
 from typing import TYPE_CHECKING, Any

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.features import (
     as_numbers,
     as_texts,
@@ -21,71 +20,48 @@ from flwr_ppsgd.lab.features import (
     sorted_labels,
     stack_targets,
 )
-from flwr_ppsgd.lab.find_schema import find_schema
-from flwr_ppsgd.lab.per_user import Indices, PerUser, Split
+from flwr_ppsgd.lab.find_schema import chosen_by_looking, find_schema
+from flwr_ppsgd.lab.per_user import Indices, PerUser, held_out_rows
+from flwr_ppsgd.lab.problem import DROP, IMPUTE, Problem
+from flwr_ppsgd.lab.public import is_public, read_public
 from flwr_ppsgd.lab.schema import MISSING, OWN_MEAN, Schema
 from flwr_ppsgd.lab.tables import RawTable, Values, as_number, missing_name, read_table_file
 from flwr_ppsgd.settings import split_names
 
 MOST_SHOWN = 3
-DROP = "drop"
-IMPUTE = (DROP, *MISSING)
 TEST_WORDS = {"1": 1, "true": 1, "test": 1, "0": 0, "false": 0, "train": 0}
 
 
-def load(
-    source: str | Path,
-    options: DataOptions | None = None,
-    *,
-    min_train: int = 1,
-    users: int | None = None,
-) -> PerUser:
-    """The users of a file of one's own, or of a public data set; print ``describe()``.
+def load(problem: Problem) -> PerUser:
+    """The users of a problem's data, with their rows as they are in the source.
 
-    Args:
-        source: a .csv, .parquet or .npz file; a folder of .parquet files, in LEAF's layout, or of
-            pictures by user and class; "flwrlabs/femnist" or another data set of the hub;
-            TensorFlow Federated's emnist or stackoverflow file.
-        options: which columns are the user, the target and so on; or a schema.
-        min_train: of the chosen users, those with fewer training rows are left out.
-        users: at most this many users, the first ones.
+    The source is a .csv, .parquet or .npz file, or one of ``public``.
     """
-    options = options or DataOptions()
-    if options.schema:
-        schema = Schema.read(Path(options.schema))
-        return group_by_user(_read_source(source, options, schema, None), schema)
-    table = _read_source(source, options, None, users)
-    schema, looked, notes = find_schema(table, options)
+    source = Path(problem.data)
+    if problem.schema:
+        schema = Schema.read(Path(problem.schema))
+        if is_public(problem.data):
+            return group_by_user(read_public(problem), schema)
+        # as text, so that no word in a row changes how other rows are read
+        written = (schema.encoding, schema.separator, schema.decimal)
+        return group_by_user(read_table_file(source, None, *written), schema)
+    if is_public(problem.data):
+        table = read_public(problem)
+    else:
+        text = [problem.user_column or "user"]
+        text += split_names(problem.categorical_columns)
+        text += split_names(problem.text_columns)
+        table = read_table_file(source, text, problem.encoding)
+    schema, notes = find_schema(table, problem)
     table = replace(table, notes=(*table.notes, *notes))
-    data = group_by_user(table, schema, impute=options.impute, looked=looked)
-    if users is not None and users < len(data):
-        data = data.only(range(users))
-    return data.with_at_least(min_train)
+    data = group_by_user(table, schema, impute=problem.impute)
+    data = replace(data, looked=chosen_by_looking(schema, problem))
+    if problem.users is not None and problem.users < len(data):
+        data = data.only(range(problem.users))
+    return data.with_at_least(problem.min_train)
 
 
-def _read_source(
-    source: str | Path, options: DataOptions, schema: Schema | None, users: int | None
-) -> RawTable:
-    """The columns of a source; a schema says which are text."""
-    from flwr_ppsgd.lab import public
-
-    if public.is_public(source):
-        return public.read_public(source, options, users)
-    if schema is None:
-        text = [options.user or "user"]
-        text += [*split_names(options.categorical), *split_names(options.text)]
-        return read_table_file(Path(source), text, options.encoding)
-    # as text, so that no word in a row changes how other rows are read
-    return read_table_file(Path(source), None, schema.encoding, schema.separator, schema.decimal)
-
-
-def group_by_user(
-    table: RawTable,
-    schema: Schema,
-    *,
-    impute: str | None = None,
-    looked: tuple[str, ...] = (),
-) -> PerUser:
+def group_by_user(table: RawTable, schema: Schema, *, impute: str | None = None) -> PerUser:
     """Everyone's rows, sorted by user, with a test part for each.
 
     A schema of somebody's own is obeyed without a word about rows: a row without a user who is
@@ -97,9 +73,8 @@ def group_by_user(
         impute: None for a schema of somebody's own. Otherwise the schema was found in this file, so
             that what does not fit it is refused with its line: a rule of ``IMPUTE`` for gaps, which
             are refused if it is "".
-        looked: what was chosen by looking.
     """
-    check_columns(table, schema)
+    _check_columns(table, schema)
     x = encode_columns(table, schema)
     y, readable = _targets(table, schema)
     labels, rows = _row_facts(table, schema, readable, _rows_with_gaps(x))
@@ -109,20 +84,24 @@ def group_by_user(
         notes += more
     rows = rows[rows["readable"] & (rows["user"] >= 0)]
     if impute is not None:
-        labels, rows = _only_users_with_rows(labels, rows)
+        present = np.unique(rows["user"])  # without users who have lost all of their rows
+        labels = tuple(labels[place] for place in present)
+        rows = rows.assign(user=np.searchsorted(present, rows["user"]))
         notes += _same_numbers(labels)
     # without a time that can be read a row is the user's first; equal ones stay as in the file
     rows = rows.sort_values(["user", "time"], na_position="first", kind="stable")
     offsets = np.searchsorted(rows["user"], np.arange(len(labels) + 1)).astype(np.intp)
     order = rows.index.to_numpy()
-    test = rows["test"].to_numpy() == 1
-    if not schema.test:
-        split = Split(schema.test_fraction, schema.split_seed)
-        test = split.mask(offsets, by_time=bool(schema.time))
+    if schema.test:
+        test = rows["test"].to_numpy() == 1
         if impute is not None:
-            notes.append(split.words(by_time=bool(schema.time)))
-    elif impute is not None:
-        _refuse_test_only(table, labels, offsets, test, order)
+            _refuse_test_only(table, labels, offsets, test, order)
+    else:
+        seed = None if schema.time else schema.split_seed
+        test = held_out_rows(offsets, schema.test_fraction, seed)
+        if impute is not None:
+            which = "the last" if schema.time else "a random"
+            notes.append(f"test part: {which} {schema.test_fraction:.0%} of each user's rows")
     if len(order) < table.rows or (np.diff(order) != 1).any():
         x = x[order]
         y = y[order]
@@ -136,50 +115,15 @@ def group_by_user(
         test=test,
         offsets=offsets,
         users=labels,
-        task=schema.task,
-        outputs=schema.outputs,
+        schema=schema,
         divisor=255.0 if schema.dtype == "uint8" else 1.0,
         feature_names=schema.feature_names() or table.feature_names,
-        target_names=schema.classes,
         notes=tuple(dict.fromkeys(notes)),
         shape=schema.picture.shape if schema.picture else shape,
-        by_time=bool(schema.time),
-        schema=schema,
-        looked=looked,
     )
 
 
-def _row_facts(
-    table: RawTable, schema: Schema, readable: NDArray[np.bool_], gap: NDArray[np.bool_]
-) -> tuple[tuple[str, ...], Values]:
-    """The users in order; and a data frame with a line for each row: the number of its user, −1 for
-    nobody; whether its target can be read; whether a feature is missing; its time; its mark."""
-    import pandas
-
-    values = table.columns[schema.user]
-    labels = schema.enrolled
-    if labels is None:
-        labels = sorted_labels({word for word in as_texts(values)[0] if word})
-    places = {label: place for place, label in enumerate(labels)}
-    facts = {
-        "user": map_texts(values, lambda word: places.get(word, -1), -1),
-        "readable": readable,
-        "gap": gap,
-        "time": _row_times(table, schema),
-        "test": _marked_rows(table, schema),
-    }
-    return labels, pandas.DataFrame(facts)
-
-
-def _only_users_with_rows(labels: tuple[str, ...], rows: Values) -> tuple[tuple[str, ...], Values]:
-    """Without users who have lost all of their rows."""
-    import pandas
-
-    places, present = pandas.factorize(rows["user"], sort=True)
-    return tuple(labels[place] for place in present), rows.assign(user=places)
-
-
-def check_columns(table: RawTable, schema: Schema) -> None:
+def _check_columns(table: RawTable, schema: Schema) -> None:
     """ValueError unless the file has the columns of the schema, and no others."""
     listed = [column.name for column in schema.columns]
     for name in (*schema.special(), *listed):
@@ -195,14 +139,37 @@ def check_columns(table: RawTable, schema: Schema) -> None:
             )
 
 
+def _row_facts(
+    table: RawTable, schema: Schema, readable: NDArray[np.bool_], gap: NDArray[np.bool_]
+) -> tuple[tuple[str, ...], Values]:
+    """The users in order; and a data frame with a line for each row: the number of its user, −1 for
+    nobody; whether its target can be read; whether a feature is missing; its time; its mark."""
+    import pandas
+
+    values = table.columns[schema.user]
+    labels = schema.enrolled
+    if labels is None:
+        words, _ = as_texts(values)
+        labels = sorted_labels({word for word in words if word})
+    places = {label: place for place, label in enumerate(labels)}
+    facts = {
+        "user": map_texts(values, lambda word: places.get(word, -1), -1),
+        "readable": readable,
+        "gap": gap,
+        "time": _row_times(table, schema),
+        "test": _test_marks(table, schema),
+    }
+    return labels, pandas.DataFrame(facts)
+
+
 def _same_numbers(labels: Sequence[str]) -> list[str]:
     """A note if users are written as the same number in two ways."""
-    found: dict[float, list[str]] = {}
+    groups: dict[float, list[str]] = {}
     for label in labels:
         number = as_number(label)
         if number is not None:
-            found.setdefault(number, []).append(repr(label))
-    several = [" and ".join(group) for group in found.values() if len(group) > 1]
+            groups.setdefault(number, []).append(repr(label))
+    several = [" and ".join(group) for group in groups.values() if len(group) > 1]
     if not several:
         return []
     return [f"users are text: {', '.join(several[:MOST_SHOWN])} are not the same"]
@@ -213,33 +180,33 @@ def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]
     if schema.task == "classification":
         numbers = class_numbers(table.columns[schema.target[0]], schema.classes)
         return np.maximum(numbers, 0), numbers >= 0
-    found = stack_targets(table, schema.target)
-    if found.shape[1] != schema.outputs:
+    y = stack_targets(table, schema.target)
+    if y.shape[1] != schema.outputs:
         raise table.refuse(
-            f"{schema.target[0]!r} has {found.shape[1]} columns and the schema {schema.outputs}",
+            f"{schema.target[0]!r} has {y.shape[1]} columns and the schema {schema.outputs}",
             "give a file of that form, or another schema",
         )
-    if sparse.issparse(found):
-        return found, np.ones(found.shape[0], dtype=np.bool_)
-    allowed = is_usable(found)
+    if sparse.issparse(y):
+        return y, np.ones(y.shape[0], dtype=np.bool_)
+    allowed = is_usable(y)
     if schema.task == "multi-label":
-        allowed = np.isin(found, (0, 1))
+        allowed = np.isin(y, (0, 1))
     readable = np.asarray(allowed.all(axis=1))
-    amounts = np.where(readable[:, None], found, 0.0)
+    y = np.where(readable[:, None], y, 0.0)
     if schema.task == "multi-label":
-        return sparse.csr_array(amounts), readable
-    return (amounts[:, 0] if schema.outputs == 1 else amounts), readable
+        return sparse.csr_array(y), readable
+    return (y[:, 0] if schema.outputs == 1 else y), readable
 
 
 def class_numbers(values: Values, classes: Sequence[str]) -> NDArray[np.int64]:
     """The place of each value among the classes; −1 if it is none of them."""
     if np.ndim(values) == 2:
         values = np.asarray(values)[:, 0]
-    order = {_plain_name(name): place for place, name in enumerate(classes)}
-    return map_texts(values, lambda word: order.get(_plain_name(word), -1), -1)
+    order = {_without_decimals(name): place for place, name in enumerate(classes)}
+    return map_texts(values, lambda word: order.get(_without_decimals(word), -1), -1)
 
 
-def _plain_name(word: str) -> str:
+def _without_decimals(word: str) -> str:
     """A class as text: 1 for 1.0 and for 01."""
     number = as_number(word)
     if number is None or number != np.rint(number):
@@ -266,12 +233,12 @@ def _row_times(table: RawTable, schema: Schema) -> NDArray[np.float64]:
     return np.where(np.isfinite(numbers), numbers, seconds)
 
 
-def _marked_rows(table: RawTable, schema: Schema) -> NDArray[np.intp]:
+def _test_marks(table: RawTable, schema: Schema) -> NDArray[np.intp]:
     """1 for test rows, 0 for training rows, −1 for neither; all 0 without a column that says so."""
     if not schema.test:
         return np.zeros(table.rows, dtype=np.intp)
     values = table.columns[schema.test]
-    return map_texts(values, lambda word: TEST_WORDS.get(_plain_name(word.lower()), -1), -1)
+    return map_texts(values, lambda word: TEST_WORDS.get(_without_decimals(word.lower()), -1), -1)
 
 
 def _checked_rows(
@@ -279,8 +246,6 @@ def _checked_rows(
 ) -> tuple[Values, list[str]]:
     """The rows that ``impute`` leaves, and notes; ValueError that names the first row without a
     user, target, time or mark, or with a gap and no rule for it."""
-    if impute and impute not in IMPUTE:
-        raise ValueError(f"impute must be one of {', '.join(IMPUTE)}, got {impute!r}")
     notes = []
     if impute == DROP:
         whole = rows["readable"] & (rows["user"] >= 0) & rows["time"].notna() & ~rows["gap"]
@@ -292,20 +257,20 @@ def _checked_rows(
             notes.append(f"left out {lost} {what} (impute = drop)")
         rows = rows[whole]
     target = ", ".join(schema.target)
-    kinds = {
+    unreadable = {
         "classification": f"column {target!r} is empty",
         "multi-label": f"{target!r} is neither 0 nor 1",
         "regression": f"column {target!r} is not a finite number",
     }
     remedy = "--impute drop leaves such rows out"
     table.refuse_first(rows["user"] < 0, f"column {schema.user!r} is empty", remedy)
-    table.refuse_first(~rows["readable"], kinds[schema.task], remedy)
-    unknown = rows["time"].isna()
-    if unknown.any():
-        value = table.columns[schema.time][unknown.idxmax()]
+    table.refuse_first(~rows["readable"], unreadable[schema.task], remedy)
+    no_time = rows["time"].isna()
+    if no_time.any():
+        value = table.columns[schema.time][no_time.idxmax()]
         what = f"column {schema.time!r} is not a time ({str(value)!r})"
         remedy = "write 2024-01-31 or a number, or leave such rows out with --impute drop"
-        table.refuse_first(unknown, what, remedy)
+        table.refuse_first(no_time, what, remedy)
     remedy = "1 marks the rows of the test part (--set test-fraction=0.2 chooses others)"
     what = f"column {schema.test!r} is neither 0 nor 1"
     table.refuse_first(rows["test"] < 0, what, remedy)
@@ -339,10 +304,10 @@ def _refuse_test_only(
 def _rows_with_gaps(x: Values) -> NDArray[np.bool_]:
     """Which rows have a feature that is missing or not finite."""
     if sparse.issparse(x):
-        rows = np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
-        found = np.zeros(x.shape[0], dtype=np.bool_)
-        found[rows[~is_usable(x.data)]] = True
-        return found
+        row_of_value = np.repeat(np.arange(x.shape[0]), np.diff(x.indptr))
+        has_gap = np.zeros(x.shape[0], dtype=np.bool_)
+        has_gap[row_of_value[~is_usable(x.data)]] = True
+        return has_gap
     if x.dtype.kind in "biu":
         return np.zeros(len(x), dtype=np.bool_)
     return np.asarray(~is_usable(x).all(axis=1))
@@ -378,12 +343,12 @@ def _fill_gaps(x: Values, user: Indices, trained: NDArray[np.bool_], missing: st
         return x
     x = np.array(x, dtype=np.float64)
     columns = np.flatnonzero(~is_usable(x).all(axis=0))
-    found = x[:, columns]
-    found[~is_usable(found)] = np.nan
+    values = x[:, columns]
+    values[~is_usable(values)] = np.nan
     if missing == OWN_MEAN:
-        known = pandas.DataFrame(found[trained])
+        known = pandas.DataFrame(values[trained])
         means = known.groupby(user[trained]).mean()
-        of_rows = means.reindex(user).to_numpy()
-        found = np.where(np.isnan(found), of_rows, found)
-    x[:, columns] = np.nan_to_num(found)
+        means_by_row = means.reindex(user).to_numpy()
+        values = np.where(np.isnan(values), means_by_row, values)
+    x[:, columns] = np.nan_to_num(values)
     return x

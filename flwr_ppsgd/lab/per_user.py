@@ -1,6 +1,7 @@
 """Everyone's rows in one value."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -10,52 +11,35 @@ from numpy.typing import DTypeLike, NDArray
 from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.checks import require
 from flwr_ppsgd.lab.features import count_of, list_names
 from flwr_ppsgd.lab.schema import Schema, Task
+from flwr_ppsgd.lab.tables import Values
 from flwr_ppsgd.learner import generator
 from flwr_ppsgd.models.additive_linear import Matrix
-from flwr_ppsgd.models.representation import NONE, Representation, Shape, width_of
+from flwr_ppsgd.models.representation import Representation, Shape, width_of
 
 Indices: TypeAlias = NDArray[np.intp]
-Table: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
 MOST_NAMED = 5  # users that a message names
 
 
-@dataclass(frozen=True)
-class Split:
-    """How each user's test part is chosen if no column marks it.
+def held_out_rows(offsets: Indices, fraction: float, seed: int | None) -> NDArray[np.bool_]:
+    """A share of each user's rows, rounded; of two or more rows at least one, and never all.
 
     Args:
-        fraction: the share of a user's rows, rounded; for users with two or more rows at least one
-            row and never all.
-        seed: decides which rows, unless there is a time column: then they are the last ones.
+        offsets: the first row of each user, and the number of rows at the end.
+        fraction: the share, between 0 and 1.
+        seed: decides which rows; None: the last ones.
     """
-
-    fraction: float = 0.2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        rule = "the test fraction must be between 0 and 1"
-        require(0 < self.fraction < 1, rule, self.fraction, "try 0.2")
-
-    def mask(self, offsets: Indices, *, by_time: bool) -> NDArray[np.bool_]:
-        """The test rows of users whose rows are sorted by user, and perhaps by time."""
-        test = np.zeros(int(offsets[-1]), dtype=np.bool_)
-        for user, start in enumerate(offsets[:-1].tolist()):
-            n = int(offsets[user + 1]) - start
-            wanted = max(1, round(self.fraction * n))
-            count = min(wanted, n - 1)
-            order = np.arange(n)
-            if not by_time:
-                order = generator("split", self.seed, user).permutation(n)
-            test[start + order[n - count :]] = True
-        return test
-
-    def words(self, *, by_time: bool) -> str:
-        """How the test part was chosen, for people."""
-        which = "the last" if by_time else "a random"
-        return f"test part: {which} {self.fraction:.0%} of each user's rows"
+    held_out = np.zeros(int(offsets[-1]), dtype=np.bool_)
+    for user, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        n = end - start
+        wanted = max(1, round(fraction * n))
+        count = min(wanted, n - 1)
+        order = np.arange(n)
+        if seed is not None:
+            order = generator("split", seed, user).permutation(n)
+        held_out[start + order[n - count :]] = True
+    return held_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,51 +85,51 @@ class PerUser:
         test: which rows belong to the test part of their user.
         offsets: the first row of each user, and the number of rows at the end.
         users: each user's label in the source.
-        task: what y stands for.
-        outputs: K.
+        schema: what the columns of the source are.
         divisor: 255 for pixels.
         bias: whether a model sees a last feature that is always 1.
         feature_names: a name for each column of x, or none.
-        target_names: a name for each output, or none.
         notes: what a reader decided or left out, in sentences: print them.
         own: what users have done to their rows; x and y are as after it.
         shape: of one row, such as (28, 28) for images; () if it is not known.
         representation: Φ: a model sees Φ(x / divisor). None: rows as they are.
-        representation_names: what it is called in settings.
         validation: which rows are for choosing settings: neither training rows nor test rows.
-        by_time: whether each user's rows are in the order of their time.
         kinds: of each feature but a bias, as of ``AdditiveLinear``; empty: all are used as they
             are.
-        schema: what the columns of the source are.
         looked: what was chosen by looking at everyone's rows; empty if the schema was given.
     """
 
     source: str
-    x: Table
-    y: Table
+    x: Values
+    y: Values
     test: NDArray[np.bool_]
     offsets: Indices
     users: tuple[str, ...]
-    task: Task
-    outputs: int
+    schema: Schema
     divisor: float = 1.0
     bias: bool = False
     feature_names: tuple[str, ...] = ()
-    target_names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     own: OwnScale | None = None
     shape: Shape = ()
     representation: Representation | None = None
-    representation_names: str = NONE
     validation: NDArray[np.bool_] | None = None
-    by_time: bool = False
     kinds: tuple[str, ...] = ()
-    schema: Schema | None = None
     looked: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """The number of users."""
         return len(self.users)
+
+    @property
+    def task(self) -> Task:
+        """What y stands for."""
+        return self.schema.task
+
+    @property
+    def outputs(self) -> int:
+        """K."""
+        return self.schema.outputs
 
     @property
     def features(self) -> int:
@@ -201,9 +185,21 @@ class PerUser:
         dense: Matrix = seen.toarray() if self.is_sparse else seen
         return dense
 
-    def model_rows(self, rows: Indices) -> Table:
+    def model_rows(self, rows: Indices, dtype: DTypeLike = np.float64) -> Values:
         """The same; CSR stays CSR."""
-        return self._features_of(rows, np.float64)
+        if self.is_sparse:
+            x = self.x[rows].astype(dtype)
+            if not self.bias:
+                return x
+            ones = np.ones((len(rows), 1), dtype=dtype)
+            return sparse.csr_array(sparse.hstack([x, ones]))
+        dense = np.ones((len(rows), self.features), dtype=dtype)
+        inner = dense[:, : self.width]
+        if self.representation is None:
+            np.divide(self.x[rows], self.divisor, out=inner, casting="unsafe")
+        else:
+            inner[:] = self._represented_rows.of(rows)
+        return dense
 
     def targets(self, rows: Indices, shift: float = 0.0) -> Matrix:
         """rows × K minus ``shift``: one-hot rows, multi-hot rows, or real numbers.
@@ -223,26 +219,28 @@ class PerUser:
 
     def part(
         self, *, test: bool, shift: float = 0.0, dtype: DTypeLike = np.float64
-    ) -> tuple[Table, NDArray[Any], Indices]:
+    ) -> tuple[Values, NDArray[Any], Indices]:
         """(x, targets, offsets) of everyone's training or test rows, as a model sees them.
 
         CSR stays CSR.
         """
         rows = np.flatnonzero(self._part(test))
-        x = self._features_of(rows, dtype)
+        x = self.model_rows(rows, dtype)
         y = self.targets(rows, shift).astype(dtype)
         return x, y, self._offsets_of(test)
 
-    def with_validation(self, split: Split) -> "PerUser":
-        """With a part of each user's training rows set apart, for choosing settings.
+    def with_validation(self, fraction: float, seed: int) -> "PerUser":
+        """With a share of each user's training rows set apart, for choosing settings.
 
         Users with one training row keep it. With a time column it is the last training rows.
         """
+        by_time = bool(self.schema.time)
         apart = np.zeros(len(self.test), dtype=np.bool_)
-        trained = np.flatnonzero(self._part(False))
-        apart[trained] = split.mask(self._offsets_of(False), by_time=self.by_time)
-        words = split.words(by_time=self.by_time).replace("test part", "validation part")
-        note = words.replace("rows", "training rows, for choosing settings")
+        offsets = self._offsets_of(False)
+        apart[self.train_rows] = held_out_rows(offsets, fraction, None if by_time else seed)
+        which = "the last" if by_time else "a random"
+        share = f"{which} {fraction:.0%} of each user's training rows"
+        note = f"validation part: {share}, for choosing settings"
         return replace(self, validation=apart, notes=(*self.notes, note))
 
     def choosing(self) -> "PerUser":
@@ -251,31 +249,6 @@ class PerUser:
         if self.validation is None:
             return self
         return replace(self, test=self.validation, validation=self.test)
-
-    def with_bias(self) -> "PerUser":
-        """With a last feature that is 1 for every row."""
-        return replace(self, bias=True)
-
-    def with_representation(
-        self, representation: Representation, names: str, *, looked: bool = False
-    ) -> "PerUser":
-        """A model sees Φ of each row, computed once for each user.
-
-        Args:
-            representation: Φ, which is public.
-            names: what it is called in settings.
-            looked: whether it was chosen by looking at the rows.
-        """
-        if self.is_sparse:
-            raise ValueError(
-                f"{self.source}: x is sparse and a representation would fill it: use "
-                "representation = 'none'"
-            )
-        changed = replace(self, representation=representation, representation_names=names)
-        note = f"a model sees {changed.width:,} features of each row: {names}"
-        if looked:
-            note += ", since rows look like images (representation = 'none' for the pixels)"
-        return replace(changed, notes=(*self.notes, note))
 
     def with_at_least(self, train_rows: int) -> "PerUser":
         """Without the users who have fewer training rows; a note names them."""
@@ -309,7 +282,7 @@ class PerUser:
             own=None if self.own is None else self.own.only(users),
         )
 
-    def with_rows(self, x: Table, y: Table) -> "PerUser":
+    def with_rows(self, x: Values, y: Values) -> "PerUser":
         """These rows in place of all others, as training rows of a single user."""
         rows = x.shape[0]
         return replace(
@@ -356,9 +329,9 @@ class PerUser:
             return f"regression{several}"
         if self.task == "multi-label":
             return f"multi-label with {self.outputs:,} labels"
-        if len(self.target_names) > MOST_NAMED:
+        if self.outputs > MOST_NAMED:
             return f"classification in {self.outputs:,} classes"
-        return f"classification ({list_names(self.target_names)})"
+        return f"classification ({list_names(self.schema.classes)})"
 
     @property
     def train_rows(self) -> NDArray[np.bool_]:
@@ -372,21 +345,6 @@ class PerUser:
         counted = np.cumsum(self._part(test))
         before = np.concatenate([[0], counted])
         return before[self.offsets].astype(np.intp)
-
-    def _features_of(self, rows: Indices, dtype: DTypeLike) -> Table:
-        if self.is_sparse:
-            x = self.x[rows].astype(dtype)
-            if not self.bias:
-                return x
-            ones = np.ones((len(rows), 1), dtype=dtype)
-            return sparse.csr_array(sparse.hstack([x, ones]))
-        dense = np.ones((len(rows), self.features), dtype=dtype)
-        inner = dense[:, : self.width]
-        if self.representation is None:
-            np.divide(self.x[rows], self.divisor, out=inner, casting="unsafe")
-        else:
-            inner[:] = self._represented_rows.of(rows)
-        return dense
 
     @functools.cached_property
     def _represented_rows(self) -> "_RepresentedRows":
@@ -406,12 +364,6 @@ class PerUser:
     def units(self) -> Vector:
         """What one unit of each user's targets is in the source's units."""
         return np.ones(len(self)) if self.own is None else self.own.unit
-
-    def column_name(self, index: int) -> str:
-        """A column of x, for messages."""
-        if not self.feature_names:
-            return f"feature {index}"
-        return f"column {self.feature_names[index]!r}"
 
 
 class _RepresentedRows:

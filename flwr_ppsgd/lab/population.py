@@ -7,7 +7,7 @@ same there, and nothing of size d is formed for each user.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,7 +25,7 @@ from flwr_ppsgd.models.additive_linear import Loss, mean_losses
 DType: TypeAlias = np.dtype[Any]
 Floats: TypeAlias = NDArray[Any]  # float32 or float64
 Features: TypeAlias = Floats | sparse.csr_array
-Rows: TypeAlias = tuple[Features, Floats, ArrayLike]  # x, y, and the N + 1 offsets of users
+Rows: TypeAlias = tuple[Features, Floats, ArrayLike]  # as of ``UserRows``
 
 LEAST_EIGENVALUE = 1e-14  # relative: smaller ones are rounding errors
 
@@ -55,6 +55,45 @@ class Batch:
             start = end
             end += len(own)
             yield slice(start, end), own
+
+
+class UserRows(NamedTuple):
+    """Rows sorted by user: user i has offsets[i] … offsets[i+1]−1."""
+
+    x: Features
+    y: Floats
+    offsets: Indices
+
+    @classmethod
+    def of(cls, x: Features, y: Floats, offsets: ArrayLike) -> Self:
+        """The same with arrays of the usual types."""
+        x = sparse.csr_array(x) if sparse.issparse(x) else x
+        return cls(x, y.reshape(len(y), -1), np.asarray(offsets, dtype=np.intp))
+
+    @property
+    def sizes(self) -> Indices:
+        """The number of rows of each user."""
+        return np.diff(self.offsets)
+
+    @property
+    def measured_users(self) -> Indices:
+        """The users who have rows here."""
+        return np.flatnonzero(self.sizes)
+
+    def rows_of(self, user: int) -> slice:
+        """The rows of one user."""
+        return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
+
+    def scores(self, w: Floats, at_once: int) -> Iterator[tuple[int, Floats]]:
+        """(user, x w) of each measured user; users share products of about ``at_once`` rows."""
+        groups = 1 + int(self.offsets[-1]) // at_once
+        for group in np.array_split(self.measured_users, groups):
+            if not len(group):
+                continue
+            rows = slice(int(self.offsets[group[0]]), int(self.offsets[group[-1] + 1]))
+            together = np.asarray(self.x[rows] @ w)
+            ends = np.cumsum(self.sizes[group])
+            yield from zip(group.tolist(), np.split(together, ends[:-1]), strict=True)
 
 
 class Table:
@@ -90,10 +129,9 @@ class Table:
         most_visits: Indices | None = None,
         units: Vector | None = None,
     ) -> None:
-        self.x = sparse.csr_array(x) if sparse.issparse(x) else x
-        self.y = y.reshape(len(y), -1)
-        self.offsets: Indices = np.asarray(users, dtype=np.intp)
-        self.sizes: Indices = np.diff(self.offsets)
+        self.rows = UserRows.of(x, y, users)
+        self.x, self.y, self.offsets = self.rows
+        self.sizes: Indices = self.rows.sizes
         rule = "every user needs at least one row"
         require(self.sizes.min() >= 1, rule, self.sizes.min(), "leave out users without rows")
         self.features = int(self.x.shape[1])
@@ -106,10 +144,10 @@ class Table:
         self.units = np.ones(len(self.sizes)) if units is None else units
         self.counts: Indices = np.minimum(self.sizes, batch_size)  # m_i
         self.widths: Indices = np.minimum(self.sizes, self.features)  # r_i
-        self.parts: dict[str, MeasuredRows] = {}
+        self.parts: dict[str, UserRows] = {}  # on which users measure
         for name, part in (("test", test), ("validation", validation)):
             if part is not None:
-                self.parts[name] = MeasuredRows(*part[:2], np.asarray(part[2], dtype=np.intp))
+                self.parts[name] = UserRows.of(*part)
         self._coordinates: dict[tuple[int, DType], list[Floats]] = {}
 
     def __len__(self) -> int:
@@ -140,7 +178,7 @@ class Table:
 
     def basis(self, user: int) -> Floats:
         """Q_i: θ_i is Q_i times what it is in own coordinates, d × r_i."""
-        own = _to_dense(self._rows_of(user)).astype(np.float64)
+        own = _to_dense(self.x[self.rows.rows_of(user)]).astype(np.float64)
         if len(own) >= self.features:
             return np.eye(self.features)
         return own.T @ _inverse_root(own @ own.T)
@@ -153,20 +191,18 @@ class Table:
         products of rows with rows are formed.
         """
         key = (user, dtype)
-        if key not in self._coordinates:
-            own = self._rows_of(user)
-            every = [own, *(part.x[part.rows_of(user)] for part in self.parts.values())]
-            if own.shape[0] >= self.features:
-                seen = [_to_dense(rows) for rows in every]
-            else:
-                products = [_to_dense(rows.astype(np.float64) @ own.T) for rows in every]
-                root = _inverse_root(products[0])
-                seen = [product @ root for product in products]
-            self._coordinates[key] = [rows.astype(dtype) for rows in seen]
+        if key in self._coordinates:
+            return self._coordinates[key]
+        own = self.x[self.rows.rows_of(user)]
+        every = [own, *(part.x[part.rows_of(user)] for part in self.parts.values())]
+        if own.shape[0] >= self.features:
+            found = [_to_dense(rows) for rows in every]
+        else:
+            products = [_to_dense(rows.astype(np.float64) @ own.T) for rows in every]
+            root = _inverse_root(products[0])
+            found = [product @ root for product in products]
+        self._coordinates[key] = [rows.astype(dtype) for rows in found]
         return self._coordinates[key]
-
-    def _rows_of(self, user: int) -> Features:
-        return self.x[self.offsets[user] : self.offsets[user + 1]]
 
     def user_measures(self, name: str, user: int, scores: Floats) -> dict[str, Vector]:
         """What one user measures on the part of that name: scores are rows × settings × K."""
@@ -176,39 +212,6 @@ class Table:
             return {"loss": mean_losses(scores, y[:, None, :], self.loss)}
         task = self.task or "classification"
         return user_measures(scores, y, self.loss, task, unit=float(self.units[user]))
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredRows:
-    """Rows on which users measure, sorted by user: user i has offsets[i] … offsets[i+1]−1."""
-
-    x: Features
-    y: Floats
-    offsets: Indices
-
-    @property
-    def sizes(self) -> Indices:
-        """The number of rows of each user."""
-        return np.diff(self.offsets)
-
-    @property
-    def measured_users(self) -> Indices:
-        """The users who have rows here."""
-        return np.flatnonzero(self.sizes)
-
-    def rows_of(self, user: int) -> slice:
-        """The rows of one user."""
-        return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
-
-    def scores(self, w: Floats, at_once: int) -> Iterator[tuple[int, Floats]]:
-        """(user, x w) of each measured user; users share products of about ``at_once`` rows."""
-        groups = 1 + int(self.offsets[-1]) // at_once
-        for group in np.array_split(self.measured_users, groups):
-            if len(group):
-                rows = slice(int(self.offsets[group[0]]), int(self.offsets[group[-1] + 1]))
-                together = np.asarray(self.x[rows] @ w)
-                ends = np.cumsum(self.sizes[group])
-                yield from zip(group.tolist(), np.split(together, ends[:-1]), strict=True)
 
 
 class FreshPopulation:

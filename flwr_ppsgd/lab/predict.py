@@ -188,7 +188,7 @@ class _PersonalModels:
             if own.own is not None:
                 amounts = amounts + own.own.centre[0, 0]
             return [float(amount) for amount in amounts]
-        return [own.target_names[place] for place in scores.argmax(axis=1)]
+        return [own.schema.classes[place] for place in scores.argmax(axis=1)]
 
 
 def _users_of(table: RawTable, column: str) -> list[str]:

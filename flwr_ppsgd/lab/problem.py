@@ -14,15 +14,17 @@ from flwr_ppsgd.checks import require
 from flwr_ppsgd.settings import key_of, name_of, part_of, to_flat, typed_value, with_keys
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.lab.data_options import DataOptions
     from flwr_ppsgd.lab.per_user import PerUser
     from flwr_ppsgd.lab.schema import Schema
 
 SYNTHETIC = "synthetic"
 LINEAR = "linear"
 CNN = "cnn"
+DROP = "drop"
+IMPUTE = (DROP, "own-mean", "zero")
 WORDS = {
     "task": ("", "classification", "multi-label", "regression"),
+    "impute": ("", *IMPUTE),
     "model": (LINEAR, CNN),
     "loss": ("squared", "softmax"),
     "scale": ("none", "own", "device"),
@@ -33,34 +35,40 @@ DEVICE = "device"  # the scale of the recipe: each device scales its own rows
 NO_REPRESENTATION = "none"
 LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
 CHECKSUM_LETTERS = 16
-COLUMN_OPTIONS = {  # the names of these settings in DataOptions
-    "user_column": "user",
-    "target_column": "target",
-    "test_column": "test",
-    "time_column": "time",
-    "feature_columns": "features",
-    "exclude_columns": "exclude",
-    "categorical_columns": "categorical",
-    "text_columns": "text",
-    "encoding": "encoding",
-    "impute": "impute",
-    "test_fraction": "test_fraction",
-    "task": "task",
-}
-BY_SCHEMA = ("users", "min_train", *COLUMN_OPTIONS)  # what a schema says in their place
-# what the rows do not depend on: a file is read once, whatever is said about these
-NOT_READ = ("data_checksum", "bias", "features", "batch_size", "loss", "target_shift")
+BY_SCHEMA = (  # what a schema says in their place
+    "users",
+    "min_train",
+    "user_column",
+    "target_column",
+    "test_column",
+    "time_column",
+    "feature_columns",
+    "exclude_columns",
+    "categorical_columns",
+    "text_columns",
+    "encoding",
+    "impute",
+    "test_fraction",
+    "task",
+)
+# what the rows as a model sees them do not depend on, and what those of the file do not, either
+NOT_SEEN = ("data_checksum", "features", "batch_size", "loss", "target_shift")
+NOT_READ = (
+    *("select_on", "validation_fraction", "scale", "bias", "model"),
+    *("representation", "representation_features", "representation_seed"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A data set, how it is read, and the model. Empty text is the reader's own choice.
+    """A data set, how it is read, and the model.
 
-    ``user_column`` and the other ``COLUMN_OPTIONS`` are explained in ``DataOptions``.
+    What is not said about columns is found in the file. Several columns are separated by commas.
 
     Args:
-        data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or a folder with its
-            files; a SQLite file of TensorFlow Federated.
+        data: "synthetic"; a .npz, .csv or .parquet file; "flwrlabs/femnist" or another data set of
+            the hub; a folder of .parquet files, in LEAF's layout, or of pictures by user and class;
+            a SQLite file of TensorFlow Federated.
         data_checksum: of that file, filled in when it is read. Other contents under the same name
             are refused.
         schema: a file that ``ppsgd look --write`` has written and its author has read: then nothing
@@ -68,6 +76,18 @@ class Problem:
         schema_checksum: of that file, as of the data.
         users: the largest number of users; the first ones are taken.
         min_train: leave out users with fewer training rows.
+        user_column: names the user; "user" by default.
+        target_column: the columns to predict; "y" by default.
+        test_column: 1 marks test rows; "test" by default.
+        time_column: orders a user's rows: the last ones are test rows.
+        feature_columns: the columns to predict from; all others by default.
+        exclude_columns: columns that are not used.
+        categorical_columns: columns of categories.
+        text_columns: columns of text, made shares of hashed words.
+        encoding: of a .csv.
+        impute: for gaps: drop (the row), zero or own-mean.
+        test_fraction: each user's test part, if no column marks it.
+        task: classification, regression or multi-label; found in the values by default.
         select_on: "validation" sets a part of each user's training rows apart, on which settings
             are compared; test rows are then measured once, at the end. "test" compares on test
             rows, as the paper does.
@@ -134,6 +154,15 @@ class Problem:
             value = getattr(self, name)
             rule = f"{key_of(name)} must be at least {least}"
             require(value is None or value >= least, rule, value, "raise it")
+        for name in ("test_fraction", "validation_fraction"):
+            value = getattr(self, name)
+            rule = f"{key_of(name)} must be between 0 and 1"
+            require(value is None or 0 < value < 1, rule, value, "try 0.2")
+        if self.test_column and (self.time_column or self.test_fraction is not None):
+            raise ValueError(
+                f"a test column ({self.test_column!r}) and a time column or test fraction are both "
+                "given: either one decides the test part, so give one of them"
+            )
         changed = [name for name in BY_SCHEMA if getattr(self, name) != _DEFAULTS[name]]
         if self.schema and changed:
             key = key_of(changed[0])
@@ -214,19 +243,9 @@ class Problem:
         raw = replace(self, scale=DEVICE)
         return replace(raw, bias=raw.per_user().task != "regression")
 
-    def options(self) -> "DataOptions":
-        """What is said about the columns of the file."""
-        from flwr_ppsgd.lab.data_options import DataOptions
-
-        if self.schema:
-            return DataOptions(schema=self.schema)
-        said = {option: getattr(self, name) for name, option in COLUMN_OPTIONS.items()}
-        return DataOptions(**said, split_seed=self.data_seed)
-
     def written_schema(self) -> "Schema":
         """The schema, given or found, with the representation that these settings lead to."""
         schema = self.per_user().schema
-        assert schema is not None
         if self.schema:
             return schema
         return replace(
@@ -240,12 +259,22 @@ class Problem:
         """What the data lead to if it is "auto"."""
         if self.representation != AUTO:
             return self.representation
-        return self.per_user().representation_names
+        from flwr_ppsgd.models.representation import RANDOM_CONVOLUTION
+
+        is_picture = self.model == LINEAR and self.file_rows().schema.picture is not None
+        return RANDOM_CONVOLUTION if is_picture else NO_REPRESENTATION
 
     def per_user(self) -> "PerUser":
         """The users, as a model sees them. Read again, the same value comes from memory."""
-        fresh = {name: _DEFAULTS[name] for name in NOT_READ}
-        return _users_with_bias(replace(self, data=place_of(self.data), **fresh), self.bias)
+        return _seen_rows(self._without(NOT_SEEN))
+
+    def file_rows(self) -> "PerUser":
+        """The users, with their rows as they are in the source."""
+        return _read_rows(self._without((*NOT_SEEN, *NOT_READ)))
+
+    def _without(self, names: tuple[str, ...]) -> "Problem":
+        defaults = {name: _DEFAULTS[name] for name in names}
+        return replace(self, data=place_of(self.data), **defaults)
 
     def visits_in(self, passes: float | None) -> NDArray[np.intp] | None:
         """How often each user draws a whole minibatch in ``passes`` over the own samples.
@@ -262,50 +291,58 @@ class Problem:
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Problem)}
 
 
-@functools.lru_cache(maxsize=4)
-def _users_with_bias(problem: Problem, bias: bool) -> "PerUser":
-    data = _read_users(problem)
-    return data.with_bias() if bias else data
-
-
 @functools.lru_cache(maxsize=2)
-def _read_users(problem: Problem) -> "PerUser":
+def _read_rows(problem: Problem) -> "PerUser":
     from flwr_ppsgd.lab.loading import load
-    from flwr_ppsgd.lab.per_user import Split
+
+    return load(problem)
+
+
+@functools.lru_cache(maxsize=4)
+def _seen_rows(problem: Problem) -> "PerUser":
+    """The rows of a file with what the settings do to them, but for ``NOT_SEEN``."""
     from flwr_ppsgd.lab.scaling import scale_own_rows, with_kinds
 
-    data = load(problem.data, problem.options(), min_train=problem.min_train, users=problem.users)
+    data = problem.file_rows()
     if problem.select_on == "validation":
-        data = data.with_validation(Split(problem.validation_fraction, problem.data_seed + 1))
+        data = data.with_validation(problem.validation_fraction, problem.data_seed + 1)
     data = _represent(data, problem)
     if problem.scale == DEVICE:
-        return with_kinds(data)
-    return scale_own_rows(data) if problem.scale == "own" else data
+        data = with_kinds(data)
+    elif problem.scale == "own":
+        data = scale_own_rows(data)
+    return replace(data, bias=problem.bias)
 
 
 def _represent(data: "PerUser", problem: Problem) -> "PerUser":
-    """As a linear model sees the rows."""
+    """As a linear model sees the rows: Φ of each."""
     from flwr_ppsgd.models.representation import (
         RANDOM_CONVOLUTION,
         representation_of,
         unit_rows,
     )
 
-    names = problem.representation
-    chosen = names == AUTO
-    images = problem.model == LINEAR and data.schema is not None and bool(data.schema.picture)
-    if chosen:
-        names = RANDOM_CONVOLUTION if images else NO_REPRESENTATION
-    if images and names == NO_REPRESENTATION and problem.scale == DEVICE:
-        return data.with_representation(unit_rows, names)
-    found = representation_of(
-        names, problem.representation_features, problem.representation_seed, data.shape
+    name = problem.chosen_representation()
+    representation = representation_of(
+        name, problem.representation_features, problem.representation_seed, data.shape
     )
-    if found is None:
+    is_picture = problem.model == LINEAR and data.schema.picture is not None
+    if is_picture and name == NO_REPRESENTATION and problem.scale == DEVICE:
+        representation = unit_rows
+    if representation is None:
         return data
-    if RANDOM_CONVOLUTION in names:
+    if data.is_sparse:
+        raise ValueError(
+            f"{data.source}: x is sparse and a representation would fill it: use "
+            "representation = 'none'"
+        )
+    if name == RANDOM_CONVOLUTION:
         data = replace(data, divisor=255.0)  # pixels: no user scales them column by column
-    return data.with_representation(found, names, looked=chosen)
+    data = replace(data, representation=representation)
+    note = f"a model sees {data.width:,} features of each row: {name}"
+    if problem.representation == AUTO:
+        note += ", since rows look like images (representation = 'none' for the pixels)"
+    return replace(data, notes=(*data.notes, note))
 
 
 def place_of(data: str) -> str:

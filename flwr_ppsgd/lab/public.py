@@ -12,14 +12,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.checks import printable
-from flwr_ppsgd.lab.data_options import DataOptions
+from flwr_ppsgd.lab.problem import Problem
 from flwr_ppsgd.lab.tables import (
     MOST_LETTERS,
     RawTable,
@@ -29,7 +29,7 @@ from flwr_ppsgd.lab.tables import (
     stack_pictures,
     table_of,
 )
-from flwr_ppsgd.lab.tff import Clients
+from flwr_ppsgd.lab.tff import Clients, open_clients
 
 WRITER = "writer_id"  # the columns of federated EMNIST on the hub
 CHARACTER = "character"
@@ -46,94 +46,80 @@ TAGS = 80
 MOST_TRAINED = 500  # documents per user
 
 
-def is_public(source: str | Path) -> bool:
+def is_public(source: str) -> bool:
     """Whether a source is a folder, a data set of the hub, or a file of TensorFlow Federated."""
     path = Path(source)
-    return path.is_dir() or is_hub_name(str(source)) or ".sqlite" in path.suffixes[-2:]
+    return path.is_dir() or is_hub_name(source) or ".sqlite" in path.suffixes[-2:]
 
 
 def is_hub_name(source: str) -> bool:
     """Whether a source is called as on the hub, "owner/name", and is no file."""
     owner, _, name = source.partition("/")
-    plain = bool(owner) and bool(name) and "/" not in name and not Path(source).suffix
-    return plain and not Path(source).exists()
+    is_plain = bool(owner) and bool(name) and "/" not in name and not Path(source).suffix
+    return is_plain and not Path(source).exists()
 
 
-def read_public(source: str | Path, options: DataOptions, users: int | None = None) -> RawTable:
+def read_public(problem: Problem) -> RawTable:
     """The columns of a public data set: ``user``, ``y``, ``x`` and perhaps ``test``; of a data set
-    with a user column of its own, all of its columns.
-
-    Args:
-        source: a folder, a name on the hub, or a file of TensorFlow Federated.
-        options: the names of columns, for data sets that do not know theirs.
-        users: only the first ones, where reading all would take long.
-    """
-    path = Path(source)
-    if ".sqlite" in path.suffixes[-2:]:
-        _refuse_options(source, options)
-        return _sqlite(path, users)
-    if is_hub_name(str(source)):
-        return _digits(_hub(str(source), options), options)
-    if _leaf_files(path, "train"):
-        _refuse_options(source, options)
-        return _leaf(path)
-    parquet = sorted(path.rglob("*.parquet"))
-    if parquet:
-        return _digits(read_parquet(parquet, str(path)), options)
-    if next(_pictures(path), None) is not None:
-        _refuse_options(source, options)
-        return _image_folders(path)
-    raise ValueError(
-        f"{path}: here are no .parquet files, no train/*.json of LEAF and no USER/CLASS/picture: "
-        "give a file"
-    )
-
-
-def _refuse_options(source: str | Path, options: DataOptions) -> None:
-    named = (options.user, options.target, options.features, options.categorical, options.task)
-    if any(named):
+    with a user column of its own, all of its columns."""
+    if is_hub_name(problem.data):
+        return _digits(_read_hub(problem), problem)
+    path = Path(problem.data)
+    is_sqlite = ".sqlite" in path.suffixes[-2:]
+    is_leaf = not is_sqlite and bool(_leaf_files(path, "train"))
+    if not is_sqlite and not is_leaf:
+        parquet = sorted(path.rglob("*.parquet"))
+        if parquet:
+            return _digits(read_parquet(parquet, str(path)), problem)
+    columns = (problem.user_column, problem.target_column, problem.feature_columns)
+    if any((*columns, problem.categorical_columns, problem.task)):
         raise ValueError(
-            f"{source}: columns and the task are known for this data set: leave them out"
+            f"{path}: columns and the task are known for this data set: leave them out"
         )
+    if is_sqlite:
+        return _read_sqlite(path, problem.users)
+    return _read_leaf(path) if is_leaf else _read_pictures(path)
 
 
 # --- the hub
 
 
-def _digits(table: RawTable, options: DataOptions) -> RawTable:
-    """Of federated EMNIST the digits by writer, unless other columns are named."""
-    if options.user or options.schema or not {WRITER, CHARACTER} <= set(table.columns):
-        return table
-    characters = np.asarray(table.columns[CHARACTER])
-    wanted = np.flatnonzero(characters < len(DIGITS))
-    if not len(wanted):
-        raise table.refuse("column 'character' has no digit", "add --user and --target")
-    columns = {
-        "user": np.asarray(table.columns[WRITER], dtype=object)[wanted],
-        "x": table.column("image")[wanted],
-        "y": characters[wanted],
-    }
-    return RawTable(table.source, columns, shapes={"x": (SIDE, SIDE)}, classes=DIGITS)
-
-
-def _hub(name: str, options: DataOptions) -> RawTable:
+def _read_hub(problem: Problem) -> RawTable:
     """The train split of a data set of the hub."""
     import flwr_datasets
     from flwr_datasets.partitioner import NaturalIdPartitioner
 
+    name = problem.data
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a warning for each attempt
-    natural = NaturalIdPartitioner(options.user or WRITER)
+    partitioner = NaturalIdPartitioner(problem.user_column or WRITER)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "not tested" for any data set but the best known ones
             federated = flwr_datasets.FederatedDataset(
-                dataset=name, partitioners={"train": natural}, shuffle=False
+                dataset=name, partitioners={"train": partitioner}, shuffle=False
             )
             rows = federated.load_split("train")
     except Exception as error:  # the hub's own errors have no common class
         reason = printable(error, MOST_LETTERS)
         raise ValueError(f"{name}: cannot be loaded ({reason}): {OFFLINE}") from None
     return table_of(rows.with_format("arrow")[:], name)
+
+
+def _digits(table: RawTable, problem: Problem) -> RawTable:
+    """Of federated EMNIST the digits by writer, unless other columns are named."""
+    is_femnist = {WRITER, CHARACTER} <= set(table.columns)
+    if problem.user_column or problem.schema or not is_femnist:
+        return table
+    characters = np.asarray(table.columns[CHARACTER])
+    digits = np.flatnonzero(characters < len(DIGITS))
+    if not len(digits):
+        raise table.refuse("column 'character' has no digit", "add --user and --target")
+    columns = {
+        "user": np.asarray(table.columns[WRITER], dtype=object)[digits],
+        "x": table.column("image")[digits],
+        "y": characters[digits],
+    }
+    return RawTable(table.source, columns, shapes={"x": (SIDE, SIDE)}, classes=DIGITS)
 
 
 # --- LEAF
@@ -148,7 +134,7 @@ def _leaf_files(folder: Path, part: str) -> list[Path]:
     return []
 
 
-def _leaf(folder: Path) -> RawTable:
+def _read_leaf(folder: Path) -> RawTable:
     """LEAF's JSON files, with their own test parts; users without training rows are left out."""
     users: list[str] = []
     x: list[Any] = []
@@ -170,8 +156,13 @@ def _leaf(folder: Path) -> RawTable:
             f"{folder}: x is not a list of numbers of one length: encode text as numbers first, or "
             "write a .csv and use --text"
         ) from None
-    named = {"user": np.array(users, dtype=object), "x": features, "y": np.array(y)}
-    return RawTable(str(folder), {**named, "test": np.array(test, dtype=np.bool_)})
+    columns = {
+        "user": np.array(users, dtype=object),
+        "x": features,
+        "y": np.array(y),
+        "test": np.array(test, dtype=np.bool_),
+    }
+    return RawTable(str(folder), columns)
 
 
 def _leaf_users(file: Path) -> Iterator[tuple[str, dict[str, list[Any]]]]:
@@ -193,16 +184,16 @@ def _leaf_users(file: Path) -> Iterator[tuple[str, dict[str, list[Any]]]]:
 # --- folders of pictures
 
 
-def _pictures(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.glob("*/*/*")):
-        if path.suffix.lower() in PICTURES:
-            yield path
-
-
-def _image_folders(folder: Path) -> RawTable:
+def _read_pictures(folder: Path) -> RawTable:
     """Pictures in USER/CLASS/picture, as grey bytes of one size."""
-    paths = list(_pictures(folder))
-    pixels = stack_pictures((grey_picture(path, str(path)) for path in paths), str(folder))
+    files = sorted(folder.glob("*/*/*"))
+    paths = [path for path in files if path.suffix.lower() in PICTURES]
+    if not paths:
+        raise ValueError(
+            f"{folder}: here are no .parquet files, no train/*.json of LEAF and no "
+            "USER/CLASS/picture: give a file"
+        )
+    pixels = stack_pictures([grey_picture(path, str(path)) for path in paths], str(folder))
     columns = {
         "user": np.array([path.parent.parent.name for path in paths], dtype=object),
         "x": pixels.reshape(len(pixels), -1),
@@ -214,7 +205,7 @@ def _image_folders(folder: Path) -> RawTable:
 # --- TensorFlow Federated
 
 
-def _sqlite(path: Path, users: int | None) -> RawTable:
+def _read_sqlite(path: Path, users: int | None) -> RawTable:
     if not path.is_file():
         raise ValueError(
             f"{path}: there is no such file: put TensorFlow Federated's .sqlite.lzma there"
@@ -224,80 +215,52 @@ def _sqlite(path: Path, users: int | None) -> RawTable:
         raise ValueError(
             f"{path}: a SQLite file must have emnist or stackoverflow in its name: rename it"
         )
-    with Clients.open(path, user_cache()) as clients:
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    with open_clients(path, Path(folder) / "flwr-ppsgd") as clients:
         if kinds[0] == "emnist":
             return _emnist(clients, path, users)
         return _stackoverflow(clients, path, users or STACKOVERFLOW_USERS)
 
 
-def user_cache() -> Path:
-    """The user's cache directory for this package, where .lzma files are unpacked."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "flwr-ppsgd"
-
-
 def _emnist(clients: Clients, path: Path, users: int | None) -> RawTable:
     """Digits by writer, with the file's own test parts. Its background is 1 and its ink 0."""
-    pixels = []
-    labels = []
+    images = []
+    labels: list[int] = []
     writers: list[str] = []
     test: list[bool] = []
     for client in clients.ids("digits_only_train")[:users]:
         for part in ("train", "test"):
-            examples = clients.examples(f"digits_only_{part}", client)
-            x, y = _read_images(examples, path, client)
-            pixels.append(x)
-            labels.append(y)
-            writers += [client] * len(y)
-            test += [part == "test"] * len(y)
+            for number, example in enumerate(clients.examples(f"digits_only_{part}", client)):
+                pixels = example.get("pixels", ())
+                label = example.get("label", ())
+                if len(pixels) != SIDE * SIDE or len(label) != 1:
+                    raise ValueError(
+                        f"{path}: example {number} of client {client!r} has no 784 'pixels' with a "
+                        "'label': is it the EMNIST file?"
+                    )
+                images.append(np.array(pixels, dtype=np.float32))
+                labels.append(label[0])
+                writers.append(client)
+                test.append(part == "test")
     columns = {
         "user": np.array(writers, dtype=object),
-        "x": _as_bytes(np.concatenate(pixels)),
-        "y": np.concatenate(labels),
+        "x": _as_bytes(np.stack(images)),
+        "y": np.array(labels, dtype=np.int64),
         "test": np.array(test),
     }
     return RawTable(str(path), columns, shapes={"x": (SIDE, SIDE)}, classes=DIGITS)
 
 
-def _read_images(
-    examples: Iterable[dict[str, Any]], path: Path, client: str
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """A client's images, one row of pixels each, and the characters they show."""
-    images = []
-    labels = []
-    for number, example in enumerate(examples):
-        pixels = example.get("pixels", ())
-        label = example.get("label", ())
-        if len(pixels) != SIDE * SIDE or len(label) != 1:
-            raise ValueError(
-                f"{path}: example {number} of client {client!r} has no 784 'pixels' with a "
-                "'label': is it the EMNIST file?"
-            )
-        images.append(pixels)
-        labels.append(label[0])
-    x = np.array(images, dtype=np.float32).reshape(-1, SIDE * SIDE)
-    return x, np.array(labels, dtype=np.int64)
-
-
 def _as_bytes(x: NDArray[np.float32]) -> NDArray[Any]:
     """Multiples of 1/255 as bytes, a quarter of the memory; anything else as it is."""
     rounded = np.rint(255 * x)
-    fits = rounded.min(initial=0) >= 0 and rounded.max(initial=0) <= 255
-    if fits and np.abs(rounded / 255 - x).max(initial=0) < 1e-6:
+    in_range = rounded.min(initial=0) >= 0 and rounded.max(initial=0) <= 255
+    if in_range and np.abs(rounded / 255 - x).max(initial=0) < 1e-6:
         return rounded.astype(np.uint8)
     return x
 
 
-class Document(NamedTuple):
-    """One question or answer on Stack Overflow: its words, and its tags."""
-
-    user: str
-    test: bool
-    words: list[str]
-    tags: list[str]
-
-
-def _stackoverflow(clients: Clients, path: Path, users: int) -> RawTable:
+def _stackoverflow(clients: Clients, path: Path, most_users: int) -> RawTable:
     """Words of tokens and title → tags: the mean of one-hots over a public vocabulary.
 
     Public counts are looked for next to the file, as ``stackoverflow.word_count`` and
@@ -305,79 +268,62 @@ def _stackoverflow(clients: Clients, path: Path, users: int) -> RawTable:
     and a note says so. Users are the first client ids of the test split that train too.
     """
     trained = set(clients.ids("train"))
-    chosen = [client for client in clients.ids("test") if client in trained][:users]
+    chosen = [client for client in clients.ids("test") if client in trained][:most_users]
     if not chosen:
         raise ValueError(
             f"{path}: no client of the split 'test' is in 'train' too: is it the Stack Overflow "
             "file?"
         )
-    documents: list[Document] = []
+    users: list[str] = []
+    test: list[bool] = []
+    words: list[list[str]] = []  # of each document
+    tags: list[list[str]] = []
     for client in chosen:
-        documents += _documents(clients, client, "train", MOST_TRAINED, path)
-        documents += _documents(clients, client, "test", None, path)
-    own = [document for document in documents if not document.test]
-    words, counted_words = _vocabulary(path, "word", (one.words for one in own), WORDS)
-    tags, counted_tags = _vocabulary(path, "tag", (one.tags for one in own), TAGS)
-    lengths = np.array([max(len(document.words), 1) for document in documents])
-    y = _count_words([document.tags for document in documents], tags)
+        for split, most in (("train", MOST_TRAINED), ("test", None)):
+            for number, example in enumerate(clients.examples(split, client, most)):
+                texts = {}
+                for name in ("tokens", "title", "tags"):
+                    if name not in example:
+                        raise ValueError(
+                            f"{path}: example {number} of {client!r} has no {name!r}: is it the "
+                            "Stack Overflow file?"
+                        )
+                    texts[name] = b" ".join(example[name]).decode("utf-8", errors="replace")
+                users.append(client)
+                test.append(split == "test")
+                words.append(f"{texts['tokens']} {texts['title']}".split())
+                tags.append(texts["tags"].split("|"))
+    notes: list[str] = []
+    vocabularies = []
+    for kind, documents, size in (("word", words, WORDS), ("tag", tags, TAGS)):
+        file = path.with_name(f"stackoverflow.{kind}_count")
+        counts: Counter[str] = Counter()
+        if file.is_file():
+            counts = _read_counts(file)
+        else:
+            for document, is_test in zip(documents, test, strict=True):
+                if not is_test:
+                    counts.update(word for word in document if word)
+            notes.append(f"{kind}s counted in users' training documents: no epsilon covers that")
+        # the most frequent ones; ties are ordered by the alphabet
+        ordered = sorted(counts, key=lambda word: (-counts[word], word))
+        vocabularies.append(ordered[:size])
+    lengths = np.array([max(len(document), 1) for document in words])
+    y = _count_words(tags, vocabularies[1])
     y.data[:] = 1.0
     columns = {
-        "user": np.array([document.user for document in documents], dtype=object),
-        "x": mean_of_one_hots(_count_words([one.words for one in documents], words), lengths),
+        "user": np.array(users, dtype=object),
+        "x": mean_of_one_hots(_count_words(words, vocabularies[0]), lengths),
         "y": y,
-        "test": np.array([document.test for document in documents]),
+        "test": np.array(test),
     }
-    notes = (*counted_words, *counted_tags)
     return RawTable(
-        str(path), columns, feature_names=tuple(words), classes=tuple(tags), notes=notes
+        str(path),
+        columns,
+        feature_names=tuple(vocabularies[0]),
+        classes=tuple(vocabularies[1]),
+        notes=tuple(notes),
     )
-
-
-def _documents(
-    clients: Clients, client: str, split: str, most: int | None, path: Path
-) -> Iterator[Document]:
-    for number, example in enumerate(clients.examples(split, client, most)):
-        texts = {}
-        for name in ("tokens", "title", "tags"):
-            if name not in example:
-                raise ValueError(
-                    f"{path}: example {number} of {client!r} has no {name!r}: is it the Stack "
-                    "Overflow file?"
-                )
-            parts: Any = example[name]
-            texts[name] = b" ".join(parts).decode("utf-8", errors="replace")
-        words = f"{texts['tokens']} {texts['title']}".split()
-        yield Document(client, split == "test", words, texts["tags"].split("|"))
-
-
-def _vocabulary(
-    path: Path, kind: str, documents: Iterable[list[str]], size: int
-) -> tuple[list[str], list[str]]:
-    """The most frequent words or tags of a file of public counts, else of users' documents; a note
-    about the latter. Ties are ordered by the alphabet."""
-    file = path.with_name(f"stackoverflow.{kind}_count")
-    notes = []
-    if file.is_file():
-        counts = _read_counts(file)
-    else:
-        counts = Counter(word for words in documents for word in words if word)
-        notes = [f"{kind}s counted in users' training documents: no epsilon covers that"]
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return [word for word, _ in ordered[:size]], notes
-
-
-def _count_words(texts: Iterable[list[str]], vocabulary: list[str]) -> sparse.csr_array:
-    """Documents × vocabulary: how often each word occurs; other words are left out."""
-    number = {word: place for place, word in enumerate(vocabulary)}
-    starts = [0]
-    places: list[int] = []
-    for words in texts:
-        places += [number[word] for word in words if word in number]
-        starts.append(len(places))
-    shape = (len(starts) - 1, len(vocabulary))
-    table = sparse.csr_array((np.ones(len(places)), places, starts), shape=shape)
-    table.sum_duplicates()
-    return table
 
 
 def _read_counts(path: Path) -> Counter[str]:
@@ -397,3 +343,17 @@ def _read_counts(path: Path) -> Counter[str]:
             )
         counts[parts[0]] = int(parts[1])
     return counts
+
+
+def _count_words(documents: Iterable[list[str]], vocabulary: list[str]) -> sparse.csr_array:
+    """Documents × vocabulary: how often each word occurs; other words are left out."""
+    number = {word: place for place, word in enumerate(vocabulary)}
+    starts = [0]
+    places: list[int] = []
+    for words in documents:
+        places += [number[word] for word in words if word in number]
+        starts.append(len(places))
+    shape = (len(starts) - 1, len(vocabulary))
+    table = sparse.csr_array((np.ones(len(places)), places, starts), shape=shape)
+    table.sum_duplicates()
+    return table

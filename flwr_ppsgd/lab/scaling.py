@@ -5,14 +5,14 @@ privacy. Which columns are numbers is the schema's.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
 from flwr_ppsgd.lab.features import list_names
-from flwr_ppsgd.lab.per_user import Indices, OwnScale, PerUser, Table
+from flwr_ppsgd.lab.per_user import Indices, OwnScale, PerUser
+from flwr_ppsgd.lab.tables import Values
+from flwr_ppsgd.models.additive_linear import Matrix
 
 FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought there
 SAME = 1e-9  # a deviation of at most this share of the mean is round-off
@@ -25,13 +25,16 @@ def scale_own_rows(data: PerUser) -> PerUser:
     A column that is constant in a user's training rows is 0, in that user's other rows too.
     """
     columns = np.zeros(0, dtype=np.intp)
-    if data.divisor == 1.0 and data.schema is not None:
+    if data.divisor == 1.0:
         kinds = np.array(data.schema.model_kinds())
         columns = np.flatnonzero(kinds == "number")
     notes = []
     if len(columns):
-        named = list_names([data.column_name(column) for column in columns.tolist()])
-        notes.append(f"scaled on each device by the user's own mean and deviation: {named}")
+        names = [f"feature {column}" for column in columns.tolist()]
+        if data.feature_names:
+            names = [f"column {data.feature_names[column]!r}" for column in columns.tolist()]
+        what = "scaled on each device by the user's own mean and deviation"
+        notes.append(f"{what}: {list_names(names)}")
     if data.task == "regression":
         notes.append(
             "targets: in each user's own deviations from the own mean; RMSE stays in the units of "
@@ -40,8 +43,14 @@ def scale_own_rows(data: PerUser) -> PerUser:
     if not notes:
         return data
     own = _own_scale(data, columns)
+    y = data.y
+    if data.task == "regression":
+        sizes = np.diff(data.offsets)
+        centre = np.repeat(own.centre, sizes, axis=0)
+        unit = np.repeat(own.unit, sizes)[:, None]
+        scaled = (data.y.reshape(centre.shape) - centre) / unit
+        y = scaled.reshape(data.y.shape)
     x = _scale_columns(data, own) if len(columns) else data.x
-    y = _scale_targets(data, own) if data.task == "regression" else data.y
     return replace(data, x=x, y=y, own=own, notes=(*data.notes, *notes))
 
 
@@ -50,12 +59,12 @@ def with_kinds(data: PerUser) -> PerUser:
 
     Pixels and representations are used as they are.
     """
-    if data.representation is not None or data.schema is None:
+    if data.representation is not None:
         return replace(data, kinds=("as-is",) * data.width)
     return replace(data, kinds=data.schema.model_kinds())
 
 
-def scale_new_rows(one: PerUser, x: Table) -> PerUser:
+def scale_new_rows(one: PerUser, x: Values) -> PerUser:
     """New rows of a single user, as that user's model sees them; their targets are not known.
 
     Args:
@@ -79,7 +88,7 @@ def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
         rows = data.rows(user, test=False)
         if not len(rows):
             continue
-        x = _dense_columns(data.x, rows, columns)
+        x = _dense(data.x[rows][:, columns])
         mean[user] = x.mean(axis=0)
         deviation = x.std(axis=0)
         varies = deviation > SAME * np.abs(mean[user])
@@ -87,41 +96,29 @@ def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
         if data.task == "regression":
             y = data.targets(rows)
             centre[user] = y.mean(axis=0)
-            deviation = np.sqrt(y.var(axis=0).mean())
-            if deviation > SAME * np.abs(y).max():
-                unit[user] = deviation
+            spread = np.sqrt(y.var(axis=0).mean())
+            if spread > SAME * np.abs(y).max():
+                unit[user] = spread
     return OwnScale(columns, mean, std, centre, unit)
 
 
-def _scale_targets(data: PerUser, own: OwnScale) -> NDArray[np.float64]:
-    """Targets as each user's model sees them."""
-    sizes = np.diff(data.offsets)
-    centre = np.repeat(own.centre, sizes, axis=0)
-    unit = np.repeat(own.unit, sizes)
-    if data.y.ndim == 1:
-        return np.asarray((data.y - centre[:, 0]) / unit)
-    return np.asarray((data.y - centre) / unit[:, None])
-
-
-def _scale_columns(data: PerUser, own: OwnScale) -> Table:
+def _scale_columns(data: PerUser, own: OwnScale) -> Values:
     """x with the columns of ``own`` scaled, as a copy; other columns of CSR stay sparse."""
-    filled = _dense_columns(data.x, slice(None), own.columns)
+    scaled = _dense(data.x[:, own.columns])
     for user in range(len(data)):
-        here = data.span(user)
-        away = (filled[here] - own.mean[user]) / own.std[user]
-        filled[here] = np.clip(away, -FARTHEST, FARTHEST)
+        rows = data.span(user)
+        distance = (scaled[rows] - own.mean[user]) / own.std[user]
+        scaled[rows] = np.clip(distance, -FARTHEST, FARTHEST)
     if not data.is_sparse:
         x = data.x.astype(np.float64)
-        x[:, own.columns] = filled
+        x[:, own.columns] = scaled
         return x
     others = np.setdiff1d(np.arange(data.x.shape[1]), own.columns)
-    parts = sparse.hstack([sparse.csr_array(filled), data.x[:, others]], format="csr")
+    parts = sparse.hstack([sparse.csr_array(scaled), data.x[:, others]], format="csr")
     order = np.argsort(np.concatenate([own.columns, others]))
     return sparse.csr_array(parts[:, order])
 
 
-def _dense_columns(x: Table, rows: Any, columns: Indices) -> NDArray[np.float64]:
-    taken = x[rows][:, columns]
-    if sparse.issparse(taken):
-        taken = taken.toarray()
-    return np.array(taken, dtype=np.float64)
+def _dense(x: Values) -> Matrix:
+    """A copy in float64."""
+    return np.array(x.toarray() if sparse.issparse(x) else x, dtype=np.float64)

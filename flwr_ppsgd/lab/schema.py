@@ -26,24 +26,14 @@ from flwr_ppsgd.settings import (
 
 Task: TypeAlias = Literal["classification", "multi-label", "regression"]
 TASKS = ("classification", "multi-label", "regression")
-NUMBER = "number"
-FLAG = "flag"
-CATEGORY = "category"
-HASHED = "hashed"
-TEXT = "text"
-SPARSE = "sparse"
-PICTURE = "picture"
-LEFT_OUT = "left out"
-KINDS = {
-    NUMBER: "scaled on each device by the user's own mean and deviation",
-    FLAG: "0 and 1, used as it is",
-    CATEGORY: "one feature for each of its words; another word is zeros",
-    HASHED: "a category with a public hash in place of its words",
-    TEXT: "the share of each word among the words of a row, hashed",
-    SPARSE: "columns that most users lack",
-    PICTURE: "pixels",
-    LEFT_OUT: "not used",
-}
+NUMBER = "number"  # scaled on each device by the user's own mean and deviation
+FLAG = "flag"  # 0 and 1, used as it is
+CATEGORY = "category"  # one feature for each of its words; another word is zeros
+HASHED = "hashed"  # a category with a public hash in place of its words
+TEXT = "text"  # the share of each word among the words of a row, hashed
+SPARSE = "sparse"  # columns that most users lack
+PICTURE = "picture"  # pixels
+LEFT_OUT = "left out"  # not used
 PLAIN = (NUMBER, FLAG, HASHED, TEXT, LEFT_OUT)  # kinds that need no more words
 WIDE = (NUMBER, SPARSE, PICTURE)  # kinds that an array of several columns can have
 BUCKETS = 4096  # features of a hashed column
@@ -71,7 +61,7 @@ class Column:
 
     Args:
         name: in the file.
-        kind: one of ``KINDS``.
+        kind: one of the eight words above.
         words: of a category, in order.
         width: the number of columns of an array; of a picture, of its pixels.
         flags: of an array of numbers, the places of columns of 0 and 1, as in 3-5,9.
@@ -88,8 +78,11 @@ class Column:
     @property
     def features(self) -> int:
         """The number of features that a model gets from it."""
-        counts = {CATEGORY: len(self.words), HASHED: BUCKETS, TEXT: BUCKETS, LEFT_OUT: 0}
-        return counts.get(self.kind, self.width)
+        if self.kind == LEFT_OUT:
+            return 0
+        if self.kind == CATEGORY:
+            return len(self.words)
+        return BUCKETS if self.kind in (HASHED, TEXT) else self.width
 
     def feature_names(self) -> list[str]:
         """A name for each feature; none for an array."""
@@ -102,10 +95,10 @@ class Column:
     def model_kinds(self) -> list[str]:
         """The kind of each feature, as of ``AdditiveLinear``."""
         if self.kind == NUMBER:
-            found = ["number"] * self.width
+            kinds = ["number"] * self.width
             for place in places_in(self.flags):
-                found[place] = "as-is"
-            return found
+                kinds[place] = "as-is"
+            return kinds
         rare = self.kind in (HASHED, TEXT, SPARSE) or len(self.words) > MOST_DENSE
         return ["sparse" if rare else "as-is"] * self.features
 
@@ -298,7 +291,7 @@ def _column(name: str, value: Any) -> Column:
         one_of(where, value, PLAIN)
         return Column(name, value)
     if not isinstance(value, dict) or value.get("kind") not in WIDE:
-        kinds = ", ".join(KINDS)
+        kinds = ", ".join((*PLAIN, *WIDE[1:]))
         raise ValueError(f"{where} must be a kind ({kinds}) or a list of words, got {value!r}")
     more = dict(value)
     more["shape"] = tuple(more.get("shape", ()))

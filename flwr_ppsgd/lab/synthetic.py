@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.learner import generator, reseed
 from flwr_ppsgd.models.additive_linear import AdditiveLinear, Matrix
-from flwr_ppsgd.wire import Order
 
 DIFFERING = 5  # the last coordinates, in which users differ
 
@@ -76,31 +75,26 @@ class FreshSamples:
     """An endless stream of one user's samples of the synthetic problem."""
 
     def __init__(self, problem: Synthetic, user: int, size: int) -> None:
-        self._truth = problem
+        self._problem = problem
         self._user = user
-        self._size = size
         self.num_examples = size
 
     def __call__(self, visit: int) -> tuple[Matrix, Matrix]:
-        return self._truth.batch(self._user, visit, self._size)
+        return self._problem.batch(self._user, visit, self.num_examples)
 
     def everything(self) -> tuple[Matrix, Matrix]:
         """Samples of a visit that no training has: the stream itself has no end."""
-        return self._truth.batch(self._user, 0, self._size)
+        return self(0)
 
 
 class SyntheticLearner(AdditiveLinear):
     """An additive linear learner that is measured against the truth behind its data."""
 
     def __init__(self, problem: Synthetic, user: int, batch_size: int) -> None:
-        self._samples = FreshSamples(problem, user, batch_size)
-        super().__init__(self._samples, problem.optima.shape[1])
+        samples = FreshSamples(problem, user, batch_size)
+        super().__init__(samples, problem.optima.shape[1])
         self._truth = problem
         self._user = user
-
-    def _minibatch(self, order: Order) -> tuple[Matrix, Matrix]:
-        """Fresh samples at every visit."""
-        return self._samples(order.visit)
 
     def evaluate(self, w: Vector, theta: Vector) -> dict[str, float]:
         """The excess risk of w + θ."""

@@ -35,9 +35,60 @@ DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 DECIMAL_POINT = re.compile(r"-?\d+\.\d+")
 MOST_SHOWN = 12  # names that an error lists
 MOST_LETTERS = 200  # of another library's error
-TEXT_FILES = (".csv", ".tsv", ".txt")
-ENDINGS = (*TEXT_FILES, ".parquet", ".npz")
-ASKED = {"user": " (--user names the column)", "y": " (--target names the column)"}
+ENDINGS = (".csv", ".tsv", ".txt", ".parquet", ".npz")
+COLUMN_OPTIONS = {"user": " (--user names the column)", "y": " (--target names the column)"}
+BAG_OF_WORDS = {  # arrays of an .npz that hold x or labels in CSR
+    *("indptr", "indices", "counts", "data", "shape", "length", "vocab"),
+    *("tag_indptr", "tag_indices", "tag_names"),
+}
+
+
+@dataclass(frozen=True)
+class CsvFormat:
+    """How a .csv is written.
+
+    Args:
+        path: the file.
+        encoding: of its text.
+        separator: between values.
+        decimal: "." or ",".
+        names: of its columns.
+        above: the number of records above the first row.
+    """
+
+    path: Path
+    encoding: str
+    separator: str
+    decimal: str
+    names: tuple[str, ...]
+    above: int
+
+    def records(self) -> Iterator[tuple[int, list[str]]]:
+        """The line and the values of each row that is not empty."""
+        with self.path.open(encoding=self.encoding, newline="", errors="replace") as file:
+            reader = csv.reader(file, delimiter=self.separator)
+            for record in itertools.islice(reader, self.above, None):
+                if record:
+                    yield reader.line_num, record
+
+    def line(self, row: int) -> int:
+        """The line in which a row ends; about, if pandas and ``csv`` count rows differently."""
+        rest = itertools.islice(self.records(), row, None)
+        line, _ = next(rest, (row + self.above + 1, []))
+        return line
+
+    def refuse_ragged(self) -> None:
+        """ValueError that names the first line that is too short or too long, if there is one."""
+        counts = [(line, len(record)) for line, record in self.records()]
+        wrong = [(line, count) for line, count in counts if count != len(self.names)]
+        if not wrong:
+            return
+        line, count = wrong[0]
+        more = f" (and {len(wrong) - 1:,} more lines are wrong)" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"{self.path}: line {line} has {count} values and there are {len(self.names)} "
+            f"columns{more}: correct it, and quote values that contain {self.separator!r}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +113,7 @@ class RawTable:
     feature_names: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    lines: "CsvHead | None" = None
+    lines: CsvFormat | None = None
 
     @property
     def rows(self) -> int:
@@ -95,16 +146,16 @@ class RawTable:
             raise self.refuse(what, remedy, int(wrong.idxmax()))
 
 
-def missing_name(name: str, there: Iterable[Any], what: str) -> str:
-    """A line that names what there is, and the nearest of it."""
-    names = [str(other) for other in there]
-    shown = printable(", ".join(names[:MOST_SHOWN]), MOST_LETTERS)
-    if len(names) > MOST_SHOWN:
+def missing_name(name: str, names: Iterable[Any], what: str) -> str:
+    """A line that lists the names of a file, and asks whether the nearest one is meant."""
+    known = [str(other) for other in names]
+    shown = printable(", ".join(known[:MOST_SHOWN]), MOST_LETTERS)
+    if len(known) > MOST_SHOWN:
         shown += ", …"
-    found = f"there is no {what} {name!r} among {shown}"
-    if all(as_number(other) is not None for other in names):
-        return f"{found}: the first line must name the columns"
-    return f"{found}: did you mean {nearest(name, names)!r}?{ASKED.get(name, '')}"
+    problem = f"there is no {what} {name!r} among {shown}"
+    if all(as_number(other) is not None for other in known):
+        return f"{problem}: the first line must name the columns"
+    return f"{problem}: did you mean {nearest(name, known)!r}?{COLUMN_OPTIONS.get(name, '')}"
 
 
 def read_table_file(
@@ -131,111 +182,74 @@ def read_table_file(
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file: check the name")
     if ending == ".npz":
-        return read_npz(path)
+        return _read_npz(path)
     if ending == ".parquet":
         return read_parquet([path], str(path))
-    return read_csv(path, text, encoding, separator, decimal)
+    return _read_csv(path, text, encoding, separator, decimal)
 
 
 # --- .csv
 
 
-@dataclass(frozen=True)
-class CsvHead:
-    """How a .csv is written.
-
-    Args:
-        path: the file.
-        encoding: of its text.
-        separator: between values.
-        decimal: "." or ",".
-        names: of its columns.
-        above: the number of records above the first row.
-    """
-
-    path: Path
-    encoding: str
-    separator: str
-    decimal: str
-    names: tuple[str, ...]
-    above: int
-
-    def records(self) -> Iterator[tuple[int, list[str]]]:
-        """The line and the values of each row that is not empty."""
-        with self.path.open(encoding=self.encoding, newline="", errors="replace") as file:
-            reader = csv.reader(file, delimiter=self.separator)
-            for record in itertools.islice(reader, self.above, None):
-                if record:
-                    yield reader.line_num, record
-
-    def line(self, row: int) -> int:
-        """The line in which a row ends."""
-        found = itertools.islice(self.records(), row, None)
-        return next((line for line, _ in found), row + self.above + 1)
-
-    def refuse_ragged(self) -> None:
-        """ValueError that names the first line that is too short or too long, if there is one."""
-        counts = [(line, len(record)) for line, record in self.records()]
-        wrong = [(line, count) for line, count in counts if count != len(self.names)]
-        if wrong:
-            line, count = wrong[0]
-            more = f" (and {len(wrong) - 1:,} more lines are wrong)" if len(wrong) > 1 else ""
-            raise ValueError(
-                f"{self.path}: line {line} has {count} values and there are {len(self.names)} "
-                f"columns{more}: correct it, and quote values that contain {self.separator!r}"
-            )
-
-
-def read_csv(
-    path: Path,
-    text: Collection[str] | None,
-    encoding: str = "",
-    separator: str = "",
-    decimal: str = "",
+def _read_csv(
+    path: Path, text: Collection[str] | None, encoding: str, separator: str, decimal: str
 ) -> RawTable:
-    """The columns of a .csv; arguments as of ``read_table_file``."""
     import pandas
 
-    head, rows, notes = _head_of(path, encoding, separator, decimal)
-    numbers = []
+    encoding, head = _head_of(path, encoding)
+    lines = head.splitlines(keepends=True)
+    above = 0
+    while not lines[above].strip() or lines[above].startswith("#"):  # empty, or a comment
+        above += 1
+    head = "".join(lines[above:])
+    separator = separator or max(SEPARATORS, key=lambda one: _rows_agree(head, one))
+    header, *rows = _records(head, separator)
+    names, notes = distinct_names([name.strip() for name in header])
+    if not decimal:
+        decimal = "," if separator != "," and _has_decimal_comma(rows) else "."
+    if decimal == ",":
+        notes.append("numbers have a decimal comma")
+    written = CsvFormat(path, encoding, separator, decimal, tuple(names), above + 1)
+
+    numbers: list[str] = []
     if text is not None:
-        for place, name in enumerate(head.names):
+        for place, name in enumerate(names):
             cells = [row[place].strip() for row in rows if place < len(row)]
-            if name not in text and all(is_number_or_gap(cell, head.decimal) for cell in cells):
+            if name not in text and all(is_number_or_gap(cell, decimal) for cell in cells):
                 numbers.append(name)
     try:
-        frame = _parse_csv(head, numbers)
+        frame = _parse_csv(written, numbers)
         still = [name for name in numbers if frame[name].dtype.kind in "iufb"]
         if still != numbers:  # there are words further down
-            frame = _parse_csv(head, still)
+            frame = _parse_csv(written, still)
     except UnicodeDecodeError:
-        raise _wrongly_encoded(path, head.encoding) from None
+        raise _wrongly_encoded(path, encoding) from None
     except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
-        head.refuse_ragged()
+        written.refuse_ragged()
         reason = printable(error, MOST_LETTERS)
         raise ValueError(f"{path}: cannot be read as csv ({reason}): export it again") from None
-    last = frame[head.names[-1]]
+    last = frame[names[-1]]
     if last.isna().any() or last.eq("").any():
-        head.refuse_ragged()
-    return RawTable(str(path), dict(frame.items()), notes=tuple(notes), lines=head)
+        written.refuse_ragged()
+    return RawTable(str(path), dict(frame.items()), notes=tuple(notes), lines=written)
 
 
-def _parse_csv(head: CsvHead, numbers: Collection[str]) -> Any:
+def _parse_csv(written: CsvFormat, numbers: Collection[str]) -> Any:
     """The data frame, in which all other columns than ``numbers`` are text."""
     import pandas
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", pandas.errors.ParserWarning)
         return pandas.read_csv(
-            head.path,
-            sep=head.separator,
-            decimal=head.decimal,
-            encoding=head.encoding,
+            written.path,
+            sep=written.separator,
+            decimal=written.decimal,
+            encoding=written.encoding,
             header=None,
-            names=list(head.names),
-            skiprows=head.above,
+            names=list(written.names),
+            skiprows=written.above,
             index_col=False,
-            dtype={name: str for name in head.names if name not in numbers},
+            dtype={name: str for name in written.names if name not in numbers},
             na_values=dict.fromkeys(numbers, GAPS),
             keep_default_na=False,
             skipinitialspace=True,
@@ -244,10 +258,8 @@ def _parse_csv(head: CsvHead, numbers: Collection[str]) -> Any:
         )
 
 
-def _head_of(
-    path: Path, encoding: str, separator: str, decimal: str
-) -> tuple[CsvHead, list[list[str]], list[str]]:
-    """How a .csv is written, its first rows, and notes."""
+def _head_of(path: Path, encoding: str) -> tuple[str, str]:
+    """The encoding of a file, and its first lines."""
     with path.open("rb") as file:
         start = file.read(HEAD_BYTES)
     if not encoding:
@@ -264,25 +276,21 @@ def _head_of(
         raise ValueError(f"{path}: cannot be read as csv, since it is empty: export it again")
     if len(start) == HEAD_BYTES:
         text = text[: text.rfind("\n") + 1] or text
-    lines = text.splitlines(keepends=True)
-    above = 0
-    while not lines[above].strip() or lines[above].startswith("#"):  # empty, or a comment
-        above += 1
-    text = "".join(lines[above:])
-    separator = separator or max(SEPARATORS, key=lambda one: _rows_agree(text, one))
-    header, *rows = _records(text, separator)
-    names, notes = distinct_names([name.strip() for name in header])
-    if not decimal:
-        decimal = "," if separator != "," and _has_decimal_comma(rows) else "."
-    if decimal == ",":
-        notes.append("numbers have a decimal comma")
-    return CsvHead(path, encoding, separator, decimal, tuple(names), above + 1), rows, notes
+    return encoding, text
+
+
+def _wrongly_encoded(path: Path, encoding: str) -> ValueError:
+    name = "utf-8" if encoding == UTF_8 else encoding
+    return ValueError(
+        f"{path}: the text is not {name}: save it as UTF-8, or name its encoding, as in --set "
+        "encoding=latin-1"
+    )
 
 
 def _records(text: str, separator: str) -> list[list[str]]:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
-    found = (record for record in reader if record)
-    return list(itertools.islice(found, HEAD_ROWS + 1))
+    filled = (record for record in reader if record)
+    return list(itertools.islice(filled, HEAD_ROWS + 1))
 
 
 def _rows_agree(text: str, separator: str) -> tuple[bool, int]:
@@ -292,11 +300,14 @@ def _rows_agree(text: str, separator: str) -> tuple[bool, int]:
     return 2 * same >= len(rows) and len(header) > 1, len(header)
 
 
-def _has_decimal_comma(rows: Sequence[Sequence[str]]) -> bool:
+def _has_decimal_comma(rows: Iterable[Sequence[str]]) -> bool:
     """Whether more values look like 1,5 than like 1.5: a user may be called 1.0."""
-    cells = [cell.strip() for row in rows for cell in row]
-    commas = sum(DECIMAL_COMMA.fullmatch(cell) is not None for cell in cells)
-    return commas > sum(DECIMAL_POINT.fullmatch(cell) is not None for cell in cells)
+    commas = 0
+    points = 0
+    for cell in itertools.chain.from_iterable(rows):
+        commas += DECIMAL_COMMA.fullmatch(cell.strip()) is not None
+        points += DECIMAL_POINT.fullmatch(cell.strip()) is not None
+    return commas > points
 
 
 def is_number_or_gap(word: str, decimal: str) -> bool:
@@ -326,14 +337,6 @@ def distinct_names(names: Iterable[str]) -> tuple[list[str], list[str]]:
             notes.append(f"column {place} is the second one called {name!r}: named {own!r} here")
         found.append(own)
     return found, notes
-
-
-def _wrongly_encoded(path: Path, encoding: str) -> ValueError:
-    name = "utf-8" if encoding == UTF_8 else encoding
-    return ValueError(
-        f"{path}: the text is not {name}: save it as UTF-8, or name its encoding, as in --set "
-        "encoding=latin-1"
-    )
 
 
 # --- .parquet
@@ -381,10 +384,10 @@ def _pixels_of(values: Sequence[Any], where: str) -> NDArray[np.uint8] | None:
     ]
     if not all(isinstance(content, bytes) for content in contents):
         return None
-    pictures = (
-        grey_picture(io.BytesIO(content), f"{where}, row {row}", "the column, or the row")
-        for row, content in enumerate(contents)
-    )
+    pictures = []
+    for row, content in enumerate(contents):
+        file = io.BytesIO(content)
+        pictures.append(grey_picture(file, f"{where}, row {row}", "the column, or the row"))
     return stack_pictures(pictures, where)
 
 
@@ -399,52 +402,48 @@ def grey_picture(file: Any, where: str, remove: str = "it") -> NDArray[np.uint8]
         raise ValueError(f"{where}: cannot be read as a picture: remove {remove}") from None
 
 
-def stack_pictures(pictures: Iterable[NDArray[np.uint8]], where: str) -> NDArray[np.uint8]:
-    """Pictures of one size in one array."""
-    found: list[NDArray[np.uint8]] = []
+def stack_pictures(pictures: Sequence[NDArray[np.uint8]], where: str) -> NDArray[np.uint8]:
+    """Pictures of one size in one array: pictures × height × width."""
+    first = pictures[0].shape
     for place, picture in enumerate(pictures):
-        if found and picture.shape != found[0].shape:
+        if picture.shape != first:
             raise ValueError(
                 f"{where}: picture {place} has {picture.shape} pixels and the first one "
-                f"{found[0].shape}: bring all of them to one size"
+                f"{first}: bring all of them to one size"
             )
-        found.append(picture)
-    return np.stack(found)
+    return np.stack(pictures)
 
 
 # --- .npz
 
 
-def read_npz(path: Path) -> RawTable:
+def _read_npz(path: Path) -> RawTable:
     """The arrays of an .npz: ``user``, ``y`` and ``test``; x dense, or CSR in ``indptr``,
     ``indices`` and ``counts`` or ``data``; several labels per row in ``tag_indptr`` and
     ``tag_indices``."""
-    arrays = arrays_of(path)
+    arrays = _arrays_of(path)
     columns: dict[str, Values] = {}
     shapes = {}
     for name, array in arrays.items():
-        if name not in _SPARSE_PARTS:
+        if name not in BAG_OF_WORDS:
             columns[name] = array
+    words = tuple(str(word) for word in arrays.get("vocab", ()))
+    labels = tuple(str(name) for name in arrays.get("tag_names", ()))
     if "x" in columns and columns["x"].ndim > 2:
         shapes["x"] = columns["x"].shape[1:]
         columns["x"] = columns["x"].reshape(len(columns["x"]), -1)
     elif "indptr" in arrays:
-        columns["x"] = _sparse_x(arrays, path)
+        width = int(arrays["shape"][1]) if "shape" in arrays else len(words)
+        values = "counts" if "counts" in arrays else "data"
+        columns["x"] = _csr(path, arrays, "indptr", "indices", values, width=width)
+        if values == "counts":
+            columns["x"] = mean_of_one_hots(columns["x"], arrays.get("length"))
     if "y" not in columns and "tag_indptr" in arrays:
-        labels = len(arrays.get("tag_names", ())) or None
-        columns["y"] = _csr(path, arrays, ("tag_indptr", "tag_indices"), None, labels)
-    vocabulary = tuple(str(word) for word in arrays.get("vocab", ()))
-    labels_named = tuple(str(name) for name in arrays.get("tag_names", ()))
-    return RawTable(str(path), columns, shapes, True, vocabulary, labels_named)
+        columns["y"] = _csr(path, arrays, "tag_indptr", "tag_indices", width=len(labels))
+    return RawTable(str(path), columns, shapes, True, words, labels)
 
 
-_SPARSE_PARTS = {
-    *("indptr", "indices", "counts", "data", "shape", "length", "vocab"),
-    *("tag_indptr", "tag_indices", "tag_names"),
-}
-
-
-def arrays_of(path: Path) -> Arrays:
+def _arrays_of(path: Path) -> Arrays:
     """All arrays of an .npz file, by name."""
     arrays: Arrays = {}
     name = ""
@@ -483,36 +482,23 @@ def mean_of_one_hots(
     return sparse.csr_array((shares, counts.indices, counts.indptr), shape=counts.shape)
 
 
-def _sparse_x(arrays: Arrays, path: Path) -> sparse.csr_array:
-    width = None
-    if "shape" in arrays:
-        width = int(arrays["shape"][1])
-    elif "vocab" in arrays:
-        width = len(arrays["vocab"])
-    keys = ("indptr", "indices")
-    if "counts" not in arrays:
-        return _csr(path, arrays, keys, "data", width)
-    return mean_of_one_hots(_csr(path, arrays, keys, "counts", width), arrays.get("length"))
-
-
-def _csr(
-    path: Path, arrays: Arrays, keys: tuple[str, str], data: str | None, width: int | None
-) -> sparse.csr_array:
+def _csr(path: Path, arrays: Arrays, *names: str, width: int) -> sparse.csr_array:
     """A CSR table from its arrays, checked.
 
     Args:
         path: the file, for messages.
         arrays: all arrays of the file.
-        keys: the names of indptr and indices.
-        data: the name of the values; None if all of them are 1.
-        width: the number of columns; None if the largest index decides.
+        names: of the arrays: indptr, indices, and the values unless all of them are 1.
+        width: the number of columns; 0 if the largest index decides.
     """
-    names = (*keys, data) if data else keys
     for name in names:
         if name not in arrays:
             raise ValueError(f"{path}: {missing_name(name, arrays, 'array')}")
-    starts, places = (arrays[key].astype(np.int64) for key in keys)
-    values = arrays[data].astype(np.float64) if data else np.ones(len(places))
+    starts = arrays[names[0]].astype(np.int64)
+    places = arrays[names[1]].astype(np.int64)
+    values = np.ones(len(places))
+    if len(names) > 2:
+        values = arrays[names[2]].astype(np.float64)
     columns = width or int(places.max(initial=-1)) + 1
     try:
         table = sparse.csr_array((values, places, starts), shape=(len(starts) - 1, columns))

@@ -68,8 +68,33 @@ def parse_example(message: bytes) -> dict[str, Feature]:
     return features
 
 
+@contextlib.contextmanager
+def open_clients(path: Path, unpacked_in: Path) -> Iterator["Clients"]:
+    """The clients of a file, until the block ends.
+
+    Args:
+        path: .sqlite, or .sqlite.lzma.
+        unpacked_in: the folder into which an .lzma file is unpacked, once.
+    """
+    try:
+        if path.suffix == ".lzma":
+            path = _unpack(path, unpacked_in)
+        address = f"{path.resolve().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
+            (pages,) = connection.execute("PRAGMA page_count").fetchone()
+            (page,) = connection.execute("PRAGMA page_size").fetchone()
+            if path.stat().st_size < pages * page:  # SQLite would fill the last page with zeros
+                raise sqlite3.DatabaseError(f"it has fewer than {pages * page:,} bytes")
+            yield Clients(connection, str(path))
+    except (sqlite3.Error, lzma.LZMAError, EOFError) as error:
+        raise ValueError(
+            f"{path}: not a complete SQLite file of TensorFlow Federated ({error}): download "
+            "it again"
+        ) from None
+
+
 class Clients:
-    """Examples by split and client: ``with Clients.open(path, folder) as clients: …``.
+    """Examples by split and client.
 
     Args:
         connection: to the SQLite file.
@@ -80,53 +105,22 @@ class Clients:
         self._connection = connection
         self._source = source
 
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, path: Path, unpacked_in: Path) -> Iterator["Clients"]:
-        """The clients of a file, until the block ends.
-
-        Args:
-            path: .sqlite, or .sqlite.lzma.
-            unpacked_in: the folder into which an .lzma file is unpacked, once.
-        """
-        try:
-            if path.suffix == ".lzma":
-                path = _unpack(path, unpacked_in)
-            address = f"{path.resolve().as_uri()}?mode=ro"
-            with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
-                (pages,) = connection.execute("PRAGMA page_count").fetchone()
-                (page,) = connection.execute("PRAGMA page_size").fetchone()
-                if path.stat().st_size < pages * page:  # SQLite would fill the last page with zeros
-                    raise sqlite3.DatabaseError(f"it has fewer than {pages * page:,} bytes")
-                yield cls(connection, str(path))
-        except (sqlite3.Error, lzma.LZMAError, EOFError) as error:
-            raise ValueError(
-                f"{path}: not a complete SQLite file of TensorFlow Federated ({error}): download "
-                "it again"
-            ) from None
-
     def ids(self, split: str) -> list[str]:
         """The client ids of a split, sorted."""
         query = "SELECT DISTINCT split_name, client_id FROM client_metadata ORDER BY client_id"
         rows = self._connection.execute(query).fetchall()
-        found = [str(client) for name, client in rows if name == split]
-        if not found:
+        clients = [str(client) for name, client in rows if name == split]
+        if not clients:
             names = ", ".join(sorted({str(name) for name, _ in rows}))
             raise ValueError(
                 f"{self._source}: there is no split {split!r} among {names}: is it the right file?"
             )
-        return found
+        return clients
 
     def examples(
         self, split: str, client: str, most: int | None = None
     ) -> Iterator[dict[str, Feature]]:
-        """A client's examples in the file's order.
-
-        Args:
-            split: the name of the split.
-            client: the client's id.
-            most: only the first ``most`` of them; None is all.
-        """
+        """A client's examples in the file's order; the first ``most`` of them, or all."""
         wanted = "client_id = ? AND split_name = ? ORDER BY rowid LIMIT ?"
         query = f"SELECT serialized_example_proto FROM examples WHERE {wanted}"
         limit = -1 if most is None else most

@@ -1,6 +1,7 @@
 """One user of a table: what a model sees, the same rows as everywhere, measures by task."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def order(visit: int, **changes: Any) -> Order:
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_a_model_sees_features_and_a_bias(kind: str) -> None:
     data, rows = table(kind=kind), np.array([1, 20])
-    seen = data.with_bias()
+    seen = replace(data, bias=True)
     assert seen.features == 5
     np.testing.assert_array_equal(
         seen.matrix(rows), np.hstack([data.matrix(rows), np.ones((2, 1))])

@@ -10,13 +10,12 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.features import bucket_of
 from flwr_ppsgd.lab.find_schema import MOST_ONE_HOT
-from flwr_ppsgd.lab.loading import load
-from flwr_ppsgd.lab.per_user import PerUser, Split
+from flwr_ppsgd.lab.per_user import PerUser, held_out_rows
+from flwr_ppsgd.lab.problem import Problem
 from flwr_ppsgd.lab.schema import BUCKETS
-from tests.support.own_data import needs_real_data
+from tests.support.own_data import load_file, needs_real_data
 from tests.support.paths import SHARED
 
 
@@ -41,13 +40,13 @@ def csv(folder: Path, content: str | bytes) -> Path:
 
 
 def read_csv(folder: Path, content: str | bytes, **options: Any) -> PerUser:
-    return load(csv(folder, content), DataOptions(**options))
+    return load_file(csv(folder, content), **options)
 
 
 def refused(path: Path, *parts: str, **options: Any) -> None:
     """One line that begins with the file's name and has these parts."""
     with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
-        load(path, DataOptions(**options))
+        load_file(path, **options)
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
@@ -61,11 +60,11 @@ bob,2,400,b,1.5
 ann,2,500,a,5.0
 bob,3,600,b,2.5
 """
-NAMED: dict[str, Any] = {"user": "reader", "target": "stars"}
+NAMED: dict[str, Any] = {"user_column": "reader", "target_column": "stars"}
 
 
 def test_rows_are_sorted_by_user_and_stay_together(tmp_path: Path) -> None:
-    data = load(npz(tmp_path))
+    data = load_file(npz(tmp_path))
     assert data.users == ("0", "1", "2")
     np.testing.assert_array_equal(data.offsets, [0, 4, 8, 12])
     np.testing.assert_array_equal(data.x[data.rows(1, test=False)], [[4, 5], [10, 11], [16, 17]])
@@ -85,7 +84,7 @@ def test_names_of_its_own_times_and_categories(tmp_path: Path, kind: str) -> Non
         frame = pd.read_csv(path)
         path = tmp_path / "data.parquet"
         frame.to_parquet(path)
-    data = load(path, DataOptions(**NAMED, time="day", test_fraction=1 / 3))
+    data = load_file(path, **NAMED, time_column="day", test_fraction=1 / 3)
     assert data.users == ("ann", "bob")
     assert data.task == "regression"
     assert data.feature_names == ("pages", "genre=a", "genre=b")
@@ -110,12 +109,12 @@ def test_users_of_a_parquet_file_are_called_as_people_write_them(
     frame = pd.DataFrame({"user": [7, 7, 10, 10], "a": [0.5, 1, 2, 3], "y": [0.5, 1, 0, 1]})
     words = frame["user"].astype(str) if dtype in ("category", "string") else frame["user"]
     frame.assign(user=words.astype(dtype)).to_parquet(path := tmp_path / "users.parquet")
-    assert load(path).users == ("7", "10")
+    assert load_file(path).users == ("7", "10")
 
 
 def test_a_test_column_and_named_features(tmp_path: Path) -> None:
     text = "user,test,a,b,y\n7,0,1,2,0\n7,1,3,4,1\n9,train,5,6,1\n"
-    data = read_csv(tmp_path, text, features="b")
+    data = read_csv(tmp_path, text, feature_columns="b")
     np.testing.assert_array_equal(data.x, [[2], [4], [6]])
     np.testing.assert_array_equal(data.test, [False, True, False])
     assert "no test rows, so trained but not measured: 1 user: '9' (1)" in data.describe()
@@ -123,10 +122,10 @@ def test_a_test_column_and_named_features(tmp_path: Path) -> None:
 
 def test_several_target_columns_are_labels_or_outputs(tmp_path: Path) -> None:
     text = "user,a,s,t\n1,1,0,1\n1,2,1,1\n2,3,0,0\n2,5,1,0\n"
-    labels = read_csv(tmp_path, text, target="s,t")
-    assert (labels.task, labels.outputs, labels.target_names) == ("multi-label", 2, ("s", "t"))
+    labels = read_csv(tmp_path, text, target_column="s,t")
+    assert (labels.task, labels.outputs, labels.schema.classes) == ("multi-label", 2, ("s", "t"))
     np.testing.assert_array_equal(labels.y.toarray(), [[0, 1], [1, 1], [0, 0], [1, 0]])
-    real = read_csv(tmp_path, text.replace("1,2,1,1", "1,2,1.5,1"), target="s,t")
+    real = read_csv(tmp_path, text.replace("1,2,1,1", "1,2,1.5,1"), target_column="s,t")
     assert (real.task, real.outputs) == ("regression", 2)
 
 
@@ -134,13 +133,13 @@ def test_several_target_columns_are_labels_or_outputs(tmp_path: Path) -> None:
     ("n", "fraction", "expected"), [(1, 0.2, 0), (2, 0.2, 1), (10, 0.25, 2), (3, 0.9, 2)]
 )
 def test_a_split_never_takes_all(n: int, fraction: float, expected: int) -> None:
-    test = Split(fraction, seed=1).mask(np.array([0, n, 2 * n]), by_time=False)
+    test = held_out_rows(np.array([0, n, 2 * n]), fraction, seed=1)
     assert [test[:n].sum(), test[n:].sum()] == [expected, expected]
 
 
 def test_a_random_split_is_decided_by_its_seed() -> None:
     offsets = np.array([0, 50, 100])
-    first, again, other = (Split(0.3, seed).mask(offsets, by_time=False) for seed in (1, 1, 2))
+    first, again, other = (held_out_rows(offsets, 0.3, seed) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
     assert (first[:50] != first[50:]).any()
@@ -166,15 +165,15 @@ def test_the_task_is_detected(tmp_path: Path, y: Any, task: str, classes: Any) -
     targets = np.array(y)
     rows = len(targets)
     path = npz(tmp_path, user=np.zeros(rows), x=np.eye(rows), y=targets, test=None)
-    data = load(path)
-    assert (data.task, data.target_names) == (task, classes)
+    data = load_file(path)
+    assert (data.task, data.schema.classes) == (task, classes)
     assert any(note.startswith("detected from 'y'") for note in data.notes)
 
 
 def test_the_task_can_be_given(tmp_path: Path) -> None:
     path = npz(tmp_path, y=np.arange(12) % 2 * 1.0)
-    assert "whole numbers: they may be classes" in load(path).describe()
-    given = load(path, DataOptions(task="classification"))
+    assert "whole numbers: they may be classes" in load_file(path).describe()
+    given = load_file(path, task="classification")
     assert (given.task, given.outputs) == ("classification", 2)
     assert "detected" not in given.describe()
 
@@ -197,21 +196,21 @@ def sparse_arrays(**changes: Any) -> dict[str, Any]:
 
 def test_bags_of_words_are_means_of_one_hots(tmp_path: Path) -> None:
     np.savez(path := tmp_path / "bags.npz", **sparse_arrays())
-    data = load(path)
+    data = load_file(path)
     assert data.is_sparse
     assert (data.task, data.outputs, data.features) == ("multi-label", 3, 5)
     np.testing.assert_allclose(data.matrix(np.array([1, 2])), [[0.5, 0, 0, 0.25, 0.25], [0.0] * 5])
     np.testing.assert_array_equal(data.targets(np.array([1, 2])), [[1, 0, 1], [0, 0, 0]])
     np.savez(path, **sparse_arrays(length=[6, 8, 5, 4]))  # with words out of the vocabulary
     expected = [[0, 0.5, 0, 0, 0], [0.25, 0, 0, 0.125, 0.125]]
-    np.testing.assert_allclose(load(path).matrix(np.array([0, 1])), expected)
+    np.testing.assert_allclose(load_file(path).matrix(np.array([0, 1])), expected)
 
 
 def test_plain_csr_with_classes(tmp_path: Path) -> None:
     values = {"data": np.array([1.5, -2, 1, 1, 4]), "y": [0, 1, 1, 0]}
     arrays = sparse_arrays(counts=None, tag_indptr=None, tag_names=None, **values)
     np.savez(path := tmp_path / "csr.npz", **arrays)
-    data = load(path)
+    data = load_file(path)
     assert data.task == "classification"
     np.testing.assert_array_equal(data.matrix(np.array([1])), [[-2, 0, 0, 1, 1]])
 
@@ -219,55 +218,46 @@ def test_plain_csr_with_classes(tmp_path: Path) -> None:
 def test_users_with_too_few_rows_are_named(tmp_path: Path) -> None:
     user = np.array([0] * 8 + [1] * 3 + [2])
     path = npz(tmp_path, user=user, test=np.arange(12) == 0)
-    assert "2 users: '1' (3), '2' (1)" in load(path).describe(5)
-    data = load(path, min_train=2)
+    assert "2 users: '1' (3), '2' (1)" in load_file(path).describe(5)
+    data = load_file(path, min_train=2)
     assert data.users == ("0", "1")
     assert "left out 1 user: '2' (1) with fewer than 2 training rows" in data.describe()
     assert "who is left out" in data.looked
-    assert load(path, users=1).users == ("0",)
+    assert load_file(path, users=1).users == ("0",)
     with pytest.raises(ValueError, match="no user has 100 training rows: the most is 7"):
-        load(path, min_train=100)
+        load_file(path, min_train=100)
 
 
 def test_an_asked_for_split_passes_over_the_test_column(tmp_path: Path) -> None:
-    data = load(npz(tmp_path), DataOptions(test_fraction=0.5))
+    data = load_file(npz(tmp_path), test_fraction=0.5)
     assert "column 'test' left out" in data.describe()
     np.testing.assert_array_equal(data.test_sizes, [2, 2, 2])
 
 
-BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "no x": ({"x": None}, ("no array 'x' among user, y, test", "did you mean")),
-    "no user": ({"user": None}, ("no array 'user' among", "--user")),
-    "user with gaps": (
-        {"user": np.array([0.0] * 5 + [np.nan] + [1.0] * 6)},
-        ("'user' is empty in row 5",),
-    ),
-    "blank user": ({"user": np.array(["a"] * 11 + [" "])}, ("'user' is empty in row 11",)),
-    "NaN feature": (
-        {"x": np.where(np.arange(24) == 13, np.nan, 1.0).reshape(12, 2)},
-        ("feature 1", "in row 6"),
-    ),
-    "infinite target": (
-        {"y": np.where(np.arange(12) == 3, np.inf, 0.5)},
-        ("'y' is not a finite number in row 3",),
-    ),
-    "lengths": ({"y": np.arange(11) % 2}, ("'y' has shape (11,) and 'user' has 12 rows",)),
-    "test-only user": (
-        {"test": np.tile([False, True, False], 4)},
-        ("user '0' has test rows only", "in row 1"),
-    ),
-    "test values": ({"test": np.arange(12)}, ("'test' is neither 0 nor 1 in row 2",)),
-    "empty": ({"user": [], "x": np.empty((0, 2)), "y": [], "test": []}, ("there are no rows",)),
-    "one number": ({"user": 3}, ("'user' must have one value per row, got shape ()",)),
-    "one class": ({"y": np.full(12, "a")}, ("'y' has one class, 'a'", "--target")),
-    "words": ({"x": np.full((12, 2), "a")}, ("features must be real numbers",)),
+BAD: dict[str, dict[str, Any]] = {
+    "no array 'x' among user, y, test: did you mean": {"x": None},
+    "(--user names the column)": {"user": None},
+    "'user' is empty in row 5": {"user": np.array([0.0] * 5 + [np.nan] + [1.0] * 6)},
+    "'user' is empty in row 11": {"user": np.array(["a"] * 11 + [" "])},
+    "feature 1, is not a finite number in row 6": {
+        "x": np.where(np.arange(24) == 13, np.nan, 1.0).reshape(12, 2)
+    },
+    "'y' is not a finite number in row 3": {"y": np.where(np.arange(12) == 3, np.inf, 0.5)},
+    "'y' has shape (11,) and 'user' has 12 rows": {"y": np.arange(11) % 2},
+    "user '0' has test rows only, the first in row 1": {"test": np.tile([0, 1, 0], 4)},
+    "'test' is neither 0 nor 1 in row 2": {"test": np.arange(12)},
+    "there are no rows": {"user": [], "x": np.empty((0, 2)), "y": [], "test": []},
+    "'user' must have one value per row, got shape ()": {"user": 3},
+    "'y' has one class, 'a': there is nothing to learn: name another --target": {
+        "y": np.full(12, "a")
+    },
+    "features must be real numbers": {"x": np.full((12, 2), "a")},
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_npz_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
-    changes, parts = BAD[case]
-    refused(npz(tmp_path, **changes), *parts)
+@pytest.mark.parametrize("part", BAD)
+def test_a_bad_npz_is_refused_in_one_line(tmp_path: Path, part: str) -> None:
+    refused(npz(tmp_path, **BAD[part]), part)
 
 
 @pytest.mark.parametrize(
@@ -285,109 +275,84 @@ def test_bad_csr_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any],
     refused(path, part)
 
 
-BAD_CSV: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
-    "no user": ("person,a,y\n1,2,3\n", {}, "no column 'user' among person, a, y: did you mean"),
-    "no target": ("user,a,z\n1,2,3\n", {}, "no column 'y'"),
-    "a gap in user": (
-        "user,a,y\n1,2,0\n,3,1\n",
-        {},
-        "'user' is empty in line 3: --impute drop leaves such rows out",
-    ),
-    "a gap in y": (
-        "user,a,y\n1,2,0.5\n1,3,\n",
-        {},
-        "'y' is not a finite number in line 3: --impute drop leaves such rows out",
-    ),
-    "a gap in a class": ("user,a,y\n1,2,\n1,3,b\n1,3,c\n", {}, "'y' is empty in line 2"),
-    "test rows only": (
-        "user,a,y,test\n1,2,0,1\n2,3,1,0\n",
-        {},
-        "user '1' has test rows only, the first in line 2",
-    ),
-    "a gap": (
-        "user,a,y\n1,2,0\n\n1,nan,1\n",
-        {},
-        "column 'a' is not a finite number in line 4: add --impute with one of drop, own-mean, "
-        "zero, or --exclude a",
-    ),
-    "infinity": ("user,a,y\n1,2,0\n1,inf,1\n", {}, "column 'a' is not a finite number in line 3"),
-    "a short line": ("user,a,y\n1,2,0\n1,2\n1,3\n", {}, "line 3 has 2 values and there are 3"),
-    "a long line": ("user,a,y\n1,2,0\n1,2,3,4\n", {}, "line 3 has 4 values and there are 3"),
-    "all lines long": ("user,a,y\n1,2,0,9\n1,2,3,4\n", {}, "(and 1 more lines are wrong)"),
-    "latin-1": ("user,a,y\n1,2,Müller\n".encode("latin-1"), {}, "--set encoding=latin-1"),
-    "no such encoding": ("user,a,y\n1,2,0\n", {"encoding": "klingon"}, "no encoding 'klingon'"),
-    "empty": ("", {}, "it is empty"),
-    "blank": ("\n\n", {}, "it is empty"),
-    "a header alone": ("user,a,y\n", {}, "there are no rows"),
-    "words alone": (
-        "user,a,y\n1,p,0\n1,q,1\n",
-        {},
-        "left out, many words (--categorical or --set text-columns= uses them): 'a'",
-    ),
-    "a misspelt column": ("user,age,y\n1,2,0\n", {"exclude": "agee"}, "did you mean 'age'?"),
-    "another time": (
-        "user,a,d,y\n1,2,2024-01-31,0\n1,3,31.02.2024,1\n",
-        {"time": "d"},
-        "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31 or a number, or leave "
-        "such rows out with --impute drop",
-    ),
-    "no text": (b"PK\x03\x04\x14\0\x06\0user,a,y\n", {}, "not a text file"),
-    "no header": ("0,1.5,2\n1,2,0\n", {}, "the first line must name the columns"),
-    "the user as target": (
-        "user,a,y\n1,2,0\n2,3,1\n",
-        {"target": "user"},
-        "column 'user' has two roles among user, target, test and time",
-    ),
-    "one amount": ("user,a,y\n1,2,2.5\n1,3,2.5\n", {}, "column 'y' is 2.5 in every row"),
-    "a word for each row": (
-        "user,a,y\n" + "".join(f'1,{row * 7 % 9},"{row},204"\n' for row in range(20)),
-        {},
-        "column 'y' has 20 different words in 20 rows: name another --target, or write amounts as "
-        "plain numbers (1234.5)",
-    ),
-    "beyond all bounds": (
-        "user,a,y\n1,2,0\n1,1e300,1\n",
-        {},
-        "column 'a' is not a finite number in line 3",
-    ),
-    "amounts beyond all bounds": (
-        "user,a,y\n1,2,0.5\n1,3,-1e200\n",
-        {},
-        "column 'y' is not a finite number in line 3",
-    ),
-    "a score called test": (
-        "user,a,test,y\n1,2,0,0\n1,3,71,1\n",
-        {},
-        "column 'test' is neither 0 nor 1 in line 3: 1 marks the rows of the test part "
-        "(--set test-fraction=0.2 chooses others)",
-    ),
-    "words as amounts": (
-        "user,a,y\n1,2,x\n1,3,y\n",
-        {"task": "regression"},
-        "column 'y' is not a finite number in line 2",
-    ),
+BAD_CSV: dict[str | bytes, str] = {  # what is in the file, and what the line says
+    "person,a,y\n1,2,3\n": "no column 'user' among person, a, y: did you mean",
+    "user,a,z\n1,2,3\n": "no column 'y'",
+    "user,a,y\n1,2,0\n,3,1\n": "'user' is empty in line 3: --impute drop leaves such rows out",
+    "user,a,y\n1,2,0.5\n1,3,\n": "'y' is not a finite number in line 3: --impute drop leaves such",
+    "user,a,y\n1,2,\n1,3,b\n1,3,c\n": "'y' is empty in line 2",
+    "user,a,y,test\n1,2,0,1\n2,3,1,0\n": "user '1' has test rows only, the first in line 2",
+    "user,a,y\n1,2,0\n\n1,nan,1\n": "column 'a' is not a finite number in line 4: add "
+    "--impute with one of drop, own-mean, zero, or --exclude a",
+    "user,a,y\n1,2,0\n1,inf,1\n": "column 'a' is not a finite number in line 3",
+    "user,a,y\n1,2,0\n1,1e300,1\n": "column 'a' is not a finite number in line 3",
+    "user,a,y\n1,2,0.5\n1,3,-1e200\n": "column 'y' is not a finite number in line 3",
+    "user,a,y\n1,2,0\n1,2\n1,3\n": "line 3 has 2 values and there are 3",
+    "user,a,y\n1,2,0\n1,2,3,4\n": "line 3 has 4 values and there are 3",
+    "user,a,y\n1,2,0,9\n1,2,3,4\n": "(and 1 more lines are wrong)",
+    "user,a,y\n1,2,Müller\n".encode("latin-1"): "--set encoding=latin-1",
+    "\n\n": "it is empty",
+    "user,a,y\n": "there are no rows",
+    "user,a,y\n1,p,0\n1,q,1\n": "left out, many words (--categorical or --set text-columns= uses "
+    "them): 'a'",
+    b"PK\x03\x04\x14\0\x06\0user,a,y\n": "not a text file",
+    "0,1.5,2\n1,2,0\n": "the first line must name the columns",
+    "user,a,y\n1,2,2.5\n1,3,2.5\n": "column 'y' is 2.5 in every row",
+    "user,a,y\n"
+    + "".join(f'1,{row * 7 % 9},"{row},204"\n' for row in range(20)): "column 'y' has 20 "
+    "different words in 20 rows: name another --target, or write amounts as plain numbers (1234.5)",
+    "user,a,test,y\n1,2,0,0\n1,3,71,1\n": "column 'test' is neither 0 nor 1 in line 3: 1 marks the "
+    "rows of the test part (--set test-fraction=0.2 chooses others)",
 }
 
 
-@pytest.mark.parametrize("case", BAD_CSV)
-def test_a_bad_csv_is_refused_in_one_line(tmp_path: Path, case: str) -> None:
-    content, options, part = BAD_CSV[case]
-    refused(csv(tmp_path, content), part, **options)
+@pytest.mark.parametrize("content", BAD_CSV)
+def test_a_bad_csv_is_refused_in_one_line(tmp_path: Path, content: str | bytes) -> None:
+    refused(csv(tmp_path, content), BAD_CSV[content])
 
 
-def test_bad_options_are_refused(tmp_path: Path) -> None:
-    path = csv(tmp_path, RATINGS)
-    refused(path, "'genre' is not a time ('a') in line 2", **NAMED, time="genre")
-    refused(path, "no column 'page'", "'pages'", **NAMED, time="page")
-    refused(path, "no column 'held'", **NAMED, test="held")
-    with pytest.raises(ValueError, match="both given"):
-        DataOptions(test="a", test_fraction=0.2)
-    with pytest.raises(ValueError, match="both given"):
-        DataOptions(test="a", time="b")
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        Split(float("nan"))
-    with pytest.raises(ValueError, match="impute must be one of"):
-        load(path, DataOptions(**NAMED, impute="guess"))
+@pytest.mark.parametrize(
+    ("rows", "options", "part"),
+    [
+        ("1,2,0", {"encoding": "klingon"}, "no encoding 'klingon'"),
+        ("1,2,0", {"exclude_columns": "aa"}, "did you mean 'a'?"),
+        (
+            "1,2,0\n2,3,1",
+            {"target_column": "user"},
+            "'user' has two roles among user, target, test",
+        ),
+        ("1,2,x\n1,3,y", {"task": "regression"}, "column 'y' is not a finite number in line 2"),
+        ("1,2,0", {"time_column": "when"}, "no column 'when'"),
+        ("1,2,0", {"test_column": "held"}, "no column 'held'"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    tmp_path: Path, rows: str, options: dict[str, Any], part: str
+) -> None:
+    refused(csv(tmp_path, f"user,a,y\n{rows}\n"), part, **options)
+
+
+def test_a_time_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = csv(tmp_path, "user,a,d,y\n1,2,2024-01-31,0\n1,3,31.02.2024,1\n")
+    part = (
+        "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31 or a number, or leave "
+        "such rows out with --impute drop"
+    )
+    refused(path, part, time_column="d")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"test_column": "a", "test_fraction": 0.2}, "both given"),
+        ({"test_column": "a", "time_column": "b"}, "both given"),
+        ({"test_fraction": float("nan")}, "test-fraction must be between 0 and 1, got nan"),
+        ({"impute": "guess"}, "impute must be 'drop' or 'own-mean' or 'zero', got 'guess'"),
+    ],
+)
+def test_settings_that_no_file_fits_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Problem(**settings)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -402,121 +367,83 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     refused(tmp_path / "broken.parquet", "cannot be read as parquet")
 
 
-SAID: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
-    "an index": (
-        ",user,a,y\n0,1,2,0\n1,1,7,1\n2,2,5,1\n",
-        {},
-        "left out, row ids (--set feature-columns= uses it): 'column 1'",
-        ("a",),
-    ),
-    "an index of some of the rows": (
-        ",user,a,y\n17,1,2,0\n9,1,7,1\n20,2,5,1\n",
-        {},
-        "left out, row ids (--set feature-columns= uses it): 'column 1'",
-        ("a",),
-    ),
-    "an id": (
-        "user,a,order_id,y\n1,2,17,0\n1,7,12,1\n2,5,99,1\n",
-        {},
-        "left out, row ids (--set feature-columns= uses it): 'order_id'",
-        ("a",),
-    ),
-    "an id that is wanted": (
-        "user,a,order_id,y\n1,2,17,0\n1,7,12,1\n2,5,99,1\n",
-        {"features": "order_id"},
-        "",
-        ("order_id",),
-    ),
-    "a constant": (
-        "user,a,c,y\n1,2,3,0\n1,7,3,1\n",
-        {},
-        "left out, the same in every row: 'c'",
-        ("a",),
-    ),
-    "a name twice": (
-        "user,a,a,y\n1,2,3,0\n1,7,4,1\n",
-        {},
-        "column 3 is the second one called 'a': named 'a (3)'",
-        ("a", "a (3)"),
-    ),
-    "a date": (
-        "user,a,d,e,y\n1,2,2024-01-31,20240131,0\n1,7,2024-02-01,20240201,1\n",
-        {},
-        "left out, dates (--set time-column= tests on each user's last rows): 'd', 'e'",
-        ("a",),
-    ),
-    "a timestamp": (
-        "user,a,t,y\n1,2,1700000000,0\n1,7,1600000000,1\n",
-        {},
-        "left out, timestamps (--set time-column=",
-        ("a",),
-    ),
-    "a date in words": (
-        'user,a,d,e,y\n1,2,"Jan 3, 2024",3 Jan 2024,0\n1,7,"Feb 4, 2024",Sunday 4 February 24,1\n',
-        {},
-        "left out, dates (--set time-column= tests on each user's last rows): 'd', 'e'",
-        ("a",),
-    ),
-    "words among numbers": (
-        "user,a,b,c,y\n1,2,1.25,$2.50,0\n1,7,2.5,3%,1\n1,3,unknown,1,0\n",
-        {},
-        "left out, not plain numbers (leave cells empty for gaps, write 1234.5; --categorical uses "
-        "them): 'b' (as 'unknown'), 'c' (as '$2.50')",
-        ("a",),
-    ),
-    "a gap of pandas": (
-        "user,a,b,y\n1,2,1.25,0\n1,7,<NA>,1\n",
-        {"impute": "zero"},
-        "gaps in 1 row, filled with 0 (--impute zero): 'b' (1)",
-        ("a", "b"),
-    ),
-    "rows that are not whole": (
-        "user,a,t,y\n1,2,1,0.5\n1,3,2,\n1,5,3,2.5\n2,,4,2.5\n,8,5,1.5\n1,4,,1.5\n",
-        {"impute": "drop", "time": "t"},
-        "left out 4 rows with gaps, or without a user, target or time (impute = drop)",
-        ("a",),
-    ),
-    "classes with a gap": (
-        "user,a,y\n1,2,1\n1,3,\n1,5,2\n2,5,1\n",
-        {"impute": "drop"},
-        "classification (1, 2)",
-        ("a",),
-    ),
-    "a target called test": (
-        "user,a,test\n1,2,71.5\n1,3,53.25\n1,4,2.5\n",
-        {"target": "test"},
-        "test part: a random 20%",
-        ("a",),
-    ),
-    "an empty column": ("user,a,e,y\n1,2,,0\n1,7,,1\n", {}, "left out, empty: 'e'", ("a",)),
-    "numbers beyond all bounds": (
-        "user,a,h,y\n1,2,1e300,0\n1,7,-1e299,1\n",
-        {},
-        "left out, numbers beyond 1e+60: 'h'",
-        ("a",),
-    ),
-    "excluded": ("user,a,b,y\n1,2,9,0\n1,7,8,1\n", {"exclude": "b"}, "", ("a",)),
-    "true and false": ("user,a,b,y\n1,True,9,0\n1,false,8,1\n", {}, "", ("a", "b")),
-    "semicolons and decimal commas": (
-        "user;a;y\n1.0;2,5;0\n7;7,25;1\n",
-        {},
-        "numbers have a decimal comma",
-        ("a",),
-    ),
-    "tabs": ("user\ta\ty\n1\t2\t0\n1\t7\t1\n", {}, "", ("a",)),
-    "a byte order mark": ("\ufeffuser,a,y\n1,2,0\n1,7,1\n", {}, "", ("a",)),
-    "newlines in quotes": ('user,a,t,y\n1,2,"p\nq",0\n1,7,r,1\n1,3,r,1\n1,4,r,0\n', {}, "'t'", ()),
-    "comments and empty lines": ("# from\n\nuser,a,y\n1,2,0\n\n1,7,1\n\n", {}, "", ("a",)),
-    "spaces": ("user, a, y\n1, 2, 0\n1, 7, 1\n", {}, "", ("a",)),
+USED = "(--set feature-columns= uses it)"
+DATES = "left out, dates (--set time-column= tests on each user's last rows): 'd', 'e'"
+MIXED = (
+    "left out, not plain numbers (leave cells empty for gaps, write 1234.5; --categorical uses "
+    "them): 'b' (as 'unknown'), 'c' (as '$2.50')"
+)
+NOTES = {  # what is in the file, and what is said about it; the one feature is a
+    ",user,a,y\n0,1,2,0\n1,1,7,1\n2,2,5,1\n": f"left out, row ids {USED}: 'column 1'",
+    ",user,a,y\n17,1,2,0\n9,1,7,1\n20,2,5,1\n": f"left out, row ids {USED}: 'column 1'",
+    "user,a,order_id,y\n1,2,17,0\n1,7,12,1\n2,5,99,1\n": f"left out, row ids {USED}: 'order_id'",
+    "user,a,c,y\n1,2,3,0\n1,7,3,1\n": "left out, the same in every row: 'c'",
+    "user,a,d,e,y\n1,2,2024-01-31,20240131,0\n1,7,2024-02-01,20240201,1\n": DATES,
+    'user,a,d,e,y\n1,2,"Jan 3, 2024",3 Jan 2024,0\n1,7,"Feb 4, 2024",Sunday 4 May 24,1\n': DATES,
+    "user,a,t,y\n1,2,1700000000,0\n1,7,1600000000,1\n": "left out, timestamps (--set time-column=",
+    "user,a,b,c,y\n1,2,1.25,$2.50,0\n1,7,2.5,3%,1\n1,3,unknown,1,0\n": MIXED,
+    "user,a,e,y\n1,2,,0\n1,7,,1\n": "left out, empty: 'e'",
+    "user,a,h,y\n1,2,1e300,0\n1,7,-1e299,1\n": "left out, numbers beyond 1e+60: 'h'",
+    "user;a;y\n1.0;2,5;0\n7;7,25;1\n": "numbers have a decimal comma",
+    "user\ta\ty\n1\t2\t0\n1\t7\t1\n": "",
+    "\ufeffuser,a,y\n1,2,0\n1,7,1\n": "",
+    "# from\n\nuser,a,y\n1,2,0\n\n1,7,1\n\n": "",
+    "user, a, y\n1, 2, 0\n1, 7, 1\n": "",
 }
 
 
-@pytest.mark.parametrize("case", SAID)
-def test_what_is_odd_is_said_and_does_not_stop(tmp_path: Path, case: str) -> None:
-    content, options, note, names = SAID[case]
+@pytest.mark.parametrize("content", NOTES)
+def test_what_is_odd_is_said_and_does_not_stop(tmp_path: Path, content: str) -> None:
+    data = read_csv(tmp_path, content)
+    assert NOTES[content] in data.describe()
+    assert data.feature_names == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "note", "names"),
+    [
+        ("user,a,id,y\n1,2,7,0\n1,7,2,1\n", {"feature_columns": "id"}, "", ("id",)),
+        ("user,a,b,y\n1,2,9,0\n1,7,8,1\n", {"exclude_columns": "b"}, "", ("a",)),
+        ("user,a,b,y\n1,True,9,0\n1,false,8,1\n", {}, "", ("a", "b")),
+        (
+            "user,a,a,y\n1,2,3,0\n1,7,4,1\n",
+            {},
+            "column 3 is the second one called 'a': named 'a (3)'",
+            ("a", "a (3)"),
+        ),
+        (
+            "user,a,b,y\n1,2,1.25,0\n1,7,<NA>,1\n",
+            {"impute": "zero"},
+            "gaps in 1 row, filled with 0 (--impute zero): 'b' (1)",
+            ("a", "b"),
+        ),
+        (
+            "user,a,t,y\n1,2,1,0.5\n1,3,2,\n1,5,3,2.5\n2,,4,2.5\n,8,5,1.5\n1,4,,1.5\n",
+            {"impute": "drop", "time_column": "t"},
+            "left out 4 rows with gaps, or without a user, target or time (impute = drop)",
+            ("a",),
+        ),
+        (
+            "user,a,y\n1,2,1\n1,3,\n1,5,2\n2,5,1\n",
+            {"impute": "drop"},
+            "classification (1, 2)",
+            ("a",),
+        ),
+        (
+            "user,a,test\n1,2,71.5\n1,3,53.25\n1,4,2.5\n",
+            {"target_column": "test"},
+            "test part: a random 20%",
+            ("a",),
+        ),
+        ('user,t,y\n1,"p\nq",0\n1,r,1\n1,r,1\n1,r,0\n', {}, "'t'", ("t=p\nq", "t=r")),
+    ],
+)
+def test_columns_that_are_used_and_what_is_said(
+    tmp_path: Path, content: str, options: dict[str, Any], note: str, names: tuple[str, ...]
+) -> None:
     data = read_csv(tmp_path, content, **options)
     assert note in data.describe()
-    assert data.feature_names == (names or ("a", "t=p\nq", "t=r"))
+    assert data.feature_names == names
 
 
 def test_utf_16_is_found_by_its_mark(tmp_path: Path) -> None:
@@ -546,7 +473,7 @@ def test_gaps_are_filled_by_a_named_rule(tmp_path: Path, rule: str, expected: An
 
 def test_categories_are_text_and_a_gap_is_none_of_them(tmp_path: Path) -> None:
     text = "user,g,a,y\n1,007,1,0\n1,7,2,1\n2,,3,1\n2, NA,5,0\n"
-    data = read_csv(tmp_path, text, categorical="g")
+    data = read_csv(tmp_path, text, categorical_columns="g")
     assert data.feature_names == ("g=007", "g=7", "g=NA", "a")
     expected = [[1, 0, 0, 1], [0, 1, 0, 2], [0, 0, 0, 3], [0, 0, 1, 5]]
     np.testing.assert_array_equal(data.x, expected)
@@ -556,7 +483,7 @@ def test_categories_are_text_and_a_gap_is_none_of_them(tmp_path: Path) -> None:
 def test_many_categories_are_hashed_and_the_table_is_sparse(tmp_path: Path) -> None:
     count = MOST_ONE_HOT + 1
     rows = "".join(f"{row % 3},f{row},{row % 9},{row % 4}.5\n" for row in range(count))
-    data = read_csv(tmp_path, "user,film,a,y\n" + rows, categorical="film")
+    data = read_csv(tmp_path, "user,film,a,y\n" + rows, categorical_columns="film")
     assert data.is_sparse
     assert data.x.shape == (count, BUCKETS + 1)
     np.testing.assert_array_equal(data.x[:, :-1].sum(axis=1), np.ones(count))
@@ -565,7 +492,7 @@ def test_many_categories_are_hashed_and_the_table_is_sparse(tmp_path: Path) -> N
 
 def test_words_of_a_text_have_shares(tmp_path: Path) -> None:
     content = 'user,t,y\n1,"cars, Cars and vans",0\n1,vans,1\n2,,0\n'
-    rows = read_csv(tmp_path, content, text="t").x.toarray()
+    rows = read_csv(tmp_path, content, text_columns="t").x.toarray()
     assert rows[0, bucket_of("cars")] == 0.5
     assert rows[0, bucket_of("vans")] == 0.25
     assert rows[1, bucket_of("vans")] == 1.0
@@ -575,17 +502,17 @@ def test_words_of_a_text_have_shares(tmp_path: Path) -> None:
 def test_words_are_classes_however_many(tmp_path: Path) -> None:
     rows = "".join(f"{row % 5},{row / 2},c{row % 80:02}\n" for row in range(400))
     data = read_csv(tmp_path, "user,a,y\n" + rows)
-    assert (data.task, data.outputs, data.target_names[79]) == ("classification", 80, "c79")
+    assert (data.task, data.outputs, data.schema.classes[79]) == ("classification", 80, "c79")
 
 
 def test_nested_parquet_columns_are_left_out_by_name(tmp_path: Path) -> None:
     frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [[1, 2], [3]], "y": [0, 1]})
     frame.to_parquet(path := tmp_path / "nested.parquet")
     for categorical in ("", "v"):
-        data = load(path, DataOptions(categorical=categorical))
+        data = load_file(path, categorical_columns=categorical)
         assert data.feature_names == ("a",)
         assert "left out, nested (write one column for each number): 'v'" in data.describe()
-    for role in ("target", "user"):
+    for role in ("target_column", "user_column"):
         refused(path, "column 'v' is nested: write one column for each number", **{role: "v"})
 
 
@@ -595,7 +522,7 @@ def test_decimals_of_a_parquet_file_are_numbers(tmp_path: Path) -> None:
     amounts = [Decimal("0.5"), Decimal("1.5"), Decimal("2.5")]
     frame = pd.DataFrame({"user": [1, 1, 1], "price": prices, "y": amounts})
     frame.to_parquet(path := tmp_path / "prices.parquet")
-    data = load(path, DataOptions(impute="zero"))
+    data = load_file(path, impute="zero")
     assert data.x.tolist() == [[1.25], [-3.5], [0.0]]
     assert data.task == "regression"
 
@@ -625,7 +552,7 @@ def test_pickled_arrays_are_refused_and_never_executed(tmp_path: Path) -> None:
 
 @needs_real_data
 def test_the_writers_of_mnist_load() -> None:
-    data = load(SHARED / "mnist_writer.npz")
+    data = load_file(SHARED / "mnist_writer.npz")
     assert data.x.dtype == np.uint8
     sizes = (len(data), data.outputs, data.train_sizes.sum(), data.test_sizes.sum())
     assert sizes == (580, 10, 58_916, 5_800)
@@ -635,7 +562,7 @@ def test_the_writers_of_mnist_load() -> None:
 
 @needs_real_data
 def test_the_tags_of_zephyr_are_sparse_means() -> None:
-    data = load(SHARED / "zephyr_tags.npz")
+    data = load_file(SHARED / "zephyr_tags.npz")
     assert (len(data), data.features, data.outputs, data.task) == (191, 5000, 80, "multi-label")
     assert sparse.issparse(data.x)
     totals = data.matrix(data.rows(5, test=True)).sum(axis=1)

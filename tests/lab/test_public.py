@@ -8,11 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.public import is_hub_name
 from tests.support import tff_files
-from tests.support.own_data import needs_real_data
+from tests.support.own_data import load_file, needs_real_data
 from tests.support.paths import SHARED
 from tests.support.tff_files import Row, example
 
@@ -26,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(path: Path | str, *parts: str, **options: Any) -> None:
     with pytest.raises(ValueError, match=Path(path).name) as caught:
-        load(path, DataOptions(**options))
+        load_file(path, **options)
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
@@ -52,7 +50,7 @@ def emnist_rows(pixel: Any = pixels) -> list[Row]:
 def test_emnist_by_writer(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    data = load(tff_files.write(folder / name, emnist_rows()))
+    data = load_file(tff_files.write(folder / name, emnist_rows()))
     assert (data.users, data.outputs, data.task) == (("a", "b"), 10, "classification")
     assert data.x.dtype == np.uint8
     np.testing.assert_array_equal(data.train_sizes, [2, 3])
@@ -61,13 +59,13 @@ def test_emnist_by_writer(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(seen[:, 0], np.array([0, 10, 20]) / 255)
     np.testing.assert_array_equal(seen[:, 1:], 1.0)
     np.testing.assert_array_equal(data.y[data.rows(1, test=True)], [9])
-    assert load(folder / name, users=1).users == ("a",)
+    assert load_file(folder / name, users=1).users == ("a",)
     assert [path.name for path in folder.iterdir()] == [name]  # nothing is written beside it
 
 
 def test_pixels_between_bytes_stay_floats(tmp_path: Path) -> None:
     rows = emnist_rows(lambda level: [level / 1000] * 784)
-    data = load(tff_files.write(tmp_path / "emnist.sqlite", rows))
+    data = load_file(tff_files.write(tmp_path / "emnist.sqlite", rows))
     assert data.x.dtype == np.float32
     seen = data.matrix(data.rows(1, test=False))
     np.testing.assert_allclose(seen[:, 5], [0, 0.01, 0.02], rtol=1e-6)
@@ -94,7 +92,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     rows = [("train", "a", words), ("test", "a", words)]
     path = tff_files.write(tmp_path / "emnist.sqlite", rows)
     refused(path, "no split 'digits_only_train' among test, train")
-    refused(path, "leave them out", user="writer")
+    refused(path, "leave them out", user_column="writer")
     refused(path.rename(tmp_path / "stackoverflow.sqlite"), "example 0 of 'a' has no 'title'")
     short = example({"pixels": [0.5] * 10, "label": [1]})
     rows = [(f"digits_only_{part}", "a", short) for part in ("train", "test")]
@@ -128,10 +126,10 @@ def test_stackoverflow_by_hand(tmp_path: Path) -> None:
     path = stackoverflow(tmp_path)
     (tmp_path / "stackoverflow.word_count").write_text("a 9\nsort 20\nlist 20\n")
     (tmp_path / "stackoverflow.tag_count").write_text(json.dumps({"list": 5, "python": 7}))
-    data = load(path)
+    data = load_file(path)
     assert data.is_sparse
     assert (data.users, data.task) == (("u1", "u3"), "multi-label")
-    assert (data.feature_names, data.target_names) == (("list", "sort", "a"), ("python", "list"))
+    assert (data.feature_names, data.schema.classes) == (("list", "sort", "a"), ("python", "list"))
     expected = [[2 / 7, 2 / 7, 1 / 7], [1 / 2, 0, 1 / 2]]
     np.testing.assert_allclose(data.matrix(data.rows(0, test=False)), expected)
     np.testing.assert_allclose(data.matrix(data.rows(0, test=True)), [[0, 2 / 3, 0]])
@@ -141,7 +139,7 @@ def test_stackoverflow_by_hand(tmp_path: Path) -> None:
 
 
 def test_words_counted_in_private_documents_are_said_to_be(tmp_path: Path) -> None:
-    data = load(stackoverflow(tmp_path), users=1)
+    data = load_file(stackoverflow(tmp_path), users=1)
     assert data.users == ("u1",)
     assert "words counted in users' training documents: no epsilon covers that" in data.notes
     assert "tags counted in users' training documents: no epsilon covers that" in data.notes
@@ -152,7 +150,7 @@ def test_bad_count_files_are_refused(tmp_path: Path, content: str) -> None:
     path = stackoverflow(tmp_path)
     (tmp_path / "stackoverflow.word_count").write_text(content)
     with pytest.raises(ValueError, match=r"stackoverflow\.word_count: "):
-        load(path)
+        load_file(path)
 
 
 def leaf_files(folder: Path) -> Path:
@@ -169,7 +167,7 @@ def leaf_files(folder: Path) -> Path:
 
 
 def test_leafs_files_keep_their_test_parts(tmp_path: Path) -> None:
-    data = load(leaf_files(tmp_path))
+    data = load_file(leaf_files(tmp_path))
     assert data.users == ("a", "b")
     assert (data.task, data.outputs) == ("classification", 2)
     np.testing.assert_array_equal(data.x[data.test], [[7, 8]])
@@ -189,7 +187,7 @@ def test_files_that_are_not_leafs_are_refused(tmp_path: Path, content: str, mess
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "part.json").write_text(content)
     with pytest.raises(ValueError, match=message):
-        load(tmp_path)
+        load_file(tmp_path)
 
 
 def pictures(folder: Path, sizes: tuple[int, ...] = (4, 4)) -> Path:
@@ -205,9 +203,9 @@ def pictures(folder: Path, sizes: tuple[int, ...] = (4, 4)) -> Path:
 
 
 def test_folders_of_pictures_are_users_and_classes(tmp_path: Path) -> None:
-    data = load(pictures(tmp_path))
+    data = load_file(pictures(tmp_path))
     assert data.users == ("ann", "bob")
-    assert data.target_names == ("cat", "dog")
+    assert data.schema.classes == ("cat", "dog")
     assert data.x.dtype == np.uint8
     assert data.shape == (4, 4)
     own = np.concatenate([data.rows(0, test=False), data.rows(0, test=True)])
@@ -216,7 +214,7 @@ def test_folders_of_pictures_are_users_and_classes(tmp_path: Path) -> None:
 
 def test_pictures_of_two_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"picture 1 has \(5, 5\) pixels and the first .*\(4, 4\)"):
-        load(pictures(tmp_path, (4, 5)))
+        load_file(pictures(tmp_path, (4, 5)))
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
@@ -227,18 +225,18 @@ def test_a_folder_of_parquet_files_is_one_table(tmp_path: Path) -> None:
     for part, speaker in enumerate("pq"):
         frame = pd.DataFrame({"speaker": [speaker] * 2, "pitch": [1.0, 2], "word": ["y", "n"]})
         frame.to_parquet(tmp_path / f"train-{part}.parquet")
-    data = load(tmp_path, DataOptions(user="speaker", target="word"))
+    data = load_file(tmp_path, user_column="speaker", target_column="word")
     assert data.users == ("p", "q")
     assert data.feature_names == ("pitch",)
-    assert data.target_names == ("n", "y")
+    assert data.schema.classes == ("n", "y")
 
 
 @needs_real_data
 def test_the_digits_of_forty_writers_are_pictures() -> None:
-    data = load(SHARED / "femnist_like")
+    data = load_file(SHARED / "femnist_like")
     assert (len(data), len(data.y), data.users[0], data.outputs) == (40, 4224, "f0000_00", 10)
     assert (data.x.dtype, data.shape) == (np.uint8, (28, 28))
-    named = load(SHARED / "femnist_like", DataOptions(user="writer_id", target="character"))
+    named = load_file(SHARED / "femnist_like", user_column="writer_id", target_column="character")
     np.testing.assert_array_equal(named.x, data.x)
     assert (
         "left out, beside pictures (--set feature-columns= uses it instead): 'hsf_id'"
@@ -264,4 +262,4 @@ def test_without_the_hub_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(package, "FederatedDataset", Offline)
     parts = ("cannot be loaded", "put its parquet files into a folder")
-    refused("speech/commands", *parts, user="speaker_id", target="label")
+    refused("speech/commands", *parts, user_column="speaker_id", target_column="label")

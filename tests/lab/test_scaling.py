@@ -1,5 +1,6 @@
 """Scaling on the device: from the user's own training rows alone, and by the schema's kinds."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_a_column_that_is_constant_in_own_training_rows_is_0_in_other_rows_too()
 
 def test_numbers_in_a_sparse_table_are_scaled_and_categories_are_not() -> None:
     films = np.array([f"f{place}" for place in range(ROWS)], dtype=object)
-    data = per_user(columns(film=films), categorical="film")
+    data = per_user(columns(film=films), categorical_columns="film")
     seen = scale_own_rows(data)
     assert sparse.issparse(seen.x)
     np.testing.assert_allclose(seen.x[:, :3].toarray(), scale_own_rows(table()).x)
@@ -87,7 +88,7 @@ def test_numbers_in_a_sparse_table_are_scaled_and_categories_are_not() -> None:
 
 def test_pixels_are_left_alone() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (ROWS, 9), dtype=np.uint8)
-    data = per_user({**columns(y=np.arange(ROWS) % 2), "pixels": pixels}, features="pixels")
+    data = per_user({**columns(y=np.arange(ROWS) % 2), "pixels": pixels}, feature_columns="pixels")
     assert scale_own_rows(data).own is None
     assert with_kinds(data).kinds == ("as-is",) * 9
     np.testing.assert_array_equal(data.matrix(np.arange(ROWS)), pixels / 255)
@@ -96,7 +97,7 @@ def test_pixels_are_left_alone() -> None:
 def test_the_recipe_gets_the_kinds_of_columns_and_raw_rows() -> None:
     seen = with_kinds(table())
     assert seen.kinds == ("number", "as-is", "number")
-    assert seen.with_bias().all_kinds == ("number", "as-is", "number", "as-is")
+    assert replace(seen, bias=True).all_kinds == ("number", "as-is", "number", "as-is")
     np.testing.assert_array_equal(seen.x, table().x)
 
 
@@ -104,6 +105,6 @@ def test_columns_of_many_words_are_sparse_by_kind_and_few_are_not() -> None:
     """65 words are many, 2 are few."""
     items = np.array([f"i{place % 65}" for place in range(ROWS)], dtype=object)
     sex = np.array(["f", "m"] * 40, dtype=object)
-    data = per_user(columns(sex=sex, item=items), categorical="sex,item")
+    data = per_user(columns(sex=sex, item=items), categorical_columns="sex,item")
     kinds = with_kinds(data).kinds
     assert kinds == ("number", "as-is", "number", "as-is", "as-is", *("sparse",) * 65)

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.schema import Schema, write_schema
+from tests.support.own_data import load_file
 
 ROWS = """user,a,smoker,city,when,y
 ann,1.5,1,Rome,2024-01-01,yes
@@ -32,17 +31,16 @@ when = "left out"
 def read(folder: Path, rows: str = ROWS, schema: str = SCHEMA) -> PerUser:
     (folder / "data.csv").write_text(rows, encoding="utf-8")
     (folder / "schema.toml").write_text(schema, encoding="utf-8")
-    return load(folder / "data.csv", DataOptions(schema=str(folder / "schema.toml")))
+    return load_file(folder / "data.csv", schema=str(folder / "schema.toml"))
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text(ROWS)
-    found = load(tmp_path / "data.csv", DataOptions(impute="own-mean"))
-    assert found.schema is not None
+    found = load_file(tmp_path / "data.csv", impute="own-mean")
     write_schema(found.schema, tmp_path / "schema.toml", "data.csv")
     assert (tmp_path / "schema.toml").stat().st_mode & 0o777 == 0o600
     assert Schema.read(tmp_path / "schema.toml") == found.schema
-    given = load(tmp_path / "data.csv", DataOptions(schema=str(tmp_path / "schema.toml")))
+    given = load_file(tmp_path / "data.csv", schema=str(tmp_path / "schema.toml"))
     np.testing.assert_array_equal(given.x, found.x)
     np.testing.assert_array_equal(given.test, found.test)
     assert (given.looked, given.notes) == ((), ())
@@ -58,16 +56,15 @@ def test_amounts_with_decimal_commas_are_read_alike(tmp_path: Path) -> None:
         for place in range(5)
     )
     (tmp_path / "data.csv").write_text(rows)
-    found = load(tmp_path / "data.csv", DataOptions(time="when"))
-    assert found.schema is not None
+    found = load_file(tmp_path / "data.csv", time_column="when")
     write_schema(found.schema, tmp_path / "schema.toml", "data.csv")
-    given = DataOptions(schema=str(tmp_path / "schema.toml"))
+    given = str(tmp_path / "schema.toml")
     for name in ("x", "y", "test"):
         np.testing.assert_array_equal(
-            getattr(load(tmp_path / "data.csv", given), name), getattr(found, name)
+            getattr(load_file(tmp_path / "data.csv", schema=given), name), getattr(found, name)
         )
     (tmp_path / "data.csv").write_text(rows.replace("bob;", "bob;x").replace(",25\nbob", "?\nbob"))
-    after = load(tmp_path / "data.csv", given)
+    after = load_file(tmp_path / "data.csv", schema=given)
     assert after.users == ("ann", "bob")
     assert after.targets(after.rows(1, test=False)).shape[1] == 1
 
@@ -79,8 +76,7 @@ def test_odd_names_and_words_survive(tmp_path: Path) -> None:
         for place, word in enumerate(words * 2)
     ]
     (tmp_path / "data.csv").write_text('user,"od.d = [x]",b,y\n' + "\n".join(rows))
-    found = load(tmp_path / "data.csv", DataOptions(features="od.d = [x],b")).schema
-    assert found is not None
+    found = load_file(tmp_path / "data.csv", feature_columns="od.d = [x],b").schema
     write_schema(found, tmp_path / "schema.toml", "data.csv")
     assert Schema.read(tmp_path / "schema.toml") == found
     assert set(found.columns[0].words) == set(words)
@@ -97,10 +93,9 @@ def test_arrays_of_an_npz_have_a_schema_too(tmp_path: Path, kind: str) -> None:
     else:
         arrays |= {"indptr": np.arange(9), "indices": np.arange(8) % 5, "data": np.ones(8)}
     np.savez(tmp_path / "data.npz", **arrays)
-    found = load(tmp_path / "data.npz")
-    assert found.schema is not None
+    found = load_file(tmp_path / "data.npz")
     write_schema(found.schema, tmp_path / "schema.toml", "data.npz")
-    given = load(tmp_path / "data.npz", DataOptions(schema=str(tmp_path / "schema.toml")))
+    given = load_file(tmp_path / "data.npz", schema=str(tmp_path / "schema.toml"))
     assert given.schema == found.schema
     rows = np.arange(8)
     np.testing.assert_array_equal(given.matrix(rows), found.matrix(rows))

@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd.lab.block import run_block
-from flwr_ppsgd.lab.data_options import DataOptions
-from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.measures import on_test
-from flwr_ppsgd.lab.per_user import Split
 from flwr_ppsgd.lab.rows import SweepRow
 from flwr_ppsgd.lab.run import run, run_as_cohort
 from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.server.replies import mean_of
-from tests.support.own_data import FLAT, arrays, write
+from tests.support.own_data import FLAT, arrays, load_file, write
 
 
 def swept(path: Path, **changes: Any) -> list[SweepRow]:
@@ -29,8 +26,8 @@ def swept(path: Path, **changes: Any) -> list[SweepRow]:
 
 
 def test_validation_rows_are_neither_trained_on_nor_tested(tmp_path: Path) -> None:
-    before = load(write(tmp_path))
-    data = before.with_validation(Split(0.25))
+    before = load_file(write(tmp_path))
+    data = before.with_validation(0.25, seed=0)
     assert data.validation is not None
     parts = np.stack([data.train_rows, data.validation, data.test])
     np.testing.assert_array_equal(parts.sum(axis=0), 1)
@@ -46,7 +43,7 @@ def test_with_a_time_column_the_last_training_rows_are_set_apart(tmp_path: Path)
     path = tmp_path / "times.csv"
     rows = [f"1,{time},{time},{time}.5" for time in (5, 3, 9, 1, 7, 2, 8, 4, 10, 6)]
     path.write_text("user,when,a,y\n" + "\n".join(rows))
-    data = load(path, DataOptions(time="when")).with_validation(Split(0.25))
+    data = load_file(path, time_column="when").with_validation(0.25, seed=0)
     assert data.validation is not None
     assert data.x[data.test, 0].tolist() == [9, 10]
     assert data.x[data.validation, 0].tolist() == [7, 8]

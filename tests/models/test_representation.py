@@ -1,6 +1,7 @@
 """Public representations: by hand, scale-free, the same for everyone, chosen for images alone."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from flwr_ppsgd.lab.loading import load
 from flwr_ppsgd.lab.problem import Problem
 from flwr_ppsgd.lab.tasks import task_of
 from flwr_ppsgd.models.representation import (
@@ -21,6 +21,7 @@ from flwr_ppsgd.models.representation import (
     unit_rows,
     width_of,
 )
+from tests.support.own_data import load_file
 
 Floats = NDArray[np.float64]
 
@@ -191,7 +192,7 @@ def test_a_task_sees_the_representation_in_every_engine(tmp_path: Path, flat: bo
     assert data.shape == (12, 12)
     assert data.features == 41
     assert "random-convolution" in data.describe()
-    raw = load(path)
+    raw = load_file(path)
     rows = raw.rows(1, test=False)
     expected = np.hstack([phi(raw.matrix(rows)), np.ones((6, 1))])
     np.testing.assert_allclose(data.matrix(rows), expected, atol=1e-6)
@@ -217,7 +218,7 @@ class Counted:
 
 def test_a_representation_is_computed_once_for_each_user(tmp_path: Path) -> None:
     counted = Counted()
-    data = load(image_file(tmp_path, flat=True)).with_representation(counted, "x")
+    data = replace(load_file(image_file(tmp_path, flat=True)), representation=counted)
     first = data.matrix(np.array([0, 9]))
     again = data.matrix(np.array([9, 0, 3]))
     np.testing.assert_array_equal(first, again[[1, 0]])

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_ppsgd.lab.data_options import DataOptions
 from flwr_ppsgd.lab.find_schema import find_schema
-from flwr_ppsgd.lab.loading import group_by_user
+from flwr_ppsgd.lab.loading import group_by_user, load
 from flwr_ppsgd.lab.per_user import PerUser
+from flwr_ppsgd.lab.problem import Problem
 from flwr_ppsgd.lab.tables import RawTable
 from tests.support.paths import SHARED
 
@@ -57,8 +57,13 @@ def write(directory: Path, task: str = "classification", **changes: Any) -> Path
     return path
 
 
-def per_user(columns: dict[str, Any], source: str = "table", **options: Any) -> PerUser:
+def load_file(path: Path | str, **settings: Any) -> PerUser:
+    """Everyone's rows as they are in a file."""
+    return load(Problem(data=str(path), **settings))
+
+
+def per_user(columns: dict[str, Any], source: str = "table", **settings: Any) -> PerUser:
     """Everyone's rows from arrays, as if a file held them."""
     table = RawTable(source, columns)
-    schema, looked, _ = find_schema(table, DataOptions(**options))
-    return group_by_user(table, schema, impute="", looked=looked)
+    schema, _ = find_schema(table, Problem(**settings))
+    return group_by_user(table, schema, impute="")
