@@ -4,6 +4,7 @@ import functools
 import importlib
 import lzma
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,78 +12,66 @@ from typing import Any
 Values = Sequence[bytes] | Sequence[float] | Sequence[int]
 Row = tuple[str, str, bytes]  # split, client, example
 
-LISTS = (
-    ("bytes_list", "BytesList", 12),
-    ("float_list", "FloatList", 2),
-    ("int64_list", "Int64List", 3),
-)
-MESSAGE, STRING, OPTIONAL, REPEATED = 11, 9, 1, 3
+# tensorflow/core/example/example.proto and feature.proto, as a descriptor
+EXAMPLE = """
+name: "tensorflow.proto" package: "tensorflow" syntax: "proto3"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature"
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.BytesList" }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.FloatList" }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".tensorflow.Int64List" } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE
+          type_name: ".tensorflow.Features.FeatureEntry" }
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".tensorflow.Feature" } } }
+message_type { name: "Example"
+  field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".tensorflow.Features" } }
+"""
+LISTS = {bytes: "bytes_list", float: "float_list", int: "int64_list"}
 
 
 @functools.cache
-def example_class(packed: bool) -> Any:
-    """``tf.train.Example`` from its published definition; numbers packed, or one by one as old
-    writers have them."""
+def example_class() -> Any:
+    """``tf.train.Example`` from its published definition."""
     descriptor_pb2 = importlib.import_module("google.protobuf.descriptor_pb2")
-    file = descriptor_pb2.FileDescriptorProto(
-        name=f"example{packed}.proto", package=f"t{packed}", syntax="proto3"
-    )
-
-    def message(
-        name: str, *fields: tuple[str, int, int, str | None, int], nested: Any = None
-    ) -> None:
-        made = (file.message_type if nested is None else nested).add(name=name)
-        for field, number, kind, of, label in fields:
-            added = made.field.add(name=field, number=number, type=kind, label=label)
-            if of:
-                added.type_name = f".t{packed}.{of}"
-            if label == REPEATED and kind in (2, 3):
-                added.options.packed = packed
-
-    for _, name, kind in LISTS:
-        message(name, ("value", 1, kind, None, REPEATED))
-    message(
-        "Feature",
-        *((field, i + 1, MESSAGE, name, OPTIONAL) for i, (field, name, _) in enumerate(LISTS)),
-    )
-    message("Features", ("feature", 1, MESSAGE, "Features.FeatureEntry", REPEATED))
-    entry = (("key", 1, STRING, None, OPTIONAL), ("value", 2, MESSAGE, "Feature", OPTIONAL))
-    message("FeatureEntry", *entry, nested=file.message_type[-1].nested_type)
-    file.message_type[-1].nested_type[0].options.map_entry = True
-    message("Example", ("features", 1, MESSAGE, "Features", OPTIONAL))
+    text_format = importlib.import_module("google.protobuf.text_format")
     pool = importlib.import_module("google.protobuf.descriptor_pool").DescriptorPool()
-    pool.Add(file)
-    found = pool.FindMessageTypeByName(f"t{packed}.Example")
+    pool.Add(text_format.Parse(EXAMPLE, descriptor_pb2.FileDescriptorProto()))
+    found = pool.FindMessageTypeByName("tensorflow.Example")
     return importlib.import_module("google.protobuf.message_factory").GetMessageClass(found)
 
 
-def example(features: Mapping[str, Values], packed: bool = True) -> bytes:
-    made = example_class(packed)()
+def example(features: Mapping[str, Values]) -> bytes:
+    made = example_class()()
     for name, values in features.items():
         kind = next((type(value) for value in values), bytes)
-        field = {bytes: "bytes_list", float: "float_list", int: "int64_list"}[kind]
-        getattr(made.features.feature[name], field).value.extend(values)
+        getattr(made.features.feature[name], LISTS[kind]).value.extend(values)
     serialized: bytes = made.SerializeToString()
     return serialized
 
 
 def write(path: Path, rows: Iterable[Row]) -> Path:
     """A file with these rows; packed with LZMA where its name says so."""
-    rows, plain = list(rows), path.with_suffix("") if path.suffix == ".lzma" else path
+    rows = list(rows)
+    plain = path.with_suffix("") if path.suffix == ".lzma" else path
     connection = sqlite3.connect(plain)
     connection.execute(
         "CREATE TABLE examples (split_name TEXT, client_id TEXT, serialized_example_proto BLOB)"
     )
     connection.execute(
-        "CREATE TABLE client_metadata (client_id TEXT, split_name TEXT, num_examples INTEGER)"
+        "CREATE TABLE client_metadata (split_name TEXT, client_id TEXT, num_examples INTEGER)"
     )
     connection.executemany("INSERT INTO examples VALUES (?, ?, ?)", rows)
-    counts = {(client, split): 0 for split, client, _ in rows}
-    for split, client, _ in rows:
-        counts[client, split] += 1
-    connection.executemany(
-        "INSERT INTO client_metadata VALUES (?, ?, ?)", [(*key, n) for key, n in counts.items()]
-    )
+    counts = Counter((split, client) for split, client, _ in rows)
+    counted = [(split, client, count) for (split, client), count in counts.items()]
+    connection.executemany("INSERT INTO client_metadata VALUES (?, ?, ?)", counted)
     connection.commit()
     connection.close()
     if plain != path:
