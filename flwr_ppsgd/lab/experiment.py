@@ -150,7 +150,7 @@ class Experiment:
     def trivial(self) -> dict[str, dict[str, float]]:
         """The measures of answers that use no features, by method: everyone's mean or most
         frequent class, and each user's own. Empty if there are none."""
-        from flwr_ppsgd.lab.inspect import trivial
+        from flwr_ppsgd.lab.inspect import trivial_answer
 
         if self.problem.data == SYNTHETIC:
             return {}
@@ -158,7 +158,7 @@ class Experiment:
         found: dict[str, dict[str, float]] = {TRIVIAL: {}, OWN_TRIVIAL: {}}
         parts = {"": data} if data.validation is None else {"": data, VALIDATION: data.choosing()}
         for prefix, part in parts.items():
-            answer = trivial(part)
+            answer = trivial_answer(part)
             if answer is not None:
                 measure, pooled, own = answer
                 found[TRIVIAL][prefix + measure] = pooled
@@ -167,7 +167,7 @@ class Experiment:
 
     def describe(self) -> str:
         """What the data are, and what was worked out from them, in lines to print."""
-        from flwr_ppsgd.lab.inspect import brief
+        from flwr_ppsgd.lab.inspect import brief_report
 
         lines = []
         if self.problem.data != SYNTHETIC:
@@ -179,7 +179,7 @@ class Experiment:
                 lines.append(rows)
             else:
                 minibatch = 1 if self.problem.scale == DEVICE else self.problem.batch_size
-                lines += [data.describe(minibatch), *brief(data)]
+                lines += [data.describe(minibatch), *brief_report(data)]
         return "\n".join([*lines, *self.training_notes()])
 
     def training_notes(self) -> list[str]:

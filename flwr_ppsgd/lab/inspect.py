@@ -22,10 +22,14 @@ MOST_LISTED = 40  # columns in the table of scales
 MOST_NAMED = 12
 MOST_WORDS = 4
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
-MEASURES = {"regression": "rmse", "classification": "accuracy", "multi-label": "precision_at_1"}
+MEASURE_OF_TASK = {
+    "regression": "rmse",
+    "classification": "accuracy",
+    "multi-label": "precision_at_1",
+}
 
 
-def trivial(data: PerUser) -> tuple[str, float, float] | None:
+def trivial_answer(data: PerUser) -> tuple[str, float, float] | None:
     """What can be had without features, on the test rows; None if there are none.
 
     A measure, and its value for everyone's mean target, or most frequent class or label, and for
@@ -43,7 +47,7 @@ def trivial(data: PerUser) -> tuple[str, float, float] | None:
         own_faults.append(_faults(data, rows, own_answer))
     pooled = float(np.concatenate(pooled_faults).mean())
     own = float(np.concatenate(own_faults).mean())
-    measure = MEASURES[data.task]
+    measure = MEASURE_OF_TASK[data.task]
     if data.task == "regression":
         return measure, math.sqrt(pooled), math.sqrt(own)
     return measure, 1 - pooled, 1 - own
@@ -114,7 +118,7 @@ def _explained_variance(data: PerUser, rows: NDArray[np.intp]) -> NDArray[np.flo
     return shares
 
 
-def brief(seen: PerUser) -> list[str]:
+def brief_report(seen: PerUser) -> list[str]:
     """The lines that a run or a sweep begins with."""
     parts = []
     for column in seen.schema.used_columns:
@@ -124,7 +128,7 @@ def brief(seen: PerUser) -> list[str]:
     if seen.bias:
         parts.append("a constant")
     lines = [f"features: {list_names(parts, MOST_NAMED)}"]
-    answer = trivial(seen)
+    answer = trivial_answer(seen)
     if answer is not None:
         measure, pooled, own = answer
         what = "mean" if measure == "rmse" else "most frequent answer"
@@ -201,7 +205,7 @@ def data_report(raw: PerUser, seen: PerUser) -> str:
     lines = [
         seen.describe(1),
         f"training rows per user (least, quarter, half, three quarters, most): {spread}",
-        *brief(seen),
+        *brief_report(seen),
         *_scales(raw),
         count_of(seen.features * seen.outputs, "shared parameter"),
         f"All of this was {LOOKED} by any epsilon. --write schema.toml writes down what a run "

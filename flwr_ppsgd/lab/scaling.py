@@ -24,33 +24,30 @@ def scale_own_rows(data: PerUser) -> PerUser:
 
     A column that is constant in a user's training rows is 0, in that user's other rows too.
     """
+    is_regression = data.task == "regression"
     columns = np.zeros(0, dtype=np.intp)
     if data.divisor == 1.0:
         kinds = np.array(data.schema.model_kinds())
         columns = np.flatnonzero(kinds == "number")
+    if not len(columns) and not is_regression:
+        return data
+    own = _own_scale(data, columns)
+    x = data.x
+    y = data.y
     notes = []
     if len(columns):
-        names = [f"feature {column}" for column in columns.tolist()]
+        x = _scale_columns(data, own)
+        names = [f"feature {column}" for column in columns]
         if data.feature_names:
-            names = [f"column {data.feature_names[column]!r}" for column in columns.tolist()]
+            names = [f"column {data.feature_names[column]!r}" for column in columns]
         what = "scaled on each device by the user's own mean and deviation"
         notes.append(f"{what}: {list_names(names)}")
-    if data.task == "regression":
+    if is_regression:
+        y = _scale_targets(data, own)
         notes.append(
             "targets: in each user's own deviations from the own mean; RMSE stays in the units of "
             "the source"
         )
-    if not notes:
-        return data
-    own = _own_scale(data, columns)
-    y = data.y
-    if data.task == "regression":
-        sizes = np.diff(data.offsets)
-        centre = np.repeat(own.centre, sizes, axis=0)
-        unit = np.repeat(own.unit, sizes)[:, None]
-        scaled = (data.y.reshape(centre.shape) - centre) / unit
-        y = scaled.reshape(data.y.shape)
-    x = _scale_columns(data, own) if len(columns) else data.x
     return replace(data, x=x, y=y, own=own, notes=(*data.notes, *notes))
 
 
@@ -100,6 +97,16 @@ def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
             if spread > SAME * np.abs(y).max():
                 unit[user] = spread
     return OwnScale(columns, mean, std, centre, unit)
+
+
+def _scale_targets(data: PerUser, own: OwnScale) -> Matrix:
+    """Targets as each user's model sees them, in the shape that they have."""
+    sizes = np.diff(data.offsets)
+    centre = np.repeat(own.centre, sizes, axis=0)
+    unit = np.repeat(own.unit, sizes)
+    scaled = (data.y.reshape(centre.shape) - centre) / unit[:, None]
+    same_shape: Matrix = scaled.reshape(data.y.shape)
+    return same_shape
 
 
 def _scale_columns(data: PerUser, own: OwnScale) -> Values:

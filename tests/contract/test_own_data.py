@@ -29,13 +29,12 @@ def with_category(table: list[Row]) -> list[Row]:
     return found
 
 
-def as_csv(path: Path, table: list[Row]) -> tuple[str, ...]:
-    return ("--data", str(files.write_csv(path.with_suffix(".csv"), table)))
+def as_csv(path: Path, table: list[Row], **form: str) -> tuple[str, ...]:
+    return ("--data", str(files.write_csv(path.with_suffix(".csv"), table, **form)))
 
 
 def as_semicolons(path: Path, table: list[Row]) -> tuple[str, ...]:
-    written = files.write_csv(path.with_suffix(".csv"), table, sep=";", decimal=",")
-    return ("--data", str(written))
+    return as_csv(path, table, sep=";", decimal=",")
 
 
 def as_raw(path: Path, table: list[Row]) -> tuple[str, ...]:
@@ -93,6 +92,15 @@ def test_predictions_come_back_for_each_row_in_its_order(kind: str, tmp_path: Pa
     assert [row["user"] for row in found] == [row["user"] for row in new]
     errors = [float(row["prediction"]) - truth["y"] for row, truth in zip(found, new, strict=True)]
     assert np.abs(errors).mean() < files.rmse_without_features(TABLE) / 2
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of a run on ``TABLE``."""
+    here = tmp_path_factory.mktemp("trained")
+    files.write_csv(here / "people.csv", TABLE)
+    check_done(ppsgd("run", "--data", "people.csv", *BUDGET, where=here))
+    return str(here / "runs" / "people")
 
 
 def predictions(directory: Path) -> list[dict[str, str]]:
@@ -157,13 +165,11 @@ def test_a_user_never_seen_gets_the_shared_model(tmp_path: Path) -> None:
     assert found[0]["model"] != found[-1]["model"]
 
 
-def test_a_new_user_with_known_rows_gets_a_model_of_their_own(tmp_path: Path) -> None:
-    files.write_csv(tmp_path / "people.csv", TABLE)
-    check_done(ppsgd("run", "--data", "people.csv", *BUDGET, where=tmp_path))
+def test_a_new_user_with_known_rows_gets_a_model_of_their_own(trained: str, tmp_path: Path) -> None:
     new = [{**row, "user": "new", "y": row["y"] + 40} for row in files.people(1, 15, seed=5)]
     hidden = [{**row, "y": row["y"] if place < 12 else ""} for place, row in enumerate(new)]
     files.write_csv(tmp_path / "new.csv", hidden)
-    check_done(ppsgd("predict", "runs/people", "--data", "new.csv", where=tmp_path))
+    check_done(ppsgd("predict", trained, "--data", "new.csv", where=tmp_path))
     for row, truth in zip(predictions(tmp_path)[12:], new[12:], strict=True):
         assert float(row["prediction"]) == pytest.approx(truth["y"], abs=3)
 
@@ -291,16 +297,11 @@ def listing(directory: Path) -> list[str]:
     return sorted(str(path) for path in directory.rglob("*"))
 
 
-@pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_a_separator_is_found_in_the_head_of_the_file(separator: str, tmp_path: Path) -> None:
-    files.write_csv(tmp_path / "people.csv", TABLE, sep=separator)
-    assert "12 users" in check_done(ppsgd("look", "people.csv", where=tmp_path)).out
-
-
-def test_predictions_are_for_their_users_and_never_overwritten(tmp_path: Path) -> None:
+def test_predictions_are_for_their_users_and_never_overwritten(
+    trained: str, tmp_path: Path
+) -> None:
     files.write_csv(tmp_path / "people.csv", TABLE)
-    check_done(ppsgd("run", "--data", "people.csv", *BUDGET, where=tmp_path))
-    asked = ("predict", "runs/people", "--data", "people.csv")
+    asked = ("predict", trained, "--data", "people.csv")
     check_done(ppsgd(*asked, where=tmp_path))
     path = tmp_path / "predictions.csv"
     assert path.stat().st_mode & 0o077 == 0
@@ -309,10 +310,8 @@ def test_predictions_are_for_their_users_and_never_overwritten(tmp_path: Path) -
     assert path.read_bytes() == before
 
 
-def test_new_rows_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
-    files.write_csv(tmp_path / "people.csv", TABLE)
-    check_done(ppsgd("run", "--data", "people.csv", *BUDGET, where=tmp_path))
-    asked = ("predict", "runs/people", "--data", "new.csv")
+def test_new_rows_that_cannot_be_read_are_one_line(trained: str, tmp_path: Path) -> None:
+    asked = ("predict", trained, "--data", "new.csv")
     for content, part in (
         (b"user,a,b\n", "there are no rows"),
         (b"PK\0\0user,a,b\n", "not a text file"),

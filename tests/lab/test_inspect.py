@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_ppsgd.lab.inspect import brief, data_report, suspected_leaks, trivial
+from flwr_ppsgd.lab.inspect import brief_report, data_report, suspected_leaks, trivial_answer
 from flwr_ppsgd.lab.per_user import PerUser
 from flwr_ppsgd.lab.scaling import scale_own_rows
 from tests.support.own_data import load_file, per_user
@@ -27,26 +27,26 @@ def rows(**changes: Any) -> PerUser:
 def test_trivial_rmse_is_pooled_over_test_rows() -> None:
     """Everyone's mean is 7 and misses by 3 and 7; the own means, 2 and 12, miss by 2 and 2."""
     expected: Any = ("rmse", pytest.approx(np.sqrt((3**2 + 7**2) / 2)), pytest.approx(2))
-    assert trivial(rows()) == expected
-    assert trivial(scale_own_rows(rows())) == expected  # in the units of the source
+    assert trivial_answer(rows()) == expected
+    assert trivial_answer(scale_own_rows(rows())) == expected  # in the units of the source
 
 
 def test_trivial_accuracy_by_hand() -> None:
     """Everyone's most frequent class is 0, right for one test row of two; the own ones are right
     for both."""
-    assert trivial(rows(y=np.array([0, 0, 0, 0, 1, 1, 0, 1]))) == ("accuracy", 0.5, 1.0)
+    assert trivial_answer(rows(y=np.array([0, 0, 0, 0, 1, 1, 0, 1]))) == ("accuracy", 0.5, 1.0)
 
 
 def test_without_test_rows_there_is_no_trivial_answer() -> None:
     data = rows(test=np.zeros(8, dtype=bool))
-    assert trivial(data) is None
-    assert "there are no test rows: nothing can be measured" in "\n".join(brief(data))
+    assert trivial_answer(data) is None
+    assert "there are no test rows: nothing can be measured" in "\n".join(brief_report(data))
 
 
 def test_users_with_one_row_are_asked_about() -> None:
     """A wrong column of users is the usual reason, and no test fraction makes test rows of them."""
     data = rows(user=np.arange(8), test=np.zeros(8, dtype=bool))
-    text = "\n".join(brief(data))
+    text = "\n".join(brief_report(data))
     assert "8 of 8 users have one row each, so there are no test rows: is 'user' the column" in text
     assert "test-fraction" not in text
 
@@ -56,7 +56,7 @@ def test_a_number_that_never_varies_within_a_user_is_named(tmp_path: Path) -> No
     path = tmp_path / "schools.csv"
     lines = [f"{row // 5},{row // 5 + 3},{row % 7},{row % 3 + 0.5}" for row in range(20)]
     path.write_text("user,size,age,y\n" + "\n".join(lines))
-    text = "\n".join(brief(load_file(path)))
+    text = "\n".join(brief_report(load_file(path)))
     assert "the same in all rows of each user, so of no use as a number: size (--exclude" in text
 
 
@@ -68,7 +68,7 @@ def test_a_feature_that_is_the_target_is_suspected(task: str) -> None:
     x = np.stack([noise, 5 * y + 0.01 * noise, np.ones(200)], axis=1)
     data = rows(user=np.repeat([0, 1], 100), x=x, y=y, test=np.arange(200) % 10 == 0)
     assert suspected_leaks(data) == ["feature 1"]
-    assert "suspected leak" in "\n".join(brief(data))
+    assert "suspected leak" in "\n".join(brief_report(data))
 
 
 def test_a_class_without_rows_makes_no_leak() -> None:
@@ -89,7 +89,7 @@ def test_words_of_a_file_do_nothing_to_a_terminal(tmp_path: Path) -> None:
     path.write_text("user,a,y\n" + "\n".join(lines))
     data = load_file(path)
     words = load_file(path, target_column="a", task="regression")
-    text = "\n".join([data.describe(), *brief(data), words.describe(), *brief(words)])
+    text = "\n".join([data.describe(), *brief_report(data), words.describe(), *brief_report(words)])
     assert all(line.isprintable() for line in text.splitlines())
     assert "classification (?[2J 0, ?[2J 1, p[2J 0, p[2J 1)" in text
 

@@ -386,6 +386,7 @@ NOTES = {  # what is in the file, and what is said about it; the one feature is 
     "user,a,h,y\n1,2,1e300,0\n1,7,-1e299,1\n": "left out, numbers beyond 1e+60: 'h'",
     "user;a;y\n1.0;2,5;0\n7;7,25;1\n": "numbers have a decimal comma",
     "user\ta\ty\n1\t2\t0\n1\t7\t1\n": "",
+    "user|a|y\n1|2|0\n1|7|1\n": "",
     "\ufeffuser,a,y\n1,2,0\n1,7,1\n": "",
     "# from\n\nuser,a,y\n1,2,0\n\n1,7,1\n\n": "",
     "user, a, y\n1, 2, 0\n1, 7, 1\n": "",

@@ -1,5 +1,6 @@
 """Public data sets: TensorFlow Federated's files, LEAF, folders of pictures, the hub."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -153,21 +154,20 @@ def test_bad_count_files_are_refused(tmp_path: Path, content: str) -> None:
         load_file(path)
 
 
-def leaf_files(folder: Path) -> Path:
-    """Two users with training rows; the third has a test row only."""
-    parts: dict[str, dict[str, dict[str, list[Any]]]] = {
-        "train": {"a": {"x": [[1, 2], [3, 4]], "y": [0, 1]}, "b": {"x": [[5, 6]], "y": [1]}},
-        "test": {"a": {"x": [[7, 8]], "y": [1]}, "c": {"x": [[9, 9]], "y": [0]}},
-    }
-    for part, users in parts.items():
-        content = {"users": list(users), "user_data": users}
-        (folder / "data" / part).mkdir(parents=True)
-        (folder / "data" / part / "all_data_0.json").write_text(json.dumps(content))
-    return folder
+def leaf_users(folder: Path, part: str, **users: dict[str, list[Any]]) -> None:
+    folder = folder / "data" / part
+    folder.mkdir(parents=True)
+    content = {"users": list(users), "user_data": users}
+    (folder / "all_data_0.json").write_text(json.dumps(content))
 
 
 def test_leafs_files_keep_their_test_parts(tmp_path: Path) -> None:
-    data = load_file(leaf_files(tmp_path))
+    """The third user has a test row only."""
+    leaf_users(
+        tmp_path, "train", a={"x": [[1, 2], [3, 4]], "y": [0, 1]}, b={"x": [[5, 6]], "y": [1]}
+    )
+    leaf_users(tmp_path, "test", a={"x": [[7, 8]], "y": [1]}, c={"x": [[9, 9]], "y": [0]})
+    data = load_file(tmp_path)
     assert data.users == ("a", "b")
     assert (data.task, data.outputs) == ("classification", 2)
     np.testing.assert_array_equal(data.x[data.test], [[7, 8]])
@@ -190,31 +190,29 @@ def test_files_that_are_not_leafs_are_refused(tmp_path: Path, content: str, mess
         load_file(tmp_path)
 
 
-def pictures(folder: Path, sizes: tuple[int, ...] = (4, 4)) -> Path:
+def pictures(folder: Path, *sizes: int) -> Path:
+    """Of each of two users and classes a picture of each size."""
     image = pytest.importorskip("PIL.Image")
-    for user in ("ann", "bob"):
-        for place, kind in enumerate(("cat", "dog")):
-            own = folder / user / kind
-            own.mkdir(parents=True)
-            for number, size in enumerate(sizes):
-                grey = np.full((size, size), 50 * place + number, dtype=np.uint8)
-                image.fromarray(grey).save(own / f"{number}.png")
+    for user, (place, kind) in itertools.product(("ann", "bob"), enumerate(("cat", "dog"))):
+        own = folder / user / kind
+        own.mkdir(parents=True)
+        for number, size in enumerate(sizes):
+            grey = np.full((size, size), 50 * place + number, dtype=np.uint8)
+            image.fromarray(grey).save(own / f"{number}.png")
     return folder
 
 
 def test_folders_of_pictures_are_users_and_classes(tmp_path: Path) -> None:
-    data = load_file(pictures(tmp_path))
-    assert data.users == ("ann", "bob")
-    assert data.schema.classes == ("cat", "dog")
-    assert data.x.dtype == np.uint8
-    assert data.shape == (4, 4)
-    own = np.concatenate([data.rows(0, test=False), data.rows(0, test=True)])
-    assert sorted(data.x[own, 0].tolist()) == [0, 1, 50, 51]
+    data = load_file(pictures(tmp_path, 4, 4))
+    assert (data.users, data.schema.classes) == (("ann", "bob"), ("cat", "dog"))
+    assert (data.x.dtype, data.shape) == (np.uint8, (4, 4))
+    own = data.x[data.span(0), 0]
+    assert sorted(own.tolist()) == [0, 1, 50, 51]
 
 
 def test_pictures_of_two_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"picture 1 has \(5, 5\) pixels and the first .*\(4, 4\)"):
-        load_file(pictures(tmp_path, (4, 5)))
+        load_file(pictures(tmp_path, 4, 5))
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:

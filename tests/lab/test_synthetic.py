@@ -1,5 +1,6 @@
 """Which samples a user sees: every row once, then again; the paper's synthetic problem."""
 
+import itertools
 import math
 
 import numpy as np
@@ -29,12 +30,8 @@ def test_every_pass_uses_every_row_once(rows: int, size: int) -> None:
     order = seen(numbered(rows, size), 3 * rows)
     for epoch in range(3):
         assert sorted(order[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
-
-
-def test_epochs_are_shuffled_anew() -> None:
-    order = seen(numbered(50, 10), 10)
-    assert order[:50] != order[50:]
-    assert order[:50] != sorted(order[:50])
+    if rows > 10:
+        assert order[:rows] != order[rows : 2 * rows] != sorted(order[:rows])
 
 
 def test_x_and_y_stay_together() -> None:
@@ -60,11 +57,9 @@ def test_rows_depend_on_seed_user_and_visit_alone() -> None:
 
 
 def test_users_and_seeds_draw_different_orders() -> None:
-    orders = {
-        tuple(seen(numbered(50, 10, seed=seed, user=user), 5))
-        for seed in range(3)
-        for user in range(3)
-    }
+    orders = set()
+    for seed, user in itertools.product(range(3), range(3)):
+        orders.add(tuple(seen(numbered(50, 10, seed=seed, user=user), 5)))
     assert len(orders) == 9
 
 
@@ -147,17 +142,14 @@ def test_samples_depend_on_seed_user_and_visit_alone() -> None:
 def test_users_visits_and_seeds_have_samples_of_their_own() -> None:
     other_seed = Synthetic(PROBLEM.optima, seed=4)
     sources = [(PROBLEM, 0, 1), (PROBLEM, 1, 1), (PROBLEM, 0, 2), (other_seed, 0, 1)]
-    assert (
-        len({problem.batch(user, visit, 3)[0].tobytes() for problem, user, visit in sources}) == 4
-    )
+    draws = {problem.batch(user, visit, 3)[0].tobytes() for problem, user, visit in sources}
+    assert len(draws) == 4
     assert (Synthetic.draw(2, 6, seed=4).optima != Synthetic.draw(2, 6, seed=3).optima).all()
 
 
 def test_the_stream_and_the_learner_are_those_of_their_user() -> None:
-    stream, learner = (
-        FreshSamples(PROBLEM, user=5, size=10),
-        SyntheticLearner(PROBLEM, user=5, batch_size=10),
-    )
+    stream = FreshSamples(PROBLEM, user=5, size=10)
+    learner = SyntheticLearner(PROBLEM, user=5, batch_size=10)
     np.testing.assert_array_equal(stream(2)[0], PROBLEM.batch(5, 2, 10)[0])
     assert (stream.num_examples, learner.num_examples) == (10, 10)
     half = PROBLEM.optima[5] / 2

@@ -44,7 +44,6 @@ def test_with_a_time_column_the_last_training_rows_are_set_apart(tmp_path: Path)
     rows = [f"1,{time},{time},{time}.5" for time in (5, 3, 9, 1, 7, 2, 8, 4, 10, 6)]
     path.write_text("user,when,a,y\n" + "\n".join(rows))
     data = load_file(path, time_column="when").with_validation(0.25, seed=0)
-    assert data.validation is not None
     assert data.x[data.test, 0].tolist() == [9, 10]
     assert data.x[data.validation, 0].tolist() == [7, 8]
 
