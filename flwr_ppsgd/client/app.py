@@ -53,6 +53,10 @@ def client_app(
         mods: Flower client mods, applied to training and evaluation alike. Those that take every
             reply for trained parameters are refused, or kept for stock strategies.
     """
+    if not callable(learner_for):
+        rule = "learner_for must be a function that builds the learner of a node"
+        remedy = "write a module-level function that takes a Context and returns the learner"
+        raise ValueError(f"{rule}, got a {type(learner_for).__name__}: {remedy}")
     clipping = _clipping_mod(mods or [])
     if clipping and local_step is None:
         remedy = "or set local_step to serve stock strategies too"
@@ -85,8 +89,9 @@ class _GuardedClientApp(ClientApp):
         try:
             visit.admit(self._clipping)
             if action:  # that somebody registered with this app
-                return super().__call__(message, context)
-            reply = make_ffn(visit.reply_to, self._around)(message, context)
+                reply = super().__call__(message, context)
+            else:
+                reply = make_ffn(visit.reply_to, self._around)(message, context)
             if reply.has_error():  # as a mod wrote it: the server would see all that is in it
                 raise RuntimeError(f"a mod replied with an error: {reply.error.reason}")
             visit.write(reply.content)

@@ -121,6 +121,24 @@ def test_a_limit_is_refused_after_answers_that_no_epsilon_covers(tmp_path: Path)
     assert "outside every ε" in ppsgd_command("client-report", tmp_path / "device")
 
 
+def test_what_a_registered_function_sends_is_counted_and_noted_too(tmp_path: Path) -> None:
+    """Flower lets an app answer messages of its own kind, such as ``train.mine``."""
+    app = client_app(learner_for, local_step=0.5)
+
+    @app.train("mine")
+    def mine(message: Message, context: Context) -> Message:  # noqa: ARG001
+        return Message(RecordDict({"arrays": w0()}), reply_to=message)
+
+    node = {"ppsgd-state-dir": str(tmp_path / "device"), "ppsgd-user": "ann"}
+    on = grid(OwnedNode(node, app))
+    content = RecordDict({"arrays": w0()})
+    (reply,) = on.send_and_receive([Message(content, on.get_node_ids()[0], "train.mine")])
+    assert set(reply.content) == {"arrays"}
+    report = ppsgd_command("client-report", tmp_path / "device")
+    assert "outside every ε" in report
+    assert "bytes of arrays" in report
+
+
 OUTSIDE: dict[str, Callable[[Any], Any]] = {
     "a stock strategy": lambda on: FedAvg().configure_train(1, w0(), ConfigRecord(), on),
     "no noise": lambda on: strategy(release=release(z=0.0)).configure_train(

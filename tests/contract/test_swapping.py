@@ -297,6 +297,11 @@ def test_ordinary_clients_of_both_kinds_take_part_in_one_training() -> None:
     np.testing.assert_allclose(flat(result.arrays), 0.75 * CENTRE, atol=1e-6)
 
 
+def test_a_learner_in_place_of_the_function_that_makes_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"learner_for must be .*, got a Target"):
+        client_app(Target(target(0)))  # type: ignore[arg-type]
+
+
 def test_a_learner_for_that_cannot_be_pickled_is_named_when_it_is_sent() -> None:
     lock = threading.Lock()
 
