@@ -139,7 +139,8 @@ class RandomConvolution:
         factor, height, width, channels = self._working_shape(columns)
         largest = abs(x).max(axis=1, keepdims=True)
         largest[~(largest > 0)] = 1.0
-        images = (x / largest).reshape(n, *image_shape(self.shape, columns))
+        scaled = x / largest
+        images = scaled.reshape(n, *image_shape(self.shape, columns))
         used = images[:, : height * factor, : width * factor]
         blocks = used.reshape(n, height, factor, width, factor, channels)
         small = blocks.mean(axis=(2, 4))  # n × height × width × channels
@@ -166,8 +167,11 @@ def _gabor_factors(seed: int, channels: int, count: int) -> tuple[Singles, Singl
     """Each filter as a sum of three products, of a function of the column and one of the row.
 
     cos(u + v) = cos u·cos v − sin u·sin v with u along the row and v down the column, a Gaussian
-    window is such a product by itself, and the mean that is subtracted is a constant. Returns the
-    functions of the column, filters × 3 × 13·channels, and those of the row, filters × 3 × 13.
+    window is such a product by itself, and the mean that is subtracted is a constant.
+
+    Returns:
+        the functions of the column, filters × 3 × 13·channels, and those of the row, filters × 3 ×
+        13.
     """
     source = np.random.default_rng([seed, FILTER, 9])
     drawn = source.random((count, 4))
@@ -183,21 +187,28 @@ def _gabor_factors(seed: int, channels: int, count: int) -> tuple[Singles, Singl
     u = turns * np.cos(direction) / wavelength + phase
     v = turns * np.sin(direction) / wavelength
     constant = np.ones_like(u)
-    # filters × 3 × 13
+    # filters × 3 × 13 each
     across = np.stack([window * np.cos(u), -window * np.sin(u), constant], axis=1)
     down = np.stack([window * np.cos(v), window * np.sin(v), 0 * constant], axis=1)
+    # mean zero, and unit norm
     total = np.einsum("fka,fkd->f", across, down)
     down[:, 2] = -total[:, None] / FILTER**2
-    filters = np.einsum("fka,fkd->fad", across, down)
+    filters = np.einsum("fka,fkd->fad", across, down)  # filters × 13 × 13
     norms = np.linalg.norm(filters, axis=(1, 2))
     down /= norms[:, None, None]
-    colours = np.ones((count, 1))  # how much each filter sees of each channel
-    if channels > 1:
-        source = np.random.default_rng([seed, FILTER, 9, channels])
-        colours = unit_rows(source.normal(size=(count, channels)))
+    # filters × 3 × 13 × channels
+    colours = _colours(seed, channels, count)
     coloured = across[:, :, :, None] * colours[:, None, None, :]
     across = coloured.reshape(count, 3, FILTER * channels)
     return across.astype(np.float32), down.astype(np.float32)
+
+
+def _colours(seed: int, channels: int, count: int) -> Floats:
+    """How much each filter sees of each channel: a random direction, filters × channels."""
+    if channels == 1:
+        return np.ones((count, 1))
+    source = np.random.default_rng([seed, FILTER, 9, channels])
+    return unit_rows(source.normal(size=(count, channels)))
 
 
 def _bands(down: Singles, height: int) -> Singles:
@@ -207,7 +218,7 @@ def _bands(down: Singles, height: int) -> Singles:
     and the last row stand for those beyond the edge.
     """
     count = len(down)
-    bands = np.zeros((count, height, 3, height), dtype=np.float32)
+    bands = np.zeros((count, height, 3, height), dtype=np.float32)  # … × row of the image
     rows = np.arange(height)
     for tap in range(FILTER):
         seen = np.clip(rows + tap - FILTER // 2, 0, height - 1)
@@ -221,8 +232,9 @@ def _responses(images: Singles, across: Singles, bands: Singles) -> Singles:
     count = len(bands)
     taps = np.arange(FILTER)[:, None] - FILTER // 2
     seen = np.clip(np.arange(width) + taps, 0, width - 1)  # taps × width
-    neighbours = images[:, seen].transpose(1, 3, 0, 2, 4)  # taps × channels × height × …
-    columns = neighbours.reshape(FILTER * channels, height * width * n)
+    neighbours = images[:, seen]  # height × taps × width × channels × n
+    by_tap = neighbours.transpose(1, 3, 0, 2, 4)  # taps × channels × height × width × n
+    columns = by_tap.reshape(FILTER * channels, height * width * n)
     along_rows = across.reshape(count * 3, -1) @ columns
     responses = bands @ along_rows.reshape(count, 3 * height, width * n)
     return np.asarray(responses.reshape(count, height, width, n))
@@ -243,7 +255,7 @@ def _pool_cells(responses: Singles) -> Singles:
     used = responses[:, : down * tall, : across * wide]
     blocks = used.reshape(-1, down, tall, across, wide, n)
     cells = blocks.mean(axis=(2, 4))  # filters × down × across × n
-    by_image = cells.transpose(3, 1, 2, 0)
+    by_image = cells.transpose(3, 1, 2, 0)  # n × down × across × filters
     return np.asarray(by_image.reshape(n, -1))
 
 

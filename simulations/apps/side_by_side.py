@@ -5,25 +5,32 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from flwr.app import UserConfig
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
+from torch import nn
 
-from flwr_ppsgd import PPSGD, Ledger, Poisson, Release, Steps, calibrate_noise
+from flwr_ppsgd import (
+    PPSGD,
+    Ledger,
+    Poisson,
+    Release,
+    Steps,
+    calibrate_noise,
+    shared_arrays,
+)
 from flwr_ppsgd.cli import console
 from flwr_ppsgd.lab.figures import learning_curves
 from flwr_ppsgd.lab.rows import RunRow
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import rounded_up
 
-Train: TypeAlias = Callable[[Grid, UserConfig], tuple[PPSGD, Result]]
-
 DELTA = 1e-4
 CLIP_NORM = 0.1
 MEASURE = "accuracy"
+PERSONAL = "head.*"  # the user's own layers
 FOOTNOTE = "Means over users' own test data: outside the guarantee."
 
 
@@ -33,13 +40,21 @@ class Run:
 
     Args:
         client: the clients.
-        train: the server.
+        network: theirs, of which the server holds everything but ``PERSONAL``.
         config: of the run.
     """
 
     client: ClientApp
-    train: Train
+    network: Callable[[], nn.Module]
     config: UserConfig
+
+    def train(self) -> tuple[PPSGD, Result]:
+        """The strategy, and what it brought."""
+        strategy = everyone(self.config)
+        grid = InProcessGrid(self.client, int(self.config["population"]), self.config)
+        initial = shared_arrays(self.network(), PERSONAL)
+        rounds = int(self.config["rounds"])
+        return strategy, strategy.start(grid, initial, num_rounds=rounds)
 
 
 def everyone(config: Mapping[str, Any]) -> PPSGD:
@@ -78,8 +93,7 @@ def show(runs: Mapping[str, Run], picture: Path, title: str) -> dict[str, float]
     logging.getLogger("flwr").setLevel(logging.WARNING)
     curves = {}
     for label, run in runs.items():
-        nodes = int(run.config["population"])
-        strategy, result = run.train(InProcessGrid(run.client, nodes, run.config), run.config)
+        strategy, result = run.train()
         curves[label] = with_epsilon(rows_of(result, MEASURE), strategy)
         last = curves[label][-1]
         spent = rounded_up(last.epsilon)

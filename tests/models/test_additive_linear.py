@@ -70,32 +70,40 @@ def test_a_sum_is_the_mean_times_the_minibatch(loss: Loss) -> None:
     np.testing.assert_allclose(total, ROWS * mean, rtol=1e-14)
 
 
-def test_squared_measures_by_hand() -> None:
-    """Scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1+9), one of two
-    classes right."""
-    test = (np.eye(2), np.array([[1.0, 0.0], [1.0, 0.0]]))
-    learner = AdditiveLinear(batch("squared"), 2, 2, "squared", test)
-    assert learner.evaluate(np.array([1.0, 0, 0, 1]), np.array([1.0, 0, 0, 2])) == {
-        "loss": 2.75,
-        "accuracy": 0.5,
-    }
-
-
-def test_softmax_measures_by_hand() -> None:
-    """Chances (3/4, 1/4) for both samples, one of each class: loss (ln 4/3 + ln 4)/2, half of them
-    right."""
-    test = (np.ones((2, 1)), np.eye(2))
-    learner = AdditiveLinear(batch("softmax"), 1, 2, "softmax", test)
-    measures = learner.evaluate(np.array([math.log(3), 0.0]), np.zeros(2))
-    assert measures == {"loss": pytest.approx((math.log(4 / 3) + math.log(4)) / 2), "accuracy": 0.5}
-
-
-def test_softmax_loss_of_a_hopeless_score_is_its_margin() -> None:
-    """−ln(e⁰ / (e¹⁰⁰⁰ + e⁰)) = 1000, though the chance itself is below the smallest float."""
-    learner = AdditiveLinear(
-        batch("softmax"), 1, 2, "softmax", (np.ones((1, 1)), np.array([[0.0, 1.0]]))
-    )
-    assert learner.evaluate(np.array([1000.0, 0.0]), np.zeros(2))["loss"] == pytest.approx(1000)
+@pytest.mark.parametrize(
+    ("loss", "test", "w", "measures"),
+    [
+        # scores (2, 0) and (0, 3) against (1, 0) and (1, 0): losses ½·1 and ½·(1 + 9)
+        (
+            "squared",
+            (np.eye(2), np.array([[1.0, 0.0], [1.0, 0.0]])),
+            [2.0, 0.0, 0.0, 3.0],
+            {"loss": 2.75, "accuracy": 0.5},
+        ),
+        # chances (3/4, 1/4) for both samples, one of each class
+        (
+            "softmax",
+            (np.ones((2, 1)), np.eye(2)),
+            [math.log(3), 0.0],
+            {"loss": (math.log(4 / 3) + math.log(4)) / 2, "accuracy": 0.5},
+        ),
+        # −ln(e⁰ / (e¹⁰⁰⁰ + e⁰)) = 1000, though the chance itself is below the smallest float
+        (
+            "softmax",
+            (np.ones((1, 1)), np.array([[0.0, 1.0]])),
+            [1000.0, 0.0],
+            {"loss": 1000.0, "accuracy": 0.0},
+        ),
+        # one output has no accuracy: (½·4 + ½·16)/2
+        ("squared", (np.array([[1.0], [2.0]]), np.zeros((2, 1))), [2.0], {"loss": 5.0}),
+    ],
+)
+def test_measures_by_hand(loss: Loss, test: Any, w: list[float], measures: Any) -> None:
+    """At (w/4, 3w/4): only their sum counts."""
+    x, y = test
+    learner = AdditiveLinear(batch(loss), x.shape[1], y.shape[1], loss, test)
+    found = learner.evaluate(np.array(w) / 4, 3 * np.array(w) / 4)
+    assert found == pytest.approx(measures, rel=1e-12)
 
 
 def test_large_scores_give_finite_gradients() -> None:
@@ -104,12 +112,6 @@ def test_large_scores_give_finite_gradients() -> None:
     learner = AdditiveLinear(Fixed(np.ones((1, 1)), np.array([[0.0, 1.0]])), 1, 2, "softmax")
     g_w, _ = learner.gradients(np.array([1e4, 0.0]), np.zeros(2), order("mean"))
     assert g_w.tolist() == [1, -1]
-
-
-def test_one_output_has_a_loss_and_no_accuracy() -> None:
-    test = (np.array([[1.0], [2.0]]), np.zeros((2, 1)))
-    learner = AdditiveLinear(batch("squared"), 1, test=test)
-    assert learner.evaluate(np.array([1.0]), np.array([1.0])) == {"loss": 5.0}  # (½·4 + ½·16) / 2
 
 
 def test_theta_starts_at_zero_and_nothing_is_measured_without_a_test_part() -> None:

@@ -42,13 +42,6 @@ def one(context: Context) -> Any:  # noqa: ARG001
     return [(torch.ones(2, 2), torch.tensor([0, 1]))]
 
 
-def test_a_wrong_pattern_is_seen_when_the_app_is_made() -> None:
-    with pytest.raises(ValueError, match=r"'fc3.\*' matches no parameter of Sequential"):
-        torch_client(network, "fc3.*", pairs)
-    with pytest.raises(ValueError, match="tracks running statistics"):
-        torch_client(normalised, "2.*", pairs)
-
-
 def test_the_check_needs_no_values() -> None:
     """A large network is not filled with numbers twice."""
     MADE.clear()
@@ -120,29 +113,22 @@ def test_a_torch_client_answers_a_secure_sum_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((network(), "1.*", pairs), r"give the class \(Sequential\)"),
-        (("1.*", network, pairs), "the order is torch_client"),
-    ],
-)
-def test_what_is_no_network_is_told_so(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        torch_client(*arguments)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"network": network()}, r"give the class \(Sequential\)"),
+        ({"network": "1.*", "personal": network}, "the order is torch_client"),
+        ({"personal": "fc3.*"}, r"'fc3.\*' matches no parameter of Sequential"),
+        ({"network": normalised, "personal": "2.*"}, "tracks running statistics"),
         ({"loss": "sqared"}, "did you mean 'squared'"),
         ({"optimizer": "adam"}, "optimizer must be a class of torch.optim"),
         ({"personal_steps": 0}, "personal_steps must be a whole number"),
     ],
 )
-def test_wrong_options_are_seen_when_the_app_is_made(options: Any, message: str) -> None:
+def test_wrong_arguments_are_seen_when_the_app_is_made(options: Any, message: str) -> None:
     """Not on the clients, after rounds were charged."""
+    arguments = {"network": network, "personal": "1.*", "loaders": pairs, **options}
     with pytest.raises(ValueError, match=message):
-        torch_client(network, "1.*", pairs, **options)
+        torch_client(**arguments)
 
 
 class Tied(nn.Module):

@@ -18,6 +18,9 @@ from torch.utils.data import (
 from flwr_ppsgd.models.torch_data import LoaderBatches
 
 ROWS = 10
+ONE = torch.ones(1)
+NAMED = {"pixels": torch.ones(2, 1), "digit": torch.tensor([0, 1]), "writer": ["ada"] * 2}
+PAIRS = [(torch.ones(2, 1), torch.tensor([0, 1])), (torch.ones(2, 1), torch.tensor([2, 3]))]
 
 
 class Counted(Dataset[dict[str, Tensor]]):
@@ -86,8 +89,7 @@ def test_a_small_iterable_is_read_once() -> None:
             reads.append(1)
             return super().__iter__()
 
-    pairs = [(torch.ones(2, 1), torch.tensor([0, 1])), (torch.ones(2, 1), torch.tensor([2, 3]))]
-    source = batches(Listed(pairs))
+    source = batches(Listed(PAIRS))
     before = len(reads)
     found = {row for visit in (1, 2) for row in targets(source, visit)}
     assert found == {0, 1, 2, 3}
@@ -95,8 +97,7 @@ def test_a_small_iterable_is_read_once() -> None:
 
 
 def test_a_large_iterable_is_read_batch_by_batch() -> None:
-    pairs = [(torch.ones(2, 1), torch.tensor([0, 1])), (torch.ones(2, 1), torch.tensor([2, 3]))]
-    source = batches(pairs, most_bytes=40)
+    source = batches(PAIRS, most_bytes=40)
     assert [targets(source, visit) for visit in (1, 2, 3)] == [[0, 1], [2, 3], [0, 1]]
     assert source.num_examples == 4
 
@@ -117,25 +118,24 @@ def test_several_inputs_are_held_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"),
+    ("batch", "parts", "words"),
     [
-        ((torch.ones(1), torch.ones(1), torch.ones(1)), r"3 parts where .* inputs=\[0, 1\], targ"),
-        ({"img": torch.ones(1), "y": torch.ones(1), "label": torch.ones(1)}, r"add target="),
-        (torch.ones(3), "a batch is a Tensor, not"),
-        ((torch.tensor([1.0, float("nan")]), torch.ones(2)), "part 'x' .* NaN or infinity"),
-        ({"img": torch.ones(2), "y": torch.tensor([1, float("inf")])}, "part 'target' .* NaN"),
+        ((ONE, ONE, ONE), {}, r"3 parts where .* inputs=\[0, 1\], targ"),
+        ({"img": ONE, "y": ONE, "label": ONE}, {}, r"add target="),
+        (torch.ones(3), {}, "a batch is a Tensor, not"),
+        ((torch.tensor([1.0, float("nan")]), torch.ones(2)), {}, "part 'x' .* NaN or infinity"),
+        ({"img": ONE, "y": torch.tensor([float("inf")])}, {}, "part 'target' .* NaN"),
+        (NAMED, {}, r"parts \['pixels', 'digit', 'writer'\].*target="),
+        (NAMED, {"inputs": "picture", "target": "digit"}, r"\['picture'\] were asked for: name"),
+        (NAMED, {"target": "digit"}, r"part 'writer' of a batch is not a tensor.*inputs="),
+        ((ONE, ONE, ONE), {"inputs": [0, 1], "target": 3}, r"\[0, 1, 2\], and \[3\] were asked"),
     ],
 )
-def test_a_batch_that_does_not_fit_says_what_to_change(batch: Any, words: str) -> None:
+def test_a_batch_that_does_not_fit_says_what_to_change(
+    batch: Any, parts: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
-        batches([batch])
-
-
-def test_a_target_may_come_first() -> None:
-    source = LoaderBatches([(torch.tensor([7]), torch.ones(1, 2))], target=0)
-    x, y = source(1)
-    assert y.tolist() == [7]
-    assert x.shape == (1, 2)
+        batches([batch], **parts)
 
 
 @pytest.mark.parametrize(
@@ -165,18 +165,12 @@ def test_a_target_is_known_by_its_usual_names_in_any_order(name: str, first: boo
     assert list(x) == ["img"]
 
 
-def test_other_names_are_given() -> None:
-    batch = {"pixels": torch.ones(2, 1), "digit": torch.tensor([0, 1]), "writer": ["ada"] * 2}
-    x, _ = LoaderBatches([batch], "pixels", "digit")(1)
+def test_other_names_and_places_are_given() -> None:
+    x, _ = batches([NAMED], inputs="pixels", target="digit")(1)
     assert list(x) == ["pixels"]
-    with pytest.raises(ValueError, match=r"parts \['pixels', 'digit', 'writer'\].*target="):
-        batches([batch])
-    with pytest.raises(ValueError, match=r"\['picture'\] were asked for: name parts that it has"):
-        LoaderBatches([batch], "picture", "digit")
-    with pytest.raises(ValueError, match=r"part 'writer' of a batch is not a tensor.*inputs="):
-        LoaderBatches([batch], target="digit")
-    with pytest.raises(ValueError, match=r"parts \[0, 1, 2\], and \[3\] were asked for"):
-        LoaderBatches([tuple(batch.values())], inputs=[0, 1], target=3)
+    x, y = batches([(torch.tensor([7]), torch.ones(1, 2))], target=0)(1)
+    assert y.tolist() == [7]
+    assert x.shape == (1, 2)
 
 
 def test_rows_that_are_held_are_the_same_and_are_read_once() -> None:

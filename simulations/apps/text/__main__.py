@@ -9,8 +9,8 @@ from pathlib import Path
 from flwr.app import UserConfig
 
 from simulations.apps.side_by_side import Run, arguments, show
-from simulations.apps.text import client_app, server_app
-from simulations.apps.text.task import USERS, texts
+from simulations.apps.text import client_app
+from simulations.apps.text.task import USERS, TagNet, texts
 
 STEP = 20.0  # of the word weights
 
@@ -28,7 +28,7 @@ def main(given: list[str] | None = None) -> dict[str, float]:
     }
     runs = {}
     for label, step in (("head alone", 0.0), ("shared word weights", STEP)):
-        runs[label] = Run(client_app.app, server_app.train, {**config, "step": step})
+        runs[label] = Run(client_app.app, TagNet, {**config, "step": step})
     return show(runs, options.picture, "Tags of users' own texts")
 
 
