@@ -21,51 +21,6 @@ OWN_W = "ppsgd-own-w"  # of a personal model's arrays: the w that it belongs to
 OWN_THETA = "ppsgd-own-theta"  # its θ, if there is one
 
 
-class OwnModel(Protocol):
-    """A user's personal model, on the device."""
-
-    def measures(self) -> dict[str, float]:
-        """On the user's test rows; ``local_…`` of own rows alone, ``shared_…`` of w alone."""
-        ...
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Everything that predicts, for the device's own disk."""
-        ...
-
-
-@runtime_checkable
-class DescribedModel(Protocol):
-    """A personal model that says what it is made of."""
-
-    @property
-    def choices(self) -> Mapping[str, float]:
-        """Numbers with names, such as how much the user trusts w."""
-        ...
-
-
-@runtime_checkable
-class Solver(Protocol):
-    """What a learner offers besides, to take part in ``PPSGD.auto``."""
-
-    task: str
-
-    def solution(self, w: Vector, order: Order) -> Vector:
-        """What the user would add to w, by own rows alone; ``order.unit`` is the public unit."""
-        ...
-
-    def spread(self) -> float:
-        """The standard deviation of the user's own targets; NaN if there is none."""
-        ...
-
-    def own_columns(self) -> Vector:
-        """1 for each sparse column that the user has, else 0; empty without sparse columns."""
-        ...
-
-    def personal_model(self, w: Vector, variance: Vector, order: Order) -> OwnModel:
-        """The user's own model around w, whose noise has this variance."""
-        ...
-
-
 class Learner(Protocol):
     """A model together with one user's data.
 
@@ -153,15 +108,6 @@ class TrainingMeasurer(Protocol):
 
 
 @runtime_checkable
-class OriginProvider(Protocol):
-    """A learner of ``PPSGD.auto`` for which w = 0 is not a model."""
-
-    def origin(self, w: Vector) -> Vector:
-        """The w at which the length of a first solution is asked."""
-        ...
-
-
-@runtime_checkable
 class SinglePrecision(Protocol):
     """A learner that says whether w may be a float32 vector if it travels as one."""
 
@@ -173,6 +119,66 @@ class TestedRowCounter(Protocol):
     """A learner that knows on how many rows it evaluates: the weight of its measures."""
 
     num_tested: int
+
+
+# --- for ``PPSGD.auto``
+
+
+class OwnModel(Protocol):
+    """A user's personal model, on the device."""
+
+    def measures(self) -> dict[str, float]:
+        """On the user's test rows; ``local_…`` of own rows alone, ``shared_…`` of w alone."""
+        ...
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Everything that predicts, for the device's own disk."""
+        ...
+
+
+@runtime_checkable
+class DescribedModel(Protocol):
+    """A personal model that says what it is made of."""
+
+    @property
+    def choices(self) -> Mapping[str, float]:
+        """Numbers with names, such as how much the user trusts w."""
+        ...
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """A learner that can take part in ``PPSGD.auto``."""
+
+    task: str
+
+    def solution(self, w: Vector, order: Order) -> Vector:
+        """What the user would add to w, by own rows alone; ``order.unit`` is the public unit."""
+        ...
+
+    def spread(self) -> float:
+        """The standard deviation of the user's own targets; NaN if there is none."""
+        ...
+
+    def own_columns(self) -> Vector:
+        """1 for each sparse column that the user has, else 0; empty without sparse columns."""
+        ...
+
+    def personal_model(self, w: Vector, variance: Vector, order: Order) -> OwnModel:
+        """The user's own model around w, whose noise has this variance."""
+        ...
+
+
+@runtime_checkable
+class OriginProvider(Protocol):
+    """A learner of ``PPSGD.auto`` for which w = 0 is not a model."""
+
+    def origin(self, w: Vector) -> Vector:
+        """The w at which the length of a first solution is asked."""
+        ...
+
+
+# --- minibatches
 
 
 class Batches(Protocol):

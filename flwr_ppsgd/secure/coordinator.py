@@ -184,10 +184,12 @@ class Coordinator(Generic[Node]):
             share = revealed[owner]
             portion = self._shares[owner].portions[holder]
             if owner in self._survivors:
-                fits = share_hash(share, self.session, SEED, owner, holder) == portion.seed_hash
+                secret = SEED
+                expected = portion.seed_share_hash
             else:
-                fits = share_hash(share, self.session, KEY, owner, holder) == portion.key_hash
-            if fits:
+                secret = KEY
+                expected = portion.key_share_hash
+            if share_hash(share, self.session, secret, owner, holder) == expected:
                 self._revealed.setdefault(owner, {})[holder] = share
         return True
 

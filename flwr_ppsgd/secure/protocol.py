@@ -100,8 +100,8 @@ class SealedShares(NamedTuple):
     """What one participant gives to one holder: two sealed shares, and a hash of each."""
 
     sealed: bytes
-    seed_hash: bytes
-    key_hash: bytes
+    seed_share_hash: bytes
+    key_share_hash: bytes
 
 
 @dataclass(frozen=True)

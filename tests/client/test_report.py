@@ -8,7 +8,8 @@ from flwr.app import ArrayRecord
 
 from flwr_ppsgd import client_app
 from flwr_ppsgd.client.report import client_report
-from tests.client.test_theta_store import Nodes, message, order
+from tests.client.test_policy import message
+from tests.client.test_theta_store import Nodes, order
 from tests.support.toy import SIZE, release, strategy, toy_learner, w0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.serverapp.strategy import FedAvg
@@ -24,6 +24,7 @@ from flwr_ppsgd.client.report import client_report
 from flwr_ppsgd.client.theta import RUN, Theta
 from flwr_ppsgd.client.theta_store import NAME, DiskStore, users_in
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.client.test_policy import message
 from tests.support.kept import all_kept_in, kept_by
 from tests.support.toy import SIZE, Floats, Toy, release, strategy, target, toy_learner, w0
 
@@ -319,11 +320,6 @@ def test_a_name_that_cannot_be_written_is_refused(
     assert "choose another ppsgd-user" in caplog.text
 
 
-def message(an_order: Order, kind: str = "train", w: ArrayRecord | None = None) -> Message:
-    content = {"arrays": w or w0(), "ppsgd-order": ConfigRecord(an_order.to_flat())}
-    return Message(RecordDict(content), 5, kind)  # type: ignore[arg-type]
-
-
 def answer(context: Context, an_order: Order, kind: str = "train") -> Message:
     return client_app(toy_learner)(message(an_order, kind), context)
 
@@ -401,7 +397,7 @@ def test_every_reply_is_noted_and_refusals_are_counted_by_code(tmp_path: Path) -
         with pytest.raises(ClientError):
             answer(context, replace(order(2), clip_norm=math.inf))
     with pytest.raises(ClientError):
-        client_app(toy_learner)(Message(RecordDict({"arrays": w0()}), 5, "train"), context)
+        client_app(toy_learner)(message(None), context)
     lines = notes(tmp_path)
     assert [(line["kind"], line["code"]) for line in lines] == [
         ("train", ""),
