@@ -87,18 +87,6 @@ class LazyReplies(Sequence[Message]):
         yield from map(self._answer, unanswered)
 
 
-class NodeIds(list[int]):
-    """A list of consecutive ids, made once, that also knows that it is one.
-
-    Args:
-        span: the ids as a range.
-    """
-
-    def __init__(self, span: range) -> None:
-        super().__init__(span)
-        self.span = span
-
-
 class _EachErrorOnce(logging.Filter):
     """Lets an error of clients through once: a mistake in the app is made on every node."""
 
@@ -142,7 +130,7 @@ class InProcessGrid(Grid):
         self._app = client_app
         self._run = Run.create_empty(run_id)
         self._run_config = dict(run_config or {})
-        self._node_ids = NodeIds(range(FIRST_NODE_ID, FIRST_NODE_ID + nodes))
+        self._node_ids = range(FIRST_NODE_ID, FIRST_NODE_ID + nodes)
         self._contexts: dict[int, Context] = {}
         self._pushed: dict[str, Message] = {}
         self._ids = itertools.count(1)
@@ -164,7 +152,7 @@ class InProcessGrid(Grid):
             )
         return self._contexts[node_id]
 
-    def get_node_ids(self) -> list[int]:
+    def get_node_ids(self) -> Sequence[int]:
         """The ids of all nodes, in the order of their ``partition-id``."""
         return self._node_ids
 
@@ -216,8 +204,7 @@ class InProcessGrid(Grid):
 
     def _send_all(self, messages: Iterable[Message]) -> list[Message]:
         """Send the messages whose node exists, and return those."""
-        nodes = self._node_ids.span
-        known = [message for message in messages if message.metadata.dst_node_id in nodes]
+        known = [each for each in messages if each.metadata.dst_node_id in self._node_ids]
         for message in known:
             self._stamp(message)
         return known

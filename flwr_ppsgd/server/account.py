@@ -16,7 +16,7 @@ from flwr_ppsgd.checks import is_whole, require
 from flwr_ppsgd.epsilon import check_accountant
 from flwr_ppsgd.ledger import MOST_ROUNDS, Ledger, affordable_rounds, release_to_dict
 from flwr_ppsgd.noise import cut_probability
-from flwr_ppsgd.recipe import RecipeValues, values_of
+from flwr_ppsgd.recipe import Recipe, RecipeValues, values_of
 from flwr_ppsgd.server.budget import Budget
 from flwr_ppsgd.server.facts import OperatorFacts
 from flwr_ppsgd.server.rounds import SumRequest
@@ -45,7 +45,8 @@ class ServerAccount:
         self._is_saved = True  # whether the store has it
         self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
-        self._promised: tuple[Ledger, str, tuple[float, str]] | None = None  # for what, and what
+        # what was promised last, and for which ledger and unit
+        self._promised: tuple[tuple[Ledger, str], tuple[float, str]] | None = None
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
         self._store = Store(training.checkpoint_dir)
         self.facts = OperatorFacts(self._store, training)
@@ -75,7 +76,7 @@ class ServerAccount:
         """Go on from what the store holds."""
         try:
             if self.training.recipe is None:
-                self._settle()
+                self._fix_settings()
             found = self._store.load()
             self.training_id = self._store.owner
             self.ledger = self._store.ledger(self.training.delta)
@@ -93,7 +94,7 @@ class ServerAccount:
             self.close()
             raise
 
-    def _settle(self) -> None:
+    def _fix_settings(self) -> None:
         """Fix what the guarantee rests on; ValueError if the training began with something else."""
         recipe = self.training.recipe
         before = {} if recipe is None else recipe.before
@@ -105,32 +106,29 @@ class ServerAccount:
 
     def _join_budget(self) -> None:
         """Join the budget that the training is under, if there is one."""
-        directory = self.training.budget_dir
+        training = self.training
+        directory = training.budget_dir
         joined = self._store.notes("budget")
         owner, place = joined[0] if joined else (None, None)
-        if directory is None:
-            if place is not None:
-                raise ValueError(
-                    f"this training is under the budget in {place}: set budget_dir to it"
-                )
-            return
-        self._budget = Budget(directory)
-        self._budget.admit(
-            self.training.release, self.training.delta, self.training.insecure_seed is not None
-        )
-        if place is None:
-            if self.ledger.rounds:
-                raise ValueError(
-                    f"{self.training.checkpoint_dir} has {self.ledger.rounds} charges that the "
-                    f"budget in {directory} never saw: a training joins a budget before its first "
-                    "round; start anew in another checkpoint_dir"
-                )
-            self._store.note("budget", [self._budget.owner, str(directory.resolve())])
-        elif owner != self._budget.owner:
+        if directory is not None:
+            self._budget = Budget(directory)
+            insecure = training.insecure_seed is not None
+            self._budget.admit(training.release, training.delta, insecure)
+        if joined and (self._budget is None or owner != self._budget.owner):
             raise ValueError(
                 f"this training is under the budget in {place}, not under the one in "
-                f"{directory}: set budget_dir to the former"
+                f"budget_dir={directory}: set budget_dir to the former"
             )
+        if self._budget is None:
+            return
+        if not joined:
+            if self.ledger.rounds:
+                raise ValueError(
+                    f"{training.checkpoint_dir} has {self.ledger.rounds} charges that the budget "
+                    f"in {directory} never saw: a training joins a budget before its first round; "
+                    "start anew in another checkpoint_dir"
+                )
+            self._store.note("budget", [self._budget.owner, str(self._budget.directory.resolve())])
         self._budget.catch_up(self.training_id, self._store.charges())
 
     @functools.cached_property
@@ -181,13 +179,13 @@ class ServerAccount:
         self._store.note("sum", [name, noisy.tolist()])
 
     @property
-    def pending(self) -> list[str]:
-        """What is still to be asked for before the first round."""
+    def pending(self) -> dict[str, Release]:
+        """What is still to be released before the first round, each once."""
         recipe = self.training.recipe
         if recipe is None:
-            return []
+            return {}
         known = dict(self._store.notes("sum"))
-        return [name for name in recipe.before if name not in known]
+        return {name: each for name, each in recipe.before.items() if name not in known}
 
     @property
     def values(self) -> RecipeValues:
@@ -197,11 +195,6 @@ class ServerAccount:
             return RecipeValues()
         sums = {name: np.array(numbers) for name, numbers in self._store.notes("sum")}
         return values_of(recipe, sums)
-
-    def _releases_before(self) -> list[tuple[Release, int]]:
-        """What is still to be released before the first round, each once."""
-        recipe = self.training.recipe
-        return [(recipe.before[name], 1) for name in self.pending] if recipe else []
 
     # --- the plan and the budget
 
@@ -229,16 +222,14 @@ class ServerAccount:
         rule = "num_rounds must be a whole number that is not negative"
         require(whole, rule, rounds, "it is the total, restarts included")
         if self.training.recipe is not None:
-            rounds = self._within_recipe(wanted)
+            rounds = self._within_recipe(self.training.recipe, wanted)
         self.last_round = self._within_budgets(rounds)
         if self.training.steps.publishes:
             self._plan_charges(self.last_round)
         return self.last_round
 
-    def _within_recipe(self, wanted: int | None) -> int:
+    def _within_recipe(self, recipe: Recipe, wanted: int | None) -> int:
         """The recipe's rounds, or fewer: then the budget is spent in those."""
-        recipe = self.training.recipe
-        assert recipe is not None
         rounds = recipe.rounds
         if wanted is not None and wanted > rounds:
             log.info("auto needs %d rounds: num_rounds=%d is not used", rounds, wanted)
@@ -248,7 +239,7 @@ class ServerAccount:
             if self._store.setting("release") in (None, release_to_dict(fewer.release)):
                 self.training = fewer
         if rounds > 0:
-            self._settle()
+            self._fix_settings()
         return rounds
 
     def affordable_rounds(self, at_most: int = MOST_ROUNDS) -> int | None:
@@ -263,7 +254,7 @@ class ServerAccount:
             delta=self.training.delta,
             release=release,
             at_most=at_most,
-            also=[*others, *self._releases_before()],
+            also=[*others, *((each, 1) for each in self.pending.values())],
         )
 
     def _charged_rounds(self) -> int:
@@ -273,30 +264,33 @@ class ServerAccount:
 
     def _within_budgets(self, rounds: int) -> int:
         """How many of ``rounds`` rounds, counted over the whole training, are paid for."""
-        release = self.training.release
         if not self.training.steps.publishes:
             return rounds
-        paid_by = {}
         charged = self._charged_rounds()
         ahead = max(0, rounds - self.rounds_done)
         affordable = self.affordable_rounds(at_most=charged + ahead)
         if affordable is not None:
             self._affordable = affordable
             paid = self.rounds_done + max(0, affordable - charged)
-            paid_by[f"max_epsilon={self.training.max_epsilon:g} pays for"] = paid
+            payer = f"max_epsilon={self.training.max_epsilon:g} pays for"
+            rounds = self._shortened(rounds, paid, payer)
         if self._budget is not None:
-            room = self._budget.affords(release, self._releases_before())
-            paid_by[f"in {self._budget.directory} has room for"] = self.rounds_done + room
-        for budget, paid in paid_by.items():
-            if paid < rounds:
-                log.warning(
-                    "The budget %s %d of %d rounds: the run ends there. For all of them "
-                    "raise noise_multiplier (now %g), sample fewer users, or allow a larger "
-                    "epsilon.",
-                    *(budget, paid, rounds, release.noise_multiplier),
-                )
-                rounds = paid
+            before = [(each, 1) for each in self.pending.values()]
+            room = self._budget.affords(self.training.release, before)
+            payer = f"in {self._budget.directory} has room for"
+            rounds = self._shortened(rounds, self.rounds_done + room, payer)
         return rounds
+
+    def _shortened(self, rounds: int, paid: int, payer: str) -> int:
+        """The smaller number, with a warning if a budget does not pay for all rounds."""
+        if paid >= rounds:
+            return rounds
+        log.warning(
+            "The budget %s %d of %d rounds: the run ends there. For all of them raise "
+            "noise_multiplier (now %g), sample fewer users, or allow a larger epsilon.",
+            *(payer, paid, rounds, self.training.release.noise_multiplier),
+        )
+        return paid
 
     def _plan_charges(self, rounds: int) -> None:
         """Write the plan down. One that grows after any charge is a choice, and a caveat."""
@@ -309,7 +303,9 @@ class ServerAccount:
             plan = {"charges": max(charges, planned), "rounds": max(rounds, before)}
             self._store.note("plan", plan)
         if charged and rounds > before and self._budget is None:
-            self.note_caveat(raised_plan(stated, self.stated_ledger(), charged))
+            caveat = raised_plan(stated, self.stated_ledger(), charged)
+            if caveat:
+                self._store.note_caveat(caveat)
 
     def check(self, request: SumRequest) -> None:
         """PrivacyBudgetExhausted before anything is sent for a sum that the budget cannot pay."""
@@ -363,9 +359,10 @@ class ServerAccount:
         insecure = self.training.insecure_seed is not None
         missing = max(0, self._store.planned[0] - self.ledger.rounds)
         ledger = self.ledger
-        for release, times in self._releases_before() if missing else ():
-            ledger = ledger.record(release, times, insecure=insecure)
-            missing -= times
+        if missing:
+            for release in self.pending.values():
+                ledger = ledger.record(release, insecure=insecure)
+                missing -= 1
         return ledger.record(self.training.release, missing, insecure=insecure)
 
     def promise_to_clients(self) -> tuple[float, str]:
@@ -424,19 +421,14 @@ class ServerAccount:
         if not self._store.notes("evaluation"):
             self._store.note("evaluation", True)
 
-    def note_caveat(self, caveat: str, unit: str = "user") -> None:
-        """From now on every statement says this; an empty one is nothing."""
-        if caveat:
-            self._store.note_caveat(caveat, unit)
+    def note_node_caveat(self, caveat: str) -> None:
+        """From now on every statement protects nodes in place of users, and says why."""
+        self._store.note_caveat(caveat, "node")
 
     def _caveat_sentences(self) -> tuple[str, ...]:
-        texts: dict[str, None] = {}  # in order, each once
-        of_nodes = []
-        for text, unit in self._store.caveats.items():
-            if unit == "node":
-                of_nodes.append(text)
-            else:
-                texts[text] = None
+        caveats = self._store.caveats
+        of_nodes = [text for text, unit in caveats.items() if unit == "node"]
+        texts = dict.fromkeys(text for text, unit in caveats.items() if unit != "node")
         if self._budget is not None:
             texts |= dict.fromkeys(self._budget.caveats)
         found = [text[:1].upper() + text[1:] + "." for text in texts]

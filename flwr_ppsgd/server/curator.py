@@ -341,7 +341,7 @@ class Curator:
     def _online(self, look: Look) -> Mapping[Identity, Identity]:
         online = self.enrolment.refresh(look)
         for caveat in self.enrolment.caveats:
-            self.account.note_caveat(caveat, "node")
+            self.account.note_node_caveat(caveat)
         return online
 
     # --- Orders

@@ -6,8 +6,8 @@ import math
 import operator
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -56,42 +56,16 @@ class OnlineNode(NamedTuple):
         return cls(node.node_id, node.name, known_by, real)
 
 
-# who is online; only ids if nothing else is known of them
-Online: TypeAlias = list[OnlineNode] | tuple[int, ...] | range
-
-
-class IdRange(Mapping[Identity, Identity]):
-    """{id: id} for a range of ids, without a dict of them."""
-
-    def __init__(self, ids: range) -> None:
-        self.ids = ids
-
-    def __getitem__(self, node: Identity) -> Identity:
-        if node not in self:
-            raise KeyError(node)
-        return node
-
-    def __contains__(self, node: object) -> bool:
-        return isinstance(node, int) and node in self.ids  # for anything else a range would search
-
-    def __iter__(self) -> Iterator[Identity]:
-        return iter(self.ids)
-
-    def __len__(self) -> int:
-        return len(self.ids)
+# who is online; ids if nothing else is known of them
+Online: TypeAlias = Sequence[OnlineNode] | Sequence[int]
 
 
 def present_in(grid: Grid) -> Online:
-    """Who is online: nodes, or ids if nothing else is known.
-
-    A list of ids that has a ``span`` stands for that range, which costs the same for any number of
-    nodes.
-    """
+    """Who is online."""
     if type(grid).get_nodes is not Grid.get_nodes:
         return [OnlineNode.of(node) for node in grid.get_nodes()]
     ids = grid.get_node_ids()
-    span = getattr(ids, "span", None)
-    return span if isinstance(span, range) else tuple(ids)
+    return ids if isinstance(ids, range) else list(ids)  # ranges of any length are equal at once
 
 
 def key_fingerprint(public_key: bytes) -> str:
@@ -187,12 +161,11 @@ class Enrolment:
         if present == self._latest:
             return False
         self._latest = present
-        if isinstance(present, range):
-            self._addresses = IdRange(present)
-        elif isinstance(present, tuple):
-            self._addresses = dict(zip(present, present, strict=True))
+        if present and isinstance(present[0], OnlineNode):
+            self._addresses = self._addresses_of(cast(Sequence[OnlineNode], present))
         else:
-            self._addresses = self._addresses_of(present)
+            ids = cast(Sequence[int], present)
+            self._addresses = dict(zip(ids, ids, strict=True))
         return True
 
     def _await(self, look: Callable[[], Online]) -> None:
@@ -235,14 +208,10 @@ class Enrolment:
     def _give_places(self) -> None:
         """Give free places to new nodes, in a fixed order."""
         free = self._population - len(self.known)
-        if not self.known and isinstance(self._addresses, IdRange):
-            fresh: Sequence[Identity] = self._addresses.ids
-        else:
-            known = set(self.known)
-            new = (own for own in self._addresses if own not in known)
-            fresh = sorted(new, key=lambda own: (own, "") if isinstance(own, int) else (0, own))
-        given = fresh[:free]
-        self.known = [*self.known, *given] if self.known else given
+        known = set(self.known)
+        new = (own for own in self._addresses if own not in known)
+        fresh = sorted(new, key=lambda own: (own, "") if isinstance(own, int) else (0, own))
+        self.known = [*self.known, *fresh[:free]]
         if len(fresh) > free and not self._warned:
             self._warned = True
             log.warning(

@@ -40,12 +40,11 @@ class OperatorFacts:
 
     def note_replies(self, counts: Mapping[str, Any]) -> None:
         """What came back for a sum, as of ``OpenSum.facts``."""
-        self._note(counts, facts_in_words(counts), logging.INFO)
+        self._note(counts, logging.INFO)
 
     def note_problem(self, text: object) -> None:
         """What needs the operator and did not end the run."""
-        words = printable(text, LONGEST_ERROR)
-        self._note({"problem": words}, words, logging.WARNING)
+        self._note({"problem": printable(text, LONGEST_ERROR)}, logging.WARNING)
 
     def note_failed_evaluations(self, round_: int, failures: Sequence[str], others: int) -> None:
         """How many evaluations failed beside ``others`` that did not, and why the first."""
@@ -62,14 +61,15 @@ class OperatorFacts:
             yield
         except BaseException as error:
             words = printable(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-            self._note({"error": words}, words, logging.DEBUG)
+            self._note({"error": words}, logging.DEBUG)
             raise
 
-    def _note(self, fact: Mapping[str, Any], words: str, level: int) -> None:
+    def _note(self, fact: Mapping[str, Any], level: int) -> None:
         if self._store.directory is not None:
             self._store.record_fact(fact)
-        else:
-            log.log(logging.DEBUG if self._has_secrets else level, "server-private: %s", words)
+            return
+        words = fact.get("problem") or fact.get("error") or facts_in_words(fact)
+        log.log(logging.DEBUG if self._has_secrets else level, "server-private: %s", words)
 
 
 def facts_in_words(facts: Mapping[str, Any]) -> str:

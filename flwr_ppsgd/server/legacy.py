@@ -26,7 +26,7 @@ from flwr_ppsgd.algorithm import PrivateMetrics, Release, Steps, Vector
 from flwr_ppsgd.arrays import NUMPY, record_from, record_of
 from flwr_ppsgd.flower_wrappers import refuse_dp_strategy, refuse_secagg_workflow
 from flwr_ppsgd.recipe import Recipe
-from flwr_ppsgd.server.enrolment import OnlineNode, present_in
+from flwr_ppsgd.server.enrolment import OnlineNode
 from flwr_ppsgd.server.replies import mean_of
 from flwr_ppsgd.server.rounds import SumRequest, UnusableError
 from flwr_ppsgd.server.strategy import CuratedStrategy, check_initial
@@ -189,7 +189,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
             return []
         pending = self._account.pending
         if pending:
-            request = self._curator.request_before(pending[0])
+            request = self._curator.request_before(next(iter(pending)))
         else:
             request = self._curator.request(round_, len(self._w))
         nbytes = sum(map(len, parameters.tensors))
@@ -360,7 +360,6 @@ def _nodes_online(client_manager: ClientManager) -> list[OnlineNode]:
     grid = _grid_of(client_manager)
     if grid is None:
         return [OnlineNode(cid) for cid in clients]
-    found = present_in(grid)
-    nodes = found if isinstance(found, list) else [OnlineNode(node_id) for node_id in found]
+    nodes = [OnlineNode.of(node) for node in grid.get_nodes()]
     named = [node._replace(address=str(node.address)) for node in nodes]
     return [node for node in named if node.address in clients]
