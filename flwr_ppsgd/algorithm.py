@@ -6,6 +6,7 @@ different values of these, never different code. Inside this module a model is o
 vector, as in the paper.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -306,7 +307,7 @@ class Release:
         reach = population * (1 + LARGEST_NORMAL * self._share_multiplier)
         return WORD_BITS - 1 - math.ceil(math.log2(reach + 1))
 
-    @property
+    @functools.cached_property
     def grid_bits(self) -> int:
         """b, so that sums are exact in whole multiples of C·2⁻ᵇ and the noise, or one client's
         share of it, is at most 2²⁶ of them."""

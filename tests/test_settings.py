@@ -47,15 +47,9 @@ def test_flat_keys_become_the_values_of_the_core() -> None:
     assert settings.release() == Release(Poisson(20, 1.0), clip_norm=2.0, noise_multiplier=3.0)
     assert settings.steps() == Steps.from_ratio(0.5, 0.3)
     assert (settings.delta, settings.rounds, settings.max_epsilon) == (1e-5, 10, None)
-
-
-def test_cohort_size_gives_fixed_cohorts_and_total_batch_algorithm_2() -> None:
-    settings = read({"cohort-size": 5, "total-batch": 200}, without=("rate",))
-    assert settings.release() == Release(FixedSize(20, 5), 2.0, 3.0, total_batch=200)
-
-
-def test_infinite_alpha_is_global_learning() -> None:
     assert read({"alpha-q": math.inf}).steps() == Steps(shared=0.5, personal=0.0)
+    fixed = read({"cohort-size": 5, "total-batch": 200}, without=("rate",))
+    assert fixed.release() == Release(FixedSize(20, 5), 2.0, 3.0, total_batch=200)
 
 
 def test_what_is_written_reads_back() -> None:
@@ -138,11 +132,6 @@ def test_a_whole_number_may_stand_for_a_float() -> None:
     assert settings == read()
 
 
-def test_a_whole_number_beyond_every_float_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"here.toml: clip-norm"):
-        read({"clip-norm": 10**400})
-
-
 @pytest.mark.parametrize(
     ("one", "other"), [("rate", "cohort-size"), ("noise-multiplier", "epsilon")]
 )
@@ -153,12 +142,6 @@ def test_exactly_one_of_two_ways_must_be_given(one: str, other: str) -> None:
         read(without=(one,))
     with pytest.raises(ValueError, match=f"here.toml: give either {one} or {other}: both are set"):
         read({other: 1})
-
-
-@pytest.mark.parametrize("rounds", [0, -1])
-def test_fewer_than_one_round_is_refused(rounds: int) -> None:
-    with pytest.raises(ValueError, match=f"here.toml: rounds must be at least 1, got {rounds}"):
-        read({"rounds": rounds})
 
 
 @pytest.mark.parametrize("cohort", [{"rate": 1.0}, {"rate": 0.2}, {"cohort-size": 5}])
@@ -175,16 +158,30 @@ def test_epsilon_calibrates_the_noise_for_the_planned_rounds(cohort: dict[str, A
     )
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0, math.nan])
-def test_a_wrong_delta_is_named_before_any_noise_is_calibrated(delta: float) -> None:
-    with pytest.raises(ValueError, match=rf"here.toml: delta must be .* \(0, 0.1\), got {delta}"):
-        read({"delta": delta, "epsilon": 1.0}, without=("noise-multiplier",))
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rounds", 0, "rounds must be at least 1, got 0"),
+        ("rounds", -1, "rounds must be at least 1, got -1"),
+        ("clip-norm", 10**400, "clip-norm must be positive and finite"),
+        ("delta", 0.0, r"delta must be .* \(0, 0.1\), got 0.0"),
+        ("delta", 1.0, r"delta must be .* \(0, 0.1\), got 1.0"),
+        ("delta", math.nan, r"delta must be .* \(0, 0.1\), got nan"),
+        ("epsilon", 0.0, "epsilon must be positive.*, got 0.0"),
+        ("epsilon", -1.0, "epsilon must be positive.*, got -1.0"),
+        ("epsilon", math.nan, "epsilon must be positive.*, got nan"),
+    ],
+)
+def test_a_value_out_of_range_is_named_before_any_noise_is_calibrated(
+    key: str, value: object, words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"here.toml: {words}"):
+        read({"epsilon": 1.0, key: value}, without=("noise-multiplier",))
 
 
-@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.inf, math.nan])
-def test_an_epsilon_that_no_noise_gives_is_refused(epsilon: float) -> None:
-    with pytest.raises(ValueError, match=f"epsilon must be positive.*, got {epsilon}"):
-        read({"epsilon": epsilon}, without=("noise-multiplier",)).release()
+def test_an_infinite_epsilon_gives_no_noise_to_calibrate() -> None:
+    with pytest.raises(ValueError, match=r"epsilon must be positive.*, got inf"):
+        read({"epsilon": math.inf}, without=("noise-multiplier",)).release()
 
 
 SECURE = {"secure-honest": 15, "secure-colluding": 2}

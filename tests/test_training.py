@@ -56,9 +56,12 @@ def test_wrong_arguments_are_refused_at_once(make: Any, name: str) -> None:
         make(**arguments)
 
 
-def test_nothing_is_written_for_arguments_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="delta must be"):
-        strategy(checkpoint_dir=tmp_path / "training", delta=0.5)
+@pytest.mark.parametrize("wrong", [{"delta": 0.5}, {"enrolled": ["ada", "ada"]}])
+def test_nothing_is_written_for_arguments_that_are_refused(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"delta must be|enrolled names 1 different nodes"):
+        strategy(checkpoint_dir=tmp_path / "training", **wrong)
     assert not list(tmp_path.iterdir())
 
 

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -116,12 +115,6 @@ def test_an_entry_that_only_begins_like_a_fingerprint_is_refused(entry: str) -> 
 def test_a_damaged_key_is_refused_and_never_taken_for_a_name(entry: str) -> None:
     with pytest.raises(ValueError, match="an enrolled public key cannot be read"):
         users(1, [entry])
-
-
-def test_for_a_list_of_another_length_nothing_is_opened(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="enrolled names 1 different nodes"):
-        strategy(enrolled=["ada", "ada"], checkpoint_dir=tmp_path / "server")
-    assert not list(tmp_path.iterdir())
 
 
 def test_of_two_nodes_under_one_name_neither_takes_part(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,11 +63,6 @@ def run_legacy(server_strategy: Any, rounds: int, grid: InProcessGrid) -> Any:
     return app(grid, grid.context(grid.get_node_ids()[0]))
 
 
-def test_aggregating_without_configuring_is_refused() -> None:
-    with pytest.raises(ValueError, match="without being configured"):
-        legacy().aggregate_fit(1, [], [])
-
-
 def test_initial_parameters_are_required() -> None:
     with pytest.raises(ValueError, match="initial_parameters"):
         legacy(initial_parameters=None)

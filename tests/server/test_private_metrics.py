@@ -142,19 +142,23 @@ def test_several_measures_at_their_bounds_count_in_full_whatever_the_algorithm()
     assert [metrics["loss"], metrics["error"]] == pytest.approx([4.0, 1.0], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["epsilon", "a,b", "loss-standard-error"])
-def test_names_that_would_be_misread_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="cannot name a measure"):
-        PrivateMetrics({name: 1.0})
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, math.nan])
-def test_a_share_outside_the_unit_interval_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="share must be in"):
-        PrivateMetrics({"loss": 1.0}, share)
-
-
-@pytest.mark.parametrize("bounds", [{}, {"loss": 0.0}, {"loss": math.inf}])
-def test_measures_need_a_positive_bound(bounds: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="bound"):
-        PrivateMetrics(bounds)
+@pytest.mark.parametrize(
+    ("bounds", "share", "words"),
+    [
+        ({"epsilon": 1.0}, 0.1, "cannot name a measure"),
+        ({"a,b": 1.0}, 0.1, "cannot name a measure"),
+        ({"loss-standard-error": 1.0}, 0.1, "cannot name a measure"),
+        ({"loss": 1.0}, 0.0, "share must be in"),
+        ({"loss": 1.0}, 1.0, "share must be in"),
+        ({"loss": 1.0}, -0.1, "share must be in"),
+        ({"loss": 1.0}, math.nan, "share must be in"),
+        ({}, 0.1, "bound"),
+        ({"loss": 0.0}, 0.1, "bound"),
+        ({"loss": math.inf}, 0.1, "bound"),
+    ],
+)
+def test_measures_that_cannot_be_bounded_are_refused(
+    bounds: dict[str, float], share: float, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        PrivateMetrics(bounds, share)

@@ -15,8 +15,6 @@ from flwr.app import (
     Error,
     Message,
 )
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from flwr_ppsgd import (
     Poisson,
@@ -60,12 +58,6 @@ def test_an_error_from_a_dead_supernode_is_mapped_by_the_message_it_answers() ->
     dead.metadata.__dict__["_src_node_id"] = 1
     arrays, _ = ppsgd.aggregate_train(1, [dead, *make_replies(messages[1:], lambda _: ONE)])
     np.testing.assert_allclose(flat(arrays), -0.4 / 5, rtol=1e-8)
-
-
-hostile_arrays = hnp.arrays(
-    dtype=st.sampled_from([np.dtype(t) for t in ("f2", "f4", "f8", "i8", "u1", "c16", "?", "S3")]),
-    shape=st.one_of(st.just((SIZE,)), hnp.array_shapes(max_dims=3, max_side=8)),
-)
 
 
 def test_the_released_step_is_a_whole_number_of_grid_steps() -> None:
@@ -133,20 +125,14 @@ def test_the_run_waits_for_the_stated_share_with_a_message(
     assert "Waiting for 4 of 5 enrolled nodes (min_online=0.8): 2 online" in caplog.text
 
 
-def test_enrolled_nodes_that_are_offline_count_as_zero() -> None:
-    """Three of five are online and send .1 each; D stays 5."""
-    ppsgd, on = strategy(enrolled=Enrolled(min_online=0.5)), some_online(5, [3])
+def test_enrolled_nodes_that_are_offline_count_as_zero_until_they_come() -> None:
+    """Three of five are online and send .1 each, and D stays 5; the others take free places."""
+    ppsgd, on = strategy(enrolled=Enrolled(min_online=0.5)), some_online(5, [3, 5])
     messages = opened(ppsgd, on)
     assert len(messages) == 3
     arrays, _ = ppsgd.aggregate_train(1, make_replies(messages, lambda _: ONE))
     np.testing.assert_allclose(flat(arrays), -0.3 / 5, rtol=1e-8)
-
-
-def test_nodes_that_come_later_take_the_free_places_of_the_population() -> None:
-    ppsgd, on = strategy(enrolled=Enrolled(min_online=0.5)), some_online(5, [3, 5])
-    assert len(opened(ppsgd, on)) == 3
-    ppsgd.aggregate_train(1, [])
-    assert len(ppsgd.configure_train(2, w0(), ConfigRecord(), on)) == 5
+    assert len(ppsgd.configure_train(2, arrays, ConfigRecord(), on)) == 5
 
 
 def test_nodes_that_come_when_all_places_are_taken_have_none() -> None:
@@ -172,8 +158,6 @@ def test_an_enrolled_list_names_the_population() -> None:
     chosen = list(on.get_node_ids())[2:]
     messages = opened(strategy(enrolled=chosen), on)
     assert [message.metadata.dst_node_id for message in messages] == chosen
-    with pytest.raises(ValueError, match="enrolled names 3 different nodes"):
-        strategy(enrolled=[1, 2, 3, 3])
 
 
 def test_layers_keep_their_names_shapes_and_dtypes() -> None:
@@ -183,11 +167,6 @@ def test_layers_keep_their_names_shapes_and_dtypes() -> None:
         ("a", (2, 2), "float32"),
         ("b", (2,), "float64"),
     ]
-
-
-def test_whole_number_buffers_are_refused_with_a_line_that_says_why() -> None:
-    with pytest.raises(ValueError, match="'0' of the shared parameters has dtype int64"):
-        opened(strategy(), grid(), ArrayRecord([np.zeros(3, dtype=np.int64)]))
 
 
 class Impatient(InProcessGrid):
@@ -208,8 +187,6 @@ def test_a_round_has_a_timeout_and_whoever_is_later_counts_as_zero(
         strategy(round_timeout=7.5).start(on, w0(), num_rounds=1)
     assert on.waited == 7.5
     assert "server-private: round=1 replies=4 zeros=1 missing=1" in caplog.text
-    with pytest.raises(ValueError, match="round_timeout must be positive"):
-        strategy(round_timeout=0)
 
 
 def failing(message: Message, context: Context) -> Message:  # noqa: ARG001
@@ -222,10 +199,6 @@ def test_small_and_empty_cohorts_never_end_a_run() -> None:
     assert ppsgd.ledger.rounds == 8
 
 
-def measured(*own: dict[str, float]) -> dict[str, float]:
-    return mean_of(own)
-
-
 def test_names_that_clients_choose_never_meet_names_that_are_ours() -> None:
     hostile = {
         "epsilon": 0.001,
@@ -236,17 +209,17 @@ def test_names_that_clients_choose_never_meet_names_that_are_ours() -> None:
         "": 1.0,
         "accuracy": 0.5,
     }
-    assert measured(hostile) == {"accuracy": 0.5}
+    assert mean_of([hostile]) == {"accuracy": 0.5}
     many = {f"m{place}": 1.0 for place in range(1000)}
-    assert len(measured(many)) == 50
+    assert len(mean_of([many])) == 50
 
 
 def test_no_client_can_make_itself_the_mean() -> None:
     """Of 11 clients with weight 1, one claims 10¹⁸: it counts for ten."""
     own = [{"accuracy": 1.0, "num-examples": 1.0}] * 10
     hostile = {"accuracy": 0.0, "num-examples": 1e18}
-    assert measured(*own, hostile)["accuracy"] == pytest.approx(0.5)
-    assert measured(*own, {"accuracy": 1e308})["accuracy"] == 1.0
+    assert mean_of([*own, hostile])["accuracy"] == pytest.approx(0.5)
+    assert mean_of([*own, {"accuracy": 1e308}])["accuracy"] == 1.0
 
 
 def test_control_characters_of_a_client_never_reach_the_log(
