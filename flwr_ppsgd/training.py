@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 from flwr_ppsgd.algorithm import PrivateMetrics, Release, SecureSum, Steps
 from flwr_ppsgd.checks import is_number, is_whole, require
@@ -17,6 +17,16 @@ log = logging.getLogger("flwr.ppsgd")
 Identity: TypeAlias = int | str  # a node's id; or its name or public key, which outlive a restart
 ReplyKind: TypeAlias = Literal["gradient", "parameters"]
 LARGEST_DELTA = 0.1  # from here on δ itself is no protection
+
+
+def _check_whole(name: str, value: object, least: int, remedy: str) -> None:
+    fits = is_whole(value) and cast(int, value) >= least
+    require(fits, f"{name} must be a whole number of at least {least}", value, remedy)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    fits = is_number(value) and cast(float, value) > 0
+    require(fits, f"{name} must be positive", value, "it is in seconds")
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,7 @@ class Enrolled:
         rule = "min_online must be in [0, 1]"
         fits = is_number(self.min_online) and 0 <= self.min_online <= 1
         require(fits, rule, self.min_online, "it is a share of the population")
-        fits = is_number(self.wait_timeout) and self.wait_timeout > 0
-        require(fits, "wait_timeout must be positive", self.wait_timeout, "it is in seconds")
+        _check_seconds("wait_timeout", self.wait_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +142,9 @@ class Training:
             fits = is_number(self.max_epsilon) and 0 < self.max_epsilon < math.inf
             rule = "max_epsilon must be positive and finite"
             require(fits, rule, self.max_epsilon, "leave it out for no budget")
-        fits = is_whole(self.evaluate_every) and self.evaluate_every >= 0
-        rule = "evaluate_every must be a whole number that is not negative"
-        require(fits, rule, self.evaluate_every, "0 is never")
-        fits = is_whole(self.checkpoint_every) and self.checkpoint_every >= 1
-        rule = "checkpoint_every must be a whole number of at least 1"
-        require(fits, rule, self.checkpoint_every, "1 writes w in every round")
-        fits = is_number(self.round_timeout) and self.round_timeout > 0
-        require(fits, "round_timeout must be positive", self.round_timeout, "it is in seconds")
+        _check_whole("evaluate_every", self.evaluate_every, 0, "0 is never")
+        _check_whole("checkpoint_every", self.checkpoint_every, 1, "1 writes w in every round")
+        _check_seconds("round_timeout", self.round_timeout)
         fits = self.insecure_seed is None or is_whole(self.insecure_seed)
         rule = "insecure_seed must be a whole number"
         require(fits, rule, self.insecure_seed, "leave it out for a guarantee")
@@ -148,20 +152,19 @@ class Training:
         rule = "replies must be 'gradient' or 'parameters'"
         require(known, rule, self.replies, "it says what clients send")
         if self.replies == "parameters":
-            self._refuse_what_needs_orders()
+            needs_orders = {
+                "metrics": self.metrics,
+                "auto": self.recipe,
+                "aggregation": self.release.aggregation,
+            }
+            for name, value in needs_orders.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name} needs clients that obey Orders, got replies='parameters': use "
+                        "replies='gradient'"
+                    )
         if self.release.aggregation is not None:
             self._check_secure(self.release.aggregation)
-
-    def _refuse_what_needs_orders(self) -> None:
-        """Clients that return parameters know no Orders."""
-        remedy = "use replies='gradient'"
-        if self.metrics is not None:
-            raise ValueError(f"private metrics need clients that know of them: {remedy}")
-        if self.recipe is not None:
-            raise ValueError(f"auto needs clients that obey Orders: {remedy}")
-        if self.release.aggregation is not None:
-            rules = self.release.aggregation
-            raise ValueError(f"aggregation={rules} needs clients that obey Orders: {remedy}")
 
     def _check_secure(self, rules: SecureSum) -> None:
         """A secure sum needs enough clients to lose a few."""

@@ -235,12 +235,13 @@ class Order:
 
 
 # The fields that travel as they are, and their types; the others become text or bytes.
+_HINTS = {name: hint for name, hint in get_type_hints(Order).items() if name != "visit"}
+_CHOICES = {name: get_args(hint) for name, hint in _HINTS.items() if get_origin(hint) is Literal}
 _PLAIN: dict[str, type] = {
-    name: str if get_origin(hint) is Literal else hint
-    for name, hint in get_type_hints(Order).items()
-    if hint in (int, float, bool, str) or get_origin(hint) is Literal
+    name: str if name in _CHOICES else hint
+    for name, hint in _HINTS.items()
+    if name in _CHOICES or hint in (int, float, bool, str)
 }
-del _PLAIN["visit"]
 _TYPES = {**_PLAIN, "plan": str, "metrics": str, "starts": str, "variance": bytes}
 PREFIX = "secure_"  # before the names of the terms of a secure sum
 _TERM_TYPES = {PREFIX + name: kind for name, kind in TERMS.items()}
@@ -257,7 +258,6 @@ _RANGES: dict[str, tuple[float, float]] = {  # least and most
     "unit": (sys.float_info.min, sys.float_info.max),
     "size": (sys.float_info.min, sys.float_info.max),
 }
-_CHOICES = {"reduction": get_args(Reduction), "asks": get_args(Asked), "task": get_args(OrderTask)}
 _LONGEST = {
     "promise": LONGEST_PROMISE,
     "server_key": LONGEST_NAME,

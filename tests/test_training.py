@@ -39,7 +39,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"insecure_seed": 0.5}, "insecure_seed must be a whole number, got 0.5"),
     "measures of stock clients": (
         {"replies": "parameters", "metrics": PrivateMetrics({"loss": 1.0})},
-        "private metrics need clients that know of them",
+        "metrics needs clients that obey Orders",
     ),
     "secure sums of stock clients": (
         {"replies": "parameters", "release": Release(Poisson(5, 1.0), 1, 1, None, SecureSum(3, 1))},

@@ -45,8 +45,6 @@ class ServerAccount:
         self._is_saved = True  # whether the store has it
         self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
-        # what was promised last, and for which ledger and unit
-        self._promised: tuple[tuple[Ledger, str], tuple[float, str]] | None = None
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
         self._store = Store(training.checkpoint_dir)
         self.facts = OperatorFacts(self._store, training)

@@ -195,7 +195,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         nbytes = sum(map(len, parameters.tensors))
         with self._account.facts.noting_errors():
             opened = self._curator.open_sum(request, lambda: _nodes_online(client_manager), nbytes)
-        ((_, payloads),) = opened.exchanges()
+        (payloads,) = opened.exchanges()
         config: dict[str, Scalar] = {SERVER_ROUND: request.round}
         if self.training.replies == "gradient":
             order = self._curator.order(request)

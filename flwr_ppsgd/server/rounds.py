@@ -97,7 +97,7 @@ class OpenSum:
         self.first_failure = ""
         self._charge = charge
         self._charged = False
-        self._stage = PLAIN_STAGE
+        self.stage = PLAIN_STAGE  # which exchange is asked for
         self._waiting: set[Identity] = set()  # for a valid reply
         self._silent: set[Identity] = set()
         self._unnamed = 0  # failures of asked nodes that Flower does not name
@@ -105,18 +105,18 @@ class OpenSum:
         self._heard = 0  # replies that could be used, be they vectors or not
         self._zeros = Counter({"offline": offline})
 
-    def exchanges(self) -> Iterator[tuple[int, Payloads]]:
-        """Stage and payloads: each exchange is answered before the next is asked for."""
+    def exchanges(self) -> Iterator[Payloads]:
+        """What to send: each exchange is answered before the next is asked for."""
         self._sum = GridSum(self.request.length, self.request.release, self.request.metrics)
         yield self._begin(PLAIN_STAGE, dict.fromkeys(self.nodes, b""))
 
-    def _begin(self, stage: int, payloads: Payloads) -> tuple[int, Payloads]:
+    def _begin(self, stage: int, payloads: Payloads) -> Payloads:
         """An exchange to ask for; who has not answered the one before is missing."""
-        self._stage = stage
+        self.stage = stage
         self._zeros["missing"] += len(self._silent)
         self._waiting = set(payloads)
         self._silent = set(payloads)
-        return stage, payloads
+        return payloads
 
     def take(self, node: Identity | None, read: Callable[[], Sent]) -> None:
         """Add the first valid reply of an asked node. Everything else is zero, and counted.
@@ -230,7 +230,7 @@ class SecureOpenSum(OpenSum):
         self._masked = Coordinator[Identity](session, request.size, stream)
         self._total: Vector | None = None
 
-    def exchanges(self) -> Iterator[tuple[int, Payloads]]:
+    def exchanges(self) -> Iterator[Payloads]:
         """As of a plain sum; charged before the last one, after which it can be unmasked."""
         masked = self._masked
         try:
@@ -251,9 +251,9 @@ class SecureOpenSum(OpenSum):
             SecureStage.MASKED: self._masked.take_masked,
             SecureStage.REVEALED: self._masked.take_revealed,
         }
-        if not takes[self._stage](node, sent):
-            raise UnusableError("malformed", f"malformed reply to exchange {self._stage}")
-        return self._stage == SecureStage.MASKED
+        if not takes[self.stage](node, sent):
+            raise UnusableError("malformed", f"malformed reply to exchange {self.stage}")
+        return self.stage == SecureStage.MASKED
 
     def _noisy(self, stream: RandomStream) -> Vector | None:  # noqa: ARG002 - the noise is in it
         return self._total

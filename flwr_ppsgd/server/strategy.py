@@ -459,9 +459,9 @@ class PPSGD(CuratedStrategy, Strategy):
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Ask for a sum and publish it: one exchange if it is plain, four if it is secure."""
         opened = self._open_sum(request, grid)
-        for stage, payloads in opened.exchanges():
-            messages = self._exchange_messages(request, stage, payloads, config, grid)
-            self._take_replies(opened, stage, ask(grid, messages, timeout, _size_of(self._arrays)))
+        for payloads in opened.exchanges():
+            messages = self._exchange_messages(opened, payloads, config, grid)
+            self._take_replies(opened, ask(grid, messages, timeout, _size_of(self._arrays)))
         arrays, released = self._publish(opened)
         self._curator.refuse_to_go_on()
         return arrays, MetricRecord({**released})
@@ -517,16 +517,16 @@ class PPSGD(CuratedStrategy, Strategy):
             )
         config = _checked_config(config)
         self._note_sent(arrays)
-        request = self._curator.request(server_round, len(self._w))
-        ((stage, payloads),) = self._open_sum(request, grid).exchanges()
-        return self._exchange_messages(request, stage, payloads, config, grid)
+        opened = self._open_sum(self._curator.request(server_round, len(self._w)), grid)
+        (payloads,) = opened.exchanges()
+        return self._exchange_messages(opened, payloads, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord]:
         """One noisy step; each reply is a vector or zero."""
         opened = self._curator.open_sum_of(server_round)
-        self._take_replies(opened, PLAIN_STAGE, replies)
+        self._take_replies(opened, replies)
         arrays, released = self._publish(opened)
         return arrays, MetricRecord({**released})
 
@@ -588,20 +588,17 @@ class PPSGD(CuratedStrategy, Strategy):
         return content
 
     def _exchange_messages(
-        self,
-        request: SumRequest,
-        stage: int,
-        payloads: Payloads,
-        config: ConfigRecord,
-        grid: Grid,
+        self, opened: OpenSum, payloads: Payloads, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """One message to each node of an exchange; those who get the same share its content."""
         contents: dict[bytes, RecordDict] = {}
         if self.training.replies == "parameters":
-            contents[b""] = content_in_both_forms("fit", self._arrays, config, request.round)
+            round_ = opened.request.round
+            contents[b""] = content_in_both_forms("fit", self._arrays, config, round_)
         else:
-            order = self._curator.order(request, stage)
-            arrays = self._arrays if stage in (PLAIN_STAGE, SecureStage.MASKED) else None
+            order = self._curator.order(opened.request, opened.stage)
+            with_w = opened.stage in (PLAIN_STAGE, SecureStage.MASKED)
+            arrays = self._arrays if with_w else None
             for payload in set(payloads.values()):
                 contents[payload] = self._signed_content(
                     order, arrays, MessageType.TRAIN, grid, config=config, payload=payload
@@ -614,22 +611,22 @@ class PPSGD(CuratedStrategy, Strategy):
         self._asked = [message.metadata for message in messages]
         return messages
 
-    def _take_replies(self, opened: OpenSum, stage: int, replies: Iterable[Message]) -> None:
+    def _take_replies(self, opened: OpenSum, replies: Iterable[Message]) -> None:
         """Hand each reply to the sum, as what was sent or as a failure."""
         asked = {each.message_id: each.dst_node_id for each in self._asked if each.message_id}
         # InProcessGrid forgets each reply once it is read
         for reply in getattr(replies, "once", replies.__iter__)():
             node = answered_node(reply, asked)
-            opened.take(node, partial(self._read_reply, reply, opened.request, stage))
+            opened.take(node, partial(self._read_reply, reply, opened))
 
-    def _read_reply(self, reply: Message, request: SumRequest, stage: int) -> Sent:
+    def _read_reply(self, reply: Message, opened: OpenSum) -> Sent:
         """What one client sent; an exception if nothing of it can be used."""
         if reply.has_error():
             detail = f"error {reply.error.code}: {last_line(str(reply.error.reason))}"
             raise UnusableError("client error", detail)
-        if stage:
-            return secure_message_in(reply.content, stage, request.size)
-        return self._vector_in(reply.content, request)
+        if opened.stage == PLAIN_STAGE:
+            return self._vector_in(reply.content, opened.request)
+        return secure_message_in(reply.content, opened.stage, opened.request.size)
 
 
 def _size_of(arrays: ArrayRecord) -> int:
