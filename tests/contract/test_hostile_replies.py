@@ -6,19 +6,12 @@ w is compared to the last bit with a round in which the hostile user stays silen
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.common import (
-    Code,
-    FitRes,
-    Parameters,
-    Status,
-    ndarrays_to_parameters,
-    parameters_to_ndarrays,
-)
+from flwr.common import Code, FitRes, Parameters, Status, parameters_to_ndarrays
 from flwr.server.client_proxy import ClientProxy
 from numpy.typing import NDArray
 
@@ -50,9 +43,7 @@ from tests.contract.hostile_clients import (
 
 Arrays = list[Array]
 SEED = {"insecure_seed": 1}
-CLIPPED = target(0) / np.linalg.norm(
-    target(0)
-)  # what the first user's reply is worth, in units of C
+CLIPPED = target(0) / np.linalg.norm(target(0))  # the first user's reply, in units of C
 PICKLE = b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94."
 
 
@@ -103,13 +94,124 @@ WRONG_RECORDS: dict[str, Callable[[str], RecordDict]] = {
     ),
 }
 COUNTED_DTYPES = ["<f2", "<f4", ">f4", ">f8", "longdouble"]
+apis = pytest.mark.parametrize("api", ["message", "legacy"])
 
 
-def test_the_first_user_counts_if_nobody_meddles() -> None:
+# --- both APIs
+
+
+class Answer(NamedTuple):
+    """What a user sends."""
+
+    user: int
+    arrays: Arrays
+
+
+Change = Callable[[list[Answer]], list[Answer]]
+
+
+def after_a_round(api: str, change: Change) -> tuple[Floats, int]:
+    """w, and the number of charges, if other answers come than the honest ones."""
+    if api == "legacy":
+        return after_a_legacy_round(change)
+
+    def meddle(messages: list[Message], replies: list[Message]) -> list[Message]:
+        name, _ = sent_vector(replies[0])
+        honest = []
+        for user, reply in enumerate(replies):
+            honest.append(Answer(user, list(reply.content.array_records[name].values())))
+        return [
+            Message(with_arrays(arrays)(name), reply_to=messages[user])
+            for user, arrays in change(honest)
+        ]
+
+    return w_and_charges(meddle)
+
+
+def after_a_legacy_round(change: Change) -> tuple[Floats, int]:
+    """With a failure and somebody who was not asked, who count for nothing."""
+    ppsgd = legacy_strategy(**SEED)
+    proxies: list[ClientProxy] = []
+    honest = []
+    for proxy, instructions in legacy_round(ppsgd):
+        context = new_context(int(proxy.cid))
+        client = PPSGDClient(learner_for(context), context)
+        w = parameters_to_ndarrays(instructions.parameters)
+        arrays, _, _ = client.fit(w, instructions.config)
+        proxies.append(proxy)
+        honest.append(Answer(int(proxy.cid), [Array(array) for array in arrays]))
+    proxies.append(Named("stranger"))
+    results = []
+    for user, sent in [*change(honest), Answer(USERS, honest[0].arrays)]:
+        tensors = [array.data for array in sent]
+        more: dict[str, Any] = {"loss": 1e9}  # ignored, as the number of rows is
+        parameters = Parameters(tensors, "numpy.ndarray")
+        results.append((proxies[user], FitRes(Status(Code.OK, ""), parameters, 10**9, more)))
+    after, _ = ppsgd.aggregate_fit(1, results, [RuntimeError("no data")])
+    return parameters_to_ndarrays(after)[0], ppsgd.ledger.rounds
+
+
+def honest(answers: list[Answer]) -> list[Answer]:
+    return answers
+
+
+def silent(answers: list[Answer]) -> list[Answer]:
+    """The first user sends nothing."""
+    return answers[1:]
+
+
+@apis
+def test_the_first_user_counts_if_nobody_meddles(api: str) -> None:
     """Without this the tests below could not tell zero from a vector."""
-    all_five = trained(strategy(**SEED), grid(), rounds=1)
-    without = trained(strategy(**SEED), MeddlingGrid(without_first), rounds=1)
+    all_five, _ = after_a_round(api, honest)
+    without, charges = after_a_round(api, silent)
     np.testing.assert_allclose(all_five - without, CLIPPED / USERS, rtol=1e-6)
+    assert charges == 1
+    np.testing.assert_array_equal(all_five, trained(strategy(**SEED), grid(), rounds=1))
+
+
+@apis
+@pytest.mark.parametrize("kind", USELESS)
+def test_a_vector_that_cannot_be_used_counts_as_zero(kind: str, api: str) -> None:
+    w, charges = after_a_round(api, lambda sent: [Answer(0, USELESS[kind]()), *sent[1:]])
+    np.testing.assert_array_equal(w, after_a_round(api, silent)[0])
+    assert charges == 1
+
+
+@apis
+@pytest.mark.parametrize("factor", [1.01, 1e3, 1e30, 1e150])
+def test_the_server_clips_whatever_the_client_says(factor: float, api: str) -> None:
+    """‖Δw‖ ≤ s_w·C/D, in the direction that was sent."""
+
+    def huge(answers: list[Answer]) -> list[Answer]:
+        (array,) = answers[0].arrays
+        return [Answer(0, of(factor * array.numpy())), *answers[1:]]
+
+    w, charges = after_a_round(api, huge)
+    moved = w - after_a_round(api, silent)[0]
+    assert np.linalg.norm(moved) <= (1 + 1e-8) / USERS
+    np.testing.assert_allclose(moved, CLIPPED / USERS, rtol=1e-6)
+    assert charges == 1
+
+
+@apis
+def test_only_the_first_valid_reply_of_a_node_counts(api: str) -> None:
+    def many(answers: list[Answer]) -> list[Answer]:
+        (array,) = answers[0].arrays
+        useless = Answer(0, of(math.nan * array.numpy()))
+        other = Answer(0, of(-3 * array.numpy()))
+        return [useless, *answers, other, answers[0], other]
+
+    w, charges = after_a_round(api, many)
+    np.testing.assert_array_equal(w, after_a_round(api, honest)[0])
+    assert charges == 1
+
+
+@apis
+def test_nobody_at_all_still_releases(api: str) -> None:
+    w, charges = after_a_round(api, lambda _: [])
+    assert np.all(w != 0)
+    assert charges == 1
 
 
 # --- Message API
@@ -121,12 +223,11 @@ def w_and_charges(meddle: Meddle, rounds: int = 1, **changes: Any) -> tuple[Floa
     return w, ppsgd.ledger.rounds
 
 
-def instead(content: Callable[[str], RecordDict]) -> Meddle:
-    """The first user replies with this; it is given the name of an honest reply's record."""
+def first_sends(content: Callable[[str, Floats], RecordDict]) -> Meddle:
+    """The first user's reply has this content, made of an honest one's record and vector."""
 
     def meddle(messages: list[Message], replies: list[Message]) -> list[Message]:
-        name, _ = sent_vector(replies[0])
-        return [Message(content(name), reply_to=messages[0]), *replies[1:]]
+        return [Message(content(*sent_vector(replies[0])), reply_to=messages[0]), *replies[1:]]
 
     return meddle
 
@@ -143,14 +244,9 @@ def assert_counts_as_zero(meddle: Meddle, rounds: int = 1) -> None:
     assert charges == rounds
 
 
-@pytest.mark.parametrize("kind", USELESS)
-def test_a_vector_that_cannot_be_used_counts_as_zero(kind: str) -> None:
-    assert_counts_as_zero(instead(with_arrays(USELESS[kind]())))
-
-
 @pytest.mark.parametrize("kind", WRONG_RECORDS)
 def test_a_reply_of_another_form_counts_as_zero(kind: str) -> None:
-    assert_counts_as_zero(instead(WRONG_RECORDS[kind]))
+    assert_counts_as_zero(first_sends(lambda name, _: WRONG_RECORDS[kind](name)))
 
 
 def test_an_error_counts_as_zero_and_the_rounds_go_on() -> None:
@@ -204,52 +300,19 @@ def test_a_reply_of_a_node_that_was_not_asked_counts_as_zero() -> None:
     assert ppsgd.ledger.rounds == 2
 
 
-def test_only_the_first_valid_reply_of_a_node_counts() -> None:
-    def many(messages: list[Message], replies: list[Message]) -> list[Message]:
-        name, vector = sent_vector(replies[0])
-        useless = Message(with_arrays(of(math.nan * vector))(name), reply_to=messages[0])
-        other = Message(with_arrays(of(-3 * vector))(name), reply_to=messages[0])
-        return [useless, *replies, other, replies[0], other]
-
-    w, charges = w_and_charges(many)
-    expected, _ = w_and_charges(lambda _, replies: replies)
-    np.testing.assert_array_equal(w, expected)
-    assert charges == 1
-
-
 @pytest.mark.parametrize("dtype", COUNTED_DTYPES)
 def test_any_real_float_dtype_counts_as_the_numbers_that_it_holds(dtype: str) -> None:
-    def sending(sent_as: np.dtype[Any]) -> Meddle:
-        def meddle(messages: list[Message], replies: list[Message]) -> list[Message]:
-            name, vector = sent_vector(replies[0])
-            numbers = vector.astype(dtype).astype(sent_as)
-            forged = Message(with_arrays(of(numbers))(name), reply_to=messages[0])
-            return [forged, *replies[1:]]
+    def sending(sent_as: Any) -> Meddle:
+        def content(name: str, vector: Floats) -> RecordDict:
+            return with_arrays(of(vector.astype(dtype).astype(sent_as)))(name)
 
-        return meddle
+        return first_sends(content)
 
-    narrow, _ = w_and_charges(sending(np.dtype(dtype)))
-    double, _ = w_and_charges(sending(np.dtype(np.float64)))
+    narrow, _ = w_and_charges(sending(dtype))
+    double, _ = w_and_charges(sending(np.float64))
     np.testing.assert_allclose(narrow, double, atol=1e-8)
     silent, _ = w_and_charges(without_first)
     assert np.linalg.norm(narrow - silent) > 0.9 / USERS
-
-
-@pytest.mark.parametrize("factor", [1.01, 1e3, 1e30, 1e150])
-def test_the_server_clips_whatever_the_client_says(factor: float) -> None:
-    """‖Δw‖ ≤ s_w·C/D, in the direction that was sent."""
-
-    def huge(messages: list[Message], replies: list[Message]) -> list[Message]:
-        name, vector = sent_vector(replies[0])
-        forged = Message(with_arrays(of(factor * vector))(name), reply_to=messages[0])
-        return [forged, *replies[1:]]
-
-    w, charges = w_and_charges(huge)
-    silent, _ = w_and_charges(without_first)
-    moved = w - silent
-    assert np.linalg.norm(moved) <= (1 + 1e-8) / USERS
-    np.testing.assert_allclose(moved, CLIPPED / USERS, rtol=1e-6)
-    assert charges == 1
 
 
 def test_five_hostile_users_together_move_w_by_at_most_the_clip_norm() -> None:
@@ -273,17 +336,16 @@ def test_five_hostile_users_together_move_w_by_at_most_the_clip_norm() -> None:
 def test_what_else_a_reply_holds_is_ignored() -> None:
     """Metrics, counts and further records change neither w nor the metrics of the round."""
 
-    def more(messages: list[Message], replies: list[Message]) -> list[Message]:
-        name, _ = sent_vector(replies[0])
-        content = RecordDict(
+    def content(name: str, vector: Floats) -> RecordDict:
+        return RecordDict(
             {
-                name: replies[0].content[name],
+                name: ArrayRecord([vector]),
                 "epsilon": ConfigRecord({"epsilon": 0.0}),
                 "more": ArrayRecord([np.full(3, 1e30)]),
             }
         )
-        return [Message(content, reply_to=messages[0]), *replies[1:]]
 
+    more = first_sends(content)
     for meddle in (more, lambda _, replies: replies):
         result = strategy(**SEED).start(MeddlingGrid(meddle), w0(), num_rounds=1)
         assert set(result.train_metrics_clientapp[1]) == {"epsilon"}
@@ -364,95 +426,3 @@ def test_vectors_that_are_not_finite_never_end_a_run() -> None:
 
     _, charges = w_and_charges(not_finite, rounds=4)
     assert charges == 4
-
-
-# --- legacy API
-
-Results = list[tuple[ClientProxy, FitRes]]
-LegacyMeddle = Callable[[Results], Results]
-
-
-def result(parameters: Parameters) -> FitRes:
-    return FitRes(Status(Code.OK, ""), parameters, 1, {})
-
-
-def legacy_w(
-    meddle: LegacyMeddle, failures: list[BaseException] | None = None
-) -> tuple[Floats, int]:
-    """w after one round that is driven by hand, and the number of charges."""
-    ppsgd = legacy_strategy(**SEED)
-    results = []
-    for proxy, instructions in legacy_round(ppsgd):
-        context = new_context(int(proxy.cid))
-        client = PPSGDClient(learner_for(context), context)
-        w = parameters_to_ndarrays(instructions.parameters)
-        arrays, _, _ = client.fit(w, instructions.config)
-        results.append((proxy, result(ndarrays_to_parameters(arrays))))
-    after, _ = ppsgd.aggregate_fit(1, meddle(results), list(failures or []))
-    return parameters_to_ndarrays(after)[0], ppsgd.ledger.rounds
-
-
-def legacy_silent(results: Results) -> Results:
-    return results[1:]
-
-
-def assert_counts_as_zero_in_legacy(meddle: LegacyMeddle, *failures: BaseException) -> None:
-    w, charges = legacy_w(meddle, list(failures))
-    expected, _ = legacy_w(legacy_silent)
-    np.testing.assert_array_equal(w, expected)
-    assert charges == 1
-
-
-def test_in_the_legacy_api_the_first_user_counts_if_nobody_meddles() -> None:
-    """And w is that of the Message API, to the last bit."""
-    w, _ = legacy_w(lambda results: results)
-    np.testing.assert_array_equal(w, trained(strategy(**SEED), grid(), rounds=1))
-    silent, _ = legacy_w(legacy_silent)
-    np.testing.assert_allclose(w - silent, CLIPPED / USERS, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", USELESS)
-def test_in_the_legacy_api_too_a_useless_vector_counts_as_zero(kind: str) -> None:
-    tensors = [array.data for array in USELESS[kind]()]
-
-    def useless(results: Results) -> Results:
-        client, _ = results[0]
-        return [(client, result(Parameters(tensors, "numpy.ndarray"))), *results[1:]]
-
-    assert_counts_as_zero_in_legacy(useless)
-
-
-def test_in_the_legacy_api_too_failures_count_as_zero() -> None:
-    assert_counts_as_zero_in_legacy(legacy_silent, RuntimeError("no data"))
-
-
-def test_in_the_legacy_api_too_second_results_and_strangers_count_as_zero() -> None:
-    def many(results: Results) -> Results:
-        stranger = (Named("stranger"), results[0][1])
-        return [*results, results[0], stranger, results[0]]
-
-    w, charges = legacy_w(many)
-    expected, _ = legacy_w(lambda results: results)
-    np.testing.assert_array_equal(w, expected)
-    assert charges == 1
-
-
-@pytest.mark.parametrize("factor", [1.01, 1e30])
-def test_in_the_legacy_api_too_the_server_clips(factor: float) -> None:
-    def huge(results: Results) -> Results:
-        client, sent = results[0]
-        (array,) = parameters_to_ndarrays(sent.parameters)
-        forged = result(ndarrays_to_parameters([factor * array]))
-        forged.num_examples = 10**9
-        forged.metrics = {"loss": 1e9}
-        return [(client, forged), *results[1:]]
-
-    w, _ = legacy_w(huge)
-    silent, _ = legacy_w(legacy_silent)
-    np.testing.assert_allclose(w - silent, CLIPPED / USERS, rtol=1e-6)
-
-
-def test_in_the_legacy_api_too_nobody_at_all_still_releases() -> None:
-    w, charges = legacy_w(lambda _: [])
-    assert np.all(w != 0)
-    assert charges == 1

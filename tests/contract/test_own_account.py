@@ -15,7 +15,7 @@ from typing import Any
 import dp_accounting
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
@@ -26,7 +26,6 @@ from flwr_ppsgd import PPSGD, AdditiveLinear, Minibatches, Order, SecureSum, cli
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.hostile_clients import (
-    APP,
     Floats,
     OwnedNode,
     Target,
@@ -502,30 +501,6 @@ def test_who_answers_no_evaluation_gets_the_last_w_all_the_same(legacy: bool) ->
 
 
 # --- what leaves once, or not at all
-
-
-def test_shares_of_a_round_leave_once_whatever_a_node_remembers(tmp_path: Path) -> None:
-    """Exchange 4 again, to a node whose state is as it was before: the store on disk knows."""
-    node = {"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"}
-    outcomes: list[str] = []
-    kept: dict[int, RecordDict] = {}
-
-    def asked_again(message: Message, context: Context) -> Message:
-        if user_of(context) != 0 or not is_training(message):
-            return APP(message, context)
-        context.node_config.update(node)
-        stage = int(message.content["ppsgd-order"]["stage"])  # type: ignore[arg-type]
-        kept[stage] = RecordDict(dict(context.state))
-        reply = APP(message, context)
-        if stage == 4:
-            context.state = kept[4]
-            with pytest.raises(Exception, match="refused-secure") as refused:
-                APP(message, context)
-            outcomes.append(str(refused.value))
-        return reply
-
-    trained(strategy(release=SIX), grid(asked_again, users=6), rounds=1)
-    assert len(outcomes) == 1
 
 
 class Odd(Target):

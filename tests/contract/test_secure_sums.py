@@ -54,15 +54,20 @@ def of(app: App = APP) -> InProcessGrid:
     return grid(app, CLIENTS)
 
 
+Before = Callable[[Message, Context, int, int], None]
+
+
 class Exchanging:
     """The app on nodes that know which exchange of which round a message is.
 
     Args:
         app: what every node runs.
+        before: is called first, with the message, the context, the round and the exchange.
     """
 
-    def __init__(self, app: App = APP) -> None:
+    def __init__(self, app: App = APP, before: Before | None = None) -> None:
         self._app = app
+        self._before = before
         self._messages: Counter[tuple[int, int]] = Counter()  # by user and round
         self.replies: list[tuple[int, int, Message]] = []  # user, exchange, reply
 
@@ -73,6 +78,8 @@ class Exchanging:
         user = user_of(context)
         self._messages[user, round_] += 1
         exchange = self._messages[user, round_]
+        if self._before is not None:
+            self._before(message, context, round_, exchange)
         reply = self.answer(message, context, round_, exchange)
         self.replies.append((user, exchange, reply))
         return reply
@@ -80,27 +87,15 @@ class Exchanging:
     def answer(self, message: Message, context: Context, round_: int, exchange: int) -> Message:  # noqa: ARG002
         return self._app(message, context)
 
-    def masked(self) -> list[Message]:
-        """The replies that hold a masked vector."""
-        return [reply for _, exchange, reply in self.replies if exchange == 3]
 
+def dropping(gone: Gone) -> Exchanging:
+    """Some users do not answer; who, by round and exchange."""
 
-class Dropping(Exchanging):
-    """Some users do not answer from some exchange on.
-
-    Args:
-        gone: who, by round and exchange.
-        app: what every node runs.
-    """
-
-    def __init__(self, gone: Gone, app: App = APP) -> None:
-        super().__init__(app)
-        self._gone = gone
-
-    def answer(self, message: Message, context: Context, round_: int, exchange: int) -> Message:
-        if user_of(context) in self._gone.get((round_, exchange), set()):
+    def drop(_: Message, context: Context, round_: int, exchange: int) -> None:
+        if user_of(context) in gone.get((round_, exchange), set()):
             raise RuntimeError("gone")
-        return super().answer(message, context, round_, exchange)
+
+    return Exchanging(before=drop)
 
 
 # --- the sum
@@ -196,7 +191,9 @@ def test_masked_vectors_look_alike_whatever_the_gradients_are(value: float) -> N
     app = Exchanging(client_app(constant))
     secure().start(of(app), w0(size), num_rounds=1)
     vectors = []
-    for reply in app.masked():
+    for _, exchange, reply in app.replies:
+        if exchange != 3:
+            continue
         ((_, record),) = reply.content.array_records.items()
         vectors += [array.numpy().reshape(-1) for array in record.values()]
     assert len(vectors) == CLIENTS
@@ -217,16 +214,14 @@ def test_every_reply_is_one_record_and_only_the_third_holds_a_vector() -> None:
 
 
 def test_a_round_is_charged_before_anything_can_be_unmasked() -> None:
-    charged: list[tuple[int, int]] = []
+    charged: set[tuple[int, int]] = set()
     ppsgd = secure(1.0)
 
-    class Watching(Exchanging):
-        def answer(self, message: Message, context: Context, round_: int, exchange: int) -> Message:
-            charged.append((exchange, ppsgd.ledger.rounds))
-            return super().answer(message, context, round_, exchange)
+    def look(_: Message, __: Context, ___: int, exchange: int) -> None:
+        charged.add((exchange, ppsgd.ledger.rounds))
 
-    trained(ppsgd, of(Watching()), rounds=1)
-    assert set(charged) == {(1, 0), (2, 0), (3, 0), (4, 1)}
+    trained(ppsgd, of(Exchanging(before=look)), rounds=1)
+    assert charged == {(1, 0), (2, 0), (3, 0), (4, 1)}
 
 
 # --- dropouts
@@ -236,23 +231,23 @@ def test_a_round_is_charged_before_anything_can_be_unmasked() -> None:
 def test_who_drops_out_is_in_the_sum_only_after_the_third_exchange(exchange: int) -> None:
     """Two of nine are gone in round 2: as if they had sent nothing, unless it was sent already."""
     gone = {1, 5}
-    summed = trained(secure(), of(Dropping({(2, exchange): gone})), rounds=3)
+    summed = trained(secure(), of(dropping({(2, exchange): gone})), rounds=3)
     silent = gone if exchange <= 3 else set()
-    expected = trained(plain(), of(Dropping({(2, 1): silent})), rounds=3)
+    expected = trained(plain(), of(dropping({(2, 1): silent})), rounds=3)
     np.testing.assert_array_equal(summed, expected)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_too_few_survivors_leave_w_as_it_is_and_are_charged(exchange: int) -> None:
     ppsgd = secure()
-    w = trained(ppsgd, of(Dropping({(2, exchange): set(range(6))})), rounds=2)
+    w = trained(ppsgd, of(dropping({(2, exchange): set(range(6))})), rounds=2)
     np.testing.assert_array_equal(w, trained(secure(), of(), rounds=1))
     assert ppsgd.ledger.rounds == 2
 
 
 def test_rounds_in_which_nobody_answers_end_the_run() -> None:
     everyone = set(range(CLIENTS))
-    app = Dropping({(round_, 1): everyone for round_ in (1, 2, 3)})
+    app = dropping({(round_, 1): everyone for round_ in (1, 2, 3)})
     ppsgd = secure()
     with pytest.raises(RuntimeError, match="in round 1 each"):
         trained(ppsgd, of(app), rounds=5)
@@ -318,7 +313,7 @@ def test_a_client_that_sends_garbage_is_a_dropout(kind: str, exchange: int) -> N
     ppsgd = secure()
     w = trained(ppsgd, of(Garbling(exchange, GARBLED[kind])), rounds=1)
     silent = {0} if exchange <= 3 else set()
-    expected = trained(plain(), of(Dropping({(1, 1): silent})), rounds=1)
+    expected = trained(plain(), of(dropping({(1, 1): silent})), rounds=1)
     np.testing.assert_array_equal(w, expected)
     assert ppsgd.ledger.rounds == 1
 
@@ -326,7 +321,7 @@ def test_a_client_that_sends_garbage_is_a_dropout(kind: str, exchange: int) -> N
 def test_shares_with_flipped_bits_give_the_right_sum_or_none() -> None:
     """Whatever byte is hit, w is that of the round with the user, without it, or as it was."""
     with_user = trained(plain(), of(), rounds=1)
-    without = trained(plain(), of(Dropping({(1, 1): {0}})), rounds=1)
+    without = trained(plain(), of(dropping({(1, 1): {0}})), rounds=1)
     sums = 0
     for place in range(0, 600, 40):
 
@@ -373,24 +368,28 @@ def all_refused(outcomes: list[str], count: int) -> bool:
     return len(outcomes) == count and all(each.startswith("refused-") for each in outcomes)
 
 
-class Attacking(Exchanging):
-    """A server that asks the first user for more, before each honest message.
+Attack = Callable[[Message, int, int], list[Message]]
+
+
+def outcomes_of(
+    attack: Attack, ppsgd: PPSGD, rounds: int = 2, grid_type: Any = InProcessGrid
+) -> list[str]:
+    """What the first user says to a server that asks for more, before each honest message.
 
     Args:
-        attack: is given the honest message, the context, the round and the exchange; returns what
-            the server asks for in its place.
+        attack: is given the honest message, the round and the exchange; returns what is asked for.
+        ppsgd: the honest server.
+        rounds: of the training.
+        grid_type: its grid.
     """
+    outcomes: list[str] = []
 
-    def __init__(self, attack: Callable[[Message, int, int], list[Message]]) -> None:
-        super().__init__()
-        self._attack = attack
-        self.outcomes: list[str] = []
-
-    def answer(self, message: Message, context: Context, round_: int, exchange: int) -> Message:
+    def ask(message: Message, context: Context, round_: int, exchange: int) -> None:
         if user_of(context) == 0:
-            for asked in self._attack(message, round_, exchange):
-                self.outcomes.append(outcome(asked, context))
-        return super().answer(message, context, round_, exchange)
+            outcomes.extend(outcome(asked, context) for asked in attack(message, round_, exchange))
+
+    trained(ppsgd, grid_type(Exchanging(before=ask), CLIENTS), rounds)
+    return outcomes
 
 
 def test_no_exchange_is_answered_twice_or_out_of_turn() -> None:
@@ -403,32 +402,24 @@ def test_no_exchange_is_answered_twice_or_out_of_turn() -> None:
             return []
         return earlier
 
-    app = Attacking(replaying)
-    trained(secure(1.0), of(app))
-    assert all_refused(app.outcomes, 16)
+    assert all_refused(outcomes_of(replaying, secure(1.0)), 16)
 
 
 def test_a_message_for_somebody_else_is_refused() -> None:
-    """The second user's roster and shares are given to the first, who comes last."""
+    """The second user's roster and shares are given to the first."""
     others: dict[int, Message] = {}
+
+    class Remembering(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            sent = list(messages)
+            if is_training(sent[1]):
+                others[len(others) + 1] = sent[1]
+            return super().send_and_receive(sent, timeout=timeout)
 
     def swapped(_: Message, __: int, exchange: int) -> list[Message]:
         return [others[exchange]] if exchange in (2, 3) else []
 
-    class Last(Attacking):
-        def answer(self, message: Message, context: Context, round_: int, exchange: int) -> Message:
-            if user_of(context) == 1:
-                others[exchange] = message
-            return super().answer(message, context, round_, exchange)
-
-    class Reversed(InProcessGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            backwards = sorted(messages, key=lambda each: -each.metadata.dst_node_id)
-            return super().send_and_receive(backwards, timeout=timeout)
-
-    app = Last(swapped)
-    trained(secure(1.0), Reversed(app, CLIENTS), rounds=1)  # type: ignore[arg-type]
-    assert all_refused(app.outcomes, 2)
+    assert all_refused(outcomes_of(swapped, secure(1.0), 1, Remembering), 2)
 
 
 NOISE = 1.2345  # a number that nothing else in a message has
@@ -453,10 +444,8 @@ def test_what_was_agreed_in_a_training_cannot_be_changed(
             return []
         return [with_numbers(message, agreed, other)]
 
-    app = Attacking(changing)
     summed = Release(Poisson(CLIENTS, 1.0), 1.625, NOISE, aggregation=RULES)
-    trained(strategy(release=summed), of(app))
-    assert all_refused(app.outcomes, 4), name
+    assert all_refused(outcomes_of(changing, strategy(release=summed)), 4), name
 
 
 def with_numbers(message: Message, agreed: float, other: float) -> Message:
@@ -486,25 +475,30 @@ def test_a_server_cannot_go_on_with_other_terms_or_without_them(tmp_path: Path) 
 
 
 def test_a_client_remembers_on_disk_what_it_has_answered(tmp_path: Path) -> None:
-    """A SuperNode that starts anew has lost its state, and not what it has answered."""
+    """A node that has lost its state, or has it back as it was, answers no exchange again."""
     node = {"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"}
     firsts: list[Message] = []
     outcomes: list[str] = []
 
     class Forgetful(Exchanging):
         def answer(self, message: Message, context: Context, round_: int, exchange: int) -> Message:
-            if user_of(context) == 0:
-                context.node_config.update(node)
-                if exchange == 1:
-                    firsts.append(message)
-                if exchange == 4:
-                    fresh = new_context(node=dict(context.node_config))
-                    fresh.run_id = context.run_id
-                    outcomes.append(outcome(firsts[-1], fresh))
-            return super().answer(message, context, round_, exchange)
+            if user_of(context):
+                return super().answer(message, context, round_, exchange)
+            context.node_config.update(node)
+            before = RecordDict(dict(context.state))
+            reply = super().answer(message, context, round_, exchange)
+            if exchange == 1:
+                firsts.append(message)
+            if exchange == 4:
+                again = new_context(node=dict(context.node_config))
+                again.run_id = context.run_id
+                outcomes.append(outcome(firsts[-1], again))
+                again.state = before
+                outcomes.append(outcome(message, again))
+            return reply
 
     trained(secure(1.0), of(Forgetful()))
-    assert all_refused(outcomes, 2)
+    assert all_refused(outcomes, 4)
 
 
 def test_no_secret_of_a_round_is_on_disk_or_left_in_the_nodes_state(tmp_path: Path) -> None:
@@ -513,15 +507,13 @@ def test_no_secret_of_a_round_is_on_disk_or_left_in_the_nodes_state(tmp_path: Pa
     secrets: set[bytes] = set()
     contexts: list[Context] = []
 
-    class Spying(Exchanging):
-        def answer(self, message: Message, context: Context, round_: int, exchange: int) -> Message:
-            if user_of(context) == 0:
-                context.node_config.update(node)
-                secrets.update(kept_bytes(context))
-                contexts.append(context)
-            return super().answer(message, context, round_, exchange)
+    def spy(_: Message, context: Context, __: int, ___: int) -> None:
+        if user_of(context) == 0:
+            context.node_config.update(node)
+            secrets.update(kept_bytes(context))
+            contexts.append(context)
 
-    trained(secure(1.0), of(Spying()))
+    trained(secure(1.0), of(Exchanging(before=spy)))
     assert len(secrets) > 6
     on_disk = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     for secret in secrets:
@@ -550,15 +542,13 @@ def test_a_server_that_dies_in_a_round_redoes_it_and_theta_steps_once(
     """Charged again only if the fourth exchange had been asked for."""
     died = False
 
-    class Deadly(Exchanging):
-        def answer(self, message: Message, context: Context, round_: int, at: int) -> Message:
-            nonlocal died
-            if not died and (round_, at) == (2, exchange) and user_of(context) == 4:
-                died = True
-                raise KeyboardInterrupt
-            return super().answer(message, context, round_, at)
+    def die(_: Message, context: Context, round_: int, at: int) -> None:
+        nonlocal died
+        if not died and (round_, at) == (2, exchange) and user_of(context) == 4:
+            died = True
+            raise KeyboardInterrupt
 
-    on = of(Deadly())
+    on = of(Exchanging(before=die))
     with pytest.raises(KeyboardInterrupt):
         trained(secure(checkpoint_dir=tmp_path), on, rounds=3)
     again = secure(checkpoint_dir=tmp_path)
