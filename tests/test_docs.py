@@ -17,17 +17,14 @@ from tests.contract.command import ppsgd
 from tests.contract.files import check_done
 from tests.support.paths import ROOT
 from tests.support.recipes import python_block
+from tests.test_readme import blocks_of, joined, pasted
 
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "flwr_ppsgd"
 PAGES = sorted(DOCS.glob("*.md"))
-SECURE = (DOCS / "secure-aggregation.md").read_text("utf-8")
+SECURE = DOCS / "secure-aggregation.md"
 DIAGRAMS = sorted(DOCS.glob("*.svg"))
 MOST_PAGES = 12
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def section(page: str, heading: str) -> str:
@@ -36,11 +33,8 @@ def section(page: str, heading: str) -> str:
     return rest.partition("\n## ")[0]
 
 
-def test_the_page_on_secure_aggregation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {}
-    for code in blocks(SECURE, "python"):
-        exec(code, names)
-    printed = capsys.readouterr().out
+def test_the_page_on_secure_aggregation_runs() -> None:
+    names, printed = pasted(SECURE)
     assert "the server and any 2 of the other users together" in printed
     assert names["strategy"].ledger.rounds == 3
 
@@ -50,13 +44,13 @@ def test_every_command_of_the_page_on_own_data_works(
 ) -> None:
     """``head`` is the only one that is not ours."""
     monkeypatch.chdir(tmp_path)
-    page = (DOCS / "own-data.md").read_text("utf-8")
     shown = ""
-    for kind, code in re.findall(r"```(python|bash)\n(.*?)```", page, re.DOTALL):
-        if kind == "python":
+    for language, code in blocks_of(DOCS / "own-data.md"):
+        if language == "python":
             exec(compile(code, "own-data.md", "exec"), {})
+        if language != "bash":
             continue
-        for line in code.replace("\\\n", " ").strip().splitlines():
+        for line in joined(code).strip().splitlines():
             program, *words = shlex.split(line)
             if program == "ppsgd":
                 shown += check_done(ppsgd(*words)).words
@@ -81,13 +75,10 @@ def test_the_code_and_the_command_of_the_page_on_simulation_work(
 ) -> None:
     """FedAvg over 200 of 2,000 nodes pulls w by half towards the mean in each round."""
     monkeypatch.chdir(tmp_path)
-    page = (DOCS / "simulate.md").read_text("utf-8")
-    names: dict[str, Any] = {}
-    for code in blocks(page, "python"):
-        exec(compile(code, "simulate.md", "exec"), names)
+    names, _ = pasted(DOCS / "simulate.md")
     (w,) = names["result"].arrays.to_numpy_ndarrays()
     assert abs(w - 999.5 * (1 - 0.5**5)).max() < 5 * 577 / 200**0.5  # standard errors
-    (command,) = blocks(page, "sh")
+    (command,) = (text for kind, text in blocks_of(DOCS / "simulate.md") if kind == "sh")
     program, script, app, *options = shlex.split(command)
     assert (program, ROOT / script) == ("python", Path(compare.__file__))
     found = compare.main([str(ROOT / app), *options])
@@ -102,7 +93,7 @@ def test_the_code_and_the_command_of_the_page_on_simulation_work(
 
 
 def test_the_keys_of_secure_sums_are_read() -> None:
-    flat, node = (tomllib.loads(text) for text in blocks(SECURE, "toml"))
+    flat, node = (tomllib.loads(text) for kind, text in blocks_of(SECURE) if kind == "toml")
     assert set(flat) <= set(keys_of(Settings))
     assert set(node) <= set(KEYS)
 
@@ -131,16 +122,13 @@ def test_the_walk_through_a_round_names_files_that_exist() -> None:
     assert set(drawn) <= set(files)
 
 
-def test_contributing_names_files_that_exist() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    for file in re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", page):
-        assert (PACKAGE / file).exists() or (ROOT / file).exists(), file
-
-
 @pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda path: path.stem)
-def test_scripts_and_folders_that_a_page_names_exist(page: Path) -> None:
-    for path in re.findall(r"\bsimulations/[\w./-]*\w", page.read_text("utf-8")):
+def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for path in re.findall(r"\bsimulations/[\w./-]*\w", text):
         assert (ROOT / path).exists(), path
+    for file in re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", text):
+        assert (PACKAGE / file).exists() or (ROOT / file).exists(), file
 
 
 def test_the_strategies_beside_flower_s_wrapper_are_made() -> None:

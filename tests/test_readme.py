@@ -51,12 +51,12 @@ def python_of(page: Path) -> list[str]:
     return [block.text for block in blocks_of(page) if block.language == "python"]
 
 
-def pasted(page: Path, first: int = 0) -> tuple[dict[str, Any], str]:
+def pasted(page: Path) -> tuple[dict[str, Any], str]:
     """The page's Python blocks, one after the other, and what they print."""
     namespace: dict[str, Any] = {"__name__": page.stem}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        for text in python_of(page)[first:]:
+        for text in python_of(page):
             exec(compile(text, page.name, "exec"), namespace)
     return namespace, printed.getvalue()
 

@@ -66,12 +66,6 @@ def test_one_client_app_serves_ppsgd_and_stock_strategies(stock: Strategy) -> No
     np.testing.assert_array_equal(moved, trained(strategy(release=quiet), grid()))
 
 
-def test_local_steps_under_fedavg_by_hand() -> None:
-    """Two steps of .5 on ½(w − y)² leave a quarter of the way: w is .75 of the mean target."""
-    result = FedAvg().start(grid(SERVES_ALL), w0(), num_rounds=1)
-    np.testing.assert_allclose(flat(result.arrays), 0.75 * CENTRE)
-
-
 def test_the_proximal_term_of_fedprox_by_hand() -> None:
     """Two steps of .5 on ½(w − y)² + ½(w − w_0)² from w_0 = 0: .5·y, and it stays there."""
     result = FedProx(proximal_mu=1.0).start(grid(SERVES_ALL), w0(), num_rounds=1)

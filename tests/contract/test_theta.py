@@ -217,24 +217,6 @@ def test_theta_is_a_replay_of_the_published_rounds(
         np.testing.assert_allclose(theta, expected, rtol=1e-12, atol=1e-15)
 
 
-def test_a_device_that_restarts_in_every_round_trains_as_one_that_never_does(
-    tmp_path: Path,
-) -> None:
-    """Its θ is on its own disk."""
-    release = Release(Poisson(USERS, 1.0), clip_norm=1.0, noise_multiplier=0.5)
-    app = client_app(learner_for_device)
-    state = {"ppsgd-state-dir": str(tmp_path / "devices")}
-    for rounds in range(1, 5):
-        restarted = strategy(release, insecure_seed=3, checkpoint_dir=tmp_path / "server")
-        grid = InProcessGrid(app, USERS)
-        for node in grid.get_node_ids():
-            grid.context(node).node_config.update(state)
-        w = flat(restarted.start(grid, zeros(), num_rounds=rounds).arrays)
-    steady = strategy(release, insecure_seed=3)
-    result = steady.start(InProcessGrid(app, USERS), zeros(), num_rounds=4)
-    np.testing.assert_array_equal(w, flat(result.arrays))
-
-
 def test_a_message_that_comes_twice_steps_theta_once(tmp_path: Path) -> None:
     """The second answer is the first again, and the next round goes on from one step."""
     release = Release(Poisson(1, 1.0), clip_norm=9.0, noise_multiplier=0.0)
