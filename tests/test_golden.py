@@ -1,26 +1,13 @@
 """Agreement with the trajectories of the authors' own code."""
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flwr_ppsgd import Poisson, Release, Steps
+from flwr_ppsgd import Poisson, Release
 from flwr_ppsgd.lab.engine import Setting, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.population import FreshPopulation
 from flwr_ppsgd.lab.synthetic import Synthetic
-from tests.support.paths import GOLDEN
-
-Arrays = dict[str, NDArray[np.float64]]
-
-
-def load(name: str) -> Arrays:
-    with np.load(GOLDEN / name) as file:
-        return dict(file)
-
-
-def steps_of(key: str, step: float) -> Steps:
-    a = float(key[1:].split("_", maxsplit=1)[0])
-    return Steps.from_ratio(step, np.inf if a == -1 else a)
+from tests.contract.test_golden import load, steps_of
 
 
 def test_curves_at_the_size_of_the_paper() -> None:

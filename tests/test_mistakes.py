@@ -42,30 +42,19 @@ def wider() -> nn.Module:
     return network(5)
 
 
-def rows(count: int = 6, bad: float = 0.0) -> TensorDataset:
-    x = torch.ones(count, 3)
-    x[:, 0] += bad
-    return TensorDataset(x, torch.arange(count) % 2)
+def loaders_of(*arrays: torch.Tensor) -> Any:
+    """``loaders`` of clients that all have these rows."""
+    return lambda _: (DataLoader(TensorDataset(*arrays), batch_size=3), None)
 
 
-def loaders(context: Context) -> Any:  # noqa: ARG001
-    return DataLoader(rows(), batch_size=3), None
-
-
-def empty(context: Context) -> Any:  # noqa: ARG001
-    return DataLoader(rows(0), batch_size=3), None
-
-
-def triples(context: Context) -> Any:  # noqa: ARG001
-    return DataLoader(TensorDataset(*rows().tensors, torch.ones(6)), batch_size=3), None
-
-
-def not_a_number(context: Context) -> Any:  # noqa: ARG001
-    return DataLoader(rows(bad=float("nan")), batch_size=3), None
+X = torch.ones(6, 3)
+Y = torch.arange(6) % 2
+loaders = loaders_of(X, Y)
 
 
 def by_partition(context: Context) -> Any:
-    return DataLoader(rows(int(context.node_config["patient-id"])), batch_size=3), None
+    rows = int(context.node_config["patient-id"])
+    return loaders_of(X[:rows], Y[:rows])(context)
 
 
 def narrow(context: Context) -> AdditiveLinear:  # noqa: ARG001
@@ -122,9 +111,18 @@ def test_another_model_on_the_clients_costs_nothing(
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (empty, "a loader has no batch: a user needs at least one row; give this node data"),
-        (triples, "a batch has 3 parts where (x, y) has 2: say which are which, such as inputs="),
-        (not_a_number, "part 'x' of a batch holds NaN or infinity: clean this user's data"),
+        (
+            loaders_of(X[:0], Y[:0]),
+            "a loader has no batch: a user needs at least one row; give this node data",
+        ),
+        (
+            loaders_of(X, Y, Y),
+            "a batch has 3 parts where (x, y) has 2: say which are which, such as inputs=",
+        ),
+        (
+            loaders_of(X * float("nan"), Y),
+            "part 'x' of a batch holds NaN or infinity: clean this user's data",
+        ),
     ],
 )
 def test_wrong_loaders_bring_one_line_on_the_client(
