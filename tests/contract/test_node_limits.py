@@ -312,12 +312,6 @@ def with_record(message: Message, name: str, record: Any) -> Message:
 SECURE_ONLY = {"ppsgd-secure": True}
 
 
-def test_a_node_that_demands_secure_sums_answers_them() -> None:
-    app = OwnedNode(SECURE_ONLY)
-    trained(strategy(**SIX), grid(app, users=6))
-    assert [is_training(reply) for reply in app.replies].count(True) == 8
-
-
 @pytest.mark.parametrize("kind", ["a plain sum", "evaluation", "a stock strategy"])
 def test_a_node_that_demands_secure_sums_answers_nothing_else(
     kind: str, caplog: pytest.LogCaptureFixture
@@ -337,18 +331,19 @@ def test_a_node_that_demands_secure_sums_answers_nothing_else(
 @pytest.mark.parametrize(
     ("limit", "obeys"),
     [
+        ({}, True),
         ({"ppsgd-min-noise-multiplier": 1.0}, True),
         ({"ppsgd-min-noise-multiplier": 1.5}, False),
         ({"ppsgd-min-clients": 5}, True),
         ({"ppsgd-min-clients": 6}, False),
     ],
 )
-def test_a_node_can_demand_noise_and_company(
+def test_a_node_that_demands_secure_sums_answers_them_with_enough_noise_and_company(
     limit: dict[str, Any], obeys: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = OwnedNode({**SECURE_ONLY, **limit})
-    trained(strategy(**SIX), grid(app, users=6), rounds=1)
-    assert any(is_training(reply) for reply in app.replies) == obeys
+    trained(strategy(**SIX), grid(app, users=6))
+    assert [is_training(reply) for reply in app.replies].count(True) == (8 if obeys else 0)
     lines = limits_in(caplog)
     assert (not lines) == obeys
     assert all(next(iter(limit)) in line for line in lines)
