@@ -204,7 +204,7 @@ def legacy_round(ppsgd: PPSGDStrategy) -> list[tuple[Any, FitIns]]:
     return sorted(asked, key=lambda each: each[0].cid)
 
 
-def recorded(server: Any) -> list[Any]:
+def published_by(server: Any) -> list[Any]:
     """Every w that a legacy strategy publishes from now on, in order."""
     published: list[Any] = []
     aggregate = server.aggregate_fit

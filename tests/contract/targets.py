@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from numpy.typing import NDArray
 
 from flwr_ppsgd import PPSGD, Order, Poisson, Release, Steps, client_app
@@ -73,3 +74,9 @@ def train(directory: Path, rounds: int, **settings: Any) -> PPSGD:
     ppsgd = strategy(checkpoint_dir=directory, **settings)
     ppsgd.start(nodes(), zeros(), num_rounds=rounds)
     return ppsgd
+
+
+def run_legacy(server: Any, on: InProcessGrid, config: ServerConfig) -> None:
+    """A training through Flower's own legacy loop."""
+    parts = ServerAppComponents(config=config, strategy=server)
+    ServerApp(server_fn=lambda _: parts)(on, Context(1, 1, {}, RecordDict(), {}))

@@ -19,25 +19,23 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.client import Client
 from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerApp, ServerAppComponents
 
 from flwr_ppsgd import Order, Poisson, Release, Steps, client_app
-from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
+from flwr_ppsgd.legacy import PPSGDClient
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract import killed
 from tests.contract.command import ppsgd
+from tests.contract.hostile_clients import legacy_strategy, published_by
 from tests.contract.targets import (
-    DELTA,
     NOISY,
     SIZE,
-    STEPS,
     USERS,
     Floats,
     Target,
     flat,
     learner_for,
     nodes,
+    run_legacy,
     strategy,
     train,
     zeros,
@@ -174,20 +172,12 @@ def train_seeded(api: str, grid: InProcessGrid, rounds: int, directory: Path | N
         w = flat(ppsgd.start(grid, zeros(), num_rounds=rounds).arrays)
         assert ppsgd.ledger.rounds == rounds
         return w
-    seen: list[Floats] = []
-    legacy = PPSGDStrategy(
-        release=NOISY,
-        steps=STEPS,
-        delta=DELTA,
-        initial_parameters=ndarrays_to_parameters([np.zeros(SIZE)]),
-        evaluate_fn=lambda _, arrays, __: seen.append(arrays[0]),
-        **settings,
-    )
-    parts = ServerAppComponents(config=legacy.server_config(rounds), strategy=legacy)
-    ServerApp(server_fn=lambda _: parts)(grid, grid.context(grid.get_node_ids()[0]))
+    legacy = legacy_strategy(release=NOISY, **settings)
+    published = published_by(legacy)
+    run_legacy(legacy, grid, legacy.server_config(rounds))
     legacy.close()
     assert legacy.ledger.rounds == rounds
-    return seen[-1]
+    return flat(ArrayRecord(published[-1:]))
 
 
 @pytest.mark.parametrize("api", ["message", "legacy"])

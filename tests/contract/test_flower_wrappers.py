@@ -19,13 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp import mod as mods
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common import NDArrays, Scalar, ndarrays_to_parameters
-from flwr.server import (
-    LegacyContext,
-    ServerApp,
-    ServerAppComponents,
-    ServerConfig,
-    SimpleClientManager,
-)
+from flwr.server import LegacyContext, ServerConfig, SimpleClientManager
 from flwr.server import strategy as legacy_strategies
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow, SecAggWorkflow
 from flwr.serverapp import GaussianPrivacyEvent, PrivacyAccountant
@@ -42,13 +36,15 @@ from tests.contract.hostile_clients import (
     learner_for,
     legacy_strategy,
     new_context,
-    recorded,
+    published_by,
     release,
     strategy,
     trained,
     w0,
 )
+from tests.contract.targets import run_legacy
 
+TWO = ServerConfig(num_rounds=2)
 WRAPPERS = [
     "DifferentialPrivacyClientSideAdaptiveClipping",
     "DifferentialPrivacyClientSideFixedClipping",
@@ -74,12 +70,6 @@ def wrapped(module: Any, name: str, inner: Any) -> Any:
 
 def client_fn(context: Context) -> Client:
     return PPSGDClient(learner_for(context), context, local_step=0.5).to_client()
-
-
-def run_legacy(server: Any, app: Any, rounds: int = 2) -> None:
-    """A legacy ServerApp on the in-process grid."""
-    components = ServerAppComponents(config=ServerConfig(num_rounds=rounds), strategy=server)
-    ServerApp(server_fn=lambda _: components)(grid(app), new_context())
 
 
 # --- the round, where Flower's strategies put it
@@ -142,7 +132,7 @@ def test_every_legacy_config_says_its_round() -> None:
         return Watched(learner_for(context), context).to_client()
 
     ppsgd = legacy_strategy(evaluate_every=1)
-    run_legacy(ppsgd, ClientApp(client_fn=watched))
+    run_legacy(ppsgd, grid(ClientApp(client_fn=watched)), TWO)
     assert ppsgd.ledger.rounds == 2
     each = Counter({("fit", 1): 5, ("evaluate", 1): 5, ("fit", 2): 5, ("evaluate", 2): 5})
     assert Counter(Watched.seen) == each
@@ -172,7 +162,7 @@ def test_flowers_legacy_dp_strategies_are_refused_around_ppsgd(name: str) -> Non
     outer = wrapped(legacy_strategies, name, inner)
     words = f"PPSGDStrategy inside Flower's {name}.*use it without {name}"
     with pytest.raises(ValueError, match=words):
-        run_legacy(outer, ClientApp(client_fn=client_fn))
+        run_legacy(outer, grid(ClientApp(client_fn=client_fn)), TWO)
     with pytest.raises(ValueError, match=words):
         outer.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), SimpleClientManager())
     assert inner.ledger.rounds == 0
@@ -228,9 +218,9 @@ def test_legacy_clients_refuse_to_send_a_gradient_through_such_a_mod(
     """It would send w + clip(g − w), and more, in place of a gradient."""
     app = ClientApp(client_fn, mods=[clipping_mod(legacy_mods, name)])
     unchanged = legacy_strategy(release=release(z=0.0))
-    kept = recorded(unchanged)
+    kept = published_by(unchanged)
     with pytest.raises(RuntimeError, match="rounds 1 and 2"):
-        run_legacy(unchanged, app)
+        run_legacy(unchanged, grid(app), TWO)
     for w in kept:
         np.testing.assert_array_equal(w, 0.0)
     if name == "LocalDpMod":  # the others do without a clip norm from the server
@@ -257,8 +247,8 @@ def test_mods_that_only_look_change_nothing_in_the_legacy_api() -> None:
     watched = ClientApp(client_fn, mods=[legacy_mods.message_size_mod])
     for app in (ClientApp(client_fn), watched):
         server = legacy_strategy(insecure_seed=1)
-        published = recorded(server)
-        run_legacy(server, app)
+        published = published_by(server)
+        run_legacy(server, grid(app), TWO)
         found.append(published[-1])
     np.testing.assert_array_equal(*found)
 

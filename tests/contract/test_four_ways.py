@@ -10,7 +10,6 @@ from flwr.app import ArrayRecord, Context
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import Parameters, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.server import ServerApp, ServerAppComponents
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,7 +30,7 @@ from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.command import ppsgd
 from tests.contract.files import privacy_of
-from tests.contract.targets import Floats, flat, user_of
+from tests.contract.targets import Floats, flat, run_legacy, user_of
 
 USERS = 8
 FEATURES = 4
@@ -104,9 +103,7 @@ def by_legacy(release: Release, app: ClientApp, w: ArrayRecord) -> Floats:
         initial_parameters=initial,
         evaluate_fn=look,
     )
-    parts = ServerAppComponents(config=strategy.server_config(ROUNDS), strategy=strategy)
-    grid = InProcessGrid(app, USERS)
-    ServerApp(server_fn=lambda _: parts)(grid, grid.context(grid.get_node_ids()[0]))
+    run_legacy(strategy, InProcessGrid(app, USERS), strategy.server_config(ROUNDS))
     assert strategy.ledger.rounds == ROUNDS
     assert len(seen) == ROUNDS + 1
     np.testing.assert_array_equal(seen[0], flat(ArrayRecord(parameters_to_ndarrays(initial))))

@@ -19,13 +19,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerApp, ServerAppComponents
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_ppsgd import PPSGD, AdditiveLinear, Minibatches, Order, SecureSum, client_app
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.hostile_clients import (
+    APP,
+    App,
     Floats,
     OwnedNode,
     Target,
@@ -34,7 +35,6 @@ from tests.contract.hostile_clients import (
     grid,
     is_training,
     learner_for,
-    new_context,
     ppsgd_command,
     release,
     sent_vector,
@@ -44,6 +44,7 @@ from tests.contract.hostile_clients import (
     user_of,
     w0,
 )
+from tests.contract.targets import run_legacy
 from tests.contract.test_node_limits import DELTA, limited, unread
 from tests.contract.test_recipe import USERS as PEOPLE
 from tests.contract.test_recipe import Users, kept_by
@@ -60,6 +61,13 @@ def answers(app: OwnedNode) -> int:
     return [is_training(reply) for reply in app.replies].count(True)
 
 
+def answered(node: dict[str, Any], rounds: int = 2, app: App = APP, **changes: Any) -> int:
+    """How often a user with this node config answers in a training at z = 2."""
+    owned = OwnedNode(node, app)
+    trained(strategy(**{"release": release(z=2.0), **changes}), grid(owned), rounds)
+    return answers(owned)
+
+
 # --- the limit
 
 
@@ -69,20 +77,13 @@ def test_a_plan_that_fits_is_answered_and_one_that_does_not_is_refused_at_once(
 ) -> None:
     """The limit is what two answers at z = 2 cost; a tenth of δ is kept for secure sums."""
     node = limited(tmp_path, gaussian(2, 2.0, 0.9 * DELTA) * 1.0001)
-    app = OwnedNode(node)
-    trained(strategy(release=release(z=2.0)), grid(app), rounds)
-    assert answers(app) == (2 if rounds == 2 else 0)
+    assert answered(node, rounds) == (2 if rounds == 2 else 0)
 
 
 def test_one_account_holds_over_all_trainings_and_servers(tmp_path: Path) -> None:
     """Two answers each: the third training is refused, whoever asks."""
     node = limited(tmp_path, gaussian(4, 2.0, 0.9 * DELTA) * 1.0001)
-    counts = []
-    for _ in range(3):
-        app = OwnedNode(node)
-        trained(strategy(release=release(z=2.0)), grid(app), rounds=2)
-        counts.append(answers(app))
-    assert counts == [2, 2, 0]
+    assert [answered(node) for _ in range(3)] == [2, 2, 0]
     report = ppsgd_command("client-report", tmp_path / "device")
     spent = gaussian(4, 2.0, 0.9 * DELTA)
     assert f"ε {math.ceil(1000 * spent) / 1000:g} at δ 1e-05, if each server adds" in report
@@ -103,20 +104,16 @@ def test_a_secure_sum_has_two_numbers_in_the_report(tmp_path: Path) -> None:
 def test_without_a_limit_the_account_is_kept_all_the_same(tmp_path: Path) -> None:
     """A limit that comes later counts what has left before."""
     node = {"ppsgd-state-dir": str(tmp_path / "device"), "ppsgd-user": "ann"}
-    trained(strategy(release=release(z=2.0)), grid(OwnedNode(node)), rounds=2)
+    assert answered(node) == 2
     assert "set ppsgd-delta" in ppsgd_command("client-report", tmp_path / "device")
-    later = OwnedNode(limited(tmp_path, gaussian(3, 2.0, 0.9 * DELTA)))
-    trained(strategy(release=release(z=2.0)), grid(later), rounds=2)
-    assert answers(later) == 0
+    assert answered(limited(tmp_path, gaussian(3, 2.0, 0.9 * DELTA))) == 0
 
 
 def test_a_limit_is_refused_after_answers_that_no_epsilon_covers(tmp_path: Path) -> None:
     """Measures left the device before the limit was set: no account can bound them."""
     node = {"ppsgd-state-dir": str(tmp_path / "device"), "ppsgd-user": "ann"}
-    trained(strategy(release=release(z=2.0), evaluate_every=1), grid(OwnedNode(node)), rounds=1)
-    later = OwnedNode(limited(tmp_path, 100.0))
-    trained(strategy(release=release(z=2.0)), grid(later), rounds=1)
-    assert answers(later) == 0
+    assert answered(node, rounds=1, evaluate_every=1) == 1
+    assert answered(limited(tmp_path, 100.0), rounds=1) == 0
     assert "outside every ε" in ppsgd_command("client-report", tmp_path / "device")
 
 
@@ -172,15 +169,9 @@ def failing(context: Context) -> Target:
 def test_a_learner_that_fails_costs_what_an_answer_costs_under_a_limit(tmp_path: Path) -> None:
     """Otherwise how often it fails, which may depend on its data, decides when the limit ends."""
     node = limited(tmp_path, gaussian(3, 2.0, 0.9 * DELTA) * 1.0001)
-    app = OwnedNode(node, client_app(failing))
-    trained(strategy(release=release(z=2.0)), grid(app), rounds=2)
-    assert answers(app) == 0
-    again = OwnedNode(node)
-    trained(strategy(release=release(z=2.0)), grid(again), rounds=2)
-    assert answers(again) == 0
-    once = OwnedNode(node)
-    trained(strategy(release=release(z=2.0)), grid(once), rounds=1)
-    assert answers(once) == 1
+    assert answered(node, app=client_app(failing)) == 0
+    assert answered(node) == 0
+    assert answered(node, rounds=1) == 1
 
 
 def test_a_damaged_account_is_refused_and_nothing_is_sent(
@@ -188,7 +179,7 @@ def test_a_damaged_account_is_refused_and_nothing_is_sent(
 ) -> None:
     """A spent account with its number made smaller by hand."""
     node = limited(tmp_path, gaussian(2, 2.0, 0.9 * DELTA) * 1.0001)
-    trained(strategy(release=release(z=2.0)), grid(OwnedNode(node)), rounds=2)
+    assert answered(node) == 2
     (path,) = (tmp_path / "device").rglob("*.sqlite")
     with closing(sqlite3.connect(path)) as file, file:
         file.execute("UPDATE fact SET value = replace(value, '0.5', '0.1') WHERE name = 'account'")
@@ -232,9 +223,7 @@ def test_delta_and_the_plan_are_fixed_by_the_first_answer(
     trained(strategy(**checkpoint), grid(app), rounds=3)
     assert answers(app) == 2
     assert "the first Order of this training had 2" in caplog.text
-    other = OwnedNode(limited(tmp_path, 100.0, **{"ppsgd-delta": 2 * DELTA}))
-    trained(strategy(), grid(other), rounds=1)
-    assert answers(other) == 0
+    assert answered(limited(tmp_path, 100.0, **{"ppsgd-delta": 2 * DELTA}), rounds=1) == 0
     assert "the account was begun with 1e-05" in caplog.text
 
 
@@ -245,12 +234,7 @@ def test_what_servers_promise_is_summed_over_their_trainings(tmp_path: Path) -> 
         "ppsgd-user": "ann",
         "ppsgd-max-epsilon": 11.0,
     }
-    counts = []
-    for _ in range(2):
-        app = OwnedNode(node)
-        trained(strategy(), grid(app), rounds=2)
-        counts.append(answers(app))
-    assert counts == [2, 0]
+    assert [answered(node, release=release(z=1.0)) for _ in range(2)] == [2, 0]
 
 
 # --- everyone's own ε
@@ -358,7 +342,6 @@ def test_f_is_fixed_before_the_first_answer(
 ) -> None:
     """Set, or changed, between two rounds of a training it is refused."""
     at = {"ppsgd-state-dir": str(tmp_path / "device"), "ppsgd-user": "ann"}
-    counts = []
 
     class Changing(OwnedNode):
         def __call__(self, message: Message, context: Context) -> Message:
@@ -368,8 +351,7 @@ def test_f_is_fixed_before_the_first_answer(
 
     app = Changing(at)
     trained(strategy(release=release(z=3.0)), grid(app), rounds=2)
-    counts.append(answers(app))
-    assert counts == [1]
+    assert answers(app) == 1
     assert "it is fixed before the first answer" in caplog.text
 
 
@@ -493,8 +475,7 @@ def test_who_answers_no_evaluation_gets_the_last_w_all_the_same(legacy: bool) ->
     else:
         w = ndarrays_to_parameters(users.w.to_numpy_ndarrays())
         server = PPSGDStrategy.auto(initial_parameters=w, **settings)
-        components = ServerAppComponents(config=server.server_config(), strategy=server)
-        ServerApp(server_fn=lambda _: components)(on, new_context())
+        run_legacy(server, on, server.server_config())
     assert sorted(kept_by(on)) == list(range(PEOPLE))
     assert any(measures for user, measures in measured if user)
     assert not any(measures for user, measures in measured if not user)

@@ -11,13 +11,13 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerApp, ServerAppComponents
 
 from flwr_ppsgd import PPSGD, AdditiveLinear, Minibatches, Order, client_app, personalize
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.command import ppsgd
-from tests.contract.targets import Floats, flat, user_of
+from tests.contract.hostile_clients import published_by
+from tests.contract.targets import Floats, flat, run_legacy, user_of
 from tests.support.recipe_golden import NAMES, needs_golden, recorded, task_of
 
 USERS = 12
@@ -130,21 +130,15 @@ SETTINGS = {"epsilon": EPSILON, "delta": DELTA, "insecure-seed": SEED}
 
 
 def by_legacy(users: Users, client_fn: Callable[[Context], Client] | None = None) -> Floats:
-    """Through Flower's own legacy loop. Central evaluation is where its w can be seen."""
-    seen: list[Floats] = []
-
-    def look(_: int, arrays: list[Any], __: dict[str, Any]) -> None:
-        seen.append(arrays[0].reshape(-1))
-
+    """w, through Flower's own legacy loop."""
     strategy = PPSGDStrategy.auto(
         initial_parameters=ndarrays_to_parameters(users.w.to_numpy_ndarrays()),
-        evaluate_fn=look,
         **users.auto(),
     )
-    parts = ServerAppComponents(config=strategy.server_config(), strategy=strategy)
+    published = published_by(strategy)
     grid = users.grid(ClientApp(client_fn=client_fn or users.legacy_client))
-    ServerApp(server_fn=lambda _: parts)(grid, grid.context(grid.get_node_ids()[0]))
-    return seen[-1]
+    run_legacy(strategy, grid, strategy.server_config())
+    return np.asarray(published[-1].reshape(-1))
 
 
 # --- one w

@@ -19,7 +19,7 @@ from flwr.app import (
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import NDArrays, Scalar, ndarrays_to_parameters
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+from flwr.server import ServerConfig
 from flwr.server import strategy as legacy_strategies
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedProx, Strategy
 
@@ -37,8 +37,7 @@ from tests.contract.hostile_clients import (
     flat,
     grid,
     learner_for,
-    new_context,
-    recorded,
+    published_by,
     release,
     strategy,
     target,
@@ -46,6 +45,7 @@ from tests.contract.hostile_clients import (
     user_of,
     w0,
 )
+from tests.contract.targets import run_legacy
 
 CENTRE = np.mean([target(user) for user in range(USERS)], axis=0)
 SERVES_ALL = client_app(learner_for, local_step=0.5, local_steps=2)
@@ -130,9 +130,8 @@ def test_one_legacy_client_serves_stock_strategies(name: str) -> None:
     """FedAvg's w is .75 of the mean target after one round, as in the Message API."""
     initial = ndarrays_to_parameters([np.zeros(SIZE)])
     stock = getattr(legacy_strategies, name)(initial_parameters=initial, fraction_evaluate=0.0)
-    published = recorded(stock)
-    components = ServerAppComponents(config=ServerConfig(num_rounds=1), strategy=stock)
-    ServerApp(server_fn=lambda _: components)(grid(ClientApp(client_fn)), new_context())
+    published = published_by(stock)
+    run_legacy(stock, grid(ClientApp(client_fn)), ServerConfig(num_rounds=1))
     (w,) = published
     if name == "FedAvg":
         np.testing.assert_allclose(w, 0.75 * CENTRE)
