@@ -45,6 +45,8 @@ class ServerAccount:
         self._is_saved = True  # whether the store has it
         self.state: dict[str, Vector] = {}  # what the next round needs besides w
         self._begun = False  # whether this start of the server is written down
+        # what Orders promised last, and for which ledger and unit
+        self._promised: tuple[tuple[Ledger, str], tuple[float, str]] | None = None
         self._affordable = 0  # the number of rounds that are known to be within max_epsilon
         self._store = Store(training.checkpoint_dir)
         self.facts = OperatorFacts(self._store, training)
@@ -367,8 +369,16 @@ class ServerAccount:
         """ε and the promise in one line; nothing is promised if no number of rounds was planned."""
         if self.training.steps.publishes and not self._store.planned[0]:
             return math.inf, ""
-        promise = self.promise()
-        return promise.epsilon, promise.in_one_line()
+        known = (self.stated_ledger(), self._unit)  # all that changes between two rounds
+        if self._promised is None or self._promised[0] != known:
+            promise = self.promise()
+            self._promised = known, (promise.epsilon, promise.in_one_line())
+        return self._promised[1]
+
+    @property
+    def _unit(self) -> str:
+        """Who is protected: a node, if a user may come back as another one."""
+        return "node" if "node" in self._store.caveats.values() else "user"
 
     def promise(self, size: int = 0, simulation: str = "", terms: tuple[str, ...] = ()) -> Promise:
         """Everything that is stated about this training.
@@ -391,7 +401,7 @@ class ServerAccount:
             rounds_trained=self.rounds_done,
             cut=cut_probability(size, stated.rounds, self.training.release.noise_shares),
             budget=budget,
-            unit="node" if "node" in self._store.caveats.values() else "user",
+            unit=self._unit,
             simulation=simulation,
             caveats=self._caveat_sentences(),
             evaluated=bool(self._store.notes("evaluation")),
