@@ -120,7 +120,7 @@ class Settings:
     def _check_paper(self) -> None:
         for name in NEEDED_BY_PAPER:
             if getattr(self, name) is None:
-                raise _missing(name)
+                raise _missing_key(name)
         self._check_one_of("rate", "cohort_size")
         self._check_one_of("noise_multiplier", "epsilon")
         require(self.rounds >= 1, "rounds must be at least 1", self.rounds, "plan at least one")
@@ -141,7 +141,7 @@ class Settings:
                     "leave one of the two out"
                 )
         if self.epsilon is None:
-            raise _missing("epsilon")
+            raise _missing_key("epsilon")
 
     @property
     def automatic(self) -> bool:
@@ -188,7 +188,7 @@ class Settings:
             return None
         for name in ("honest", "colluding"):
             if name not in given:
-                raise _missing(f"secure_{name}")
+                raise _missing_key(f"secure_{name}")
         return SecureSum(**given)
 
     def release(self) -> Release:
@@ -260,7 +260,7 @@ class Settings:
         }
 
 
-def _missing(name: str) -> ValueError:
+def _missing_key(name: str) -> ValueError:
     key = key_of(name)
     return ValueError(f"{key!r} is missing: add it, as in {key} = …")
 
@@ -315,7 +315,7 @@ def build(kind: type[T], flat: Mapping[str, Any], where: str) -> T:
     try:
         for field in fields(kind):  # type: ignore[arg-type]
             if field.default is MISSING and field.name not in values:
-                raise _missing(field.name)
+                raise _missing_key(field.name)
         for name, value in values.items():
             values[name] = typed_value(key_of(name), value, hints[name])
         return kind(**values)

@@ -64,7 +64,7 @@ def digest(arrays: Mapping[str, bytes]) -> bytes:
     return sha.digest()
 
 
-def signed(
+def signed_order(
     order: Order, w_digest: bytes, key: TrainingKey, *, kind: str, run: int
 ) -> dict[str, Any]:
     """The Order as it is sent, with the training's public key and its signature.
@@ -77,7 +77,7 @@ def signed(
         run: the id of Flower's run.
     """
     flat = fast_replace(order, server_key=key.public, signature="").to_flat()
-    return {**flat, "signature": key.sign(_statement(flat, w_digest, kind, run))}
+    return {**flat, "signature": key.sign(_signed_bytes(flat, w_digest, kind, run))}
 
 
 def verify(
@@ -96,7 +96,7 @@ def verify(
         return False
     try:
         signature = base64.b64decode(order.signature, validate=True)
-        statement = _statement(order.to_flat(), digest(arrays), kind, run)
+        statement = _signed_bytes(order.to_flat(), digest(arrays), kind, run)
         public_key(server_key).verify(signature, statement)
     except (ValueError, InvalidSignature):
         return False
@@ -112,7 +112,7 @@ def public_key(text: str) -> Ed25519PublicKey:
     )
 
 
-def _statement(order_flat: Mapping[str, Any], w_digest: bytes, kind: str, run: int) -> bytes:
+def _signed_bytes(order_flat: Mapping[str, Any], w_digest: bytes, kind: str, run: int) -> bytes:
     """What is signed: the same bytes for the same fields, whatever their order.
 
     A message of a secure sum is covered by its hash, which is a field.

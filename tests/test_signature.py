@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flwr_ppsgd import Order
-from flwr_ppsgd.signature import TrainingKey, digest, signed
+from flwr_ppsgd.signature import TrainingKey, digest, signed_order
 from flwr_ppsgd.signature import verify as verify_for
 from tests.test_wire import ORDER, SECURE
 
@@ -17,7 +17,7 @@ TRAIN: dict[str, Any] = {"kind": "train", "run": 3}
 
 
 def sign(order: Order, key: TrainingKey = KEY) -> dict[str, Any]:
-    return signed(order, digest(W), key, **TRAIN)
+    return signed_order(order, digest(W), key, **TRAIN)
 
 
 def verify(order: Order, arrays: dict[str, bytes], key: str, **other: Any) -> bool:

@@ -44,7 +44,7 @@ def answer(context: Context, order: Order, payload: bytes) -> tuple[bytes, Confi
         return keys_sent.public.to_bytes(), _state_record(keys_sent, order)
     if order.stage == 2:
         before = _kept_state(context, order, KeysSent)
-        with _refusing():
+        with _refuse_wrong_messages():
             shares_sent, shares = before.share(Roster.from_bytes(payload))
         return shares.to_bytes(), _state_record(shares_sent, order)
     masked = _kept_state(context, order, VectorSent)
@@ -54,7 +54,7 @@ def answer(context: Context, order: Order, payload: bytes) -> tuple[bytes, Confi
             f"survivors are named and the server has charged {order.charges} releases, as many as "
             "before: a round is charged before anything can be unmasked; nothing is sent"
         )
-    with _refusing():
+    with _refuse_wrong_messages():
         revealed = masked.reveal(members_of(payload, masked.participants))
     return pack_parts(revealed), None
 
@@ -65,7 +65,7 @@ def read_partners(context: Context, order: Order, payload: bytes) -> tuple[Share
     Checked before the user's data are read.
     """
     state = _kept_state(context, order, SharesSent)
-    with _refusing():
+    with _refuse_wrong_messages():
         partners = Partners.from_bytes(payload, state.roster.participants)
         state.check(partners)
     return state, partners
@@ -101,7 +101,7 @@ def masked_vector(
     order: Order, state: SharesSent, partners: Partners, x: NDArray[np.int64]
 ) -> tuple[Words, ConfigRecord]:
     """Exchange 3: the masked vector, and what to keep for exchange 4."""
-    with _refusing():
+    with _refuse_wrong_messages():
         after, words = state.mask_vector(partners, x)
     return words, _state_record(after, order)
 
@@ -158,7 +158,7 @@ def _kept_state(context: Context, order: Order, kind: type[Kind]) -> Kind:
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _refuse_wrong_messages() -> Iterator[None]:
     """A ValueError of the protocol as a refusal."""
     try:
         yield

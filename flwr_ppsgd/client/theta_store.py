@@ -141,7 +141,7 @@ class DiskStore:
         self.run = run
         self.named = named
         self.directory = file_of(root, user).parent
-        with self._reading():
+        with self._refuse_unreadable():
             if not read_only:
                 database.private_directory(self.directory)
                 self.directory.chmod(database.PRIVATE_DIRECTORY)  # it may have been there before
@@ -297,7 +297,7 @@ class DiskStore:
     # --- rows and files
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        with self._reading():
+        with self._refuse_unreadable():
             return self._db.rows(query, values)
 
     def _seal(self, row: Sequence[Any], before: bytes = b"") -> bytes:
@@ -358,7 +358,7 @@ class DiskStore:
         return self.directory / f"{serial:010d}.{kind}"
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _refuse_unreadable(self) -> Iterator[None]:
         try:
             yield
         except StoreError as error:

@@ -64,7 +64,7 @@ def split_batch(
         )
     x: Any = {str(part): parts[part] for part in inputs}
     if not isinstance(batch, Mapping):
-        x = _unnamed(list(x.values()))
+        x = _positional_inputs(list(x.values()))
     return map_parts(x, _finite_tensor), _finite_tensor(parts[target], "target")
 
 
@@ -87,7 +87,7 @@ def _usual_target(batch: Any) -> Part:
     )
 
 
-def _unnamed(inputs: list[Any]) -> Any:
+def _positional_inputs(inputs: list[Any]) -> Any:
     """One input as it is, several as a tuple."""
     if len(inputs) > 1:
         return tuple(inputs)

@@ -179,7 +179,7 @@ class ServerAccount:
         self._store.note("sum", [name, noisy.tolist()])
 
     @property
-    def pending(self) -> dict[str, Release]:
+    def pending_releases(self) -> dict[str, Release]:
         """What is still to be released before the first round, each once."""
         recipe = self.training.recipe
         if recipe is None:
@@ -254,7 +254,7 @@ class ServerAccount:
             delta=self.training.delta,
             release=release,
             at_most=at_most,
-            also=[*others, *((each, 1) for each in self.pending.values())],
+            also=[*others, *((each, 1) for each in self.pending_releases.values())],
         )
 
     def _charged_rounds(self) -> int:
@@ -273,15 +273,15 @@ class ServerAccount:
             self._affordable = affordable
             paid = self.rounds_done + max(0, affordable - charged)
             payer = f"max_epsilon={self.training.max_epsilon:g} pays for"
-            rounds = self._shortened(rounds, paid, payer)
+            rounds = self._rounds_paid_for(rounds, paid, payer)
         if self._budget is not None:
-            before = [(each, 1) for each in self.pending.values()]
+            before = [(each, 1) for each in self.pending_releases.values()]
             room = self._budget.affords(self.training.release, before)
             payer = f"in {self._budget.directory} has room for"
-            rounds = self._shortened(rounds, self.rounds_done + room, payer)
+            rounds = self._rounds_paid_for(rounds, self.rounds_done + room, payer)
         return rounds
 
-    def _shortened(self, rounds: int, paid: int, payer: str) -> int:
+    def _rounds_paid_for(self, rounds: int, paid: int, payer: str) -> int:
         """The smaller number, with a warning if a budget does not pay for all rounds."""
         if paid >= rounds:
             return rounds
@@ -298,7 +298,7 @@ class ServerAccount:
         planned, before = self._store.planned
         stated = self.stated_ledger()
         # a round that is charged twice counts twice
-        charges = charged + max(0, rounds - self.rounds_done) + len(self.pending)
+        charges = charged + max(0, rounds - self.rounds_done) + len(self.pending_releases)
         if charges > planned or rounds > before:
             plan = {"charges": max(charges, planned), "rounds": max(rounds, before)}
             self._store.note("plan", plan)
@@ -360,7 +360,7 @@ class ServerAccount:
         missing = max(0, self._store.planned[0] - self.ledger.rounds)
         ledger = self.ledger
         if missing:
-            for release in self.pending.values():
+            for release in self.pending_releases.values():
                 ledger = ledger.record(release, insecure=insecure)
                 missing -= 1
         return ledger.record(self.training.release, missing, insecure=insecure)

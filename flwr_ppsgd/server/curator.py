@@ -170,7 +170,7 @@ class Curator:
         self.account.facts.note_replies(opened.facts())
         if opened.usable:
             self._useless = 0
-        elif opened.telling and (heard or not round_):
+        elif opened.enough_asked and (heard or not round_):
             self._useless += 1
 
     def _step(self, w: Vector, noisy: Vector, columns: int) -> tuple[Vector, dict[str, float]]:

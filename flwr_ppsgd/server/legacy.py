@@ -141,9 +141,9 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         check_initial("initial_parameters", initial, replies)
         flower_log.addFilter(_shows_no_cohort_size)  # while this process lives
         super().__init__(training)
-        self._note_sent(self._continued(initial))
+        self._note_sent(self._latest_arrays(initial))
         # what comes before the first round takes rounds of Flower's loop
-        self._first = self.rounds_done - len(self._account.pending)
+        self._first = self.rounds_done - len(self._account.pending_releases)
         self._evaluate_fn = evaluate_fn
         self._warned = False
 
@@ -187,7 +187,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         self._note_sent(record_of(parameters.tensors))
         if self.training.recipe is not None and round_ > self._account.last_round:
             return []
-        pending = self._account.pending
+        pending = self._account.pending_releases
         if pending:
             request = self._curator.request_before(next(iter(pending)))
         else:
@@ -209,7 +209,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         failures: list[tuple[ClientProxy, FitRes] | BaseException],
     ) -> tuple[Parameters, dict[str, Scalar]]:
         """One noisy step; each result is a vector or zero."""
-        round_ = 0 if self._account.pending else self._absolute(server_round)
+        round_ = 0 if self._account.pending_releases else self._absolute(server_round)
         opened = self._curator.open_sum_of(round_)
         for client, result in results:
             opened.take(client.cid, partial(self._read_result, result, opened.request))
@@ -229,7 +229,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Ask every enrolled node online, if evaluation is due; the last w goes to everybody."""
         round_ = self._absolute(server_round)
-        if self._account.pending:
+        if self._account.pending_releases:
             return []
         asked = self._curator.evaluators(round_, lambda: _nodes_online(client_manager))
         measured = bool(asked)
@@ -296,7 +296,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         """What a client gets beside w: the Order, and the round as Flower's clients read it."""
         grid = _grid_of(client_manager)
         run = 0 if grid is None else grid.run.run_id
-        return {**self._signed(order, arrays, kind, run), SERVER_ROUND: order.round}
+        return {**self._signed_order(order, arrays, kind, run), SERVER_ROUND: order.round}
 
     def _read_result(self, result: FitRes, request: SumRequest) -> Vector:
         """What one client sent, whose arrays have no names; an exception if it is no use."""

@@ -177,7 +177,7 @@ class OpenSum:
         return self._sum.noisy(stream)
 
     @property
-    def telling(self) -> bool:
+    def enough_asked(self) -> bool:
         """Whether enough were asked, or all that there are, for their failing to mean something."""
         cohort = self.request.release.cohort
         everyone = cohort.rate == 1 and len(self.nodes) >= cohort.population

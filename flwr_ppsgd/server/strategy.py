@@ -54,7 +54,7 @@ from flwr_ppsgd.server.rounds import (
 )
 from flwr_ppsgd.server.superlink import ask, last_line, refusals_of
 from flwr_ppsgd.settings import Settings
-from flwr_ppsgd.signature import digest, signed
+from flwr_ppsgd.signature import digest, signed_order
 from flwr_ppsgd.statement import rounded_up
 from flwr_ppsgd.training import Enrolled, Identity, ReplyKind, Training
 from flwr_ppsgd.wire import (
@@ -198,7 +198,7 @@ class CuratedStrategy:
         self._layout = layout_of(arrays, self.training.replies)
         self._w = self._layout.flatten(arrays)
 
-    def _continued(self, initial: ArrayRecord) -> ArrayRecord:
+    def _latest_arrays(self, initial: ArrayRecord) -> ArrayRecord:
         """The w to go on from: that of the last round, if there was one and it has this form."""
         found = self._account.checkpoint
         if found is None:
@@ -246,12 +246,12 @@ class CuratedStrategy:
             self._account.save(bytes_of(arrays))
         return arrays, released
 
-    def _signed(
+    def _signed_order(
         self, order: Order, arrays: ArrayRecord | None, kind: str, run: int
     ) -> dict[str, Any]:
         """The Order as it is sent: signed for this type of message and run, over w."""
         w_digest = digest({} if arrays is None else bytes_of(arrays))
-        return signed(order, w_digest, self._account.key, kind=kind, run=run)
+        return signed_order(order, w_digest, self._account.key, kind=kind, run=run)
 
 
 def layout_of(arrays: ArrayRecord, replies: ReplyKind) -> Layout:
@@ -397,12 +397,12 @@ class PPSGD(CuratedStrategy, Strategy):
         # once it is closed, another strategy may go on in checkpoint_dir
         with closing(self), self._account.facts.noting_errors():
             first, last = self._plan(num_rounds)
-            result = Result(arrays=self._continued(initial_arrays))
+            result = Result(arrays=self._latest_arrays(initial_arrays))
             if last > first:
                 self._note_sent(result.arrays)
                 self._curator.say_whether_it_can_learn(self._layout.size)
                 self._check_clients(grid, timeout)
-                for name in self._account.pending:
+                for name in self._account.pending_releases:
                     request = self._curator.request_before(name)
                     self._run_sum(request, grid, ConfigRecord(), timeout)
             for round_ in range(first, last + 1):
@@ -584,7 +584,7 @@ class PPSGD(CuratedStrategy, Strategy):
         if payload:
             content[SECURE] = ConfigRecord({DATA: payload})
             order = replace(order, payload=payload_hash(payload))
-        content[ORDER] = ConfigRecord(self._signed(order, arrays, kind, grid.run.run_id))
+        content[ORDER] = ConfigRecord(self._signed_order(order, arrays, kind, grid.run.run_id))
         return content
 
     def _exchange_messages(
