@@ -108,12 +108,6 @@ def test_rare_rounds_are_calibrated_and_counted_as_dp_accounting_would() -> None
     assert 10**4 <= rounds < 1.001 * 10**4
 
 
-def test_insecure_rounds_are_marked_for_ever() -> None:
-    ledger = Ledger(1e-4).record(POISSON, 3, insecure=True).record(POISSON, 5)
-    assert ledger.insecure_rounds == 3
-    assert ledger.releases == ((POISSON, 8),)
-
-
 def test_unknown_relations_and_methods_are_refused() -> None:
     with pytest.raises(ValueError, match="zero-out, replace-one"):
         spent(POISSON, 1).epsilon("add-remove")  # type: ignore[arg-type]
