@@ -70,8 +70,11 @@ class LocalStepsEngine(LinearEngine):
             for total, (samples, own) in zip(sums, batch.slices(), strict=True):
                 total += own.T @ residual[samples]  # noqa: PLW2901 - in place
             parts.append((batch, residual))
-        squares = np.array([np.einsum("rc,rc->c", total, total) for total in sums])
-        self._subtract_clipped(target, parts, squares / self._count**2)
+        if self._publishes:
+            squares = np.array([np.einsum("rc,rc->c", total, total) for total in sums])
+            clipped = self._clipped_steps(squares / self._count**2)
+            for batch, residual in parts:
+                self._subtract_clipped(target, batch, residual, clipped)
 
 
 def fine_tune(

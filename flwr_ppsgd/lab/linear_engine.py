@@ -1,8 +1,9 @@
 """The cohort engine for linear models: all users and many settings side by side.
 
-Settings are columns: one product x V serves all of them. They share cohorts, minibatches and
-standard normals (common random numbers), so that w = V − (s_w·z·C/D)·Σ_t n_t in each column, and
-the noise is one array for all of them. θ_i is kept in the user's own coordinates (``population``).
+A setting with K outputs is K neighbouring *columns* of w and θ, so that one product x w serves all
+settings. They share cohorts, minibatches and standard normals (common random numbers): the noise
+is one array for all of them, and w = V − (s_w·z·C/D)·Σ_t n_t in each column, where V has the steps
+without noise. θ_i is kept in the user's own coordinates (``population``).
 
 The same data, cohorts, minibatches and noise as on the other engines give the same w and θ, up to
 rounding. Sums are taken in floating point, so what is added is *simulation noise*: ε is what a
@@ -26,8 +27,6 @@ SAMPLES_AT_ONCE = 2048  # in one product
 
 class LinearEngine(Engine):
     """All settings of one cohort, one round at a time.
-
-    A setting with K outputs has K neighbouring columns of V and θ.
 
     Args:
         population: everyone's data.
@@ -54,44 +53,46 @@ class LinearEngine(Engine):
         self.population = population
         self.dtype = np.dtype(dtype)
         self._average = average
-        releases = [setting.release for setting in settings]
-        outputs = population.outputs
-        # one number for each setting; of θ, one for each column
-        noise = np.array([release.usual_noise_std for release in releases])
-        shared = np.array([setting.steps.shared for setting in settings])
-        personal = np.array([setting.steps.personal for setting in settings], self.dtype)
-        self._clip = np.array([release.clip_norm for release in releases])
-        self._shared_step = shared / releases[0].denominator  # s_w/D
-        self._noise_step = (self._shared_step * noise).astype(self.dtype)
-        self._personal_step = np.repeat(personal, outputs)
-        # what no setting has is left out of every round
-        self._publishes = bool(shared.any())
-        self._has_noise = bool(self._noise_step.any())
-        self._has_theta = bool(personal.any())
-        # what the sum over a user's minibatch is multiplied by
-        self._shares = np.ones(len(population))
+        self._set_steps(w is not None)
+        self._shares = np.ones(len(population))  # of a user's sum over the minibatch
         if self.reduction == "mean":
             self._shares = 1 / population.counts
-        columns = len(self._personal_step)
-        # V has the columns from the first setting that moves w to the last: w is 0 in the others
-        moving = np.flatnonzero(np.repeat(shared > 0, outputs))
-        if w is not None:
-            moving = np.arange(columns)
-        self._moving = slice(0, 0)
-        if len(moving):
-            self._moving = slice(moving[0], moving[-1] + 1)
+        # V, d × the columns that move
         width = self._moving.stop - self._moving.start
         self._v: Floats = np.zeros((population.features, width), self.dtype)
         if w is not None:
             self._v += w.reshape(self._v.shape)
-        self._noise: Floats = np.zeros((population.features, outputs), self.dtype)
-        # everyone's θ_i, one below the other
+        # Σ_t n_t, d × K
+        self._noise: Floats = np.zeros((population.features, population.outputs), self.dtype)
+        # everyone's θ_i, one below the other: Σ_i r_i × columns
         self._starts = [0, *np.cumsum(population.widths).tolist()]
+        columns = len(settings) * population.outputs
         self._theta: Floats = np.zeros((self._starts[-1], columns), self.dtype)
         if average:  # Σ_t V_t, Σ_t of the noise, and Σ_t t·(θ_t − θ_{t−1})
             self._v_sum = np.zeros_like(self._v)
             self._noise_sum = np.zeros_like(self._noise)
             self._theta_moment = np.zeros_like(self._theta)
+
+    def _set_steps(self, all_move: bool) -> None:
+        """Numbers of each setting: C, s_w/D and s_w·z·C/D; of each column: s_θ."""
+        outputs = self.population.outputs
+        releases = [setting.release for setting in self.settings]
+        shared = np.array([setting.steps.shared for setting in self.settings])
+        personal = np.array([setting.steps.personal for setting in self.settings], self.dtype)
+        noise_std = np.array([release.usual_noise_std for release in releases])
+        self._clip = np.array([release.clip_norm for release in releases])
+        self._shared_step = shared / releases[0].denominator
+        self._noise_step = (self._shared_step * noise_std).astype(self.dtype)
+        self._personal_step = np.repeat(personal, outputs)
+        # what no setting has is left out of every round
+        self._publishes = bool(shared.any())
+        self._has_noise = bool(self._noise_step.any())
+        self._has_theta = bool(personal.any())
+        # V has the columns from the first setting that moves w to the last: w is 0 in the others
+        moving = np.flatnonzero(np.repeat(all_move | (shared > 0), outputs))
+        self._moving = slice(0, 0)
+        if len(moving):
+            self._moving = slice(moving[0], moving[-1] + 1)
 
     def advance(self) -> None:
         """One round of every setting."""
@@ -106,15 +107,16 @@ class LinearEngine(Engine):
 
     def visit(self, users: Indices) -> None:
         """Steps of these users, and of V by their clipped gradients, all taken at the same w."""
+        if not len(users):
+            return
         at_once = max(1, SAMPLES_AT_ONCE // self.samples_per_visit)
-        parts = [users[start : start + at_once] for start in range(0, len(users), at_once)]
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
-            if len(parts) == 1:  # nobody else's gradient is taken at V: it may change at once
+            if len(users) <= at_once:  # nobody else's gradient is taken at V: it may change at once
                 self._step(users, self._v)
                 return
             change = np.zeros_like(self._v)
-            for part in parts:
-                self._step(part, change)
+            for start in range(0, len(users), at_once):
+                self._step(users[start : start + at_once], change)
             self._v += change
 
     @property
@@ -129,7 +131,7 @@ class LinearEngine(Engine):
         if self._has_theta:
             thetas = [self._own_rows(self._theta, user) for user in users.tolist()]
         residual = self._residual(batch, thetas)  # samples × columns
-        squares = np.empty((len(users), residual.shape[1]))
+        squares = np.empty((len(users), residual.shape[1]))  # ‖g_i‖², users × columns
         for at, (samples, own) in enumerate(batch.slices()):
             gradient = own.T @ residual[samples]  # r_i × columns, in own coordinates
             np.einsum("rc,rc->c", gradient, gradient, out=squares[at])
@@ -139,7 +141,8 @@ class LinearEngine(Engine):
                 if self._average:
                     moment = self._own_rows(self._theta_moment, int(users[at]))
                     moment -= self.round * gradient
-        self._subtract_clipped(target, [(batch, residual)], squares)
+        if self._publishes:
+            self._subtract_clipped(target, batch, residual, self._clipped_steps(squares))
 
     def _residual(self, batch: Batch, thetas: Sequence[Floats]) -> Floats:
         """prediction − y at (w, θ_i), divided by m_i if gradients are means: samples × columns."""
@@ -149,42 +152,49 @@ class LinearEngine(Engine):
         if thetas:
             for theta, (own_samples, own) in zip(thetas, batch.slices(), strict=True):
                 scores[own_samples] += own @ theta
-        by_setting = scores.reshape(samples, -1, outputs)
+        by_setting = scores.reshape(samples, -1, outputs)  # samples × settings × K
         if self._has_noise:
-            noise = np.asarray(batch.x @ self._noise)
+            noise = np.asarray(batch.x @ self._noise)  # samples × K
             by_setting -= noise[:, None, :] * self._noise_step[:, None]
-        residual = predict(by_setting, self.population.loss)
+        residual = predict(by_setting, self.population.loss)  # samples × settings × K
         residual -= batch.y[:, None, :]
         shares = np.repeat(self._shares[batch.users], batch.counts)
         residual *= shares.astype(self.dtype)[:, None, None]
         return residual.reshape(scores.shape)
 
+    def _clipped_steps(self, squares: Floats) -> Floats:
+        """s_w·min(1, C/‖g_i‖)/D, users × columns.
+
+        Args:
+            squares: ‖g_i‖² of each column, users × columns.
+        """
+        outputs = self.population.outputs
+        by_setting = squares.reshape(len(squares), -1, outputs)  # users × settings × K
+        norms = np.sqrt(by_setting.sum(axis=2))
+        steps = clip_scales(norms, self._clip) * self._shared_step
+        return np.repeat(steps, outputs, axis=1).astype(self.dtype)
+
     def _subtract_clipped(
-        self, target: Floats, parts: Sequence[tuple[Batch, Floats]], squares: Floats
+        self, target: Floats, batch: Batch, residual: Floats, steps: Floats
     ) -> None:
-        """target −= s_w·Σ_i clip(g_i, C)/D, where g_i = Σ Xᵀ(residual) over all parts.
+        """target −= Xᵀ(residual·steps), in the columns that move.
 
         Args:
             target: as V.
-            parts: minibatches of the same users, and their residuals.
-            squares: ‖g_i‖² of each column, users × columns.
+            batch: minibatches, with X.
+            residual: samples × columns.
+            steps: of each user, users × columns.
         """
-        if not self._publishes:
-            return
-        outputs = self.population.outputs
-        by_setting = squares.reshape(len(squares), -1, outputs).sum(axis=2)
-        factors = clip_scales(np.sqrt(by_setting), self._clip) * self._shared_step
-        by_column = np.repeat(factors, outputs, axis=1).astype(self.dtype)  # users × columns
-        for batch, residual in parts:
-            clipped = np.repeat(by_column[:, self._moving], batch.counts, axis=0)
-            clipped *= residual[:, self._moving]
-            if isinstance(batch.x, sparse.csr_array):  # only rows that have an entry are touched
-                columns = np.unique(batch.x.indices)
-                target[columns] -= np.asarray(batch.x[:, columns].T @ clipped)
-            elif clipped.size:  # target −= xᵀ·clipped, in one pass over the target
-                gemm = get_blas_funcs("gemm", dtype=self.dtype)
-                x = batch.x
-                gemm(-1.0, clipped.T, x.T, 1.0, target.T, trans_b=True, overwrite_c=True)
+        clipped = np.repeat(steps[:, self._moving], batch.counts, axis=0)
+        clipped *= residual[:, self._moving]
+        x = batch.x
+        if isinstance(x, sparse.csr_array):  # only rows of target that have an entry are touched
+            columns = np.unique(x.indices)
+            change = x[:, columns].T @ clipped
+            target[columns] -= np.asarray(change)
+        elif clipped.size:  # in one pass over the target
+            gemm = get_blas_funcs("gemm", dtype=self.dtype)
+            gemm(-1.0, clipped.T, x.T, 1.0, target.T, trans_b=True, overwrite_c=True)
 
     def _own_rows(self, array: Floats, user: int) -> Floats:
         """The rows of one user's own coordinates."""
@@ -197,8 +207,8 @@ class LinearEngine(Engine):
         if self._average and self.round:
             v = self._v_sum / self.round
             noise = self._noise_sum / self.round
-        noises = noise[:, None, :] * -self._noise_step[:, None]  # d × settings × K
-        w: Floats = noises.reshape(len(noise), -1)
+        by_setting = noise[:, None, :] * -self._noise_step[:, None]  # d × settings × K
+        w: Floats = by_setting.reshape(len(noise), -1)
         w[:, self._moving] += v
         return w
 
@@ -221,22 +231,22 @@ class LinearEngine(Engine):
         return self._of_setting(self.population.basis(user) @ self._personal(user), place)
 
     def _of_setting(self, columns: Floats, place: int) -> Vector:
-        own = columns.reshape(len(columns), -1, self.population.outputs)[:, place]
-        return own.reshape(-1).astype(np.float64)
+        by_setting = columns.reshape(len(columns), -1, self.population.outputs)
+        return by_setting[:, place].reshape(-1).astype(np.float64)
 
     def measure_users(self, part: str) -> tuple[dict[str, Floats], Vector]:
         """Each measure of every setting, measured users × settings, and their numbers of rows."""
         if isinstance(self.population, FreshPopulation) or part not in self.population.parts:
             return {}, np.empty(0)
         rows = self.population.parts[part]
-        place = 1 + list(self.population.parts).index(part)
+        place = 1 + list(self.population.parts).index(part)  # among a user's own coordinates
         found: dict[str, list[Vector]] = {}
         for user, common in rows.scores(self._shared_w(), SAMPLES_AT_ONCE):
-            scores = common
+            scores = common  # the user's rows × columns
             if self._has_theta:
                 own = self.population.coordinates(user, self.dtype)[place]
                 scores = common + own @ self._personal(user)
-            by_setting = scores.reshape(len(scores), len(self.settings), -1)
+            by_setting = scores.reshape(len(scores), len(self.settings), -1)  # rows × settings × K
             measures = self.population.user_measures(part, user, by_setting)
             for name, values in measures.items():
                 found.setdefault(name, []).append(values)
@@ -248,13 +258,14 @@ class LinearEngine(Engine):
         (1/N)·Σ_i ‖w + θ_i − θ_i*‖²_Σ."""
         if not isinstance(self.population, FreshPopulation):
             return super().measures(final=final)
+        truth = self.population.problem
         w = self._shared_w()
-        squares = np.zeros_like(w, np.float64)
+        squares = np.zeros_like(w, np.float64)  # Σ_i (w + θ_i − θ_i*)², d × settings
         with np.errstate(all="ignore"):
-            for user, optimum in enumerate(self.population.problem.optima):
+            for user, optimum in enumerate(truth.optima):
                 errors = w + self._personal(user) - optimum[:, None]
                 squares += errors**2
-            risks = self.population.problem.variances @ squares / len(self.population)
+            risks = truth.variances @ squares / len(self.population)
         return {place: {"excess_risk": float(risks[place])} for place in self.places}
 
 

@@ -50,34 +50,33 @@ class NetworkEngine(Engine):
         self._batches = batches
         self._parts = {TEST: tests, "validation": validation}
         self._average = average
-        theta = model.initial_theta()
-        # settings × w, and settings × users × θ
-        self._w: Matrix = np.tile(model.initial_w(), (len(settings), 1))
-        self._thetas: Matrix = np.tile(theta, (len(settings), len(batches), 1))
-        # for averages: Σ_t w_t and Σ_t t·(θ_t − θ_{t−1})
-        self._w_sum = np.zeros_like(self._w)
-        self._theta_moments = np.zeros_like(self._thetas[: len(settings) * average])
+        self._w: Matrix = np.tile(model.initial_w(), (len(settings), 1))  # settings × w
+        # settings × users × personal parameters
+        self._thetas: Matrix = np.tile(model.initial_theta(), (len(settings), len(batches), 1))
+        if average:  # Σ_t w_t and Σ_t t·(θ_t − θ_{t−1})
+            self._w_sum = np.zeros_like(self._w)
+            self._theta_moments = np.zeros_like(self._thetas)
 
     def advance(self) -> None:
         """One round of every setting."""
         users = self.next_cohort()
         if self._average:
             self._w_sum += self._w
-        groups = self._groups(users)
+        groups = self._groups_by_size(users)
         normals = self.normals(self._w.shape[1])
         with np.errstate(all="ignore"):  # a step too large ends in infinity, not in a warning
             for place in self.places:
                 self._step(place, groups, normals)
 
-    def _groups(self, users: Indices) -> list[Group]:
+    def _groups_by_size(self, users: Indices) -> list[Group]:
         """Users whose minibatches have the same size m, and those: users × m × …"""
         by_size: dict[int, list[tuple[int, Rows, Rows]]] = {}
         for user in users.tolist():
             x, y = self._batches[user](int(self.visits[user]))
             by_size.setdefault(len(x), []).append((user, x, y))
         groups = []
-        for _, members in sorted(by_size.items()):
-            own, xs, ys = zip(*members, strict=True)
+        for size in sorted(by_size):
+            own, xs, ys = zip(*by_size[size], strict=True)
             x = self._model.tensor(np.stack(xs))
             y = self._model.tensor(np.stack(ys))
             groups.append((np.array(own), (x, y)))
@@ -90,13 +89,14 @@ class NetworkEngine(Engine):
         w = self._w[place]
         total = release.usual_noise_std * normals
         for users, rows in groups:
-            thetas = self._thetas[place, users]
+            thetas = self._thetas[place, users]  # users × personal parameters
             g_w, g_theta = cohort_gradients(self._model, w, thetas, rows, self.reduction)
-            scales = clip_scales(np.linalg.norm(g_w, axis=1), release.clip_norm)
-            total += scales @ g_w
-            self._thetas[place, users] = thetas - steps.personal * g_theta
+            norms = np.linalg.norm(g_w, axis=1)
+            total += clip_scales(norms, release.clip_norm) @ g_w
+            moves = steps.personal * g_theta
+            self._thetas[place, users] = thetas - moves
             if self._average:
-                self._theta_moments[place, users] -= self.round * steps.personal * g_theta
+                self._theta_moments[place, users] -= self.round * moves
         if steps.publishes:
             self._w[place] = server_step(w, total, release, steps.shared)
 
@@ -108,17 +108,17 @@ class NetworkEngine(Engine):
 
     def theta(self, place: int, user: int) -> Vector:
         """θ_i of one setting and user, or its average iterate."""
-        return np.asarray(self._thetas_of(place)[user])
+        return np.asarray(self._personal(place)[user])
 
-    def _thetas_of(self, place: int) -> Matrix:
-        """The θ of everyone, or their average iterates: users × personal parameters.
+    def _personal(self, place: int) -> Matrix:
+        """θ of everyone, or their average iterates: users × personal parameters.
 
         (1/n)·Σ_{t<n} θ_t = θ_n − (1/n)·Σ_t t·(θ_t − θ_{t−1}).
         """
-        thetas = self._thetas[place]
+        thetas: Matrix = self._thetas[place]
         if self._average and self.round:
-            thetas = thetas - self._theta_moments[place] / self.round
-        return np.asarray(thetas)
+            return thetas - self._theta_moments[place] / self.round
+        return thetas
 
     def measure_users(self, part: str) -> tuple[dict[str, Matrix], Vector]:
         """Each measure, measured users × settings, and their numbers of rows; NaN for settings that
@@ -126,16 +126,19 @@ class NetworkEngine(Engine):
         measured = [user for user, (x, _) in enumerate(self._parts[part]) if len(x)]
         if not measured:
             return {}, np.empty(0)
-        tests = [self._parts[part][user] for user in measured]
+        shape = (len(measured), len(self.settings))
         found: dict[str, Matrix] = {}
         for place in self.places:
             w = self.w(place)
-            thetas = self._thetas_of(place)[measured]
-            for row, (theta, rows) in enumerate(zip(thetas, tests, strict=True)):
-                for name, value in self._model.evaluate(w, theta, rows).items():
-                    empty = np.full((len(measured), len(self.settings)), np.nan)
-                    found.setdefault(name, empty)[row, place] = value
-        return found, np.array([len(x) for x, _ in tests], dtype=np.float64)
+            thetas = self._personal(place)
+            for row, user in enumerate(measured):
+                measures = self._model.evaluate(w, thetas[user], self._parts[part][user])
+                for name, value in measures.items():
+                    if name not in found:
+                        found[name] = np.full(shape, np.nan)
+                    found[name][row, place] = value
+        sizes = [len(self._parts[part][user][0]) for user in measured]
+        return found, np.array(sizes, dtype=np.float64)
 
 
 def cohort_gradients(

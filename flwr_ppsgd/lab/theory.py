@@ -11,19 +11,13 @@ They bound E[f(z̄) − f*] of the *average* iterate, for convex f and a clip no
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from flwr_ppsgd.algorithm import Steps
 
 if TYPE_CHECKING:
     from flwr_ppsgd.epsilon import Relation
-
-_BETWEEN = np.geomspace(1e-3, 1e3, 121)
-ALPHA_Q_GRID = (0.0, *(float(f"{alpha_q:.3g}") for alpha_q in _BETWEEN), math.inf)
 
 
 @dataclass(frozen=True)
@@ -159,12 +153,6 @@ class Theorem:
             deviation=3 * math.sqrt(spread / self.rounds),
             steps=self.steps(alpha, minimiser),
         )
-
-    def best(self, minimiser: Minimiser, alpha_qs: Sequence[float] = ALPHA_Q_GRID) -> RiskBound:
-        """The smallest bound over a grid of αD; among equal ones the most local, which releases
-        least."""
-        bounds = [self.bound(alpha_q / self.denominator, minimiser) for alpha_q in sorted(alpha_qs)]
-        return min(bounds, key=lambda bound: bound.total)
 
 
 def theorem_4_5(
