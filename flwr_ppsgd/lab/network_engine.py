@@ -117,7 +117,7 @@ class NetworkEngine(Engine):
         """
         thetas: Matrix = self._thetas[place]
         if self._average and self.round:
-            return thetas - self._theta_moments[place] / self.round
+            return np.asarray(thetas - self._theta_moments[place] / self.round)
         return thetas
 
     def measure_users(self, part: str) -> tuple[dict[str, Matrix], Vector]:

@@ -97,19 +97,30 @@ def test_the_table_names_the_best_setting_for_each_epsilon() -> None:
 
 
 def test_every_figure_and_table_is_written_with_its_caveat(tmp_path: Path) -> None:
-    text, written = draw_sweep(ROWS, tmp_path)
+    text, written = draw_sweep(ROWS, tmp_path, ["png", "pdf", "svg"])
     pictures = {"figure-1", "figure-2", "methods"}
-    expected = {f"{name}.{kind}" for name in pictures for kind in ("png", "csv")}
+    expected = {f"{name}.{kind}" for name in pictures for kind in ("png", "pdf", "svg", "csv")}
     assert {path.name for path in written} == {*expected, "best.csv"}
     assert CAVEAT in text
     assert "as if it alone had been run" in CAVEAT
     assert "choosing among settings is not covered" in CAVEAT
-    for name in ("figure-1.png", "figure-2.png", "methods.png"):
-        height, width, _ = imread(tmp_path / name).shape
+    for name in pictures:
+        height, width, _ = imread(tmp_path / f"{name}.png").shape
         assert min(height, width) > 400
-    lines = (tmp_path / "best.csv").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == f"# {CAVEAT}"
-    assert [r["alpha-q"] for r in csv.DictReader(lines[1:])] == ["0.3", "0.0"]
+    assert [r["alpha-q"] for r in table_in(tmp_path / "best.csv")] == ["0.3", "0.0"]
+    of_first = [
+        (r["round"], r["value"], r["step"])
+        for r in table_in(tmp_path / "figure-1.csv")
+        if (r["curve"], r["noise-multiplier"]) == ("αQ = 0.3", "1.0")
+    ]
+    assert of_first == [("0", "8.0", "0.1"), ("5", "2.0", "0.2"), ("9", "1.0", "0.1")]
+
+
+def table_in(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV, which begins with the caveat."""
+    caveat, *lines = path.read_text(encoding="utf-8").splitlines()
+    assert caveat == f"# {CAVEAT}"
+    return list(csv.DictReader(lines))
 
 
 @pytest.mark.parametrize("kept", ["local", "no noise", "unfinished"])
@@ -132,10 +143,9 @@ def test_a_sweep_in_which_all_diverged_is_a_result_with_advice(tmp_path: Path) -
     assert [path.name for path in written] == ["best.csv"]
 
 
-def test_diverged_settings_are_counted_once_whatever_their_seeds(tmp_path: Path) -> None:
+def test_diverged_settings_are_counted_once_whatever_their_seeds() -> None:
     lost = [reseeded(row(0.3, 0.9, 1.0, 5, 1.0, diverged=True), seed) for seed in (1, 2)]
-    text, _ = draw_sweep([*ROWS, *lost], tmp_path)
-    assert "7 settings, 1 of them diverged." in text
+    assert "7 settings, 1 of them diverged." in summarise([*ROWS, *lost]).text()
 
 
 def test_the_ordinate_is_set_by_what_converged() -> None:
@@ -146,15 +156,6 @@ def test_the_ordinate_is_set_by_what_converged() -> None:
     assert drawn is not None
     low, high = drawn[0].axes[0].get_ylim()
     assert low < 3 < high < 100
-
-
-def test_figures_come_in_every_format_with_their_numbers(tmp_path: Path) -> None:
-    _, written = draw_sweep(ROWS, tmp_path, ["pdf", "svg"])
-    assert {path.suffix for path in written} == {".pdf", ".svg", ".csv"}
-    lines = (tmp_path / "figure-1.csv").read_text(encoding="utf-8").splitlines()
-    rows = [r for r in csv.DictReader(lines[1:]) if r["curve"] == "αQ = 0.3"]
-    of_first = [(r["round"], r["value"], r["step"]) for r in rows if r["noise-multiplier"] == "1.0"]
-    assert of_first == [("0", "8.0", "0.1"), ("5", "2.0", "0.2"), ("9", "1.0", "0.1")]
 
 
 def test_a_best_setting_at_the_end_of_a_list_is_said_with_the_next_value() -> None:
@@ -247,15 +248,12 @@ def test_the_standard_error_is_over_seeds() -> None:
     assert summarise(rows).table["standard error"].tolist() == pytest.approx([1 / math.sqrt(3)])
 
 
-def test_the_papers_epsilon_is_named_as_no_guarantee(tmp_path: Path) -> None:
-    text, _ = draw_sweep([replace(r, paper_epsilon=0.1) for r in ENDS], tmp_path)
-    assert "not a guarantee" in text
-
-
 def test_labels_are_not_wider_than_their_panels() -> None:
     """The longest one, of the paper's ε: drawn, it stays within the panels side by side."""
     rows = [replace(r, paper_epsilon=0.1) for r in ROWS]
-    drawn = figure_1(summarise(rows))
+    found = summarise(rows)
+    assert "not a guarantee" in found.text()
+    drawn = figure_1(found)
     assert drawn is not None
     drawn[0].draw_without_rendering()
     for panel in drawn[0].axes:

@@ -14,7 +14,7 @@ import tomli_w
 
 from flwr_ppsgd import cli
 from flwr_ppsgd.lab.html_report import write_report
-from flwr_ppsgd.lab.rows import CAVEAT
+from flwr_ppsgd.lab.rows import CAVEAT, RunRow
 from tests.lab.test_figures import ROWS
 
 CONFIG = {
@@ -70,26 +70,14 @@ def sweep_in(directory: Path, **changes: object) -> Path:
 
 def run_in(directory: Path) -> Path:
     directory.mkdir()
-    (directory / "config.toml").write_text(
-        tomli_w.dumps({"population": 50, "alpha-q": 0.3}), encoding="utf-8"
-    )
-    rows = [
-        {
-            "round": t,
-            "epsilon": 1.00001 * t,
-            "deployed_epsilon": 1.00001 * t,
-            "loss": 9.0 - t,
-            "outside_the_guarantee": ["loss"],
-        }
-        for t in (0, 4)
-    ]
-    (directory / "metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
-    privacy = {
-        "rounds_trained": 4,
-        "statement": f"To each of the 50 enrolled users.\n{HOSTILE}",
-    }
+    (directory / "config.toml").write_text(tomli_w.dumps({"population": 50, "alpha-q": 0.3}))
+    lines = []
+    for round_ in (0, 4):
+        row = RunRow(round_, 1.00001 * round_, 1.00001 * round_, {"loss": 9.0 - round_})
+        lines.append(json.dumps(row.to_json()) + "\n")
+    (directory / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    statement = f"To each of the 50 enrolled users.\n{HOSTILE}"
+    privacy = {"rounds_trained": 4, "statement": statement}
     (directory / "privacy.json").write_text(json.dumps(privacy), encoding="utf-8")
     return directory
 
@@ -120,13 +108,11 @@ def test_a_sweeps_page_says_what_was_run_and_what_is_guaranteed(swept: Path) -> 
     assert cells[second : second + 6] == ["18", "5", "0 (local)", "0.1", "–", "3"]
 
 
-def test_a_page_begins_with_the_result_and_its_picture(swept: Path, tmp_path: Path) -> None:
+def test_a_page_begins_with_the_result_and_its_picture(swept: Path) -> None:
     page = Page(write_report(swept))
     result = "ε = 90: loss personalized 1, global 2, local 3"
     assert page.text.index(result) < page.text.index("Every method.")
     assert page.text.index("Every method.") < page.text.index("What is guaranteed")
-    run = Page(write_report(run_in(tmp_path / "run")))
-    assert run.text.index("loss: personal 5") < run.text.index("What is guaranteed")
 
 
 def test_the_page_holds_all_that_it_shows(swept: Path) -> None:
@@ -169,6 +155,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 def test_a_runs_page_holds_its_statement_and_never_rounds_epsilon_down(tmp_path: Path) -> None:
     page = Page(write_report(run_in(tmp_path / "run")))
+    assert page.text.index("loss: personal 5") < page.text.index("What is guaranteed")
     assert "To each of the 50 enrolled users." in page.text
     assert "4.001" in page.text
     assert "outside_the_guarantee" not in page.text

@@ -103,7 +103,6 @@ def test_every_setting_is_that_of_the_algorithm_round_by_round(kind: str) -> Non
 NETWORKS: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
     "linear": (lambda: [nn.Flatten(), nn.Linear(144, 6), nn.ReLU()], 6),
     "in place": (lambda: [nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True)], 126),
-    "padding": (lambda: [nn.Conv2d(2, 3, (4, 3), stride=(2, 1), padding=(3, 1)), nn.ReLU()], 144),
     "two convolutions": (
         lambda: [
             nn.Conv2d(2, 4, 3, padding=1),
