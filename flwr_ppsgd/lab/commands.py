@@ -273,7 +273,7 @@ def sweep(  # noqa: PLR0917 - typer's own way
         name = "sweep" if data is None else f"{Path(data).stem}-sweep"
         out = RUNS / (name if experiment is None else experiment.stem)
     if extend and (out / CONFIG).exists():
-        grid = grid.with_values_of(read_config(out))
+        grid = grid.with_more_values(read_config(out))
     show_lines([*data_lines(grid.base), *(("", note) for note in grid.base.training_notes())])
     if grid.base.problem.data != SYNTHETIC and not grid.base.trivial():
         raise ValueError(
@@ -287,9 +287,10 @@ def sweep(  # noqa: PLR0917 - typer's own way
             run_sweep(grid, out, hook, memory=limit, jobs=jobs, extend=extend)
             found = summarise(read_rows(out))
             for _extension in range(MOST_EXTENSIONS if extend else 0):
-                if not found.edges:
+                if found.edges.empty:
                     break
-                grid = grid.with_values_beyond(found.edges)
+                beyond = found.edges.groupby("key")["beyond"].agg(list).to_dict()
+                grid = grid.with_more_values(beyond)
                 run_sweep(grid, out, hook, memory=limit, jobs=jobs, extend=True)
                 found = summarise(read_rows(out))
     except KeyboardInterrupt:

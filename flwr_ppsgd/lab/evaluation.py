@@ -61,7 +61,7 @@ def delivery_order(task: str, beside: Mapping[str, NDArray[Any]]) -> Order | Non
 
     Args:
         task: the recipe's, "classification" or "regression".
-        beside: what is published beside w, as of ``PPSGD.published``.
+        beside: what is published beside w (``PPSGD.published``).
     """
     if VARIANCE not in beside:
         return None
@@ -76,7 +76,7 @@ class MeasuredModel:
     choices: Mapping[str, float]
 
     def measures(self) -> dict[str, float]:
-        """As of the model."""
+        """What the model measured."""
         return self.found
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -129,7 +129,7 @@ def results_of(
         learner_of: the learner of a user.
         ws: trained parameters.
         users: their numbers.
-        order: as of ``delivery_order``.
+        order: from ``delivery_order``.
     """
     found: list[list[UserResult]] = [[] for _ in ws]
     without = 0
@@ -155,7 +155,7 @@ def results_of(
 
 
 def overall(people: Sequence[UserResult]) -> dict[str, float]:
-    """Each measure over all users, as of ``over_users``."""
+    """Each measure over all users (``over_users``)."""
     if not people:
         return {}
     by_user = {}

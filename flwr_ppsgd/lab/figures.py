@@ -170,7 +170,7 @@ def _short_epsilon(epsilon: float) -> str:
 
 
 def draw_run(saved: SavedRun) -> None:
-    """The pictures of a run: its users if they were told apart, and its learning curve."""
+    """The pictures of a run: its users if each was measured, and its learning curve."""
     rows = [row for row in saved.rows if row.measures]
     if not rows:
         return

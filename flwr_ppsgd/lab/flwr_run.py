@@ -55,7 +55,7 @@ def run_app(app: Path, nodes: int, changes: str = "") -> None:
     Args:
         app: the directory of the app.
         nodes: the number of virtual nodes.
-        changes: to the run config, as of ``--run-config``.
+        changes: to the run config, written as for ``--run-config``.
     """
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)

@@ -182,7 +182,8 @@ class SavedRun:
         statement: the privacy statement, line by line.
         rows: one for each evaluated round.
         privacy: everything that ``privacy.json`` holds.
-        people: one row per user, as ``users.parquet`` has them; empty if users were not told apart.
+        people: one row per user, from ``users.parquet``; empty if only means over users were
+            measured.
     """
 
     directory: Path

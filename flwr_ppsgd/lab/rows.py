@@ -132,21 +132,6 @@ SWEEP_KEYS = {
 
 
 @dataclass(frozen=True)
-class GridEdge:
-    """The best setting lies at the end of a list of the grid.
-
-    Args:
-        key: which list.
-        value: its end.
-        beyond: the next value in that direction.
-    """
-
-    key: str
-    value: float
-    beyond: float
-
-
-@dataclass(frozen=True)
 class Selection:
     """What choosing among settings costs, if that is to be private too.
 

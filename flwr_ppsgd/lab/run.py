@@ -52,7 +52,7 @@ class Outcome:
         w: the trained parameters.
         rows: one for each evaluated round.
         stopped: the user has ended the run early.
-        beside: what the recipe publishes beside w, as of ``PPSGD.published``.
+        beside: what the recipe publishes beside w (``PPSGD.published``).
         people: each user's results with the final w, under the recipe.
     """
 

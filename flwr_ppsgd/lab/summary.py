@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from flwr_ppsgd.lab.measures import badness, measure_of, on_test
-from flwr_ppsgd.lab.rows import BASELINES, CAVEAT, OWN_TRIVIAL, PPSGD, TRIVIAL, GridEdge, SweepRow
+from flwr_ppsgd.lab.rows import BASELINES, CAVEAT, OWN_TRIVIAL, PPSGD, TRIVIAL, SweepRow
 from flwr_ppsgd.learner import LOCAL as LOCAL_PREFIX
 from flwr_ppsgd.settings import AUTO, key_of
 from flwr_ppsgd.statement import rounded_up
@@ -123,7 +123,7 @@ def with_ways(every: pd.DataFrame, *, each_alpha: bool = False) -> pd.DataFrame:
     """With the column ``way``: local, global, personalized, or the name of another method.
 
     Args:
-        every: as of ``means``.
+        every: from ``means``.
         each_alpha: each αQ between the ends is a way of its own.
     """
     alpha = every["alpha-q"]
@@ -142,7 +142,7 @@ def best_table(
     """The best setting for each noise level at the end of training, and what stands beside it.
 
     Args:
-        every: as of ``means``.
+        every: from ``means``.
         measure: by which settings are compared.
         trivial: what is reached without features; None if it is not known.
         alone: what the recipe's users reach from own rows alone; None if it was not run.
@@ -180,8 +180,9 @@ def best_table(
     return table.drop(columns=ERROR) if one_seed else table
 
 
-def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[GridEdge, ...]:
-    """Where the best settings lie at the ends of the lists of a grid.
+def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
+    """Where the best settings lie at the end of a list of the grid: ``key`` of the list, ``value``
+    at its end, and the next value ``beyond`` it.
 
     0 and ∞ are the natural ends of αQ, and at α = 0 there is no clip norm.
     """
@@ -195,9 +196,8 @@ def edges_of(table: pd.DataFrame, settings: pd.DataFrame) -> tuple[GridEdge, ...
         chosen = table[key].unique().tolist()
         for end, next_to in (values[:2], values[:-3:-1]):
             if end in chosen:
-                beyond = float(f"{end**2 / next_to:.3g}")
-                found.append(GridEdge(key, end, beyond))
-    return tuple(found)
+                found.append((key, end, float(f"{end**2 / next_to:.3g}")))
+    return pd.DataFrame(found, columns=["key", "value", "beyond"])
 
 
 # --- in words
@@ -209,13 +209,13 @@ class Summary:
 
     Args:
         measure: by which settings are compared.
-        every: each setting at each reported round, as of ``means``.
+        every: each setting at each reported round, from ``means``.
         table: the best setting for each noise level.
         kind: which ε is meant.
         settings: the number of settings, seeds apart.
         diverged: the number of those that diverged.
         smallest_step: of all.
-        edges: where the best setting lies at the end of a list.
+        edges: where the best setting lies at the end of a list, as ``edges_of`` says.
         trivial: measures on test rows of answers without features, by method.
     """
 
@@ -226,7 +226,7 @@ class Summary:
     settings: int
     diverged: int
     smallest_step: float
-    edges: tuple[GridEdge, ...]
+    edges: pd.DataFrame
     trivial: dict[str, float]
 
     @property
@@ -272,7 +272,7 @@ class Summary:
     def remarks(self) -> list[str]:
         """On which rows settings were chosen, ends of the grid, answers without features."""
         lines = [self.chosen_on()]
-        for edge in self.edges:
+        for edge in self.edges.itertuples():
             lines.append(
                 f"The best {edge.key}, {edge.value:g}, is at the end of its list: ppsgd sweep "
                 f"--extend adds {edge.beyond:.3g}."

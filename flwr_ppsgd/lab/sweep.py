@@ -11,7 +11,7 @@ import numpy as np
 
 from flwr_ppsgd.algorithm import FixedSize
 from flwr_ppsgd.lab.experiment import OWN_DATA, Experiment, experiment_keys, read_experiment
-from flwr_ppsgd.lab.rows import GRID, PPSGD, GridEdge, Point, Selection, SweepRow
+from flwr_ppsgd.lab.rows import GRID, PPSGD, Point, Selection, SweepRow
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.settings import AUTO, METHODS, PAPER, check_known, override, with_keys
 
@@ -140,19 +140,16 @@ class Sweep:
             rows.append(SweepRow(point, self.base.training.rounds, measures))
         return rows
 
-    def with_values_of(self, there: Mapping[str, Any]) -> "Sweep":
-        """With the values of a grid that was extended before, as its settings say."""
+    def with_more_values(self, more: Mapping[str, Any]) -> "Sweep":
+        """With further values in its lists.
+
+        Args:
+            more: flat keys and values; those that cannot be lists are ignored.
+        """
         grid = {}
         for key, values in self.grid.items():
-            more = set(_as_list(there.get(key))) - set(values)
-            grid[key] = tuple(sorted({*values, *more})) if more else values
-        return replace(self, grid=grid)
-
-    def with_values_beyond(self, edges: Iterable[GridEdge]) -> "Sweep":
-        """With one more value beyond each edge at which the best setting lies."""
-        grid = dict(self.grid)
-        for edge in edges:
-            grid[edge.key] = tuple(sorted({*grid[edge.key], edge.beyond}))
+            added = set(_as_list(more.get(key))) - set(values)
+            grid[key] = tuple(sorted({*values, *added})) if added else values
         return replace(self, grid=grid)
 
     def selection(self) -> list[Selection]:
@@ -293,11 +290,11 @@ class EpsilonCache:
         The paper counts cohorts of a fixed size as if each user were drawn independently, which is
         not a guarantee. None for all other cohorts.
         """
-        recipe = point.method == AUTO
-        key = (recipe, point.noise_multiplier, point.target_epsilon, round_)
+        is_recipe = point.method == AUTO
+        key = (is_recipe, point.noise_multiplier, point.target_epsilon, round_)
         if key not in self._known:
             ledger = self._ledger_after(point, round_)
-            paper = ledger.paper_epsilon() if self._fixed and not recipe else None
+            paper = ledger.paper_epsilon() if self._fixed and not is_recipe else None
             self._known[key] = (_honest_epsilon(ledger), paper)
         return self._known[key]
 

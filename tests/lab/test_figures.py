@@ -160,8 +160,7 @@ def test_the_ordinate_is_set_by_what_converged() -> None:
 
 def test_a_best_setting_at_the_end_of_a_list_is_said_with_the_next_value() -> None:
     """0.1 of the steps 0.1, 0.2, 0.9 is the smallest: half of it is next. αQ has one value."""
-    (edge,) = summarise(ROWS).edges
-    assert (edge.key, edge.value, edge.beyond) == ("step", 0.1, 0.05)
+    assert summarise(ROWS).edges.to_numpy().tolist() == [["step", 0.1, 0.05]]
     assert "--extend adds 0.05" in summarise(ROWS).text()
 
 

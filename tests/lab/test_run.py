@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tomli_w
 
 from flwr_ppsgd import Ledger
 from flwr_ppsgd.lab import figures
@@ -50,12 +49,6 @@ def test_the_shipped_experiment_is_the_default() -> None:
     assert experiment.problem.data == "synthetic"
     assert (training.population, training.rate, training.rounds) == (100, 1.0, 100)
     assert (training.insecure_seed, training.max_epsilon) == (None, None)
-
-
-def test_overrides_win_over_the_file(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text(tomli_w.dumps(small().to_flat()))
-    training = Experiment.load(tmp_path / "own.toml", {"rounds": 7, "alpha-q": math.inf}).training
-    assert (training.population, training.rounds, training.alpha_q) == (4, 7, math.inf)
 
 
 @pytest.mark.parametrize("text", [b"population = ", b"rounds 3", b"a = 1\na = 2", b"\xff\xfe"])

@@ -19,7 +19,7 @@ from flwr_ppsgd.lab import workers
 from flwr_ppsgd.lab.block import plan_blocks, run_block
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.outputs import open_sweep, read_config, read_rows, read_selection
-from flwr_ppsgd.lab.rows import GridEdge, Point, SweepRow
+from flwr_ppsgd.lab.rows import Point, SweepRow
 from flwr_ppsgd.lab.run import run_as_cohort
 from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep
 from flwr_ppsgd.lab.tasks import LinearTask
@@ -258,14 +258,14 @@ def test_a_sweep_goes_on_with_a_wider_grid(tmp_path: Path) -> None:
     out = tmp_path / "out"
     count = run_sweep(sweep, out, jobs=1)
     before = (out / "rows.jsonl").read_text()
-    wider = sweep.with_values_beyond([GridEdge("step", 0.1, 1.0), GridEdge("step", 0.01, 0.001)])
+    wider = sweep.with_more_values({"step": [0.001, 1.0]})
     assert run_sweep(wider, out, jobs=1, extend=True) == count
     after = (out / "rows.jsonl").read_text()
     assert after.startswith(before)
     steps = {row.point.step for row in read_rows(out) if row.point.method == "ppsgd"}
     assert steps == {0.001, 0.01, 0.1, 1.0}
     assert read_config(out)["step"] == [0.001, 0.01, 0.1, 1.0]
-    assert sweep.with_values_of(read_config(out)).grid == wider.grid
+    assert sweep.with_more_values(read_config(out)).grid == wider.grid
     assert run_sweep(wider, out, jobs=1, extend=True) == 0
 
 
