@@ -451,7 +451,7 @@ def figure_2(found: Summary) -> Drawn | None:
     figure, axes, numbers = _draw_against_epsilon(found, with_ways(ends, each_alpha=True))
     grey: Look = {"color": "0.55", "lw": 7, "ms": 13, "alpha": 0.55, "zorder": 0}
     axes.plot(noisy[EPSILON], noisy[found.tested], "o-", label="best over αQ", **grey)
-    _limit_ordinate(axes, found, found.table[found.tested])
+    _limit_ordinate(axes, found, numbers["value"])
     _finish(figure, axes, "At the end of training, best step of each", found)
     return figure, numbers
 
