@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -42,3 +43,8 @@ def ppsgd(*arguments: object, where: Path | None = None) -> Ended:
         except SystemExit as ended:
             status = int(ended.code or 0)
     return Ended(status, out.getvalue(), err.getvalue())
+
+
+def heed_ctrl_c() -> None:
+    """In a new process: what a shell starts in the background ignores Ctrl-C, and so would this."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -24,7 +24,7 @@ from flwr_ppsgd import (
     client_app,
 )
 from flwr_ppsgd.simulation import InProcessGrid
-from tests.contract.command import ppsgd
+from tests.contract.command import heed_ctrl_c, ppsgd
 from tests.contract.files import SCRIPT, TOML, check_done, check_refused, privacy_of
 
 COMMANDS = (
@@ -213,11 +213,6 @@ def rounds_done(here: Path) -> int:
     """As ``ppsgd status`` sees it from outside."""
     ended = ppsgd("status", "kept", "--json", where=here)
     return int(json.loads(ended.out)["rounds"]["done"]) if ended.status == 0 else 0
-
-
-def heed_ctrl_c() -> None:
-    """What a shell has started in the background ignores Ctrl-C, and so would this."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 MISTAKES = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.contract import files
-from tests.contract.command import ppsgd
+from tests.contract.command import heed_ctrl_c, ppsgd
 from tests.contract.files import SCRIPT, check_done, check_refused, rows_of
 
 STEPS = (0.1, 0.3)
@@ -116,11 +116,6 @@ def stopped_after_more_rows(arguments: tuple[str, ...], where: Path, how: signal
 
 def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def heed_ctrl_c() -> None:
-    """What a shell has started in the background ignores Ctrl-C, and so would this."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_a_sweep_is_drawn(whole: Path) -> None:

@@ -186,7 +186,6 @@ def broken_privacy(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda _: None, "there/config.toml: cannot be read"),
         (only_config, "there: no setting is finished yet: run ppsgd sweep"),
         (broken_privacy, "there: not the directory of a run"),
     ],
