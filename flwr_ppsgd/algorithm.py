@@ -346,7 +346,7 @@ class Steps:
         Args:
             eta: η, the step size of the paper.
             alpha: α, finite; α = ∞ is ``from_ratio(step, float("inf"))``.
-            denominator: D, as of ``Release.denominator``.
+            denominator: D; see ``Release.denominator``.
         """
         rule = "denominator must be positive and finite"
         require(0 < denominator < math.inf, rule, denominator, "use release.denominator")

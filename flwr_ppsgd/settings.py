@@ -62,7 +62,7 @@ class Settings:
     ``max-epsilon`` is given. There is no default for noise, δ or a seed. ``enrolled`` lists the
     names of the registered nodes, with commas.
 
-    ``secure-honest`` and ``secure-colluding`` make the sum of each round a secure one, as of
+    ``secure-honest`` and ``secure-colluding`` make the sum of each round a secure one: see
     ``flwr_ppsgd.SecureSum``.
 
     ``method = "auto"`` is the recipe of ``flwr_ppsgd.recipe``: it needs ``epsilon`` and ``task``,

@@ -87,7 +87,7 @@ class Order:
         payload: the hash of the message of a secure sum that came along; empty if there is none.
         server_key: the public key of the training; empty if the Order is not signed.
         signature: over all other fields, the arrays that travel along, the type of the message and
-            the run, as of ``flwr_ppsgd.signature``.
+            the run; see ``flwr_ppsgd.signature``.
         protocol: the version of this record.
         visit: the number of rounds that this user has taken part in, this one included. Counted by
             the client, never sent.
@@ -140,7 +140,7 @@ class Order:
 
         Args:
             task: the recipe's, "classification" or "regression".
-            published: what is published beside w, as of ``PPSGD.published``.
+            published: what is published beside w; see ``PPSGD.published``.
         """
         variance = np.asarray(published[VARIANCE]).reshape(-1)
         return cls(

@@ -133,8 +133,8 @@ class PPSGDClient(NumPyClient):
     Args:
         learner: the model with this user's data.
         context: the node's context, as ``client_fn`` gets it.
-        local_step: as of ``client_app``, for stock strategies.
-        local_steps: as of ``client_app``, for stock strategies.
+        local_step: for stock strategies; see ``client_app``.
+        local_steps: for stock strategies; see ``client_app``.
     """
 
     def __init__(

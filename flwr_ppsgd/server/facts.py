@@ -39,7 +39,7 @@ class OperatorFacts:
         return "clients' replies and errors are shown by `ppsgd status`, if checkpoint_dir is set"
 
     def note_replies(self, counts: Mapping[str, Any]) -> None:
-        """What came back for a sum, as of ``OpenSum.facts``."""
+        """What came back for a sum: see ``OpenSum.facts``."""
         self._note(counts, logging.INFO)
 
     def note_problem(self, text: object) -> None:

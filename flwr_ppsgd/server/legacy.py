@@ -84,7 +84,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
 
     Args:
         initial_parameters: w before the first round; required, so that no client is asked for it.
-        evaluate_fn: central evaluation, as of Flower's legacy strategies: called with the absolute
+        evaluate_fn: central evaluation, as in Flower's legacy strategies: called with the absolute
             round, w as a list of arrays and an empty config, before the first round and after each.
 
     The other arguments are those of ``PPSGD``, explained in ``flwr_ppsgd.training``.
@@ -166,7 +166,7 @@ class PPSGDStrategy(CuratedStrategy, Strategy):
         """What Flower's legacy loop is to run of ``total`` rounds, each with the timeout.
 
         Args:
-            total: as of ``remaining_rounds``.
+            total: see ``remaining_rounds``.
         """
         return ServerConfig(
             num_rounds=self.remaining_rounds(total),

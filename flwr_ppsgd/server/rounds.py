@@ -43,7 +43,7 @@ class SumRequest:
     """A sum that is asked for.
 
     Args:
-        what: what each user sends, as of ``Order.asks``.
+        what: what each user sends: see ``Order.asks``.
         round: the absolute round; 0 before the first.
         release: who is asked, the bound of one vector, the noise, the divisor, and whether the
             server sees the sum only.

@@ -215,7 +215,7 @@ class Store(SealedRows):
         for at, text in self._sqlite().rows("SELECT time, value FROM fact ORDER BY id"):
             try:
                 yield at, json.loads(text)
-            except ValueError:  # damaged, and of no account to anybody's privacy
+            except ValueError:  # damaged; nobody's privacy depends on it
                 continue
 
     # --- files beside the rows

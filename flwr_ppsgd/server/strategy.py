@@ -96,7 +96,7 @@ class CuratedStrategy:
         """From the flat keys of a Flower run config.
 
         Args:
-            run_config: flat keys, as of ``flwr_ppsgd.settings.Settings``.
+            run_config: flat keys: see ``flwr_ppsgd.settings.Settings``.
             more: arguments of the strategy, which come before the run config's.
         """
         settings = Settings.from_run_config(run_config)
@@ -237,7 +237,7 @@ class CuratedStrategy:
         return request.vector_of(gradient, finite_measures(content.get(METRICS)))
 
     def _publish(self, opened: OpenSum, heard: bool = True) -> tuple[ArrayRecord, dict[str, float]]:
-        """The new w, saved, and what is released along with it; arguments as of the curator's."""
+        """The new w, saved, and what is released along with it; the arguments are the curator's."""
         w, released = self._curator.publish(opened, self._w, self._layout.columns, heard)
         arrays = self._arrays
         if w is not self._w:
@@ -335,7 +335,7 @@ class PPSGD(CuratedStrategy, Strategy):
         ``personalize`` makes the model of somebody who never took part from it.
 
         Args:
-            arrays: w, as of ``result.arrays``.
+            arrays: w, such as ``result.arrays``.
         """
         values = self._account.values
         return {

@@ -77,7 +77,7 @@ def refusals_of(
     counts as one that would obey. Who does not answer in time, or could not be run at all (an app
     that cannot be pickled for Ray), counts as one that would not. All answers
     are waited for: in a simulation, a check that is still at work on a node would put the node's
-    state back to what it was before the first round. Arguments as of ``ask``.
+    state back to what it was before the first round. The arguments are those of ``ask``.
     """
     if _is_remote(grid):  # in a simulation nobody is offline, but Ray may start slowly
         timeout = min(timeout, CHECK_SECONDS)
