@@ -419,10 +419,8 @@ class ServerAccount:
         delta = self.training.delta
         if self.ledger.insecure_rounds or why_delta_is_void(delta, self.training.population):
             return math.inf
-        quick = self.ledger.quick_epsilon()
-        if not self._store.planned[0]:
-            return quick
-        return min(quick, self.stated_ledger().epsilon())
+        promised, _ = self.promise_to_clients()
+        return min(self.ledger.quick_epsilon(), promised)
 
     def note_evaluation(self) -> None:
         """From now on every statement says that there was evaluation on client data."""
