@@ -13,26 +13,10 @@ import torch
 from flwr.app import ArrayRecord, Context
 from torch import nn
 
-from flwr_ppsgd import (
-    PPSGD,
-    PersonalModel,
-    Poisson,
-    Release,
-    Steps,
-    calibrate_noise,
-    shared_arrays,
-)
+from flwr_ppsgd import PPSGD, PersonalModel, Poisson, Release, Steps, calibrate_noise, shared_arrays
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.support import toy
-from tests.support.recipes import (
-    DIFFS,
-    FILES,
-    PAGE,
-    README,
-    imported,
-    python_block,
-    write_app,
-)
+from tests.support.recipes import DIFFS, FILES, PAGE, README, imported, python_block, write_app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

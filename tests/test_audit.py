@@ -264,9 +264,7 @@ def test_standard_errors_are_honest() -> None:
 
 
 def test_the_command_audits_settings_that_name_an_epsilon(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its rounds may be more than those that the ε pays for, and nobody's budget is charged."""
     caplog.set_level("ERROR", logger="flwr")  # as the command does, which would leave it so

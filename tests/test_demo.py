@@ -39,12 +39,6 @@ def test_personal_models_are_better_than_both_and_the_demo_ends_with_picture_and
     assert found is not None
     personal, alone, shared = map(float, found.groups())
     assert personal > max(alone, shared) + 0.01
-    assert shown.splitlines()[-1].split() == [
-        "Picture:",
-        "runs/demo/demo.png",
-        "epsilon",
-        "=",
-        "1",
-    ]
+    assert shown.splitlines()[-1].split() == ["Picture:", "runs/demo/demo.png", "epsilon", "=", "1"]
     assert (tmp_path / "runs" / "demo" / "demo.png").stat().st_size > 10_000
     assert (tmp_path / "runs" / "demo" / "epsilon-1" / "users.png").exists()

@@ -175,9 +175,7 @@ def test_releases_of_equal_price_are_counted_together() -> None:
     assert ledger.epsilon() == spent(POISSON, 1000).epsilon()
 
 
-def test_an_accountant_that_gives_other_answers_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_accountant_that_gives_other_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Halved noise, as dp-accounting's RDP wants it from the caller for replace-one neighbours."""
     accounting.check_accountant.cache_clear()
     accounting.check_accountant()

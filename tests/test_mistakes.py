@@ -135,9 +135,7 @@ def test_wrong_loaders_bring_one_line_on_the_client(
     assert not any(record.exc_info for record in lines)
 
 
-def test_an_error_in_a_users_own_code_keeps_its_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_in_a_users_own_code_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="learner-failed: KeyError"):
         start(torch_client(network, PERSONAL, by_partition))
     assert "in by_partition" in caplog.text
@@ -230,10 +228,7 @@ def test_fewer_rounds_than_auto_would_take_spend_the_same_epsilon(
     grid = InProcessGrid(torch_client(network, PERSONAL, loaders), NODES)
     measures = MetricRecord({"central": 1.5})
     server.start(
-        grid,
-        shared_arrays(network(), PERSONAL),
-        num_rounds=2,
-        evaluate_fn=lambda *_: measures,
+        grid, shared_arrays(network(), PERSONAL), num_rounds=2, evaluate_fn=lambda *_: measures
     )
     assert server.release.noise_multiplier < before
     assert 7.99 < server.ledger.epsilon() <= 8.0

@@ -309,9 +309,7 @@ def test_no_number_comes_twice_and_the_tail_comes_anywhere() -> None:
     assert abs(np.corrcoef(far, np.abs(n[far]))[0, 1]) < 5 / math.sqrt(len(far))
 
 
-def test_secret_bits_have_256_bits_of_the_operating_system(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_secret_bits_have_256_bits_of_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
     key = bytes(range(32))
     monkeypatch.setattr("secrets.token_bytes", lambda count: key[:count])
     np.testing.assert_array_equal(RandomStream.secret().words(8), RandomStream(key).words(8))

@@ -20,13 +20,7 @@ from flwr_ppsgd.recipe import (
     server_gain,
     shares,
 )
-from tests.support.recipe_golden import (
-    NAMES,
-    close,
-    needs_golden,
-    recorded,
-    task_of,
-)
+from tests.support.recipe_golden import NAMES, close, needs_golden, recorded, task_of
 
 
 @needs_golden

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 
 from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, SecureSum, Steps
-from flwr_ppsgd.statement import (
-    Promise,
-    raised_plan,
-    rounded_up,
-    with_conditions,
-)
+from flwr_ppsgd.statement import Promise, raised_plan, rounded_up, with_conditions
 from flwr_ppsgd.training import Training
 
 RULES = SecureSum(honest=35, colluding=2)

@@ -125,12 +125,7 @@ def test_an_order_with_a_field_too_many_is_refused() -> None:
 
 TERMS = SecureTerms(100, 3.0, 1.5, 70, 5, 2.0**-40, 0, 0.1, "2.5")
 SECURE = replace(
-    ORDER,
-    metrics=("loss",),
-    terms=TERMS,
-    stage=3,
-    payload="ab" * 32,
-    plan={"gradient": (1.0, 9)},
+    ORDER, metrics=("loss",), terms=TERMS, stage=3, payload="ab" * 32, plan={"gradient": (1.0, 9)}
 )
 
 

@@ -11,17 +11,7 @@ from flwr_ppsgd.client.theta_store import STATE
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
 from tests.support.kept import kept_by
-from tests.support.toy import (
-    SIZE,
-    Floats,
-    Toy,
-    grid,
-    opened,
-    release,
-    strategy,
-    toy_learner,
-    w0,
-)
+from tests.support.toy import SIZE, Floats, Toy, grid, opened, release, strategy, toy_learner, w0
 
 
 def test_theta_is_kept_with_round_and_visit() -> None:

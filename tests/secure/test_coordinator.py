@@ -10,14 +10,7 @@ from flwr_ppsgd import SecureSum
 from flwr_ppsgd.secure.coordinator import Coordinator, NoSumError
 from flwr_ppsgd.secure.crypto import Words
 from flwr_ppsgd.secure.graph import design
-from flwr_ppsgd.secure.protocol import (
-    KeysSent,
-    PublicKeys,
-    Roster,
-    Shares,
-    members_of,
-    pack_parts,
-)
+from flwr_ppsgd.secure.protocol import KeysSent, PublicKeys, Roster, Shares, members_of, pack_parts
 from tests.support.secure import Play, played, ready, session_of, some_vectors
 
 RULES = SecureSum(honest=4, colluding=1)

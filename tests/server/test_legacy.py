@@ -18,11 +18,7 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from flwr.server import (
-    ServerApp,
-    ServerAppComponents,
-    ServerConfig,
-)
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.client_proxy import ClientProxy
 
 from flwr_ppsgd import PrivateMetrics

@@ -7,21 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message
 
-from flwr_ppsgd import (
-    Poisson,
-    Release,
-    Steps,
-    client_app,
-)
+from flwr_ppsgd import Poisson, Release, Steps, client_app
 from flwr_ppsgd.server.replies import mean_of
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import rounded_up

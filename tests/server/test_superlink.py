@@ -88,9 +88,7 @@ class Client:
     def PullObject(self, request: Any) -> Answer:  # noqa: N802
         content = self._store.objects.get(request.object_id)
         return Answer(
-            object_found=content is not None,
-            object_available=True,
-            object_content=content,
+            object_found=content is not None, object_available=True, object_content=content
         )
 
     def ConfirmMessageReceived(self, request: Any) -> None:  # noqa: N802

@@ -50,11 +50,7 @@ def times(context: Context) -> int:
 
 @pytest.mark.parametrize(
     "stock_strategy",
-    [
-        FedTrimmedAvg(),
-        Krum(),
-        DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 1.0, 6),
-    ],
+    [FedTrimmedAvg(), Krum(), DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 1.0, 6)],
     ids=lambda s: type(s).__name__,
 )
 def test_stock_strategies_run_unmodified(stock_strategy: Strategy) -> None:
