@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from flwr_ppsgd.cli import console
-from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
+from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME_MEASURE
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.figures import COLOURS
 from flwr_ppsgd.lab.measures import measure_of
 from flwr_ppsgd.lab.outputs import free_directory, save
-from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
+from flwr_ppsgd.lab.run import RunOutcome, run, run_as_cohort
 from flwr_ppsgd.lab.screen import progress_bar, progress_hook
 from flwr_ppsgd.learner import LOCAL, SHARED
 from flwr_ppsgd.statement import rounded_up
@@ -70,7 +70,7 @@ def experiment(data: Path, epsilon: float) -> Experiment:
     return Experiment.load(None, {"data": str(data), "epsilon": epsilon, "delta": DELTA})
 
 
-def train(data: Path, epsilon: float) -> Outcome:
+def train(data: Path, epsilon: float) -> RunOutcome:
     """One training, with a bar."""
     chosen = experiment(data, epsilon)
     engine = run if epsilon == HEADLINE else run_as_cohort
@@ -131,7 +131,7 @@ def main() -> None:
     show(outcomes, data, Path(sys.argv[1]) if len(sys.argv) > 1 else out / "demo.png")
 
 
-def show(outcomes: Mapping[float, Outcome], data: Path, picture: Path) -> None:
+def show(outcomes: Mapping[float, RunOutcome], data: Path, picture: Path) -> None:
     """The promise, what users reach, and where the picture is."""
     found = {epsilon: outcome.rows[-1].measures for epsilon, outcome in outcomes.items()}
     headline = outcomes[HEADLINE]
@@ -154,8 +154,8 @@ def results_line(measures: Mapping[str, float], gains: Sequence[float]) -> str:
     main = measure_of(measures)
     alone = f"own rows alone {measures[LOCAL + main]:.4g}"
     shared = f"shared model alone {measures[SHARED + main]:.4g}"
-    better = sum(gain > SAME for gain in gains)
-    worse = sum(gain < -SAME for gain in gains)
+    better = sum(gain > SAME_MEASURE for gain in gains)
+    worse = sum(gain < -SAME_MEASURE for gain in gains)
     return (
         f"Personal models: {main} {measures[main]:.4g} ({alone}, {shared}); better off than alone "
         f"{better}, worse off {worse}, of {len(gains)} users. {OUTSIDE}"

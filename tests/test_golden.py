@@ -3,7 +3,7 @@
 import numpy as np
 
 from flwr_ppsgd import Poisson, Release
-from flwr_ppsgd.lab.engine import Setting, train
+from flwr_ppsgd.lab.engine import EngineSetting, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.population import FreshPopulation
 from flwr_ppsgd.lab.synthetic import Synthetic
@@ -32,9 +32,9 @@ def test_curves_at_the_size_of_the_paper() -> None:
         assert ratio.min() > 1 / spread, key
 
 
-def _at_full_size(key: str) -> Setting:
+def _at_full_size(key: str) -> EngineSetting:
     sigma, step = key.split("_s")[1], key.split("_step")[1]
-    return Setting(
+    return EngineSetting(
         Release(Poisson(1000, 1.0), clip_norm=10.0, noise_multiplier=float(sigma)),
         steps_of(key, float(step)),
     )

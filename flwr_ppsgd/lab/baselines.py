@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flwr_ppsgd.algorithm import Poisson, Release, Steps
-from flwr_ppsgd.lab.engine import Indices, Setting
+from flwr_ppsgd.lab.engine import EngineSetting, Indices
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.measures import badness, measure_of
-from flwr_ppsgd.lab.population import Floats, Population, Table
-from flwr_ppsgd.models.additive_linear import Matrix
+from flwr_ppsgd.lab.population import FinitePopulation, Floats, Population
+from flwr_ppsgd.recipe import Matrix
 
 NUMBERS_AT_ONCE = 1 << 25  # of all users' θ
 
@@ -38,13 +38,15 @@ class LocalStepsEngine(LinearEngine):
     def __init__(
         self,
         population: Population,
-        settings: Sequence[Setting],
+        settings: Sequence[EngineSetting],
         *,
         seed: int | None,
         dtype: DTypeLike,
         local_steps: int = 5,
     ) -> None:
-        alone = [Setting(setting.release, Steps(setting.steps.shared, 0.0)) for setting in settings]
+        alone = [
+            EngineSetting(setting.release, Steps(setting.steps.shared, 0.0)) for setting in settings
+        ]
         super().__init__(population, alone, seed=seed, dtype=dtype)
         self._count = local_steps
         self._noise_step *= local_steps
@@ -78,7 +80,7 @@ class LocalStepsEngine(LinearEngine):
 
 
 def fine_tune(
-    table: Table, w: Matrix, steps: Sequence[float], passes: float = 5.0
+    table: FinitePopulation, w: Matrix, steps: Sequence[float], passes: float = 5.0
 ) -> list[dict[str, float]]:
     """For each w, what users measure who train θ_i alone on top of it, with the best of ``steps``.
 
@@ -102,11 +104,11 @@ def fine_tune(
 
 
 def _fine_tuned(
-    table: Table, w: Matrix, steps: Sequence[float], passes: float
+    table: FinitePopulation, w: Matrix, steps: Sequence[float], passes: float
 ) -> list[dict[str, float]]:
     """The measures of every w with every step: each is a setting of local learning."""
     silent = Release(Poisson(len(table), 1.0), clip_norm=1.0, noise_multiplier=0.0)
-    settings = [Setting(silent, Steps(0.0, step)) for step in steps] * w.shape[1]
+    settings = [EngineSetting(silent, Steps(0.0, step)) for step in steps] * w.shape[1]
     start = np.repeat(w, len(steps), axis=1)
     engine = LinearEngine(table, settings, seed=0, dtype=w.dtype, w=start)
     most = np.maximum(1, np.rint(passes * table.sizes / table.counts))

@@ -16,17 +16,17 @@ import numpy as np
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
-from flwr_ppsgd.lab.engine import Engine, Setting, train
-from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall, results_of
+from flwr_ppsgd.lab.engine import Engine, EngineSetting, train
+from flwr_ppsgd.lab.evaluation import UserResult, delivery_order, overall_measures, results_of
 from flwr_ppsgd.lab.experiment import Experiment
-from flwr_ppsgd.lab.measures import for_choosing
-from flwr_ppsgd.lab.population import Table
+from flwr_ppsgd.lab.measures import as_validation_measures
+from flwr_ppsgd.lab.population import FinitePopulation
 from flwr_ppsgd.lab.rows import (
     FEDAVG,
     FEDAVG_SOLVED,
     FINE_TUNED,
     SOLVED_BASELINES,
-    Point,
+    GridPoint,
     SweepRow,
 )
 from flwr_ppsgd.lab.run import train_in_process
@@ -52,7 +52,7 @@ class BlockPlan:
         limit: what all blocks that run at the same time may take.
     """
 
-    blocks: tuple[tuple[Point, ...], ...]
+    blocks: tuple[tuple[GridPoint, ...], ...]
     jobs: int
     bytes: int
     limit: int
@@ -86,7 +86,7 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
     while most > 1 and task.bytes(most) > memory / jobs:
         most -= 1
     seeds = sorted({point.seed for point in points})
-    blocks: list[tuple[Point, ...]] = []
+    blocks: list[tuple[GridPoint, ...]] = []
     side_by_side = 0  # settings of the largest block on an engine
     for seed, method in itertools.product(seeds, methods):
         own = [point for point in points if (point.seed, point.method) == (seed, method)]
@@ -103,7 +103,7 @@ def plan_blocks(sweep: Sweep, memory: int, jobs: int) -> BlockPlan:
 
 
 def run_block(
-    flat: Mapping[str, Any], points: Sequence[Point], on_round: OnBlockRound
+    flat: Mapping[str, Any], points: Sequence[GridPoint], on_round: OnBlockRound
 ) -> list[SweepRow]:
     """The rows of one block, without ε.
 
@@ -117,13 +117,13 @@ def run_block(
     method = points[0].method
     if method == AUTO:
         return [_recipe_row(base, points[0])]
-    engine = _engine(base, points)
+    engine = _block_engine(base, points)
     at_the_end = method == FINE_TUNED or method in SOLVED_BASELINES
     every = rounds if at_the_end else base.training.evaluate_every
     rows = []
     for report in train(engine, rounds, every, on_round):
         for place, measures in sorted(report.measures.items()):
-            row = _rounded_row(points[place], report.round, measures)
+            row = _sweep_row(points[place], report.round, measures)
             rows.append(replace(row, diverged=place in report.diverged))
     if not at_the_end:
         return rows
@@ -132,10 +132,10 @@ def run_block(
         return diverged
     measure = _fine_tuned_measures if method == FINE_TUNED else _solved_measures
     found = zip(engine.places, measure(base, engine), strict=True)
-    return diverged + [_rounded_row(points[place], rounds, measures) for place, measures in found]
+    return diverged + [_sweep_row(points[place], rounds, measures) for place, measures in found]
 
 
-def _engine(base: Experiment, points: Sequence[Point]) -> Engine:
+def _block_engine(base: Experiment, points: Sequence[GridPoint]) -> Engine:
     """Of the algorithm, or of private FedAvg, for all settings of a block."""
     settings = []
     for point in points:
@@ -145,7 +145,7 @@ def _engine(base: Experiment, points: Sequence[Point]) -> Engine:
         if point.noise_multiplier is not None:
             changes["noise_multiplier"] = point.noise_multiplier
         changed = replace(base.training, **changes)
-        settings.append(Setting(changed.release(), changed.steps()))
+        settings.append(EngineSetting(changed.release(), changed.steps()))
     seed = points[0].seed
     if points[0].method not in (FEDAVG, FEDAVG_SOLVED):
         return base.task.engine(settings, seed)
@@ -154,20 +154,23 @@ def _engine(base: Experiment, points: Sequence[Point]) -> Engine:
     return LocalStepsEngine(population, settings, seed=seed, dtype=base.precision)
 
 
-def _recipe_row(base: Experiment, point: Point) -> SweepRow:
+def _recipe_row(base: Experiment, point: GridPoint) -> SweepRow:
     """The one row of the recipe, after its own number of rounds."""
     experiment = recipe_of(base, point)
     outcome = train_in_process(experiment)
     w = Layout.of(outcome.w).flatten(outcome.w)
     order = delivery_order(experiment.training.task, outcome.beside)
     (validation,) = _validation_results(experiment, [w], order)
-    measures = {**for_choosing(overall(validation)), **overall(outcome.people)}
-    return _rounded_row(point, experiment.training.rounds, measures)
+    measures = {
+        **as_validation_measures(overall_measures(validation)),
+        **overall_measures(outcome.people),
+    }
+    return _sweep_row(point, experiment.training.rounds, measures)
 
 
 def _fine_tuned_measures(base: Experiment, engine: Engine) -> list[dict[str, float]]:
     """What users reach who fine-tune the final w of global learning on their own."""
-    table = cast(Table, cast(LinearTask, base.task).population())
+    table = cast(FinitePopulation, cast(LinearTask, base.task).population())
     each = [engine.w(place).reshape(table.features, -1) for place in engine.places]
     w = np.stack(each, axis=1).astype(base.precision)  # d × settings × K
     return fine_tune(table, w, [float(step) for step in base.fine_tune_steps.split(",")])
@@ -179,7 +182,7 @@ def _solved_measures(base: Experiment, engine: Engine) -> list[dict[str, float]]
     on_test = results_of(base.task.learner, ws, range(base.training.population), None)
     on_validation = _validation_results(base, ws, None)
     return [
-        {**for_choosing(overall(validation)), **overall(people)}
+        {**as_validation_measures(overall_measures(validation)), **overall_measures(people)}
         for people, validation in zip(on_test, on_validation, strict=True)
     ]
 
@@ -194,7 +197,7 @@ def _validation_results(
     return results_of(learner_of, ws, range(experiment.training.population), order)
 
 
-def _rounded_row(point: Point, round_: int, measures: Mapping[str, float]) -> SweepRow:
+def _sweep_row(point: GridPoint, round_: int, measures: Mapping[str, float]) -> SweepRow:
     """With the measures that are finite, and few digits."""
     finite = {}
     for name, value in measures.items():

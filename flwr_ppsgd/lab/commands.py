@@ -9,7 +9,7 @@ import re
 import signal
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,33 +60,41 @@ class EngineName(enum.StrEnum):
     flower = "flower"
 
 
-Text: TypeAlias = str | None
-Set = Annotated[
+SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated."),
 ]
 FILES = "Users' rows: .csv, .parquet, .npz, TFF's .sqlite, flwrlabs/femnist."
-Data = Annotated[Text, typer.Option("--data", metavar="FILE", help=FILES)]
-Delta = Annotated[
+DataOption = Annotated[str | None, typer.Option("--data", metavar="FILE", help=FILES)]
+DeltaOption = Annotated[
     float | None,
     typer.Option(help="δ, well below 1 over the number of users; must be given with --data."),
 ]
-Verbose = Annotated[
+VerboseOption = Annotated[
     bool, typer.Option("--verbose", help="Show what was found in the data, and the statement.")
 ]
 # which columns are what: the most frequent keys of an experiment file about data
-SchemaFile = Annotated[
-    Text, typer.Option(metavar="FILE", help="What is public about the rows, from look --write.")
+SchemaOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="What is public about the rows, from look --write."),
 ]
-User = Annotated[Text, typer.Option(metavar="COLUMN", help="Names the user; default: user.")]
-Target = Annotated[Text, typer.Option(metavar="COLUMN", help="What to predict; default: y.")]
-TaskName = Annotated[
-    Text, typer.Option(metavar="TASK", help="classification, regression or multi-label.")
+UserOption = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="Names the user; default: user.")
 ]
-Exclude = Annotated[Text, typer.Option(metavar="A,B,…", help="Columns that are not used.")]
-Categorical = Annotated[Text, typer.Option(metavar="A,B,…", help="Columns of categories.")]
-Impute = Annotated[
-    Text, typer.Option(metavar="RULE", help="For gaps: drop (the row), zero or own-mean.")
+TargetOption = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="What to predict; default: y.")
+]
+TaskOption = Annotated[
+    str | None, typer.Option(metavar="TASK", help="classification, regression or multi-label.")
+]
+ExcludeOption = Annotated[
+    str | None, typer.Option(metavar="A,B,…", help="Columns that are not used.")
+]
+CategoricalOption = Annotated[
+    str | None, typer.Option(metavar="A,B,…", help="Columns of categories.")
+]
+ImputeOption = Annotated[
+    str | None, typer.Option(metavar="RULE", help="For gaps: drop (the row), zero or own-mean.")
 ]
 
 
@@ -108,23 +116,23 @@ def look(  # noqa: PLR0917 - typer's own way
             metavar="FILE", help="Write down what a run takes to be public, to read and correct."
         ),
     ] = None,
-    settings: Set = None,
-    schema: SchemaFile = None,
-    user: User = None,
-    target: Target = None,
-    task: TaskName = None,
-    exclude: Exclude = None,
-    categorical: Categorical = None,
-    impute: Impute = None,
+    settings: SetOption = None,
+    schema: SchemaOption = None,
+    user: UserOption = None,
+    target: TargetOption = None,
+    task: TaskOption = None,
+    exclude: ExcludeOption = None,
+    categorical: CategoricalOption = None,
+    impute: ImputeOption = None,
 ) -> None:
     """Before anything else: users, rows, features, scales, gaps, the task, trivial answers."""
     from flwr_ppsgd.lab import inspect as looking
-    from flwr_ppsgd.lab.problem import AUTO, Problem
+    from flwr_ppsgd.lab.problem import AUTO_REPRESENTATION, Problem
     from flwr_ppsgd.lab.schema import OWN_MEAN, write_schema
 
     flat: dict[str, Any] = {"data": data}
     if not schema:
-        flat |= {"impute": OWN_MEAN, "representation": AUTO}
+        flat |= {"impute": OWN_MEAN, "representation": AUTO_REPRESENTATION}
     flat |= _data_keys(schema=schema, user=user, target=target, task=task)
     flat |= _data_keys(exclude=exclude, categorical=categorical, impute=impute)
     problem = Problem.of(flat | _overrides(settings)).with_checksums()
@@ -143,14 +151,14 @@ def run(  # noqa: PLR0917 - typer's own way
             help="A TOML file, or a name that `ppsgd experiments` lists; default: synthetic."
         ),
     ] = None,
-    data: Data = None,
+    data: DataOption = None,
     epsilon: Annotated[
         float | None,
         typer.Option(help="ε that everything together may cost; must be given with --data."),
     ] = None,
-    delta: Delta = None,
+    delta: DeltaOption = None,
     rounds: Annotated[int | None, typer.Option(help="The number of rounds.")] = None,
-    settings: Set = None,
+    settings: SetOption = None,
     engine: Annotated[
         EngineName,
         typer.Option(
@@ -161,14 +169,14 @@ def run(  # noqa: PLR0917 - typer's own way
     out: Annotated[
         Path | None, typer.Option(help="Output directory; default: a new one under runs/.")
     ] = None,
-    verbose: Verbose = False,
-    schema: SchemaFile = None,
-    user: User = None,
-    target: Target = None,
-    task: TaskName = None,
-    exclude: Exclude = None,
-    categorical: Categorical = None,
-    impute: Impute = None,
+    verbose: VerboseOption = False,
+    schema: SchemaOption = None,
+    user: UserOption = None,
+    target: TargetOption = None,
+    task: TaskOption = None,
+    exclude: ExcludeOption = None,
+    categorical: CategoricalOption = None,
+    impute: ImputeOption = None,
 ) -> None:
     """Train once and write w, the measures, the privacy statement and a picture."""
     from flwr_ppsgd.lab import screen
@@ -231,8 +239,8 @@ def sweep(  # noqa: PLR0917 - typer's own way
             "lists; default: sweep."
         ),
     ] = None,
-    data: Data = None,
-    delta: Delta = None,
+    data: DataOption = None,
+    delta: DeltaOption = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Output directory. Give the same one again to resume a sweep."),
@@ -254,9 +262,9 @@ def sweep(  # noqa: PLR0917 - typer's own way
             "--extend", help="Widen the grid where a best setting is at its end, up to three times."
         ),
     ] = False,
-    schema: SchemaFile = None,
-    user: User = None,
-    target: Target = None,
+    schema: SchemaOption = None,
+    user: UserOption = None,
+    target: TargetOption = None,
 ) -> None:
     """Train a whole grid of settings side by side. If it is interrupted, run the command again."""
     from flwr_ppsgd.lab.outputs import CONFIG, ROWS, RUNS, read_config, read_rows
@@ -341,8 +349,8 @@ def predict_rows(
     directory: Annotated[Path, typer.Argument(help="The directory of a run.")],
     data: Annotated[Path, typer.Option("--data", metavar="FILE", help="New rows.")],
     out: Annotated[Path, typer.Option(help="Where predictions go.")] = Path("predictions.csv"),
-    schema: SchemaFile = None,
-    user: User = None,
+    schema: SchemaOption = None,
+    user: UserOption = None,
 ) -> None:
     """Predict by personal models: of users who took part, or made for new ones with known rows."""
     from flwr_ppsgd.lab import disk
@@ -373,7 +381,7 @@ def audit(
     experiment: Annotated[
         Path | None, typer.Argument(help="A TOML file; default: the synthetic problem.")
     ] = None,
-    settings: Set = None,
+    settings: SetOption = None,
 ) -> None:
     """Send canaries through a strategy and measure the noise that these settings really give."""
     from flwr_ppsgd import audit as conformance
@@ -394,7 +402,7 @@ def audit(
         raise RuntimeError(f"the audit's verdict is {found.verdict}")
 
 
-def _data_keys(**options: Text) -> dict[str, Any]:
+def _data_keys(**options: str | None) -> dict[str, Any]:
     """The flat keys of options about a file."""
     return given({DATA_KEYS[name]: value for name, value in options.items()})
 

@@ -12,7 +12,7 @@ PRIVATE_FILE = database.PRIVATE_FILE
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+def open_replacement(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` in one move when the block ends.
 
     After a failure the old file is as it was.
@@ -36,8 +36,8 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Replace ``path`` by a text, in one move; ``mode`` as of ``replacing``."""
-    with replacing(path, mode=mode) as file:
+    """Replace ``path`` by a text, in one move; ``mode`` as of ``open_replacement``."""
+    with open_replacement(path, mode=mode) as file:
         file.write(text.encode())
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Release, Steps, Vector
 from flwr_ppsgd.checks import require
-from flwr_ppsgd.lab.measures import VALIDATION, for_choosing, over_users
+from flwr_ppsgd.lab.measures import VALIDATION, as_validation_measures, over_users
 from flwr_ppsgd.noise import random_stream
 
 DIVERGED = 1e10  # a measure has diverged if it is this many times its first value
@@ -30,7 +30,7 @@ Indices: TypeAlias = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineSetting:
     """One training: what is released, and how far both blocks of parameters move."""
 
     release: Release
@@ -50,7 +50,7 @@ class Engine(ABC):
     def __init__(
         self,
         users: int,
-        settings: Sequence[Setting],
+        settings: Sequence[EngineSetting],
         seed: int | None,
         most_visits: Indices | None,
     ) -> None:
@@ -94,7 +94,7 @@ class Engine(ABC):
         """
         with np.errstate(all="ignore"):
             by_user, weights = self.measure_users("validation")
-            found = for_choosing(over_users(by_user, weights))
+            found = as_validation_measures(over_users(by_user, weights))
             if final or not found:
                 by_user, weights = self.measure_users(TEST)
                 found |= over_users(by_user, weights)

@@ -23,7 +23,7 @@ from flwr_ppsgd.wire import VARIANCE, Order
 log = logging.getLogger("flwr.ppsgd")
 
 OUTSIDE = "Measured on users' own test rows: outside the guarantee."
-SAME = 1e-12  # a smaller difference between two measures is round-off
+SAME_MEASURE = 1e-12  # a smaller difference between two measures is round-off
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def results_of(
     return found
 
 
-def overall(people: Sequence[UserResult]) -> dict[str, float]:
+def overall_measures(people: Sequence[UserResult]) -> dict[str, float]:
     """Each measure over all users (``over_users``)."""
     if not people:
         return {}

@@ -13,7 +13,7 @@ from flwr_ppsgd.lab.measures import VALIDATION
 from flwr_ppsgd.lab.presets import PRESETS, SUFFIX, presets
 from flwr_ppsgd.lab.problem import DEVICE, LINEAR, SYNTHETIC, Problem, place_of
 from flwr_ppsgd.lab.rows import BASELINES, FEDAVG, OWN_TRIVIAL, SOLVED_BASELINES, TRIVIAL
-from flwr_ppsgd.lab.tasks import Task, task_of
+from flwr_ppsgd.lab.tasks import AnyTask, task_of
 from flwr_ppsgd.recipe import DROWNED
 from flwr_ppsgd.settings import (
     AUTO,
@@ -105,7 +105,7 @@ class Experiment:
         if self.drop_exhausted and self.passes is None:
             raise ValueError("drop_exhausted needs passes: that is when a user drops out")
         linear = self.problem.model == LINEAR
-        for name in self.methods():
+        for name in self.baseline_names():
             if name not in BASELINES:
                 raise ValueError(f"baselines must be of {', '.join(BASELINES)}, got {name!r}")
             if not linear or (self.problem.data == SYNTHETIC and name != FEDAVG):
@@ -117,7 +117,7 @@ class Experiment:
                 self.problem.check_squared()
 
     @property
-    def task(self) -> Task:
+    def task(self) -> AnyTask:
         """What is learnt."""
         return task_of(
             self.problem,
@@ -127,7 +127,7 @@ class Experiment:
             dropped_after=self.passes if self.drop_exhausted else None,
         )
 
-    def methods(self) -> list[str]:
+    def baseline_names(self) -> list[str]:
         """The baselines, as a list."""
         return split_names(self.baselines)
 
@@ -156,7 +156,11 @@ class Experiment:
             return {}
         data = self.problem.per_user()
         found: dict[str, dict[str, float]] = {TRIVIAL: {}, OWN_TRIVIAL: {}}
-        parts = {"": data} if data.validation is None else {"": data, VALIDATION: data.choosing()}
+        parts = (
+            {"": data}
+            if data.validation is None
+            else {"": data, VALIDATION: data.validation_as_test()}
+        )
         for prefix, part in parts.items():
             answer = trivial_answer(part)
             if answer is not None:
@@ -353,19 +357,19 @@ def _refuse_without(flat: Mapping[str, Any], keys: list[str]) -> None:
 def _with_derived(flat: dict[str, Any]) -> dict[str, Any]:
     """With rate from the mean size of a cohort, rounds from passes, and how often to evaluate."""
     if "cohort-mean" in flat:
-        mean = _positive(flat, "cohort-mean", needs="population")
+        mean = _positive_value(flat, "cohort-mean", needs="population")
         flat = _with_value(flat, "cohort-mean", "rate", mean / flat["population"])
     if "passes" in flat:
-        rounds = _rounds_in(_positive(flat, "passes"), flat)
+        rounds = _rounds_in(_positive_value(flat, "passes"), flat)
         flat = _with_value(flat, "passes", "rounds", rounds)
     if "evaluations" in flat:
-        times = _positive(flat, "evaluations", needs="rounds")
+        times = _positive_value(flat, "evaluations", needs="rounds")
         every = math.ceil(flat["rounds"] / times)
         flat = _with_value(flat, "evaluations", "evaluate-every", every)
     return flat
 
 
-def _positive(flat: Mapping[str, Any], key: str, needs: str | None = None) -> float:
+def _positive_value(flat: Mapping[str, Any], key: str, needs: str | None = None) -> float:
     """The value of ``key``, which stands for another one together with the key ``needs``."""
     value: float = typed_value(key, flat[key], float)
     if not 0 < value < math.inf:

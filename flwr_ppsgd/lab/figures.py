@@ -21,8 +21,8 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from flwr_ppsgd.lab import disk
-from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME
-from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, measure_of, name_of_measure, on_test
+from flwr_ppsgd.lab.evaluation import OUTSIDE, SAME_MEASURE
+from flwr_ppsgd.lab.measures import HIGHER_IS_BETTER, as_test_measure, measure_of, name_of_measure
 from flwr_ppsgd.lab.outputs import (
     BEST,
     PICTURE,
@@ -63,8 +63,8 @@ from flwr_ppsgd.learner import SHARED as SHARED_PREFIX
 from flwr_ppsgd.settings import AUTO
 from flwr_ppsgd.statement import rounded_up
 
-Look: TypeAlias = dict[str, Any]  # how a curve is drawn
-Drawn: TypeAlias = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it shows
+CurveStyle: TypeAlias = dict[str, Any]  # how a curve is drawn
+DrawnFigure: TypeAlias = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it shows
 
 # Okabe and Ito, then Tol: safe for colour blindness
 COLOURS = (
@@ -92,7 +92,7 @@ CURVES = {  # of every way but an αQ, in the order of legends
     FEDAVG_SOLVED: "FedAvg, then solved",
     AUTO: "auto, nothing chosen",
 }
-LOOKS: dict[str, Look] = {
+CURVE_STYLES: dict[str, CurveStyle] = {
     PERSONALIZED: {"color": COLOURS[0], "ls": "-", "marker": "D"},
     GLOBAL: {"color": "black", "ls": "--", "marker": "s"},
     LOCAL: {"color": "black", "ls": "-", "marker": "o"},
@@ -128,7 +128,7 @@ def log_scale(axes: Axes, *, x: bool = False) -> None:
 
 def measure_axis(axes: Axes, measure: str) -> None:
     """A logarithmic ordinate for errors and risks, and a grid."""
-    if on_test(measure) not in HIGHER_IS_BETTER:
+    if as_test_measure(measure) not in HIGHER_IS_BETTER:
         log_scale(axes)
     axes.grid(alpha=0.3, which="both", lw=0.5)
 
@@ -152,12 +152,12 @@ def epsilon_axis(
     apart = max(1, math.ceil((len(epsilons) - 1) / MOST_TICKS))
     ticks = list(epsilons)[::-apart]
     top = axes.secondary_xaxis("top")
-    top.set_xticks(ticks, [_short_epsilon(epsilons[round_]) for round_ in ticks])
+    top.set_xticks(ticks, [_epsilon_tick(epsilons[round_]) for round_ in ticks])
     width = LETTERS_OF_A_PANEL if small else LETTERS
     top.set_xlabel(textwrap.fill(label, width), fontsize=SMALL_LETTERS if small else None)
 
 
-def _short_epsilon(epsilon: float) -> str:
+def _epsilon_tick(epsilon: float) -> str:
     """Two digits or whole, rounded up, in a few letters: seven of them stand side by side."""
     if math.isinf(epsilon):
         return "∞"
@@ -268,8 +268,8 @@ def _draw_models(axes: Axes, main: str, measures: Mapping[str, float]) -> None:
 def _draw_gains(axes: Axes, main: str, gains: pd.Series) -> None:
     """Each user with themselves: the personal model against the one from own rows alone."""
     ordered = gains.sort_values()
-    better = int((ordered > SAME).sum())
-    worse = int((ordered < -SAME).sum())
+    better = int((ordered > SAME_MEASURE).sum())
+    worse = int((ordered < -SAME_MEASURE).sum())
     same = len(ordered) - better - worse
     colours = [COLOURS[1]] * worse + ["0.75"] * same + [COLOURS[2]] * better
     axes.bar(np.arange(len(ordered)), ordered, width=1.0, color=colours)
@@ -354,10 +354,10 @@ def _curves(found: Summary, candidates: pd.DataFrame, by: Sequence[str]) -> pd.D
     return points.assign(curve=points["way"].map(lambda way: CURVES.get(way, way)))
 
 
-def looks_of(ways: Sequence[str]) -> dict[str, Look]:
+def curve_styles(ways: Sequence[str]) -> dict[str, CurveStyle]:
     """How each way is drawn: every αQ in a colour and dashes of its own."""
-    between = [way for way in ways if way not in LOOKS]
-    looks = dict(LOOKS)
+    between = [way for way in ways if way not in CURVE_STYLES]
+    looks = dict(CURVE_STYLES)
     for place, way in enumerate(between):
         looks[way] = {
             "color": COLOURS[place % len(COLOURS)],
@@ -367,7 +367,7 @@ def looks_of(ways: Sequence[str]) -> dict[str, Look]:
     return {way: looks[way] for way in ways}
 
 
-def figure_1(found: Summary) -> Drawn | None:
+def figure_1(found: Summary) -> DrawnFigure | None:
     """A panel for each noise level, a curve for each αQ with its best step at each round.
 
     Bands are one standard error over seeds. None if the recipe was run alone: it is measured once.
@@ -376,9 +376,9 @@ def figure_1(found: Summary) -> Drawn | None:
     if stepped.empty:
         return None
     points = _curves(found, with_ways(stepped, each_alpha=True), ["level", "round"])
-    looks = looks_of(points["way"].unique().tolist())
+    looks = curve_styles(points["way"].unique().tolist())
     levels = levels_of(points) or [0.0]
-    figure, panels = _panels(len(levels))
+    figure, panels = _make_panels(len(levels))
     numbers = []
     for panel, level in zip(panels.flat, levels, strict=False):
         here = at_level(points, level).assign(level=level)
@@ -397,13 +397,13 @@ def figure_1(found: Summary) -> Drawn | None:
     _limit_ordinate(panels[0, 0], found, points.groupby("way")["value"].last())
     for panel in panels[:, 0]:
         panel.set_ylabel(name_of_measure(found.measure))
-    _finish(figure, panels[0, 0], "Best step at each round", found)
+    _add_legend_and_notes(figure, panels[0, 0], "Best step at each round", found)
     return figure, pd.concat(numbers)
 
 
 def _limit_ordinate(axes: Axes, found: Summary, ends: pd.Series) -> None:
     """An ordinate that shows what converged: errors far above all ends are cut off."""
-    if found.tested in HIGHER_IS_BETTER:
+    if found.test_measure in HIGHER_IS_BETTER:
         return
     highest = CUT_OFF * float(np.median([*ends, *found.trivial.values()]))
     low, high = axes.get_ylim()
@@ -411,7 +411,7 @@ def _limit_ordinate(axes: Axes, found: Summary, ends: pd.Series) -> None:
         axes.set_ylim(top=highest)
 
 
-def _panels(count: int) -> tuple[Figure, NDArray[Any]]:
+def _make_panels(count: int) -> tuple[Figure, NDArray[Any]]:
     """A figure with ``count`` panels, at most three of them side by side; the rest is hidden."""
     wide = 2 if count == 4 else min(3, count)
     tall = math.ceil(count / wide)
@@ -424,7 +424,7 @@ def _panels(count: int) -> tuple[Figure, NDArray[Any]]:
     return figure, panels
 
 
-def _draw_curve(axes: Axes, curve: pd.DataFrame, look: Look) -> None:
+def _draw_curve(axes: Axes, curve: pd.DataFrame, look: CurveStyle) -> None:
     """Values against rounds, in a band of one standard error."""
     if curve.empty:
         return
@@ -439,7 +439,7 @@ def _draw_curve(axes: Axes, curve: pd.DataFrame, look: Look) -> None:
         axes.fill_between(rounds, low, high, color=look["color"], alpha=0.18, lw=0)
 
 
-def figure_2(found: Summary) -> Drawn | None:
+def figure_2(found: Summary) -> DrawnFigure | None:
     """The measure against ε at the end of training, with a standard error over seeds.
 
     A curve for each αQ with its best step, and in grey the best over αQ. None without any ε.
@@ -449,20 +449,20 @@ def figure_2(found: Summary) -> Drawn | None:
     if noisy.empty or not (ends["method"] == PPSGD).any():
         return None
     figure, axes, numbers = _draw_against_epsilon(found, with_ways(ends, each_alpha=True))
-    grey: Look = {"color": "0.55", "lw": 7, "ms": 13, "alpha": 0.55, "zorder": 0}
-    axes.plot(noisy[EPSILON], noisy[found.tested], "o-", label="best over αQ", **grey)
+    grey: CurveStyle = {"color": "0.55", "lw": 7, "ms": 13, "alpha": 0.55, "zorder": 0}
+    axes.plot(noisy[EPSILON], noisy[found.test_measure], "o-", label="best over αQ", **grey)
     _limit_ordinate(axes, found, numbers["value"])
-    _finish(figure, axes, "At the end of training, best step of each", found)
+    _add_legend_and_notes(figure, axes, "At the end of training, best step of each", found)
     return figure, numbers
 
 
-def figure_methods(found: Summary) -> Drawn | None:
+def figure_methods(found: Summary) -> DrawnFigure | None:
     """The measure against ε for every method, each with its best setting; None without any ε."""
     table = found.table
     if not (table["noise-multiplier"] > 0).any():
         return None
     figure, axes, numbers = _draw_against_epsilon(found, with_ways(last_rounds(found.every)))
-    for height in table.loc[table["noise-multiplier"] == 0, found.tested]:
+    for height in table.loc[table["noise-multiplier"] == 0, found.test_measure]:
         axes.axhline(height, label="best without noise", color=COLOURS[0], ls=":", lw=1.8)
     if LOCAL_SOLVED in table:
         height = table[LOCAL_SOLVED].iloc[0]
@@ -473,7 +473,9 @@ def figure_methods(found: Summary) -> Drawn | None:
         label = f"without features: {height:.3g}"
         axes.axhline(height, label=label, color="0.7", ls=(0, (1, 3)), lw=1.8)
         axes.set_ylim(low, high)  # it may lie far outside
-    _finish(figure, axes, "Every method at the end of training, best setting of each", found)
+    _add_legend_and_notes(
+        figure, axes, "Every method at the end of training, best setting of each", found
+    )
     return figure, numbers
 
 
@@ -485,10 +487,10 @@ def _draw_against_epsilon(found: Summary, ends: pd.DataFrame) -> tuple[Figure, A
     points = _curves(found, ends, ["level"])
     points = points.assign(value=points["reported"], error=points["reported_error"])
     points = points[points["level"].isna() | (points["level"] > 0)]
-    looks = looks_of(points["way"].unique().tolist())
+    looks = curve_styles(points["way"].unique().tolist())
     figure, axes = plt.subplots(figsize=ONE_PANEL, layout="constrained")
     for way, curve in points.groupby("way", sort=False):
-        style: Look = {"label": curve["curve"].iloc[0], "lw": 1.8, **looks[str(way)]}
+        style: CurveStyle = {"label": curve["curve"].iloc[0], "lw": 1.8, **looks[str(way)]}
         if way == LOCAL:
             axes.axhline(curve["value"].iloc[0], **{**style, "marker": ""})
             continue
@@ -496,13 +498,13 @@ def _draw_against_epsilon(found: Summary, ends: pd.DataFrame) -> tuple[Figure, A
         bars = {"yerr": errors, "capsize": 3} if errors.any() else {}
         axes.errorbar(curve["epsilon"], curve["value"], ms=5, **bars, **style)
     label = f"ε that a deployment would cost ({found.kind})"
-    axes.set(xlabel=textwrap.fill(label, LETTERS), ylabel=name_of_measure(found.tested))
+    axes.set(xlabel=textwrap.fill(label, LETTERS), ylabel=name_of_measure(found.test_measure))
     measure_axis(axes, found.measure)
     log_scale(axes, x=True)
     return figure, axes, points
 
 
-def _finish(figure: Figure, named: Axes, title: str, found: Summary) -> None:
+def _add_legend_and_notes(figure: Figure, named: Axes, title: str, found: Summary) -> None:
     handles, labels = named.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=9)
     figure.suptitle(title, fontsize=11)

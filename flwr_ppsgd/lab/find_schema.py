@@ -36,7 +36,7 @@ from flwr_ppsgd.lab.schema import (
     ZERO,
     Column,
     Schema,
-    Task,
+    TaskName,
 )
 from flwr_ppsgd.lab.tables import RawTable, Values, is_number_or_gap
 from flwr_ppsgd.models.representation import looks_like_images
@@ -131,7 +131,7 @@ def find_schema(table: RawTable, problem: Problem) -> tuple[Schema, list[str]]:
     return schema, notes
 
 
-def chosen_by_looking(schema: Schema, problem: Problem) -> tuple[str, ...]:
+def list_findings(schema: Schema, problem: Problem) -> tuple[str, ...]:
     """What of a schema that was found is not in the settings, as it stands in a condition."""
     found = ["the ids of users", "the columns and their kinds"]
     words = [repr(column.name) for column in schema.columns if column.kind == CATEGORY]
@@ -203,7 +203,7 @@ def _find_columns(
         else:
             reason = _reason_against(name, values, table.decimal)
         if not reason:
-            columns.append(_used_column(table, name, asked.get(name)))
+            columns.append(_make_column(table, name, asked.get(name)))
             continue
         odd = f" (as {_odd_word(values, table.decimal)!r})" if reason == "mixed" else ""
         left_out.setdefault(reason, []).append(f"{name!r}{odd}")
@@ -217,7 +217,7 @@ def _reason_against(name: str, values: Values, decimal: str) -> str:
         return ""
     if values.dtype.kind in "Mm":
         return "date"
-    if is_text(values) and not _is_truth(values):
+    if is_text(values) and not _is_true_false(values):
         return _reason_against_words(values, decimal)
     numbers = as_numbers(values)
     finite = numbers[np.isfinite(numbers)]
@@ -226,7 +226,7 @@ def _reason_against(name: str, values: Values, decimal: str) -> str:
     if len(finite) == len(numbers) and finite.min() == finite.max():
         return "constant"
     is_whole = (finite == np.rint(finite)).all()
-    return _time_or_id(name, finite) if is_whole else ""
+    return _reason_against_numbers(name, finite) if is_whole else ""
 
 
 def _reason_against_words(values: Values, decimal: str) -> str:
@@ -247,7 +247,7 @@ def _reason_against_words(values: Values, decimal: str) -> str:
     return "mixed" if mostly_numbers and _odd_word(values, decimal) else "words"
 
 
-def _time_or_id(name: str, numbers: NDArray[np.float64]) -> str:
+def _reason_against_numbers(name: str, numbers: NDArray[np.float64]) -> str:
     """Which of them whole numbers are; empty if they are neither."""
     least = numbers.min()
     most = numbers.max()
@@ -272,7 +272,7 @@ def _is_nested(values: Values) -> bool:
     return isinstance(first, list | dict | np.ndarray)
 
 
-def _is_truth(values: Values) -> bool:
+def _is_true_false(values: Values) -> bool:
     words = {word.lower() for word in as_texts(values)[0] if word}
     return bool(words) and words <= set(TRUTH)
 
@@ -283,12 +283,12 @@ def _odd_word(values: Values, decimal: str) -> str:
     return next((word for word in words if not is_number_or_gap(word, decimal)), "")
 
 
-def _used_column(table: RawTable, name: str, asked: str | None) -> Column:
+def _make_column(table: RawTable, name: str, asked: str | None) -> Column:
     """A column with its kind, which may be asked for."""
     values = table.columns[name]
     if asked == TEXT:
         return Column(name, TEXT)
-    if asked == CATEGORY or (is_text(values) and not _is_truth(values)):
+    if asked == CATEGORY or (is_text(values) and not _is_true_false(values)):
         words = sorted({word for word in as_texts(values)[0] if word})
         if len(words) > MOST_ONE_HOT or not words:
             return Column(name, HASHED)
@@ -343,7 +343,7 @@ def _column_notes(columns: Sequence[Column], left_out: dict[str, list[str]]) -> 
 
 def _find_task(
     table: RawTable, targets: Sequence[str], asked: str
-) -> tuple[Task, tuple[str, ...], str]:
+) -> tuple[TaskName, tuple[str, ...], str]:
     """The task, the classes or labels in order, and why it is this task if it was detected.
 
     Real numbers are for regression; whole numbers are classes unless there are too many: those
@@ -407,7 +407,7 @@ def _task_of_numbers(
 
 def _task_of_several(
     table: RawTable, targets: Sequence[str], asked: str
-) -> tuple[Task, tuple[str, ...], str]:
+) -> tuple[TaskName, tuple[str, ...], str]:
     """The task of several target columns, or of an array of them."""
     values = stack_targets(table, targets)
     width = int(values.shape[1])

@@ -59,18 +59,18 @@ def run_app(app: Path, nodes: int, changes: str = "") -> None:
     """
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        environment = _environment(directory)
+        environment = _flower_environment(directory)
         resources = f"num-supernodes={nodes} client-resources-num-cpus=1"
         command = ["flwr", "run", str(app.resolve()), "--stream"]
         command += ["--federation-config", resources]
         if changes:
             command += ["--run-config", changes]
-        with _superlink(environment):
+        with _run_superlink(environment):
             subprocess.run(command, env=environment, cwd=directory, check=False)
             _check_finished(directory, environment)
 
 
-def _environment(home: Path) -> dict[str, str]:
+def _flower_environment(home: Path) -> dict[str, str]:
     """Flower's programs beside this Python, with a home of their own, free ports, no telemetry, and
     no second torch."""
     with socket.socket() as http, socket.socket() as control:
@@ -115,7 +115,7 @@ def _write_app(directory: Path, config: Mapping[str, Any]) -> Path:
 
 
 @contextmanager
-def _superlink(environment: dict[str, str]) -> Iterator[None]:
+def _run_superlink(environment: dict[str, str]) -> Iterator[None]:
     """A SuperLink for simulations, for as long as the block lasts.
 
     ``flwr run`` would start one and leave it behind.
@@ -136,10 +136,10 @@ def _superlink(environment: dict[str, str]) -> Iterator[None]:
         _await_health(port, process)
         yield
     finally:
-        _stop(process)
+        _stop_superlink(process)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop_superlink(process: subprocess.Popen[bytes]) -> None:
     """End the SuperLink and all it has started: an interrupted run must not train on."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):

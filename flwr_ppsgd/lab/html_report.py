@@ -156,7 +156,7 @@ def _best_lines(found: Summary) -> list[str]:
         level = f"ε = {rounded_up(row[EPSILON])}" if row["noise-multiplier"] else "Without noise"
         reached = {name: row.get(name, math.nan) for name in (AUTO, PERSONALIZED, GLOBAL, LOCAL)}
         parts = [f"{name} {value:.4g}" for name, value in reached.items() if not math.isnan(value)]
-        lines.append(f"{level}: {_name(found.tested)} {', '.join(parts)}")
+        lines.append(f"{level}: {_readable_key(found.test_measure)} {', '.join(parts)}")
     return lines or [found.count_text()]
 
 
@@ -169,10 +169,10 @@ def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[Sweep
     if planned is None:
         planned = finished
     lists = [key for key in GRID if isinstance(config.get(key), list)]
-    grid = ", ".join(f"{len(config[key])} of {_name(key)}" for key in lists)
+    grid = ", ".join(f"{len(config[key])} of {_readable_key(key)}" for key in lists)
     text = f"{planned} trainings of Personalized-Private-SGD"
     text += f": {grid}. " if grid else ". "
-    text += f"{_who(config)}, {last} rounds, δ = {_format_value(config.get('delta'))}."
+    text += f"{_data_and_cohort(config)}, {last} rounds, δ = {_format_value(config.get('delta'))}."
     if finished < planned:
         text += f" {finished} of them are finished; this page is about those."
     if diverged:
@@ -180,7 +180,7 @@ def _sweep_lead(directory: Path, config: Mapping[str, Any], rows: Sequence[Sweep
     return text
 
 
-def _who(config: Mapping[str, Any]) -> str:
+def _data_and_cohort(config: Mapping[str, Any]) -> str:
     """Which data, how many users, and how a cohort is drawn."""
     rate = config.get("rate", 1.0)
     drawn = "all" if rate == 1 else f"each with chance {_format_value(rate)}"
@@ -197,17 +197,18 @@ def _run_context(saved: SavedRun) -> Context:
         cost = {"epsilon": row.epsilon, EPSILON: row.deployed_epsilon}
         records.append({**row.measures, **cost, "round": row.round})
     rows = pd.DataFrame(records)
+    rounds = f"{saved.rounds_trained} rounds of Personalized-Private-SGD"
     results = []
     measures = saved.last_measures()
     if measures:
         values = values_by_model(measures)
         parts = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        result = f"{_name(measure_of(measures))}: {parts}"
+        result = f"{_readable_key(measure_of(measures))}: {parts}"
         results = ["; ".join([result, *gain_texts(saved)]), MEASURED]
     return {
         "results": results,
         "pictures": [_picture(path, OF_A_RUN) for path in paths if path.exists()],
-        "lead": f"{saved.rounds_trained} rounds of Personalized-Private-SGD. {_who(saved.config)}.",
+        "lead": f"{rounds}. {_data_and_cohort(saved.config)}.",
         "guarantee": saved.statement,
         "best_title": "At the end",
         "best": _html_table(rows.tail(1), "The last evaluated round"),
@@ -229,10 +230,10 @@ def _html_table(frame: pd.DataFrame, caption: str) -> dict[str, Any] | None:
         return None
     keys = sorted(frame.columns, key=lambda key: key not in EPSILONS)
     rows = [[_format_value(row[key], key) for key in keys] for row in frame.to_dict("records")]
-    return {"caption": caption, "columns": [_name(key) for key in keys], "rows": rows}
+    return {"caption": caption, "columns": [_readable_key(key) for key in keys], "rows": rows}
 
 
-def _name(key: str) -> str:
+def _readable_key(key: str) -> str:
     """A key for a reader."""
     return NAMES.get(key, key.replace("-", " ").replace("_", " "))
 

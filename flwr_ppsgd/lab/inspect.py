@@ -37,30 +37,30 @@ def trivial_answer(data: PerUser) -> tuple[str, float, float] | None:
     """
     if not data.test.any():
         return None
-    pooled_answer = _answer(data, np.flatnonzero(data.train_rows))
-    pooled_faults = []
-    own_faults = []
+    pooled_answer = _constant_answer(data, np.flatnonzero(data.train_rows))
+    pooled_errors = []
+    own_errors = []
     for user in np.flatnonzero(data.test_sizes).tolist():
         rows = data.rows(user, test=True)
-        own_answer = _answer(data, data.rows(user, test=False))
-        pooled_faults.append(_faults(data, rows, pooled_answer))
-        own_faults.append(_faults(data, rows, own_answer))
-    pooled = float(np.concatenate(pooled_faults).mean())
-    own = float(np.concatenate(own_faults).mean())
+        own_answer = _constant_answer(data, data.rows(user, test=False))
+        pooled_errors.append(_row_errors(data, rows, pooled_answer))
+        own_errors.append(_row_errors(data, rows, own_answer))
+    pooled = float(np.concatenate(pooled_errors).mean())
+    own = float(np.concatenate(own_errors).mean())
     measure = MEASURE_OF_TASK[data.task]
     if data.task == "regression":
         return measure, math.sqrt(pooled), math.sqrt(own)
     return measure, 1 - pooled, 1 - own
 
 
-def _answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
+def _constant_answer(data: PerUser, rows: NDArray[np.intp]) -> Any:
     """The mean target, or the most frequent class or label, of these rows."""
     if data.task == "regression":
         return data.amounts(rows).mean(axis=0)
     return data.targets(rows).sum(axis=0).argmax()
 
 
-def _faults(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.float64]:
+def _row_errors(data: PerUser, rows: NDArray[np.intp], answer: Any) -> NDArray[np.float64]:
     """The squared error of each row, or 1 if the answer is wrong and else 0."""
     if data.task == "regression":
         errors = data.amounts(rows) - answer
@@ -206,7 +206,7 @@ def data_report(raw: PerUser, seen: PerUser) -> str:
         seen.describe(1),
         f"training rows per user (least, quarter, half, three quarters, most): {spread}",
         *brief_report(seen),
-        *_scales(raw),
+        *_scale_table(raw),
         count_of(seen.features * seen.outputs, "shared parameter"),
         f"All of this was {LOOKED} by any epsilon. --write schema.toml writes down what a run "
         "would take to be public, for you to read and declare.",
@@ -214,7 +214,7 @@ def data_report(raw: PerUser, seen: PerUser) -> str:
     return "\n".join(lines)
 
 
-def _scales(raw: PerUser) -> list[str]:
+def _scale_table(raw: PerUser) -> list[str]:
     """Least, mean, deviation and most of each column of numbers."""
     import pandas
 

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.per_user import Indices, PerUser
-from flwr_ppsgd.lab.schema import Task
+from flwr_ppsgd.lab.schema import TaskName
 from flwr_ppsgd.learner import Minibatches
-from flwr_ppsgd.models.additive_linear import AdditiveLinear, Features, Loss, Matrix, mean_losses
+from flwr_ppsgd.models.additive_linear import AdditiveLinear, Features, Loss, mean_losses
 from flwr_ppsgd.models.mixture import Mixture
+from flwr_ppsgd.recipe import Matrix
 
 if TYPE_CHECKING:
     from flwr_ppsgd.models.torch_model import SplitModel
@@ -164,7 +165,7 @@ def check_loss(data: PerUser, loss: Loss, shift: float) -> None:
 
 
 def user_measures(
-    scores: NDArray[Any], y: Matrix, loss: Loss, task: Task, unit: float = 1.0
+    scores: NDArray[Any], y: Matrix, loss: Loss, task: TaskName, unit: float = 1.0
 ) -> dict[str, Vector]:
     """One user's mean loss, and accuracy, precision@1 or RMSE, of many models.
 

@@ -18,7 +18,7 @@ from scipy import sparse
 from scipy.linalg import get_blas_funcs
 
 from flwr_ppsgd.algorithm import Vector, clip_scales
-from flwr_ppsgd.lab.engine import Engine, Indices, Setting
+from flwr_ppsgd.lab.engine import Engine, EngineSetting, Indices
 from flwr_ppsgd.lab.population import Batch, Floats, FreshPopulation, Population
 from flwr_ppsgd.models.additive_linear import predict
 
@@ -42,7 +42,7 @@ class LinearEngine(Engine):
     def __init__(
         self,
         population: Population,
-        settings: Sequence[Setting],
+        settings: Sequence[EngineSetting],
         *,
         seed: int | None,
         average: bool = False,

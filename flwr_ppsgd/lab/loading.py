@@ -20,7 +20,7 @@ from flwr_ppsgd.lab.features import (
     sorted_labels,
     stack_targets,
 )
-from flwr_ppsgd.lab.find_schema import chosen_by_looking, find_schema
+from flwr_ppsgd.lab.find_schema import find_schema, list_findings
 from flwr_ppsgd.lab.per_user import Indices, PerUser, held_out_rows
 from flwr_ppsgd.lab.problem import DROP, IMPUTE, Problem
 from flwr_ppsgd.lab.public import is_public, read_public
@@ -55,7 +55,7 @@ def load(problem: Problem) -> PerUser:
     schema, notes = find_schema(table, problem)
     table = replace(table, notes=(*table.notes, *notes))
     data = group_by_user(table, schema, impute=problem.impute)
-    data = replace(data, looked=chosen_by_looking(schema, problem))
+    data = replace(data, looked=list_findings(schema, problem))
     if problem.users is not None and problem.users < len(data):
         data = data.only(range(problem.users))
     return data.with_at_least(problem.min_train)
@@ -76,18 +76,18 @@ def group_by_user(table: RawTable, schema: Schema, *, impute: str | None = None)
     """
     _check_columns(table, schema)
     x = encode_columns(table, schema)
-    y, readable = _targets(table, schema)
+    y, readable = _read_targets(table, schema)
     labels, rows = _row_facts(table, schema, readable, _rows_with_gaps(x))
     notes = list(table.notes)
     if impute is not None:
-        rows, more = _checked_rows(table, schema, rows, x, impute)
+        rows, more = _check_rows(table, schema, rows, x, impute)
         notes += more
     rows = rows[rows["readable"] & (rows["user"] >= 0)]
     if impute is not None:
         present = np.unique(rows["user"])  # without users who have lost all of their rows
         labels = tuple(labels[place] for place in present)
         rows = rows.assign(user=np.searchsorted(present, rows["user"]))
-        notes += _same_numbers(labels)
+        notes += _note_same_numbers(labels)
     # without a time that can be read a row is the user's first; equal ones stay as in the file
     rows = rows.sort_values(["user", "time"], na_position="first", kind="stable")
     offsets = np.searchsorted(rows["user"], np.arange(len(labels) + 1)).astype(np.intp)
@@ -162,7 +162,7 @@ def _row_facts(
     return labels, pandas.DataFrame(facts)
 
 
-def _same_numbers(labels: Sequence[str]) -> list[str]:
+def _note_same_numbers(labels: Sequence[str]) -> list[str]:
     """A note if users are written as the same number in two ways."""
     groups: dict[float, list[str]] = {}
     for label in labels:
@@ -175,7 +175,7 @@ def _same_numbers(labels: Sequence[str]) -> list[str]:
     return [f"users are text: {', '.join(several[:MOST_SHOWN])} are not the same"]
 
 
-def _targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]]:
+def _read_targets(table: RawTable, schema: Schema) -> tuple[Values, NDArray[np.bool_]]:
     """Targets as in ``PerUser``, and which rows have one that can be read."""
     if schema.task == "classification":
         numbers = class_numbers(table.columns[schema.target[0]], schema.classes)
@@ -202,11 +202,11 @@ def class_numbers(values: Values, classes: Sequence[str]) -> NDArray[np.int64]:
     """The place of each value among the classes; −1 if it is none of them."""
     if np.ndim(values) == 2:
         values = np.asarray(values)[:, 0]
-    order = {_without_decimals(name): place for place, name in enumerate(classes)}
-    return map_texts(values, lambda word: order.get(_without_decimals(word), -1), -1)
+    order = {_plain_label(name): place for place, name in enumerate(classes)}
+    return map_texts(values, lambda word: order.get(_plain_label(word), -1), -1)
 
 
-def _without_decimals(word: str) -> str:
+def _plain_label(word: str) -> str:
     """A class as text: 1 for 1.0 and for 01."""
     number = as_number(word)
     if number is None or number != np.rint(number):
@@ -238,10 +238,10 @@ def _test_marks(table: RawTable, schema: Schema) -> NDArray[np.intp]:
     if not schema.test:
         return np.zeros(table.rows, dtype=np.intp)
     values = table.columns[schema.test]
-    return map_texts(values, lambda word: TEST_WORDS.get(_without_decimals(word.lower()), -1), -1)
+    return map_texts(values, lambda word: TEST_WORDS.get(_plain_label(word.lower()), -1), -1)
 
 
-def _checked_rows(
+def _check_rows(
     table: RawTable, schema: Schema, rows: Values, x: Values, impute: str
 ) -> tuple[Values, list[str]]:
     """The rows that ``impute`` leaves, and notes; ValueError that names the first row without a

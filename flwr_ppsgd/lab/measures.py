@@ -25,7 +25,7 @@ MEAN = "_mean_user"
 WORST = "_worst_tenth"
 TENTH = 10
 
-Measured = TypeVar("Measured")  # a number, or one for each setting
+MeasureValue = TypeVar("MeasureValue")  # a number, or one for each setting
 
 
 def measure_of(row: Mapping[str, object]) -> str:
@@ -36,22 +36,22 @@ def measure_of(row: Mapping[str, object]) -> str:
 
 def name_of_measure(measure: str) -> str:
     """A measure in words."""
-    tested = on_test(measure)
+    tested = as_test_measure(measure)
     name = LABELS.get(tested, tested)
     return name if tested == measure else f"{name}, validation rows"
 
 
-def on_test(measure: str) -> str:
+def as_test_measure(measure: str) -> str:
     """The same measure on test rows."""
     return measure.removeprefix(VALIDATION)
 
 
 def badness(measure: str, value: float) -> float:
     """A number that is smaller if the measure is better."""
-    return -value if on_test(measure) in HIGHER_IS_BETTER else value
+    return -value if as_test_measure(measure) in HIGHER_IS_BETTER else value
 
 
-def for_choosing(measures: Mapping[str, Measured]) -> dict[str, Measured]:
+def as_validation_measures(measures: Mapping[str, MeasureValue]) -> dict[str, MeasureValue]:
     """Measures over all validation rows, by the names they have there."""
     found = {}
     for name, value in measures.items():

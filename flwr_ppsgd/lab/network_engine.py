@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flwr_ppsgd.algorithm import Reduction, Vector, clip_scales, server_step
-from flwr_ppsgd.lab.engine import TEST, Engine, Indices, Setting
+from flwr_ppsgd.lab.engine import TEST, Engine, EngineSetting, Indices
 from flwr_ppsgd.learner import Batches, Rows
-from flwr_ppsgd.models.additive_linear import Matrix
 from flwr_ppsgd.models.torch_model import SplitModel
+from flwr_ppsgd.recipe import Matrix
 
 Group: TypeAlias = tuple[Indices, tuple[Tensor, Tensor]]  # users, and x and y of their minibatches
 
@@ -37,7 +37,7 @@ class NetworkEngine(Engine):
         self,
         model: SplitModel,
         batches: Sequence[Batches],
-        settings: Sequence[Setting],
+        settings: Sequence[EngineSetting],
         *,
         seed: int | None,
         average: bool = False,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from flwr_ppsgd.database import FileLock
 from flwr_ppsgd.lab import disk
 from flwr_ppsgd.lab.problem import SYNTHETIC
-from flwr_ppsgd.lab.rows import GRID, Point, RunRow, Selection, SweepRow
+from flwr_ppsgd.lab.rows import GRID, GridPoint, RunRow, Selection, SweepRow
 from flwr_ppsgd.settings import read_toml
 from flwr_ppsgd.statement import json_number, with_conditions
 from flwr_ppsgd.wire import SCHEMA_HASH
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from flwr_ppsgd.lab.block import BlockPlan
-    from flwr_ppsgd.lab.run import Outcome
+    from flwr_ppsgd.lab.run import RunOutcome
     from flwr_ppsgd.lab.sweep import Sweep
 
 RUNS = Path("runs")
@@ -84,7 +84,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 # --- runs
 
 
-def save(outcome: "Outcome", out: Path) -> None:
+def save(outcome: "RunOutcome", out: Path) -> None:
     """Write the output directory of a run, pictures included, in one move.
 
     Args:
@@ -108,7 +108,7 @@ def save(outcome: "Outcome", out: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_run(outcome: "Outcome", directory: Path) -> None:
+def _write_run(outcome: "RunOutcome", directory: Path) -> None:
     experiment = outcome.experiment
     config = experiment.to_flat()
     if not experiment.training.automatic:
@@ -120,13 +120,13 @@ def _write_run(outcome: "Outcome", directory: Path) -> None:
     data = with_conditions(outcome.privacy_data(), experiment.conditions())
     privacy = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     disk.write_text(directory / PRIVACY, privacy + "\n")
-    with disk.replacing(directory / MODEL) as file:
+    with disk.open_replacement(directory / MODEL) as file:
         np.savez(file, **_published_arrays(outcome))  # type: ignore[arg-type]
     if outcome.people:
         _write_people(outcome, directory / USERS)
 
 
-def _published_arrays(outcome: "Outcome") -> dict[str, NDArray[Any]]:
+def _published_arrays(outcome: "RunOutcome") -> dict[str, NDArray[Any]]:
     """w, what the recipe publishes beside it, and the hash of the schema of own data.
 
     Parameters of a network have their own names; those of a linear model, which have none, are "w".
@@ -142,7 +142,7 @@ def _published_arrays(outcome: "Outcome") -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _write_people(outcome: "Outcome", path: Path) -> None:
+def _write_people(outcome: "RunOutcome", path: Path) -> None:
     """One row per user: measures, gain over learning alone, and what was chosen."""
     import pandas as pd
     import pyarrow as pa
@@ -156,7 +156,7 @@ def _write_people(outcome: "Outcome", path: Path) -> None:
         record |= {f"chosen-{name}": value for name, value in person.chosen.items()}
         records.append(record)
     table = pa.Table.from_pandas(pd.DataFrame(records), preserve_index=False)
-    with disk.replacing(path) as file:
+    with disk.open_replacement(path) as file:
         parquet.write_table(table.replace_schema_metadata({"guarantee": USERS_OUTSIDE}), file)
 
 
@@ -313,13 +313,13 @@ class SweepStore:
     def __init__(self, out: Path, rounds: int) -> None:
         self._out = out
         self._rounds = rounds
-        self._known: set[tuple[Point, int]] = set()
-        self._finished: set[Point] = set()
-        self._note(read_rows(out))
+        self._known: set[tuple[GridPoint, int]] = set()
+        self._finished: set[GridPoint] = set()
+        self._remember(read_rows(out))
         if (out / ROWS).exists():
             disk.cut_torn_line(out / ROWS)
 
-    def _note(self, rows: Iterable[SweepRow]) -> None:
+    def _remember(self, rows: Iterable[SweepRow]) -> None:
         for row in rows:
             self._known.add((row.point, row.round))
             if row.is_last(self._rounds):
@@ -336,7 +336,7 @@ class SweepStore:
         blocks = list(proposed.blocks)
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
-            blocks = [tuple(Point.of(key) for key in keys) for keys in kept["blocks"]]
+            blocks = [tuple(GridPoint.of(key) for key in keys) for keys in kept["blocks"]]
             there = {point for block in blocks for point in block}
             size = kept["bytes"]
             for block in proposed.blocks:
@@ -354,7 +354,7 @@ class SweepStore:
         jobs = max(1, min(proposed.jobs, len(blocks), proposed.limit // size))
         return replace(proposed, blocks=tuple(blocks), jobs=jobs, bytes=size)
 
-    def missing(self, blocks: Iterable[Sequence[Point]]) -> list[Sequence[Point]]:
+    def unfinished_blocks(self, blocks: Iterable[Sequence[GridPoint]]) -> list[Sequence[GridPoint]]:
         """The blocks that are not complete."""
         return [block for block in blocks if not set(block) <= self._finished]
 
@@ -367,7 +367,7 @@ class SweepStore:
                 new.append(row)
                 text += json.dumps(row.to_json(), allow_nan=False) + "\n"
         disk.append(self._out / ROWS, text.encode())
-        self._note(new)
+        self._remember(new)
 
 
 def planned_settings(directory: Path) -> int | None:

@@ -12,11 +12,11 @@ from scipy import sparse
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.features import count_of, list_names
-from flwr_ppsgd.lab.schema import Schema, Task
+from flwr_ppsgd.lab.schema import Schema, TaskName
 from flwr_ppsgd.lab.tables import Values
 from flwr_ppsgd.learner import generator
-from flwr_ppsgd.models.additive_linear import Matrix
 from flwr_ppsgd.models.representation import Representation, Shape, width_of
+from flwr_ppsgd.recipe import Matrix
 
 Indices: TypeAlias = NDArray[np.intp]
 MOST_NAMED = 5  # users that a message names
@@ -122,7 +122,7 @@ class PerUser:
         return len(self.users)
 
     @property
-    def task(self) -> Task:
+    def task(self) -> TaskName:
         """What y stands for."""
         return self.schema.task
 
@@ -243,7 +243,7 @@ class PerUser:
         note = f"validation part: {share}, for choosing settings"
         return replace(self, validation=apart, notes=(*self.notes, note))
 
-    def choosing(self) -> "PerUser":
+    def validation_as_test(self) -> "PerUser":
         """The same with the validation part in the place of the test part: what is measured there
         may be used for choosing."""
         if self.validation is None:

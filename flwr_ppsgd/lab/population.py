@@ -17,7 +17,7 @@ from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.checks import require
 from flwr_ppsgd.lab.engine import Indices
 from flwr_ppsgd.lab.learners import user_measures
-from flwr_ppsgd.lab.schema import Task
+from flwr_ppsgd.lab.schema import TaskName
 from flwr_ppsgd.lab.synthetic import Synthetic
 from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.additive_linear import Loss, mean_losses
@@ -25,7 +25,7 @@ from flwr_ppsgd.models.additive_linear import Loss, mean_losses
 DType: TypeAlias = np.dtype[Any]
 Floats: TypeAlias = NDArray[Any]  # float32 or float64
 Features: TypeAlias = Floats | sparse.csr_array
-Rows: TypeAlias = tuple[Features, Floats, ArrayLike]  # as of ``UserRows``
+RowsByUser: TypeAlias = tuple[Features, Floats, ArrayLike]  # as of ``UserRows``
 
 LEAST_EIGENVALUE = 1e-14  # relative: smaller ones are rounding errors
 
@@ -96,7 +96,7 @@ class UserRows(NamedTuple):
             yield from zip(group.tolist(), np.split(together, ends[:-1]), strict=True)
 
 
-class Table:
+class FinitePopulation:
     """Finitely many samples, one row each, sorted by user.
 
     Args:
@@ -123,9 +123,9 @@ class Table:
         batch_size: int,
         seed: int,
         loss: Loss = "squared",
-        test: Rows | None = None,
-        validation: Rows | None = None,
-        task: Task | None = None,
+        test: RowsByUser | None = None,
+        validation: RowsByUser | None = None,
+        task: TaskName | None = None,
         most_visits: Indices | None = None,
         units: Vector | None = None,
     ) -> None:
@@ -252,7 +252,7 @@ class FreshPopulation:
         return np.eye(self.features)
 
 
-Population: TypeAlias = Table | FreshPopulation
+Population: TypeAlias = FinitePopulation | FreshPopulation
 
 
 def _inverse_root(gram: Floats) -> Floats:

@@ -58,10 +58,10 @@ def predict_file(
     parts = []
     for name, rows in users.groupby(users).indices.items():
         if name in numbers:
-            values = models.of_known(numbers[name], rows)
+            values = models.predict_known(numbers[name], rows)
             model = TOOK_PART
         else:
-            values, model = models.of_new(name, rows)
+            values, model = models.predict_new(name, rows)
         found = {"row": rows + first, "user": name, "prediction": values, "model": model}
         parts.append(pd.DataFrame(found))
     return pd.concat(parts).sort_values("row")
@@ -117,7 +117,7 @@ class _PersonalModels:
         self.x: NDArray[np.float64] = x.toarray() if hasattr(x, "toarray") else np.asarray(x)
         self.y = _known_targets(self.table, named)
 
-    def of_known(self, number: int, rows: Indices) -> list[float | str]:
+    def predict_known(self, number: int, rows: Indices) -> list[float | str]:
         """By the model of a user who took part."""
         means = np.zeros(self.x.shape[1])
         if self.schema.missing == OWN_MEAN:
@@ -128,7 +128,7 @@ class _PersonalModels:
         model = self._model(self.trained, number).mixture
         return self._predictions(self.trained.only([number]), model, rows, means)
 
-    def of_new(self, name: str, rows: Indices) -> tuple[list[float | str], str]:
+    def predict_new(self, name: str, rows: Indices) -> tuple[list[float | str], str]:
         """By a model made from the rows whose target is known; by w alone if there are none."""
         known = rows[np.isfinite(self.y[rows])]
         if not len(known) and self.trained.task == "regression":
@@ -143,23 +143,23 @@ class _PersonalModels:
             there = np.isfinite(self.x[known])
             sums = np.where(there, self.x[known], 0.0).sum(axis=0)
             means = sums / np.maximum(there.sum(axis=0), 1)
-        own = self._newcomer(known if len(known) else rows, means)
+        own = self._new_user(known if len(known) else rows, means)
         model = self._model(own, 0)
         if len(known):
             return self._predictions(own, model.mixture, rows, means), NEW
         return self._predictions(own, model.models[SHARED_PREFIX], rows, means), SHARED
 
-    def _newcomer(self, rows: Indices, means: Vector) -> PerUser:
+    def _new_user(self, rows: Indices, means: Vector) -> PerUser:
         """A new user's rows as the only user's, scaled by themselves as everyone's were."""
         y: Any = np.nan_to_num(self.y[rows])
         if self.trained.task == "classification":
             y = y.astype(np.int64)
         if self.trained.task == "multi-label":
             y = 0 * self.trained.y[np.zeros(len(rows), dtype=np.intp)]
-        raw = replace(self.trained.with_rows(self._filled(rows, means), y), own=None)
+        raw = replace(self.trained.with_rows(self._fill_means(rows, means), y), own=None)
         return raw if self.trained.own is None else scale_own_rows(raw)
 
-    def _filled(self, rows: Indices, means: Vector) -> NDArray[np.float64]:
+    def _fill_means(self, rows: Indices, means: Vector) -> NDArray[np.float64]:
         """New rows, with these numbers in their gaps."""
         return np.where(np.isfinite(self.x[rows]), self.x[rows], means)
 
@@ -181,7 +181,7 @@ class _PersonalModels:
         self, own: PerUser, model: Mixture, rows: Indices, means: Vector
     ) -> list[float | str]:
         """Of a user's model for new rows of that user, who is alone in ``own``."""
-        seen = scale_new_rows(own, self._filled(rows, means))
+        seen = scale_new_rows(own, self._fill_means(rows, means))
         scores = model.predict(seen.model_rows(np.arange(len(rows))))
         if own.task == "regression":
             amounts = (scores[:, 0] + self.problem.target_shift) * own.units[0]

@@ -30,7 +30,7 @@ WORDS = {
     "scale": ("none", "own", "device"),
     "select_on": ("validation", "test"),
 }
-AUTO = "auto"
+AUTO_REPRESENTATION = "auto"
 DEVICE = "device"  # the scale of the recipe: each device scales its own rows
 NO_REPRESENTATION = "none"
 LEAST = {"representation_features": 1, "users": 1, "min_train": 1, "features": 5, "batch_size": 1}
@@ -167,7 +167,7 @@ class Problem:
         if self.schema and changed:
             key = key_of(changed[0])
             raise ValueError(f"{key} is for data without a schema, which decides it: leave it out")
-        if self.representation in (AUTO, NO_REPRESENTATION):
+        if self.representation in (AUTO_REPRESENTATION, NO_REPRESENTATION):
             return
         from flwr_ppsgd.models.representation import representation_of
 
@@ -257,7 +257,7 @@ class Problem:
 
     def chosen_representation(self) -> str:
         """What the data lead to if it is "auto"."""
-        if self.representation != AUTO:
+        if self.representation != AUTO_REPRESENTATION:
             return self.representation
         from flwr_ppsgd.models.representation import RANDOM_CONVOLUTION
 
@@ -266,11 +266,11 @@ class Problem:
 
     def per_user(self) -> "PerUser":
         """The users, as a model sees them. Read again, the same value comes from memory."""
-        return _seen_rows(self._without(NOT_SEEN))
+        return _model_rows(self._without(NOT_SEEN))
 
     def file_rows(self) -> "PerUser":
         """The users, with their rows as they are in the source."""
-        return _read_rows(self._without((*NOT_SEEN, *NOT_READ)))
+        return _load_rows(self._without((*NOT_SEEN, *NOT_READ)))
 
     def _without(self, names: tuple[str, ...]) -> "Problem":
         defaults = {name: _DEFAULTS[name] for name in names}
@@ -292,21 +292,21 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Probl
 
 
 @functools.lru_cache(maxsize=2)
-def _read_rows(problem: Problem) -> "PerUser":
+def _load_rows(problem: Problem) -> "PerUser":
     from flwr_ppsgd.lab.loading import load
 
     return load(problem)
 
 
 @functools.lru_cache(maxsize=4)
-def _seen_rows(problem: Problem) -> "PerUser":
+def _model_rows(problem: Problem) -> "PerUser":
     """The rows of a file with what the settings do to them, but for ``NOT_SEEN``."""
     from flwr_ppsgd.lab.scaling import scale_own_rows, with_kinds
 
     data = problem.file_rows()
     if problem.select_on == "validation":
         data = data.with_validation(problem.validation_fraction, problem.data_seed + 1)
-    data = _represent(data, problem)
+    data = _with_representation(data, problem)
     if problem.scale == DEVICE:
         data = with_kinds(data)
     elif problem.scale == "own":
@@ -314,7 +314,7 @@ def _seen_rows(problem: Problem) -> "PerUser":
     return replace(data, bias=problem.bias)
 
 
-def _represent(data: "PerUser", problem: Problem) -> "PerUser":
+def _with_representation(data: "PerUser", problem: Problem) -> "PerUser":
     """As a linear model sees the rows: Φ of each."""
     from flwr_ppsgd.models.representation import (
         RANDOM_CONVOLUTION,
@@ -340,7 +340,7 @@ def _represent(data: "PerUser", problem: Problem) -> "PerUser":
         data = replace(data, divisor=255.0)  # pixels: no user scales them column by column
     data = replace(data, representation=representation)
     note = f"a model sees {data.width:,} features of each row: {name}"
-    if problem.representation == AUTO:
+    if problem.representation == AUTO_REPRESENTATION:
         note += ", since rows look like images (representation = 'none' for the pixels)"
     return replace(data, notes=(*data.notes, note))
 
@@ -364,13 +364,13 @@ def _checksum(data: str) -> str:
     for file in files:
         if file.is_file():
             facts = file.stat()
-            digests += _digest(file, facts.st_size, facts.st_mtime_ns)
+            digests += _file_hash(file, facts.st_size, facts.st_mtime_ns)
     if not digests:
         return ""
     return hashlib.sha256(digests.encode()).hexdigest()[:CHECKSUM_LETTERS]
 
 
 @functools.lru_cache(maxsize=1024)
-def _digest(file: Path, size: int, changed: int) -> str:  # noqa: ARG001 - they make up the key
+def _file_hash(file: Path, size: int, changed: int) -> str:  # noqa: ARG001 - they make up the key
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

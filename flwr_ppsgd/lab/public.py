@@ -29,7 +29,7 @@ from flwr_ppsgd.lab.tables import (
     stack_pictures,
     table_of,
 )
-from flwr_ppsgd.lab.tff import Clients, open_clients
+from flwr_ppsgd.lab.tff import TffClients, open_clients
 
 WRITER = "writer_id"  # the columns of federated EMNIST on the hub
 CHARACTER = "character"
@@ -222,7 +222,7 @@ def _read_sqlite(path: Path, users: int | None) -> RawTable:
         return _stackoverflow(clients, path, users or STACKOVERFLOW_USERS)
 
 
-def _emnist(clients: Clients, path: Path, users: int | None) -> RawTable:
+def _emnist(clients: TffClients, path: Path, users: int | None) -> RawTable:
     """Digits by writer, with the file's own test parts. Its background is 1 and its ink 0."""
     images = []
     labels: list[int] = []
@@ -260,7 +260,7 @@ def _as_bytes(x: NDArray[np.float32]) -> NDArray[Any]:
     return x
 
 
-def _stackoverflow(clients: Clients, path: Path, most_users: int) -> RawTable:
+def _stackoverflow(clients: TffClients, path: Path, most_users: int) -> RawTable:
     """Words of tokens and title → tags: the mean of one-hots over a public vocabulary.
 
     Public counts are looked for next to the file, as ``stackoverflow.word_count`` and

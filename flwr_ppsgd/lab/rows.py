@@ -26,7 +26,7 @@ INFINITE = "infinite"  # JSON has no infinity
 
 
 @dataclass(frozen=True, order=True)
-class Point:
+class GridPoint:
     """One setting of a grid. At α = 0 nothing is released: there is no noise and nothing to clip.
 
     Args:
@@ -76,7 +76,7 @@ class SweepRow:
         paper_epsilon: what the paper would print for cohorts of a fixed size. Not a guarantee.
     """
 
-    point: Point
+    point: GridPoint
     round: int
     measures: Mapping[str, float]
     diverged: bool = False
@@ -115,17 +115,17 @@ class SweepRow:
     def from_json(cls, flat: Mapping[str, Any]) -> Self:
         """The row that stands in a file; KeyError, TypeError or ValueError if it is none."""
         return cls(
-            point=Point.of(flat),
+            point=GridPoint.of(flat),
             round=int(flat["round"]),
-            measures=_measures(flat, SWEEP_KEYS),
+            measures=_measures(flat, SWEEP_ROW_KEYS),
             diverged=flat["diverged"],
             deployed_epsilon=_from_json(flat["deployed_epsilon"]),
             paper_epsilon=_from_json(flat["paper_epsilon"]),
         )
 
 
-SWEEP_KEYS = {
-    *(key_of(field.name) for field in fields(Point)),
+SWEEP_ROW_KEYS = {
+    *(key_of(field.name) for field in fields(GridPoint)),
     *(field.name for field in fields(SweepRow)),
     "epsilon",
 }
@@ -166,7 +166,7 @@ class RunRow:
 
     def to_json(self) -> dict[str, Any]:
         """The row as it stands in a file. It says what is outside the guarantee."""
-        named = [name for name in self.measures if name not in RUN_KEYS]
+        named = [name for name in self.measures if name not in RUN_ROW_KEYS]
         return {
             "round": self.round,
             "epsilon": _to_json(self.epsilon),
@@ -180,10 +180,10 @@ class RunRow:
         """The row that stands in a file; KeyError, TypeError or ValueError if it is none."""
         epsilon = float(_from_json(flat["epsilon"]))
         deployed = float(_from_json(flat["deployed_epsilon"]))
-        return cls(int(flat["round"]), epsilon, deployed, _measures(flat, RUN_KEYS))
+        return cls(int(flat["round"]), epsilon, deployed, _measures(flat, RUN_ROW_KEYS))
 
 
-RUN_KEYS = {"round", "epsilon", "deployed_epsilon", "outside_the_guarantee"}
+RUN_ROW_KEYS = {"round", "epsilon", "deployed_epsilon", "outside_the_guarantee"}
 
 
 def _measures(flat: Mapping[str, Any], others: Collection[str]) -> dict[str, float]:

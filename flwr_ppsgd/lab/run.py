@@ -14,11 +14,11 @@ from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd import PPSGD, Ledger, Release, client_app
 from flwr_ppsgd.arrays import Layout
-from flwr_ppsgd.lab.engine import Setting, has_diverged, train
+from flwr_ppsgd.lab.engine import EngineSetting, has_diverged, train
 from flwr_ppsgd.lab.evaluation import (
     UserResult,
     delivery_order,
-    overall,
+    overall_measures,
     remember_measures,
     results_of,
 )
@@ -41,7 +41,7 @@ OnRound: TypeAlias = Callable[[int, Result, Ledger], None]  # round, what there 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What a run leaves behind.
 
     Args:
@@ -67,13 +67,13 @@ class Outcome:
     people: list[UserResult] = field(default_factory=list)
 
 
-def run(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
+def run(experiment: Experiment, on_round: OnRound | None = None) -> RunOutcome:
     """Train in this process, through messages: secret noise, and sums on the grid."""
     _check_alone(experiment)
     return train_in_process(experiment, on_round)
 
 
-def train_in_process(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
+def train_in_process(experiment: Experiment, on_round: OnRound | None = None) -> RunOutcome:
     """``run``, also if rows are set apart for choosing among settings."""
     task = experiment.task
     most = experiment.training.population
@@ -98,7 +98,7 @@ def train_in_process(experiment: Experiment, on_round: OnRound | None = None) ->
     return _train_on(grid, experiment, learner_of, on_round)
 
 
-def run_on(grid: Grid, experiment: Experiment) -> Outcome:
+def run_on_grid(grid: Grid, experiment: Experiment) -> RunOutcome:
     """Train on any grid."""
     _check_alone(experiment)
     return _train_on(grid, experiment, experiment.task.learner)
@@ -109,7 +109,7 @@ def _train_on(
     experiment: Experiment,
     learner_of: Callable[[int], Learner],
     on_round: OnRound | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Ctrl-C ends the run early; ε is then still that of the planned rounds."""
     if experiment.drop_exhausted:
         raise ValueError("drop-exhausted is simulation only: use --engine cohort, or leave it out")
@@ -144,9 +144,9 @@ def _train_on(
         beside = {name: published[name] for name in BESIDE}
         strategy.note_evaluation()
         people = _results_of_recipe(experiment, w, beside, learner_of)
-        last = _run_row(strategy.rounds_done, strategy.ledger, overall(people))
+        last = _run_row(strategy.rounds_done, strategy.ledger, overall_measures(people))
         rows = [*(row for row in rows if row.round != last.round), last]
-    return Outcome(
+    return RunOutcome(
         experiment=experiment,
         release=strategy.release,
         ledger=strategy.ledger,
@@ -198,7 +198,7 @@ def _check_finite(experiment: Experiment, w: ArrayRecord, rows: list[RunRow]) ->
         raise RuntimeError(f"training diverged: parameters are no longer finite; {remedy}")
 
 
-def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Outcome:
+def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> RunOutcome:
     """A simulation that guarantees nothing: the paper's method on a cohort engine, with the same w
     and θ many times faster; the recipe as in ``run``, with a seed."""
     training = experiment.training
@@ -216,7 +216,7 @@ def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Ou
     if training.evaluate_every:
         account.note_evaluation()
     engine = experiment.task.engine(
-        [Setting(release, account.training.steps)], training.insecure_seed
+        [EngineSetting(release, account.training.steps)], training.insecure_seed
     )
     latest = Result()
     rows: list[RunRow] = []
@@ -243,7 +243,7 @@ def run_as_cohort(experiment: Experiment, on_round: OnRound | None = None) -> Ou
     w = Layout.of(initial).unflatten(engine.w(0), like=initial)
     _check_finite(experiment, w, rows)
     terms = (EXHAUSTED,) if experiment.drop_exhausted else ()
-    return Outcome(
+    return RunOutcome(
         experiment=experiment,
         release=release,
         ledger=account.ledger,

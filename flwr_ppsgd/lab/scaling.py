@@ -12,10 +12,10 @@ from scipy import sparse
 from flwr_ppsgd.lab.features import list_names
 from flwr_ppsgd.lab.per_user import Indices, OwnScale, PerUser
 from flwr_ppsgd.lab.tables import Values
-from flwr_ppsgd.models.additive_linear import Matrix
+from flwr_ppsgd.recipe import Matrix
 
 FARTHEST = 5.0  # own deviations from the own mean; what is farther is brought there
-SAME = 1e-9  # a deviation of at most this share of the mean is round-off
+ROUND_OFF = 1e-9  # a deviation of at most this share of the mean is round-off
 
 
 def scale_own_rows(data: PerUser) -> PerUser:
@@ -85,16 +85,16 @@ def _own_scale(data: PerUser, columns: Indices) -> OwnScale:
         rows = data.rows(user, test=False)
         if not len(rows):
             continue
-        x = _dense(data.x[rows][:, columns])
+        x = _float_copy(data.x[rows][:, columns])
         mean[user] = x.mean(axis=0)
         deviation = x.std(axis=0)
-        varies = deviation > SAME * np.abs(mean[user])
+        varies = deviation > ROUND_OFF * np.abs(mean[user])
         std[user, varies] = deviation[varies]
         if data.task == "regression":
             y = data.targets(rows)
             centre[user] = y.mean(axis=0)
             spread = np.sqrt(y.var(axis=0).mean())
-            if spread > SAME * np.abs(y).max():
+            if spread > ROUND_OFF * np.abs(y).max():
                 unit[user] = spread
     return OwnScale(columns, mean, std, centre, unit)
 
@@ -111,7 +111,7 @@ def _scale_targets(data: PerUser, own: OwnScale) -> Matrix:
 
 def _scale_columns(data: PerUser, own: OwnScale) -> Values:
     """x with the columns of ``own`` scaled, as a copy; other columns of CSR stay sparse."""
-    scaled = _dense(data.x[:, own.columns])
+    scaled = _float_copy(data.x[:, own.columns])
     for user in range(len(data)):
         rows = data.span(user)
         distance = (scaled[rows] - own.mean[user]) / own.std[user]
@@ -126,6 +126,6 @@ def _scale_columns(data: PerUser, own: OwnScale) -> Values:
     return sparse.csr_array(parts[:, order])
 
 
-def _dense(x: Values) -> Matrix:
+def _float_copy(x: Values) -> Matrix:
     """A copy in float64."""
     return np.array(x.toarray() if sparse.issparse(x) else x, dtype=np.float64)

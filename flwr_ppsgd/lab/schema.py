@@ -24,7 +24,7 @@ from flwr_ppsgd.settings import (
     typed_value,
 )
 
-Task: TypeAlias = Literal["classification", "multi-label", "regression"]
+TaskName: TypeAlias = Literal["classification", "multi-label", "regression"]
 TASKS = ("classification", "multi-label", "regression")
 NUMBER = "number"  # scaled on each device by the user's own mean and deviation
 FLAG = "flag"  # 0 and 1, used as it is
@@ -146,7 +146,7 @@ class Schema:
     user: str
     enrolled: tuple[str, ...] | None = None
     target: tuple[str, ...]
-    task: Task
+    task: TaskName
     classes: tuple[str, ...] = ()
     columns: tuple[Column, ...]
     missing: str = OWN_MEAN

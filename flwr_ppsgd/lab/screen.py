@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flwr_ppsgd.cli import console, show
-from flwr_ppsgd.lab.evaluation import SAME
+from flwr_ppsgd.lab.evaluation import SAME_MEASURE
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.features import count_of
 from flwr_ppsgd.lab.inspect import hints
@@ -164,7 +164,7 @@ def advice_on(main: str, values: Mapping[str, float]) -> str:
     if not simpler:
         return ""
     best = min(simpler, key=lambda name: badness(main, values[name]))
-    beaten = badness(main, values["personal"]) + SAME < badness(main, values[best])
+    beaten = badness(main, values["personal"]) + SAME_MEASURE < badness(main, values[best])
     return "" if beaten else ADVICE[best]
 
 
@@ -182,7 +182,7 @@ def gain_texts(saved: SavedRun) -> list[str]:
     gains = saved.people["gain"].dropna()
     if gains.empty:
         return []
-    return [f"{(gains > SAME).sum():,} of {len(gains):,} users gain"]
+    return [f"{(gains > SAME_MEASURE).sum():,} of {len(gains):,} users gain"]
 
 
 def progress_bar(unit: str = "rounds", *, transient: bool = False) -> Progress:

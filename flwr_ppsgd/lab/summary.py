@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from flwr_ppsgd.lab.measures import badness, measure_of, on_test
+from flwr_ppsgd.lab.measures import as_test_measure, badness, measure_of
 from flwr_ppsgd.lab.rows import BASELINES, CAVEAT, OWN_TRIVIAL, PPSGD, TRIVIAL, SweepRow
 from flwr_ppsgd.learner import LOCAL as LOCAL_PREFIX
 from flwr_ppsgd.settings import AUTO, key_of
@@ -60,7 +60,7 @@ def means(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
     ``reported_error`` the same on test rows, if they were opened there. ``level`` is the noise
     level; that of the recipe is the one of the paper's method that costs the same ε.
     """
-    frame = frame.assign(_tested=frame[on_test(measure)])
+    frame = frame.assign(_tested=frame[as_test_measure(measure)])
     groups = frame.groupby([*SETTING, "round"], dropna=False)
     found = groups.agg(
         epsilon=("epsilon", "first"),
@@ -147,7 +147,7 @@ def best_table(
         trivial: what is reached without features; None if it is not known.
         alone: what the recipe's users reach from own rows alone; None if it was not run.
     """
-    tested = on_test(measure)
+    tested = as_test_measure(measure)
     ends = last_rounds(every)
     candidates = ends[ends["method"] == PPSGD]
     if candidates.empty:  # the recipe was run alone: nothing was chosen
@@ -230,9 +230,9 @@ class Summary:
     trivial: dict[str, float]
 
     @property
-    def tested(self) -> str:
+    def test_measure(self) -> str:
         """The same measure on test rows."""
-        return on_test(self.measure)
+        return as_test_measure(self.measure)
 
     def text(self) -> str:
         """The table, and what there is to say about ε and about the grid."""
@@ -249,10 +249,10 @@ class Summary:
         if self.table.empty:
             return [CAVEAT]
         head = "Best setting for each noise level, at the end of training:"
-        if self.tested != self.measure:
+        if self.test_measure != self.measure:
             head = (
                 "Best setting for each noise level at the end of training, chosen on validation "
-                f"rows. {self.tested} and all columns after it are on test rows:"
+                f"rows. {self.test_measure} and all columns after it are on test rows:"
             )
         formats = dict.fromkeys(self.table, "{:.4g}".format) | {EPSILON: rounded_up}
         return [head, self.table.to_string(index=False, na_rep="-", formatters=formats), CAVEAT]
@@ -281,7 +281,7 @@ class Summary:
             lines.append(f"{TRIVIAL_WORDS[name]}: {value:.4g}.")
         if TRIVIAL in self.table:
             sign = badness(self.measure, 1.0)
-            reached = self.table[self.tested]
+            reached = self.table[self.test_measure]
             worse = self.table[sign * reached >= sign * self.table[TRIVIAL]]
             levels = ", ".join(f"{z:.4g}" for z in worse["noise-multiplier"])
             if levels:
@@ -302,9 +302,9 @@ class Summary:
                 "Settings were chosen on the rows that they are measured on: the numbers are "
                 "optimistic. select-on = 'validation' shows by how much."
             )
-        optimism = (self.table[PEEKED] - self.table[self.tested]).abs()
+        optimism = (self.table[PEEKED] - self.table[self.test_measure]).abs()
         return (
-            f"Choosing on test rows instead would make {self.tested} look better by "
+            f"Choosing on test rows instead would make {self.test_measure} look better by "
             f"{optimism.mean():.2g} on average, and by {optimism.max():.2g} at most."
         )
 
@@ -314,7 +314,7 @@ def summarise(rows: Sequence[SweepRow]) -> Summary:
     measured = [row for row in rows if row.measures and row.point.method not in TRIVIAL_WORDS]
     going_on = [row for row in measured if not row.diverged]
     measure = measure_of((going_on or measured)[0].measures)
-    tested = on_test(measure)
+    tested = as_test_measure(measure)
     frame = frame_of(rows)
     for name in (measure, tested):
         if name not in frame:

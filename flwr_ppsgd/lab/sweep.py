@@ -11,7 +11,7 @@ import numpy as np
 
 from flwr_ppsgd.algorithm import FixedSize
 from flwr_ppsgd.lab.experiment import OWN_DATA, Experiment, experiment_keys, read_experiment
-from flwr_ppsgd.lab.rows import GRID, PPSGD, Point, Selection, SweepRow
+from flwr_ppsgd.lab.rows import GRID, PPSGD, GridPoint, Selection, SweepRow
 from flwr_ppsgd.ledger import Ledger
 from flwr_ppsgd.settings import AUTO, METHODS, PAPER, check_known, override, with_keys
 
@@ -113,30 +113,32 @@ class Sweep:
         recipes = _recipes(base, grid["noise-multiplier"], wanted) if AUTO in methods else ()
         return cls(base, grid, where, methods, recipes)
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[GridPoint]:
         """All settings, each once. α = 0 has neither noise nor clip norm."""
         steps, alphas, noises, clips, seeds = (self.grid[key] for key in GRID)
-        found: set[Point] = set()
+        found: set[GridPoint] = set()
         for (z, target), seed in itertools.product(self.recipes, seeds):
-            found.add(Point(seed, math.inf, 0.0, z, CLIP_NORM, AUTO, target))
+            found.add(GridPoint(seed, math.inf, 0.0, z, CLIP_NORM, AUTO, target))
         ways = [(PPSGD, alpha) for alpha in alphas]
-        ways += [(method, math.inf) for method in self.base.methods()]
+        ways += [(method, math.inf) for method in self.base.baseline_names()]
         if PAPER not in self.methods:
             ways = []
         for (method, alpha), step, noise, clip, seed in itertools.product(
             ways, steps, noises, clips, seeds
         ):
             if alpha:
-                found.add(Point(seed, float(alpha), float(step), float(noise), float(clip), method))
+                found.add(
+                    GridPoint(seed, float(alpha), float(step), float(noise), float(clip), method)
+                )
             else:
-                found.add(Point(seed, 0.0, float(step), None, None))
+                found.add(GridPoint(seed, 0.0, float(step), None, None))
         return sorted(found)
 
     def trivial_rows(self) -> list[SweepRow]:
         """What answers reach that use no features."""
         rows = []
         for method, measures in self.base.trivial().items():
-            point = Point(0, 0.0, 0.0, None, None, method)
+            point = GridPoint(0, 0.0, 0.0, None, None, method)
             rows.append(SweepRow(point, self.base.training.rounds, measures))
         return rows
 
@@ -179,7 +181,7 @@ class Sweep:
         return flat
 
 
-def recipe_of(base: Experiment, point: Point) -> Experiment:
+def recipe_of(base: Experiment, point: GridPoint) -> Experiment:
     """The recipe that a setting of "auto" stands for: the base's data and δ, and nothing to tune.
 
     Args:
@@ -212,12 +214,12 @@ def _recipes(
     if not base.training.automatic:
         epsilons = EpsilonCache(base)
         for z in noises[len(targets) :]:
-            point = Point(0, math.inf, 0.0, float(z), CLIP_NORM)
+            point = GridPoint(0, math.inf, 0.0, float(z), CLIP_NORM)
             spent, _ = epsilons.price(point, base.training.rounds)
             targets.append(spent)
     found = []
     for target in targets:
-        planned = recipe_of(base, Point(0, math.inf, 0.0, 0.0, CLIP_NORM, AUTO, target))
+        planned = recipe_of(base, GridPoint(0, math.inf, 0.0, 0.0, CLIP_NORM, AUTO, target))
         found.append((planned.training.release().noise_multiplier, target))
     return tuple(found)
 
@@ -284,7 +286,7 @@ class EpsilonCache:
         self._fixed = isinstance(base.training.cohort(), FixedSize)
         self._known: dict[tuple[Any, ...], tuple[float, float | None]] = {}
 
-    def price(self, point: Point, round_: int) -> tuple[float, float | None]:
+    def price(self, point: GridPoint, round_: int) -> tuple[float, float | None]:
         """ε under zero-out neighbours, 0 if nothing was released; and what the paper would print.
 
         The paper counts cohorts of a fixed size as if each user were drawn independently, which is
@@ -298,7 +300,7 @@ class EpsilonCache:
             self._known[key] = (_honest_epsilon(ledger), paper)
         return self._known[key]
 
-    def _ledger_after(self, point: Point, round_: int) -> Ledger:
+    def _ledger_after(self, point: GridPoint, round_: int) -> Ledger:
         """What a setting has released after a number of rounds."""
         training = self._base.training
         ledger = Ledger(training.delta)

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.learner import generator, reseed
-from flwr_ppsgd.models.additive_linear import AdditiveLinear, Matrix
+from flwr_ppsgd.models.additive_linear import AdditiveLinear
+from flwr_ppsgd.recipe import Matrix
 
 DIFFERING = 5  # the last coordinates, in which users differ
 

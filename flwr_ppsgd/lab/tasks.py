@@ -19,9 +19,9 @@ from flwr_ppsgd.learner import Learner
 from flwr_ppsgd.models.additive_linear import Loss
 
 if TYPE_CHECKING:
-    from flwr_ppsgd.lab.engine import Engine, Setting
+    from flwr_ppsgd.lab.engine import Engine, EngineSetting
     from flwr_ppsgd.lab.per_user import PerUser
-    from flwr_ppsgd.lab.population import Population, Table
+    from flwr_ppsgd.lab.population import FinitePopulation, Population
     from flwr_ppsgd.models.torch_model import AdditiveHead
 
 PIXELS = 28 * 28
@@ -62,12 +62,12 @@ class LinearTask:
         """One user's model and data, measured on test rows or on validation rows."""
         problem = self.problem
         if problem.data == SYNTHETIC:
-            truth = _synthetic(self.users, problem.features, problem.data_seed)
+            truth = _synthetic_problem(self.users, problem.features, problem.data_seed)
             return SyntheticLearner(truth, user, problem.batch_size)
         from flwr_ppsgd.lab.learners import linear_learner
 
         return linear_learner(
-            _measured_on(problem, on_validation),
+            _learner_rows(problem, on_validation),
             user,
             batch_size=problem.batch_size,
             seed=problem.data_seed,
@@ -89,13 +89,13 @@ class LinearTask:
         """Everyone's data, for engines of linear models."""
         problem = self.problem
         if problem.data != SYNTHETIC:
-            return table(problem, self.precision, self.dropped_after)
+            return finite_population(problem, self.precision, self.dropped_after)
         from flwr_ppsgd.lab.population import FreshPopulation
 
-        truth = _synthetic(self.users, problem.features, problem.data_seed)
+        truth = _synthetic_problem(self.users, problem.features, problem.data_seed)
         return FreshPopulation(truth, problem.batch_size)
 
-    def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
+    def engine(self, settings: Sequence["EngineSetting"], seed: int | None) -> "Engine":
         """Everyone's data and models, for the given settings side by side."""
         from flwr_ppsgd.lab.linear_engine import LinearEngine
 
@@ -167,7 +167,7 @@ class NetworkTask:
 
         return network_learner(
             self.network(),
-            _measured_on(self.problem, on_validation),
+            _learner_rows(self.problem, on_validation),
             user,
             batch_size=self.problem.batch_size,
             seed=self.problem.data_seed,
@@ -177,7 +177,7 @@ class NetworkTask:
         """The network's first values, which depend on the seed alone."""
         return self.network().initial_arrays()
 
-    def engine(self, settings: Sequence["Setting"], seed: int | None) -> "Engine":
+    def engine(self, settings: Sequence["EngineSetting"], seed: int | None) -> "Engine":
         """Everyone's data and models, for the given settings side by side."""
         from flwr_ppsgd.lab.learners import NetworkBatches, network_rows
         from flwr_ppsgd.lab.network_engine import NetworkEngine
@@ -187,7 +187,7 @@ class NetworkTask:
         users = range(len(data))
         validation: list[tuple[NDArray[Any], NDArray[Any]]] = []
         if data.validation is not None:
-            choosing = data.choosing()
+            choosing = data.validation_as_test()
             validation = [network_rows(choosing, choosing.rows(user, test=True)) for user in users]
         return NetworkEngine(
             self.network(),
@@ -214,7 +214,7 @@ class NetworkTask:
         return self.bytes(1) + FLOAT_BYTES * users * len(self.network().initial_w())
 
 
-Task: TypeAlias = LinearTask | NetworkTask
+AnyTask: TypeAlias = LinearTask | NetworkTask
 
 
 def task_of(
@@ -224,7 +224,7 @@ def task_of(
     average: bool = False,
     precision: str = "float64",
     dropped_after: float | None = None,
-) -> Task:
+) -> AnyTask:
     """The task of a problem; the arguments are those of ``LinearTask``."""
     if problem.model == CNN and problem.data != SYNTHETIC:
         return NetworkTask(problem, average, dropped_after)
@@ -238,22 +238,24 @@ def learner_for(context: Context) -> Learner:
     return task.learner(int(context.node_config["partition-id"]))
 
 
-def _measured_on(problem: Problem, on_validation: bool) -> "PerUser":
+def _learner_rows(problem: Problem, on_validation: bool) -> "PerUser":
     """Everyone's rows; with validation rows as the test part if ``on_validation``."""
     data = problem.per_user()
-    return data.choosing() if on_validation else data
+    return data.validation_as_test() if on_validation else data
 
 
 @functools.lru_cache(maxsize=4)
-def _synthetic(users: int, features: int, seed: int) -> Synthetic:
+def _synthetic_problem(users: int, features: int, seed: int) -> Synthetic:
     return Synthetic.draw(users, features, seed)
 
 
 @functools.lru_cache(maxsize=1)
-def table(problem: Problem, precision: str, dropped_after: float | None = None) -> "Table":
+def finite_population(
+    problem: Problem, precision: str, dropped_after: float | None = None
+) -> "FinitePopulation":
     """Everyone's rows of own data; the arguments are those of ``LinearTask``."""
     from flwr_ppsgd.lab.learners import check_loss
-    from flwr_ppsgd.lab.population import Table
+    from flwr_ppsgd.lab.population import FinitePopulation
 
     data = problem.per_user()
     loss = cast(Loss, problem.loss)
@@ -262,8 +264,8 @@ def table(problem: Problem, precision: str, dropped_after: float | None = None) 
     x, y, offsets = data.part(test=False, shift=shift, dtype=precision)
     validation = None
     if data.validation is not None:
-        validation = data.choosing().part(test=True, shift=shift, dtype=precision)
-    return Table(
+        validation = data.validation_as_test().part(test=True, shift=shift, dtype=precision)
+    return FinitePopulation(
         x,
         y,
         offsets,

@@ -69,7 +69,7 @@ def parse_example(message: bytes) -> dict[str, Feature]:
 
 
 @contextlib.contextmanager
-def open_clients(path: Path, unpacked_in: Path) -> Iterator["Clients"]:
+def open_clients(path: Path, unpacked_in: Path) -> Iterator["TffClients"]:
     """The clients of a file, until the block ends.
 
     Args:
@@ -85,7 +85,7 @@ def open_clients(path: Path, unpacked_in: Path) -> Iterator["Clients"]:
             (page,) = connection.execute("PRAGMA page_size").fetchone()
             if path.stat().st_size < pages * page:  # SQLite would fill the last page with zeros
                 raise sqlite3.DatabaseError(f"it has fewer than {pages * page:,} bytes")
-            yield Clients(connection, str(path))
+            yield TffClients(connection, str(path))
     except (sqlite3.Error, lzma.LZMAError, EOFError) as error:
         raise ValueError(
             f"{path}: not a complete SQLite file of TensorFlow Federated ({error}): download "
@@ -93,7 +93,7 @@ def open_clients(path: Path, unpacked_in: Path) -> Iterator["Clients"]:
         ) from None
 
 
-class Clients:
+class TffClients:
     """Examples by split and client.
 
     Args:

@@ -21,10 +21,10 @@ from threadpoolctl import threadpool_limits
 
 from flwr_ppsgd.lab.block import plan_blocks, run_block
 from flwr_ppsgd.lab.outputs import open_sweep, write_selection
-from flwr_ppsgd.lab.rows import Point, SweepRow
+from flwr_ppsgd.lab.rows import GridPoint, SweepRow
 from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep
 
-Block: TypeAlias = Sequence[Point]
+Block: TypeAlias = Sequence[GridPoint]
 # what is going to be run, in words; the number of settings × rounds that are done; of how many
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 QUIET_SECONDS = 0.2  # between two reports of a worker about its progress
@@ -58,7 +58,7 @@ def run_sweep(
     rounds = sweep.base.training.rounds
     with open_sweep(out, sweep, extend=extend) as store:
         plan = store.plan(proposed)
-        missing = store.missing(plan.blocks)
+        missing = store.unfinished_blocks(plan.blocks)
         left = [rounds * len(block) for block in missing]
         total = rounds * sum(len(block) for block in plan.blocks)
 
@@ -71,7 +71,7 @@ def run_sweep(
             on_progress(str(plan), total - sum(left), total)
         epsilons = EpsilonCache(sweep.base)
         store.append(epsilons.with_epsilon(sweep.trivial_rows()))
-        with closing(in_processes(sweep.base.to_flat(), missing, plan.jobs, show)) as finished:
+        with closing(run_in_processes(sweep.base.to_flat(), missing, plan.jobs, show)) as finished:
             for number, rows in finished:
                 store.append(epsilons.with_epsilon(rows))
                 show(number, rounds)
@@ -79,7 +79,7 @@ def run_sweep(
     return sum(len(block) for block in missing)
 
 
-def in_processes(
+def run_in_processes(
     flat: Mapping[str, Any],
     blocks: Sequence[Block],
     jobs: int,
@@ -101,7 +101,7 @@ def in_processes(
     try:
         pending = {}
         for number, block in enumerate(blocks):
-            pending[pool.submit(_work, dict(flat), tuple(block), number)] = number
+            pending[pool.submit(_run_in_worker, dict(flat), tuple(block), number)] = number
         while pending:
             done, _ = wait(pending, timeout=QUIET_SECONDS, return_when=FIRST_COMPLETED)
             while not reports.empty():
@@ -144,7 +144,7 @@ def _begin_worker(reports: Any, stop: Any) -> None:
     _REPORTS.append(reports)
 
 
-def _work(flat: Mapping[str, Any], points: Block, number: int) -> list[SweepRow]:
+def _run_in_worker(flat: Mapping[str, Any], points: Block, number: int) -> list[SweepRow]:
     """One block, in a worker; its progress is reported a few times a second."""
     (reports,) = _REPORTS
     last = 0.0

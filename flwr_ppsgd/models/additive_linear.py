@@ -14,11 +14,10 @@ from flwr_ppsgd.checks import one_of
 from flwr_ppsgd.learner import Batches, Rows, all_rows, as_array
 from flwr_ppsgd.models.mixture import Mixture, personal_models
 from flwr_ppsgd.models.solve import OwnProblem, PublicColumns, dense, solution, spread
-from flwr_ppsgd.recipe import Task
+from flwr_ppsgd.recipe import Matrix, Task
 from flwr_ppsgd.wire import Order
 
 Loss: TypeAlias = Literal["squared", "softmax"]
-Matrix: TypeAlias = NDArray[np.float64]
 Features: TypeAlias = Any  # an array or a scipy.sparse.csr_array, which has no types
 
 LOSSES = ("squared", "softmax")

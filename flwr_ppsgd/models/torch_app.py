@@ -15,7 +15,7 @@ from torch import nn
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.client.app import client_app
 from flwr_ppsgd.models.additive_linear import Loss
-from flwr_ppsgd.models.torch_data import Loader, LoaderBatches, Part
+from flwr_ppsgd.models.torch_data import BatchKey, Loader, LoaderBatches
 from flwr_ppsgd.models.torch_loss import BatchLoss, LossFunction
 from flwr_ppsgd.models.torch_model import SplitModel
 from flwr_ppsgd.models.torch_split import (
@@ -39,8 +39,8 @@ def torch_client(
     *,
     additive: bool = False,
     loss: Loss | LossFunction = "softmax",
-    inputs: Part | Sequence[Part] | None = None,
-    target: Part | None = None,
+    inputs: BatchKey | Sequence[BatchKey] | None = None,
+    target: BatchKey | None = None,
     device: str | torch.device | None = "auto",
     optimizer: OptimizerFactory | None = None,
     personal_steps: int = 1,
@@ -167,8 +167,8 @@ def torch_learner(
     *,
     additive: bool = False,
     loss: Loss | LossFunction = "softmax",
-    inputs: Part | Sequence[Part] | None = None,
-    target: Part | None = None,
+    inputs: BatchKey | Sequence[BatchKey] | None = None,
+    target: BatchKey | None = None,
     device: str | torch.device | None = "auto",
     optimizer: OptimizerFactory | None = None,
     personal_steps: int = 1,

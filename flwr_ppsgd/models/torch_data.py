@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from flwr_ppsgd.learner import Rows, minibatch_rows
 
 Loader: TypeAlias = Iterable[Any]
-Part: TypeAlias = str | int  # of a batch: a name in a mapping, or a position in a tuple
+BatchKey: TypeAlias = str | int  # of a batch: a name in a mapping, or a position in a tuple
 
 # the usual names of a target in a batch that is a mapping
 TARGETS = ("label", "labels", "target", "targets", "y")
@@ -30,7 +30,7 @@ NO_BATCH = {
 
 
 def split_batch(
-    batch: Any, inputs: Part | Sequence[Part] | None = None, target: Part | None = None
+    batch: Any, inputs: BatchKey | Sequence[BatchKey] | None = None, target: BatchKey | None = None
 ) -> tuple[Rows, Rows]:
     """(inputs, target) of one batch as tensors; ValueError if one holds NaN or infinity.
 
@@ -68,10 +68,10 @@ def split_batch(
     return map_parts(x, _finite_tensor), _finite_tensor(parts[target], "target")
 
 
-def _usual_target(batch: Any) -> Part:
+def _usual_target(batch: Any) -> BatchKey:
     """The part with a usual name, or the second of two."""
     if isinstance(batch, Mapping):
-        known: list[Part] = [name for name in batch if name in TARGETS]
+        known: list[BatchKey] = [name for name in batch if name in TARGETS]
         if len(known) == 1:
             return known[0]
         raise ValueError(
@@ -97,7 +97,7 @@ def _positional_inputs(inputs: list[Any]) -> Any:
     return x
 
 
-def parts_of(x: Rows) -> dict[Part, Rows]:
+def parts_of(x: Rows) -> dict[BatchKey, Rows]:
     """The inputs by name, or by position."""
     if isinstance(x, Mapping):
         return dict(x)
@@ -106,7 +106,7 @@ def parts_of(x: Rows) -> dict[Part, Rows]:
     return {"x": x}
 
 
-def map_parts(x: Rows, change: Callable[[Rows, Part], Tensor]) -> Rows:
+def map_parts(x: Rows, change: Callable[[Rows, BatchKey], Tensor]) -> Rows:
     """The inputs in the same form, each one changed by (values, name or position)."""
     changed = {part: change(values, part) for part, values in parts_of(x).items()}
     if isinstance(x, Mapping):
@@ -116,7 +116,7 @@ def map_parts(x: Rows, change: Callable[[Rows, Part], Tensor]) -> Rows:
     return changed["x"]
 
 
-def as_tensor(values: Rows, part: Part) -> Tensor:
+def as_tensor(values: Rows, part: BatchKey) -> Tensor:
     """ValueError with the name of the part if it cannot be a tensor."""
     if isinstance(values, Tensor):
         return values
@@ -128,7 +128,7 @@ def as_tensor(values: Rows, part: Part) -> Tensor:
         ) from None
 
 
-def _finite_tensor(values: Rows, part: Part) -> Tensor:
+def _finite_tensor(values: Rows, part: BatchKey) -> Tensor:
     """ValueError if a float in it is NaN or infinite."""
     tensor = as_tensor(values, part)
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -200,8 +200,8 @@ class LoaderBatches:
     def __init__(
         self,
         loader: Loader,
-        inputs: Part | Sequence[Part] | None = None,
-        target: Part | None = None,
+        inputs: BatchKey | Sequence[BatchKey] | None = None,
+        target: BatchKey | None = None,
         *,
         user: int = 0,
         most_bytes: int = MOST_BYTES,

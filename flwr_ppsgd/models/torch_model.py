@@ -16,8 +16,8 @@ from flwr_ppsgd.arrays import Layout
 from flwr_ppsgd.learner import Batches, Rows
 from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.models.torch_data import (
+    BatchKey,
     LoaderBatches,
-    Part,
     as_tensor,
     call_arguments,
     map_parts,
@@ -153,7 +153,7 @@ class SplitModel:
 
     # --- predictions, losses, gradients
 
-    def tensor(self, values: Rows, part: Part = "y") -> Tensor:
+    def tensor(self, values: Rows, part: BatchKey = "y") -> Tensor:
         """Inputs or targets on the network's device, floats in its precision."""
         tensor = as_tensor(values, part)
         if tensor.is_floating_point():

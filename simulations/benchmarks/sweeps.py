@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from flwr_ppsgd import Poisson, Release, Steps
-from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.engine import EngineSetting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.network_engine import NetworkEngine
 from flwr_ppsgd.lab.population import FreshPopulation
@@ -50,7 +50,7 @@ def show_sweeps() -> None:
 def one_setting() -> Comparison:
     """ε after every round, on both sides."""
     release = Release(Poisson(USERS, rate=0.01), clip_norm=10.0, noise_multiplier=1.0)
-    setting = Setting(release, Steps(0.001, 0.001))
+    setting = EngineSetting(release, Steps(0.001, 0.001))
     table = linear_table()
     loop = plain_loop(from_table(table), (FEATURES, CLASSES), setting)
     engine = warmed(LinearEngine(table, [setting], seed=1))
@@ -104,7 +104,7 @@ def network(count: int = 1) -> Comparison:
     batches = [Minibatches(x, y, BATCH, seed=1, user=user) for user in range(50)]
     model = AdditiveHead(small_cnn(), num_features=32, num_outputs=10)
     release = Release(Poisson(50, rate=0.2), clip_norm=0.1, noise_multiplier=1.0)
-    setting = Setting(release, Steps(0.1, 0.1))
+    setting = EngineSetting(release, Steps(0.1, 0.1))
     engine = NetworkEngine(model, batches, [setting] * count, seed=1)
     module = model.module_with(model.initial_w()).train()
     draws = map(batches[0], itertools.count(1))

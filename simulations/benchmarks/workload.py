@@ -16,7 +16,7 @@ from flwr_ppsgd import PPSGD, Ledger, Order, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import Vector
 from flwr_ppsgd.lab.engine import Engine
 from flwr_ppsgd.lab.linear_engine import LinearEngine
-from flwr_ppsgd.lab.population import Table
+from flwr_ppsgd.lab.population import FinitePopulation
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.additive_linear import AdditiveLinear
 from flwr_ppsgd.simulation import InProcessGrid
@@ -131,7 +131,7 @@ def stock_round(stock: FedAvg, grid: Grid, arrays: ArrayRecord) -> None:
 
 
 @functools.cache
-def linear_table() -> Table:
+def linear_table() -> FinitePopulation:
     return random_table(USERS, SAMPLES, FEATURES, CLASSES)
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from flwr_ppsgd import Ledger, Release, Steps
 from flwr_ppsgd.algorithm import Vector
-from flwr_ppsgd.lab.engine import Setting
-from flwr_ppsgd.lab.population import Table
+from flwr_ppsgd.lab.engine import EngineSetting
+from flwr_ppsgd.lab.population import FinitePopulation
 from flwr_ppsgd.lab.synthetic import Synthetic
 
 Draw: TypeAlias = Callable[[int], tuple[NDArray[Any], NDArray[Any]]]  # a user's minibatch
@@ -24,13 +24,13 @@ ALPHAS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, math.inf)
 DELTA = 1e-4
 
 
-def settings(release: Release, steps: tuple[float, ...]) -> list[Setting]:
+def settings(release: Release, steps: tuple[float, ...]) -> list[EngineSetting]:
     """The paper's grid at one noise level."""
     pairs = itertools.product(ALPHAS, steps)
-    return [Setting(release, Steps.from_ratio(step, alpha)) for alpha, step in pairs]
+    return [EngineSetting(release, Steps.from_ratio(step, alpha)) for alpha, step in pairs]
 
 
-def plain_loop(draw: Draw, shape: tuple[int, int], setting: Setting) -> Iterator[float]:
+def plain_loop(draw: Draw, shape: tuple[int, int], setting: EngineSetting) -> Iterator[float]:
     """Rounds without end for the squared loss; yields ε after each."""
     release = setting.release
     steps = setting.steps
@@ -53,7 +53,7 @@ def plain_loop(draw: Draw, shape: tuple[int, int], setting: Setting) -> Iterator
         yield ledger.quick_epsilon()
 
 
-def whole_cohort_loop(problem: Synthetic, batch: int, setting: Setting) -> Iterator[float]:
+def whole_cohort_loop(problem: Synthetic, batch: int, setting: EngineSetting) -> Iterator[float]:
     """The same for the synthetic problem, everyone in every round: all users at once, samples
     drawn in one call."""
     release = setting.release
@@ -91,7 +91,7 @@ def _synthetic_samples(
     return x, y
 
 
-def from_table(table: Table) -> Draw:
+def from_table(table: FinitePopulation) -> Draw:
     """Rows drawn anew in each round, made dense if they are sparse."""
     source = np.random.default_rng(1)
 
@@ -106,7 +106,7 @@ def from_table(table: Table) -> Draw:
     return draw
 
 
-def random_table(users: int, samples: int, features: int, outputs: int) -> Table:
+def random_table(users: int, samples: int, features: int, outputs: int) -> FinitePopulation:
     """Random rows, one class each; ``samples`` is the number of rows per user."""
     source = np.random.default_rng(2)
     rows = users * samples
@@ -114,10 +114,12 @@ def random_table(users: int, samples: int, features: int, outputs: int) -> Table
     classes = source.integers(outputs, size=rows)
     y = np.eye(outputs)[classes]
     offsets = np.arange(users + 1) * samples
-    return Table(x, y, offsets, batch_size=10, seed=1)
+    return FinitePopulation(x, y, offsets, batch_size=10, seed=1)
 
 
-def bags_of_words(users: int, samples: int, words: int, tags: int, length: int = 40) -> Table:
+def bags_of_words(
+    users: int, samples: int, words: int, tags: int, length: int = 40
+) -> FinitePopulation:
     """Documents of ``length`` words with the frequencies of natural text (Zipf), each with about
     two tags; ``samples`` is the number of documents per user."""
     source = np.random.default_rng(3)
@@ -131,13 +133,13 @@ def bags_of_words(users: int, samples: int, words: int, tags: int, length: int =
     x.sum_duplicates()
     y = (source.random((rows, tags)) < 2 / tags).astype(float)
     offsets = np.arange(users + 1) * samples
-    return Table(x, y, offsets, batch_size=10, seed=1)
+    return FinitePopulation(x, y, offsets, batch_size=10, seed=1)
 
 
 def autograd_loop(
     module: nn.Module,
     draws: Iterator[Any],
-    setting: Setting,
+    setting: EngineSetting,
     personal: str,
 ) -> Iterator[float]:
     """A network, one user after the other: autograd, clip, step θ. Rounds without end; yields the
@@ -190,7 +192,7 @@ def _norm(gradients: list[torch.Tensor]) -> float:
 def _descend(
     shared: list[nn.Parameter],
     total: list[torch.Tensor],
-    setting: Setting,
+    setting: EngineSetting,
 ) -> None:
     """w −= s_w·(total + noise)/D."""
     release = setting.release

@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.figures import COLOURS
-from flwr_ppsgd.lab.measures import measure_of, name_of_measure, on_test
+from flwr_ppsgd.lab.measures import as_test_measure, measure_of, name_of_measure
 from flwr_ppsgd.lab.outputs import read_rows
-from flwr_ppsgd.lab.run import Outcome, run_as_cohort
+from flwr_ppsgd.lab.run import RunOutcome, run_as_cohort
 from flwr_ppsgd.lab.screen import progress_bar, sweep_hook
 from flwr_ppsgd.lab.summary import EPSILON, summarise
 from flwr_ppsgd.lab.sweep import Sweep
@@ -45,9 +45,9 @@ SWEPT = {PAPER: "", TUNED: "fine-tuned", FEDAVG: "fedavg-solved"}
 Points = dict[float, list[float]]  # by ε, one number per seed
 
 
-def recipe_runs(data: str, seeds: int, representation: str) -> dict[float, list[Outcome]]:
+def recipe_runs(data: str, seeds: int, representation: str) -> dict[float, list[RunOutcome]]:
     """The recipe at every ε."""
-    runs: dict[float, list[Outcome]] = {}
+    runs: dict[float, list[RunOutcome]] = {}
     for epsilon in EPSILONS:
         for seed in range(1, seeds + 1):
             changes = {
@@ -89,7 +89,7 @@ def paper_points(data: str, seeds: int) -> dict[str, Points]:
     found: dict[str, Points] = {name: {} for name in SWEPT}
     table = summary.table[summary.table["noise-multiplier"] > 0].sort_values(EPSILON)
     for row, epsilon in zip(table.to_dict("records"), EPSILONS, strict=True):
-        found[PAPER][epsilon] = [row[on_test(summary.measure)]]
+        found[PAPER][epsilon] = [row[as_test_measure(summary.measure)]]
         for name in (TUNED, FEDAVG):
             if SWEPT[name] in row:
                 found[name][epsilon] = [row[SWEPT[name]]]
@@ -106,7 +106,7 @@ def points_in(path: Path) -> dict[str, Points]:
     return found
 
 
-def recipe_points(runs: Mapping[float, Sequence[Outcome]]) -> dict[str, Points]:
+def recipe_points(runs: Mapping[float, Sequence[RunOutcome]]) -> dict[str, Points]:
     """What the runs of the recipe measured, and both of its ends."""
     found: dict[str, Points] = {RECIPE: {}, ALONE: {}, SHARED_ALONE: {}}
     for epsilon, outcomes in runs.items():

@@ -24,7 +24,7 @@ from flwr_ppsgd.lab.theory import (
     theorem_4_5,
     threshold_samples,
 )
-from flwr_ppsgd.models.additive_linear import Matrix
+from flwr_ppsgd.recipe import Matrix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,13 +12,13 @@ from scipy import sparse
 
 from flwr_ppsgd.algorithm import Poisson, Release, Steps, clip
 from flwr_ppsgd.lab.baselines import LocalStepsEngine, fine_tune
-from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.engine import EngineSetting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
-from flwr_ppsgd.lab.population import Table
+from flwr_ppsgd.lab.population import FinitePopulation
 from flwr_ppsgd.lab.problem import Problem
-from flwr_ppsgd.lab.rows import Point
+from flwr_ppsgd.lab.rows import GridPoint
 from flwr_ppsgd.lab.sweep import Sweep
-from flwr_ppsgd.lab.tasks import table
+from flwr_ppsgd.lab.tasks import finite_population
 from flwr_ppsgd.learner import minibatch_rows
 from flwr_ppsgd.models.additive_linear import predict
 from flwr_ppsgd.noise import RandomStream
@@ -28,20 +28,22 @@ COHORT = Poisson(USERS, 0.5)
 BASELINES = ("fine-tuned", "fedavg")
 
 
-def settings(clip_norm: float = 0.3) -> list[Setting]:
+def settings(clip_norm: float = 0.3) -> list[EngineSetting]:
     return [
-        Setting(Release(COHORT, clip_norm, z), Steps(step, 0.0))
+        EngineSetting(Release(COHORT, clip_norm, z), Steps(step, 0.0))
         for z in (0.0, 0.7)
         for step in (0.05, 0.2)
     ]
 
 
-def data(directory: Path, loss: str = "squared") -> Table:
-    return table(Problem(data=str(write(directory)), batch_size=3, loss=loss), "float64")
+def data(directory: Path, loss: str = "squared") -> FinitePopulation:
+    return finite_population(
+        Problem(data=str(write(directory)), batch_size=3, loss=loss), "float64"
+    )
 
 
-def as_sparse(dense: Table) -> Table:
-    return Table(
+def as_sparse(dense: FinitePopulation) -> FinitePopulation:
+    return FinitePopulation(
         sparse.csr_array(dense.x),
         dense.y,
         dense.offsets,
@@ -51,7 +53,9 @@ def as_sparse(dense: Table) -> Table:
     )
 
 
-def local_steps_by_hand(own: Table, setting: Setting, seed: int, rounds: int, count: int) -> Any:
+def local_steps_by_hand(
+    own: FinitePopulation, setting: EngineSetting, seed: int, rounds: int, count: int
+) -> Any:
     """w_k of each user by k explicit steps; (w − w_k)/(s·k) is clipped, and w moves by s·k of the
     noisy mean."""
     w = np.zeros((own.features, own.outputs))
@@ -150,7 +154,7 @@ def test_baselines_stand_beside_the_settings_of_a_sweep(sweep: Sweep) -> None:
     points = sweep.points()
     assert len(points) == 2 * (1 + 4) + 2 * 4
     assert {point.alpha_q for point in points if point.method in BASELINES} == {math.inf}
-    assert all(Point.of(json.loads(json.dumps(point.key()))) == point for point in points)
+    assert all(GridPoint.of(json.loads(json.dumps(point.key()))) == point for point in points)
 
 
 def test_epsilon_becomes_the_noise_that_costs_it(sweep: Sweep) -> None:

@@ -11,15 +11,15 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from flwr_ppsgd.lab.figures import LOOKS, draw_sweep, figure_1, figure_2, looks_of
-from flwr_ppsgd.lab.rows import CAVEAT, PPSGD, Point, SweepRow
+from flwr_ppsgd.lab.figures import CURVE_STYLES, curve_styles, draw_sweep, figure_1, figure_2
+from flwr_ppsgd.lab.rows import CAVEAT, PPSGD, GridPoint, SweepRow
 from flwr_ppsgd.lab.summary import best, frame_of, means, summarise
 
 
 def row(a: float, step: float, z: float | None, round_: int, value: float, **more: Any) -> SweepRow:
     """ε is 10·round/z."""
     clip_norm = None if z is None else 1.0
-    point = Point(1, a, step, z, clip_norm)
+    point = GridPoint(1, a, step, z, clip_norm)
     epsilon = 0.0
     if z is not None:
         epsilon = 10 * round_ / z if z else math.inf
@@ -185,7 +185,7 @@ def test_settings_are_chosen_on_validation_rows_and_reported_on_test_rows() -> N
 
 def test_what_beats_no_answer_without_features_is_said() -> None:
     trivial = [
-        SweepRow(Point(0, 0.0, 0.0, None, None, method), 9, {"rmse": value})
+        SweepRow(GridPoint(0, 0.0, 0.0, None, None, method), 9, {"rmse": value})
         for method, value in (("trivial", 3.0), ("own-trivial", 2.0))
     ]
     found = summarise([remeasured(row(0.3, 0.1, 1.0, 9, 1.0), rmse=1.0), *trivial])
@@ -210,10 +210,10 @@ def test_bands_and_error_bars_are_one_standard_error_over_seeds() -> None:
 
 def test_no_two_curves_look_alike() -> None:
     values = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
-    looks = looks_of([f"αQ = {a:g}" for a in values] + list(LOOKS)).values()
+    looks = curve_styles([f"αQ = {a:g}" for a in values] + list(CURVE_STYLES)).values()
     assert len({look["color"] for look in list(looks)[: len(values)]}) == 10
     different = {tuple(sorted((k, str(v)) for k, v in look.items())) for look in looks}
-    assert len(different) == len(looks) == len(values) + len(LOOKS)
+    assert len(different) == len(looks) == len(values) + len(CURVE_STYLES)
 
 
 def ending_row(a: float, z: float | None, accuracy: float, method: str = PPSGD) -> SweepRow:

@@ -14,9 +14,9 @@ from scipy import sparse
 
 from flwr_ppsgd import AdditiveLinear, FixedSize, Minibatches, Poisson, Release, Steps
 from flwr_ppsgd.algorithm import Cohort, clip
-from flwr_ppsgd.lab.engine import Setting, reported_rounds, train
+from flwr_ppsgd.lab.engine import EngineSetting, reported_rounds, train
 from flwr_ppsgd.lab.linear_engine import LinearEngine, bytes_for
-from flwr_ppsgd.lab.population import FreshPopulation, Population, Table
+from flwr_ppsgd.lab.population import FinitePopulation, FreshPopulation, Population
 from flwr_ppsgd.lab.synthetic import Synthetic, SyntheticLearner
 from flwr_ppsgd.models.additive_linear import Loss
 from flwr_ppsgd.noise import RandomStream
@@ -38,9 +38,9 @@ COHORT = Poisson(USERS, 0.3)  # cohorts of 1 to 6 users
 ZERO = np.zeros(FEATURES * CLASSES)
 
 
-def table(loss: Loss = "squared", sparse_x: bool = False, **parts: Any) -> Table:
+def table(loss: Loss = "squared", sparse_x: bool = False, **parts: Any) -> FinitePopulation:
     x = sparse.csr_array(X) if sparse_x else X
-    return Table(x, Y, OFFSETS, batch_size=BATCH, seed=5, loss=loss, **parts)
+    return FinitePopulation(x, Y, OFFSETS, batch_size=BATCH, seed=5, loss=loss, **parts)
 
 
 def learners(loss: Loss = "squared") -> list[AdditiveLinear]:
@@ -52,10 +52,10 @@ def learners(loss: Loss = "squared") -> list[AdditiveLinear]:
     return found
 
 
-def grid_of(cohort: Cohort = COHORT, total_batch: int | None = None) -> list[Setting]:
+def grid_of(cohort: Cohort = COHORT, total_batch: int | None = None) -> list[EngineSetting]:
     """α from 0 to ∞, with and without noise, with everyone clipped, some, and nobody."""
     return [
-        Setting(Release(cohort, c, z, total_batch), Steps.from_ratio(0.2, a))
+        EngineSetting(Release(cohort, c, z, total_batch), Steps.from_ratio(0.2, a))
         for a, z, c in itertools.product((3.0, 0.0, 0.3, math.inf), (0.0, 1.0), (0.05, 0.4, 1e3))
     ]
 
@@ -118,7 +118,7 @@ def test_fresh_samples_are_those_of_the_learners() -> None:
     users = 300
     problem = Synthetic.draw(users, 8, seed=4)
     settings = [
-        Setting(Release(Poisson(users, 1.0), 5.0, 1.0), Steps.from_ratio(0.3, a))
+        EngineSetting(Release(Poisson(users, 1.0), 5.0, 1.0), Steps.from_ratio(0.3, a))
         for a in (0.3, 3.0)
     ]
     engine = several(LinearEngine(FreshPopulation(problem, 10), settings, seed=SEED), 3)
@@ -148,7 +148,7 @@ def test_measures_are_the_means_over_users_that_the_strategy_reports() -> None:
 
 def test_validation_and_test_rows_are_not_mixed_up() -> None:
     """Both parts have as many rows for each user: each is measured on its own."""
-    setting = Setting(Release(COHORT, 1.0, 0.0), Steps(0.1, 0.1))
+    setting = EngineSetting(Release(COHORT, 1.0, 0.0), Steps(0.1, 0.1))
     other = (X[::-1].copy(), Y, OFFSETS)
 
     def measured(**parts: Any) -> dict[str, float]:
@@ -172,7 +172,7 @@ def test_the_ends_of_alpha_freeze_one_block() -> None:
 def test_an_empty_cohort_still_releases_noise() -> None:
     """w = −s_w·z·C/D·Σ_t n_t if nobody ever takes part."""
     release = Release(Poisson(USERS, 1e-12), 2.0, 0.5)
-    engine = LinearEngine(table(), [Setting(release, Steps(0.1, 0.1))], seed=SEED)
+    engine = LinearEngine(table(), [EngineSetting(release, Steps(0.1, 0.1))], seed=SEED)
     several(engine, 2)
     normals = sum(
         RandomStream.insecure(SEED, "noise", t).normals(FEATURES * CLASSES) for t in (1, 2)
@@ -184,8 +184,8 @@ def test_a_gradient_of_rows_that_nearly_cancel_is_clipped_at_its_true_length() -
     """Two nearly equal rows with opposite residuals."""
     x = np.array([[1.0, 0.0], [1.0, 1e-4]])
     y = np.array([[-1.0], [1.0]])
-    cancelling = Table(x, y, [0, 2], batch_size=2, seed=1)
-    setting = Setting(Release(Poisson(1, 1.0), 1e-6, 0.0), Steps(1.0, 0.0))
+    cancelling = FinitePopulation(x, y, [0, 2], batch_size=2, seed=1)
+    setting = EngineSetting(Release(Poisson(1, 1.0), 1e-6, 0.0), Steps(1.0, 0.0))
     engine = several(LinearEngine(cancelling, [setting], seed=SEED), 1)
     close(engine.w(0), clip(np.array([0.0, 5e-5]), 1e-6), 1e-13)
 
@@ -199,10 +199,10 @@ def test_float32_is_close(sparse_x: bool) -> None:
         close(narrow.w(place), wide.w(place), 1e-4)
 
 
-def wide_table(sizes: Sequence[int], features: int) -> Table:
+def wide_table(sizes: Sequence[int], features: int) -> FinitePopulation:
     rows = sum(sizes)
     x = SOURCE.normal(size=(rows, features))
-    return Table(x, np.ones((rows, 1)), np.cumsum([0, *sizes]), batch_size=10, seed=1)
+    return FinitePopulation(x, np.ones((rows, 1)), np.cumsum([0, *sizes]), batch_size=10, seed=1)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -211,7 +211,9 @@ def wide_table(sizes: Sequence[int], features: int) -> Table:
 )
 def test_memory_is_foreseen(population: Population, dtype: DTypeLike) -> None:
     """What is planned is enough, and not wastefully much. NumPy's allocations are traced."""
-    settings = [Setting(Release(Poisson(len(population), 1.0), 1.0, 1.0), Steps(1.0, 1.0))] * 40
+    settings = [
+        EngineSetting(Release(Poisson(len(population), 1.0), 1.0, 1.0), Steps(1.0, 1.0))
+    ] * 40
     tracemalloc.start()
     engine = LinearEngine(population, settings, seed=1, dtype=dtype)
     engine.advance()
@@ -225,7 +227,7 @@ def test_memory_is_foreseen(population: Population, dtype: DTypeLike) -> None:
 def test_a_diverging_setting_is_reported_once_and_the_others_go_on() -> None:
     """Warnings are errors here: overflow is silent."""
     settings = [
-        Setting(Release(COHORT, 0.4, 1.0), Steps.from_ratio(step, 1.0))
+        EngineSetting(Release(COHORT, 0.4, 1.0), Steps.from_ratio(step, 1.0))
         for step in (0.1, 1e9, 0.2, 1e12)
     ]
     measured = table(test=(X, Y, OFFSETS))
@@ -239,7 +241,7 @@ def test_a_diverging_setting_is_reported_once_and_the_others_go_on() -> None:
 
 def test_what_cannot_be_trained_side_by_side_is_refused() -> None:
     one, other, fewer = (
-        Setting(Release(Poisson(users, rate), 1.0, 1.0), Steps(1.0, 1.0))
+        EngineSetting(Release(Poisson(users, rate), 1.0, 1.0), Steps(1.0, 1.0))
         for users, rate in ((USERS, 0.3), (USERS, 0.5), (9, 0.3))
     )
     with pytest.raises(ValueError, match="share the cohort"):
@@ -247,4 +249,4 @@ def test_what_cannot_be_trained_side_by_side_is_refused() -> None:
     with pytest.raises(ValueError, match=f"population=9 users but the data hold {USERS}"):
         LinearEngine(table(), [fewer], seed=1)
     with pytest.raises(ValueError, match="at least one row"):
-        Table(X, Y, [0, 3, 3, len(Y)], batch_size=1, seed=1)
+        FinitePopulation(X, Y, [0, 3, 3, len(Y)], batch_size=1, seed=1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flwr_ppsgd import FixedSize, Release, Steps
 from flwr_ppsgd.algorithm import Reduction
-from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.engine import EngineSetting
 from flwr_ppsgd.lab.network_engine import NetworkEngine, cohort_gradients
 from flwr_ppsgd.learner import Minibatches
 from flwr_ppsgd.models.torch_model import AdditiveHead, SplitModel
@@ -35,16 +35,18 @@ class Small(nn.Module):
         return scores
 
 
-def settings(count: int) -> list[Setting]:
+def settings(count: int) -> list[EngineSetting]:
     found = []
     for place in range(count):
         alpha = [0.0, 0.3, 1.0, math.inf][place % 4]
         release = Release(FixedSize(USERS, 7), 0.1 * (1 + place), noise_multiplier=0.5)
-        found.append(Setting(release, Steps.from_ratio(0.2, alpha)))
+        found.append(EngineSetting(release, Steps.from_ratio(0.2, alpha)))
     return found
 
 
-def engine_of(model: SplitModel, chosen: list[Setting], *, average: bool = False) -> NetworkEngine:
+def engine_of(
+    model: SplitModel, chosen: list[EngineSetting], *, average: bool = False
+) -> NetworkEngine:
     batches = [Minibatches(x, y, 5, seed=2, user=user) for user, (x, y) in enumerate(ROWS)]
     tests = [rows if user % 9 else (rows[0][:0], rows[1][:0]) for user, rows in enumerate(ROWS)]
     return NetworkEngine(model, batches, chosen, seed=1, average=average, tests=tests)

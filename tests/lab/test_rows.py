@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from flwr_ppsgd.lab.rows import Point, RunRow, SweepRow
+from flwr_ppsgd.lab.rows import GridPoint, RunRow, SweepRow
 
-POINT = Point(1, math.inf, 0.1, 2.0, 5.0, "fine-tuned")
-RECIPE = Point(1, math.inf, 0.0, 3.0, 1.0, "auto", target_epsilon=math.inf)
-LOCAL = Point(2, 0.0, 0.1, None, None)
+POINT = GridPoint(1, math.inf, 0.1, 2.0, 5.0, "fine-tuned")
+RECIPE = GridPoint(1, math.inf, 0.0, 3.0, 1.0, "auto", target_epsilon=math.inf)
+LOCAL = GridPoint(2, 0.0, 0.1, None, None)
 MEASURES = {"loss": 0.5, "accuracy": 0.25}
 DIVERGED = SweepRow(POINT, 6, MEASURES, diverged=True, deployed_epsilon=2.5, paper_epsilon=1.5)
 

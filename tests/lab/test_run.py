@@ -13,7 +13,7 @@ from flwr_ppsgd.lab import figures
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.outputs import SavedRun, check_free, free_directory, save
 from flwr_ppsgd.lab.rows import RunRow
-from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
+from flwr_ppsgd.lab.run import RunOutcome, run, run_as_cohort
 from flwr_ppsgd.lab.sweep import Sweep
 from flwr_ppsgd.lab.synthetic import Synthetic
 from tests.support.own_data import write
@@ -29,7 +29,7 @@ def small(**changes: Any) -> Experiment:
     )
 
 
-def w(outcome: Outcome) -> list[float]:
+def w(outcome: RunOutcome) -> list[float]:
     (array,) = outcome.w.to_numpy_ndarrays()
     return [float(value) for value in array.reshape(-1)]
 
@@ -39,7 +39,7 @@ def refuse_constant(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome() -> Outcome:
+def outcome() -> RunOutcome:
     return run(small(insecure_seed=1))
 
 
@@ -71,7 +71,7 @@ def test_data_that_does_not_exist_is_refused(key: str, value: object, rule: str)
         Experiment.load(overrides={key: value})
 
 
-def test_rows_are_the_evaluated_rounds_with_epsilon_of_the_ledger(outcome: Outcome) -> None:
+def test_rows_are_the_evaluated_rounds_with_epsilon_of_the_ledger(outcome: RunOutcome) -> None:
     """Round 0 is before training and costs nothing; ε after t rounds is that of t releases."""
     assert [row.round for row in outcome.rows] == [0, 1, 2, 3]
     spent = [Ledger(1e-4).record(outcome.release, row.round).epsilon() for row in outcome.rows]
@@ -81,7 +81,7 @@ def test_rows_are_the_evaluated_rounds_with_epsilon_of_the_ledger(outcome: Outco
     assert not outcome.stopped
 
 
-def test_the_first_row_is_the_risk_of_zero(outcome: Outcome) -> None:
+def test_the_first_row_is_the_risk_of_zero(outcome: RunOutcome) -> None:
     """w = θ = 0 before training: the mean over users of ‖θ_i*‖²_Σ."""
     problem = Synthetic.draw(4, 6, seed=outcome.experiment.problem.data_seed)
     risks = [problem.excess_risk(user, np.zeros(6)) for user in range(4)]
@@ -93,7 +93,7 @@ def test_evaluate_every_says_which_rounds_have_rows(every: int, rounds: list[int
     assert [row.round for row in run(small(evaluate_every=every)).rows] == rounds
 
 
-def test_an_insecure_seed_repeats_the_run(outcome: Outcome) -> None:
+def test_an_insecure_seed_repeats_the_run(outcome: RunOutcome) -> None:
     again = run(small(insecure_seed=1))
     assert w(again) == w(outcome)
     assert again.rows == outcome.rows
@@ -113,7 +113,7 @@ def test_epsilon_in_the_settings_holds_after_the_planned_rounds(tmp_path: Path) 
     )
 
 
-def test_the_output_directory_is_complete(outcome: Outcome, tmp_path: Path) -> None:
+def test_the_output_directory_is_complete(outcome: RunOutcome, tmp_path: Path) -> None:
     """Settings that can be loaded again, a line for each row, the ledger, and w."""
     save(outcome, tmp_path / "deep" / "out")
     out = tmp_path / "deep" / "out"
@@ -131,7 +131,7 @@ def test_the_output_directory_is_complete(outcome: Outcome, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_failure_while_drawing_leaves_everything_as_it_was(
-    outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+    outcome: RunOutcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     """Pictures are drawn last, before there is an output directory, which appears as a whole."""
     out = tmp_path / "out"
@@ -153,7 +153,9 @@ def test_a_failure_while_drawing_leaves_everything_as_it_was(
     assert out.stat().st_mode & 0o777 == 0o755, "others may read it"
 
 
-def test_what_has_come_in_the_meantime_is_not_overwritten(outcome: Outcome, tmp_path: Path) -> None:
+def test_what_has_come_in_the_meantime_is_not_overwritten(
+    outcome: RunOutcome, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("data")

@@ -19,7 +19,7 @@ from flwr_ppsgd.lab import workers
 from flwr_ppsgd.lab.block import plan_blocks, run_block
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.outputs import open_sweep, read_config, read_rows, read_selection
-from flwr_ppsgd.lab.rows import Point, SweepRow
+from flwr_ppsgd.lab.rows import GridPoint, SweepRow
 from flwr_ppsgd.lab.run import run_as_cohort
 from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep
 from flwr_ppsgd.lab.tasks import LinearTask
@@ -58,7 +58,7 @@ def load(directory: Path, **changes: Any) -> Sweep:
 
 def in_this_process(
     flat: dict[str, Any],
-    blocks: Sequence[Sequence[Point]],
+    blocks: Sequence[Sequence[GridPoint]],
     jobs: int,  # noqa: ARG001
     on_round: Callable[[int, int], None],
 ) -> Iterator[tuple[int, list[SweepRow]]]:
@@ -69,7 +69,7 @@ def in_this_process(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "in_processes", in_this_process)
+    monkeypatch.setattr(workers, "run_in_processes", in_this_process)
 
 
 def sorted_bytes(out: Path) -> list[bytes]:
@@ -233,7 +233,7 @@ def test_a_damaged_row_is_named(small: Sweep, tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_one_clear_line(
     small: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_work", die)
+    monkeypatch.setattr(workers, "_run_in_worker", die)
     with pytest.raises(RuntimeError, match=r"a worker ended without a word.*lower --memory"):
         run_sweep(small, tmp_path / "out", memory=GIGABYTE, jobs=1)
     assert not multiprocessing.active_children()
@@ -279,7 +279,7 @@ def test_every_sweep_that_validates_has_a_row_without_noise_and_trivial_answers(
     run_sweep(sweep, out, jobs=1)
     trivial = {row.point: row.measures for row in read_rows(out) if not row.point.step}
     assert trivial.keys() == {
-        Point(0, 0.0, 0.0, None, None, method) for method in ("trivial", "own-trivial")
+        GridPoint(0, 0.0, 0.0, None, None, method) for method in ("trivial", "own-trivial")
     }
     for measures in trivial.values():
         assert measures.keys() == {"accuracy", "validation_accuracy"}

@@ -14,12 +14,12 @@ from flwr_ppsgd.client.visit import num_tested
 from flwr_ppsgd.lab import block as blocks
 from flwr_ppsgd.lab import workers
 from flwr_ppsgd.lab.block import plan_blocks, run_block
-from flwr_ppsgd.lab.evaluation import overall, results_of
+from flwr_ppsgd.lab.evaluation import overall_measures, results_of
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.figures import draw_sweep
 from flwr_ppsgd.lab.html_report import write_report
 from flwr_ppsgd.lab.outputs import read_rows
-from flwr_ppsgd.lab.rows import Point, SweepRow
+from flwr_ppsgd.lab.rows import GridPoint, SweepRow
 from flwr_ppsgd.lab.run import run_as_cohort
 from flwr_ppsgd.lab.summary import summarise
 from flwr_ppsgd.lab.sweep import EpsilonCache, Sweep, recipe_of
@@ -53,7 +53,7 @@ def sweep_of(path: Path, flat: dict[str, Any], **changes: Any) -> Sweep:
     return Sweep.read({**flat, "data": str(path), **given}, where="here")
 
 
-def of(sweep: Sweep, method: str) -> list[Point]:
+def of(sweep: Sweep, method: str) -> list[GridPoint]:
     return [point for point in sweep.points() if point.method == method]
 
 
@@ -163,7 +163,7 @@ def test_a_method_that_is_none_is_refused(tmp_path: Path, value: Any, words: str
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "in_processes", in_this_process)
+    monkeypatch.setattr(workers, "run_in_processes", in_this_process)
 
 
 @pytest.mark.usefixtures("quick")
@@ -232,22 +232,24 @@ def test_solved_baselines_solve_on_the_final_w(
     sweep = sweep_of(write(tmp_path), FLAT, baselines="solved, fedavg, fedavg-solved")
     (point,) = of(sweep, method)
     kept: list[Any] = []
-    made = blocks._engine
+    made = blocks._block_engine
 
     def remembered(base: Experiment, points: Any) -> Any:
         kept.append(made(base, points))
         return kept[-1]
 
-    monkeypatch.setattr(blocks, "_engine", remembered)
+    monkeypatch.setattr(blocks, "_block_engine", remembered)
     flat = sweep.base.to_flat()
     (row,) = [row for row in run_block(flat, [point], quiet) if row.measures]
-    like = Point(point.seed, math.inf, point.step, point.noise_multiplier, point.clip_norm, source)
+    like = GridPoint(
+        point.seed, math.inf, point.step, point.noise_multiplier, point.clip_norm, source
+    )
     run_block(flat, [like], quiet)
     solved_on, published = (engine.w(0) for engine in kept)
     np.testing.assert_array_equal(solved_on, published)
     task = sweep.base.task
     (people,) = results_of(task.learner, [published], range(9), None)
-    assert row.measures == pytest.approx(overall(people), rel=1e-8)
+    assert row.measures == pytest.approx(overall_measures(people), rel=1e-8)
     assert isinstance(row, SweepRow)
     price = EpsilonCache(sweep.base).price
     assert price(point, 6) == price(like, 6)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.engine import EngineSetting
 from flwr_ppsgd.lab.experiment import Experiment
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.lab.problem import Problem
-from flwr_ppsgd.lab.run import Outcome, run, run_as_cohort
-from flwr_ppsgd.lab.tasks import learner_for, table
+from flwr_ppsgd.lab.run import RunOutcome, run, run_as_cohort
+from flwr_ppsgd.lab.tasks import finite_population, learner_for
 from tests.lab.test_problem import read
 from tests.support.loaded import loaded_by
 from tests.support.own_data import USERS, arrays, write
@@ -20,7 +20,7 @@ from tests.support.own_data import USERS, arrays, write
 MEASURES = {"classification": "accuracy", "regression": "rmse", "multi-label": "precision_at_1"}
 
 
-def w(outcome: Outcome) -> np.ndarray[Any, Any]:
+def w(outcome: RunOutcome) -> np.ndarray[Any, Any]:
     return np.concatenate([array.reshape(-1) for array in outcome.w.to_numpy_ndarrays()])
 
 
@@ -95,10 +95,10 @@ def test_exhausted_users_drop_out(tmp_path: Path) -> None:
     changes = {"rate": None, "cohort_size": 4, "passes": 2, "rounds": None, "drop_exhausted": True}
     experiment: Experiment = read(path, **changes)
     training = experiment.training
-    setting = Setting(training.release(), training.steps())
+    setting = EngineSetting(training.release(), training.steps())
     engine = experiment.task.engine([setting], 1)
     assert isinstance(engine, LinearEngine)
-    most = table(experiment.problem, "float64", 2.0).most_visits
+    most = finite_population(experiment.problem, "float64", 2.0).most_visits
     assert most is not None
     for _ in range(3 * training.rounds):
         engine.advance()
@@ -106,7 +106,7 @@ def test_exhausted_users_drop_out(tmp_path: Path) -> None:
 
 
 def test_users_without_test_rows_are_not_measured(tmp_path: Path) -> None:
-    rows = table(Problem(data=str(write(tmp_path))), "float64")
+    rows = finite_population(Problem(data=str(write(tmp_path))), "float64")
     assert rows.parts["test"].measured_users.tolist() == [user for user in range(USERS) if user % 4]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flwr_ppsgd.lab.block import run_block
-from flwr_ppsgd.lab.measures import on_test
+from flwr_ppsgd.lab.measures import as_test_measure
 from flwr_ppsgd.lab.rows import SweepRow
 from flwr_ppsgd.lab.run import run, run_as_cohort
 from flwr_ppsgd.lab.sweep import Sweep
@@ -19,7 +19,7 @@ def swept(path: Path, **changes: Any) -> list[SweepRow]:
     flat = {**FLAT, "data": str(path), "select-on": "validation", "alpha-q": [0.0, 0.3], **changes}
     sweep = Sweep.read(flat, where="here")
     rows = []
-    for method in ("ppsgd", *sweep.base.methods()):
+    for method in ("ppsgd", *sweep.base.baseline_names()):
         points = [point for point in sweep.points() if point.method == method]
         rows += run_block(sweep.base.to_flat(), points, lambda *_: None)
     return rows
@@ -36,7 +36,7 @@ def test_validation_rows_are_neither_trained_on_nor_tested(tmp_path: Path) -> No
     np.testing.assert_array_equal(before.train_sizes - data.train_sizes, expected)
     start, stop = data.offsets[3:5]
     apart = start + np.flatnonzero(data.validation[start:stop])
-    np.testing.assert_array_equal(data.choosing().rows(3, test=True), apart)
+    np.testing.assert_array_equal(data.validation_as_test().rows(3, test=True), apart)
 
 
 def test_with_a_time_column_the_last_training_rows_are_set_apart(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_test_part_is_opened_once_at_the_end(tmp_path: Path) -> None:
     rows = swept(write(tmp_path), baselines="fine-tuned, fedavg")
     last = max(row.round for row in rows)
     for row in rows:
-        tested = [name for name in row.measures if on_test(name) == name]
+        tested = [name for name in row.measures if as_test_measure(name) == name]
         assert bool(tested) == (row.round == last)
         assert "validation_accuracy" in row.measures
     assert {row.point.method for row in rows} == {"ppsgd", "fine-tuned", "fedavg"}
@@ -70,7 +70,7 @@ def test_nothing_that_is_chosen_by_depends_on_test_rows(tmp_path: Path, task: st
     other = swept(write(changed, task, x=x), baselines="fine-tuned")
     for mine, theirs in zip(honest, other, strict=True):
         for name, value in mine.measures.items():
-            if on_test(name) != name:
+            if as_test_measure(name) != name:
                 assert theirs.measures[name] == pytest.approx(value, rel=1e-12)
     assert honest[-1].measures["loss"] != other[-1].measures["loss"]
 

@@ -11,8 +11,9 @@ from torch.func import grad
 
 from flwr_ppsgd.algorithm import Reduction
 from flwr_ppsgd.learner import SHARED, Minibatches
-from flwr_ppsgd.models.additive_linear import AdditiveLinear, Loss, Matrix, columns_of
+from flwr_ppsgd.models.additive_linear import AdditiveLinear, Loss, columns_of
 from flwr_ppsgd.models.solve import OwnProblem, solution
+from flwr_ppsgd.recipe import Matrix
 from flwr_ppsgd.wire import Order
 
 FEATURES, OUTPUTS, ROWS = 4, 3, 6

@@ -6,13 +6,13 @@ import numpy as np
 
 from flwr_ppsgd import Learner, Order
 from flwr_ppsgd.algorithm import Vector, client_step
-from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.engine import EngineSetting
 from flwr_ppsgd.noise import RandomStream
 from tests.support.steps import noisy_step
 
 
 def by_hand(
-    learners: Sequence[Learner], setting: Setting, w: Vector, *, seed: int, rounds: int
+    learners: Sequence[Learner], setting: EngineSetting, w: Vector, *, seed: int, rounds: int
 ) -> Iterator[tuple[Vector, list[Vector]]]:
     """(w, every θ) after each round."""
     release = setting.release

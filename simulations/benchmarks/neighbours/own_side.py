@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flwr_ppsgd import Poisson, Release, Steps, client_app
-from flwr_ppsgd.lab.engine import Setting
+from flwr_ppsgd.lab.engine import EngineSetting
 from flwr_ppsgd.lab.linear_engine import LinearEngine
 from flwr_ppsgd.simulation import InProcessGrid
 from simulations.benchmarks.neighbours.serving import (
@@ -57,7 +57,7 @@ def loop() -> Callable[[int], object]:
     return lambda rounds: take(rounds, turns)
 
 
-def engine(grid: list[Setting]) -> Callable[[int], object]:
+def engine(grid: list[EngineSetting]) -> Callable[[int], object]:
     """Rounds of all settings at once, with ε after each."""
     cohort_engine = warmed(LinearEngine(linear_table(), grid, seed=1))
     growing = ledgers(release())
@@ -74,8 +74,8 @@ def release() -> Release:
     return Release(Poisson(USERS, rate=COHORT / USERS), CLIP_NORM, NOISE_MULTIPLIER)
 
 
-def one_setting() -> Setting:
-    return Setting(release(), Steps(0.001, 0.001))
+def one_setting() -> EngineSetting:
+    return EngineSetting(release(), Steps(0.001, 0.001))
 
 
 KINDS: dict[str, Callable[[], Callable[[int], object]]] = {
