@@ -89,10 +89,7 @@ def test_the_table_names_the_best_setting_for_each_epsilon() -> None:
     table = summarise(ROWS).table.to_dict("records")
     assert [
         (r["noise-multiplier"], r["deployed_epsilon"], r["alpha-q"], r["loss"]) for r in table
-    ] == [
-        (1.0, 90.0, 0.3, 1.0),
-        (5.0, 18.0, 0.0, 3.0),
-    ]
+    ] == [(1.0, 90.0, 0.3, 1.0), (5.0, 18.0, 0.0, 3.0)]
     assert [(r["local"], r["global"]) for r in table] == [(3.0, 2.0), (3.0, 7.5)]
 
 
@@ -171,10 +168,7 @@ def validated(own: SweepRow, chosen_by: float) -> SweepRow:
 
 def test_settings_are_chosen_on_validation_rows_and_reported_on_test_rows() -> None:
     """Step 0.1 is better on validation rows, step 0.2 on test rows: 2.5 - 2 is the optimism."""
-    rows = [
-        validated(row(0.3, 0.1, 1.0, 9, 2.5), 1.0),
-        validated(row(0.3, 0.2, 1.0, 9, 2.0), 1.5),
-    ]
+    rows = [validated(row(0.3, 0.1, 1.0, 9, 2.5), 1.0), validated(row(0.3, 0.2, 1.0, 9, 2.0), 1.5)]
     found = summarise(rows)
     (cells,) = found.table.to_dict("records")
     assert (cells["step"], cells["validation_loss"], cells["loss"]) == (0.1, 1.0, 2.5)

@@ -120,9 +120,7 @@ def test_sparse_rows_give_what_dense_ones_do(task: Task) -> None:
     )
 
 
-def test_a_row_with_nan_is_left_out_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_row_with_nan_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     rows, targets = data("regression", 9, 3)
     rows[4, 1] = math.nan
     targets[7] = math.inf

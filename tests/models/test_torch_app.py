@@ -62,9 +62,7 @@ def test_the_app_goes_to_flowers_workers(caplog: pytest.LogCaptureFixture) -> No
     assert ALL_ANSWERED in one_round(pickle.loads(pickle.dumps(app)), caplog)
 
 
-def test_a_node_without_a_partition_is_told_how_to_start(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_node_without_a_partition_is_told_how_to_start(caplog: pytest.LogCaptureFixture) -> None:
     found = one_round(torch_client(network, "1.*", unpartitioned), caplog)
     assert "'num-partitions', and this node has ['partition-id']: start its SuperNode" in found
 
