@@ -2,7 +2,8 @@
 
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -21,23 +22,22 @@ ORDER = Order(1, 0.1, 1.0, "mean", True, visit=1)
 
 
 def stepped(module: nn.Module, personal: Any, batches: Any, **options: Any) -> Any:
-    """A learner that has given finite gradients once."""
+    """The measures of a learner whose gradients are finite and not zero."""
     learner = torch_learner(module, personal, batches, batches, **options)
     w = SplitModel(module, personal).initial_w()
-    g_w, g_theta = learner.gradients(w, learner.initial_theta(), ORDER)
-    assert np.isfinite(g_w).all()
-    assert np.isfinite(g_theta).all()
-    assert np.linalg.norm(g_w) > 0
-    assert np.isfinite(learner.evaluate(w, learner.initial_theta())["loss"])
-    return learner
+    gradients = learner.gradients(w, learner.initial_theta(), ORDER)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    assert np.linalg.norm(gradients[0]) > 0
+    measures = learner.evaluate(w, learner.initial_theta())
+    assert np.isfinite(measures["loss"])
+    return measures
 
 
-def images(rows: int = 6) -> Tensor:
-    return torch.randn(rows, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-def classes(rows: int = 6) -> Tensor:
-    return torch.arange(rows) % 3
+IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.arange(6) % 3
+IDS = torch.arange(24).reshape(6, 4) % 11
+MASK = torch.ones(6, 4)
+TOKENS = {"labels": CLASSES, "attention_mask": MASK, "input_ids": IDS}
 
 
 class ViewNet(nn.Module):
@@ -64,18 +64,7 @@ class Tokens(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         mask = attention_mask[:, :, None]
         summed = (self.embedding(input_ids) * mask).sum(dim=1)
-        return Output(logits=self.head(summed / mask.sum(dim=1)), hidden=summed)
-
-
-@dataclass
-class Output:
-    logits: Tensor
-    hidden: Tensor
-
-
-def token_batch() -> dict[str, Tensor]:
-    ids = torch.arange(24).reshape(6, 4) % 11
-    return {"labels": classes(), "attention_mask": torch.ones(6, 4), "input_ids": ids}
+        return SimpleNamespace(logits=self.head(summed / mask.sum(dim=1)), hidden=summed)
 
 
 def small_network() -> nn.Module:
@@ -110,25 +99,22 @@ def test_gradients_are_those_of_finite_differences(kind: str, reduction: Any) ->
     torch.manual_seed(1)
     model = MODELS[kind]()
     rows = digits()
-    w = model.initial_w()
-    theta = model.initial_theta() + 0.1
+    w, theta = model.initial_w(), model.initial_theta() + 0.1
     g_w, g_theta = model.gradients(w, theta, rows, reduction)
     scale = 1 if reduction == "mean" else len(rows[0])
     source = np.random.default_rng(2)
-    h = 1e-5
     for _ in range(12):
-        d_w = source.normal(size=w.size)
-        d_theta = source.normal(size=theta.size)
-        up = model.evaluate(w + h * d_w, theta + h * d_theta, rows)["loss"]
-        down = model.evaluate(w - h * d_w, theta - h * d_theta, rows)["loss"]
+        d_w, d_theta = source.normal(size=w.size), source.normal(size=theta.size)
+        up, down = (
+            model.evaluate(w + h * d_w, theta + h * d_theta, rows)["loss"] for h in (1e-5, -1e-5)
+        )
         expected = g_w @ d_w + g_theta @ d_theta
-        assert scale * (up - down) / (2 * h) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert scale * (up - down) / 2e-5 == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_squared_loss_is_half_the_square() -> None:
-    model = SplitModel(nn.Linear(2, 1, bias=True).double(), personal=["bias"], loss="squared")
-    w = np.array([1.0, 2.0])
-    theta = np.array([0.5])
+    model = SplitModel(nn.Linear(2, 1).double(), personal=["bias"], loss="squared")
+    w, theta = np.array([1.0, 2.0]), np.array([0.5])
     rows = np.array([[1.0, 1.0]]), np.array([[1.5]])
     assert model.evaluate(w, theta, rows) == {"loss": pytest.approx(2.0)}
     g_w, g_theta = model.gradients(w, theta, rows, "mean")
@@ -145,19 +131,16 @@ def test_theta_is_added_to_a_shared_head(kind: str) -> None:
         model = SplitModel(network, "1.*", additive=True)
         assert list(model.initial_arrays()) == list(network.state_dict())
         head = slice(-24, None)
-    w = model.initial_w()
-    theta = model.initial_theta()
-    assert not theta.any()
-    theta = np.random.default_rng(3).normal(size=theta.size)
+    w, nothing = model.initial_w(), model.initial_theta()
+    assert not nothing.any()
+    theta = np.random.default_rng(3).normal(size=nothing.size)
     shifted = w.copy()
     shifted[head] += theta
-    expected = model.evaluate(w, theta, digits())["loss"]
-    assert model.evaluate(shifted, 0 * theta, digits())["loss"] == pytest.approx(
-        expected, rel=1e-12
-    )
+    losses = [model.evaluate(*at, digits())["loss"] for at in ((w, theta), (shifted, nothing))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     g_w, g_theta = model.gradients(w, theta, digits(), "mean")
     np.testing.assert_allclose(g_w[head], g_theta)
-    np.testing.assert_allclose(model.gradients(shifted, 0 * theta, digits(), "mean")[0], g_w)
+    np.testing.assert_allclose(model.gradients(shifted, nothing, digits(), "mean")[0], g_w)
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -166,8 +149,7 @@ def test_gradients_of_w_are_float32_if_the_network_is(single: bool) -> None:
     module = nn.Sequential(small_network(), nn.Linear(5, 4))
     model = SplitModel(module.float() if single else module.double(), "1.*")
     assert model.takes_float32 == single
-    w = model.initial_w()
-    theta = model.initial_theta()
+    w, theta = model.initial_w(), model.initial_theta()
     g_w, g_theta = model.gradients(w, theta, digits(), "mean")
     assert g_w.dtype == (np.float32 if single else np.float64)
     assert g_theta.dtype == np.float64
@@ -183,11 +165,10 @@ def test_a_learner_visits_minibatches() -> None:
     model = MODELS["additive head"]()
     batches = Minibatches(*digits(9), 4, seed=0, user=0)
     learner = model.learner(batches, test=digits(9))
-    order = Order(1, 0.1, 1.0, "mean", True, visit=2)
-    w = model.initial_w()
-    theta = learner.initial_theta()
+    w, theta = model.initial_w(), learner.initial_theta()
     expected = model.gradients(w, theta, batches(2), "mean")[0]
-    np.testing.assert_array_equal(learner.gradients(w, theta, order)[0], expected)
+    found = learner.gradients(w, theta, replace(ORDER, visit=2))[0]
+    np.testing.assert_array_equal(found, expected)
     assert set(learner.evaluate(w, theta)) == {"loss", "accuracy"}
     assert learner.num_examples == 9
 
@@ -205,12 +186,10 @@ def test_frozen_layers_belong_to_neither_block() -> None:
 def test_dropout_is_on_in_training_and_off_in_evaluation() -> None:
     module = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 2))
     model = SplitModel(module, personal=["2.*"])
-    rows = np.ones((3, 4)), np.array([0, 1, 1])
-    w = model.initial_w()
-    theta = model.initial_theta()
-    first, second = (model.gradients(w, theta, rows, "mean")[0] for _ in range(2))
+    at = (model.initial_w(), model.initial_theta(), (np.ones((3, 4)), np.array([0, 1, 1])))
+    first, second = (model.gradients(*at, "mean")[0] for _ in range(2))
     assert not np.array_equal(first, second)
-    assert model.evaluate(w, theta, rows) == model.evaluate(w, theta, rows)
+    assert model.evaluate(*at) == model.evaluate(*at)
 
 
 def test_running_statistics_are_refused_and_batch_statistics_are_not() -> None:
@@ -222,15 +201,18 @@ def test_running_statistics_are_refused_and_batch_statistics_are_not() -> None:
     stepped(module, "2.*", [(torch.eye(3), torch.tensor([0, 1, 0]))])
 
 
-def test_patterns_for_nothing_or_everything_are_refused() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    for patterns, block in (([], "personal"), (["*"], "shared")):
-        with pytest.raises(ValueError, match=rf"leaves no {block} parameter among \['0.bias'"):
-            SplitModel(module, personal=patterns)
-    for pattern in ("2.*", ["1.*", "2.*"]):
-        words = r"'2.\*' matches no parameter of Sequential; .*'1.bias'"
-        with pytest.raises(ValueError, match=words):
-            SplitModel(module, personal=pattern)
+@pytest.mark.parametrize(
+    ("personal", "words"),
+    [
+        ([], r"leaves no personal parameter among \['0.bias'"),
+        (["*"], r"leaves no shared parameter among \['0.bias'"),
+        ("2.*", r"'2.\*' matches no parameter of Sequential; .*'1.bias'"),
+        (["1.*", "2.*"], r"'2.\*' matches no parameter of Sequential; .*'1.bias'"),
+    ],
+)
+def test_patterns_for_nothing_or_everything_are_refused(personal: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SplitModel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), personal)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -247,8 +229,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_w_and_theta_make_a_whole_module(additive: bool) -> None:
     """Saved and loaded with strict=True; a list of arrays, as the legacy API has it, too."""
     model = SplitModel(ViewNet(), "head.*", additive=additive)
-    w = model.initial_w() + 1.0
-    theta = model.initial_theta() - 1.0
+    w, theta = model.initial_w() + 1.0, model.initial_theta() - 1.0
     arrays = Layout.of(model.initial_arrays()).unflatten(w)
     expected = w.copy()
     if additive:
@@ -259,15 +240,14 @@ def test_w_and_theta_make_a_whole_module(additive: bool) -> None:
         loaded.load_state_dict(whole.state_dict(), strict=True)
         again = SplitModel(loaded, "head.*", additive=additive)
         np.testing.assert_allclose(again.initial_w(), expected, atol=1e-6)
-        if not additive:
-            np.testing.assert_allclose(again.initial_theta(), theta, rtol=1e-6)
+        kept = 0 * theta if additive else theta
+        np.testing.assert_allclose(again.initial_theta(), kept, rtol=1e-6)
         assert not whole.training
     own = ViewNet()
     alone = SplitModel(whole_module(own, arrays, "head.*"), "head.*", additive=additive)
     np.testing.assert_allclose(alone.initial_w(), w, rtol=1e-6)
-    if not additive:
-        kept = SplitModel(own, "head.*").initial_theta()
-        np.testing.assert_array_equal(alone.initial_theta(), kept)
+    kept = SplitModel(own, "head.*", additive=additive).initial_theta()
+    np.testing.assert_array_equal(alone.initial_theta(), kept)
 
 
 def test_other_personal_layers_are_named_on_both_sides() -> None:
@@ -275,7 +255,7 @@ def test_other_personal_layers_are_named_on_both_sides() -> None:
     words = r"server's w has \['head.bias', 'head.weight'\] .* lacks \['conv.bias', 'conv.weight'\]"
     with pytest.raises(ValueError, match=words):
         whole_module(ViewNet(), arrays, "head.*")
-    learner = torch_learner(ViewNet(), "head.*", [(images(), classes())])
+    learner = torch_learner(ViewNet(), "head.*", [(IMAGES, CLASSES)])
     with pytest.raises(ValueError, match=r"personal=\['head.\*'\], additive=False on this client"):
         learner.check_shared(Layout.of(arrays).shape_of)
     learner.check_shared({"conv.weight": (4, 3, 3, 3), "conv.bias": (4,)})
@@ -288,64 +268,63 @@ def test_other_personal_layers_are_named_on_both_sides() -> None:
 # Inputs and outputs
 
 
-def test_predictions_may_have_four_axes() -> None:
+def test_predictions_may_have_many_axes() -> None:
+    """Of pixels and channels; samples × places × classes, as language models return them."""
+
     def loss(prediction: Tensor, y: Tensor) -> Tensor:
         return (prediction.view(6, -1) - y.view(6, -1)).pow(2).mean(dim=1)
 
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
-    stepped(network, "1.*", [(images(), torch.zeros(6, 2, 4, 4))], loss=loss)
+    stepped(network, "1.*", [(IMAGES, torch.zeros(6, 2, 4, 4))], loss=loss)
+    words = torch.arange(12).reshape(3, 4) % 7
+    stepped(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), "1.*", [(words, words)])
 
 
-@pytest.mark.parametrize("kind", [dict, UserDict])
-def test_whole_numbers_stay_whole_and_several_inputs_go_by_keyword(kind: type) -> None:
-    learner = stepped(Tokens(), "head.*", [kind(token_batch())])
-    w = SplitModel(Tokens(), "head.*").initial_w()
-    assert set(learner.evaluate(w, learner.initial_theta())) == {"loss", "accuracy"}
-
-
-def test_several_inputs_of_a_tuple_go_by_position() -> None:
-    batch = token_batch()
-    triple = (batch["input_ids"], batch["attention_mask"], batch["labels"])
-    stepped(Tokens(), "head.*", [triple], inputs=[0, 1], target=2)
-    nested = ((batch["input_ids"], batch["attention_mask"]), batch["labels"])
-    for pair in (nested, [list(nested[0]), nested[1]]):  # torch's loaders make lists of tuples
-        stepped(Tokens(), "head.*", [pair])
-    inner = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    stepped(Tokens(), "head.*", [(inner, batch["labels"])])
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (TOKENS, {}),
+        (UserDict(TOKENS), {}),
+        ((IDS, MASK, CLASSES), {"inputs": [0, 1], "target": 2}),
+        (((IDS, MASK), CLASSES), {}),
+        ([[IDS, MASK], CLASSES], {}),  # torch's loaders make lists of tuples
+        (({"input_ids": IDS, "attention_mask": MASK}, CLASSES), {}),
+    ],
+)
+def test_several_inputs_go_by_keyword_or_position(batch: Any, options: dict[str, Any]) -> None:
+    """And whole numbers stay whole."""
+    assert set(stepped(Tokens(), "head.*", [batch], **options)) == {"loss", "accuracy"}
 
 
 def test_an_additive_head_over_a_network_with_several_inputs() -> None:
     model = AdditiveHead(Tokens(), 3, 3)
-    batch = token_batch()
-    y = batch.pop("labels")
-    g_w, _ = model.gradients(model.initial_w(), model.initial_theta() + 1, (batch, y), "mean")
+    batch = ({"input_ids": IDS, "attention_mask": MASK}, CLASSES)
+    g_w, _ = model.gradients(model.initial_w(), model.initial_theta() + 1, batch, "mean")
     assert np.linalg.norm(g_w) > 0
 
 
 def test_inputs_that_forward_does_not_take_are_named_on_both_sides() -> None:
-    batch = {**token_batch(), "token_type_ids": torch.zeros(6, 4, dtype=torch.long)}
-    learner = torch_learner(Tokens(), "head.*", [batch])
-    w = SplitModel(Tokens(), "head.*").initial_w()
+    batch = {**TOKENS, "token_type_ids": torch.zeros(6, 4, dtype=torch.long)}
     with pytest.raises(ValueError, match=r"'token_type_ids'\] and Tokens.forward takes \['input"):
-        learner.gradients(w, learner.initial_theta(), ORDER)
+        stepped(Tokens(), "head.*", [batch])
 
 
-@pytest.mark.parametrize("wrap", [lambda x: {"logits": x}, lambda x: Output(x, x), lambda x: x])
-def test_predictions_are_found_in_what_a_network_returns(wrap: Any) -> None:
+def returned(wrap: Callable[[Tensor], Any]) -> Any:
+    """A step of a network that returns its scores wrapped."""
+
     class Wrapped(ViewNet):
         def forward(self, x: Tensor) -> Any:
             return wrap(super().forward(x))
 
-    stepped(Wrapped(), "head.*", [(images(), classes())])
+    return stepped(Wrapped(), "head.*", [(IMAGES, CLASSES)])
 
 
-def test_an_output_without_predictions_is_refused() -> None:
-    class Pair(ViewNet):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), x
-
-    with pytest.raises(ValueError, match="Pair returned a tuple without logits"):
-        stepped(Pair(), "head.*", [(images(), classes())])
+def test_predictions_are_found_in_what_a_network_returns() -> None:
+    returned(lambda x: {"logits": x})
+    returned(lambda x: SimpleNamespace(logits=x, hidden=x))
+    returned(lambda x: x)
+    with pytest.raises(ValueError, match="Wrapped returned a tuple without logits"):
+        returned(lambda x: (x, x))
 
 
 # Losses
@@ -399,20 +378,15 @@ def test_one_dimensional_targets_and_predictions_fit_one_output() -> None:
 
 @pytest.mark.parametrize("chances", [False, True])
 def test_yes_or_no_with_one_output_has_an_accuracy(chances: bool) -> None:
-    module = regression()
-    loss: nn.Module = nn.BCEWithLogitsLoss()
-    if chances:
-        module = nn.Sequential(*module.children(), nn.Sigmoid())
-        loss = nn.BCELoss()
-    model = SplitModel(module, "2.*", loss)
-    x = NUMBERS[0]
+    link = nn.Sigmoid() if chances else nn.Identity()
+    loss = nn.BCELoss() if chances else nn.BCEWithLogitsLoss()
+    model = SplitModel(nn.Sequential(*regression().children(), link), "2.*", loss)
     y = torch.tensor([0, 1, 0, 1, 1])
-    g_w, _ = model.gradients(model.initial_w(), model.initial_theta(), (x, y), "mean")
-    assert np.linalg.norm(g_w) > 0
-    measures = model.evaluate(model.initial_w(), model.initial_theta(), (x, y))
+    at = (model.initial_w(), model.initial_theta(), (NUMBERS[0], y))
+    assert np.linalg.norm(model.gradients(*at, "mean")[0]) > 0
     with torch.no_grad():
-        yes = regression()(x.double())[:, 0] > 0
-    assert measures["accuracy"] == float((yes == (y == 1)).double().mean())
+        yes = regression()(NUMBERS[0].double())[:, 0] > 0
+    assert model.evaluate(*at)["accuracy"] == float((yes == (y == 1)).double().mean())
 
 
 @pytest.mark.parametrize(
@@ -430,20 +404,13 @@ def test_losses_say_what_does_not_fit(loss: str, outputs: int, y: Tensor, words:
         gradients_with(loss, rows=(NUMBERS[0], y), k=outputs)
 
 
-def test_scores_for_every_word_of_a_text() -> None:
-    """samples × places × classes, as language models return them."""
-    network = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
-    words = torch.arange(12).reshape(3, 4) % 7
-    stepped(network, "1.*", [(words, words)])
-
-
 # Precision and devices
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_half_and_double_precision(dtype: torch.dtype) -> None:
     module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-    stepped(module, "2.*", [(torch.randn(6, 4), classes())])
+    stepped(module, "2.*", [(torch.randn(6, 4), CLASSES)])
     arrays = SplitModel(module, "2.*").initial_arrays()
     assert {array.dtype for array in arrays.values()} <= {"float32", "float64"}
     again = whole_module(module, arrays, "2.*")
@@ -451,21 +418,22 @@ def test_half_and_double_precision(dtype: torch.dtype) -> None:
         torch.testing.assert_close(again.state_dict()[name], value)
 
 
-def test_a_frozen_half_precision_backbone_under_a_float32_head() -> None:
-    """As with adapters: the backbone is part of neither block."""
+class Adapted(nn.Module):
+    """As with adapters: a frozen backbone in half precision under a float32 head."""
 
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = nn.Linear(4, 5).to(torch.bfloat16).requires_grad_(False)
-            self.adapter = nn.Linear(5, 5)
-            self.head = nn.Linear(5, 3)
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(4, 5).to(torch.bfloat16).requires_grad_(False)
+        self.adapter = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            features = self.backbone(x).float()
-            return self.head(features + self.adapter(features))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.backbone(x).float()
+        return self.head(features + self.adapter(features))  # type: ignore[no-any-return]
 
-    stepped(Adapted(), "head.*", [(torch.randn(6, 4), classes())])
+
+def test_a_frozen_half_precision_backbone_is_part_of_neither_block() -> None:
+    stepped(Adapted(), "head.*", [(torch.randn(6, 4), CLASSES)])
     shared = list(SplitModel(Adapted(), "head.*").initial_arrays())
     assert shared == ["adapter.weight", "adapter.bias"]
 

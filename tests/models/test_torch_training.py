@@ -1,6 +1,7 @@
 """A network with one user's data: ``PPSGD.auto`` with solved or trained parts, θ's own steps."""
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message
-from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,6 +77,10 @@ def learner(module: nn.Module, **options: Any) -> Any:
     return torch_learner(module, "head.*", [(x, y)], test, additive=True, **options)
 
 
+def w_of(module: nn.Module, personal: str = "head.*") -> Any:
+    return SplitModel(module, personal, additive=True).initial_w()
+
+
 def columns(bias: bool) -> PublicColumns:
     none = np.zeros(FEATURES, dtype=np.bool_)
     return PublicColumns("classification", none, none, CLASSES, ones=bias)
@@ -101,22 +105,19 @@ def test_a_head_on_a_frozen_body_is_solved_on_its_features(bias: bool) -> None:
     x, y = rows()
     own = learner(module)
     assert isinstance(own, Solver)
-    w = SplitModel(module, "head.*", additive=True).initial_w()
     problem = OwnProblem.of(seen(module, x), y.numpy(), columns(bias))
     expected = solution(problem, matrix(module))
-    found = own.solution(w, ORDER)
+    found = own.solution(w_of(module), ORDER)
     weight = found[: FEATURES * CLASSES].reshape(CLASSES, FEATURES)
     np.testing.assert_allclose(weight.T, expected[:FEATURES], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found[FEATURES * CLASSES :], expected[FEATURES:].ravel(), rtol=1e-9)
     mixture = personal_models(problem, matrix(module), NO_NOISE)[""]
     other, classes = rows(100)
     right = mixture.predict(seen(module, other)).argmax(axis=1) == classes.numpy()
-    measures = own.personal_model(w, NO_NOISE, ORDER).measures()
+    measures = own.personal_model(w_of(module), NO_NOISE, ORDER).measures()
     assert measures["accuracy"] == right.mean()
-    names = ("loss", "accuracy")
-    assert set(measures) == {
-        prefix + name for prefix in ("", "local_", "shared_") for name in names
-    }
+    prefixes = itertools.product(("", "local_", "shared_"), ("loss", "accuracy"))
+    assert set(measures) == {"".join(names) for names in prefixes}
 
 
 def test_an_additive_head_is_solved_if_its_network_is_frozen() -> None:
@@ -141,15 +142,10 @@ def test_a_shared_layer_under_a_personal_body_is_solved_too() -> None:
 def test_local_epochs_add_to_w_what_adam_adds_to_the_network() -> None:
     module = trained_body()
     own = learner(module)
-    w = SplitModel(module, "head.*", additive=True).initial_w()
+    w = w_of(module)
     found = own.solution(w, ORDER)
     x, y = rows()
-    optimizer = torch.optim.Adam(module.parameters(), lr=LOCAL_STEP)
-    for _ in range(LOCAL_EPOCHS):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    after = nn.utils.parameters_to_vector(module.parameters()).detach().numpy()
+    after = trained(module, module, torch.optim.Adam, (x, y), LOCAL_EPOCHS, lr=LOCAL_STEP)
     np.testing.assert_allclose(found, after - w, rtol=1e-6, atol=1e-12)
     model = SplitModel(module, "head.*", additive=True)
     theta = model.initial_theta()
@@ -161,24 +157,16 @@ def test_local_epochs_add_to_w_what_adam_adds_to_the_network() -> None:
 
 
 def test_the_users_optimizer_makes_the_local_epochs() -> None:
-    def frozen(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)
-
-    own = learner(trained_body(), optimizer=frozen)
-    w = SplitModel(trained_body(), "head.*", additive=True).initial_w()
-    assert not own.solution(w, ORDER).any()
+    own = learner(trained_body(), optimizer=functools.partial(torch.optim.SGD, lr=0.0))
+    assert not own.solution(w_of(trained_body()), ORDER).any()
 
 
 def test_the_size_is_asked_at_w_where_zero_is_no_model() -> None:
-    asked = Order(0, 0.0, SCALAR_BOUND, "mean", True, asks="size", task="classification", visit=1)
-    w = SplitModel(trained_body(), "head.*", additive=True).initial_w()
-    own = learner(trained_body())
-    expected = scalar_pair(float(np.linalg.norm(own.solution(w, asked))))
-    np.testing.assert_allclose(answer_before(own, w, asked), expected)
-    solved = learner(Network())
-    head = SplitModel(Network(), "head.*", additive=True).initial_w()
-    expected = scalar_pair(float(np.linalg.norm(solved.solution(0 * head, asked))))
-    np.testing.assert_allclose(answer_before(solved, head, asked), expected)
+    asked = replace(ORDER, round=0, clip_norm=SCALAR_BOUND, asks="size")
+    for module, factor in ((trained_body(), 1), (Network(), 0)):
+        own, w = learner(module), w_of(module)
+        expected = scalar_pair(float(np.linalg.norm(own.solution(factor * w, asked))))
+        np.testing.assert_allclose(answer_before(own, w, asked), expected)
 
 
 @pytest.mark.parametrize(
@@ -201,57 +189,50 @@ def test_the_loss_says_what_the_task_is(loss: Any, outputs: int, task: str) -> N
     module = Network(outputs=outputs)
     own = torch_learner(module, "head.*", [(x, targets)], additive=True, loss=loss)
     assert own.task == task
-    w = SplitModel(module, "head.*", additive=True).initial_w()
-    order = Order(1, 0.0, 1.0, "mean", True, asks="solution", task=own.task, visit=1)
-    assert np.isfinite(own.solution(w, order)).all()
-    assert own.solution(w, order).any()
+    found = own.solution(w_of(module), replace(ORDER, task=own.task))
+    assert np.isfinite(found).all()
+    assert found.any()
     own = torch_learner(module, "head.*", [(x, targets)], additive=True, task="regression")
     assert own.task == "regression"
-
-
-@pytest.mark.parametrize(
-    ("loss", "link"),
-    [
-        (nn.BCEWithLogitsLoss(), nn.Identity()),
-        (nn.BCELoss(), nn.Sigmoid()),
-        (nn.BCEWithLogitsLoss(), nn.Flatten(0)),
-    ],
-)
-def test_yes_or_no_is_solved_as_two_classes_are(loss: Any, link: nn.Module) -> None:
-    """One output for yes is half the difference of two outputs, below a sigmoid too."""
-    x, y = rows()
-    yes = (y == 0).long()
-    w = np.linspace(-0.1, 0.1, FEATURES + 1)
-    module = nn.Sequential(Network(outputs=1), link)
-    own = torch_learner(
-        module, "0.head.*", [(x, yes.float())], [(x, yes)], additive=True, loss=loss
-    )
-    found = own.personal_model(w, NO_NOISE, ORDER).measures()
-    problem = OwnProblem.of(seen(module[0], x), yes.numpy(), replace(columns(True), outputs=2))  # type: ignore[arg-type]
-    both = np.stack([-w, w], axis=1)
-    np.testing.assert_allclose(own.solution(w, ORDER), solution(problem, both)[:, 1], rtol=1e-9)
-    mixture = personal_models(problem, both, NO_NOISE)[""]
-    right = mixture.predict(seen(module[0], x)).argmax(axis=1) == yes.numpy()  # type: ignore[arg-type]
-    assert found["accuracy"] == right.mean()
-    assert {"local_accuracy", "shared_accuracy", "loss"} <= set(found)
 
 
 def test_a_head_below_a_log_softmax_is_solved() -> None:
     module = nn.Sequential(Network(), nn.LogSoftmax(dim=1))
     own = torch_learner(module, "0.head.*", [rows()], additive=True, loss=nn.NLLLoss())
-    w = SplitModel(Network(), "head.*", additive=True).initial_w()
+    w = w_of(Network())
     np.testing.assert_array_equal(own.solution(w, ORDER), learner(Network()).solution(w, ORDER))
+
+
+@pytest.mark.parametrize("kind", [nn.Identity(), nn.Sigmoid(), nn.Flatten(0)], ids=str)
+def test_yes_or_no_is_solved_as_two_classes_are(kind: nn.Module) -> None:
+    """One output for yes is half the difference of two outputs, below a sigmoid too."""
+    x, y = rows()
+    yes = (y == 0).long()
+    w = np.linspace(-0.1, 0.1, FEATURES + 1)
+    network = Network(outputs=1)
+    loss = nn.BCELoss() if isinstance(kind, nn.Sigmoid) else nn.BCEWithLogitsLoss()
+    train, test = [(x, yes.float())], [(x, yes)]
+    module = nn.Sequential(network, kind)
+    own = torch_learner(module, "0.head.*", train, test, additive=True, loss=loss)
+    found = own.personal_model(w, NO_NOISE, ORDER).measures()
+    problem = OwnProblem.of(seen(network, x), yes.numpy(), replace(columns(True), outputs=2))
+    both = np.stack([-w, w], axis=1)
+    np.testing.assert_allclose(own.solution(w, ORDER), solution(problem, both)[:, 1], rtol=1e-9)
+    mixture = personal_models(problem, both, NO_NOISE)[""]
+    right = mixture.predict(seen(network, x)).argmax(axis=1) == yes.numpy()
+    assert found["accuracy"] == right.mean()
+    assert {"local_accuracy", "shared_accuracy", "loss"} <= set(found)
 
 
 def test_own_rows_alone_are_measured_on_the_network_as_it_was_made() -> None:
     """A trained body has seen what others have; w has no part in ``local_…``."""
-    module = trained_body()
-    own = learner(module)
-    w = SplitModel(module, "head.*", additive=True).initial_w()
-    frozen = learner(Network()).personal_model(w[-(FEATURES + 1) * CLASSES :], NO_NOISE, ORDER)
+    w = w_of(trained_body())
+    head = w[-(FEATURES + 1) * CLASSES :]
+    frozen = learner(Network()).personal_model(head, NO_NOISE, ORDER).measures()
+    own = learner(trained_body())
     found = own.personal_model(np.cos(np.arange(w.size)), NO_NOISE, ORDER).measures()
-    assert found["local_accuracy"] == frozen.measures()["local_accuracy"]
-    assert found["local_loss"] == pytest.approx(frozen.measures()["local_loss"], rel=1e-9)
+    assert found["local_accuracy"] == frozen["local_accuracy"]
+    assert found["local_loss"] == pytest.approx(frozen["local_loss"], rel=1e-9)
 
 
 def test_numbers_are_predicted_in_their_own_units() -> None:
@@ -279,24 +260,12 @@ def test_a_personal_part_that_is_no_linear_layer_is_trained() -> None:
 
 def records_of(reply: Message) -> dict[str, int | None]:
     """What a reply holds: the number of values of arrays, by the name of their record."""
-    found: dict[str, int | None] = {}
-    for name, record in reply.content.items():
-        arrays = record.to_numpy_ndarrays() if isinstance(record, ArrayRecord) else None
-        found[name] = None if arrays is None else sum(array.size for array in arrays)
-    return found
-
-
-class Noting:
-    """A ClientApp, and every reply that left it."""
-
-    def __init__(self, app: ClientApp) -> None:
-        self.app = app
-        self.replies: list[Message] = []
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        reply = self.app(message, context)
-        self.replies.append(reply)
-        return reply
+    return {
+        name: sum(array.size for array in record.to_numpy_ndarrays())
+        if isinstance(record, ArrayRecord)
+        else None
+        for name, record in reply.content.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -307,8 +276,15 @@ def test_auto_trains_a_network_and_leaves_every_device_its_model(
     network: Any, personal: str, rounds: int
 ) -> None:
     """What leaves is w's size, or one number: nothing of θ, nor of the personal model."""
-    app = Noting(torch_client(network, personal, loaders, additive=True))
-    grid = InProcessGrid(app, USERS)  # type: ignore[arg-type]  # it is called as an app is
+    client = torch_client(network, personal, loaders, additive=True)
+    sent: list[dict[str, int | None]] = []
+
+    def noting(message: Message, context: Context) -> Message:
+        reply = client(message, context)
+        sent.append(records_of(reply))
+        return reply
+
+    grid = InProcessGrid(noting, USERS)  # type: ignore[arg-type]  # it is called as an app is
     strategy = PPSGD.auto(
         population=USERS, epsilon=8.0, delta=1e-2, evaluate_every=rounds, body=rounds == 4
     )
@@ -320,21 +296,19 @@ def test_auto_trains_a_network_and_leaves_every_device_its_model(
         kept = grid.context(node).state[STATE_MODEL]
         assert isinstance(kept, ArrayRecord)
         np.testing.assert_allclose(kept[OWN_W].numpy(), w, rtol=1e-12)
-    sent = [records_of(reply) for reply in app.replies]
+        assert (OWN_THETA in kept) == (personal == "body.*")
     assert sent.count({"gradient": w.size}) == rounds * USERS
     assert sent.count({"gradient": 2}) == USERS
     others = [each for each in sent if "gradient" not in each]
     assert all(each in ({}, {"metrics": None}) for each in others)
-    published = strategy.published(result.arrays)
     own = torch_learner(network(), personal, [rows()], additive=True)
-    newcomer = personalize(published, own)
-    if personal == "head.*":
-        model = SplitModel(network(), personal, additive=True)
-        scores = newcomer.predict(model.features(newcomer.shared, rows()[0]))
-        assert scores.shape == (ROWS, CLASSES)
-    else:
+    newcomer = personalize(strategy.published(result.arrays), own)
+    if personal == "body.*":
         assert newcomer.theta.any()
-        assert OWN_THETA in grid.context(grid.get_node_ids()[0]).state[STATE_MODEL]
+        return
+    model = SplitModel(network(), personal, additive=True)
+    scores = newcomer.predict(model.features(newcomer.shared, rows()[0]))
+    assert scores.shape == (ROWS, CLASSES)
 
 
 def unseeded() -> nn.Module:
@@ -355,29 +329,21 @@ def test_clients_have_the_same_frozen_body() -> None:
     np.testing.assert_array_equal(trained[0], trained[1])
 
 
-def images() -> nn.Module:
-    module: nn.Module = RandomConvolution(50, shape=(12, 12, 3)).network(CLASSES)
-    return module
-
-
 def test_random_convolutions_are_a_network_with_a_solved_head() -> None:
-    source = torch.Generator().manual_seed(0)
-    x = torch.rand(10, 3, 12, 12, generator=source)
-    y = torch.arange(10) % CLASSES
-    module = images()
+    x = torch.rand(10, 3, 12, 12, generator=torch.Generator().manual_seed(0))
     phi = RandomConvolution(50, shape=(12, 12, 3))
     features = phi(x.movedim(1, -1).flatten(1).double().numpy())
-    found = SplitModel(module, "head.*", additive=True)
+    module, again = phi.network(CLASSES), phi.network(CLASSES)
+    found, other = (SplitModel(each, "head.*", additive=True) for each in (module, again))
     w = found.initial_w()
     assert not w.any()
     np.testing.assert_allclose(found.features(w, x), features, atol=1e-6)
-    own = torch_learner(module, "head.*", [(x, y)], [(x, y)], additive=True)
+    batches = [(x, torch.arange(10) % CLASSES)]
+    own = torch_learner(module, "head.*", batches, batches, additive=True)
     assert own.personal_model(w, NO_NOISE, ORDER).measures()["local_accuracy"] >= 0
-    again = SplitModel(images(), "head.*", additive=True)
-    np.testing.assert_array_equal(again.features(w, x), found.features(w, x))
+    np.testing.assert_array_equal(other.features(w, x), found.features(w, x))
     # float32 products, whose last bits depend on an image's place among others on some processors
-    flipped = again.features(w, x.flip(0))
-    np.testing.assert_allclose(flipped, features[::-1], atol=1e-6)
+    np.testing.assert_allclose(other.features(w, x.flip(0)), features[::-1], atol=1e-6)
     with pytest.raises(ValueError, match="needs the images' shape"):
         RandomConvolution().network(3)
 
@@ -397,8 +363,8 @@ def split() -> SplitModel:
     return SplitModel(small(), "2.*")
 
 
-def order(step: float = 0.1, visit: int = 1) -> Order:
-    return Order(1, step, 1.0, "mean", True, visit=visit)
+def order(step: float = 0.1) -> Order:
+    return Order(1, step, 1.0, "mean", True, visit=1)
 
 
 def own_learner(**options: Any) -> Any:
@@ -406,10 +372,9 @@ def own_learner(**options: Any) -> Any:
     return split().learner(Minibatches(X, Y, 6, seed=0, user=0), **options)
 
 
-def after(theta: Floats | None = None, visit: int = 1, step: float = 0.1, **options: Any) -> Floats:
+def after(step: float = 0.1, **options: Any) -> Floats:
     own = own_learner(**options)
-    start = own.initial_theta() if theta is None else theta
-    found: Floats = own.personal_step(split().initial_w(), start, order(step, visit))
+    found: Floats = own.personal_step(split().initial_w(), own.initial_theta(), order(step))
     return found
 
 
@@ -434,44 +399,43 @@ def test_steps_by_hand(steps: int, decay: float, optimizer: Any) -> None:
     np.testing.assert_allclose(found, theta, rtol=1e-10)
 
 
-def head_after(factory: Any, steps: int) -> Floats:
-    """The last layer after torch has trained it."""
-    network = small()
-    head = network[2]  # type: ignore[index]
-    optimizer = factory(head.parameters())
+def trained(
+    network: Any, part: Any, factory: Any, batch: Any = (X, Y), steps: int = 4, **options: Any
+) -> Floats:
+    """A part of a network after torch has trained it."""
+    optimizer = factory(part.parameters(), **options)
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(network(X), Y).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(network(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    found: Floats = nn.utils.parameters_to_vector(head.parameters()).detach().numpy()
+    found: Floats = nn.utils.parameters_to_vector(part.parameters()).detach().numpy()
     return found
 
 
 @pytest.mark.parametrize(
-    "factory",
-    [
-        functools.partial(torch.optim.Adam, lr=0.05),
-        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    ],
+    ("kind", "options"),
+    [(torch.optim.Adam, {"lr": 0.05}), (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})],
 )
-def test_any_optimizer_moves_theta_as_torch_moves_a_head(factory: Any) -> None:
-    found = after(optimizer=factory, personal_steps=4)
-    np.testing.assert_allclose(found, head_after(factory, 4), rtol=1e-8)
+def test_any_optimizer_moves_theta_as_torch_moves_a_head(kind: Any, options: Any) -> None:
+    found = after(optimizer=functools.partial(kind, **options), personal_steps=4)
+    network: Any = small()
+    expected = trained(network, network[2], kind, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
 
 
 def test_an_optimizer_that_needs_a_closure() -> None:
-    theta = split().initial_theta()
     found = after(optimizer=functools.partial(torch.optim.LBFGS, max_iter=5))
-    w = split().initial_w()
-    before = split().evaluate(w, theta, (X, Y))["loss"]
-    assert split().evaluate(w, found, (X, Y))["loss"] < before
+    losses = [
+        split().evaluate(split().initial_w(), theta, (X, Y))["loss"]
+        for theta in (found, split().initial_theta())
+    ]
+    assert losses[0] < losses[1]
 
 
 def test_global_learning_leaves_theta_alone() -> None:
     """s_θ = 0, the limit α = ∞."""
-    theta = split().initial_theta()
     found = after(step=0.0, optimizer=functools.partial(torch.optim.Adam, lr=1.0))
-    np.testing.assert_array_equal(found, theta)
+    np.testing.assert_array_equal(found, split().initial_theta())
 
 
 def test_a_factory_that_makes_something_else_is_refused() -> None:
@@ -482,7 +446,8 @@ def test_a_factory_that_makes_something_else_is_refused() -> None:
 def test_theta_that_is_added_moves_as_torch_moves_the_layer() -> None:
     """w + θ after five steps is the head that torch trains on the same minibatches."""
     own = torch_learner(small(), "2.*", [(X, Y)], additive=True, personal_steps=5)
-    w = SplitModel(small(), "2.*", additive=True).initial_w()
+    w = w_of(small(), "2.*")
     theta = own.personal_step(w, own.initial_theta(), order())  # type: ignore[attr-defined]
-    expected = head_after(functools.partial(torch.optim.SGD, lr=0.1), 5)
+    network: Any = small()
+    expected = trained(network, network[2], torch.optim.SGD, steps=5, lr=0.1)
     np.testing.assert_allclose(w[-theta.size :] + theta, expected, rtol=1e-10)
