@@ -74,15 +74,6 @@ def test_flatten_and_unflatten_are_inverse(arrays: dict[str, NDArray[Any]]) -> N
         assert back[name].shape == array.shape
 
 
-def test_arrays_are_as_flower_writes_them() -> None:
-    """Byte for byte, so that any Flower code reads them."""
-    array = np.arange(6.0).reshape(2, 3)
-    ours = Layout.of(ArrayRecord([array])).unflatten(array.reshape(-1))
-    theirs = ArrayRecord([array])
-    assert ours["0"].data == theirs["0"].data
-    assert ours["0"].object_id == theirs["0"].object_id
-
-
 def test_keys_may_come_in_any_order() -> None:
     layout = Layout.of(ArrayRecord({"a": Array(np.ones(1)), "b": Array(np.zeros(1))}))
     swapped = ArrayRecord({"b": Array(np.full(1, 3.0)), "a": Array(np.full(1, 2.0))})

@@ -28,7 +28,7 @@ from flwr_ppsgd import (
 )
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
-from tests.server.test_legacy import run_legacy
+from tests.contract.targets import run_legacy
 
 NODES = 10
 PERSONAL = "2.*"
@@ -157,7 +157,7 @@ def test_another_width_of_a_linear_model_is_named_in_both_apis(
 
     strategy = PPSGDStrategy(**settings(initial_parameters=initial))
     with pytest.raises(RuntimeError, match="client"):
-        run_legacy(strategy, 2, InProcessGrid(ClientApp(client_fn), NODES))
+        run_legacy(strategy, InProcessGrid(ClientApp(client_fn), NODES), strategy.server_config(2))
     assert words in caplog.text
 
 
@@ -196,7 +196,7 @@ def test_a_training_is_not_resumed_with_another_model(tmp_path: Path) -> None:
         return PPSGDStrategy(**settings(initial_parameters=initial, checkpoint_dir=tmp_path))
 
     first = strategy(network())
-    run_legacy(first, 1, InProcessGrid(ClientApp(client_fn), NODES))
+    run_legacy(first, InProcessGrid(ClientApp(client_fn), NODES), first.server_config(1))
     first.close()
     with pytest.raises(ValueError, match=r"have '0' of shape \(4, 3\) and \(5, 3\): continue"):
         strategy(wider())

@@ -18,7 +18,6 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.client_proxy import ClientProxy
 
 from flwr_ppsgd import PrivateMetrics
@@ -26,7 +25,9 @@ from flwr_ppsgd.client.app import PPSGDClient
 from flwr_ppsgd.server.legacy import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from tests.contract.hostile_clients import Named, legacy_strategy, named_clients
+from tests.contract.targets import run_legacy
 from tests.support.toy import SIZE, Floats, release, toy_learner
+from tests.test_settings import RUN_CONFIG
 
 ONE = np.full(SIZE, 0.1)
 
@@ -40,23 +41,8 @@ def legacy(**changes: Any) -> PPSGDStrategy:
     return legacy_strategy(**{"release": release(), **changes})
 
 
-def result(tensors: list[bytes] | None = None, *arrays: Floats) -> FitRes:
-    parameters = (
-        Parameters(tensors, "numpy.ndarray")
-        if tensors is not None
-        else ndarrays_to_parameters(list(arrays))
-    )
-    return FitRes(Status(Code.OK, ""), parameters, 10**9, {"loss": 1e9})
-
-
-def run_legacy(server_strategy: Any, rounds: int, grid: InProcessGrid) -> Any:
-    """A legacy ServerApp on the in-process grid; returns what it leaves behind."""
-    app = ServerApp(
-        server_fn=lambda _: ServerAppComponents(
-            config=ServerConfig(num_rounds=rounds), strategy=server_strategy
-        )
-    )
-    return app(grid, grid.context(grid.get_node_ids()[0]))
+def result(*arrays: Floats, loss: float = 1e9) -> FitRes:
+    return FitRes(Status(Code.OK, ""), ndarrays_to_parameters(list(arrays)), 10**9, {"loss": loss})
 
 
 def test_initial_parameters_are_required() -> None:
@@ -107,7 +93,7 @@ def test_the_statement_is_logged_after_the_last_round(
     ppsgd = legacy(release=release(z=1.0), evaluate_every=evaluate_every)
     config = ppsgd.server_config(3)
     with caplog.at_level("INFO", logger="flwr.ppsgd"):
-        run_legacy(ppsgd, config.num_rounds, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+        run_legacy(ppsgd, InProcessGrid(ClientApp(client_fn=client_fn), 5), config)
     statements = [line for line in caplog.messages if line.startswith("ε = ")]
     assert statements == [ppsgd.privacy_data()["short"]]
 
@@ -118,7 +104,7 @@ def test_clients_that_return_parameters_are_clipped_as_gradients() -> None:
     initial = ppsgd.initialize_parameters(named_clients())
     asked = ppsgd.configure_fit(1, initial, named_clients())
     assert [set(instructions.config) for _, instructions in asked] == [{"server_round"}] * 5
-    parameters, _ = ppsgd.aggregate_fit(1, [(asked[0][0], result(None, ONE))], [])
+    parameters, _ = ppsgd.aggregate_fit(1, [(asked[0][0], result(ONE))], [])
     moved = parameters_to_ndarrays(parameters)[0]
     np.testing.assert_allclose(moved, ONE / 5, rtol=1e-8)
 
@@ -128,27 +114,13 @@ def test_private_measures_come_back_as_in_the_message_api() -> None:
     ppsgd = legacy(metrics=metrics)
     initial = ppsgd.initialize_parameters(named_clients())
     asked = ppsgd.configure_fit(1, initial, named_clients())
-    replies = [
-        (client, FitRes(Status(Code.OK, ""), ndarrays_to_parameters([ONE]), 1, {"loss": 1.5}))
-        for client, _ in asked
-    ]
+    replies = [(client, result(ONE, loss=1.5)) for client, _ in asked]
     _, released = ppsgd.aggregate_fit(1, replies, [])
     assert released["loss"] == pytest.approx(1.5, rel=1e-6)
 
 
 def test_a_legacy_strategy_from_a_run_config() -> None:
-    config = {
-        "population": 5,
-        "rate": 1.0,
-        "clip-norm": 1.0,
-        "noise-multiplier": 2.0,
-        "step": 0.5,
-        "alpha-q": 0.5,
-        "delta": 1e-5,
-        "rounds": 9,
-        "lr": 0.1,
-        "replies": "parameters",
-    }
+    config = {**RUN_CONFIG, "replies": "parameters"}
     initial = ndarrays_to_parameters([np.zeros(SIZE)])
     ppsgd = PPSGDStrategy.from_config(config, initial_parameters=initial)
     assert ppsgd.ledger.delta == 1e-5
@@ -166,8 +138,8 @@ def test_central_evaluation_gets_the_absolute_round_and_w(tmp_path: Path) -> Non
 
     for total in (2, 3):
         ppsgd = legacy(evaluate_fn=central, checkpoint_dir=tmp_path)
-        rounds = ppsgd.server_config(total).num_rounds
-        run_legacy(ppsgd, rounds, InProcessGrid(ClientApp(client_fn=client_fn), 5))
+        on = InProcessGrid(ClientApp(client_fn=client_fn), 5)
+        run_legacy(ppsgd, on, ppsgd.server_config(total))
         ppsgd.close()
     assert seen == [0, 1, 2, 2, 3]
     assert legacy().evaluate(1, ppsgd.initialize_parameters(named_clients())) is None
@@ -181,7 +153,7 @@ def test_a_failure_is_counted_once(failure: Any, caplog: pytest.LogCaptureFixtur
     """Of five, three answer, one fails and one is silent."""
     ppsgd = legacy()
     ppsgd.configure_fit(1, ndarrays_to_parameters([np.zeros(SIZE)]), named_clients())
-    results = [(Named(str(user)), result(None, ONE)) for user in range(3)]
+    results = [(Named(str(user)), result(ONE)) for user in range(3)]
     with caplog.at_level("DEBUG", logger="flwr.ppsgd"):
         ppsgd.aggregate_fit(1, results, [failure])  # type: ignore[arg-type]
     assert "replies=3 zeros=2 client-error=1 missing=1; the first: no data" in caplog.text

@@ -1,13 +1,12 @@
 """Secure sums through Flower's messages: the same w as the plain sum, and nothing else leaves."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, Context, Message
 
 from flwr_ppsgd import (
     PPSGD,
@@ -20,41 +19,16 @@ from flwr_ppsgd import (
 )
 from flwr_ppsgd.server.store import Store
 from flwr_ppsgd.simulation import InProcessGrid
-from flwr_ppsgd.wire import MASKED, ORDER
+from flwr_ppsgd.wire import ORDER
 from tests.support.toy import Floats, Toy, flat, release, strategy, target, toy_learner, w0
 
 RULES = SecureSum(honest=6, colluding=1)
 CLIENTS = 9
-Answer = Callable[[Message, Context], Message]
 INNER = client_app(toy_learner)
 
 
 def partition_of(context: Context) -> int:
     return int(context.node_config["partition-id"])
-
-
-class Dropping:
-    """Clients that fail from some exchange on, in some round.
-
-    Args:
-        gone: for a round and an exchange, who is gone from then on in that round.
-        app: what the others run.
-    """
-
-    def __init__(self, gone: dict[tuple[int, int], set[int]], app: Answer = INNER) -> None:
-        self.gone = gone
-        self.app = app
-        self.seen: list[tuple[int, int, Message]] = []
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        order = Order.from_flat(message.content[ORDER])
-        for (round_, stage), who in self.gone.items():
-            late = order.round == round_ and order.stage >= stage
-            if late and partition_of(context) in who:
-                raise RuntimeError("gone")
-        reply = self.app(message, context)
-        self.seen.append((order.stage, partition_of(context), reply))
-        return reply
 
 
 def secure(rules: SecureSum = RULES, z: float = 0.0, **changes: object) -> PPSGD:
@@ -64,12 +38,6 @@ def secure(rules: SecureSum = RULES, z: float = 0.0, **changes: object) -> PPSGD
 
 def plain(**changes: object) -> PPSGD:
     return strategy(**{"release": release(CLIENTS), **changes})
-
-
-def run(of: PPSGD, app: Answer = INNER, rounds: int = 3) -> tuple[Floats, InProcessGrid]:
-    grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
-    result = of.start(grid=grid, initial_arrays=w0(), num_rounds=rounds)
-    return flat(result.arrays), grid
 
 
 class Measured(Toy):
@@ -132,23 +100,6 @@ def test_auto_takes_secure_sums_and_keeps_its_budget() -> None:
     assert 7.9 < of.ledger.epsilon() <= 8.0
 
 
-def test_bytes_on_the_wire_are_eight_per_coordinate() -> None:
-    """At most a tenth more, without keys and shares."""
-    size = 20_000
-
-    def wide(context: Context) -> Toy:
-        return Toy(np.full(size, float(partition_of(context))))
-
-    app = Dropping({}, client_app(wide))
-    grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
-    secure().start(grid=grid, initial_arrays=w0(np.zeros(size)), num_rounds=1)
-    for stage, _, reply in app.seen:
-        if stage == 3:
-            record = reply.content[MASKED]
-            assert isinstance(record, ArrayRecord)
-            assert len(record[MASKED].data) <= 1.1 * 8 * size
-
-
 def test_what_measures_are_told_is_the_noise_really_added() -> None:
     """√(9/6) times z, in the standard error of a measure."""
     metrics = PrivateMetrics({"loss": 20.0}, share=0.2)
@@ -160,16 +111,18 @@ def test_what_measures_are_told_is_the_noise_really_added() -> None:
     assert told == pytest.approx(expected)
 
 
-def test_driving_the_rounds_by_hand_is_refused() -> None:
-    with pytest.raises(ValueError, match="four exchanges per round"):
-        secure().configure_train(1, w0(), ConfigRecord(), InProcessGrid(INNER, CLIENTS))
-
-
 def test_the_operator_sees_how_many_are_in_the_sum(tmp_path: Path) -> None:
     """Gone before keys, before the masked vector, and after it: then it is in the sum."""
-    app = Dropping({(2, 1): {0}, (3, 3): {1}, (4, 4): {2}})
+    gone = {(2, 0): 1, (3, 1): 3, (4, 2): 4}  # by round and user, from which exchange on
+
+    def dropping(message: Message, context: Context) -> Message:
+        order = Order.from_flat(message.content[ORDER])
+        if order.stage >= gone.get((order.round, partition_of(context)), math.inf):
+            raise RuntimeError("gone")
+        return INNER(message, context)
+
     of = secure(checkpoint_dir=tmp_path, rules=SecureSum(6, 0))
-    run(of, app, rounds=4)
+    of.start(InProcessGrid(dropping, CLIENTS), w0(), num_rounds=4)  # type: ignore[arg-type]
     facts = [fact for _, fact in Store.read(tmp_path).facts() if "used" in fact]
     assert [entry["used"] for entry in facts] == [9, 8, 8, 9]
     failed = {"client error": 1}

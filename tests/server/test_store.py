@@ -142,36 +142,21 @@ def sql(place: Path, *statements: str) -> None:
     connection.close()
 
 
-LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "removed": (lambda place: (place / NAME).unlink(), "knows of 5 charges"),
-    "no rows": (lambda place: sql(place, "DELETE FROM entry"), "knows of 5 charges"),
-    "last row": (
-        lambda place: sql(place, "DELETE FROM entry WHERE id = (SELECT MAX(id) FROM entry)"),
-        r"has \d+ rows but the record outside shows \d+: rows were lost.* --add 1",
-    ),
-    "last two rows": (
-        lambda place: sql(place, "DELETE FROM entry WHERE id > (SELECT MAX(id) FROM entry) - 2"),
-        r"shows 4 charges but the record outside shows 5: charges were lost.* --add 1",
-    ),
-    "a row in the middle": (lambda place: sql(place, "DELETE FROM entry WHERE id = 6"), "row 6"),
-    "a changed row": (
-        lambda place: sql(place, "UPDATE entry SET value = '[1, 1, false, 1]' WHERE id = 6"),
-        "damaged at row 6",
-    ),
-    "two rows exchanged": (
-        lambda place: sql(
-            place,
-            "UPDATE entry SET id = 99 WHERE id = 6",
-            "UPDATE entry SET id = 6 WHERE id = 8",
-            "UPDATE entry SET id = 8 WHERE id = 99",
-        ),
-        "damaged at row 6",
-    ),
-    "no tables": (lambda place: sql(place, "DROP TABLE entry"), "knows of 5 charges"),
-    "a row of another kind": (
-        lambda place: sql(place, "INSERT INTO entry VALUES (99, 'x', '1', x'00')"),
-        "damaged at row",
-    ),
+LAST = "(SELECT MAX(id) FROM entry)"
+SWAPS = ((6, 99), (8, 6), (99, 8))
+SWAPPED = [f"UPDATE entry SET id = {new} WHERE id = {old}" for old, new in SWAPS]
+ROWS_LOST = r"has \d+ rows but the record outside shows \d+: rows were lost.* --add 1"
+CHARGES_LOST = "shows 4 charges but the record outside shows 5: charges were lost.* --add 1"
+CHANGED = "UPDATE entry SET value = '[1, 1, false, 1]' WHERE id = 6"
+LOSSES: dict[str, tuple[list[str], str]] = {
+    "no rows": (["DELETE FROM entry"], "knows of 5 charges"),
+    "no tables": (["DROP TABLE entry"], "knows of 5 charges"),
+    "last row": ([f"DELETE FROM entry WHERE id = {LAST}"], ROWS_LOST),
+    "last two rows": ([f"DELETE FROM entry WHERE id > {LAST} - 2"], CHARGES_LOST),
+    "a row in the middle": (["DELETE FROM entry WHERE id = 6"], "row 6"),
+    "a changed row": ([CHANGED], "damaged at row 6"),
+    "two rows exchanged": (SWAPPED, "damaged at row 6"),
+    "another kind": (["INSERT INTO entry VALUES (99, 'x', '1', x'00')"], "damaged at row"),
 }
 
 
@@ -179,7 +164,7 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_what_was_lost_is_refused_in_one_line(place: Path, loss: str) -> None:
     train(place, 5)
     damage, reason = LOSSES[loss]
-    damage(place)
+    sql(place, *damage)
     for _ in range(2):
         with pytest.raises((StoreError, OSError), match=reason) as refused:
             Store(place)
@@ -479,16 +464,10 @@ def die_at(stage: str, place: Path) -> None:
     die()
 
 
-@pytest.mark.parametrize(
-    ("stage", "charged", "round_"),
-    [
-        ("reserved", 1, 1),
-        ("committed", 2, 1),
-        ("charged", 2, 1),
-        ("array written", 2, 1),
-        ("saved", 2, 2),
-    ],
-)
+KILLS = [("reserved", 1, 1), ("committed", 2, 1), ("charged", 2, 1), ("array written", 2, 1)]
+
+
+@pytest.mark.parametrize(("stage", "charged", "round_"), [*KILLS, ("saved", 2, 2)])
 def test_killed_between_charge_publication_and_save_no_charge_is_lost(
     place: Path, stage: str, charged: int, round_: int
 ) -> None:
