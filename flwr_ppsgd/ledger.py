@@ -231,7 +231,9 @@ class Ledger:
             raise ValueError(f"format is {data['format']!r}, expected {LEDGER_FORMAT!r}")
         ledger = cls(delta=data["delta"])
         for entry in data["releases"]:
-            times = entry.pop("times")  # which record checks
+            times = entry.pop("times")  # which record checks, but for a 0 that hides a charge
+            if times == 0:
+                raise ValueError("times is 0, expected at least 1")
             ledger = ledger.record(release_from_dict(entry), times)
         insecure = data["insecure_rounds"]
         if not isinstance(insecure, int) or not 0 <= insecure <= ledger.rounds:

@@ -363,6 +363,7 @@ GOOD = spent(sampled(0.01, 1.0), 7, 1e-4).to_json()
         GOOD[:-10],
         GOOD.replace("ledger 1", "ledger 9"),
         GOOD.replace('"times": 7', '"times": -7'),
+        GOOD.replace('"times": 7', '"times": 0'),
         GOOD.replace('"times": 7', '"times": "7"'),
         GOOD.replace('"rate": 0.01', '"rate": 7.0'),
         GOOD.replace("Poisson", "Bernoulli"),
