@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -574,6 +575,50 @@ def test_no_change_hides_a_charge_even_if_nothing_outside_helps(unsaved: Path) -
             put_back(unsaved.with_name("whole"), unsaved)
             (unsaved / file).write_bytes(bytes_)
             assert charges_shown(unsaved) >= 4
+
+
+def edited(file: Path) -> Iterator[bytes]:
+    """The file after one row was removed, or a text in it was changed, by SQLite's own tools.
+
+    That the last rows were cut off only the record outside can tell.
+    """
+    whole = file.read_bytes()
+    with contextlib.closing(sqlite3.connect(file)) as rows:
+        edits = []
+        for (table,) in rows.execute("SELECT name FROM sqlite_master WHERE type = 'table'"):
+            columns = [column for _, column, *_ in rows.execute(f"PRAGMA table_info({table})")]
+            found = rows.execute(f"SELECT rowid, * FROM {table}").fetchall()
+            edits += [(f"DELETE FROM {table} WHERE rowid = ?", each[:1]) for each in found[:-1]]
+            for row, *values in found:
+                for column, value in zip(columns, values, strict=True):
+                    edit = f"UPDATE {table} SET {column} = ? WHERE rowid = ?"
+                    if isinstance(value, str):
+                        other_digits = value.translate(str.maketrans("0123456789", "9876543210"))
+                        edits += [(edit, (text, row)) for text in (value.upper(), other_digits)]
+    for edit, about in edits:
+        file.write_bytes(whole)
+        with contextlib.closing(sqlite3.connect(file)) as rows, rows:
+            rows.execute(edit, about)
+        yield file.read_bytes()
+
+
+def test_no_edited_row_hides_a_charge_or_makes_it_cheaper(unsaved: Path) -> None:
+    (file,) = (unsaved / "server").glob("*.sqlite")
+    honest = strategy().ledger.record(NOISY, 4).epsilon()
+    refused = 0
+    for content in edited(unsaved.with_name("whole") / "server" / file.name):
+        shutil.rmtree(unsaved)
+        (unsaved / "server").mkdir(parents=True)
+        file.write_bytes(content)
+        try:
+            again = strategy(checkpoint_dir=unsaved / "server")
+        except ValueError:
+            refused += 1
+            continue
+        again.close()
+        assert again.ledger.rounds >= 4
+        assert again.ledger.epsilon() >= honest
+    assert refused >= 4
 
 
 def test_the_directories_of_a_training_are_its_owners_alone(tmp_path: Path) -> None:

@@ -180,9 +180,17 @@ def user_fails(user: int) -> int:
 # --- what the server sees
 
 
-@pytest.mark.parametrize("value", [0.0, 1e9])
-def test_masked_vectors_look_alike_whatever_the_gradients_are(value: float) -> None:
+def check_random(words: Any) -> None:
     """Every byte is as frequent as any other (χ² with 255 degrees of freedom)."""
+    counts = np.bincount(np.ascontiguousarray(words).view(np.uint8).reshape(-1), minlength=256)
+    expected = counts.sum() / 256
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi_squared - 255) < 6 * np.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e9])
+def test_masked_vectors_and_their_sum_look_alike_whatever_the_gradients_are(value: float) -> None:
+    """Before the fourth exchange, which is charged, a server can do nothing with either."""
     size = 3_000
 
     def constant(_: Context) -> Target:
@@ -197,10 +205,8 @@ def test_masked_vectors_look_alike_whatever_the_gradients_are(value: float) -> N
         ((_, record),) = reply.content.array_records.items()
         vectors += [array.numpy().reshape(-1) for array in record.values()]
     assert len(vectors) == CLIENTS
-    counts = np.bincount(np.concatenate(vectors).view(np.uint8), minlength=256)
-    expected = counts.sum() / 256
-    chi_squared = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi_squared - 255) < 6 * np.sqrt(2 * 255)
+    check_random(vectors)
+    check_random(np.sum(vectors, axis=0, dtype=np.uint64))
 
 
 def test_every_reply_is_one_record_and_only_the_third_holds_a_vector() -> None:
@@ -420,6 +426,26 @@ def test_a_message_for_somebody_else_is_refused() -> None:
         return [others[exchange]] if exchange in (2, 3) else []
 
     assert all_refused(outcomes_of(swapped, secure(1.0), 1, Remembering), 2)
+
+
+def test_nothing_is_revealed_before_the_server_has_charged_it() -> None:
+    """Survivors are named with as many charges as before."""
+
+    def uncharged(message: Message, round_: int, exchange: int) -> list[Message]:
+        return [with_charges(message, round_ - 1)] if exchange == 4 else []
+
+    assert all_refused(outcomes_of(uncharged, secure(1.0)), 2)
+
+
+def with_charges(message: Message, charges: int) -> Message:
+    """The message of a server that says how often it has charged."""
+    (order,) = (each for each in message.content.config_records.values() if "charges" in each)
+    assert order["charges"] == charges + 1
+    content = message.content.copy()
+    for record in content.config_records.values():
+        if "charges" in record:
+            record["charges"] = charges
+    return Message(content, message.metadata.dst_node_id, "train")
 
 
 NOISE = 1.2345  # a number that nothing else in a message has

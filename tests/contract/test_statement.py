@@ -6,12 +6,15 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 
 from flwr_ppsgd import (
     PPSGD,
@@ -19,22 +22,27 @@ from flwr_ppsgd import (
     FixedSize,
     Ledger,
     Minibatches,
+    Order,
     Poisson,
     Release,
     Steps,
     client_app,
 )
 from flwr_ppsgd.legacy import PPSGDStrategy
+from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.statement import rounded_up
 from tests.contract.hostile_clients import (
     DELTA,
     USERS,
+    Floats,
+    Target,
     grid,
     legacy_round,
     legacy_strategy,
     ppsgd_command,
     release,
     strategy,
+    target,
     trained,
     w0,
 )
@@ -143,6 +151,58 @@ def test_a_run_that_was_stopped_by_looking_states_the_planned_rounds() -> None:
     assert ppsgd.ledger.rounds == 3
     assert ppsgd.privacy_data()["epsilon"] == planned.epsilon()
     assert "planned; stopped earlier" in ppsgd.privacy_statement()
+
+
+Promised = list[tuple[float, str]]
+
+
+def listening(promised: Promised) -> ClientApp:
+    """Clients that note the ε and the words of every Order."""
+
+    class Listener(Target):
+        def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:
+            promised.append((order.epsilon, order.promise))
+            return super().gradients(w, theta, order)
+
+    return client_app(lambda _: Listener(target(0)))
+
+
+def test_a_plan_that_is_raised_is_a_caveat_and_what_users_are_promised_from_then_on() -> None:
+    """Also if the server goes on in the same process."""
+    promised: Promised = []
+    ppsgd = strategy(release=release(z=20.0))
+    nodes = grid(listening(promised))
+    for rounds in (2, 6):
+        promised.clear()
+        trained(ppsgd, nodes, rounds)
+        planned = Ledger(DELTA).record(ppsgd.release, rounds).epsilon()
+        assert ppsgd.privacy_data()["epsilon"] == planned
+        assert {epsilon for epsilon, _ in promised} == {planned}
+        assert all(f"over {rounds} planned rounds" in text for _, text in promised)
+        assert ("the plan was raised" in ppsgd.privacy_statement().lower()) == (rounds == 6)
+
+
+def test_users_hear_at_once_that_a_node_may_not_be_one_user() -> None:
+    """From the round on in which nodes are machines that can restart."""
+    promised: Promised = []
+
+    class Restarting(InProcessGrid):
+        public_key = b"of a simulation"
+
+        def get_nodes(self) -> Iterable[NodeInfo]:
+            return [NodeInfo(node_id=i, public_key=self.public_key) for i in self.get_node_ids()]
+
+    nodes = Restarting(listening(promised), USERS)
+
+    def start_machines(round_: int, _: object) -> None:
+        if round_ == 1:
+            nodes.public_key = b"-----BEGIN PUBLIC KEY-----"
+
+    strategy().start(nodes, w0(), num_rounds=2, on_round=start_machines)
+    words = [text for _, text in promised]
+    assert all(f"each of {USERS} users, user-level" in text for text in words[:USERS])
+    assert all(f"each of {USERS} nodes, node-level" in text for text in words[USERS:])
+    assert len(words) == 2 * USERS
 
 
 def test_both_apis_state_the_same() -> None:
