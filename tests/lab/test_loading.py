@@ -52,6 +52,11 @@ def refused(path: Path, *parts: str, **options: Any) -> None:
         assert part in str(caught.value)
 
 
+def parquet(folder: Path, **columns: Any) -> Path:
+    pd.DataFrame(columns).to_parquet(path := folder / "data.parquet")
+    return path
+
+
 RATINGS = """reader,day,pages,genre,stars
 ann,3,100,a,4.5
 bob,1,200,b,2.0
@@ -60,6 +65,8 @@ bob,2,400,b,1.5
 ann,2,500,a,5.0
 bob,3,600,b,2.5
 """
+
+
 NAMED: dict[str, Any] = {"user_column": "reader", "target_column": "stars"}
 
 
@@ -81,9 +88,7 @@ def test_names_of_its_own_times_and_categories(tmp_path: Path, kind: str) -> Non
             text = text.replace(f",{day},", f",{date},")
     path = csv(tmp_path, text)
     if kind == "parquet":
-        frame = pd.read_csv(path)
-        path = tmp_path / "data.parquet"
-        frame.to_parquet(path)
+        path = parquet(tmp_path, **pd.read_csv(path))
     data = load_file(path, **NAMED, time_column="day", test_fraction=1 / 3)
     assert data.users == ("ann", "bob")
     assert data.task == "regression"
@@ -103,12 +108,10 @@ def test_users_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "Int64", "float64", "category", "string"])
-def test_users_of_a_parquet_file_are_called_as_people_write_them(
-    tmp_path: Path, dtype: str
-) -> None:
-    frame = pd.DataFrame({"user": [7, 7, 10, 10], "a": [0.5, 1, 2, 3], "y": [0.5, 1, 0, 1]})
-    words = frame["user"].astype(str) if dtype in ("category", "string") else frame["user"]
-    frame.assign(user=words.astype(dtype)).to_parquet(path := tmp_path / "users.parquet")
+def test_users_of_a_parquet_file_are_called_as_in_text(tmp_path: Path, dtype: str) -> None:
+    user = pd.Series([7, 7, 10, 10])
+    user = (user.astype(str) if dtype in ("category", "string") else user).astype(dtype)
+    path = parquet(tmp_path, user=user, a=[0.5, 1, 2, 3], y=[0.5, 1, 0, 1])
     assert load_file(path).users == ("7", "10")
 
 
@@ -178,39 +181,31 @@ def test_the_task_can_be_given(tmp_path: Path) -> None:
     assert "detected" not in given.describe()
 
 
-def sparse_arrays(**changes: Any) -> dict[str, Any]:
+def bags(folder: Path, **changes: Any) -> Path:
     """Two users with two documents of five words; row 1 is {0: 2, 3: 1, 4: 1}."""
-    whole = {
-        "user": [0, 0, 1, 1],
-        "indptr": [0, 1, 4, 4, 5],
-        "indices": [1, 0, 3, 4, 2],
-        "counts": np.array([3, 2, 1, 1, 4], dtype=np.uint8),
-        "vocab": list("abcde"),
-        "test": [0, 1, 0, 1],
-        "tag_indptr": [0, 1, 3, 3, 4],
-        "tag_indices": [0, 0, 2, 1],
-        "tag_names": list("xyz"),
-    }
-    return {key: value for key, value in {**whole, **changes}.items() if value is not None}
+    words = {"indptr": [0, 1, 4, 4, 5], "indices": [1, 0, 3, 4, 2], "vocab": list("abcde")}
+    words["counts"] = np.array([3, 2, 1, 1, 4], dtype=np.uint8)
+    tags = {"tag_indptr": [0, 1, 3, 3, 4], "tag_indices": [0, 0, 2, 1], "tag_names": list("xyz")}
+    whole = {"user": [0, 0, 1, 1], "test": [0, 1, 0, 1], **words, **tags, **changes}
+    given = {key: value for key, value in whole.items() if value is not None}
+    np.savez(path := folder / "bags.npz", **given)
+    return path
 
 
 def test_bags_of_words_are_means_of_one_hots(tmp_path: Path) -> None:
-    np.savez(path := tmp_path / "bags.npz", **sparse_arrays())
-    data = load_file(path)
+    data = load_file(bags(tmp_path))
     assert data.is_sparse
     assert (data.task, data.outputs, data.features) == ("multi-label", 3, 5)
     np.testing.assert_allclose(data.matrix(np.array([1, 2])), [[0.5, 0, 0, 0.25, 0.25], [0.0] * 5])
     np.testing.assert_array_equal(data.targets(np.array([1, 2])), [[1, 0, 1], [0, 0, 0]])
-    np.savez(path, **sparse_arrays(length=[6, 8, 5, 4]))  # with words out of the vocabulary
+    longer = load_file(bags(tmp_path, length=[6, 8, 5, 4]))  # with words out of the vocabulary
     expected = [[0, 0.5, 0, 0, 0], [0.25, 0, 0, 0.125, 0.125]]
-    np.testing.assert_allclose(load_file(path).matrix(np.array([0, 1])), expected)
+    np.testing.assert_allclose(longer.matrix(np.array([0, 1])), expected)
 
 
 def test_plain_csr_with_classes(tmp_path: Path) -> None:
     values = {"data": np.array([1.5, -2, 1, 1, 4]), "y": [0, 1, 1, 0]}
-    arrays = sparse_arrays(counts=None, tag_indptr=None, tag_names=None, **values)
-    np.savez(path := tmp_path / "csr.npz", **arrays)
-    data = load_file(path)
+    data = load_file(bags(tmp_path, counts=None, tag_indptr=None, tag_names=None, **values))
     assert data.task == "classification"
     np.testing.assert_array_equal(data.matrix(np.array([1])), [[-2, 0, 0, 1, 1]])
 
@@ -234,47 +229,45 @@ def test_an_asked_for_split_passes_over_the_test_column(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.test_sizes, [2, 2, 2])
 
 
-BAD: dict[str, dict[str, Any]] = {
-    "no array 'x' among user, y, test: did you mean": {"x": None},
-    "(--user names the column)": {"user": None},
-    "'user' is empty in row 5": {"user": np.array([0.0] * 5 + [np.nan] + [1.0] * 6)},
-    "'user' is empty in row 11": {"user": np.array(["a"] * 11 + [" "])},
-    "feature 1, is not a finite number in row 6": {
-        "x": np.where(np.arange(24) == 13, np.nan, 1.0).reshape(12, 2)
-    },
-    "'y' is not a finite number in row 3": {"y": np.where(np.arange(12) == 3, np.inf, 0.5)},
-    "'y' has shape (11,) and 'user' has 12 rows": {"y": np.arange(11) % 2},
-    "user '0' has test rows only, the first in row 1": {"test": np.tile([0, 1, 0], 4)},
-    "'test' is neither 0 nor 1 in row 2": {"test": np.arange(12)},
-    "there are no rows": {"user": [], "x": np.empty((0, 2)), "y": [], "test": []},
-    "'user' must have one value per row, got shape ()": {"user": 3},
-    "'y' has one class, 'a': there is nothing to learn: name another --target": {
-        "y": np.full(12, "a")
-    },
-    "features must be real numbers": {"x": np.full((12, 2), "a")},
-}
-
-
-@pytest.mark.parametrize("part", BAD)
-def test_a_bad_npz_is_refused_in_one_line(tmp_path: Path, part: str) -> None:
-    refused(npz(tmp_path, **BAD[part]), part)
+ONE_CLASS = np.full(12, "a")
+ONE_NAN = np.where(np.arange(24) == 13, np.nan, 1.0).reshape(12, 2)
+EMPTY: dict[str, Any] = {"user": [], "x": np.empty((0, 2)), "y": [], "test": []}
+BAD_NPZ: list[tuple[dict[str, Any], str]] = [
+    ({"x": None}, "no array 'x' among user, y, test: did you mean"),
+    ({"user": None}, "(--user names the column)"),
+    ({"user": np.array([0.0] * 5 + [np.nan] + [1.0] * 6)}, "'user' is empty in row 5"),
+    ({"user": np.array(["a"] * 11 + [" "])}, "'user' is empty in row 11"),
+    ({"x": ONE_NAN}, "feature 1, is not a finite number in row 6"),
+    ({"y": np.where(np.arange(12) == 3, np.inf, 0.5)}, "'y' is not a finite number in row 3"),
+    ({"y": np.arange(11) % 2}, "'y' has shape (11,) and 'user' has 12 rows"),
+    ({"test": np.tile([0, 1, 0], 4)}, "user '0' has test rows only, the first in row 1"),
+    ({"test": np.arange(12)}, "'test' is neither 0 nor 1 in row 2"),
+    (EMPTY, "there are no rows"),
+    ({"user": 3}, "'user' must have one value per row, got shape ()"),
+    ({"y": ONE_CLASS}, "'y' has one class, 'a': there is nothing to learn: name another --target"),
+    ({"x": np.full((12, 2), "a")}, "features must be real numbers"),
+]
+NO_CSR = "indptr, indices, counts are not those of one CSR matrix"
+BAD_BAGS: list[tuple[dict[str, Any], str]] = [
+    ({"indptr": [0, 1, 4, 4, 6]}, NO_CSR),
+    ({"indices": [1, 0, 3, 9, 2]}, NO_CSR),
+    ({"counts": None}, "no array 'data'"),
+    ({"tag_indices": None}, "no array 'tag_indices'"),
+    ({"user": [0, 0, 1]}, "has shape (4,) and 'user' has 3 rows"),
+]
 
 
 @pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"indptr": [0, 1, 4, 4, 6]}, "indptr, indices, counts are not those of one CSR matrix"),
-        ({"indices": [1, 0, 3, 9, 2]}, "indptr, indices, counts are not those of one CSR matrix"),
-        ({"counts": None}, "no array 'data'"),
-        ({"tag_indices": None}, "no array 'tag_indices'"),
-        ({"user": [0, 0, 1]}, "has shape (4,) and 'user' has 3 rows"),
-    ],
+    ("make", "changes", "part"),
+    [(npz, *bad) for bad in BAD_NPZ] + [(bags, *bad) for bad in BAD_BAGS],
 )
-def test_bad_csr_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
-    np.savez(path := tmp_path / "bags.npz", **sparse_arrays(**changes))
-    refused(path, part)
+def test_bad_arrays_are_refused_in_one_line(
+    tmp_path: Path, make: Any, changes: dict[str, Any], part: str
+) -> None:
+    refused(make(tmp_path, **changes), part)
 
 
+LONG_AMOUNTS = "".join(f'1,{row * 7 % 9},"{row},204"\n' for row in range(20))
 BAD_CSV: dict[str | bytes, str] = {  # what is in the file, and what the line says
     "person,a,y\n1,2,3\n": "no column 'user' among person, a, y: did you mean",
     "user,a,z\n1,2,3\n": "no column 'y'",
@@ -298,9 +291,8 @@ BAD_CSV: dict[str | bytes, str] = {  # what is in the file, and what the line sa
     b"PK\x03\x04\x14\0\x06\0user,a,y\n": "not a text file",
     "0,1.5,2\n1,2,0\n": "the first line must name the columns",
     "user,a,y\n1,2,2.5\n1,3,2.5\n": "column 'y' is 2.5 in every row",
-    "user,a,y\n"
-    + "".join(f'1,{row * 7 % 9},"{row},204"\n' for row in range(20)): "column 'y' has 20 "
-    "different words in 20 rows: name another --target, or write amounts as plain numbers (1234.5)",
+    f"user,a,y\n{LONG_AMOUNTS}": "column 'y' has 20 different words in 20 rows: name another "
+    "--target, or write amounts as plain numbers (1234.5)",
     "user,a,test,y\n1,2,0,0\n1,3,71,1\n": "column 'test' is neither 0 nor 1 in line 3: 1 marks the "
     "rows of the test part (--set test-fraction=0.2 chooses others)",
 }
@@ -311,34 +303,29 @@ def test_a_bad_csv_is_refused_in_one_line(tmp_path: Path, content: str | bytes) 
     refused(csv(tmp_path, content), BAD_CSV[content])
 
 
+UNREADABLE = (
+    "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31 or a number, or leave "
+    "such rows out with --impute drop"
+)
+TWO_ROLES = "'user' has two roles among user, target, test"
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "part"),
     [
-        ("1,2,0", {"encoding": "klingon"}, "no encoding 'klingon'"),
-        ("1,2,0", {"exclude_columns": "aa"}, "did you mean 'a'?"),
-        (
-            "1,2,0\n2,3,1",
-            {"target_column": "user"},
-            "'user' has two roles among user, target, test",
-        ),
-        ("1,2,x\n1,3,y", {"task": "regression"}, "column 'y' is not a finite number in line 2"),
-        ("1,2,0", {"time_column": "when"}, "no column 'when'"),
-        ("1,2,0", {"test_column": "held"}, "no column 'held'"),
+        ("1,2,0,5", {"encoding": "klingon"}, "no encoding 'klingon'"),
+        ("1,2,0,5", {"exclude_columns": "aa"}, "did you mean 'a'?"),
+        ("1,2,0,5\n2,3,1,6", {"target_column": "user"}, TWO_ROLES),
+        ("1,2,x,5\n1,3,y,6", {"task": "regression"}, "column 'y' is not a finite number in line 2"),
+        ("1,2,0,5", {"time_column": "when"}, "no column 'when'"),
+        ("1,2,0,5", {"test_column": "held"}, "no column 'held'"),
+        ("1,2,0,2024-01-31\n1,3,1,31.02.2024", {"time_column": "d"}, UNREADABLE),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
     tmp_path: Path, rows: str, options: dict[str, Any], part: str
 ) -> None:
-    refused(csv(tmp_path, f"user,a,y\n{rows}\n"), part, **options)
-
-
-def test_a_time_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    path = csv(tmp_path, "user,a,d,y\n1,2,2024-01-31,0\n1,3,31.02.2024,1\n")
-    part = (
-        "column 'd' is not a time ('31.02.2024') in line 3: write 2024-01-31 or a number, or leave "
-        "such rows out with --impute drop"
-    )
-    refused(path, part, time_column="d")
+    refused(csv(tmp_path, f"user,a,y,d\n{rows}\n"), part, **options)
 
 
 @pytest.mark.parametrize(
@@ -400,42 +387,25 @@ def test_what_is_odd_is_said_and_does_not_stop(tmp_path: Path, content: str) -> 
     assert data.feature_names == ("a",)
 
 
+DROPPED = "left out 4 rows with gaps, or without a user, target or time (impute = drop)"
+SECOND_A = "column 3 is the second one called 'a': named 'a (3)'"
+FILLED = "gaps in 1 row, filled with 0 (--impute zero): 'b' (1)"
+LATE_GAPS = "user,a,t,y\n1,2,1,0.5\n1,3,2,\n1,5,3,2.5\n2,,4,2.5\n,8,5,1.5\n1,4,,1.5\n"
+TWO_CLASSES = "user,a,y\n1,2,1\n1,3,\n1,5,2\n2,5,1\n"
+A_TEST = "user,a,test\n1,2,71.5\n1,3,53.25\n1,4,2.5\n"
+
+
 @pytest.mark.parametrize(
     ("content", "options", "note", "names"),
     [
         ("user,a,id,y\n1,2,7,0\n1,7,2,1\n", {"feature_columns": "id"}, "", ("id",)),
         ("user,a,b,y\n1,2,9,0\n1,7,8,1\n", {"exclude_columns": "b"}, "", ("a",)),
         ("user,a,b,y\n1,True,9,0\n1,false,8,1\n", {}, "", ("a", "b")),
-        (
-            "user,a,a,y\n1,2,3,0\n1,7,4,1\n",
-            {},
-            "column 3 is the second one called 'a': named 'a (3)'",
-            ("a", "a (3)"),
-        ),
-        (
-            "user,a,b,y\n1,2,1.25,0\n1,7,<NA>,1\n",
-            {"impute": "zero"},
-            "gaps in 1 row, filled with 0 (--impute zero): 'b' (1)",
-            ("a", "b"),
-        ),
-        (
-            "user,a,t,y\n1,2,1,0.5\n1,3,2,\n1,5,3,2.5\n2,,4,2.5\n,8,5,1.5\n1,4,,1.5\n",
-            {"impute": "drop", "time_column": "t"},
-            "left out 4 rows with gaps, or without a user, target or time (impute = drop)",
-            ("a",),
-        ),
-        (
-            "user,a,y\n1,2,1\n1,3,\n1,5,2\n2,5,1\n",
-            {"impute": "drop"},
-            "classification (1, 2)",
-            ("a",),
-        ),
-        (
-            "user,a,test\n1,2,71.5\n1,3,53.25\n1,4,2.5\n",
-            {"target_column": "test"},
-            "test part: a random 20%",
-            ("a",),
-        ),
+        ("user,a,a,y\n1,2,3,0\n1,7,4,1\n", {}, SECOND_A, ("a", "a (3)")),
+        ("user,a,b,y\n1,2,1.25,0\n1,7,<NA>,1\n", {"impute": "zero"}, FILLED, ("a", "b")),
+        (LATE_GAPS, {"impute": "drop", "time_column": "t"}, DROPPED, ("a",)),
+        (TWO_CLASSES, {"impute": "drop"}, "classification (1, 2)", ("a",)),
+        (A_TEST, {"target_column": "test"}, "test part: a random 20%", ("a",)),
         ('user,t,y\n1,"p\nq",0\n1,r,1\n1,r,1\n1,r,0\n', {}, "'t'", ("t=p\nq", "t=r")),
     ],
 )
@@ -507,8 +477,7 @@ def test_words_are_classes_however_many(tmp_path: Path) -> None:
 
 
 def test_nested_parquet_columns_are_left_out_by_name(tmp_path: Path) -> None:
-    frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [[1, 2], [3]], "y": [0, 1]})
-    frame.to_parquet(path := tmp_path / "nested.parquet")
+    path = parquet(tmp_path, user=[1, 1], a=[1.5, 2], v=[[1, 2], [3]], y=[0, 1])
     for categorical in ("", "v"):
         data = load_file(path, categorical_columns=categorical)
         assert data.feature_names == ("a",)
@@ -521,34 +490,30 @@ def test_decimals_of_a_parquet_file_are_numbers(tmp_path: Path) -> None:
     """As databases export them."""
     prices = [Decimal("1.25"), Decimal("-3.50"), None]
     amounts = [Decimal("0.5"), Decimal("1.5"), Decimal("2.5")]
-    frame = pd.DataFrame({"user": [1, 1, 1], "price": prices, "y": amounts})
-    frame.to_parquet(path := tmp_path / "prices.parquet")
-    data = load_file(path, impute="zero")
+    data = load_file(parquet(tmp_path, user=[1, 1, 1], price=prices, y=amounts), impute="zero")
     assert data.x.tolist() == [[1.25], [-3.5], [0.0]]
     assert data.task == "regression"
 
 
 def test_bytes_that_are_no_picture_are_one_line(tmp_path: Path) -> None:
-    frame = pd.DataFrame({"user": [1, 1], "a": [1.5, 2], "v": [b"p", b"q"], "y": [0, 1]})
-    frame.to_parquet(path := tmp_path / "bytes.parquet")
+    path = parquet(tmp_path, user=[1, 1], a=[1.5, 2], v=[b"p", b"q"], y=[0, 1])
     refused(path, "column 'v', row 0: cannot be read as a picture: remove the column")
 
 
 class Bomb:
     """Leaves a mark if it is unpickled."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    mark: Path
 
     def __reduce__(self) -> Any:
         return (Path.touch, (self.mark,))
 
 
 def test_pickled_arrays_are_refused_and_never_executed(tmp_path: Path) -> None:
-    mark = tmp_path / "executed"
-    users = np.array([Bomb(mark), Bomb(mark)], dtype=object)
+    Bomb.mark = tmp_path / "executed"
+    users = np.array([Bomb(), Bomb()], dtype=object)
     refused(npz(tmp_path, user=users), "array 'user' holds Python objects, which are never read")
-    assert not mark.exists()
+    assert not Bomb.mark.exists()
 
 
 @needs_real_data

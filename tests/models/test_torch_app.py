@@ -1,6 +1,7 @@
 """``torch_client``: what is seen when the app is made, and what a node's owner is told."""
 
 import contextlib
+import functools
 import logging
 import pickle
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from flwr_ppsgd import PPSGD, Poisson, Release, SecureSum, Steps, shared_arrays, torch_client
 from flwr_ppsgd.simulation import InProcessGrid
+from tests.support.toy import flat
 
 MADE: list[torch.device] = []
 
@@ -24,22 +26,17 @@ def network() -> nn.Module:
     return module
 
 
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+PAIR = [(torch.ones(2, 2), torch.tensor([0, 1]))]
 
 
 def pairs(context: Context) -> Any:
     context.node_config["partition-id"]
-    return [(torch.ones(2, 2), torch.tensor([0, 1]))], None
+    return PAIR, None
 
 
 def unpartitioned(context: Context) -> Any:
     context.node_config = {"partition-id": 0}
     context.node_config["num-partitions"]
-
-
-def one(context: Context) -> Any:  # noqa: ARG001
-    return [(torch.ones(2, 2), torch.tensor([0, 1]))]
 
 
 def test_the_check_needs_no_values() -> None:
@@ -52,32 +49,32 @@ def test_the_check_needs_no_values() -> None:
 def one_round(app: ClientApp, caplog: pytest.LogCaptureFixture) -> str:
     """What is in the log after a round, or after the attempt at one."""
     caplog.set_level(logging.DEBUG, logger="flwr")
+    release = Release(Poisson(3, 1.0), clip_norm=1.0, noise_multiplier=1.0)
+    strategy = PPSGD(release=release, steps=Steps.from_ratio(0.1, 0.3), delta=1e-3)
     with contextlib.suppress(Exception):
-        ppsgd().start(InProcessGrid(app, 3), shared_arrays(network(), "1.*"), num_rounds=1)
+        strategy.start(InProcessGrid(app, 3), shared_arrays(network(), "1.*"), num_rounds=1)
     return caplog.text
 
 
 def test_the_app_goes_to_flowers_workers(caplog: pytest.LogCaptureFixture) -> None:
     app = torch_client(network, "1.*", pairs, optimizer=torch.optim.Adam, personal_steps=2)
-    assert ALL_ANSWERED in one_round(pickle.loads(pickle.dumps(app)), caplog)
+    assert "replies=3 zeros=0" in one_round(pickle.loads(pickle.dumps(app)), caplog)
 
 
-def test_a_node_without_a_partition_is_told_how_to_start(caplog: pytest.LogCaptureFixture) -> None:
-    found = one_round(torch_client(network, "1.*", unpartitioned), caplog)
-    assert "'num-partitions', and this node has ['partition-id']: start its SuperNode" in found
-
-
-def test_loaders_that_return_one_loader_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
-    found = one_round(torch_client(network, "1.*", one), caplog)
-    assert "not two loaders: return (train, test)" in found
-
-
-ALL_ANSWERED = "replies=3 zeros=0"
-
-
-def ppsgd() -> PPSGD:
-    release = Release(Poisson(3, 1.0), clip_norm=1.0, noise_multiplier=1.0)
-    return PPSGD(release=release, steps=Steps.from_ratio(0.1, 0.3), delta=1e-3)
+@pytest.mark.parametrize(
+    ("loaders", "words"),
+    [
+        (
+            unpartitioned,
+            "'num-partitions', and this node has ['partition-id']: start its SuperNode",
+        ),
+        (lambda _: PAIR, "not two loaders: return (train, test)"),
+    ],
+)
+def test_a_nodes_owner_is_told_what_is_wrong(
+    loaders: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert words in one_round(torch_client(network, "1.*", loaders), caplog)
 
 
 def seeded_network() -> nn.Module:
@@ -97,17 +94,16 @@ def test_a_torch_client_answers_a_secure_sum_as_it_is() -> None:
     results = []
     for aggregation in (None, SecureSum(honest=5, colluding=1)):
         grid = InProcessGrid(torch_client(seeded_network, "1.*", own_pairs), 8)
-        strategy = PPSGD(
-            release=Release(Poisson(8, 1.0), 1.0, 0.0, aggregation=aggregation),
-            steps=Steps(0.5, 0.5),
-            delta=1e-3,
-        )
+        release = Release(Poisson(8, 1.0), 1.0, 0.0, aggregation=aggregation)
+        strategy = PPSGD(release=release, steps=Steps(0.5, 0.5), delta=1e-3)
         w = shared_arrays(seeded_network(), "1.*")
-        trained = strategy.start(grid=grid, initial_arrays=w, num_rounds=2).arrays
-        results.append(np.concatenate([a.reshape(-1) for a in trained.to_numpy_ndarrays()]))
+        results.append(flat(strategy.start(grid=grid, initial_arrays=w, num_rounds=2).arrays))
     secure, plain = results
     assert np.array_equal(secure, plain)
     assert np.any(plain)
+
+
+NORMALISED = functools.partial(nn.Sequential, nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +112,7 @@ def test_a_torch_client_answers_a_secure_sum_as_it_is() -> None:
         ({"network": network()}, r"give the class \(Sequential\)"),
         ({"network": "1.*", "personal": network}, "the order is torch_client"),
         ({"personal": "fc3.*"}, r"'fc3.\*' matches no parameter of Sequential"),
-        ({"network": normalised, "personal": "2.*"}, "tracks running statistics"),
+        ({"network": NORMALISED, "personal": "2.*"}, "tracks running statistics"),
         ({"loss": "sqared"}, "did you mean 'squared'"),
         ({"optimizer": "adam"}, "optimizer must be a class of torch.optim"),
         ({"personal_steps": 0}, "personal_steps must be a whole number"),
@@ -124,9 +120,8 @@ def test_a_torch_client_answers_a_secure_sum_as_it_is() -> None:
 )
 def test_wrong_arguments_are_seen_when_the_app_is_made(options: Any, message: str) -> None:
     """Not on the clients, after rounds were charged."""
-    arguments = {"network": network, "personal": "1.*", "loaders": pairs, **options}
     with pytest.raises(ValueError, match=message):
-        torch_client(**arguments)
+        torch_client(**{"network": network, "personal": "1.*", "loaders": pairs, **options})
 
 
 class Tied(nn.Module):
