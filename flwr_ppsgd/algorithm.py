@@ -63,6 +63,16 @@ class Poisson:
         """Whether secret sampling lowers ε: it does if some may be left out by chance."""
         return self.rate < 1
 
+    @property
+    def most_users(self) -> int:
+        """The most users that a round may have."""
+        return self.population
+
+    @property
+    def expected_users(self) -> float:
+        """q·N, the mean size of a cohort."""
+        return self.rate * self.population
+
     def members(self, uniforms: Vector) -> NDArray[np.intp]:
         """{i : u_i < q}, from one uniform in [0, 1) for each enrolled user."""
         return np.flatnonzero(uniforms < self.rate)
@@ -96,6 +106,14 @@ class FixedSize:
     @property
     def amplifies(self) -> bool:
         return False
+
+    @property
+    def most_users(self) -> int:
+        return self.size
+
+    @property
+    def expected_users(self) -> float:
+        return float(self.size)
 
     def members(self, uniforms: Vector) -> NDArray[np.intp]:
         """The users with the ``size`` smallest uniforms; of equal ones the first."""
@@ -201,19 +219,12 @@ class Release:
 
     def _check_share(self, rules: SecureSum) -> None:
         """Enough clients to form a sum, and a share of the noise that the grid can show."""
-        clients = self._most_users
+        clients = self.cohort.most_users
         rule = f"honest + colluding must be at most the {clients} clients that a round may have"
         require(rules.least <= clients, rule, rules.least, "lower honest, or draw more clients")
         rule = f"a share of the noise, z/√honest = {self._share_multiplier:g}, is too small for the"
         fits = self.noise_multiplier == 0 or self.share_std >= 2**LEAST_SHARE_BITS * self.grid
         require(fits, f"{rule} grid", self.noise_multiplier, "raise noise_multiplier")
-
-    @property
-    def _most_users(self) -> int:
-        """The most clients that a round may have."""
-        if isinstance(self.cohort, FixedSize):
-            return self.cohort.size
-        return self.cohort.population
 
     @property
     def amplifies(self) -> bool:
@@ -224,7 +235,7 @@ class Release:
     @property
     def failure(self) -> float:
         """The part of δ that each round's random neighbours take; 0 if there are none."""
-        if self.aggregation is None or self.aggregation.is_complete(self._most_users):
+        if self.aggregation is None or self.aggregation.is_complete(self.cohort.most_users):
             return 0.0
         return self.aggregation.failure
 
@@ -256,9 +267,7 @@ class Release:
     @property
     def expected_users(self) -> float:
         """q·N, the mean size of a cohort."""
-        if isinstance(self.cohort, FixedSize):
-            return float(self.cohort.size)
-        return self.cohort.rate * self.cohort.population
+        return self.cohort.expected_users
 
     @property
     def reduction(self) -> Reduction:
