@@ -23,23 +23,12 @@ from flwr_ppsgd import (
 )
 from flwr_ppsgd import epsilon as accounting
 from flwr_ppsgd.epsilon import Relation
+from tests.contract.test_epsilon import gaussian_delta, spent
 
+DELTA = 1e-4
 POISSON = Release(Poisson(1000, 0.01), clip_norm=10.0, noise_multiplier=1.0)
 EVERYONE = Release(Poisson(1000, 1.0), clip_norm=10.0, noise_multiplier=20.0)
 FIXED = Release(FixedSize(1000, 10), clip_norm=10.0, noise_multiplier=20.0)
-
-
-def spent(release: Release, rounds: int, delta: float = 1e-4) -> Ledger:
-    return Ledger(delta).record(release, rounds)
-
-
-def gaussian_delta(epsilon: float, mu: float) -> float:
-    """δ(ε) of a Gaussian mechanism with shift/std = μ (Balle and Wang 2018, Theorem 8)."""
-
-    def phi(x: float) -> float:
-        return 0.5 * math.erfc(-x / math.sqrt(2))
-
-    return phi(mu / 2 - epsilon / mu) - math.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
 
 
 @pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.3])
@@ -57,7 +46,7 @@ def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise(
     q: float, z: float, rounds: int
 ) -> None:
     def quick(q: float, z: float, rounds: int) -> float:
-        return spent(Release(Poisson(100, q), 1.0, z), rounds).quick_epsilon()
+        return spent(Release(Poisson(100, q), 1.0, z), rounds, DELTA).quick_epsilon()
 
     assert quick(q, z, rounds) <= quick(q, z, rounds + 1)
     assert quick(q, z * 1.1, rounds) <= quick(q, z, rounds) * (1 + 1e-9)
@@ -67,9 +56,8 @@ def test_epsilon_grows_with_rounds_and_rate_and_falls_with_noise(
 @pytest.mark.parametrize("release", [POISSON, EVERYONE, FIXED])
 def test_the_quick_bound_is_never_below_the_stated_epsilon(release: Release) -> None:
     for rounds in (1, 10, 1000):
-        assert spent(release, rounds).quick_epsilon() >= spent(release, rounds).epsilon() * (
-            1 - 1e-9
-        )
+        ledger = spent(release, rounds, DELTA)
+        assert ledger.quick_epsilon() >= ledger.epsilon() * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.01, 0.002])
@@ -110,15 +98,15 @@ def test_rare_rounds_are_calibrated_and_counted_as_dp_accounting_would() -> None
 
 def test_unknown_relations_and_methods_are_refused() -> None:
     with pytest.raises(ValueError, match="zero-out, replace-one"):
-        spent(POISSON, 1).epsilon("add-remove")  # type: ignore[arg-type]
+        spent(POISSON, 1, DELTA).epsilon("add-remove")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pld, rdp"):
-        spent(POISSON, 1).epsilon(method="magic")  # type: ignore[arg-type]
+        spent(POISSON, 1, DELTA).epsilon(method="magic")  # type: ignore[arg-type]
 
 
 def test_extremes_are_answered_or_refused_at_once() -> None:
     """A δ below PLD's tails, an ε of zero at any noise, a z too small to tell from none, a million
     rounds and more."""
-    assert 0 < spent(POISSON, 100, delta=1e-16).epsilon() < math.inf
+    assert 0 < spent(POISSON, 100, 1e-16).epsilon() < math.inf
     assert calibrate_noise(epsilon=1.0, delta=1e-3, cohort=Poisson(1000, 1e-4), rounds=5) < 0.01
     with pytest.raises(ValueError, match="at least 1e-06, or 0"):
         Release(Poisson(10, 0.5), 1.0, 1e-160)
@@ -172,7 +160,7 @@ def test_releases_of_equal_price_are_counted_together() -> None:
         for clip_norm in (1.0, 2.0):
             ledger = ledger.record(Release(Poisson(1000, 0.01), clip_norm, 1.0))
     assert len(ledger.releases) == 1000
-    assert ledger.epsilon() == spent(POISSON, 1000).epsilon()
+    assert ledger.epsilon() == spent(POISSON, 1000, DELTA).epsilon()
 
 
 def test_an_accountant_that_gives_other_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +182,8 @@ def test_choosing_among_settings_costs_more_than_one_training() -> None:
     assert one.epsilon(method="rdp") <= costs[0] + 1e-9
     assert costs == sorted(costs)
     assert costs[1] < Ledger(1e-5).record(release, 2000).epsilon()
-    assert Ledger(1e-5).record(replace(release, noise_multiplier=0.0)).selection_epsilon(2) == (
-        math.inf
-    )
+    noiseless = Ledger(1e-5).record(replace(release, noise_multiplier=0.0))
+    assert noiseless.selection_epsilon(2) == math.inf
     with pytest.raises(ValueError, match="trials must be at least 1"):
         one.selection_epsilon(0.5)
 
@@ -223,9 +210,9 @@ def test_all_others_pooling_leave_one_share_of_the_noise() -> None:
     secure = Release(Poisson(30, 1.0), 1.0, 9.0, aggregation=rules)
     share = Release(Poisson(30, 1.0), 1.0, 9.0 / math.sqrt(28))
     for relation in get_args(Relation):
-        found = spent(secure, 4).pooled_epsilon(relation)
-        assert found == pytest.approx(spent(share, 4).epsilon(relation), rel=1e-9)
-    assert spent(POISSON, 10).pooled_epsilon() == spent(POISSON, 10).epsilon()
+        found = spent(secure, 4, DELTA).pooled_epsilon(relation)
+        assert found == pytest.approx(spent(share, 4, DELTA).epsilon(relation), rel=1e-9)
+    assert spent(POISSON, 10, DELTA).pooled_epsilon() == spent(POISSON, 10, DELTA).epsilon()
     assert Ledger(1e-5).pooled_epsilon() == 0
 
 
@@ -238,7 +225,5 @@ def test_cut_tails_are_paid_from_delta_or_epsilon_is_infinite() -> None:
     left = 1e-5 - (1 + math.exp(found.epsilon)) * cut
     assert replace(ledger, delta=left).epsilon() <= found.epsilon < 1.05 * ledger.epsilon()
     assert ledger.bound_with_cut(1e-5).epsilon == math.inf
-    assert (
-        Ledger(1e-5).record(replace(EVERYONE, noise_multiplier=0.0)).bound_with_cut(1e-40).epsilon
-        == math.inf
-    )
+    noiseless = Ledger(1e-5).record(replace(EVERYONE, noise_multiplier=0.0))
+    assert noiseless.bound_with_cut(1e-40).epsilon == math.inf

@@ -1,7 +1,6 @@
 """What a new user gets wrong, and the one line that each mistake brings."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from flwr_ppsgd import (
     client_app,
     shared_arrays,
     torch_client,
-    torch_learner,
 )
 from flwr_ppsgd.legacy import PPSGDClient, PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
@@ -78,29 +76,25 @@ def start(app: ClientApp, arrays: ArrayRecord | None = None, **changes: Any) -> 
     return ppsgd
 
 
-@pytest.mark.parametrize(
-    ("app", "words"),
-    [
-        (
-            torch_client(wider, PERSONAL, loaders),
-            "'0.weight' has shape (4, 3) in the server's w and (5, 3) in this client's network",
-        ),
-        (
-            torch_client(network, "0.*", loaders),
-            "the server's w has ['0.bias', '0.weight'] that is not shared here, and lacks "
-            "['2.bias', '2.weight'] that is: personal=['0.*'], additive=False on this client",
-        ),
-        (
-            torch_client(network, PERSONAL, loaders, additive=True),
-            "lacks ['2.bias', '2.weight'] that is: personal=['2.*'], additive=True on this client",
-        ),
-    ],
-    ids=["width", "personal", "additive"],
+SHAPES = "'0.weight' has shape (4, 3) in the server's w and (5, 3) in this client's network"
+NAMES = (
+    "the server's w has ['0.bias', '0.weight'] that is not shared here, and lacks "
+    "['2.bias', '2.weight'] that is: personal=['0.*'], additive=False on this client"
 )
+ADDITIVE = "lacks ['2.bias', '2.weight'] that is: personal=['2.*'], additive=True on this client"
+OTHER_MODELS = {
+    "width": (torch_client(wider, PERSONAL, loaders), SHAPES),
+    "personal": (torch_client(network, "0.*", loaders), NAMES),
+    "additive": (torch_client(network, PERSONAL, loaders, additive=True), ADDITIVE),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_MODELS)
 def test_another_model_on_the_clients_costs_nothing(
-    app: ClientApp, words: str, caplog: pytest.LogCaptureFixture
+    other: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is seen in the check before the first round, which reads no data."""
+    app, words = OTHER_MODELS[other]
     ppsgd = PPSGD(**settings())
     with pytest.raises(RuntimeError, match=r"refused-message.*Nothing was charged"):
         ppsgd.start(InProcessGrid(app, NODES), shared(), num_rounds=2)
@@ -108,28 +102,22 @@ def test_another_model_on_the_clients_costs_nothing(
     assert ppsgd.ledger.rounds == 0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (
-            loaders_of(X[:0], Y[:0]),
-            "a loader has no batch: a user needs at least one row; give this node data",
-        ),
-        (
-            loaders_of(X, Y, Y),
-            "a batch has 3 parts where (x, y) has 2: say which are which, such as inputs=",
-        ),
-        (
-            loaders_of(X * float("nan"), Y),
-            "part 'x' of a batch holds NaN or infinity: clean this user's data",
-        ),
-    ],
-)
+NO_BATCH = "a loader has no batch: a user needs at least one row; give this node data"
+PARTS = "a batch has 3 parts where (x, y) has 2: say which are which, such as inputs="
+NOT_FINITE = "part 'x' of a batch holds NaN or infinity: clean this user's data"
+WRONG_LOADERS = {
+    NO_BATCH: loaders_of(X[:0], Y[:0]),
+    PARTS: loaders_of(X, Y, Y),
+    NOT_FINITE: loaders_of(X * float("nan"), Y),
+}
+
+
+@pytest.mark.parametrize("words", WRONG_LOADERS)
 def test_wrong_loaders_bring_one_line_on_the_client(
-    wrong: Any, words: str, caplog: pytest.LogCaptureFixture
+    words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(RuntimeError, match="learner-failed: ValueError"):
-        start(torch_client(network, PERSONAL, wrong))
+        start(torch_client(network, PERSONAL, WRONG_LOADERS[words]))
     lines = [record for record in caplog.records if words in record.getMessage()]
     assert len(lines) == 1  # nodes in one process show it once
     assert not any(record.exc_info for record in lines)
@@ -174,32 +162,6 @@ def test_a_delta_that_protects_nobody_is_said_before_the_first_round(
     (first, *_) = [place for place, text in enumerate(said) if "NO GUARANTEE: delta = 0.09" in text]
     assert "choose delta well below 0.0833333" in said[first]
     assert first < min(place for place, text in enumerate(said) if "round=1 " in text)
-
-
-def test_an_epsilon_too_small_to_learn_is_said_before_the_first_round(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    release = Release(Poisson(NODES, 1.0), clip_norm=1.0, noise_multiplier=50.0)
-    start(torch_client(network, PERSONAL, loaders), release=release)
-    assert "This cannot learn: even if all users agree" in caplog.text
-    assert "allow a larger epsilon, or share about" in caplog.text
-
-
-def test_a_training_is_not_resumed_with_another_model(tmp_path: Path) -> None:
-    def client_fn(context: Context) -> Client:
-        train, _ = loaders(context)
-        return PPSGDClient(torch_learner(network(), PERSONAL, train), context).to_client()
-
-    def strategy(module: nn.Module) -> PPSGDStrategy:
-        arrays = shared_arrays(module, PERSONAL).to_numpy_ndarrays()
-        initial = ndarrays_to_parameters(arrays)
-        return PPSGDStrategy(**settings(initial_parameters=initial, checkpoint_dir=tmp_path))
-
-    first = strategy(network())
-    run_legacy(first, InProcessGrid(ClientApp(client_fn), NODES), first.server_config(1))
-    first.close()
-    with pytest.raises(ValueError, match=r"have '0' of shape \(4, 3\) and \(5, 3\): continue"):
-        strategy(wider())
 
 
 def test_a_state_dict_is_no_record() -> None:

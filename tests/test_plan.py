@@ -101,13 +101,6 @@ def test_numbers_without_meaning_are_refused(change: dict[str, Any], message: st
         Plan.read(FLAT | change).text()
 
 
-def test_what_is_missing_is_named_in_a_command() -> None:
-    ended = ppsgd("plan", "--population", "1000")
-    assert (ended.status, ended.out) == (2, "")
-    assert "a plan needs --epsilon and --delta" in ended.err
-    assert "ppsgd plan --population 1000 --epsilon 2 --delta 1e-5" in ended.err
-
-
 def test_the_command_for_programs() -> None:
     """Valid JSON, also where the ε of replace-one is infinite."""
     for more in ((), ("--rate", "0.5"), ("--epsilon", "200")):

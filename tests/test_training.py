@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flwr.common import ndarrays_to_parameters
 
-from flwr_ppsgd import PPSGD, Poisson, PrivateMetrics, Release, SecureSum, Steps, client_app
+from flwr_ppsgd import PPSGD, Poisson, PrivateMetrics, Release, SecureSum, client_app
 from flwr_ppsgd.legacy import PPSGDStrategy
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.training import Enrolled, Training
 from tests.contract.hostile_clients import legacy_strategy
-from tests.support.toy import release, strategy, toy_learner, w0
+from tests.support.toy import strategy, toy_learner, w0
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "release": ({"release": {}}, r"release must be a Release, got \{\}"),
@@ -81,12 +81,7 @@ def test_a_w_that_is_not_finite_is_refused_before_anything_is_sent(number: float
         ppsgd.start(InProcessGrid(client_app(toy_learner), 5), w0(initial), num_rounds=1)
     assert ppsgd.ledger.rounds == 0
     with pytest.raises(ValueError, match="NaN or infinity"):
-        PPSGDStrategy(
-            release=release(),
-            steps=Steps(1.0, 0.5),
-            delta=1e-4,
-            initial_parameters=ndarrays_to_parameters([initial]),
-        )
+        legacy_strategy(initial_parameters=ndarrays_to_parameters([initial]))
 
 
 def test_both_apis_take_the_same_arguments() -> None:

@@ -4,36 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context
+from flwr.app import Context
 
 from flwr_ppsgd import Order, Steps, client_app
-from flwr_ppsgd.client.theta_store import STATE
 from flwr_ppsgd.simulation import InProcessGrid
 from flwr_ppsgd.wire import GRADIENT
 from tests.support.kept import kept_by
 from tests.support.toy import SIZE, Floats, Toy, grid, opened, release, strategy, toy_learner, w0
-
-
-def test_theta_is_kept_with_round_and_visit() -> None:
-    on, ppsgd = grid(), strategy()
-    node = on.get_node_ids()[0]
-    for round_ in (1, 2, 3):
-        messages = ppsgd.configure_train(round_, w0(), ConfigRecord(), on)
-        ppsgd.aggregate_train(round_, on.send_and_receive(messages))
-    personal = kept_by(on.context(node))
-    assert personal is not None
-    assert (personal.stamp.round, personal.stamp.visit) == (3, 3)
-    assert set(on.context(node).state) == {STATE}
-
-
-def test_alpha_infinity_freezes_theta() -> None:
-    on = grid()
-    strategy(steps=Steps.from_ratio(0.5, np.inf)).start(on, w0(), num_rounds=3)
-    for node in on.get_node_ids():
-        personal = kept_by(on.context(node))
-        assert personal is not None
-        np.testing.assert_array_equal(personal.theta, 0.0)
-        assert personal.stamp.visit == 3
 
 
 @dataclass

@@ -66,25 +66,12 @@ def test_a_private_key_in_the_wrong_place_is_not_logged(caplog: pytest.LogCaptur
 
 
 def test_every_key_is_read() -> None:
-    config = {
-        "ppsgd-state-dir": "x",
-        "ppsgd-user": "ada",
-        "ppsgd-max-clip-norm": 1,
-        "ppsgd-max-step": 2,
-        "ppsgd-max-epsilon": 3.5,
-        "ppsgd-evaluate": False,
-        "ppsgd-stock": False,
-        "ppsgd-server-key": KEY.public,
-        "ppsgd-secure": True,
-        "ppsgd-min-noise-multiplier": 1.5,
-        "ppsgd-min-clients": 20,
-        "ppsgd-complete": True,
-        "ppsgd-max-own-epsilon": 4,
-        "ppsgd-epsilon": 1,
-        "ppsgd-delta": 1e-6,
-        "partition-id": 3,
-        "another": "key",
-    }
+    config: dict[str, Any] = {"ppsgd-state-dir": "x", "ppsgd-user": "ada", "partition-id": 3}
+    config |= {"ppsgd-max-clip-norm": 1, "ppsgd-max-step": 2, "ppsgd-max-epsilon": 3.5}
+    config |= {"ppsgd-evaluate": False, "ppsgd-stock": False, "ppsgd-server-key": KEY.public}
+    config |= {"ppsgd-secure": True, "ppsgd-min-noise-multiplier": 1.5, "ppsgd-min-clients": 20}
+    config |= {"ppsgd-max-own-epsilon": 4, "ppsgd-epsilon": 1, "ppsgd-delta": 1e-6}
+    config |= {"ppsgd-complete": True, "another": "key"}
     assert set(KEYS) <= set(config)
     limits = Policy(1.0, 2.0, 3.5, 4.0, 1.0, 1e-6, False, False, KEY.public, True, True, 1.5, 20)
     assert Policy.of(config) == limits

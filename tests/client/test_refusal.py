@@ -65,6 +65,14 @@ def honest(on: Context) -> Toy:  # noqa: ARG001
     return Toy(np.zeros(SIZE))
 
 
+APPS = {
+    "learner": client_app(talkative),
+    "learner_for": client_app(not_even_built),
+    "mod": client_app(honest, mods=[raises]),
+    "error of a mod": client_app(honest, mods=[replies_with_an_error]),
+}
+
+
 def told_by(error: BaseException) -> list[str]:
     """All that Flower makes of an exception: in a deployment (flwr-clientapp), in Ray's actor, and
     by pickling."""
@@ -79,32 +87,17 @@ def told_by(error: BaseException) -> list[str]:
 
 
 def leaks(text: str) -> bool:
-    secrets = [
-        SECRET,
-        "pneumonia",
-        "Pneumonia",
-        repr(THETA.tobytes())[2:-1],
-        str(THETA.tolist()[0]),
-    ]
-    return any(secret in text for secret in secrets)
+    numbers = [repr(THETA.tobytes())[2:-1], str(THETA.tolist()[0])]
+    return any(secret in text for secret in [SECRET, "pneumonia", "Pneumonia", *numbers])
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
-@pytest.mark.parametrize(
-    "app",
-    [
-        client_app(talkative),
-        client_app(not_even_built),
-        client_app(honest, mods=[raises]),
-        client_app(honest, mods=[replies_with_an_error]),
-    ],
-    ids=["learner", "learner_for", "mod", "error of a mod"],
-)
+@pytest.mark.parametrize("what", APPS)
 def test_neither_theta_nor_a_learners_words_are_in_an_error(
-    app: Any, kind: str, caplog: pytest.LogCaptureFixture
+    what: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ClientError) as failed:
-        app(message(ORDER, kind), context())
+        APPS[what](message(ORDER, kind), context())
     assert not [text for text in told_by(failed.value) if leaks(text)]
     assert failed.value.code == "learner-failed"
     assert SECRET in caplog.text, "the full text is in this machine's log"

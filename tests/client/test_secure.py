@@ -1,8 +1,9 @@
 """What a client refuses in a secure sum, whoever asks: once per round, on fixed terms."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,56 +24,29 @@ RULES = SecureSum(honest=4, colluding=1)
 CLIENTS = 6
 APP = client_app(toy_learner)
 TERMS = SecureTerms.of(Release(Poisson(6, 1.0), 1.0, 1.0, aggregation=RULES), None)
-ORDER_1 = Order(
-    3,
-    0.5,
-    1.0,
-    "mean",
-    True,
-    terms=TERMS,
-    stage=3,
-    plan={"gradient": (1.0, 9)},
-    training=8,
-    starts=(1,),
-    charges=2,
-)
+TRAINING: dict[str, Any] = {"training": 8, "starts": (1,), "charges": 2}
+PLAN = {"gradient": (1.0, 9)}
+ORDER_1 = Order(3, 0.5, 1.0, "mean", True, terms=TERMS, stage=3, plan=PLAN, **TRAINING)
 
 
-class Watching:
-    """A node that can be asked the same thing again, or something else, at any exchange.
+def refused(message: Message, context: Context) -> str:
+    """The error of a message that must be refused."""
+    with pytest.raises(ClientError) as caught:
+        APP(message, context)
+    return str(caught.value)
 
-    Args:
-        meddle: called with each message for partition 0 before it is answered.
-        node_config: of partition 0.
-    """
 
-    def __init__(
-        self,
-        meddle: Callable[[Message, Context], None] = lambda *_: None,
-        node_config: Mapping[str, object] | None = None,
-    ) -> None:
-        self.meddle = meddle
-        self.node_config = node_config or {}
-        self.refusals: list[str] = []
+def run(meddle: Callable[[Message, Context], None], **node_config: str) -> None:
+    """Two rounds. Before partition 0 answers a message, it can be asked for something else."""
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def watching(message: Message, context: Context) -> Message:
         if context.node_config["partition-id"] == 0:
-            context.node_config.update(self.node_config)  # type: ignore[arg-type]
-            self.meddle(message, context)
+            context.node_config.update(node_config)
+            meddle(message, context)
         return APP(message, context)
 
-    def refused(self, message: Message, context: Context) -> str:
-        """The error of a message that must be refused; the node's state stays."""
-        with pytest.raises(ClientError) as caught:
-            APP(message, context)
-        return str(caught.value)
-
-
-def run(app: Watching) -> None:
-    """Two rounds."""
     ppsgd = strategy(release=replace(release(CLIENTS, z=1.0), aggregation=RULES))
-    grid = InProcessGrid(app, CLIENTS)  # type: ignore[arg-type]
-    ppsgd.start(grid=grid, initial_arrays=w0(), num_rounds=2)
+    ppsgd.start(InProcessGrid(watching, CLIENTS), w0(), num_rounds=2)  # type: ignore[arg-type]
 
 
 def order_of(message: Message) -> Order:
@@ -85,8 +59,7 @@ def with_order(message: Message, order: Order, payload: bytes | None = None) -> 
     records[ORDER] = ConfigRecord(order.to_flat())
     if payload is not None:
         records[SECURE] = ConfigRecord({DATA: payload})
-    other = Message(RecordDict(records), dst_node_id=1, message_type="train")
-    return other
+    return Message(RecordDict(records), dst_node_id=1, message_type="train")
 
 
 def before_the_charge(message: Message, order: Order) -> list[Message]:
@@ -133,10 +106,9 @@ def test_a_server_that_lies_is_refused(
     def meddle(message: Message, context: Context) -> None:
         order = order_of(message)
         if order.stage:
-            seen.extend(app.refused(each, context) for each in lies(message, order))
+            seen.extend(refused(each, context) for each in lies(message, order))
 
-    app = Watching(meddle)
-    run(app)
+    run(meddle)
     assert seen == ["refused-secure: ValueError"] * count
 
 
@@ -164,15 +136,11 @@ def test_no_more_rounds_are_answered_than_are_planned_with_restarts() -> None:
 
 
 def test_a_round_of_an_earlier_start_is_not_answered_any_more() -> None:
-    memory = (
-        Agreement()
-        .with_order(ORDER_1, Policy())
-        .with_answer(replace(ORDER_1, round=3, starts=(1, 3)))
-    )
-    with pytest.raises(RefusedError, match="a round is answered once"):
-        memory.with_answer(replace(ORDER_1, round=4, starts=(1,)))
-    with pytest.raises(RefusedError, match="a round is answered once"):
-        memory.with_answer(replace(ORDER_1, round=3, starts=(1, 3)))
+    memory = Agreement().with_order(ORDER_1, Policy())
+    memory = memory.with_answer(replace(ORDER_1, round=3, starts=(1, 3)))
+    for round_, starts in ((4, (1,)), (3, (1, 3))):
+        with pytest.raises(RefusedError, match="a round is answered once"):
+            memory.with_answer(replace(ORDER_1, round=round_, starts=starts))
     memory.with_answer(replace(ORDER_1, round=3, starts=(1, 3, 3)))
 
 
@@ -183,10 +151,9 @@ def test_client_report_tells_of_masked_vectors_and_refusals(tmp_path: Path) -> N
         if order_of(message).stage == 1:
             firsts.append(message)
         if order_of(message).stage == 4:
-            app.refused(firsts[-1], context)
+            refused(firsts[-1], context)
 
-    app = Watching(again, {"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"})
-    run(app)
+    run(again, **{"ppsgd-state-dir": str(tmp_path), "ppsgd-user": "ann"})
     text = client_report(tmp_path)
     assert "masked vectors: 2; each hides a gradient that was bounded and had noise" in text
     assert "refused-secure (2)" in text

@@ -5,6 +5,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,15 +106,15 @@ def test_no_state_shows_a_secret_and_the_last_has_none_of_its_own() -> None:
 def test_states_survive_being_written_down() -> None:
     """A Flower client is a new process for every message."""
     play = Play(RULES, some_vectors(7, 4))
-    play.keys(ALL)
-    flats = {node: state.to_flat() for node, state in play.keyed.items()}
-    play.keyed = {node: KeysSent.from_flat(play.session, flat) for node, flat in flats.items()}
-    play.shares(ALL)
-    flats = {node: state.to_flat() for node, state in play.shared.items()}
-    play.shared = {node: SharesSent.from_flat(play.session, flat) for node, flat in flats.items()}
-    play.mask(ALL)
-    flats = {node: state.to_flat() for node, state in play.masked.items()}
-    play.masked = {node: VectorSent.from_flat(play.session, flat) for node, flat in flats.items()}
+    steps: list[tuple[Any, Any, Any]] = [
+        (play.keys, play.keyed, KeysSent),
+        (play.shares, play.shared, SharesSent),
+        (play.mask, play.masked, VectorSent),
+    ]
+    for step, states, kind in steps:
+        step(ALL)
+        for node in ALL:
+            states[node] = kind.from_flat(play.session, states[node].to_flat())
     play.reveal(ALL)
     assert np.array_equal(play.total(), play.vectors.sum(axis=0))
 

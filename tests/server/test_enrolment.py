@@ -77,9 +77,8 @@ def test_a_name_is_followed_to_wherever_its_node_is_now() -> None:
 def test_a_public_key_is_an_identity_in_either_form() -> None:
     (pem, ssh), (other, _) = key(), key()
     ppsgd = users(2, [ssh, other.decode()])
-    assert asked(
-        ppsgd, SuperNodes(node(4, public_key=other), node(5, public_key=pem), node(6))
-    ) == [5, 4]
+    on = SuperNodes(node(4, public_key=other), node(5, public_key=pem), node(6))
+    assert asked(ppsgd, on) == [5, 4]
     assert "NOT claimed" not in ppsgd.privacy_statement()
 
 
@@ -92,10 +91,9 @@ def test_a_node_that_is_named_like_a_key_takes_nobodys_place(by: str) -> None:
     assert asked(ppsgd, SuperNodes(impostor, node(2, "ben"))) == [2]
     owner = node(3, "ben", pem)
     assert asked(ppsgd, SuperNodes(impostor, node(2, "ben"), owner), 2) == [3, 2]
-    for name in (ssh, key_fingerprint(pem).upper(), f" {key_fingerprint(pem)}"):
-        assert asked(ppsgd, SuperNodes(node(4, name), node(2, "ben")), ppsgd.ledger.rounds + 1) == [
-            2
-        ]
+    names = (ssh, key_fingerprint(pem).upper(), f" {key_fingerprint(pem)}")
+    for round_, name in enumerate(names, start=3):
+        assert asked(ppsgd, SuperNodes(node(4, name), node(2, "ben")), round_) == [2]
 
 
 def test_an_open_enrolment_takes_no_key_for_a_name() -> None:
@@ -105,15 +103,16 @@ def test_an_open_enrolment_takes_no_key_for_a_name() -> None:
     assert asked(ppsgd, on) == [1, 2]
 
 
-@pytest.mark.parametrize("entry", ["key:", "key:board-3", "key:" + 63 * "a", "key:" + 65 * "a"])
-def test_an_entry_that_only_begins_like_a_fingerprint_is_refused(entry: str) -> None:
-    with pytest.raises(ValueError, match="must go on with a SHA-256"):
-        users(1, [entry])
+SHORT = "must go on with a SHA-256"
+UNREADABLE = "an enrolled public key cannot be read"
+FINGERPRINTS = ("key:", "key:board-3", "key:" + 63 * "a", "key:" + 65 * "a")
+KEYS = ("ecdsa-sha2-nistp384 AAAA", "ssh-rsa !", "-----BEGIN nothing")
+BAD_ENTRIES = dict.fromkeys(FINGERPRINTS, SHORT) | dict.fromkeys(KEYS, UNREADABLE)
 
 
-@pytest.mark.parametrize("entry", ["ecdsa-sha2-nistp384 AAAA", "ssh-rsa !", "-----BEGIN nothing"])
+@pytest.mark.parametrize("entry", BAD_ENTRIES)
 def test_a_damaged_key_is_refused_and_never_taken_for_a_name(entry: str) -> None:
-    with pytest.raises(ValueError, match="an enrolled public key cannot be read"):
+    with pytest.raises(ValueError, match=BAD_ENTRIES[entry]):
         users(1, [entry])
 
 
@@ -159,12 +158,8 @@ def test_without_authentication_restarts_are_not_covered_and_the_statement_says_
 
 def test_a_simulation_has_no_restarts_to_speak_of() -> None:
     ppsgd = users(2)
-    asked(
-        ppsgd,
-        SuperNodes(
-            node(1, public_key=secrets.token_bytes(32)), node(2, public_key=secrets.token_bytes(32))
-        ),
-    )
+    nodes = [node(number, public_key=secrets.token_bytes(32)) for number in (1, 2)]
+    asked(ppsgd, SuperNodes(*nodes))
     assert "NOT claimed" not in ppsgd.privacy_statement()
 
 

@@ -202,7 +202,8 @@ def test_before_round_one_it_is_said_whether_this_can_learn(
         strategy(release=release(population=10, z=2.0)).start(on, w0(np.zeros(size)), num_rounds=4)
     expected = math.sqrt(4) * 10 / (2.0 * math.sqrt(size))
     assert f"at best {expected:.2g}" in caplog.text
-    assert ("cannot learn" in caplog.text) == hopeless
+    assert ("This cannot learn: even if all users agree" in caplog.text) == hopeless
+    assert ("allow a larger epsilon, or share about" in caplog.text) == hopeless
 
 
 def test_what_a_deployment_would_cost_has_a_name_of_its_own() -> None:
