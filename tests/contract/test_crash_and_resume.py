@@ -461,6 +461,27 @@ def test_a_round_is_sent_only_if_there_is_room_for_its_w(small_disk: Path) -> No
         assert again.ledger.rounds == again.rounds_done == full.rounds_done
 
 
+def test_a_w_whose_charge_cannot_be_written_is_nowhere_on_the_disk(tmp_path: Path) -> None:
+    """The store is exchanged while clients answer, and SQLite then refuses to write."""
+    place = tmp_path / "server"
+    train(place, 2)
+    names: list[set[str]] = []
+
+    class Exchanging(Target):
+        def gradients(self, w: Floats, theta: Floats, order: Order) -> tuple[Floats, Floats]:
+            (store,) = place.glob("*.sqlite")
+            shutil.copyfile(store, tmp_path / "copy").replace(store)
+            names.append({path.name for path in place.iterdir()})
+            return super().gradients(w, theta, order)
+
+    grid = InProcessGrid(client_app(lambda _: Exchanging(np.ones(SIZE))), USERS)
+    ppsgd = strategy(checkpoint_dir=place)
+    with pytest.raises(ValueError, match="cannot be used"):
+        ppsgd.start(grid, zeros(), num_rounds=3)
+    assert {path.name for path in place.iterdir()} <= names[0]
+    assert ppsgd.ledger.rounds == 2
+
+
 # Damage, whatever the files are.
 
 

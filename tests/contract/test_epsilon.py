@@ -12,7 +12,15 @@ from dp_accounting import GaussianDpEvent, NeighboringRelation, rdp
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from flwr_ppsgd import FixedSize, Ledger, Poisson, Release, affordable_rounds, calibrate_noise
+from flwr_ppsgd import (
+    FixedSize,
+    Ledger,
+    Poisson,
+    Release,
+    SecureSum,
+    affordable_rounds,
+    calibrate_noise,
+)
 from tests.contract.command import ppsgd
 from tests.contract.targets import Floats
 
@@ -222,6 +230,19 @@ def test_mixed_releases_cost_more_than_each_alone_and_less_than_the_sum() -> Non
 def test_fixed_size_rounds_gain_nothing_from_poisson_rounds_beside_them() -> None:
     fixed = spent(Release(FixedSize(1000, 10), 1.0, 20.0), 100, 1e-4)
     assert fixed.record(sampled(0.01, 1.0)).epsilon() > fixed.epsilon() * (1 - NEAR)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_random_neighbours_of_a_secure_sum_are_paid_for_by_delta(relation: Relation) -> None:
+    """1000 clients are too many to be neighbours of each other: T·η of δ goes to that."""
+    failure = 4e-8
+    everyone = sampled(1.0, 40.0)
+    rules = SecureSum(honest=800, colluding=2, failure=failure)
+    summed = Release(everyone.cohort, 1.0, 40.0, aggregation=rules)
+    left = spent(everyone, 100, 1e-5 - 100 * failure).epsilon(relation)
+    assert left > 1.01 * spent(everyone, 100, 1e-5).epsilon(relation)
+    assert spent(summed, 100, 1e-5).epsilon(relation) == pytest.approx(left, rel=1e-12)
+    assert spent(summed, 100, 99 * failure).epsilon(relation) == math.inf
 
 
 # The edges.

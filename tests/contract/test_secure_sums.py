@@ -6,6 +6,7 @@ the messages of a round.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -426,6 +427,25 @@ def test_a_message_for_somebody_else_is_refused() -> None:
         return [others[exchange]] if exchange in (2, 3) else []
 
     assert all_refused(outcomes_of(swapped, secure(1.0), 1, Remembering), 2)
+
+
+@pytest.mark.parametrize("terms", ["kept", "left out"])
+def test_in_a_training_with_secure_sums_no_plain_order_is_obeyed(terms: str) -> None:
+    """The server would see a user's vector."""
+
+    def plainly(message: Message, round_: int, exchange: int) -> list[Message]:
+        if (round_, exchange) != (2, 3):  # w comes along
+            return []
+        content = message.content.copy()
+        for name, record in message.content.config_records.items():
+            if "stage" in record:
+                order = replace(Order.from_flat(record), stage=0, payload="")
+                if terms == "left out":
+                    order = replace(order, terms=None)
+                content[name] = ConfigRecord(order.to_flat())
+        return [Message(content, message.metadata.dst_node_id, "train")]
+
+    assert all_refused(outcomes_of(plainly, secure(1.0)), 1)
 
 
 def test_nothing_is_revealed_before_the_server_has_charged_it() -> None:
